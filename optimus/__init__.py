@@ -1,0 +1,25 @@
+"""Optimus: pretrain dense and Mixture-of-Experts language models, from raw text to an evaluated checkpoint.
+
+The commands of the shell are functions here: `prepare`, `train`, `evaluate`, `generate`, `export`, `import_folder`,
+`models`; and `load_model` gives a checkpoint's model. They load on first use, so that importing the package costs nothing.
+"""
+
+from optimus.lazy import lazy_exports
+
+__version__ = "0.1.0"
+__all__ = ["UserError", "evaluate", "export", "generate", "import_folder", "load_model", "models", "prepare", "train"]  # noqa: F822
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "evaluate": "optimus.evaluate",  # a package that can be called, like train
+        "export": "optimus.hub",
+        "generate": "optimus.evaluate",
+        "import_folder": "optimus.hub",
+        "load_model": "optimus.checkpoint",
+        "models": "optimus.model.count",
+        "prepare": "optimus.data",
+        "train": "optimus.train",
+        "UserError": "optimus.errors",
+    },
+)

@@ -1,0 +1,1 @@
+"""Benchmarks against rivals, as users run them."""

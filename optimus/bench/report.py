@@ -1,0 +1,55 @@
+"""The form of every benchmark's result: a table for people, JSON for programs."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from optimus.observe.machine import describe_machine, versions
+
+
+def report(name: str, rows: Sequence[dict[str, Any]], ratios: dict[str, float]) -> dict[str, Any]:
+    """`{"bench", "machine", "versions", "rows", "ratios"}`."""
+    return {
+        "bench": name,
+        "machine": describe_machine(),
+        "versions": versions("transformers", "tokenizers", "numpy"),
+        "rows": list(rows),
+        "ratios": ratios,
+    }
+
+
+def publish(name: str, rows: Sequence[dict[str, Any]], ratios: dict[str, float], *, path: Path | None) -> None:
+    """Print the table and the ratios, and write the report to `path` if there is one."""
+    print_table(rows, f"optimus bench {name}")
+    for ratio, value in ratios.items():
+        print(f"{ratio}: {value:.3f}")
+    if path is not None:
+        write_json(path, report(name, rows, ratios))
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` to `path`."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
+    """Print rows of equal keys as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column.replace("_", " "), justify="left" if isinstance(rows[0].get(column), str) else "right")
+    for row in rows:
+        table.add_row(*(_cell(row.get(column)) for column in columns))
+    Console(width=None).print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,162 @@
+"""Writing and reading checkpoints in the format of torch.distributed.checkpoint (DCP).
+
+One global tensor per parameter (`model.NAME`, the fp32 master weight) and per moment (`adamw.m.NAME`, `adamw.v.NAME`), so
+that plain DCP tools read the files and a later layout can load them.
+"""
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from optimus.checkpoint.folder import (
+    Description,
+    differences,
+    find_checkpoint,
+    naming_disk_errors,
+    read_description,
+    write_description,
+)
+from optimus.config import ModelConfig
+from optimus.errors import UserError
+from optimus.model import Transformer
+from optimus.state import ModelState
+
+
+def save_state(state: ModelState, folder: Path, description: Description) -> None:
+    """Write the whole state of a run to `folder`, which appears only when complete; rank 0 writes.
+
+    `description.tokenizer` is the file to copy. Raises `UserError` when the disk refuses; older checkpoints are untouched.
+    """
+    if state.group.rank == 0:
+        _write(dict(state.tensors()), folder, description)
+
+
+def save_model(
+    model: Transformer, folder: Path, *, context: int, tokenizer: Path | None, eos_id: int | None
+) -> None:
+    """Write a checkpoint of weights only. Raises `UserError` when `folder` exists."""
+    if folder.exists():
+        raise UserError(f"{folder} exists already: choose another output folder or remove it")
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    precision = str(next(model.parameters()).dtype).removeprefix("torch.")
+    description = Description(model.config, context, 0, False, precision, eos_id, tokenizer)
+    _write(tensors, folder, description)
+
+
+def load_state(state: ModelState, path: Path, *, model: ModelConfig, run: dict[str, Any] | None) -> Description:
+    """Fill `state` from checkpoint `path`; rank 0 reads and broadcasts. Returns the description.
+
+    `model` is the architecture that `state` was made for. With `run`, everything is loaded, and the checkpoint must agree
+    with it in every key (a resumed run); without, the weights alone (a new run from these weights).
+    """
+    description = read_description(path)
+    check_same_model(description, model, path)
+    if run is not None:
+        if not description.full:
+            raise UserError(f"{path} holds weights only and cannot be resumed: start from it with checkpoint.initial")
+        if changed := differences(description.run, run):
+            raise UserError(f"{path} belongs to another run: {changed}. Use those values or another train.output")
+    if state.group.rank == 0:
+        wanted = dict(state.tensors())
+        if run is None:
+            wanted = {key: view for key, view in wanted.items() if key.startswith("model.")}
+        _read(wanted, path)
+    state.after_load()
+    return description
+
+
+def load_model(
+    checkpoint: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+) -> Transformer:
+    """The model of a checkpoint or of a run's newest one, in evaluation mode; it maps `tokens_BS` to `logits_BSV`."""
+    path = find_checkpoint(checkpoint)
+    with torch.device("meta"):
+        model = Transformer(read_description(path).model)
+    model = model.to_empty(device="cpu").float()
+    _read({f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}, path)
+    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def check_same_model(description: Description, model: ModelConfig, path: Path) -> None:
+    """Raise `UserError` naming what differs when the checkpoint `path` is of another architecture than `model`."""
+    if changed := differences(description.model.model_dump(exclude={"init_std"}), model.model_dump(exclude={"init_std"})):
+        raise UserError(f"checkpoint {path} is of another model: {changed}")
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint; its description goes first, so that a half-deleted one is never taken for complete."""
+    (path / "checkpoint.json").unlink()
+    shutil.rmtree(path)
+
+
+def _write(tensors: dict[str, Tensor], folder: Path, description: Description) -> None:
+    partial = folder.with_name(f".{folder.name}.partial")
+    with naming_disk_errors(folder):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _quietly(lambda: dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=True))
+        if description.tokenizer is not None:
+            shutil.copyfile(description.tokenizer, partial / "tokenizer.json")
+        write_description(partial, description)
+        for file in partial.iterdir():
+            _fsync(file)
+        _fsync(partial)
+        if folder.exists():  # the same step, written before a restart from an older one
+            old = folder.with_name(f".{folder.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+            partial.rename(folder)
+            shutil.rmtree(old)
+        else:
+            partial.rename(folder)
+        _fsync(folder.parent)
+
+
+def _read(wanted: dict[str, Tensor], path: Path) -> None:
+    """Fill the tensors of `wanted` in place. Raises `UserError` naming what the checkpoint lacks."""
+    try:
+        reader = dcp.FileSystemReader(path)
+        held = reader.read_metadata().state_dict_metadata
+        wrong = [key for key, t in wanted.items() if key not in held or _size(held[key]) != t.shape]
+        if wrong:
+            raise UserError(f"checkpoint {path} lacks {wrong[0]} (and {len(wrong) - 1} more): it is of another model")
+        _quietly(lambda: dcp.load(wanted, storage_reader=reader, no_dist=True))
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"checkpoint {path} cannot be read, its files are damaged ({error}): use another one") from error
+
+
+def _size(metadata: Any) -> torch.Size | None:
+    return getattr(metadata, "size", None)
+
+
+def _quietly(call: Callable[[], Any]) -> None:
+    """Run a DCP call without its warning that one process is no process group, which is meant here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed.*")
+        warnings.filterwarnings("ignore", message=".*TypedStorage.*")
+        try:
+            call()
+        except dcp.api.CheckpointException as error:  # the cause of a failed write is inside
+            causes: Iterable[Any] = error.failures.values()
+            for cause in causes:
+                inner = cause[0] if isinstance(cause, tuple) else cause
+                if isinstance(inner, OSError):
+                    raise inner from error
+            raise
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

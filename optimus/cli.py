@@ -1,0 +1,234 @@
+"""The commands. Each is a thin call of a function below; heavy imports wait until a command runs."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from optimus.errors import UserError
+
+app = typer.Typer(
+    name="optimus",
+    help="Pretrain dense and Mixture-of-Experts language models, from raw text to an evaluated checkpoint.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+bench_app = typer.Typer(help="Measure Optimus and its rivals in one run.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench_app, name="bench")
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report to this JSON file.")]
+
+
+@app.command()
+def prepare(
+    inputs: Annotated[list[str], typer.Argument(metavar="INPUT...", help="Files, folders or globs of text.")],
+    output: Annotated[Path, typer.Option(help="Folder to make.")],
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json, or a folder that holds one.")] = None,
+    train_tokenizer: Annotated[int | None, typer.Option(help="Train a tokenizer of this many entries.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens per training sequence.")] = 2048,
+    seed: Annotated[int, typer.Option(help="Seed of the shuffle.")] = 0,
+    workers: Annotated[int | None, typer.Option(help="Processes. Default: one per core.")] = None,
+    shard_size: Annotated[str, typer.Option(help="Largest shard.")] = "512MB",
+    text_field: Annotated[str, typer.Option(help="Field of JSON lines and Parquet that holds the text.")] = "text",
+    as_json: Json = False,
+) -> None:
+    """Tokenise, shuffle and shard text into training data."""
+    from optimus.data import parse_size
+    from optimus.data import prepare as run
+    from optimus.observe.progress import Progress
+
+    with Progress() as progress:
+        index = run(
+            inputs,
+            output,
+            tokenizer=tokenizer,
+            train_tokenizer=train_tokenizer,
+            context=context,
+            seed=seed,
+            workers=workers,
+            shard_size=parse_size(shard_size),
+            text_field=text_field,
+            progress=progress.update,
+        )
+    _show(
+        index,
+        as_json,
+        f"{output}: {index['tokens']:,} tokens of {index['documents']:,} documents in {index['instances']:,} sequences of "
+        f"{context}, {len(index['shards'])} shards; the last {index['dropped_tokens']} tokens fill no sequence and are left out",
+    )
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Processes on this machine that share each global batch.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint of the run.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Validate everything, run nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a model."""
+    from optimus.train import train as run
+
+    summary = run(config, overrides or [], ranks=ranks, resume=resume, check=check)
+    if check:
+        _show(summary, as_json, f"{config} is ready to run: {summary['steps']} steps on {summary['ranks']} rank(s)")
+        return
+    text = f"step {summary['step']}: loss {summary['loss']:.4f}, checkpoint {summary['checkpoint']}"
+    if summary["step"] < summary["steps"]:
+        words = " ".join(["optimus train", str(config), *(overrides or []), *([f"--ranks {ranks}"] if ranks else [])])
+        text += f"\nstopped before step {summary['steps']}; continue with: {words} --resume"
+    _show(summary, as_json, text)
+
+
+@app.command()
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
+    tasks: Annotated[list[str] | None, typer.Option(help="Tasks, repeated or separated by commas.")] = None,
+    task_data: Annotated[Path | None, typer.Option(help="Folder of local task data.")] = None,
+    text: Annotated[Path | None, typer.Option(help="File or folder of text for bits per byte.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Documents per task.")] = None,
+    fewshot: Annotated[int | None, typer.Option(help="Examples in each prompt.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
+    output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Score a checkpoint on tasks (lm-eval) and on bits per byte of text."""
+    from optimus.evaluate import evaluate as run
+
+    names = [name for group in tasks or [] for name in group.split(",") if name]
+    results = run(
+        checkpoint,
+        tasks=names,
+        task_data=task_data,
+        text=text,
+        output=output,
+        limit=limit,
+        fewshot=fewshot,
+        device=device,
+    )
+    rows = [{"task": name, **scores} for name, scores in results["tasks"].items()]
+    if rows and not as_json:
+        from optimus.bench.report import print_table
+
+        print_table(rows, str(checkpoint))
+    bits = results["bits_per_byte"]
+    _show(results, as_json, f"bits per byte: {bits:.4f}" if bits is not None else "")
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Continue a text."""
+    from optimus.evaluate import generate_text
+
+    text = generate_text(
+        checkpoint,
+        prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        device=device,
+    )
+    _show({"prompt": prompt, "text": text}, as_json, text)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
+    output: Annotated[Path, typer.Option(help="Folder to make.")],
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint in Hugging Face format."""
+    from optimus.hub import export_checkpoint
+
+    _show(export_checkpoint(checkpoint, output, dtype=dtype), as_json, f"{output}: load it with AutoModelForCausalLM")
+
+
+@app.command(name="import")
+def import_(
+    folder: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Hugging Face folder of an OLMo or OLMoE model.")],
+    output: Annotated[Path, typer.Option(help="Checkpoint folder to make.")],
+    as_json: Json = False,
+) -> None:
+    """Turn a Hugging Face folder into a checkpoint."""
+    from optimus.hub import import_folder
+
+    _show(import_folder(folder, output), as_json, f"{output}: a checkpoint of weights (checkpoint.initial={output})")
+
+
+@app.command()
+def models(as_json: Json = False) -> None:
+    """List the presets with their total and active parameters."""
+    from optimus.model.count import models as run
+
+    rows = run()
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    for row in rows:
+        total, active = (_billions(row[f"{kind}_parameters"]) for kind in ("total", "active"))
+        print(f"{row['name']:16} {total:>8} total  {active:>8} active   {row['layers']} layers, hidden {row['hidden']}")
+
+
+@bench_app.command(name="train")
+def bench_train(
+    model: Annotated[str, typer.Option(help="Preset.")] = "mula-tiny-moe",
+    steps: Annotated[int, typer.Option(help="Timed steps per contestant and round.")] = 8,
+    rounds: Annotated[int, typer.Option(help="Rounds, the contestants taking turns.")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """Training speed against the Hugging Face Trainer on the same model and data."""
+    from optimus.bench import report
+    from optimus.bench.train import run
+
+    report.publish("train", *run(model=model, steps=steps, rounds=rounds), path=json_file)
+
+
+@bench_app.command(name="tokenise")
+def bench_tokenise(
+    inputs: Annotated[list[str] | None, typer.Argument(metavar="[INPUT]...", help="Default: Python's library.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Default: one trained on the input.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes. Default: one per core.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Tokenisation speed against `tokenizers.encode_batch` on the same cores."""
+    from optimus.bench import report
+    from optimus.bench.tokenise import run
+
+    report.publish("tokenise", *run(inputs, tokenizer, workers), path=json_file)
+
+
+def _show(result: Any, as_json: bool, text: str) -> None:
+    print(json.dumps(result, indent=2, default=str) if as_json else text)
+
+
+def _billions(count: int) -> str:
+    return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
+
+
+def main() -> None:
+    """Entry point: a `UserError` is one line and exit code 2, never a traceback."""
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""Collectives between ranks."""
+
+from optimus.comm.group import Group
+
+__all__ = ["Group"]

@@ -1,0 +1,185 @@
+"""From YAML, a preset and `key.path=value` overrides to a `RunConfig`; and back to YAML.
+
+The order of precedence, lowest first: the tree's defaults, the preset's recipe, the file, the overrides. Every problem is
+reported at once, each with the path of its key and the nearest valid key.
+"""
+
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from optimus.config.tree import ModelConfig, RunConfig
+from optimus.errors import UserError, nearest
+
+ModelFolderReader = Callable[[Path], dict[str, Any]]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML with numbers such as 4e-4 read as numbers (YAML 1.1 takes them for text)."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def load_config(
+    source: str | Path | Mapping[str, Any] | RunConfig,
+    overrides: Iterable[str] = (),
+    read_model_folder: ModelFolderReader | None = None,
+) -> RunConfig:
+    """Read and validate a run's configuration.
+
+    `source` is a YAML file, a mapping, or a tree that is returned as it is when there are no overrides. `overrides` are
+    texts `key.path=value` with YAML values. `read_model_folder` turns a Hugging Face folder named by `model` into
+    sections of the tree (the room `hub` provides it).
+
+    Raises `UserError` naming each wrong key by its path.
+    """
+    if isinstance(source, RunConfig):
+        raw, where = source.model_dump(exclude_unset=True), "config"
+    elif isinstance(source, Mapping):
+        raw, where = _copy(source), "config"
+    else:
+        raw, where = _read_yaml(Path(source)), str(source)
+    for text in overrides:
+        _override(raw, text, read_model_folder)
+    if isinstance(raw.get("model"), str):
+        raw = _merge(resolve_model(raw["model"], read_model_folder), {k: v for k, v in raw.items() if k != "model"})
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(f"{where}: " + "; ".join(_explain(error))) from None
+
+
+def resolve_model(name: str, read_model_folder: ModelFolderReader | None = None) -> dict[str, Any]:
+    """The sections of the tree that a preset's name or a Hugging Face folder stands for, `model` among them."""
+    if name in _presets():
+        return _copy(_presets()[name])
+    if read_model_folder is not None and Path(name).is_dir():
+        return read_model_folder(Path(name))
+    raise UserError(
+        f"model: '{name}' is neither a preset nor a Hugging Face folder; {nearest(name, preset_names())} "
+        "(`optimus models` lists the presets)"
+    )
+
+
+def preset_names() -> list[str]:
+    """Names of the presets, smallest paper model first."""
+    return list(_presets())
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved tree as YAML that `load_config` reads back to an equal tree."""
+    tree = config.model_dump(exclude={"moe"} if config.model.family == "olmo" else None)
+    return yaml.safe_dump(tree, sort_keys=False, width=120)
+
+
+@cache
+def _presets() -> dict[str, Any]:
+    return yaml.load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8"), _Loader)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError:
+        raise UserError(f"config file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"config file {path} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}" if mark else ""
+        raise UserError(f"config file {path}{line} is not valid YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"config file {path} must hold a mapping with the keys {', '.join(RunConfig.model_fields)}")
+    return raw
+
+
+def _override(raw: dict[str, Any], text: str, read_model_folder: ModelFolderReader | None) -> None:
+    """Set one `key.path=value` in `raw`; a preset's name is opened up when a key inside the model is set."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise UserError(f"override '{text}' is not of the form key.path=value")
+    parsed = yaml.load(value, _Loader) if value else None
+    parts = key.split(".")
+    if parts[0] == "model" and len(parts) > 1 and isinstance(raw.get("model"), str):
+        merged = _merge(resolve_model(raw["model"], read_model_folder), {k: v for k, v in raw.items() if k != "model"})
+        raw.clear()
+        raw.update(merged)
+    node = raw
+    for depth, part in enumerate(parts[:-1]):
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise UserError(f"override '{text}': {'.'.join(parts[: depth + 1])} is not a section")
+    node[parts[-1]] = parsed
+
+
+def _merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(low)
+    for key, value in high.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
+
+
+def _explain(error: ValidationError) -> list[str]:
+    """One clause per problem: the key's path, what is wrong, the nearest valid key where that helps."""
+    clauses = []
+    for problem in error.errors():
+        path = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            *section, key = [str(part) for part in problem["loc"]]
+            clauses.append(f"unknown key '{path}': {_suggest(section, key)}")
+        elif problem["type"] == "missing":
+            clauses.append(f"'{path}' is missing")
+        elif problem["type"] == "value_error":
+            clauses.append(f"{path + ': ' if path else ''}{problem['ctx']['error']}")
+        else:
+            clauses.append(f"'{path}' is {problem['input']!r}: {problem['msg'].lower()}")
+    return clauses
+
+
+def _suggest(section: list[str], key: str) -> str:
+    """The nearest key of the same section, or else the same key where another section has it."""
+    fields = _section(section).model_fields
+    elsewhere = [
+        f"{name}.{key}" for name, field in RunConfig.model_fields.items() if key in _fields_of(field.annotation)
+    ]
+    if elsewhere:
+        return f"did you mean '{elsewhere[0]}'?"
+    hint = nearest(key, fields)
+    if "did you mean" in hint and section:
+        return hint.replace("'", f"'{'.'.join(section)}.", 1)
+    return hint
+
+
+def _section(path: list[str]) -> type[BaseModel]:
+    node: type[BaseModel] = RunConfig
+    for name in path:
+        node = typing.cast(type[BaseModel], node.model_fields[name].annotation)
+    return node
+
+
+def _fields_of(annotation: Any) -> Iterable[str]:
+    known = isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias)
+    return annotation.model_fields if known and issubclass(annotation, BaseModel) else ()
+
+
+def model_config_from(mapping: Mapping[str, Any], where: str) -> ModelConfig:
+    """A validated `ModelConfig` from a mapping read at `where`, with errors in this module's form."""
+    try:
+        return ModelConfig.model_validate(dict(mapping))
+    except ValidationError as error:
+        raise UserError(f"{where}: " + "; ".join(_explain(error))) from None

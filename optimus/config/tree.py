@@ -1,0 +1,226 @@
+"""The typed tree of a run. Defaults are the recipe of the Optimus paper (section 2.1).
+
+Every field carries its description, from which `docs/config.md` is generated. Combinations that cannot work are refused
+here, by validators that name the fields, so that nothing starts before the whole tree is known to make sense.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A node of the tree: unknown keys and wrong types are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ModelConfig(Section):
+    """The architecture, as one device would run it."""
+
+    family: Literal["olmo", "olmoe"] = Field(description="olmo: dense, LayerNorm without weights. olmoe: experts.")
+    hidden: int = Field(gt=0, description="Width of the residual stream.")
+    layers: int = Field(gt=0, description="Number of transformer blocks.")
+    heads: int = Field(gt=0, description="Attention heads; hidden / heads is the head size, an even number.")
+    intermediate: int = Field(gt=0, description="Width of the feed-forward layer, of each expert for olmoe.")
+    vocab: int = Field(gt=0, description="Rows of the embedding; at least the tokenizer's vocabulary.")
+    experts: int | None = Field(None, gt=0, description="Experts per block (olmoe only).")
+    experts_per_token: int | None = Field(None, gt=0, description="Experts that each token chooses (olmoe only).")
+    tie_embeddings: bool = Field(False, description="Whether the output layer shares the embedding's weights.")
+    rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary position frequencies.")
+    norm_eps: float = Field(1e-5, gt=0, description="Epsilon inside the norms.")
+    init_std: float = Field(
+        0.02, gt=0, description="Standard deviation of the initial weights (a normal cut at 3 deviations)."
+    )
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> "ModelConfig":
+        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+            raise ValueError(
+                f"hidden {self.hidden} over {self.heads} heads must give an even head size; change hidden or heads"
+            )
+        if self.family == "olmoe":
+            if self.experts is None or self.experts_per_token is None:
+                raise ValueError("family olmoe needs experts and experts_per_token")
+            if self.experts_per_token > self.experts:
+                raise ValueError(f"experts_per_token {self.experts_per_token} is more than experts {self.experts}")
+        elif self.experts is not None or self.experts_per_token is not None:
+            raise ValueError(f"family {self.family} is dense: remove experts and experts_per_token")
+        return self
+
+
+class DataConfig(Section):
+    """Where the training tokens are."""
+
+    path: str = Field(description="Folder written by `optimus prepare`.")
+
+
+class ParallelConfig(Section):
+    """How the ranks divide the work."""
+
+    data: int | None = Field(
+        None, gt=0, description="Data-parallel ranks, each with its part of every global batch. Default: all ranks."
+    )
+
+
+class StateConfig(Section):
+    """How the model state is held."""
+
+    gradient_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Type in which gradients accumulate over microbatches and are reduced over ranks."
+    )
+    tile: int = Field(
+        1 << 20, gt=0, description="Elements that the optimizer updates at a time; fp32 copies exist for one tile only."
+    )
+
+
+class OptimizerConfig(Section):
+    """The update rule."""
+
+    name: Literal["adamw"] = Field("adamw", description="AdamW with decoupled weight decay on all parameters.")
+    betas: list[float] = Field([0.9, 0.99], min_length=2, max_length=2, description="Decay of the two moments.")
+    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay, times the learning rate.")
+    clip_norm: float | None = Field(
+        1.0, gt=0, description="Largest global gradient norm after the warm-up; null: no limit."
+    )
+    clip_during_warmup: bool = Field(
+        False, description="Clip in the warm-up as well (the paper clips only after it)."
+    )
+
+    @model_validator(mode="after")
+    def _betas(self) -> "OptimizerConfig":
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas {self.betas} must lie in [0, 1)")
+        return self
+
+
+class ScheduleConfig(Section):
+    """The learning rate over the steps."""
+
+    name: Literal["cosine", "constant"] = Field(
+        "cosine", description="After a linear warm-up: cosine to the minimum at the last step, or constant at the peak."
+    )
+    peak: float = Field(4e-4, gt=0, description="Learning rate at the end of the warm-up.")
+    minimum: float = Field(4e-5, ge=0, description="Learning rate at the last step (cosine).")
+    warmup_steps: int = Field(2500, ge=0, description="Steps of linear increase from zero.")
+
+    @model_validator(mode="after")
+    def _order(self) -> "ScheduleConfig":
+        if self.name == "cosine" and self.minimum > self.peak:
+            raise ValueError(f"minimum {self.minimum} is above peak {self.peak}")
+        return self
+
+
+class MoeConfig(Section):
+    """Losses and routing of the experts (olmoe only)."""
+
+    balance_coefficient: float = Field(0.01, ge=0, description="Weight of the load-balancing loss.")
+    z_coefficient: float = Field(0.001, ge=0, description="Weight of the router z-loss.")
+    routing: Literal["learned", "uniform"] = Field(
+        "learned", description="uniform: forced uniform routing, every expert receives the same number of tokens."
+    )
+
+
+class TrainConfig(Section):
+    """The run: its length, batches and numbers."""
+
+    output: str = Field(description="Run folder; made by this run.")
+    steps: int = Field(gt=0, description="Optimizer steps of the whole schedule.")
+    global_batch: int = Field(gt=0, description="Sequences per step, over all ranks and microbatches.")
+    micro_batch: int = Field(gt=0, description="Sequences per forward pass on one rank.")
+    context: int = Field(gt=1, description="Tokens per sequence; must equal the prepared data's.")
+    seed: int = Field(0, ge=0, description="Seed of the initial weights.")
+    precision: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", description="Type of the computation; master weights and moments are always fp32."
+    )
+    stop_at: int | None = Field(None, gt=0, description="End after this step; the schedule still spans `steps`.")
+    device: str = Field("auto", description="auto, or the name of a torch device such as cpu, cuda, xpu.")
+
+    @model_validator(mode="after")
+    def _batches(self) -> "TrainConfig":
+        if self.global_batch % self.micro_batch:
+            raise ValueError(
+                f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}"
+            )
+        if self.stop_at is not None and self.stop_at > self.steps:
+            raise ValueError(f"stop_at {self.stop_at} is beyond steps {self.steps}")
+        return self
+
+
+class CheckpointConfig(Section):
+    """When the state is saved."""
+
+    every: int = Field(1000, gt=0, description="Steps between checkpoints; one more is written at the end.")
+    keep: int | None = Field(2, gt=0, description="Newest checkpoints kept; null keeps all.")
+    initial: str | None = Field(
+        None, description="Start from the weights of this checkpoint or Hugging Face folder, with a fresh optimizer."
+    )
+
+
+class EvaluateConfig(Section):
+    """Evaluation while training."""
+
+    every: int | None = Field(None, gt=0, description="Steps between measurements of held-out bits per byte.")
+    text: str | None = Field(None, description="Folder or file of held-out text.")
+    max_bytes: int = Field(262_144, gt=0, description="Bytes of that text that are used.")
+
+    @model_validator(mode="after")
+    def _text(self) -> "EvaluateConfig":
+        if self.every is not None and self.text is None:
+            raise ValueError("every is set but text is not: name a file or folder of held-out text")
+        return self
+
+
+class ResilienceConfig(Section):
+    """What to do when numbers go wrong."""
+
+    max_skipped: int = Field(
+        3, ge=0, description="Steps in a row with a non-finite gradient norm that are skipped before the run ends."
+    )
+
+
+class ObserveConfig(Section):
+    """What is reported, besides metrics.jsonl."""
+
+    log_every: int = Field(10, gt=0, description="Steps between the lines printed where there is no terminal.")
+    tensorboard: bool = Field(True, description="Write TensorBoard events.")
+    wandb: str | None = Field(None, description="Weights & Biases project; null: off.")
+
+
+Recomputable = Literal["norm", "attention", "mlp", "moe"]
+
+
+class RunConfig(Section):
+    """Everything about a run."""
+
+    model: ModelConfig = Field(description="A preset's name, a Hugging Face folder, or the mapping below.")
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    moe: MoeConfig = Field(default_factory=MoeConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    state: StateConfig = Field(default_factory=StateConfig)
+    recompute: list[Recomputable] = Field(
+        [], description="Modules whose activations are recomputed in the backward pass: norm, attention, mlp or moe."
+    )
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
+    resilience: ResilienceConfig = Field(default_factory=ResilienceConfig)
+    observe: ObserveConfig = Field(default_factory=ObserveConfig)
+
+    @model_validator(mode="after")
+    def _combinations(self) -> "RunConfig":
+        dense = self.model.family == "olmo"
+        if dense and "moe" in self.model_fields_set:
+            raise ValueError("moe: the model is dense (family olmo); remove the section moe")
+        absent = "moe" if dense else "mlp"
+        if absent in self.recompute:
+            raise ValueError(f"recompute: a model of family {self.model.family} has no module '{absent}'")
+        if self.parallel.data and self.train.global_batch % (self.parallel.data * self.train.micro_batch):
+            raise ValueError(
+                f"train.global_batch {self.train.global_batch} is not a multiple of parallel.data {self.parallel.data} "
+                f"times train.micro_batch {self.train.micro_batch}"
+            )
+        return self

@@ -1,0 +1,65 @@
+"""Cutting a long document so that its pieces, tokenised one by one, give the tokens of the whole.
+
+A tokenizer needs some fifty bytes of memory per byte of text, so a document of 3 GB cannot be tokenised at once. Cuts
+between words keep the tokens with every common tokenizer, but not with every one (a normaliser may strip or prepend a
+space, an added token may hold spaces), so every cut is checked: the text around it is tokenised whole and in two
+halves, which must agree. Where no checked cut is found the piece grows, up to a limit.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+PIECE = 1 << 19  # characters
+WINDOW = 2048  # characters tokenised on each side of a proposed cut
+LIMIT = 1 << 24  # characters; a longer piece would break the promise of bounded memory
+TRIES = 16
+
+# Preferred: between words, where GPT-style pre-tokenizers always split. Then: between letters and anything else, for
+# text without spaces (Chinese, minified code).
+BETWEEN_WORDS = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
+BETWEEN_KINDS = re.compile(r"(?<=\w)(?=\W)|(?<=\W)(?=\w)")
+
+
+class UncuttableError(ValueError):
+    """A stretch of `LIMIT` characters holds no place where a cut would keep the tokens."""
+
+
+def pieces(chunks: Iterable[str], encode: Callable[[str], list[int]]) -> Iterator[tuple[str, bool]]:
+    """The document that `chunks` make up, as (piece, whether it is the last one); pieces are about `PIECE` characters.
+
+    `encode` gives the tokens of a text. An empty document has no pieces. Raises `UncuttableError`.
+    """
+    text = ""
+    for chunk in chunks:
+        text += chunk
+        while len(text) >= PIECE + WINDOW:
+            cut = find_cut(text, encode)
+            if cut is None:
+                if len(text) > LIMIT:
+                    raise UncuttableError
+                break
+            yield text[:cut], False
+            text = text[cut:]
+    if text:
+        yield text, True
+
+
+def find_cut(text: str, encode: Callable[[str], list[int]]) -> int | None:
+    """The last place of `text`, `WINDOW` characters or more before its end, where a cut is seen to keep the tokens."""
+    for pattern in (BETWEEN_WORDS, BETWEEN_KINDS):
+        for cut in islice(_places(pattern, text), TRIES):
+            left, right = text[max(0, cut - WINDOW) : cut], text[cut : cut + WINDOW]
+            if encode(left + right) == encode(left) + encode(right):
+                return cut
+    return None
+
+
+def _places(pattern: re.Pattern[str], text: str) -> Iterator[int]:
+    """Places that match, backwards, from `WINDOW` before the end of `text` and at most `PIECE` characters far."""
+    stop = len(text) - WINDOW
+    lowest = max(1, stop - PIECE)
+    while stop > lowest:
+        start = max(lowest, stop - WINDOW)
+        yield from reversed([match.start() for match in pattern.finditer(text, start, stop)])
+        stop = start

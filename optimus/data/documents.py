@@ -1,0 +1,270 @@
+"""Reading input files as batches of text of about 1 MB, in order, with the position reached after each.
+
+Batches are what the helper processes tokenise. JSON lines travel as raw blocks of whole lines, so that parsing is done
+by the helpers; text files and parquet rows travel as strings. A document above `BLOCK` is cut into pieces here
+(`cutting`). A position is a place between two documents, or a checked cut in a text file, from which reading can start
+again and give the same tokens.
+"""
+
+import codecs
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, NamedTuple
+
+from optimus.data.cutting import LIMIT as PIECE_LIMIT
+from optimus.data.cutting import PIECE, UncuttableError, pieces
+from optimus.data.files import LINES_SUFFIXES, READ, TEXT_SUFFIXES, Source, Sources, open_bytes
+from optimus.errors import UserError, nearest
+
+BLOCK = 1 << 20  # bytes
+# A JSON line is parsed in one piece, which takes several times its size in memory. Text files have no such limit.
+LONGEST_LINE = 64 << 20
+PARQUET_ROWS = 64
+
+Encode = Callable[[str], list[int]]
+
+
+class Position(NamedTuple):
+    """Before byte `offset` of the decompressed text of file number `file` (before row `offset` of a parquet file).
+
+    `line` counts the lines before it, in JSON lines.
+    """
+
+    file: int
+    offset: int = 0
+    line: int = 0
+
+
+@dataclass
+class Batch:
+    """Either `lines` (whole JSON lines of `place`, the first of them number `first_line`) or `texts`.
+
+    `ends[i]` says whether `texts[i]` is the end of its document. `after` is the position that is reached once the
+    batch is done, None inside a document. `read` counts the bytes of all input files read so far, for progress.
+    """
+
+    input: int
+    lines: bytes = b""
+    place: str = ""
+    first_line: int = 0
+    texts: list[str] = field(default_factory=list)
+    ends: list[bool] = field(default_factory=list)
+    after: Position | None = None
+    read: int = 0
+
+
+class _Piece(NamedTuple):
+    """A document or a part of one, on its way into a batch."""
+
+    text: str
+    ends: bool
+    after: Position | None
+    read: int
+
+
+def read_batches(sources: Sources, start: Position, text_field: str, encode: Encode) -> Iterator[Batch]:
+    """All batches from `start` on; the last one of each file leads to the beginning of the next.
+
+    `encode` gives the tokens of a text; cuts are checked with it. Raises `UserError`.
+    """
+    read_before = sum(source.size for source in sources.files[: start.file])
+    pending = Batch(0)
+    held = 0
+    for number in range(start.file, len(sources.files)):
+        source = sources.files[number]
+        position = start if number == start.file else Position(number)
+        if pending.texts and source.input != pending.input:
+            yield pending
+            pending = Batch(source.input)
+        for part in _read_file(source, position, text_field, encode):
+            if isinstance(part, Batch):
+                if pending.texts:
+                    yield pending
+                    pending = Batch(source.input)
+                part.read += read_before
+                yield part
+                continue
+            held = held + len(part.text) if pending.texts else len(part.text)
+            pending.input = source.input
+            pending.texts.append(part.text)
+            pending.ends.append(part.ends)
+            pending.after, pending.read = part.after, read_before + part.read
+            if held >= BLOCK // 2:
+                yield pending
+                pending = Batch(source.input)
+        read_before += source.size
+        if not pending.texts:
+            yield Batch(source.input, after=Position(number + 1), read=read_before)
+        pending.after = Position(number + 1)
+    if pending.texts:
+        yield pending
+
+
+def _read_file(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[Batch | _Piece]:
+    if source.path.name.endswith(TEXT_SUFFIXES):
+        yield from _read_text(source, start, encode)
+    elif source.path.name.endswith(LINES_SUFFIXES):
+        yield from _read_lines(source, start, text_field, encode)
+    else:
+        yield from _read_parquet(source, start, text_field, encode)
+
+
+def _read_text(source: Source, start: Position, encode: Encode) -> Iterator[_Piece]:
+    offset = start.offset
+    with open_bytes(source) as (stream, _):
+        stream.seek(offset)
+        for text, last in _checked_pieces(str(source.path), _decode(source, stream, offset), encode):
+            offset += len(text.encode())
+            after = Position(start.file + 1) if last else Position(start.file, offset)
+            yield _Piece(text, last, after, offset)
+
+
+def _decode(source: Source, stream: BinaryIO, offset: int) -> Iterator[str]:
+    """The text of a stream from byte `offset` on, in chunks of at most `PIECE` characters."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    while True:
+        data = stream.read(PIECE)
+        held_back = len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(data, final=not data)
+        except UnicodeDecodeError as error:
+            place = offset - held_back + error.start
+            raise UserError(
+                f"{source.path}: not UTF-8 at byte {place} ({error.reason}). Convert it to UTF-8."
+            ) from error
+        offset += len(data)
+        if text:
+            yield text
+        if not data:
+            return
+
+
+def _checked_pieces(place: str, chunks: Iterator[str], encode: Encode) -> Iterator[tuple[str, bool]]:
+    """The pieces of one document; an empty document is one empty piece."""
+    piece = None
+    try:
+        for piece in pieces(chunks, encode):
+            yield piece
+        if piece is None:
+            yield "", True
+    except UncuttableError as error:
+        raise UserError(
+            f"{place}: a document holds {PIECE_LIMIT} characters without a place where this tokenizer allows a cut, "
+            "and would not fit into memory in one piece. Split the document."
+        ) from error
+
+
+def _slices(text: str) -> Iterator[str]:
+    return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
+
+
+def _read_lines(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[Batch | _Piece]:
+    place = str(source.path)
+    offset, line = start.offset, start.line
+    with open_bytes(source) as (stream, raw):
+        stream.seek(offset)  # a compressed stream reads and forgets what it passes
+        for block in _line_blocks(place, stream, line):
+            first_line, offset, line = line + 1, offset + len(block), line + block.count(b"\n")
+            after = Position(start.file, offset, line)
+            if len(block) <= 2 * BLOCK:
+                yield Batch(source.input, block, place, first_line, after=after, read=raw.tell())
+                continue
+            text = parse_line(block, place, first_line, text_field)
+            for piece, last in _checked_pieces(f"{place}:{first_line}", _slices(text or ""), encode):
+                yield _Piece(piece, last, after if last else None, raw.tell())
+
+
+def _line_blocks(place: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
+    """Blocks of whole lines of at most twice `BLOCK`; a longer line is a block of its own."""
+    carried: list[bytes] = []  # the beginning of a line
+    size = 0
+    while chunk := stream.read(BLOCK):
+        newline = chunk.rfind(b"\n") + 1
+        if newline:
+            # The carried line goes alone when it is long, together with the lines that follow it when it is not.
+            first = chunk.find(b"\n") + 1 if size > BLOCK else newline
+            yield from filter(None, (b"".join([*carried, chunk[:first]]), chunk[first:newline]))
+            line += chunk.count(b"\n")
+            carried, size = [], 0
+        carried.append(chunk[newline:])
+        size += len(chunk) - newline
+        if size > LONGEST_LINE:
+            raise UserError(
+                f"{place}:{line + 1}: a JSON line of more than {LONGEST_LINE >> 20} MB. "
+                "Split the document, or give it as a .txt file, which may have any size."
+            )
+    if size:
+        yield b"".join(carried)
+
+
+def parse_line(line: bytes, place: str, number: int, text_field: str) -> str | None:
+    """The text of the document in one JSON line, None for a blank line. Raises `UserError` naming file and line."""
+    try:
+        decoded = line.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}:{number}: not UTF-8 at byte {error.start} of the line ({error.reason})") from error
+    if not decoded.strip():
+        return None
+    try:
+        record = json.loads(decoded)
+    except ValueError as error:
+        raise UserError(f"{place}:{number}: not valid JSON ({error}). Each line must be one JSON object.") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{place}:{number}: a JSON {type(record).__name__}, where an object with the text is expected")
+    if text_field not in record:
+        raise UserError(
+            f"{place}:{number}: no field '{text_field}' ({nearest(text_field, record)}). "
+            "Name the field that holds the text with --text-field."
+        )
+    return _checked_text(record[text_field], f"{place}:{number}", text_field)
+
+
+def _checked_text(text: Any, place: str, text_field: str) -> str:
+    if not isinstance(text, str):
+        raise UserError(f"{place}: field '{text_field}' is {type(text).__name__}, not text")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{place}: field '{text_field}' is not valid Unicode ({error.reason})") from error
+    return text
+
+
+def _read_parquet(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[_Piece]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with source.path.open("rb") as raw, pq.ParquetFile(raw, buffer_size=READ, pre_buffer=False) as file:
+            if text_field not in file.schema_arrow.names:
+                raise UserError(
+                    f"{source.path}: no column '{text_field}' ({nearest(text_field, file.schema_arrow.names)}). "
+                    "Name the column that holds the text with --text-field."
+                )
+            row = 0
+            groups: list[int] = []  # row groups before the position are not read at all
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                if row + rows <= start.offset and not groups:
+                    row += rows
+                else:
+                    groups.append(group)
+            for rows in file.iter_batches(PARQUET_ROWS, row_groups=groups, columns=[text_field], use_threads=False):
+                for value in rows.column(0):
+                    row += 1
+                    if row <= start.offset:
+                        continue
+                    place = f"{source.path}: row {row}"
+                    text = _checked_text(_as_python(value, place), place, text_field)
+                    for piece, last in _checked_pieces(place, _slices(text), encode):
+                        yield _Piece(piece, last, Position(start.file, row) if last else None, raw.tell())
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{source.path}: not a readable parquet file ({error})") from error
+
+
+def _as_python(value: Any, place: str) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: not UTF-8 at byte {error.start} of the text ({error.reason})") from error

@@ -1,0 +1,187 @@
+"""The files that the inputs of `prepare` stand for, and opening each of them as a stream of bytes."""
+
+import glob
+import gzip
+import hashlib
+import io
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO
+
+from optimus.errors import UserError
+
+TEXT_SUFFIXES = (".txt", ".md", ".py")  # one document per file
+LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")  # one document per line
+SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet")
+# How many times larger the text is than the file: assumed when free disk space is checked before the work starts.
+EXPANSION = {".gz": 4.0, ".zst": 4.0, ".parquet": 3.0}
+READ = 1 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input file. `name` is its path below the input that it came from, which is number `input`."""
+
+    path: Path
+    input: int
+    name: str
+    size: int
+    modified_ns: int
+
+    @property
+    def text_bytes_estimate(self) -> float:
+        return self.size * EXPANSION.get(self.path.suffix, 1.0)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """All input files in reading order; `skipped` counts the files of other kinds in folders and globs."""
+
+    inputs: tuple[str, ...]
+    files: tuple[Source, ...]
+    skipped: int
+
+    def content_digest(self) -> str:
+        """Says which files go in, wherever and whenever they were written."""
+        return _digest((source.input, source.name, source.size) for source in self.files)
+
+    @cached_property
+    def identity_digests(self) -> list[str]:
+        """Entry k says exactly which the first k files are on this machine, and when they were last modified."""
+        digests = [""]
+        for source in self.files:
+            digests.append(_digest([(digests[-1], str(source.path.resolve()), source.size, source.modified_ns)]))
+        return digests
+
+
+def _digest(rows: Iterable[tuple[object, ...]]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(repr(row).encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def resolve(inputs: Sequence[str | Path]) -> Sources:
+    """Files, folders (walked in sorted order, hidden names left out) and globs, each file once. Raises `UserError`."""
+    found: dict[Path, Source] = {}
+    skipped: set[Path] = set()
+    for number, given in enumerate(inputs):
+        matches = 0
+        for path, root in _expand(given):
+            if not path.name.endswith(SUFFIXES):
+                skipped.add(path.resolve())
+                continue
+            matches += 1
+            stat = path.stat()
+            source = Source(path, number, path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns)
+            found.setdefault(path.resolve(), source)
+        if not matches:
+            raise UserError(f"no input files in {given}: nothing there ends in {' '.join(SUFFIXES)}")
+    if not found:
+        raise UserError("no input given: name files, folders or globs")
+    return Sources(tuple(Path(given).name for given in inputs), tuple(found.values()), len(skipped))
+
+
+def _expand(given: str | Path) -> Iterator[tuple[Path, Path]]:
+    """The files that one input stands for, each with the folder that its name is relative to."""
+    path = Path(given)
+    if path.is_file():
+        if not path.name.endswith(SUFFIXES):
+            raise UserError(f"unsupported file type: {path}. Supported: {' '.join(SUFFIXES)}")
+        yield path, path.parent
+    elif path.is_dir():
+        for file in _walk(path):
+            yield file, path
+    else:
+        matches = [Path(match) for match in sorted(glob.glob(str(given), recursive=True))]
+        if not matches:
+            raise UserError(f"input not found: {given} (no such file or folder, and no file matches it as a glob)")
+        root = _fixed_part(path)
+        for match in matches:
+            for file in _walk(match) if match.is_dir() else filter(Path.is_file, [match]):
+                yield file, root
+
+
+def _fixed_part(pattern: Path) -> Path:
+    """The longest leading folder of a glob without wildcards."""
+    fixed = Path(pattern.anchor)
+    for part in pattern.parts[len(fixed.parts) : -1]:
+        if glob.has_magic(part):
+            break
+        fixed /= part
+    return fixed
+
+
+def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    above |= {folder.resolve()}
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            if path.resolve() not in above:  # a link to a folder above would never end
+                yield from _walk(path, above)
+        elif path.is_file():
+            yield path
+
+
+@contextmanager
+def open_bytes(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """The decompressed stream of a file, and the file itself (whose position tells the progress).
+
+    A damaged compressed file or an unreadable one is a `UserError` that names it.
+    """
+    try:
+        with source.path.open("rb") as raw:
+            if source.path.suffix == ".gz":
+                yield gzip.GzipFile(fileobj=raw), raw  # type: ignore[misc]
+            elif source.path.suffix == ".zst":
+                yield io.BufferedReader(_ZstdStream(raw), READ), raw
+            else:
+                yield raw, raw
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise UserError(f"{source.path}: damaged or truncated compressed file ({error})") from error
+    except (PermissionError, FileNotFoundError) as error:
+        raise UserError(f"cannot read {source.path}: {error.strerror}") from error
+
+
+class _ZstdStream(io.RawIOBase):
+    """Reads zstd frames. The library's own reader takes a truncated file for a complete one; this raises EOFError."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        import zstandard
+
+        self._raw = raw
+        self._error = zstandard.ZstdError
+        self._new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+        self._frame = self._new_frame()
+        self._begun = False
+        self._rest = b""  # compressed, not yet used
+        self._ready = b""  # decompressed, not yet handed out
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        while not self._ready:
+            data = self._rest or self._raw.read(1 << 16)
+            self._rest = b""
+            if not data:
+                if self._begun and not self._frame.eof:
+                    raise EOFError("the last zstd frame is incomplete")
+                return 0
+            if self._frame.eof:
+                self._frame = self._new_frame()
+            self._begun = True
+            try:
+                self._ready = self._frame.decompress(data)
+            except self._error as error:
+                raise EOFError(str(error)) from error
+            self._rest = self._frame.unused_data if self._frame.eof else b""
+        taken = min(len(buffer), len(self._ready))
+        buffer[:taken] = self._ready[:taken]
+        self._ready = self._ready[taken:]
+        return taken

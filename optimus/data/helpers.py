@@ -1,0 +1,117 @@
+"""A few processes that run functions for this one.
+
+Why not multiprocessing: its children import the caller's main module again, which breaks in scripts without a
+`__main__` guard, and they outlive a parent that is killed. A helper is a fresh interpreter at the end of two pipes; it
+imports what its function needs, and it ends when its pipe closes, however the parent ended.
+"""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+from optimus.errors import UserError
+
+# Parallelism comes from the number of helpers: the tokenizer's own threads inside each would compete with it.
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+
+
+class Helpers:
+    """`count` processes, started by the first calls. `make` runs once in each and returns the function they serve.
+
+    `make` and its arguments are pickled, so it must be importable by name. Leaving the context ends all of them.
+    """
+
+    def __init__(self, count: int, make: Callable[..., Callable[..., Any]], *args: Any) -> None:
+        self.count = count
+        self._setup = (make, args)
+        self._own = threading.local()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._threads = ThreadPoolExecutor(count, "helper", self._start)
+
+    def submit(self, *args: Any) -> "Future[Any]":
+        """The result of the served function, to come. An exception in the helper is raised by the future."""
+        return self._threads.submit(self._ask, args)
+
+    def __enter__(self) -> "Helpers":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is not None:
+            for process in self._processes:
+                process.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for process in self._processes:
+            process.communicate()  # closes its pipes, at which it ends
+
+    def _start(self) -> None:
+        """In each thread: starts the helper that this thread speaks to."""
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import serve; serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the parent to handle
+        )
+        self._processes.append(process)
+        self._own.process = process
+        self._own.greeted = False
+
+    def _ask(self, args: tuple[Any, ...]) -> Any:
+        process: subprocess.Popen[bytes] = self._own.process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            if not self._own.greeted:
+                pickle.dump(self._setup, process.stdin, protocol=5)
+                self._own.greeted = True
+            pickle.dump(args, process.stdin, protocol=5)
+            process.stdin.flush()
+            succeeded, value = pickle.load(process.stdout)
+        except (EOFError, BrokenPipeError) as error:
+            status = process.wait()
+            cause = "was killed, often for lack of memory" if status == -signal.SIGKILL else f"ended with {status}"
+            raise UserError(
+                f"a worker process {cause}. Run the same command again, with fewer --workers: it goes on from here."
+            ) from error
+        if not succeeded:
+            raise value
+        return value
+
+
+def serve() -> None:
+    """The life of a helper: answers calls from its standard input on its standard output until the input ends."""
+    calls = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not mix with the answers
+    function: Callable[..., Any] | None = None
+    setup = None
+    while True:
+        try:
+            setup = setup or pickle.load(calls)
+            call = pickle.load(calls)
+        except EOFError:
+            return
+        answer: tuple[bool, Any]
+        try:
+            if function is None:
+                make, args = setup
+                function = make(*args)
+            answer = (True, function(*call))
+        except (UserError, OSError) as error:
+            answer = (False, error)
+        except Exception:
+            answer = (False, RuntimeError(f"in a worker process:\n{traceback.format_exc()}"))
+        try:
+            pickle.dump(answer, answers, protocol=5)
+            answers.flush()
+        except BrokenPipeError:
+            return

@@ -1,0 +1,147 @@
+"""How far an unfinished `prepare` has come: a small file, replaced atomically, in the folder `<output>.partial`.
+
+What the journal says is on disk is on disk: the token stream is synchronised before the journal that counts it. So
+after a kill at any moment the stream is cut to the journal's length and reading goes on from the journal's position.
+"""
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from optimus.data.documents import Position
+from optimus.data.files import Sources
+from optimus.errors import UserError
+
+FILE = "journal.json"
+LOCK = ".lock"
+
+
+@dataclass
+class Counts:
+    """What has been read from one input."""
+
+    documents: int = 0
+    empty_documents: int = 0
+    text_bytes: int = 0
+    tokens: int = 0
+
+
+@dataclass
+class Mark:
+    """A place that reading can resume from: everything before `position` gave the first `tokens` of the stream.
+
+    `files` says which files were read, wholly or partly, up to here.
+    """
+
+    position: Position
+    counts: list[Counts]  # per input
+    files: str = ""
+
+    @property
+    def tokens(self) -> int:
+        return sum(counts.tokens for counts in self.counts)
+
+    @staticmethod
+    def at(position: Position, counts: list[Counts], sources: Sources) -> "Mark":
+        mark = Mark(position, [replace(count) for count in counts])
+        mark.files = sources.identity_digests[mark._files_read()]
+        return mark
+
+    def holds(self, sources: Sources) -> bool:
+        """Whether the files read up to here are still the same."""
+        read = self._files_read()
+        return read <= len(sources.files) and sources.identity_digests[read] == self.files
+
+    def _files_read(self) -> int:
+        return self.position.file + (self.position.offset > 0)
+
+
+@dataclass
+class Journal:
+    """`mark` is the last place, `file_mark` the last that lies between two files.
+
+    A run that stopped at a bad line resumes from `file_mark` when the file, mended meanwhile, is no longer the same.
+    """
+
+    settings: dict[str, Any]
+    mark: Mark
+    file_mark: Mark
+    instances: int | None = None  # known once everything is tokenised
+    shards: dict[str, str] = field(default_factory=dict)  # finished ones: name and checksum
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / FILE, asdict(self))
+
+
+def start(settings: dict[str, Any], sources: Sources) -> Journal:
+    """The journal of a run that has read nothing."""
+    mark = Mark(Position(0), [Counts() for _ in sources.inputs])
+    return Journal(settings, mark, mark)
+
+
+def read(folder: Path) -> Journal | None:
+    """The journal in `folder`, None where there is none. Raises `UserError` when it is damaged."""
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        stored = json.loads(path.read_bytes())
+        for name in ("mark", "file_mark"):
+            mark = stored[name]
+            counts = [Counts(**count) for count in mark["counts"]]
+            stored[name] = Mark(Position(*mark["position"]), counts, mark["files"])
+        return Journal(**stored)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} is damaged ({error}). Delete {folder} and run again.") from error
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """What differs between two sets of settings, in words; empty when nothing does."""
+    return ", ".join(
+        "other input files" if name == "inputs" else f"{name} {before.get(name)} there and {now[name]} here"
+        for name in now
+        if before.get(name) != now[name]
+    )
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Replaces the file at once, and returns when it is on the disk."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Puts the names in a folder on the disk, so that a rename outlasts a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds `folder` (made when absent) for this process alone. Raises `UserError` when another one holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / LOCK
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The run that held the lock may have finished, and taken the lock file away, since it was opened here.
+            if not path.exists() or os.fstat(file.fileno()).st_ino != path.stat().st_ino:
+                raise BlockingIOError(errno.EWOULDBLOCK, "finished meanwhile")
+        except BlockingIOError as error:
+            raise UserError(f"another run is at work in {folder}. Wait for it, or choose another --output.") from error
+        yield

@@ -1,0 +1,129 @@
+"""Batches of training instances, read ahead on a thread.
+
+What a step reads is a pure function of the step, so that a run resumes exactly from any step and every rank finds its
+part alone: step s takes the instances s * global_batch and following of an endless sequence, in which epoch 0 is the
+stored (already shuffled) order and every later epoch a permutation of it with the key (seed, epoch). A batch may lie
+across the end of an epoch; within an epoch no instance is repeated.
+
+Shapes: B instances of this rank, S tokens of an instance.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Iterator
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optimus.data.permutation import Permutation
+from optimus.data.shards import Shards
+from optimus.errors import UserError
+
+AHEAD = 4  # batches
+
+Batch = NDArray[np.int64]
+
+
+class TokenLoader(Iterator[Batch]):
+    """Endless iterator of `tokens_BS` (int64), the part of `rank` in each global batch from `start_step` on.
+
+    Rank r of `ranks` gets the r-th contiguous part of each global batch. `global_batch` is in instances and must be
+    divisible by `ranks`. A failure of the reading thread (such as a corrupted shard) is raised by `next`. Use it as a
+    context manager, or call `close`.
+    """
+
+    def __init__(
+        self, shards: Shards, *, global_batch: int, rank: int = 0, ranks: int = 1, start_step: int = 0, seed: int = 0
+    ) -> None:
+        if global_batch < 1 or global_batch % ranks:
+            raise UserError(
+                f"a global batch of {global_batch} cannot be divided evenly among {ranks} data-parallel ranks. "
+                f"Choose a multiple of {ranks}."
+            )
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} of {ranks}")
+        self.step = start_step  # of the batch that comes next
+        self._reader = _Reader(shards, global_batch, rank, ranks, seed)
+        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(AHEAD)
+        self._stop = threading.Event()
+        # The thread must not hold the loader, or a loader that is dropped without `close` would never end.
+        arguments = (self._reader, start_step, self._ready, self._stop)
+        self._thread = threading.Thread(target=_read_ahead, args=arguments, name="token-loader", daemon=True)
+        self._finalizer = weakref.finalize(self, self._stop.set)
+        self._thread.start()
+
+    def __next__(self) -> Batch:
+        if self._stop.is_set():
+            raise StopIteration
+        batch = self._ready.get()
+        if isinstance(batch, BaseException):
+            self.close()
+            raise batch
+        self.step += 1
+        return batch
+
+    def rows(self, step: int) -> NDArray[np.int64]:
+        """The instances of this rank in a step, as row numbers [B] of the shards."""
+        return self._reader.rows(step)
+
+    def close(self) -> None:
+        """Ends the reading thread. The iterator is exhausted afterwards."""
+        self._stop.set()
+        while not self._ready.empty():  # a thread that waits for room sees the event at once
+            self._ready.get_nowait()
+        self._thread.join()
+
+    def __enter__(self) -> "TokenLoader":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class _Reader:
+    """Reads the part of one rank in any step."""
+
+    def __init__(self, shards: Shards, global_batch: int, rank: int, ranks: int, seed: int) -> None:
+        self._shards = shards
+        self._global_batch = global_batch
+        self._size = global_batch // ranks
+        self._offset = rank * self._size
+        self._seed = seed
+
+    def rows(self, step: int) -> NDArray[np.int64]:
+        first = step * self._global_batch + self._offset
+        places = np.arange(first, first + self._size)
+        epochs, rows = np.divmod(places, self._shards.instances)
+        for epoch in np.unique(epochs[epochs > 0]).tolist():
+            chosen = epochs == epoch
+            rows[chosen] = Permutation(self._shards.instances, "epoch", self._seed, epoch)(rows[chosen])
+        return rows
+
+    def read(self, step: int) -> Batch:
+        rows = self.rows(step)
+        tokens_BS = np.empty((self._size, self._shards.context), dtype=np.int64)
+        # Runs of consecutive rows (all of the first epoch) are copied at once.
+        starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1).tolist()
+        for start, stop in zip(starts, [*starts[1:], len(rows)]):
+            tokens_BS[start:stop] = self._shards.rows(int(rows[start]), int(rows[stop - 1]) + 1)
+        return tokens_BS
+
+
+def _read_ahead(reader: _Reader, step: int, ready: "queue.Queue[Batch | BaseException]", stop: threading.Event) -> None:
+    while not stop.is_set():
+        item: Batch | BaseException
+        try:
+            item = reader.read(step)
+        except BaseException as error:
+            item = error
+        while not stop.is_set():
+            try:
+                ready.put(item, timeout=0.2)
+                break
+            except queue.Full:
+                continue
+        if isinstance(item, BaseException):
+            return
+        step += 1

@@ -1,0 +1,447 @@
+"""`prepare`: raw text to a folder of shuffled token shards.
+
+1. Tokenise: helper processes turn batches of text into tokens, which are written in order into one stream,
+   `<output>.partial/tokens.bin`, with an end-of-text token after each document.
+2. Shuffle: instance j of the output is instance `permutation(j)` of the stream.
+3. Shard: helper processes gather the instances in that order into shard files.
+
+The paper (section 4) cuts instances from each file's own tokens and drops each file's tail. Here one stream runs
+through all files, so that only the very last tail is dropped: with thousands of small files the tails would be most of
+the text. All bytes of the output depend on the inputs and settings alone, not on the number of workers or on
+interruptions. The output folder appears complete or not at all, by a rename at the end.
+"""
+
+import errno
+import os
+import re
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from optimus.data import files, journal, shards
+from optimus.data import tokenizer as tokenizers
+from optimus.data.documents import Batch, parse_line, read_batches
+from optimus.data.helpers import Helpers
+from optimus.data.journal import Journal, Mark
+from optimus.data.tokenizer import TokenizerInfo
+from optimus.data.work import Encoded, Encoder, Gather, write_shard
+from optimus.errors import UserError
+
+Progress = Callable[[str, int, int | None], None]
+
+STREAM = "tokens.bin"
+SHARD_SIZE = 512 * 10**6
+COMMIT_SECONDS = 5.0
+# Bytes of text that a tokenizer is trained on: taken evenly from all files, as more text hardly changes the merges.
+TRAINING_SAMPLE = 64 << 20
+SMALLEST_VOCABULARY = 257  # every byte, and the end of text
+
+
+@dataclass
+class _Run:
+    """One call of `prepare`: what was asked for, and where it goes."""
+
+    sources: files.Sources
+    output: Path
+    context: int
+    seed: int
+    workers: int
+    shard_size: int
+    text_field: str
+    train_tokenizer: int | None
+    progress: Progress
+
+    @property
+    def partial(self) -> Path:
+        return self.output.with_name(f"{self.output.name}.partial")
+
+
+def prepare(
+    inputs: Sequence[str | Path],
+    output: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    train_tokenizer: int | None = None,
+    context: int = 2048,
+    seed: int = 0,
+    workers: int | None = None,
+    shard_size: int = SHARD_SIZE,
+    text_field: str = "text",
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Tokenises, shuffles and shards `inputs` into the folder `output`, and returns the content of its `index.json`.
+
+    `inputs` are files, folders and globs. Exactly one of `tokenizer` (a tokenizer.json or a folder that holds one) and
+    `train_tokenizer` (the vocabulary size of one to train on the inputs) is given. `context` is the length of a
+    training instance in tokens, `shard_size` is in bytes, `workers` defaults to the cores of this process.
+    `progress(stage, done, total)` is called now and then; `total` may be None.
+
+    An interrupted call goes on where it stopped when it is called again; when `output` is complete already with the
+    same settings, its index is returned. Raises `UserError` for bad input, too little disk space, or an `output` that
+    something else lies in.
+    """
+    output = Path(os.path.abspath(output))
+    if (tokenizer is None) == (train_tokenizer is None):
+        raise UserError(
+            "give either a tokenizer or the vocabulary size of one to train (--tokenizer, --train-tokenizer)"
+        )
+    if train_tokenizer is not None and train_tokenizer < SMALLEST_VOCABULARY:
+        raise UserError(f"--train-tokenizer {train_tokenizer} is too small: byte-level BPE needs {SMALLEST_VOCABULARY}")
+    workers = _cores() if workers is None else workers
+    for name, number in (("--context", context), ("--workers", workers), ("--shard-size", shard_size)):
+        if number < 1:
+            raise UserError(f"{name} must be at least 1, not {number}")
+
+    info = tokenizers.inspect(Path(tokenizer)) if tokenizer is not None else None
+    sources = files.resolve(inputs)
+    progress = progress or (lambda stage, done, total: None)
+    run = _Run(sources, output, context, seed, workers, shard_size, text_field, train_tokenizer, progress)
+    settings = {
+        "inputs": sources.content_digest(),
+        "tokenizer": info.sha256 if info else f"trained to {train_tokenizer}",
+        "context": context,
+        "seed": seed,
+        "shard_size": shard_size,
+        "text_field": text_field,
+    }
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        return _finished_before(run, settings)
+    with _disk_errors(run), journal.locked(run.partial):
+        return _prepare(run, settings, info)
+
+
+def parse_size(text: str) -> int:
+    """Bytes in a size such as "512MB", "1.5 GB", "64MiB" or "4096". Raises `UserError`."""
+    units = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGT", start=1):
+        units |= {letter: 1000**power, f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
+    if not match or match[2] not in units:
+        raise UserError(f"not a size: {text!r}. Write a number and a unit, such as 512MB, 1.5GB or 64MiB.")
+    return int(float(match[1]) * units[match[2]])
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _finished_before(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:
+    """The index of an `output` that exists. Raises `UserError` unless these settings made it."""
+    if not (run.output / shards.INDEX).exists():
+        raise UserError(f"{run.output} exists and is not prepared data. Choose another --output.")
+    index = shards.read_index(run.output)
+    if different := journal.differences(index["settings"], settings):
+        raise UserError(f"{run.output} is the output of another run ({different}). Choose another --output.")
+    run.progress("complete already", 1, 1)
+    return index
+
+
+@contextmanager
+def _disk_errors(run: _Run) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"disk full while writing {run.partial}. What was done so far is kept: free some space and run the same "
+            "command again, it goes on from there."
+        ) from error
+
+
+def _prepare(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) -> dict[str, Any]:
+    if (run.partial / shards.INDEX).exists():  # only the last steps are missing
+        index = shards.read_index(run.partial)
+        _refuse(run, journal.differences(index["settings"], settings))
+        return _finish(run, index)
+    state = _open_journal(run, settings)
+    for stale in run.partial.glob("*.tmp"):
+        stale.unlink()
+    info = _install_tokenizer(run, info)
+    encoder = Encoder(info, run.text_field)
+    if state.instances is None:
+        _tokenise(run, state, info, encoder)
+    _shard(run, state, info)
+    index = _index(run, state, info)
+    journal.write_json(run.partial / shards.INDEX, index)
+    return _finish(run, index)
+
+
+def _refuse(run: _Run, different: str) -> None:
+    """Raises `UserError` when something is `different` from the unfinished run in the way."""
+    if different:
+        raise UserError(
+            f"{run.partial} holds an unfinished run with other settings ({different}). "
+            "Delete it to begin anew, or choose another --output."
+        )
+
+
+def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
+    """The journal to go on with: that of an interrupted run, taken back to what still holds, or a new one."""
+    state = journal.read(run.partial)
+    if state is None:
+        others = [path.name for path in run.partial.iterdir() if path.name != journal.LOCK]
+        if not all(name.endswith(".tmp") for name in others):
+            raise UserError(f"{run.partial} exists and is not an unfinished run. Choose another --output.")
+        state = journal.start(settings, run.sources)
+        state.write(run.partial)
+        return state
+    # While reading, files that were not reached yet may change: a mended file must not cost the work before it. Not so
+    # with a tokenizer trained on all of them.
+    reading = state.instances is None and run.train_tokenizer is None
+    before = {**state.settings, "inputs": settings["inputs"]} if reading else state.settings
+    _refuse(run, journal.differences(before, settings))
+    if not state.mark.holds(run.sources):
+        if not (reading and state.file_mark.holds(run.sources)):
+            _refuse(run, "changed input files")
+        state.mark = state.file_mark
+    state.settings = settings
+    return state
+
+
+def _install_tokenizer(run: _Run, info: TokenizerInfo | None) -> TokenizerInfo:
+    """Puts the tokenizer, copied or trained, into the folder (unless it is there) and gives it as it is there."""
+    path = run.partial / tokenizers.FILE
+    if not path.exists():
+        if info:
+            temporary = path.with_suffix(".tmp")
+            shutil.copyfile(info.path, temporary)
+            temporary.replace(path)
+        else:
+            assert run.train_tokenizer is not None
+            tokenizers.train(_training_sample(run), run.train_tokenizer, path)
+    if info is None:
+        return tokenizers.inspect(path)
+    return replace(info, path=path)
+
+
+def _training_sample(run: _Run) -> Iterator[str]:
+    """Documents to train a tokenizer on: the beginning of every file, the same share of each."""
+    whole = sum(source.text_bytes_estimate for source in run.sources.files)
+    share = min(1.0, TRAINING_SAMPLE / max(1.0, whole))
+    done = 0
+    for source in run.sources.files:
+        left = int(source.text_bytes_estimate * share)
+        one = files.Sources(run.sources.inputs, (source,), 0)
+        for text in _texts(one, run.text_field):
+            yield text[: max(0, left)]
+            left -= len(text)
+            done += len(text)
+            run.progress("train tokenizer", done, int(whole * share))
+            if left <= 0 and share < 1:
+                break
+
+
+def _texts(sources: files.Sources, text_field: str) -> Iterator[str]:
+    """The text of the sources, document by document or in pieces of long ones, cut anywhere between words."""
+    for batch in read_batches(sources, journal.Position(0), text_field, encode=lambda text: []):
+        yield from batch.texts
+        if batch.lines:
+            for number, line in enumerate(batch.lines.removesuffix(b"\n").split(b"\n")):
+                yield parse_line(line, batch.place, batch.first_line + number, text_field) or ""
+
+
+def _tokenise(run: _Run, state: Journal, info: TokenizerInfo, encoder: Encoder) -> None:
+    """Step 1: from the journal's mark to the end of all inputs. Leaves `state.instances` set."""
+    item = np.dtype(info.dtype).itemsize
+    encode = tokenizers.encoder(tokenizers.load(info.path))
+    total = sum(source.size for source in run.sources.files)
+    _check_disk(run, _estimate(run, encoder, encode, item))
+    with (run.partial / STREAM).open("ab") as stream:
+        if stream.tell() < state.mark.tokens * item:
+            raise UserError(f"{run.partial / STREAM} is shorter than its journal says. Delete {run.partial}.")
+        stream.truncate(state.mark.tokens * item)
+        stream.seek(0, os.SEEK_END)
+        writer = _StreamWriter(run, state, stream, item)
+        batches = read_batches(run.sources, state.mark.position, run.text_field, encode)
+        with Helpers(run.workers, Encoder, info, run.text_field) as helpers:
+            for batch, encoded in _in_order(helpers, batches):
+                writer.write(batch, encoded)
+                run.progress("tokenise", batch.read, total)
+        writer.commit()
+    _count_instances(run, state)
+
+
+def _in_order(helpers: Helpers, batches: Iterator[Batch]) -> Iterator[tuple[Batch, Encoded]]:
+    """Batches with their tokens. Few are under way at a time, so that memory is bounded."""
+    waiting: deque[tuple[Batch, Any]] = deque()
+    for batch in batches:
+        waiting.append((batch, helpers.submit(batch)))
+        if len(waiting) > 2 * helpers.count:
+            batch, future = waiting.popleft()
+            yield batch, future.result()
+    while waiting:
+        batch, future = waiting.popleft()
+        yield batch, future.result()
+
+
+class _StreamWriter:
+    """Appends tokens to the stream and moves the journal after them."""
+
+    def __init__(self, run: _Run, state: Journal, stream: BinaryIO, item: int) -> None:
+        self._run = run
+        self._state = state
+        self._stream = stream
+        self._item = item
+        self._counts = [replace(counts) for counts in state.mark.counts]
+        self._reached = (state.mark, state.file_mark)
+        self._committed = time.monotonic()
+
+    def write(self, batch: Batch, encoded: Encoded) -> None:
+        self._stream.write(encoded.tokens)
+        counts = self._counts[batch.input]
+        counts.documents += encoded.documents
+        counts.empty_documents += encoded.empty
+        counts.text_bytes += encoded.text_bytes
+        counts.tokens += len(encoded.tokens) // self._item
+        if batch.after is None:
+            return
+        mark = Mark.at(batch.after, self._counts, self._run.sources)
+        self._reached = (mark, mark if batch.after.offset == 0 else self._reached[1])
+        if time.monotonic() - self._committed >= COMMIT_SECONDS:
+            self.commit()
+
+    def commit(self) -> None:
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._state.mark, self._state.file_mark = self._reached
+        self._state.write(self._run.partial)
+        self._committed = time.monotonic()
+
+
+def _count_instances(run: _Run, state: Journal) -> None:
+    tokens = state.mark.tokens
+    if tokens < run.context:
+        for path in run.partial.iterdir():  # nothing here is of use to a later run
+            path.unlink()
+        run.partial.rmdir()
+        what = f"only {tokens} tokens, too few for one instance of {run.context}" if tokens else "no text"
+        cure = "Give more text or a smaller --context." if tokens else "Every document is empty."
+        raise UserError(f"the input holds {what}. {cure}")
+    state.instances = tokens // run.context
+    state.write(run.partial)
+
+
+def _estimate(run: _Run, encoder: Encoder, encode: Callable[[str], list[int]], item: int) -> float:
+    """Bytes that the token stream and the shards will need, judged by the tokens of the first batch of text."""
+    for batch in read_batches(run.sources, journal.Position(0), run.text_field, encode):
+        sample = encoder(batch)
+        if sample.text_bytes:
+            text = sum(source.text_bytes_estimate for source in run.sources.files)
+            return 2 * text * len(sample.tokens) / sample.text_bytes
+    return 0.0
+
+
+def _check_disk(run: _Run, needed: float) -> None:
+    """Raises `UserError` unless the disk has room for `needed` bytes, less what this run has written already."""
+    missing = needed - sum(path.stat().st_size for path in run.partial.iterdir())
+    free = shutil.disk_usage(run.partial).free
+    if missing > free:
+        raise UserError(
+            f"too little disk space for {run.output}: about {missing / 1e9:.2f} GB needed (tokens, and as much again "
+            f"for the shards), {free / 1e9:.2f} GB free. Free some space, or choose an --output on another disk."
+        )
+
+
+def _shard(run: _Run, state: Journal, info: TokenizerInfo) -> None:
+    """Steps 2 and 3: writes the shards that the journal does not list yet."""
+    assert state.instances is not None
+    stream = run.partial / STREAM
+    plan = _shard_plan(run, state.instances, info)
+    missing = [
+        (name, start, stop)
+        for name, start, stop in plan
+        if name not in state.shards or not (run.partial / name).exists()
+    ]
+    if not missing:
+        return
+    if not stream.exists() or stream.stat().st_size < state.mark.tokens * np.dtype(info.dtype).itemsize:
+        raise UserError(f"{stream} is shorter than its journal says. Delete {run.partial}.")
+    _check_disk(run, 2 * stream.stat().st_size)
+    gather = Gather(stream, run.partial, state.instances, run.context, info.dtype, run.seed)
+    done = state.instances - sum(stop - start for _, start, stop in missing)
+    with Helpers(min(run.workers, len(missing)), ShardWriter, gather) as helpers:
+        futures = [helpers.submit(*shard) for shard in missing]
+        for (name, start, stop), future in zip(missing, futures):
+            state.shards[name] = future.result()
+            journal.sync_folder(run.partial)
+            state.write(run.partial)
+            done += stop - start
+            run.progress("shard", done, state.instances)
+
+
+def _shard_plan(run: _Run, instances: int, info: TokenizerInfo) -> list[tuple[str, int, int]]:
+    """The shards: name, first row, row after the last."""
+    rows = max(1, run.shard_size // (run.context * np.dtype(info.dtype).itemsize))
+    starts = range(0, instances, rows)
+    return [(f"shard-{k:05d}.npy", start, min(start + rows, instances)) for k, start in enumerate(starts)]
+
+
+class ShardWriter:
+    """`write_shard` bound to one token stream, as the helpers serve it."""
+
+    def __init__(self, gather: Gather) -> None:
+        self._gather = gather
+
+    def __call__(self, name: str, start: int, stop: int) -> str:
+        return write_shard(self._gather, name, start, stop)
+
+
+def _index(run: _Run, state: Journal, info: TokenizerInfo) -> dict[str, Any]:
+    """The content of `index.json`. Nothing in it depends on where or when the run was made."""
+    assert state.instances is not None
+    counts = state.mark.counts
+    used = state.instances * run.context
+    return {
+        "format": shards.FORMAT,
+        "version": shards.VERSION,
+        "settings": state.settings,
+        "tokenizer": {
+            "file": tokenizers.FILE,
+            "sha256": info.sha256,
+            "vocab_size": info.vocab_size,
+            "eos_id": info.eos_id,
+            "eos_token": info.eos_token,
+        },
+        "context": run.context,
+        "seed": run.seed,
+        "dtype": info.dtype,
+        "instances": state.instances,
+        "tokens": used,
+        "dropped_tokens": state.mark.tokens - used,
+        "documents": sum(c.documents for c in counts),
+        "empty_documents": sum(c.empty_documents for c in counts),
+        "text_bytes": sum(c.text_bytes for c in counts),
+        "skipped_files": run.sources.skipped,
+        "sources": [
+            {"name": name, "files": sum(source.input == k for source in run.sources.files), **asdict(counts[k])}
+            for k, name in enumerate(run.sources.inputs)
+        ],
+        "shards": [
+            {"file": name, "instances": stop - start, "sha256": state.shards[name]}
+            for name, start, stop in _shard_plan(run, state.instances, info)
+        ],
+    }
+
+
+def _finish(run: _Run, index: dict[str, Any]) -> dict[str, Any]:
+    """Takes away what only an unfinished run needs, and gives the folder its name. May be repeated after a kill.
+
+    The index is there already, so a run that finds it comes straight here.
+    """
+    keep = {shards.INDEX, tokenizers.FILE, *(shard["file"] for shard in index["shards"])}
+    for path in run.partial.iterdir():
+        if path.name not in keep and path.name != journal.LOCK:
+            path.unlink()
+    (run.partial / journal.LOCK).unlink()
+    journal.sync_folder(run.partial)
+    run.partial.rename(run.output)
+    journal.sync_folder(run.output.parent)
+    return index

@@ -1,0 +1,166 @@
+"""A prepared folder: `index.json`, `tokenizer.json` and the shards, each an array [instances, context] of token ids.
+
+The shards are ordinary `.npy` files, mapped into memory; `index.json` names them in order with their checksums, and
+says how they were made. It is written last, so a folder that has it is complete.
+"""
+
+import json
+import threading
+from bisect import bisect_right
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optimus.data import tokenizer as tokenizers
+from optimus.errors import UserError
+
+INDEX = "index.json"
+FORMAT = "optimus-tokens"
+VERSION = 1
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The content of `index.json`. Raises `UserError` when it is absent, damaged or of another format."""
+    path = folder / INDEX
+    if not path.is_file():
+        raise UserError(
+            f"{folder} is not a folder of prepared data: it has no {INDEX}. Make one with `optimus prepare`."
+        )
+    try:
+        index = json.loads(path.read_bytes())
+        form, version = index["format"], index["version"]
+        if form != FORMAT:
+            raise ValueError(f"its format is {form!r}, not {FORMAT!r}")
+        if version == VERSION:
+            _check_index(index)
+    except (ValueError, KeyError, TypeError) as error:
+        what = f"no entry {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(f"{path} is damaged ({what}). Prepare the data again.") from error
+    if version != VERSION:
+        raise UserError(f"{path} has version {version}; this Optimus reads version {VERSION}. Prepare the data again.")
+    return dict(index)
+
+
+def _check_index(index: dict[str, Any]) -> None:
+    """Raises KeyError, TypeError or ValueError where an entry that reading depends on is missing or wrong."""
+    if index["dtype"] not in ("<u2", "<u4"):
+        raise ValueError(f"unknown dtype {index['dtype']!r}")
+    if not all(isinstance(index[key], int) and index[key] > 0 for key in ("context", "instances")):
+        raise ValueError("context and instances must be positive")
+    if not all(isinstance(index["tokenizer"][key], int) for key in ("vocab_size", "eos_id")):
+        raise ValueError("vocab_size and eos_id must be integers")
+    shards = [(str(shard["file"]), str(shard["sha256"]), shard["instances"]) for shard in index["shards"]]
+    if sum(instances for _, _, instances in shards) != index["instances"]:
+        raise ValueError("the instances of the shards do not add up")
+
+
+class Shards:
+    """An opened folder of prepared data. Row i is training instance i in the shuffled order.
+
+    Opening checks the index, the tokenizer and the presence, shape and size of every shard; the checksum of a shard is
+    checked before its first tokens are handed out. Each failure is a `UserError`. Threads may share one object.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.index = read_index(self.folder)
+        self.instances: int = self.index["instances"]
+        self.context: int = self.index["context"]
+        self.vocab_size: int = self.index["tokenizer"]["vocab_size"]
+        self.eos_id: int = self.index["tokenizer"]["eos_id"]
+        self._check_tokenizer()
+        self._arrays = [self._open(entry) for entry in self.index["shards"]]
+        self._starts = [0]
+        for array in self._arrays:
+            self._starts.append(self._starts[-1] + len(array))
+        self._verified: set[int] = set()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return self.instances
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.folder / tokenizers.FILE
+
+    def row(self, i: int) -> NDArray[np.unsignedinteger[Any]]:
+        """Instance i: `context` token ids."""
+        return self.rows(i, i + 1)[0]
+
+    def rows(self, start: int, stop: int) -> NDArray[np.unsignedinteger[Any]]:
+        """Instances `start` to `stop`, as an array [stop - start, context]; a view where they lie in one shard."""
+        if not 0 <= start < stop <= self.instances:
+            raise IndexError(f"rows {start} to {stop} of {self.instances}")
+        parts = []
+        while start < stop:
+            shard = bisect_right(self._starts, start) - 1
+            self._verify_once(shard)
+            first = self._starts[shard]
+            end = min(stop, self._starts[shard + 1])
+            parts.append(self._arrays[shard][start - first : end - first])
+            start = end
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def check_model(self, context: int, vocab_size: int) -> None:
+        """Raises `UserError` unless a model of that context (tokens) and vocabulary can train on this data."""
+        if context != self.context:
+            raise UserError(
+                f"{self.folder} was prepared with context {self.context}, and the run asks for {context}. "
+                f"Set the run's context to {self.context}, or prepare the data with --context {context}."
+            )
+        if self.vocab_size > vocab_size:
+            raise UserError(
+                f"the tokenizer of {self.folder} has {self.vocab_size} tokens, and the model's vocabulary only "
+                f"{vocab_size}. Enlarge the model's vocabulary, or prepare the data with a smaller tokenizer."
+            )
+
+    def verify(self) -> None:
+        """Reads every shard and compares its checksum with the index. Raises `UserError` at the first that differs."""
+        for shard in range(len(self._arrays)):
+            self._verify(shard)
+
+    def _verify_once(self, shard: int) -> None:
+        if shard in self._verified:
+            return
+        with self._lock:
+            if shard not in self._verified:
+                self._verify(shard)
+                self._verified.add(shard)
+
+    def _verify(self, shard: int) -> None:
+        entry = self.index["shards"][shard]
+        path = self.folder / entry["file"]
+        if tokenizers.file_sha256(path) != entry["sha256"]:
+            raise UserError(
+                f"{path} is corrupted: its checksum differs from {INDEX}. Restore it or prepare the data again."
+            )
+
+    def _check_tokenizer(self) -> None:
+        path = self.tokenizer_path
+        if not path.is_file():
+            raise UserError(f"{path} is missing. Restore the tokenizer that the data was prepared with.")
+        if tokenizers.file_sha256(path) != self.index["tokenizer"]["sha256"]:
+            raise UserError(
+                f"tokenizer changed since prepare: {path} is not the one that made the tokens beside it. "
+                "Restore it, or prepare the data again."
+            )
+
+    def _open(self, entry: dict[str, Any]) -> NDArray[np.unsignedinteger[Any]]:
+        path = self.folder / entry["file"]
+        if not path.is_file():
+            raise UserError(f"{path} is missing, though {INDEX} lists it. Restore it or prepare the data again.")
+        try:
+            array = np.load(path, mmap_mode="r")
+        except (ValueError, EOFError, OSError) as error:
+            raise UserError(
+                f"{path} is truncated or damaged ({error}). Restore it or prepare the data again."
+            ) from error
+        expected = (entry["instances"], self.context)
+        if array.shape != expected or array.dtype != np.dtype(self.index["dtype"]):
+            raise UserError(
+                f"{path} holds {array.dtype} of shape {array.shape}, and {INDEX} says {np.dtype(self.index['dtype'])} "
+                f"of shape {expected}. Restore it or prepare the data again."
+            )
+        return array

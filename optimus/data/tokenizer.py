@@ -1,0 +1,111 @@
+"""The tokenizer of a prepared folder: loading it, finding its end-of-text token, training one."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optimus.errors import UserError
+
+FILE = "tokenizer.json"
+TRAINED_EOS = "<|endoftext|>"
+# Looked for in this order where no configuration beside the tokenizer names the end-of-text token.
+KNOWN_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end▁of▁sentence|>", "[EOS]")
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """What the rest of the pipeline must know of a tokenizer. `vocab_size` is the largest token id plus one."""
+
+    path: Path
+    sha256: str
+    vocab_size: int
+    eos_id: int
+    eos_token: str
+
+    @property
+    def dtype(self) -> str:
+        """The smallest NumPy type that holds every token: little-endian uint16 or uint32."""
+        return "<u2" if self.vocab_size <= 1 << 16 else "<u4"
+
+
+def load(path: Path) -> Any:
+    """The `tokenizers.Tokenizer` in a file, without truncation and padding. Raises `UserError`."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{path} is not a tokenizer in the format of Hugging Face tokenizers: {error}") from error
+    # A tokenizer may have been saved with either; both would silently change documents.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def encoder(tokenizer: Any) -> Any:
+    """The function text -> token ids of a tokenizer, without the special tokens that some add around a text."""
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def inspect(given: Path) -> TokenizerInfo:
+    """Reads the tokenizer in a file, or in a folder that holds `tokenizer.json`. Raises `UserError`."""
+    path = given / FILE if given.is_dir() else given
+    if not path.is_file():
+        raise UserError(f"tokenizer not found: {path}. Give a tokenizer.json, or a folder that holds one.")
+    vocabulary: dict[str, int] = load(path).get_vocab(with_added_tokens=True)
+    eos_token = _eos_token(path, vocabulary)
+    return TokenizerInfo(path, file_sha256(path), max(vocabulary.values()) + 1, vocabulary[eos_token], eos_token)
+
+
+def _eos_token(path: Path, vocabulary: dict[str, int]) -> str:
+    # Only a file of the standard name is described by the configurations of the standard names beside it.
+    for config in ("tokenizer_config.json", "special_tokens_map.json") if path.name == FILE else ():
+        file = path.parent / config
+        if not file.is_file():
+            continue
+        try:
+            named = json.loads(file.read_bytes()).get("eos_token")
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{file} is not a JSON object: {error}") from error
+        token = named.get("content") if isinstance(named, dict) else named
+        if token is not None:
+            if token not in vocabulary:
+                raise UserError(f"{file} names the end-of-text token {token!r}, which {path} does not hold")
+            return str(token)
+    for token in KNOWN_EOS:
+        if token in vocabulary:
+            return token
+    raise UserError(
+        f"{path} has no end-of-text token (looked for {', '.join(KNOWN_EOS)}). Documents are joined with it: add one "
+        'to the tokenizer, or name one of its tokens as "eos_token" in a tokenizer_config.json beside tokenizer.json.'
+    )
+
+
+def train(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Trains a byte-level BPE tokenizer of at most `vocab_size` tokens, `<|endoftext|>` among them, into `path`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[TRAINED_EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    temporary = path.with_suffix(".tmp")
+    tokenizer.save(str(temporary))
+    temporary.replace(path)
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

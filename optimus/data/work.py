@@ -1,0 +1,101 @@
+"""What the helper processes do: tokenise batches of text, and gather shards of shuffled instances."""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from optimus.data import tokenizer as tokenizers
+from optimus.data.documents import Batch, parse_line
+from optimus.data.permutation import Permutation
+from optimus.data.tokenizer import TokenizerInfo
+
+GATHER = 32 << 20  # bytes gathered at once
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A tokenised batch: the bytes of its tokens, and what it held. Documents without text are `empty`."""
+
+    tokens: bytes
+    documents: int
+    empty: int
+    text_bytes: int
+
+
+class Encoder:
+    """Tokenises batches, each document followed by the end-of-text token."""
+
+    def __init__(self, info: TokenizerInfo, text_field: str) -> None:
+        self._tokenizer: Any = tokenizers.load(info.path)
+        self._eos = info.eos_id
+        self._dtype = info.dtype
+        self._text_field = text_field
+
+    def __call__(self, batch: Batch) -> Encoded:
+        texts, ends = batch.texts, batch.ends
+        if batch.lines:
+            # Only b"\n" ends a line: str.splitlines would also split at characters that a JSON text may hold.
+            lines = batch.lines.removesuffix(b"\n").split(b"\n")
+            parsed = (
+                parse_line(line, batch.place, batch.first_line + number, self._text_field)
+                for number, line in enumerate(lines)
+            )
+            texts = [text for text in parsed if text is not None]
+            ends = [True] * len(texts)
+        tokens: list[int] = []
+        for text, end, encoding in zip(texts, ends, self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)):
+            tokens += encoding.ids
+            if end and text:
+                tokens.append(self._eos)
+        empty = texts.count("")
+        text_bytes = sum(len(text.encode()) for text in texts)
+        return Encoded(np.array(tokens, dtype=self._dtype).tobytes(), sum(ends) - empty, empty, text_bytes)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """How the token stream becomes shards: row j of the output is row `permutation(j)` of the stream."""
+
+    stream: Path
+    folder: Path
+    instances: int
+    context: int
+    dtype: str
+    seed: int
+
+    def permutation(self) -> Permutation:
+        return Permutation(self.instances, "shuffle", self.seed)
+
+
+def write_shard(gather: Gather, name: str, start: int, stop: int) -> str:
+    """Writes output rows `start` to `stop` as the array file `name`, which appears complete or not at all.
+
+    Returns the checksum of the file. The stream is read with pread, not mapped: mapped pages count as memory used.
+    """
+    temporary = gather.folder / f"{name}.{os.getpid()}.tmp"  # a helper of a killed run may still be at work here
+    dtype = np.dtype(gather.dtype)
+    row_bytes = gather.context * dtype.itemsize
+    permutation = gather.permutation()
+    digest = hashlib.sha256()
+    with gather.stream.open("rb", buffering=0) as stream, temporary.open("wb+") as shard:
+        header = {"descr": gather.dtype, "fortran_order": False, "shape": (stop - start, gather.context)}
+        np.lib.format.write_array_header_1_0(shard, header)
+        shard.seek(0)
+        digest.update(shard.read())
+        rows = max(1, GATHER // row_bytes)
+        for first in range(start, stop, rows):
+            source = permutation(np.arange(first, min(first + rows, stop)))
+            block = memoryview(bytearray(len(source) * row_bytes))
+            for row in np.argsort(source).tolist():  # in the order of the disk
+                data = os.pread(stream.fileno(), row_bytes, int(source[row]) * row_bytes)
+                block[row * row_bytes : (row + 1) * row_bytes] = data
+            digest.update(block)
+            shard.write(block)
+        shard.flush()
+        os.fsync(shard.fileno())
+    temporary.replace(gather.folder / name)
+    return digest.hexdigest()

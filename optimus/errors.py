@@ -1,0 +1,19 @@
+"""The one exception for what a user can mend.
+
+Every room raises `UserError` when the input (config, files, checkpoint, machine) is at fault. Its text is one message
+that names the thing, the place and the cure; the command line prints it without a traceback and exits with 2.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """Bad input. `str(error)` is all that the user is shown."""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A clause that proposes the valid name closest to `name`, or lists all of them when none is close."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else f"valid: {', '.join(names)}"

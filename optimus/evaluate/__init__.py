@@ -1,0 +1,38 @@
+"""What a model is worth: tasks through lm-eval, bits per byte of any text, generated text.
+
+`evaluate` and `generate_text` take a checkpoint; `bits_per_byte` and `generate` take a model in hand, in the middle of
+training too. Names load on first use, so that importing the package costs nothing.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from optimus.lazy import callable_package, lazy_exports
+
+if TYPE_CHECKING:
+    from optimus.evaluate.generation import generate
+    from optimus.evaluate.run import evaluate, generate_text
+    from optimus.evaluate.text import bits_per_byte
+
+TASKS = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "boolq", "sciq", "winogrande", "openbookqa", "mmlu")
+
+__all__ = ["TASKS", "bits_per_byte", "evaluate", "generate", "generate_text", "load_tokenizer"]
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The `tokenizers.Tokenizer` in a file, as `bits_per_byte` and `generate` want it. Raises `UserError`."""
+    from optimus.data.tokenizer import load
+
+    return load(path)
+
+
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "bits_per_byte": "optimus.evaluate.text",
+        "evaluate": "optimus.evaluate.run",
+        "generate": "optimus.evaluate.generation",
+        "generate_text": "optimus.evaluate.run",
+    },
+)
+callable_package(__name__, "evaluate")

@@ -1,0 +1,198 @@
+"""Evaluation of a checkpoint, and text generated from one: what the commands `evaluate` and `generate` do."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimus.checkpoint import Description, find_checkpoint, load_model, read_description
+from optimus.data.journal import write_json
+from optimus.data.tokenizer import inspect, load
+from optimus.errors import UserError
+from optimus.evaluate import TASKS
+from optimus.evaluate.generation import generate
+from optimus.evaluate.tasks import check_lm_eval, load_tasks, run_tasks
+from optimus.evaluate.text import bits_per_byte
+from optimus.model import Transformer
+from optimus.observe.machine import versions
+from optimus.observe.progress import Progress
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    path: Path
+    description: Description
+    model: Transformer
+    tokenizer: Any
+    eos_id: int
+
+
+def evaluate(
+    checkpoint: str | Path,
+    *,
+    tasks: Sequence[str] = (),
+    task_data: str | Path | None = None,
+    text: str | Path | None = None,
+    output: str | Path | None = None,
+    limit: int | None = None,
+    fewshot: int | None = None,
+    max_bytes: int | None = None,
+    device: str = "auto",
+) -> dict[str, Any]:
+    """Scores a checkpoint (or the newest of a run) on tasks, with `task_data` the folder of their data, and on `text`.
+
+    Returns, and writes to the JSON file `output`, which appears complete or not at all:
+    `{"tasks": {name: {"acc", "acc_norm", "n"}}, "bits_per_byte": float or None}`, and beside it what was measured and
+    how. `limit` is the number of documents per task (per subject for mmlu), `fewshot` that of examples in each prompt
+    (none by default), `max_bytes` that of bytes of text. The computation is in fp32.
+    Raises `UserError` before the model is loaded for whatever can be known by then.
+    """
+    _check_request(tasks, task_data, text, limit, fewshot, max_bytes)
+    target = _check_output(output)
+    path = find_checkpoint(checkpoint)
+    local_tasks = load_tasks(tasks, Path(task_data), fewshot or 0) if tasks and task_data is not None else []
+    loaded = _load(path, device)
+    results: dict[str, Any] = {"tasks": {}, "bits_per_byte": None}
+    with Progress() as progress:
+        if local_tasks:
+            from optimus.evaluate.harness import HarnessModel
+
+            model = HarnessModel(
+                loaded.model,
+                loaded.tokenizer,
+                eos_id=loaded.eos_id,
+                context=loaded.description.context,
+                progress=lambda done, total: progress.update("tasks", done, total, "requests"),
+            )
+            results["tasks"] = run_tasks(local_tasks, model, fewshot=fewshot or 0, limit=limit)
+        if text is not None:
+            found = _measure_text(loaded, text, max_bytes)
+            results["bits_per_byte"] = found["bits_per_byte"]
+            results["text"] = {"path": str(text), "bytes": found["bytes"], "tokens": found["tokens"]}
+    results["splits"] = {task.name: task.split for task in local_tasks}
+    results["settings"] = {"fewshot": fewshot or 0, "limit": limit, "max_bytes": max_bytes}
+    results["checkpoint"] = {"path": str(path), "step": loaded.description.step, "context": loaded.description.context}
+    results["model"] = loaded.description.model.model_dump()
+    results["versions"] = versions("tokenizers", *(["lm-eval", "datasets"] if local_tasks else []))
+    if target is not None:
+        write_json(target, results)
+    return results
+
+
+def generate_text(
+    checkpoint: str | Path,
+    prompt: str,
+    *,
+    max_tokens: int = 128,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    device: str = "auto",
+) -> str:
+    """What a checkpoint (or the newest of a run) writes after `prompt`; greedy unless a temperature is given.
+
+    A prompt that does not fit into the model's context together with `max_tokens` loses its beginning. Raises
+    `UserError` for what cannot be done.
+    """
+    loaded = _load(find_checkpoint(checkpoint), device)
+    return generate(
+        loaded.model,
+        loaded.tokenizer,
+        prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        eos_id=loaded.eos_id,
+        context=loaded.description.context,
+    )
+
+
+def _check_request(
+    tasks: Sequence[str],
+    task_data: str | Path | None,
+    text: str | Path | None,
+    limit: int | None,
+    fewshot: int | None,
+    max_bytes: int | None,
+) -> None:
+    if not tasks and text is None:
+        raise UserError(
+            f"nothing to evaluate: name tasks ({', '.join(TASKS)}) with --tasks and the folder of their data with "
+            "--task-data, or a file or folder of text for bits per byte with --text"
+        )
+    if tasks:
+        if task_data is None:
+            raise UserError("tasks are run on local data: name its folder with --task-data")
+        check_lm_eval()
+    for name, value, least in (("limit", limit, 1), ("fewshot", fewshot, 0), ("max_bytes", max_bytes, 1)):
+        if value is not None and value < least:
+            raise UserError(f"{name} is {value}: it must be at least {least}")
+
+
+def _check_output(output: str | Path | None) -> Path | None:
+    """Evaluation may take hours: a place that cannot be written is found before it."""
+    if output is None:
+        return None
+    path = Path(output)
+    if path.is_dir():
+        raise UserError(f"output {path} is a folder: name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe = path.with_name(f"{path.name}.probe")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(f"output {path} cannot be written: {error.strerror or error}") from error
+    return path
+
+
+def _load(path: Path, device: str) -> _Loaded:
+    description = read_description(path)
+    if description.tokenizer is None:
+        raise UserError(f"checkpoint {path} has no tokenizer, so it cannot read text: put its tokenizer.json there")
+    tokenizer = load(description.tokenizer)
+    eos_id = description.eos_id if description.eos_id is not None else inspect(description.tokenizer).eos_id
+    if (largest := max(tokenizer.get_vocab().values())) >= description.model.vocab:
+        raise UserError(
+            f"{description.tokenizer} has token {largest}, but the model of {path} has a vocabulary of "
+            f"{description.model.vocab}: it is the tokenizer of another model"
+        )
+    model = load_model(path, device=_find_device(device))
+    return _Loaded(path, description, model, tokenizer, eos_id)
+
+
+def _find_device(name: str) -> torch.device:
+    """The torch device of this name; `auto` is the accelerator where there is one, else the CPU."""
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name == "auto":
+        return here or torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"device '{name}' is not one that torch knows: use auto, cpu, cuda or xpu") from None
+    if device.type == "cpu":
+        return device
+    if here is None or device.type != here.type or (device.index or 0) >= torch.accelerator.device_count():
+        found = f"{torch.accelerator.device_count()} x {here.type} and cpu" if here else "cpu alone"
+        raise UserError(f"device '{name}' is not here: this machine has {found} (torch {torch.__version__})")
+    return device
+
+
+def _measure_text(loaded: _Loaded, text: str | Path, max_bytes: int | None) -> dict[str, Any]:
+    found = bits_per_byte(
+        loaded.model,
+        loaded.tokenizer,
+        text,
+        eos_id=loaded.eos_id,
+        context=loaded.description.context,
+        max_bytes=max_bytes,
+    )
+    if not math.isfinite(found["bits_per_byte"]):
+        raise UserError(
+            f"{loaded.path} has diverged (bits per byte {found['bits_per_byte']}): use an earlier checkpoint"
+        )
+    return found

@@ -1,0 +1,113 @@
+"""Log-likelihoods of token sequences, in batches by length: what tasks and bits per byte are both made of.
+
+A `Window` asks for the probability of some tokens given those before them. Windows with the same input (the choices A,
+B, C, D after one question) are one row of a batch; only the predicted positions go through the output layer.
+
+Legend: B rows, S positions, H hidden, N predicted tokens of a batch, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optimus.model import Transformer
+
+TOKENS_PER_BATCH = 8192
+_LOGITS_AT_ONCE = 1 << 24  # elements, in fp32 64 MB: a vocabulary of 50304 times a batch of tokens would be gigabytes
+
+
+class Window(NamedTuple):
+    """`continuation` is scored given `context`, which holds at least one token."""
+
+    context: Sequence[int]
+    continuation: Sequence[int]
+
+
+class Score(NamedTuple):
+    """`log_likelihood` in nats; `greedy` says whether every token scored was the most probable one."""
+
+    log_likelihood: float
+    greedy: bool
+
+
+@contextmanager
+def evaluating(model: Transformer) -> Iterator[None]:
+    """No gradients and evaluation mode inside; the mode is as before afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def split_long(context: Sequence[int], continuation: Sequence[int], limit: int) -> list[Window]:
+    """Windows of at most `limit` inputs that together predict every token of `continuation` once.
+
+    A long context loses its beginning, as in lm-eval. A continuation longer than `limit` is cut into disjoint parts of
+    `limit` tokens, each predicted from the token before it and its own beginning.
+    """
+    windows = []
+    for start in range(0, len(continuation), limit):
+        part = continuation[start : start + limit]
+        before = continuation[start - 1 : start] if start else context
+        windows.append(Window(before[-(limit + 1 - len(part)) :], part))
+    return windows
+
+
+def score(model: Transformer, windows: Sequence[Window], tokens_per_batch: int = TOKENS_PER_BATCH) -> list[Score]:
+    """The score of each window, in order. A batch holds at most `tokens_per_batch` inputs (at least one row).
+
+    Probabilities are computed in fp32 from logits of the model's type, and summed in fp64.
+    """
+    rows: dict[tuple[int, ...], list[int]] = {}  # input -> the windows that share it
+    for index, (context, continuation) in enumerate(windows):
+        rows.setdefault((*context, *continuation)[:-1], []).append(index)
+    inputs = sorted(rows, key=len, reverse=True)  # the longest first: too little memory shows at once
+    scores: dict[int, Score] = {}
+    with evaluating(model):
+        start = 0
+        while start < len(inputs):
+            end = start + max(1, tokens_per_batch // len(inputs[start]))
+            batch = inputs[start:end]
+            members = [(row, index) for row, tokens in enumerate(batch) for index in rows[tokens]]
+            asked = [(row, windows[index]) for row, index in members]
+            scores.update(zip((index for _, index in members), _score_batch(model, batch, asked)))
+            start = end
+    return [scores[index] for index in range(len(windows))]
+
+
+def _score_batch(model: Transformer, inputs: list[tuple[int, ...]], asked: list[tuple[int, Window]]) -> Iterator[Score]:
+    """Scores of windows, each with the row of `inputs` that it reads."""
+    device = model.embedding.device
+    # Padding comes last, where a causal model's predictions do not see it.
+    tokens_BS = torch.zeros(len(inputs), len(inputs[0]), dtype=torch.long)
+    for row, tokens in enumerate(inputs):
+        tokens_BS[row, : len(tokens)] = torch.tensor(tokens)
+    rows, positions, targets = list[int](), list[int](), list[int]()
+    for row, (context, continuation) in asked:
+        rows += [row] * len(continuation)
+        positions += range(len(context) - 1, len(context) - 1 + len(continuation))
+        targets += continuation
+    hidden_BSH, _ = model.hidden_states(tokens_BS.to(device))
+    hidden_NH = hidden_BSH[torch.tensor(rows, device=device), torch.tensor(positions, device=device)]
+    log_p_N, greedy_N = _predictions(hidden_NH, model.output_weight, torch.tensor(targets, device=device))
+    lengths = [len(continuation) for _, (_, continuation) in asked]
+    for log_p, greedy in zip(log_p_N.split(lengths), greedy_N.split(lengths)):
+        yield Score(log_p.sum().item(), bool(greedy.all()))
+
+
+def _predictions(hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+    """On the CPU: the log-probability of each target in fp64, and whether it is the most probable token."""
+    log_p, greedy = [], []
+    block = max(1, _LOGITS_AT_ONCE // len(weight_VH))
+    for hidden, target in zip(hidden_NH.split(block), target_N.split(block)):
+        logits_NV = F.linear(hidden, weight_VH).float()
+        log_p.append(torch.log_softmax(logits_NV, -1).gather(1, target[:, None])[:, 0].cpu().double())
+        greedy.append((logits_NV.argmax(-1) == target).cpu())
+    return torch.cat(log_p), torch.cat(greedy)

@@ -1,0 +1,91 @@
+"""Task documents from a local folder, in the form that lm-eval's task definitions expect.
+
+    datasets/TASK.SPLIT.jsonl[.gz]               raw examples with the fields of the published data set
+    requests/hellaswag/VARIANT/requests.jsonl.gz   ready-made requests, for HellaSwag where its data set is not there
+
+Documents are taken as they are, with two exceptions: BoolQ has `answer` where lm-eval's SuperGLUE form has `label`, and
+HellaSwag's requests already hold the text that lm-eval makes of a raw example (`query`, `choices`).
+"""
+
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from optimus.errors import UserError
+
+Document = dict[str, Any]
+_SUFFIXES = (".jsonl.gz", ".jsonl")
+_HELLASWAG_VARIANTS = ("rc_0shot", "rc_5shot")  # rc scores the text of the answers, as lm-eval does
+
+
+def find_dataset(folder: Path, task: str, split: str) -> Path | None:
+    """The file of a task's split, None when there is none."""
+    candidates = (folder / "datasets" / f"{task}.{split}{suffix}" for suffix in _SUFFIXES)
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def find_hellaswag_requests(folder: Path) -> Path | None:
+    """HellaSwag's ready-made requests, None when there are none."""
+    names = (folder / "requests" / "hellaswag" / v / f"requests{s}" for v in _HELLASWAG_VARIANTS for s in _SUFFIXES)
+    return next((path for path in names if path.is_file()), None)
+
+
+def missing(folder: Path, task: str, splits: tuple[str, ...]) -> UserError:
+    """The error that names the files looked for."""
+    names = [f"datasets/{task}.{split}.jsonl.gz" for split in splits]
+    if task == "hellaswag":
+        names += [f"requests/hellaswag/{variant}/requests.jsonl.gz" for variant in _HELLASWAG_VARIANTS]
+    return UserError(f"task {task}: no data in {folder}: looked for {' and '.join(names)} (.jsonl without .gz will do)")
+
+
+def read_dataset(path: Path, task: str) -> list[Document]:
+    """The documents of a dataset file. Raises `UserError` with the place of what is wrong."""
+    change: Callable[[Document], Document] = _boolq if task == "boolq" else lambda document: document
+    return _read(path, change)
+
+
+def read_hellaswag_requests(path: Path) -> list[Document]:
+    """Documents of `query`, `choices`, `label` from a request file, which has a line for every choice.
+
+    Unconditional requests (a `doc_id` of 1,000,000 or more) are forms of documents that are there already.
+    """
+    documents: dict[int, Document] = {}
+    for request in _read(path, lambda request: {"id": request["doc_id"], **request["doc"]}):
+        if request["id"] < 1_000_000 and request["id"] not in documents:
+            documents[request["id"]] = {
+                "query": request["query"],
+                "choices": request["choices"],
+                "label": str(request["gold"]),
+            }
+    return list(documents.values())
+
+
+def _boolq(document: Document) -> Document:
+    if "label" in document:
+        return document
+    return {"question": document["question"], "passage": document["passage"], "label": int(document["answer"])}
+
+
+def _read(path: Path, change: Callable[[Document], Document]) -> list[Document]:
+    documents = []
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            documents.append(change(json.loads(line)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}:{number}: not an example of this task ({error!r})") from error
+    if not documents:
+        raise UserError(f"{path} is empty: it must hold one example per line")
+    return documents
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        open_file = gzip.open if path.suffix == ".gz" else open
+        with open_file(path, "rt", encoding="utf-8") as lines:
+            yield from lines
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({error}): get the file again") from error

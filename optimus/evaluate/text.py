@@ -1,0 +1,103 @@
+"""Bits per byte of text: a measure that says something about a small model too, and compares across tokenizers.
+
+The standard used here: documents are taken one by one. The first token of a document is predicted from end-of-text, as
+in training, where documents are joined by it. A document longer than the context is cut into disjoint windows; the
+first token of a window is predicted from the one before it, so each token is predicted exactly once. The end-of-text
+token itself is not predicted. Bytes are those of the UTF-8 text, whatever the tokenizer keeps of it.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from optimus.data.documents import Position, parse_line, read_batches
+from optimus.data.files import resolve
+from optimus.data.tokenizer import encoder
+from optimus.errors import UserError
+from optimus.evaluate.score import TOKENS_PER_BATCH, Window, score
+from optimus.model import Transformer
+
+_TOKENS_AT_ONCE = 1 << 18  # windows held and sorted by length together; bounds the memory whatever the text's size
+
+
+def bits_per_byte(
+    model: Transformer,
+    tokenizer: Any,
+    text_path: str | Path,
+    *,
+    eos_id: int,
+    context: int,
+    max_bytes: int | None = None,
+    tokens_per_batch: int = TOKENS_PER_BATCH,
+    text_field: str = "text",
+) -> dict[str, Any]:
+    """`{"bits_per_byte": float, "bytes": int, "tokens": int}` of a file, folder or glob of text.
+
+    `tokenizer` is a `tokenizers.Tokenizer`; `context` is the longest input in tokens. With `max_bytes`, the text that
+    comes first in reading order, up to so many bytes. The model may be in training: its mode is restored, and gradients
+    are not touched. Raises `UserError` for what cannot be read, and when there is no text.
+    """
+    encode = encoder(tokenizer)
+    cutter = _Cutter(eos_id, context)
+    nats, seen_bytes, tokens, scored = 0.0, 0, 0, 0
+    held: list[Window] = []
+
+    def score_held() -> float:
+        windows, held[:] = held[:], []
+        return sum(found.log_likelihood for found in score(model, windows, tokens_per_batch))
+
+    for text, ends in _first_bytes(_pieces(text_path, text_field, encode), max_bytes):
+        seen_bytes += len(text.encode())
+        piece = encode(text)
+        tokens += len(piece)
+        held += cutter.cut(piece, ends)
+        if tokens - scored >= _TOKENS_AT_ONCE:
+            nats -= score_held()
+            scored = tokens
+    held += cutter.cut([], True)  # a document that `max_bytes` has cut short
+    nats -= score_held()
+    if not tokens:
+        raise UserError(f"no text in {text_path}: bits per byte needs at least one document that is not empty")
+    return {"bits_per_byte": nats / math.log(2) / seen_bytes, "bytes": seen_bytes, "tokens": tokens}
+
+
+class _Cutter:
+    """Cuts the tokens of documents, which may come in pieces, into windows of `context` inputs."""
+
+    def __init__(self, eos_id: int, context: int) -> None:
+        self._eos, self._context = eos_id, context
+        self._before, self._pending = eos_id, list[int]()
+
+    def cut(self, tokens: list[int], ends: bool) -> Iterator[Window]:
+        """The windows that are complete with these tokens; `ends` says that the document ends with them."""
+        pending = self._pending + tokens
+        whole = len(pending) if ends else len(pending) // self._context * self._context
+        for start in range(0, whole, self._context):
+            part = pending[start : min(start + self._context, whole)]
+            yield Window([self._before], part)
+            self._before = part[-1]
+        self._pending = pending[whole:]
+        if ends:
+            self._before = self._eos
+
+
+def _pieces(text_path: str | Path, text_field: str, encode: Any) -> Iterator[tuple[str, bool]]:
+    """All text below a path as (a document or a part of one, whether the document ends with it)."""
+    for batch in read_batches(resolve([text_path]), Position(0), text_field, encode):
+        yield from zip(batch.texts, batch.ends)
+        if batch.lines:
+            for number, line in enumerate(batch.lines.removesuffix(b"\n").split(b"\n"), batch.first_line):
+                yield parse_line(line, batch.place, number, text_field) or "", True
+
+
+def _first_bytes(pieces: Iterator[tuple[str, bool]], limit: int | None) -> Iterator[tuple[str, bool]]:
+    """The pieces up to `limit` bytes of UTF-8; the last one is cut between characters."""
+    left = math.inf if limit is None else limit
+    for text, ends in pieces:
+        data = text.encode()
+        if len(data) > left:
+            yield data[: int(left)].decode(errors="ignore"), True
+            return
+        left -= len(data)
+        yield text, ends

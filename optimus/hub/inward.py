@@ -1,0 +1,106 @@
+"""From a Hugging Face folder to a model or a checkpoint. Nothing is rounded and nothing is left out silently."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimus.checkpoint import save_model
+from optimus.checkpoint.folder import differences
+from optimus.errors import UserError
+from optimus.hub.config_json import FILE, read_config, read_model, whole_number
+from optimus.hub.keys import fused, published
+from optimus.hub.tensors import FolderTensors
+from optimus.model import Transformer
+
+
+def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
+    """Turn a Hugging Face folder into a checkpoint of weights, in the type they have there (float16 becomes float32).
+
+    Returns `checkpoint`, `family`, `parameters`, `context`, `dtype`, `eos_id` and `tokenizer` (whether there was one).
+    Raises `UserError` naming the field, tensor or file at fault, or when `output` exists.
+    """
+    path, raw = Path(hf_dir), read_config(Path(hf_dir))
+    model_config, tensors = read_model(path), FolderTensors(path)
+    with torch.device("meta"):
+        model = Transformer(model_config)
+    dtypes = {tensors.dtype(name) for name in tensors.where}
+    model = model.to(torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32).to_empty(device="cpu")
+    _fill(model, tensors, path)
+    context = whole_number(raw, "max_position_embeddings", path / FILE)
+    eos_id = _eos_id(raw, model_config.vocab)
+    tokenizer = path / "tokenizer.json"
+    has_tokenizer = tokenizer.is_file()
+    save_model(model, Path(output), context=context, tokenizer=tokenizer if has_tokenizer else None, eos_id=eos_id)
+    return {
+        "checkpoint": str(output),
+        "family": model_config.family,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "context": context,
+        "dtype": str(model.embedding.dtype).removeprefix("torch."),
+        "eos_id": eos_id,
+        "tokenizer": has_tokenizer,
+    }
+
+
+def load_weights(model: Transformer, path: Path) -> None:
+    """Fill the parameters of `model` from the safetensors of a Hugging Face folder; everything is checked first.
+
+    Both forms of the experts are read: one tensor per expert (published) and one per layer (fused). Raises `UserError`
+    for another architecture, for missing, unexpected or mis-shaped tensors, and for a parameter type that would round.
+    """
+    there = read_model(path).model_dump(exclude={"init_std"})
+    if changed := differences(there, model.config.model_dump(exclude={"init_std"})):
+        raise UserError(f"{path / FILE} is of another model: {changed}")
+    _fill(model, FolderTensors(path), path)
+
+
+@torch.no_grad()
+def _fill(model: Transformer, tensors: FolderTensors, path: Path) -> None:
+    targets = _targets(model, tensors)
+    if missing := [name for name in targets if name not in tensors.where]:
+        raise UserError(f"{path} lacks the tensor {missing[0]} (and {len(missing) - 1} more): the folder is incomplete")
+    unexpected = [name for name in tensors.where if name not in targets and not _is_tied_copy(name, model, tensors)]
+    if unexpected:
+        raise UserError(
+            f"{tensors.where[unexpected[0]]} holds the tensor {unexpected[0]} (and {len(unexpected) - 1} more), which "
+            f"the model that {FILE} describes does not have"
+        )
+    for name, target in targets.items():
+        _check_fits(name, target, tensors)
+    for name, target in targets.items():
+        target.copy_(tensors.read(name))
+
+
+def _targets(model: Transformer, tensors: FolderTensors) -> dict[str, Tensor]:
+    """Tensor names of the folder to the views of our parameters that they fill."""
+    family = model.config.family
+    targets: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        whole = fused(family, name, parameter)
+        pairs = [whole] if whole and whole[0] in tensors.where else published(family, name, parameter)
+        targets.update(pairs)
+    return targets
+
+
+def _is_tied_copy(name: str, model: Transformer, tensors: FolderTensors) -> bool:
+    """Some folders of models with tied embeddings hold the same weights under both names."""
+    ((embedding, _),) = published(model.config.family, "embedding", model.embedding)
+    ((head, _),) = published(model.config.family, "head", model.embedding)
+    return model.config.tie_embeddings and name == head and torch.equal(tensors.read(head), tensors.read(embedding))
+
+
+def _check_fits(name: str, target: Tensor, tensors: FolderTensors) -> None:
+    shape, dtype, file = tensors.shape(name), tensors.dtype(name), tensors.where[name]
+    if shape != tuple(target.shape):
+        raise UserError(f"{file}: {name} has shape {list(shape)}, the model needs {list(target.shape)}")
+    if torch.promote_types(dtype, target.dtype) != target.dtype:
+        raise UserError(f"{file}: {name} is {dtype}, which a model in {target.dtype} would round: use a wider type")
+
+
+def _eos_id(raw: dict[str, Any], vocab: int) -> int | None:
+    """The end-of-text token, the first where there are several; none where it is no token of this vocabulary."""
+    given = raw.get("eos_token_id")
+    first = given[0] if isinstance(given, list) and given else given
+    return first if type(first) is int and 0 <= first < vocab else None

@@ -1,0 +1,150 @@
+"""From a model or a checkpoint to a folder that `transformers` loads.
+
+The folder is written as `.NAME.partial` beside its place and renamed when it is complete.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimus.checkpoint import find_checkpoint, load_model, read_description
+from optimus.errors import UserError, nearest
+from optimus.hub.config_json import write_config
+from optimus.hub.keys import published
+from optimus.hub.tensors import stored_bytes, write_tensors
+from optimus.model import Transformer
+
+_MAX_FILE = 5_000_000_000  # bytes: what `transformers` itself cuts large models into
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_PADDING = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
+
+
+def export_checkpoint(checkpoint: str | Path, output: str | Path, dtype: str = "float32") -> dict[str, Any]:
+    """Write a checkpoint (or a run's newest one) in Hugging Face format; returns what `export_model` does.
+
+    `dtype` is float32 (exact) or bfloat16. Raises `UserError`; nothing that exists is touched.
+    """
+    if dtype not in _DTYPES:
+        raise UserError(f"dtype is '{dtype}': {nearest(dtype, _DTYPES)}")
+    _check_free(Path(output))
+    path = find_checkpoint(checkpoint)
+    about = read_description(path)
+    return export_model(
+        load_model(path),
+        Path(output),
+        context=about.context,
+        tokenizer=about.tokenizer,
+        eos_id=about.eos_id,
+        dtype=_DTYPES[dtype],
+    )
+
+
+export = export_checkpoint  # its name as a command: `optimus.export(...)`
+
+
+def export_model(
+    model: Transformer,
+    output: Path,
+    *,
+    context: int,
+    tokenizer: Path | None,
+    eos_id: int | None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = _MAX_FILE,
+) -> dict[str, Any]:
+    """Write `model` as a Hugging Face folder: config, tokenizer (a tokenizer.json, if given) and safetensors.
+
+    `context` becomes max_position_embeddings. With `dtype` None the weights are written as they are. Returns `output`,
+    `files` (name to bytes), `bytes`, `tensors`, `parameters` and `dtype`. Raises `UserError` when `output` holds
+    anything, the disk is too small or the architecture has no equal in `transformers`.
+    """
+    output = output.absolute()
+    _check_free(output)
+    tensors = _tensors(model)
+    size = sum(stored_bytes(tensor, dtype) for _, tensor in tensors)
+    special = _special_tokens(tokenizer, eos_id)
+    stored_as = str(dtype or model.embedding.dtype).removeprefix("torch.")
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _check_space(partial, size)
+        write_config(model.config, partial, context=context, eos_id=eos_id, pad_id=special.pad_id, dtype=stored_as)
+        if tokenizer is not None:
+            _write_tokenizer(tokenizer, special, partial, context)
+        write_tensors(tensors, partial, dtype, max_file_bytes)
+        partial.rename(output)
+    except OSError as error:
+        raise UserError(
+            f"cannot write {output}: {error.strerror or error}; make room or choose another output folder"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    files = {file.name: file.stat().st_size for file in sorted(output.iterdir())}
+    return {
+        "output": str(output),
+        "files": files,
+        "bytes": sum(files.values()),
+        "tensors": len(tensors),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "dtype": stored_as,
+    }
+
+
+class SpecialTokens(NamedTuple):
+    """What generation needs of a tokenizer; padding is the end-of-text token where it has none of its own."""
+
+    eos: str | None
+    pad: str | None
+    pad_id: int | None
+
+
+def _tensors(model: Transformer) -> list[tuple[str, Tensor]]:
+    family = model.config.family
+    return [
+        pair for name, parameter in model.named_parameters() for pair in published(family, name, parameter.detach())
+    ]
+
+
+def _check_free(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} exists already: choose another output folder or remove it")
+
+
+def _check_space(folder: Path, size: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise UserError(f"{folder.parent} has {free / 1e9:.1f} GB free, but the weights take {size / 1e9:.1f} GB")
+
+
+def _special_tokens(tokenizer: Path | None, eos_id: int | None) -> SpecialTokens:
+    if tokenizer is None:
+        return SpecialTokens(None, None, eos_id)
+    from tokenizers import Tokenizer
+
+    try:
+        loaded = Tokenizer.from_file(str(tokenizer))
+    except Exception as error:  # the library raises nothing more precise
+        raise UserError(f"tokenizer {tokenizer} cannot be read: {error}") from error
+    eos = None if eos_id is None else loaded.id_to_token(eos_id)
+    if eos_id is not None and eos is None:
+        raise UserError(f"tokenizer {tokenizer} has no token {eos_id}, which is the model's end-of-text token")
+    for pad in _PADDING:
+        if loaded.token_to_id(pad) is not None:
+            return SpecialTokens(eos, pad, loaded.token_to_id(pad))
+    return SpecialTokens(eos, eos, eos_id)
+
+
+def _write_tokenizer(tokenizer: Path, special: SpecialTokens, folder: Path, context: int) -> None:
+    shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    raw: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+    }
+    raw |= {f"{role}_token": token for role, token in (("eos", special.eos), ("pad", special.pad)) if token is not None}
+    (folder / "tokenizer_config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,129 @@
+"""Safetensors files: reading a folder of them, and writing one tensor after the other.
+
+The safetensors library writes a whole file from memory. Here a file is streamed: its header follows from names and
+shapes alone, so that no more than one tensor, in the type it is written in, exists beside the model.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimus.errors import UserError
+from optimus.hub.config_json import has_weights
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+
+class FolderTensors:
+    """The tensors of a Hugging Face folder, in one file or in shards; read one at a time.
+
+    Raises `UserError` when files are missing or damaged. `where` says which file a tensor is in.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.where: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        for file in _weight_files(path):
+            try:
+                opened = safe_open(file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{file} is missing or damaged ({error}): get the file again") from error
+            self._open[file] = opened
+            self.where |= dict.fromkeys(opened.keys(), file)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._open[self.where[name]].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises `UserError` for a type that weights cannot have here (quantised ones)."""
+        code = self._open[self.where[name]].get_slice(name).get_dtype()
+        if code not in _DTYPES:
+            raise UserError(f"{self.where[name]}: {name} has type {code}: only {', '.join(_DTYPES)} can be read")
+        return _DTYPES[code]
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._open[self.where[name]].get_tensor(name)
+        return tensor
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if (path / SINGLE).is_file():
+        return [path / SINGLE]
+    index = path / INDEX
+    if not index.is_file():
+        has_weights(path)  # speaks up about pickled weights
+        raise UserError(f"{path} holds no weights: neither {SINGLE} nor {INDEX} is there")
+    try:
+        return sorted({path / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{index} is damaged ({error!r}): get the file again") from None
+
+
+def write_tensors(
+    tensors: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype | None, max_bytes: int
+) -> None:
+    """Write `tensors` in `dtype` (None: each in its own) into files of at most `max_bytes` or one tensor.
+
+    One file is `model.safetensors`; several get an index.
+    """
+    shards = list(_shards(tensors, dtype, max_bytes))
+    names = [SINGLE] if len(shards) == 1 else [_shard_name(n, len(shards)) for n in range(1, len(shards) + 1)]
+    for file, shard in zip(names, shards, strict=True):
+        _write_file(folder / file, shard, dtype)
+    if len(shards) > 1:
+        weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name, _ in shard}
+        total = sum(stored_bytes(tensor, dtype) for shard in shards for _, tensor in shard)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def stored_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
+    """Bytes of `tensor` once written in `dtype` (None: its own)."""
+    return tensor.numel() * (dtype or tensor.dtype).itemsize
+
+
+def _shards(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, max_bytes: int
+) -> Iterator[list[tuple[str, Tensor]]]:
+    shard: list[tuple[str, Tensor]] = []
+    held = 0
+    for name, tensor in tensors:
+        size = stored_bytes(tensor, dtype)
+        if shard and held + size > max_bytes:
+            yield shard
+            shard, held = [], 0
+        shard.append((name, tensor))
+        held += size
+    yield shard
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _write_file(file: Path, tensors: list[tuple[str, Tensor]], dtype: torch.dtype | None) -> None:
+    """The format: length of the header (8 bytes), the header in JSON, then the tensors' bytes end to end."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors:
+        end = offset + stored_bytes(tensor, dtype)
+        code = _CODES[dtype or tensor.dtype]
+        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded = encoded.ljust(8 * math.ceil(len(encoded) / 8))  # the tensors begin on a multiple of 8 bytes
+    with file.open("wb") as out:
+        out.write(len(encoded).to_bytes(8, "little"))
+        out.write(encoded)
+        for _, tensor in tensors:
+            stored = tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype).contiguous()
+            out.write(memoryview(stored.flatten().view(torch.uint8).numpy()))

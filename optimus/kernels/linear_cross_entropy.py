@@ -1,0 +1,59 @@
+"""Output layer and cross-entropy in one operation, a block of rows at a time.
+
+The logits of a long sequence over a vocabulary of 50304 are the largest tensor of a training step. Here no more than one
+block of rows exists at a time: its gradient is computed while it is there (the gradient of the mean loss does not depend on
+what comes after), so the backward pass only scales what the forward pass has left.
+
+Legend: T rows (tokens), H hidden, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_BLOCK_ELEMENTS = 1 << 21  # fp32 logits of one block: 8 MB, which stays in a CPU's cache
+
+
+def linear_cross_entropy(x_TH: Tensor, w_VH: Tensor, target_T: Tensor) -> Tensor:
+    """Mean over T of the cross-entropy of `x_TH @ w_VH.T` against `target_T`; an fp32 scalar.
+
+    Softmax and loss are computed in fp32. Gradients flow to `x_TH` and `w_VH`.
+    """
+    return _LinearCrossEntropy.apply(x_TH, w_VH, target_T, torch.is_grad_enabled())
+
+
+def linear_cross_entropy_reference(x_TH: Tensor, w_VH: Tensor, target_T: Tensor) -> Tensor:
+    """The definition, for tests."""
+    return F.cross_entropy(F.linear(x_TH, w_VH).to(torch.float32), target_T)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, w_VH: Tensor, target_T: Tensor, with_gradients: bool) -> Tensor:
+        rows = len(x_TH)
+        block = max(1, _BLOCK_ELEMENTS // len(w_VH))
+        total = torch.zeros((), dtype=torch.float32, device=x_TH.device)
+        x_grad = torch.empty_like(x_TH) if with_gradients else None
+        w_grad = torch.zeros_like(w_VH, dtype=torch.float32) if with_gradients else None
+        for start in range(0, rows, block):
+            x, target = x_TH[start : start + block], target_T[start : start + block, None]
+            log_p = F.log_softmax(F.linear(x, w_VH), -1, dtype=torch.float32)
+            total -= log_p.gather(1, target).sum()
+            if x_grad is not None and w_grad is not None:
+                p = log_p.exp_()
+                p.scatter_add_(1, target, torch.full_like(target, -1, dtype=p.dtype))
+                logits_grad = p.div_(rows).to(x.dtype)
+                torch.mm(logits_grad, w_VH, out=x_grad[start : start + block])
+                w_grad += logits_grad.T @ x
+        if x_grad is not None:
+            ctx.save_for_backward(x_grad, w_grad)
+            ctx.weight_dtype = w_VH.dtype
+        return total / rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x_grad, w_grad = ctx.saved_tensors
+        scale = grads[0]
+        return x_grad * scale.to(x_grad.dtype), (w_grad * scale).to(ctx.weight_dtype), None, None

@@ -1,0 +1,49 @@
+"""Rotary position embedding (RoFormer, eq. 34), the half-split form of GPT-NeoX and OLMo.
+
+The pair (x[i], x[i + D/2]) is turned by the angle position * theta^(-2i/D). The backward pass is the turn by the opposite
+angle, so nothing but the table is saved.
+
+Legend: B batch, S sequence, N heads, D head size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rotary_table(positions_S: Tensor, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each fp32 [S, D/2], of the angles at integer `positions_S`."""
+    exponent = torch.arange(0, head_size, 2, dtype=torch.float32, device=positions_S.device) / head_size
+    angle_SD = positions_S.float()[:, None] * (1.0 / theta**exponent)
+    return angle_SD.cos(), angle_SD.sin()
+
+
+def rotary(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn every head of `x_BSND` by its position's angles; the type of x is kept."""
+    return _Rotary.apply(x_BSND, *table)
+
+
+def rotary_reference(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """The definition as a product of complex numbers, for tests."""
+    real, imaginary = x_BSND.double().chunk(2, -1)
+    turned = torch.complex(real, imaginary) * torch.complex(*(t.double()[:, None, :] for t in table))
+    return torch.cat([turned.real, turned.imag], -1).to(x_BSND.dtype)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_SD, sin_SD)
+        return _turn(x_BSND, cos_SD, sin_SD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos_SD, sin_SD = ctx.saved_tensors
+        return _turn(grads[0], cos_SD, -sin_SD), None, None
+
+
+def _turn(x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+    cos, sin = cos_SD[:, None, :], sin_SD[:, None, :]
+    a, b = x_BSND.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_BSND.dtype)

@@ -1,0 +1,13 @@
+"""Transformers as one device would run them: no communication here, and no knowledge of how they are split."""
+
+from typing import TYPE_CHECKING
+
+from optimus.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from optimus.model.transformer import KVCache, Losses, Transformer
+
+__all__ = ["KVCache", "Losses", "Transformer"]
+
+_HOME = "optimus.model.transformer"
+__getattr__ = lazy_exports(__name__, {"KVCache": _HOME, "Losses": _HOME, "Transformer": _HOME})

@@ -1,0 +1,46 @@
+"""The dense feed-forward layer and the norms.
+
+Legend: B batch, S sequence, H hidden, I intermediate.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimus.kernels.rms_norm import rms_norm
+from optimus.kernels.swiglu import swiglu
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm with a weight (OLMoE)."""
+
+    def __init__(self, hidden: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden))
+        self.eps = eps
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        return rms_norm(x_BSH, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm without weight or bias (OLMo's non-parametric norm), in fp32 whatever the type of x."""
+
+    def __init__(self, hidden: int, eps: float) -> None:
+        super().__init__()
+        self.hidden, self.eps = hidden, eps
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        return F.layer_norm(x_BSH, (self.hidden,), eps=self.eps)
+
+
+class DenseMlp(nn.Module):
+    """SwiGLU feed-forward layer without biases."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(2, intermediate, hidden))
+        self.down = nn.Parameter(torch.empty(hidden, intermediate))
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        return F.linear(swiglu(F.linear(x_BSH, self.gate_up.flatten(0, 1))), self.down)

@@ -1,0 +1,55 @@
+"""Initial weights by name and position: the same numbers whatever the layout, the rank count or the device.
+
+Each element is a pure function of (seed, parameter name, index of the element in the global tensor): a SplitMix64 hash gives
+a uniform number, the inverse error function a normal one cut at three deviations (OLMo's initialisation). A rank that holds
+a part of a tensor fills that part alone.
+"""
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+_TILE = 1 << 20  # elements at a time: the int64 temporaries stay small
+_GOLDEN, _MIX1, _MIX2 = -7046029254386353131, -4658895280553007687, -7723592293110705685  # SplitMix64, as int64
+_CUT = 3.0
+
+
+def initialize(model: nn.Module, seed: int, std: float) -> None:
+    """Fill every parameter of `model` in place: norms with ones, all else with the cut normal of deviation `std`."""
+    for name, parameter in model.named_parameters():
+        initialize_parameter(name, parameter, seed, std)
+
+
+@torch.no_grad()
+def initialize_parameter(name: str, parameter: Tensor, seed: int, std: float, start: int = 0) -> None:
+    """Fill one contiguous parameter, or the part of it that begins at element `start` of the global row-major tensor."""
+    if "norm" in name:
+        parameter.fill_(1.0)
+        return
+    flat, key = parameter.view(-1), _key(seed, name)
+    for tile in range(0, flat.numel(), _TILE):
+        end = min(tile + _TILE, flat.numel())
+        index = torch.arange(start + tile, start + end, device=flat.device)
+        flat[tile:end] = cut_normal(index, key).mul_(std)
+
+
+def cut_normal(index: Tensor, key: int) -> Tensor:
+    """Normal numbers cut at three deviations, fp32, for int64 positions `index` of the sequence that `key` names."""
+    uniform = (_hash(index, key) >> 11 & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
+    edge = math.erf(_CUT / math.sqrt(2))
+    return torch.erfinv(uniform.mul_(2 * edge).sub_(edge)).mul_(math.sqrt(2)).float()
+
+
+def _key(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def _hash(index: Tensor, key: int) -> Tensor:
+    """SplitMix64's finaliser of key + index * golden ratio; int64 products wrap around, shifts are made logical."""
+    z = index * _GOLDEN + key
+    z = (z ^ (z >> 30 & ((1 << 34) - 1))) * _MIX1
+    z = (z ^ (z >> 27 & ((1 << 37) - 1))) * _MIX2
+    return z ^ (z >> 31 & ((1 << 33) - 1))

@@ -1,0 +1,1 @@
+"""The Mixture-of-Experts feed-forward layer: router, balance losses, experts."""

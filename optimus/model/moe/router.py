@@ -1,0 +1,69 @@
+"""The router: which experts a token goes to, with what weights, and the statistics its losses are made of.
+
+Legend: T tokens, H hidden, E experts, K experts per token.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Routing = Literal["learned", "uniform"]
+
+
+class RouterStats(NamedTuple):
+    """Sums over the tokens of one or more layers, from which the losses follow; sums of layers are added.
+
+    Because both losses are functions of these sums, they have the same value however the layers are divided.
+    """
+
+    counts_E: Tensor  # how often each expert was chosen; fp32, no gradient
+    probabilities_E: Tensor  # router probabilities summed over tokens; fp32
+    z: Tensor  # squared log-sum-exp of the logits summed over tokens; fp32 scalar
+    tokens: int  # tokens times layers
+
+    def __add__(self, other: "RouterStats") -> "RouterStats":  # type: ignore[override]
+        return RouterStats(*(a + b for a, b in zip(self, other)))
+
+    def balance_loss(self) -> Tensor:
+        """E * sum_e (share of choices of e) * (mean probability of e): OLMoE section 2, as in `transformers`."""
+        experts = len(self.counts_E)
+        return experts * (self.counts_E / self.tokens * self.probabilities_E / self.tokens).sum()
+
+    def z_loss(self) -> Tensor:
+        """Mean over tokens and layers of logsumexp(logits)^2 (ST-MoE, eq. 5)."""
+        return self.z / self.tokens
+
+
+class Router(nn.Module):
+    """Softmax over all experts, then the K largest, their probabilities taken as weights without renormalisation.
+
+    `routing="uniform"` forces the paper's uniform routing (section 2.3): token t goes to experts t*K ... t*K + K-1 modulo
+    E, so that every expert gets the same number of tokens in the same pattern, with the router's probabilities as weights.
+    """
+
+    def __init__(self, hidden: int, experts: int, experts_per_token: int, routing: Routing) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, hidden))
+        self.experts_per_token = experts_per_token
+        self.routing = routing
+
+    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor, RouterStats]:
+        """(weights_TK in x's type, expert indices_TK int64, statistics). Softmax and statistics are fp32."""
+        logits_TE = F.linear(x_TH, self.weight).float()
+        probabilities_TE = logits_TE.softmax(-1)
+        tokens, experts = logits_TE.shape
+        if self.routing == "learned":
+            weights_TK, indices_TK = probabilities_TE.topk(self.experts_per_token, dim=-1)
+        else:
+            choices = torch.arange(tokens * self.experts_per_token, device=x_TH.device)
+            indices_TK = (choices % experts).view(tokens, self.experts_per_token)
+            weights_TK = probabilities_TE.gather(1, indices_TK)
+        stats = RouterStats(
+            counts_E=torch.bincount(indices_TK.flatten(), minlength=experts).float(),
+            probabilities_E=probabilities_TE.sum(0),
+            z=logits_TE.logsumexp(-1).square().sum(),
+            tokens=tokens,
+        )
+        return weights_TK.to(x_TH.dtype), indices_TK, stats

@@ -1,0 +1,80 @@
+"""What the machine is: peak arithmetic where it is known, free memory, versions."""
+
+import importlib.metadata
+import platform
+from typing import Any
+
+# Dense bf16 TFLOP/s from the makers' data sheets; a device's name is searched for these words in order.
+_PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "V100": 125.0,
+    "MI300X": 1307.0,
+    "MI250X": 191.5,  # one of the two chips, which is what a rank gets
+    "Data Center GPU Max 1550": 419.0,  # one tile (Ponte Vecchio)
+}
+
+
+def peak_flops(device: Any) -> float | None:
+    """Peak bf16 operations per second of a torch device; None where it is not known (CPUs among others)."""
+    name = device_name(device)
+    return next((tflops * 1e12 for word, tflops in _PEAK_TFLOPS.items() if word in name), None)
+
+
+def device_name(device: Any) -> str:
+    """The product name of a torch device."""
+    import torch
+
+    if device.type == "cpu":
+        return _cpu_name()
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def free_memory(device: Any) -> int:
+    """Bytes that can still be allocated on a torch device."""
+    import torch
+
+    if device.type == "cpu":
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+    return int(torch.get_device_module(device).mem_get_info(device)[0])
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, memory, accelerators; for reports."""
+    import os
+
+    import psutil
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "accelerators": [device_name(accelerator)] * torch.accelerator.device_count() if accelerator else [],
+    }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Installed versions of Optimus, Python and `packages`."""
+    found = {"python": platform.python_version()}
+    for package in ("optimus", "torch", *packages):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

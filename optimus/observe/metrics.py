@@ -1,0 +1,79 @@
+"""Metrics of every step: `metrics.jsonl`, TensorBoard events, optionally Weights & Biases."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from optimus.config import RunConfig
+from optimus.errors import UserError
+
+
+class MetricsWriter:
+    """Appends one record per step to `folder/metrics.jsonl` and hands its numbers to the other sinks."""
+
+    def __init__(self, folder: Path, config: RunConfig, after_step: int) -> None:
+        """`after_step` is the last step that counts: records of later steps, left by a run that died before its next
+        checkpoint, are dropped, for those steps are about to be run again."""
+        self._file = _open_after(folder / "metrics.jsonl", after_step)
+        self._tensorboard = _tensorboard(folder, after_step) if config.observe.tensorboard else None
+        self._wandb = _wandb(config, folder) if config.observe.wandb else None
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Write one record; it must have `step`."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        if self._tensorboard is not None:
+            for name, value in record.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._tensorboard.add_scalar(name, value, record["step"])
+        if self._wandb is not None:
+            self._wandb.log(record, step=record["step"])
+
+    def close(self) -> None:
+        """Finish the files."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The complete records of a run folder's `metrics.jsonl`, in order; a last line cut off by a kill is left out."""
+    records = []
+    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def _open_after(path: Path, step: int) -> Any:
+    if path.exists():
+        kept = [record for record in read_metrics(path.parent) if record["step"] <= step]
+        partial = path.with_suffix(".jsonl.partial")
+        partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        os.replace(partial, path)
+    return path.open("a", encoding="utf-8")
+
+
+def _tensorboard(folder: Path, after_step: int) -> Any:
+    import logging
+
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1 if after_step else None)
+
+
+def _wandb(config: RunConfig, folder: Path) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(
+            "observe.wandb is set but Weights & Biases is not installed: pip install 'optimus[wandb]', "
+            "or set observe.wandb to null"
+        ) from None
+    return wandb.init(project=config.observe.wandb, dir=str(folder), config=config.model_dump(), resume="allow")

@@ -1,0 +1,71 @@
+"""Progress of long work: a bar on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from typing import Any
+
+_LINE_SECONDS = 10.0  # between plain lines
+
+
+class Progress:
+    """Progress of one or more stages, shown with rich on a terminal and as a line every few seconds elsewhere.
+
+    `every` asks for a plain line each time that many more units are done, instead of every few seconds. `quiet` shows
+    nothing (output meant for programs).
+    """
+
+    def __init__(self, *, every: int | None = None, quiet: bool = False) -> None:
+        self._every = every
+        self._quiet = quiet
+        self._bar: Any = None
+        self._tasks: dict[str, Any] = {}
+        self._last_line = time.monotonic()
+        if not quiet and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+            from rich.progress import Progress as RichProgress
+
+            self._bar = RichProgress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+                console=Console(stderr=True),
+            )
+            self._bar.start()
+
+    def update(self, stage: str, done: int, total: int | None, note: str = "") -> None:
+        """`done` of `total` units of `stage` are done; `note` stands beside the bar."""
+        if self._bar is not None:
+            if stage not in self._tasks:
+                self._tasks[stage] = self._bar.add_task(stage, total=total, note=note)
+            self._bar.update(self._tasks[stage], completed=done, total=total, note=note)
+        elif not self._quiet and (self._due(done) or done == total):
+            self._last_line = time.monotonic()
+            share = f"{done:,}/{total:,}" if total else f"{done:,}"
+            print(f"{stage}: {share} {note}".rstrip(), file=sys.stderr, flush=True)
+
+    def _due(self, done: int) -> bool:
+        if self._every is not None:
+            return done % self._every == 0
+        return time.monotonic() - self._last_line > _LINE_SECONDS
+
+    def print(self, line: str) -> None:
+        """A line above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False)
+        elif not self._quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it should be."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""Update rules as pure functions on flat tensors, and learning-rate schedules."""

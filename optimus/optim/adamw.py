@@ -1,0 +1,44 @@
+"""AdamW (Loshchilov and Hutter 2019, algorithm 2) on flat tensors."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class AdamW(NamedTuple):
+    """Hyperparameters that do not change during a run."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
+def adamw(rule: AdamW, step: int, lr: float, weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor) -> None:
+    """Update flat fp32 `weight`, first moment `m` and second moment `v` in place; `step` counts from 1."""
+    torch._fused_adamw_(
+        [weight],
+        [gradient],
+        [m],
+        [v],
+        [],
+        [torch.tensor(float(step), device=weight.device)],
+        lr=lr,
+        beta1=rule.beta1,
+        beta2=rule.beta2,
+        weight_decay=rule.weight_decay,
+        eps=rule.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def adamw_reference(rule: AdamW, step: int, lr: float, weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor) -> None:
+    """The same update, line by line, for tests."""
+    weight.mul_(1 - lr * rule.weight_decay)
+    m.lerp_(gradient, 1 - rule.beta1)
+    v.mul_(rule.beta2).addcmul_(gradient, gradient, value=1 - rule.beta2)
+    denominator = v.sqrt().div_(math.sqrt(1 - rule.beta2**step)).add_(rule.eps)
+    weight.addcdiv_(m, denominator, value=-lr / (1 - rule.beta1**step))

@@ -1,0 +1,1 @@
+"""Applying splits and recomputation to a model that knows nothing of them."""

@@ -1,0 +1,142 @@
+"""Everything that can be known to be wrong before the first step, found before the first step."""
+
+from pathlib import Path
+
+import torch
+
+from optimus.checkpoint.folder import differences, list_checkpoints, read_description
+from optimus.checkpoint.store import check_same_model
+from optimus.config import RunConfig, load_config
+from optimus.data import Shards
+from optimus.errors import UserError
+from optimus.model.count import count_parameters
+from optimus.observe.machine import free_memory
+from optimus.train.run import Run, fingerprint
+from optimus.train.step import accumulate_gradients
+
+
+def find_device(name: str, local_rank: int = 0) -> torch.device:
+    """The torch device that `train.device` names; `auto` is the accelerator where there is one, else the CPU.
+
+    Raises `UserError` when a device asked for by name is not there.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name == "cpu" or (name == "auto" and accelerator is None):
+        return torch.device("cpu")
+    here = "cpu" if accelerator is None else f"cpu and {torch.accelerator.device_count()} x {accelerator.type}"
+    try:
+        asked = torch.device(name) if name != "auto" else accelerator
+    except RuntimeError:
+        asked = None
+    if asked is None or accelerator is None or asked.type != accelerator.type:
+        raise UserError(f"train.device is '{name}', but this machine has {here} (torch {torch.__version__})")
+    index = asked.index if asked.index is not None else local_rank
+    if index >= torch.accelerator.device_count():
+        raise UserError(f"train.device: {accelerator.type}:{index} is asked for, but this machine has {here}")
+    return torch.device(accelerator.type, index)
+
+
+def check_ranks(config: RunConfig, ranks: int) -> None:
+    """Raise `UserError` when the ranks cannot share the work as configured."""
+    if config.parallel.data is not None and config.parallel.data != ranks:
+        raise UserError(f"parallel.data is {config.parallel.data} but there are {ranks} ranks: use --ranks or change it")
+    if config.train.global_batch % (ranks * config.train.micro_batch):
+        raise UserError(
+            f"train.global_batch {config.train.global_batch} is not a multiple of {ranks} ranks times "
+            f"train.micro_batch {config.train.micro_batch}"
+        )
+
+
+def check_output(config: RunConfig, resume: bool, shards: Shards) -> None:
+    """Raise `UserError` when the run folder is not this run's to write."""
+    folder = Path(config.train.output)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"train.output: {folder} is a file; name a folder")
+    found = list_checkpoints(folder)
+    if resume:
+        _check_resumable(config, folder, found, shards)
+    elif found or (folder / "metrics.jsonl").exists():
+        step = f" (saved at step {int(found[-1].name[5:])})" if found else ""
+        raise UserError(
+            f"train.output: {folder} already holds a run{step}: continue it with --resume or choose another train.output"
+        )
+    elif folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"train.output: {folder} is not empty and holds no run: choose another train.output")
+
+
+def _check_resumable(config: RunConfig, folder: Path, found: list[Path], shards: Shards) -> None:
+    saved = folder / "config.yaml"
+    if found:
+        description = read_description(found[-1])
+        check_same_model(description, config.model, found[-1])
+        if changed := differences(description.run, fingerprint(config, shards)):
+            raise UserError(
+                f"{found[-1]} belongs to another run: {changed}. Use those values or another train.output"
+            )
+    elif saved.exists() and load_config(saved).model != config.model:
+        raise UserError(f"train.output: {folder} is the folder of a run of another model: choose another train.output")
+
+
+def check_memory(config: RunConfig, device: torch.device, ranks_here: int) -> None:
+    """Raise `UserError` when parameters, gradients and optimizer state alone do not fit into the free memory."""
+    total = count_parameters(config.model).total
+    half = config.train.precision == "bfloat16"
+    per_parameter = (2 + 12 if half else 12) + (2 if config.state.gradient_dtype == "bfloat16" else 4)
+    sharers = ranks_here if device.type == "cpu" else 1
+    needed, free = total * per_parameter * sharers, free_memory(device)
+    if needed > free:
+        raise UserError(
+            f"the state of this model ({total / 1e9:.2f} B parameters, {per_parameter} bytes each"
+            f"{f', {sharers} ranks' if sharers > 1 else ''}) needs {_gib(needed)}, but {device} has {_gib(free)} free: "
+            "choose a smaller model, state.gradient_dtype=bfloat16 or another machine"
+        )
+
+
+def dry_run(run: Run) -> str:
+    """Forward and backward of one microbatch on made-up tokens, to find out whether a step fits; returns the report.
+
+    On a CPU, where too much memory kills the process without a message, one sequence is measured first. Gradients are left
+    dirty; a step begins by clearing them. Raises `UserError` when a microbatch does not fit.
+    """
+    micro_batch, context = run.config.train.micro_batch, run.config.train.context
+    tokens = torch.arange(context, device=run.device).remainder(run.config.model.vocab).expand(micro_batch, -1)
+    one = _saved_bytes(run, tokens[:1])
+    needed, free = one * micro_batch, free_memory(run.device)
+    if run.device.type == "cpu" and needed * run.group.size > free:
+        raise UserError(_too_large(needed, free, one, run))
+    try:
+        if run.device.type != "cpu":
+            accumulate_gradients(run.model, tokens, run.config)
+    except torch.OutOfMemoryError:
+        raise UserError(_too_large(needed, free, one, run)) from None
+    kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in run.state.bytes_by_kind().items() if size)
+    return f"memory per rank: {kinds}, activations of a microbatch {_gib(needed)}; {_gib(free)} free"
+
+
+def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
+    """Bytes that the forward pass on `tokens_BS` keeps for the backward pass, the parameters themselves left out."""
+    kept: dict[int, int] = {}
+    state = {chunk.parameter.untyped_storage().data_ptr() for chunk in run.state.chunks}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in state:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        accumulate_gradients(run.model, tokens_BS, run.config)
+    return sum(kept.values())
+
+
+def _too_large(needed: int, free: int, one: int, run: Run) -> str:
+    fitting = free // max(1, one * (run.group.size if run.device.type == "cpu" else 1))
+    cure = f"set train.micro_batch to at most {fitting}" if fitting else "shorten train.context"
+    return (
+        f"the activations of a microbatch of {run.config.train.micro_batch} sequences need {_gib(needed)}, but "
+        f"{run.device} has {_gib(free)} free: {cure}, or recompute some (recompute: [norm, attention, ...])"
+    )
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"

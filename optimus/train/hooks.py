@@ -1,0 +1,157 @@
+"""What happens around the steps, each with a name for when it runs."""
+
+import signal
+from types import FrameType
+from typing import Any
+
+from optimus.checkpoint import list_checkpoints
+from optimus.checkpoint.store import remove
+from optimus.errors import UserError
+from optimus.model.count import flops_per_token
+from optimus.observe.machine import peak_flops
+from optimus.observe.metrics import MetricsWriter
+from optimus.observe.progress import Progress
+from optimus.train.run import Run
+from optimus.train.step import StepResult
+
+
+class Hook:
+    """Does nothing; subclasses override what they need."""
+
+    def before_training(self, run: Run) -> None:
+        """Before the first step of this process."""
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        """After a step; `run.step` counts it already."""
+
+    def after_error(self, run: Run) -> None:
+        """When bad data or bad numbers end the run; `run` holds the state after the last completed step."""
+
+    def after_training(self, run: Run) -> None:
+        """At the end, also when an error ended it."""
+
+
+class Interrupt(Hook):
+    """Ctrl-C or a termination signal lets the step finish; the run then ends as if `train.stop_at` were here."""
+
+    def __init__(self) -> None:
+        self._signalled = False
+        self._previous: dict[int, Any] = {}
+
+    def before_training(self, run: Run) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if run.group.any(self._signalled):
+            run.stop_requested = True
+
+    def after_training(self, run: Run) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+
+class NonFinite(Hook):
+    """Ends the run when too many steps in a row had gradients that are not finite."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        self._in_a_row = self._in_a_row + 1 if result.skipped else 0
+        if self._in_a_row > run.config.resilience.max_skipped:
+            raise UserError(
+                f"step {run.step}: loss {result.loss} or gradient norm {result.grad_norm} is not finite, for "
+                f"{self._in_a_row} steps in a row (resilience.max_skipped is {run.config.resilience.max_skipped}). None "
+                "of them was applied. Lower schedule.peak or set optimizer.clip_during_warmup=true, then run with --resume"
+            )
+
+
+class HeldOut(Hook):
+    """Measures bits per byte of held-out text every so many steps, and at the last; on rank 0."""
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        section = run.config.evaluate
+        if section.every is None or section.text is None:
+            return
+        if run.step % section.every and run.step != run.last_step:
+            return
+        from optimus.evaluate import bits_per_byte, load_tokenizer
+
+        found = bits_per_byte(
+            run.model,
+            load_tokenizer(run.shards.tokenizer_path),
+            section.text,
+            eos_id=run.shards.eos_id,
+            context=run.config.train.context,
+            max_bytes=section.max_bytes,
+        )
+        run.measured["bits_per_byte"] = found["bits_per_byte"]
+
+
+class Metrics(Hook):
+    """Writes a record per step and shows progress; on rank 0."""
+
+    def before_training(self, run: Run) -> None:
+        self._writer = MetricsWriter(run.folder, run.config, run.step)
+        self._progress = Progress(every=run.config.observe.log_every)
+        for note in run.notes:
+            self._progress.print(note)
+        self._flops = flops_per_token(run.config.model, run.config.train.context)
+        self._peak = peak_flops(run.device)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        train = run.config.train
+        rate = train.global_batch * train.context / run.step_seconds
+        self._writer.write(
+            {
+                "step": run.step,
+                "tokens": run.tokens,
+                "loss": result.loss,
+                "balance_loss": result.balance_loss,
+                "z_loss": result.z_loss,
+                "lr": result.lr,
+                "grad_norm": result.grad_norm,
+                "tokens_per_second": rate,
+                "step_seconds": run.step_seconds,
+                "model_flops_utilization": rate * self._flops / (self._peak * run.group.size) if self._peak else None,
+                "skipped_steps": run.skipped,
+                **run.measured,
+            }
+        )
+        for name, value in run.measured.items():
+            self._progress.print(f"step {run.step}: held-out {name} {value:.4f}")
+        run.measured.clear()
+        if result.skipped:
+            self._progress.print(f"step {run.step} was skipped: its gradients are not finite")
+        self._progress.update("training", run.step, run.last_step, f"loss {result.loss:.3f}  {rate:,.0f} tokens/s")
+
+    def after_training(self, run: Run) -> None:
+        self._progress.close()
+        self._writer.close()
+
+
+class Checkpoints(Hook):
+    """Saves every so many steps, at the end and on an error, and keeps the newest; on rank 0."""
+
+    def before_training(self, run: Run) -> None:
+        self._saved = run.step
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if run.step % run.config.checkpoint.every == 0 or run.step == run.last_step or run.stop_requested:
+            self._save(run)
+
+    def after_error(self, run: Run) -> None:
+        if run.step > self._saved:
+            self._save(run)
+
+    def _save(self, run: Run) -> None:
+        run.save()
+        self._saved = run.step
+        keep = run.config.checkpoint.keep
+        if keep is not None:
+            for old in list_checkpoints(run.folder)[:-keep]:
+                remove(old)

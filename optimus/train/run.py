@@ -1,0 +1,150 @@
+"""A run: its configuration, model, state, data and counters, put together on one rank."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimus.checkpoint import find_checkpoint
+from optimus.checkpoint.folder import Description, list_checkpoints, step_folder
+from optimus.checkpoint.store import load_state, save_state
+from optimus.comm import Group
+from optimus.config import RunConfig
+from optimus.data import Shards, TokenLoader
+from optimus.model import Transformer
+from optimus.parallel.recompute import recompute
+from optimus.state import ModelState
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Run:
+    """What the loop and its hooks work on."""
+
+    config: RunConfig
+    folder: Path
+    device: torch.device
+    group: Group
+    model: Transformer
+    state: ModelState
+    shards: Shards
+    step: int = 0  # steps completed
+    skipped: int = 0  # of them, without an update
+    step_seconds: float = 0.0  # of the last one, waiting for data included
+    stop_requested: bool = False
+    measured: dict[str, float] = field(default_factory=dict)  # by hooks after this step, for its record of metrics
+    notes: list[str] = field(default_factory=list)  # what the user should read before the first step
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends."""
+        return self.config.train.stop_at or self.config.train.steps
+
+    @property
+    def tokens(self) -> int:
+        """Tokens read by all completed steps."""
+        return self.step * self.config.train.global_batch * self.config.train.context
+
+    def batches(self) -> TokenLoader:
+        """This rank's part of every global batch from the next step on."""
+        return TokenLoader(
+            self.shards,
+            global_batch=self.config.train.global_batch,
+            rank=self.group.rank,
+            ranks=self.group.size,
+            start_step=self.step,
+            seed=self.config.train.seed,
+        )
+
+    def save(self) -> Path:
+        """Write a checkpoint of the whole state after the step just completed; rank 0 writes."""
+        path = step_folder(self.folder, self.step)
+        description = Description(
+            model=self.config.model,
+            context=self.config.train.context,
+            step=self.step,
+            full=True,
+            precision=self.config.train.precision,
+            eos_id=self.shards.eos_id,
+            tokenizer=self.shards.tokenizer_path,
+            run=fingerprint(self.config, self.shards),
+            progress={"updates": self.state.steps, "skipped": self.skipped},
+        )
+        save_state(self.state, path, description)
+        return path
+
+
+def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
+    """Make model and state on `device`, initialised, or loaded from the newest checkpoint when `resume`."""
+    folder, group = Path(config.train.output), Group()
+    with torch.device("meta"):
+        model = Transformer(config.model, config.moe.routing)
+    state = ModelState(
+        model,
+        compute_dtype=DTYPES[config.train.precision],
+        gradient_dtype=DTYPES[config.state.gradient_dtype],
+        device=device,
+        tile=config.state.tile,
+        group=group,
+    )
+    recompute(model.blocks, config.recompute)
+    run = Run(config, folder, device, group, model, state, Shards(config.data.path))
+    found = list_checkpoints(folder) if resume else []
+    if found:
+        _resume(run, found[-1])
+    else:
+        _start(run, resume)
+    return run
+
+
+def _resume(run: Run, path: Path) -> None:
+    description = load_state(
+        run.state, path, model=run.config.model, run=fingerprint(run.config, run.shards)
+    )
+    run.step = description.step
+    run.state.steps = description.progress["updates"]
+    run.skipped = description.progress["skipped"]
+    run.notes.append(f"resumed from {path} (step {run.step})")
+
+
+def _start(run: Run, resume: bool) -> None:
+    initial = run.config.checkpoint.initial
+    if resume:
+        run.notes.append(f"nothing to resume in {run.folder}: starting at step 0")
+    if initial is None:
+        run.state.initialize(run.config.train.seed, run.config.model.init_std)
+        return
+    run.notes.append(f"starting from the weights of {initial}")
+    if (Path(initial) / "config.json").is_file():
+        from optimus.hub import load_weights
+
+        _load_into_state(run, Path(initial), load_weights)
+    else:
+        load_state(run.state, find_checkpoint(initial), model=run.config.model, run=None)
+
+
+def _load_into_state(run: Run, path: Path, load_weights: Callable[[Transformer, Path], None]) -> None:
+    """Read a Hugging Face folder on rank 0 into the fp32 master weights."""
+    if run.group.rank == 0:
+        with torch.device("meta"):
+            copy = Transformer(run.config.model)
+        views = {key.removeprefix("model."): view for key, view in run.state.tensors() if key.startswith("model.")}
+        copy.load_state_dict(views, assign=True)
+        load_weights(copy, path)
+    run.state.after_load()
+
+
+def fingerprint(config: RunConfig, shards: Shards) -> dict[str, Any]:
+    """What a resumed run must have in common with the one it continues, or its losses would not be the same run's."""
+    index = json.dumps(shards.index, sort_keys=True).encode()
+    return {
+        "data": hashlib.sha256(index).hexdigest(),
+        "context": config.train.context,
+        "global_batch": config.train.global_batch,
+        "seed": config.train.seed,
+    }

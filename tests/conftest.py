@@ -1,0 +1,47 @@
+"""Fixtures for every test: where the optional real data lies."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real text, tokenizers and evaluation sets beside the checkout; skips where it is absent."""
+    path = Path(__file__).resolve().parents[1].parent / "shared" / "data"
+    if not path.is_dir():
+        pytest.skip(f"real data not found at {path}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of prepared data: some of this package's own sources, 300 tokens, context 32."""
+    from optimus.data import prepare
+
+    folder = tmp_path_factory.mktemp("prepared") / "data"
+    sources = Path(__file__).resolve().parents[1] / "optimus" / "config"
+    prepare([sources], folder, train_tokenizer=300, context=32, workers=1)
+    return folder
+
+
+@pytest.fixture
+def small_run(prepared: Path, tmp_path: Path) -> dict[str, Any]:
+    """The configuration of a run that takes a second: a tiny model with experts, 6 steps."""
+    return {
+        "model": {
+            "family": "olmoe",
+            "hidden": 32,
+            "layers": 2,
+            "heads": 2,
+            "intermediate": 16,
+            "vocab": 320,
+            "experts": 4,
+            "experts_per_token": 2,
+        },
+        "data": {"path": str(prepared)},
+        "train": {"output": str(tmp_path / "run"), "steps": 6, "global_batch": 8, "micro_batch": 4, "context": 32},
+        "schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
+        "observe": {"tensorboard": False},
+    }

@@ -1,0 +1,68 @@
+"""A small tokenizer, small random models and a checkpoint of one."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from optimus.checkpoint import save_model
+from optimus.config import ModelConfig
+from optimus.data.tokenizer import inspect, load, train
+from optimus.model import Transformer
+from optimus.model.init import initialize
+
+CONTEXT = 48
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small are slowed down by threads that wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train([Path(__file__).read_text(), "Question: who? Answer: nobody."], 320, path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_file: Path) -> Any:
+    return load(tokenizer_file)
+
+
+@pytest.fixture(scope="session")
+def eos_id(tokenizer_file: Path) -> int:
+    return inspect(tokenizer_file).eos_id
+
+
+@pytest.fixture(scope="session")
+def make_model() -> Callable[..., Transformer]:
+    """A random model whose weights are larger than before training, so that predictions differ from place to place."""
+
+    def make(family: str = "olmoe", std: float = 0.3, dtype: torch.dtype = torch.float32) -> Transformer:
+        experts = {"experts": 4, "experts_per_token": 2} if family == "olmoe" else {}
+        config = ModelConfig(family=family, hidden=16, layers=2, heads=2, intermediate=24, vocab=328, **experts)
+        model = Transformer(config)
+        initialize(model, 0, std)
+        return model.to(dtype).eval().requires_grad_(False)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def model(make_model: Callable[..., Transformer]) -> Transformer:
+    return make_model()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, model: Transformer, tokenizer_file: Path, eos_id: int) -> Path:
+    folder = tmp_path / "checkpoint"
+    save_model(model, folder, context=CONTEXT, tokenizer=tokenizer_file, eos_id=eos_id)
+    return folder

@@ -1,0 +1,151 @@
+"""The adapter against lm-eval's own Hugging Face model on the same weights: scores, windows, generated text."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval", reason="needs optimus[evaluate]")
+
+from lm_eval.api.instance import Instance
+
+from optimus.errors import UserError
+from optimus.evaluate.harness import HarnessModel
+from optimus.model import Transformer
+
+CONTEXT = 24
+PAIRS = [
+    ("Question: who are you?\nAnswer:", " nobody"),
+    ("Question: who are you?\nAnswer:", " somebody else"),
+    ("trailing spaces  ", "go to the continuation"),
+    ("", "no context at all"),
+    ("a context that is far longer than the model can take, so that its beginning is lost. " * 3, "the end"),
+    ("x", "y"),
+]
+TEXTS = ["short", "a text that is longer than the context of this model, so it takes several windows to score it.", "x"]
+
+
+def requests(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
+    return [Instance(request_type=kind, doc={}, arguments=args, idx=i) for i, args in enumerate(arguments)]
+
+
+@pytest.fixture(scope="module")
+def dense(make_model: Callable[..., Transformer]) -> Transformer:
+    return make_model("olmo")
+
+
+@pytest.fixture(scope="module")
+def ours(dense: Transformer, tokenizer: Any, eos_id: int) -> HarnessModel:
+    return HarnessModel(dense, tokenizer, eos_id=eos_id, context=CONTEXT, tokens_per_batch=64)
+
+
+@pytest.fixture(scope="module")
+def theirs(dense: Transformer, tokenizer_file: Path) -> Any:
+    """lm-eval's `HFLM` over `OlmoForCausalLM` with the same weights and tokenizer."""
+    from lm_eval.models.huggingface import HFLM
+    from transformers import OlmoConfig, OlmoForCausalLM, PreTrainedTokenizerFast
+
+    c = dense.config
+    config = OlmoConfig(
+        vocab_size=c.vocab,
+        hidden_size=c.hidden,
+        intermediate_size=c.intermediate,
+        num_hidden_layers=c.layers,
+        num_attention_heads=c.heads,
+        max_position_embeddings=CONTEXT,
+        eos_token_id=0,
+    )
+    weights = {"model.embed_tokens.weight": dense.embedding, "lm_head.weight": dense.head}
+    for i, block in enumerate(dense.blocks):
+        prefix = f"model.layers.{i}"
+        for name, part in zip("qkv", block.attention.qkv):
+            weights[f"{prefix}.self_attn.{name}_proj.weight"] = part
+        weights[f"{prefix}.self_attn.o_proj.weight"] = block.attention.out
+        for name, part in zip(("gate", "up"), block.mlp.gate_up):
+            weights[f"{prefix}.mlp.{name}_proj.weight"] = part
+        weights[f"{prefix}.mlp.down_proj.weight"] = block.mlp.down
+    model = OlmoForCausalLM(config)
+    model.load_state_dict({name: weight.detach().clone() for name, weight in weights.items()})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file), eos_token="<|endoftext|>")
+    return HFLM(
+        pretrained=model.eval(), tokenizer=tokenizer, backend="causal", max_length=CONTEXT, batch_size=2, device="cpu"
+    )
+
+
+def test_loglikelihood(ours: HarnessModel, theirs: Any) -> None:
+    found = ours.loglikelihood(requests("loglikelihood", PAIRS))
+    expected = theirs.loglikelihood(requests("loglikelihood", PAIRS), disable_tqdm=True)
+    assert [total for total, _ in found] == pytest.approx([total for total, _ in expected], abs=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+
+def test_rolling(ours: HarnessModel, theirs: Any) -> None:
+    texts = [(text,) for text in TEXTS]
+    found = ours.loglikelihood_rolling(requests("loglikelihood_rolling", texts))
+    expected = theirs.loglikelihood_rolling(requests("loglikelihood_rolling", texts), disable_tqdm=True)
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+def test_long_continuation(ours: HarnessModel, dense: Transformer) -> None:
+    """Where lm-eval's own model gives up: a continuation longer than the context is scored in disjoint windows."""
+    ((total, greedy),) = ours.loglikelihood(requests("loglikelihood", [("Answer:", " " + TEXTS[1])]))
+    context, continuation = ours._encode_pair("Answer:", " " + TEXTS[1])
+    stream = context[-1:] + continuation
+    assert len(continuation) > CONTEXT
+    first = (context + continuation)[: len(context) + CONTEXT][-(CONTEXT + 1) :]
+    pieces = [first, *(stream[at : at + CONTEXT + 1] for at in range(CONTEXT, len(continuation), CONTEXT))]
+    expected = 0.0
+    for piece in pieces:
+        with torch.no_grad():
+            log_p = torch.log_softmax(dense(torch.tensor([piece[:-1]]))[0], -1)
+        expected += log_p.gather(1, torch.tensor(piece[1:])[:, None]).sum().item()
+    assert total == pytest.approx(expected, abs=1e-4)
+    assert not greedy
+
+
+def test_generate_until(ours: HarnessModel, theirs: Any) -> None:
+    free = {"until": [], "max_gen_toks": 12}
+    whole = ours.generate_until(requests("generate_until", [("Question: who?", free)]))[0]
+    assert len(whole) > 6
+    stop = whole[3:5]
+    asked = [
+        ("Question: who?", free),
+        ("Question: who?", {"until": ["absent", stop], "max_gen_toks": 12}),
+        ("Question: who?", {"until": stop, "max_gen_toks": 12, "do_sample": False, "temperature": 0.0}),
+        (TEXTS[1], {"until": ["absent"], "max_gen_toks": 4}),
+    ]
+    found = ours.generate_until(requests("generate_until", asked))
+    assert found == theirs.generate_until(requests("generate_until", asked), disable_tqdm=True)
+    assert found[1] == found[2] == whole[: whole.index(stop)]
+
+
+def test_sampling(ours: HarnessModel) -> None:
+    drawn, greedy = (
+        ours.generate_until(requests("generate_until", [("Question:", {"until": [], "max_gen_toks": 12, **options})]))
+        for options in ({"do_sample": True, "temperature": 5.0}, {"temperature": 0.0})
+    )
+    assert drawn != greedy
+
+
+def test_progress(dense: Transformer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optimus.evaluate.harness._SCORED_AT_ONCE", 4)
+    seen = []
+    model = HarnessModel(dense, tokenizer, eos_id=0, context=CONTEXT, progress=lambda *at: seen.append(at))
+    in_parts = model.loglikelihood(requests("loglikelihood", PAIRS))
+    assert seen == [(4, 6), (6, 6)]
+    monkeypatch.setattr("optimus.evaluate.harness._SCORED_AT_ONCE", 4096)
+    whole = model.loglikelihood(requests("loglikelihood", PAIRS))
+    assert [total for total, _ in in_parts] == pytest.approx([total for total, _ in whole], abs=1e-5)
+
+
+def test_errors(make_model: Callable[..., Transformer], ours: HarnessModel, tokenizer: Any) -> None:
+    with pytest.raises(UserError, match="'' after 'Answer:' has no tokens of its own"):
+        ours.loglikelihood(requests("loglikelihood", [("Answer:", "")]))
+    diverged = make_model("olmo")
+    diverged.head.fill_(float("nan"))
+    with pytest.raises(UserError, match="diverged"):
+        HarnessModel(diverged, tokenizer, eos_id=0, context=CONTEXT).loglikelihood(requests("loglikelihood", PAIRS))
+    with pytest.raises(UserError, match="max_tokens is 99"):
+        ours.generate_until(requests("generate_until", [("a", {"until": [], "max_gen_toks": 99})]))

@@ -1,0 +1,82 @@
+"""Every operation against its definition: values and gradients, in fp64/fp32 exactly and in bf16 loosely."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus.kernels import expert_mlp as experts
+from optimus.kernels import linear_cross_entropy as lce
+from optimus.kernels import rms_norm as rms
+from optimus.kernels import rotary as rope
+from optimus.kernels import swiglu as glu
+
+
+def compare(ours: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: list[Tensor], *rest: Any) -> float:
+    """Largest relative error (Frobenius) of the output and of all gradients."""
+    torch.manual_seed(1)
+    results = []
+    for function in (ours, reference):
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        out = function(*leaves, *rest)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+        results.append([out, *torch.autograd.grad((out * weight).sum() if out.dim() else out, leaves)])
+    errors = [((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item() for a, b in zip(*results)]
+    return max(errors)
+
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rms_norm(dtype: torch.dtype) -> None:
+    x, w = torch.randn(3, 7, 64, dtype=dtype), torch.randn(64, dtype=dtype)
+    assert compare(rms.rms_norm, rms.rms_norm_reference, [x, w], 1e-5) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rotary(dtype: torch.dtype) -> None:
+    table = rope.rotary_table(torch.arange(5, 16), 32, 10_000.0)
+    x = torch.randn(2, 11, 3, 32, dtype=dtype)
+    assert compare(rope.rotary, rope.rotary_reference, [x], table) < TOLERANCE[dtype]
+
+
+def test_rotary_depends_on_distance_only() -> None:
+    q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
+
+    def score(i: int, j: int) -> Tensor:
+        at = [rope.rotary_table(torch.tensor([p]), 16, 10_000.0) for p in (i, j)]
+        return (rope.rotary(q, at[0]) * rope.rotary(k, at[1])).sum()
+
+    torch.testing.assert_close(score(3, 1), score(103, 101), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_swiglu(dtype: torch.dtype) -> None:
+    assert compare(glu.swiglu, glu.swiglu_reference, [torch.randn(9, 2 * 24, dtype=dtype)]) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("block", [1 << 21, 700])
+def test_linear_cross_entropy(dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lce, "_BLOCK_ELEMENTS", block)
+    x, w, target = torch.randn(23, 16, dtype=dtype), torch.randn(101, 16, dtype=dtype), torch.randint(101, (23,))
+    assert compare(lce.linear_cross_entropy, lce.linear_cross_entropy_reference, [x, w], target) < TOLERANCE[dtype]
+
+
+def test_linear_cross_entropy_without_gradients_makes_none() -> None:
+    x, w, target = torch.randn(8, 4, requires_grad=True), torch.randn(16, 4), torch.randint(16, (8,))
+    with torch.no_grad():
+        loss = lce.linear_cross_entropy(x, w, target)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, lce.linear_cross_entropy_reference(x, w, target).detach())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rows", [[3, 0, 5, 1], [0, 0, 0, 9], [9, 0, 0, 0], [0, 0, 0, 0]])
+def test_expert_mlp(dtype: torch.dtype, rows: list[int]) -> None:
+    x = torch.randn(sum(rows), 16, dtype=dtype)
+    weights = [torch.randn(4, 2 * 8, 16, dtype=dtype), torch.randn(4, 16, 8, dtype=dtype)]
+    assert compare(experts.expert_mlp, experts.expert_mlp_reference, [x, *weights], rows) < TOLERANCE[dtype]

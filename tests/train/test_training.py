@@ -1,0 +1,209 @@
+"""A run from start to end, interrupted, resumed, spread over ranks; and the recipe's details."""
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import optimus
+from optimus.checkpoint import list_checkpoints, read_description
+from optimus.config import load_config
+from optimus.observe.metrics import read_metrics
+from optimus.train.step import clip_scale, step_learning_rate
+
+
+def losses(folder: str | Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(Path(folder))]
+
+
+def changed(config: dict[str, Any], **train: Any) -> dict[str, Any]:
+    config = copy.deepcopy(config)
+    config["train"].update(train)
+    return config
+
+
+def test_a_run_leaves_what_it_promises(small_run: dict[str, Any]) -> None:
+    small_run["observe"] = {"tensorboard": True}
+    summary = optimus.train(small_run)
+    folder = Path(small_run["train"]["output"])
+    records = read_metrics(folder)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert {
+        "step", "tokens", "loss", "balance_loss", "z_loss", "lr", "grad_norm",
+        "tokens_per_second", "step_seconds", "model_flops_utilization",
+    } <= set(records[0])  # fmt: skip
+    assert records[-1]["tokens"] == 6 * 8 * 32
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert list((folder / "tensorboard").iterdir())
+    assert load_config(folder / "config.yaml") == load_config(small_run)
+    assert summary["checkpoint"] == str(folder / "checkpoints" / "step-00000006")
+    model = optimus.load_model(folder)
+    assert model(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, 320)
+
+
+def test_the_saved_config_runs_again_to_the_same_losses(small_run: dict[str, Any], tmp_path: Path) -> None:
+    optimus.train(small_run)
+    folder = Path(small_run["train"]["output"])
+    optimus.train(folder / "config.yaml", [f"train.output={tmp_path / 'again'}"])
+    assert losses(folder) == losses(tmp_path / "again")
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["olmo", "olmoe"])
+def test_resume_is_bit_exact(small_run: dict[str, Any], tmp_path: Path, precision: str, family: str) -> None:
+    """Twenty steps after the restart equal the uninterrupted run's, and so do the final weights and moments."""
+    if family == "olmo":
+        small_run["model"] = {k: v for k, v in small_run["model"].items() if "experts" not in k} | {"family": "olmo"}
+    small_run = changed(small_run, steps=25, precision=precision)
+    optimus.train(small_run)
+    parted = changed(small_run, output=str(tmp_path / "parted"))
+    assert optimus.train(changed(parted, stop_at=5))["step"] == 5
+    assert optimus.train(parted, resume=True)["step"] == 25
+    assert losses(small_run["train"]["output"]) == losses(tmp_path / "parted")
+    ends = [load_everything(Path(run["train"]["output"])) for run in (small_run, parted)]
+    assert ends[0].keys() == ends[1].keys()
+    assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+
+
+def load_everything(run: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the newest checkpoint, read by plain DCP tools."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    out = run / "plain.pt"
+    dcp_to_torch_save(list_checkpoints(run)[-1], out)
+    return torch.load(out, weights_only=True)
+
+
+def test_metrics_after_the_last_checkpoint_are_written_once(small_run: dict[str, Any]) -> None:
+    """A run killed between two checkpoints repeats the steps in between; their records appear once, and equal."""
+    small_run["checkpoint"] = {"every": 2}
+    optimus.train(changed(small_run, stop_at=2))
+    folder = Path(small_run["train"]["output"])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "loss": -1.0}) + '\n{"step": 4, "lo')
+    optimus.train(small_run, resume=True)
+    assert [record["step"] for record in read_metrics(folder)] == [1, 2, 3, 4, 5, 6]
+    assert min(losses(folder)) > 0
+
+
+def test_microbatches_do_not_change_the_numbers(small_run: dict[str, Any], tmp_path: Path) -> None:
+    """Without the balance loss, which is a function of each microbatch."""
+    small_run["moe"] = {"balance_coefficient": 0.0}
+    runs = [
+        changed(small_run, precision="float32", micro_batch=micro, output=str(tmp_path / f"m{micro}")) for micro in (1, 8)
+    ]
+    for run in runs:
+        optimus.train(run)
+    a, b = (losses(run["train"]["output"]) for run in runs)
+    assert a == pytest.approx(b, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one(small_run: dict[str, Any], tmp_path: Path) -> None:
+    one = changed(small_run, precision="float32", micro_batch=4)
+    two = changed(one, output=str(tmp_path / "two"))
+    optimus.train(one)
+    optimus.train(two, ranks=2)
+    records = [read_metrics(Path(run["train"]["output"])) for run in (one, two)]
+    for key in ("loss", "balance_loss", "z_loss", "grad_norm"):
+        assert [r[key] for r in records[0]] == pytest.approx([r[key] for r in records[1]], rel=1e-5), key
+
+
+def test_recomputation_changes_no_number(small_run: dict[str, Any], tmp_path: Path) -> None:
+    optimus.train(small_run)
+    again = changed(small_run, output=str(tmp_path / "recomputed"))
+    again["recompute"] = ["norm", "attention", "moe"]
+    optimus.train(again)
+    assert losses(small_run["train"]["output"]) == losses(tmp_path / "recomputed")
+
+
+def test_uniform_routing_trains(small_run: dict[str, Any]) -> None:
+    small_run["moe"] = {"routing": "uniform"}
+    optimus.train(small_run)
+    records = read_metrics(Path(small_run["train"]["output"]))
+    assert records[-1]["loss"] < records[0]["loss"]
+    # Every expert gets the share K / E, so the loss is K whatever the router says.
+    assert all(record["balance_loss"] == pytest.approx(2.0, rel=1e-5) for record in records)
+
+
+def test_old_checkpoints_are_removed(small_run: dict[str, Any]) -> None:
+    small_run["checkpoint"] = {"every": 1, "keep": 2}
+    optimus.train(small_run)
+    kept = list_checkpoints(Path(small_run["train"]["output"]))
+    assert [read_description(path).step for path in kept] == [5, 6]
+
+
+def test_starting_from_the_weights_of_another_run(small_run: dict[str, Any], tmp_path: Path) -> None:
+    optimus.train(small_run)
+    second = changed(small_run, output=str(tmp_path / "second"))
+    second["checkpoint"] = {"initial": small_run["train"]["output"]}
+    optimus.train(second)
+    assert losses(tmp_path / "second")[0] < losses(small_run["train"]["output"])[0] - 0.1
+
+
+def test_held_out_text_is_measured(small_run: dict[str, Any]) -> None:
+    text = Path(__file__).with_name("test_training.py")
+    small_run["evaluate"] = {"every": 3, "text": str(text), "max_bytes": 2000}
+    optimus.train(small_run)
+    found = [record.get("bits_per_byte") for record in read_metrics(Path(small_run["train"]["output"]))]
+    assert [value is not None for value in found] == [False, False, True, False, False, True]
+    assert 0 < found[5] < found[2] < 10
+
+
+def test_interrupt_finishes_the_step_saves_and_says_how_to_resume(small_run: dict[str, Any], tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(changed(small_run, steps=100_000)))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "optimus.cli", "train", str(config)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "training: 10/" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    out, _ = process.communicate()
+    watchdog.cancel()
+    assert process.returncode == 0
+    assert f"optimus train {config} --resume" in out
+    folder = Path(small_run["train"]["output"])
+    step = read_metrics(folder)[-1]["step"]
+    assert read_description(list_checkpoints(folder)[-1]).step == step >= 10
+
+
+def test_learning_rate_and_clipping_follow_the_paper() -> None:
+    train = {"output": "x", "steps": 10_000, "global_batch": 1, "micro_batch": 1, "context": 2}
+    config = load_config({"model": "mula-7b-a1b", "data": {"path": "x"}, "train": train})
+    assert step_learning_rate(config, 1) == pytest.approx(4e-4 / 2500)
+    assert step_learning_rate(config, 2500) == pytest.approx(4e-4)
+    assert step_learning_rate(config, 6250) == pytest.approx((4e-4 + 4e-5) / 2)
+    assert step_learning_rate(config, 10_000) == pytest.approx(4e-5)
+    assert clip_scale(config, 2500, 5.0) == 1.0
+    assert clip_scale(config, 2501, 5.0) == pytest.approx(0.2)
+    assert clip_scale(config, 2501, 0.5) == 1.0
+
+
+def test_steps_with_infinite_gradients_are_skipped_then_end_the_run(small_run: dict[str, Any]) -> None:
+    small_run["model"]["init_std"] = 1e38
+    small_run["resilience"] = {"max_skipped": 2}
+    with pytest.raises(optimus.UserError, match=r"not finite, for 3 steps in a row.*--resume"):
+        optimus.train(small_run)
+    records = read_metrics(Path(small_run["train"]["output"]))
+    assert [record["skipped_steps"] for record in records] == [1, 2, 3]
+    description = read_description(list_checkpoints(Path(small_run["train"]["output"]))[-1])
+    assert description.step == 3
+    assert description.progress == {"updates": 0, "skipped": 3}
