@@ -57,8 +57,9 @@ def prepare(
     _show(
         index,
         as_json,
-        f"{output}: {index['tokens']:,} tokens of {index['documents']:,} documents in {index['instances']:,} sequences of "
-        f"{context}, {len(index['shards'])} shards; the last {index['dropped_tokens']} tokens fill no sequence and are left out",
+        f"{output}: {index['tokens']:,} tokens of {index['documents']:,} documents in {index['instances']:,} sequences "
+        f"of {context}, {len(index['shards'])} shard(s); the last {index['dropped_tokens']} tokens fill no sequence "
+        "and are left out",
     )
 
 

@@ -38,9 +38,7 @@ def save_state(state: ModelState, folder: Path, description: Description) -> Non
         _write(dict(state.tensors()), folder, description)
 
 
-def save_model(
-    model: Transformer, folder: Path, *, context: int, tokenizer: Path | None, eos_id: int | None
-) -> None:
+def save_model(model: Transformer, folder: Path, *, context: int, tokenizer: Path | None, eos_id: int | None) -> None:
     """Write a checkpoint of weights only. Raises `UserError` when `folder` exists."""
     if folder.exists():
         raise UserError(f"{folder} exists already: choose another output folder or remove it")
@@ -86,7 +84,9 @@ def load_model(
 
 def check_same_model(description: Description, model: ModelConfig, path: Path) -> None:
     """Raise `UserError` naming what differs when the checkpoint `path` is of another architecture than `model`."""
-    if changed := differences(description.model.model_dump(exclude={"init_std"}), model.model_dump(exclude={"init_std"})):
+    if changed := differences(
+        description.model.model_dump(exclude={"init_std"}), model.model_dump(exclude={"init_std"})
+    ):
         raise UserError(f"checkpoint {path} is of another model: {changed}")
 
 
@@ -131,7 +131,9 @@ def _read(wanted: dict[str, Tensor], path: Path) -> None:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"checkpoint {path} cannot be read, its files are damaged ({error}): use another one") from error
+        raise UserError(
+            f"checkpoint {path} cannot be read, its files are damaged ({error}): use another one"
+        ) from error
 
 
 def _size(metadata: Any) -> torch.Size | None:

@@ -84,9 +84,7 @@ class OptimizerConfig(Section):
     clip_norm: float | None = Field(
         1.0, gt=0, description="Largest global gradient norm after the warm-up; null: no limit."
     )
-    clip_during_warmup: bool = Field(
-        False, description="Clip in the warm-up as well (the paper clips only after it)."
-    )
+    clip_during_warmup: bool = Field(False, description="Clip in the warm-up as well (the paper clips only after it).")
 
     @model_validator(mode="after")
     def _betas(self) -> "OptimizerConfig":
@@ -140,9 +138,7 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _batches(self) -> "TrainConfig":
         if self.global_batch % self.micro_batch:
-            raise ValueError(
-                f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}"
-            )
+            raise ValueError(f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}")
         if self.stop_at is not None and self.stop_at > self.steps:
             raise ValueError(f"stop_at {self.stop_at} is beyond steps {self.steps}")
         return self
@@ -197,18 +193,18 @@ class RunConfig(Section):
     model: ModelConfig = Field(description="A preset's name, a Hugging Face folder, or the mapping below.")
     data: DataConfig
     train: TrainConfig
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
-    moe: MoeConfig = Field(default_factory=MoeConfig)
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    state: StateConfig = Field(default_factory=StateConfig)
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    moe: MoeConfig = MoeConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    state: StateConfig = StateConfig()
     recompute: list[Recomputable] = Field(
         [], description="Modules whose activations are recomputed in the backward pass: norm, attention, mlp or moe."
     )
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
-    resilience: ResilienceConfig = Field(default_factory=ResilienceConfig)
-    observe: ObserveConfig = Field(default_factory=ObserveConfig)
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    resilience: ResilienceConfig = ResilienceConfig()
+    observe: ObserveConfig = ObserveConfig()
 
     @model_validator(mode="after")
     def _combinations(self) -> "RunConfig":

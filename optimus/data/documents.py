@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from optimus.data.cutting import LIMIT as PIECE_LIMIT
 from optimus.data.cutting import PIECE, UncuttableError, pieces
-from optimus.data.files import LINES_SUFFIXES, READ, TEXT_SUFFIXES, Source, Sources, open_bytes
+from optimus.data.files import LINES_SUFFIXES, READ, TEXT_SUFFIXES, Source, Sources, open_bytes, skip
 from optimus.errors import UserError, nearest
 
 BLOCK = 1 << 20  # bytes
@@ -101,6 +101,17 @@ def read_batches(sources: Sources, start: Position, text_field: str, encode: Enc
         yield pending
 
 
+def read_texts(sources: Sources, text_field: str) -> Iterator[tuple[str, bool]]:
+    """The text of all documents, as (text, whether it ends its document); long documents come in pieces.
+
+    For uses that need not keep tokens: pieces are cut without a check.
+    """
+    for batch in read_batches(sources, Position(0), text_field, encode=lambda text: []):
+        yield from zip(batch.texts, batch.ends)
+        if batch.lines:
+            yield from ((text, True) for text in parse_lines(batch, text_field))
+
+
 def _read_file(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[Batch | _Piece]:
     if source.path.name.endswith(TEXT_SUFFIXES):
         yield from _read_text(source, start, encode)
@@ -163,7 +174,7 @@ def _read_lines(source: Source, start: Position, text_field: str, encode: Encode
     place = str(source.path)
     offset, line = start.offset, start.line
     with open_bytes(source) as (stream, raw):
-        stream.seek(offset)  # a compressed stream reads and forgets what it passes
+        skip(stream, offset)
         for block in _line_blocks(place, stream, line):
             first_line, offset, line = line + 1, offset + len(block), line + block.count(b"\n")
             after = Position(start.file, offset, line)
@@ -196,6 +207,14 @@ def _line_blocks(place: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
             )
     if size:
         yield b"".join(carried)
+
+
+def parse_lines(batch: Batch, text_field: str) -> list[str]:
+    """The documents in the JSON lines of a batch. Raises `UserError` with file and line number."""
+    # Only b"\n" ends a line: str.splitlines would also split at characters that a JSON text may hold.
+    lines = enumerate(batch.lines.removesuffix(b"\n").split(b"\n"), start=batch.first_line)
+    parsed = (parse_line(line, batch.place, number, text_field) for number, line in lines)
+    return [text for text in parsed if text is not None]
 
 
 def parse_line(line: bytes, place: str, number: int, text_field: str) -> str | None:

@@ -148,6 +148,18 @@ def open_bytes(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         raise UserError(f"cannot read {source.path}: {error.strerror}") from error
 
 
+def skip(stream: BinaryIO, offset: int) -> None:
+    """Goes to byte `offset` of a stream that is at its beginning, by reading where it cannot seek."""
+    if stream.seekable():
+        stream.seek(offset)
+        return
+    while offset:
+        read = len(stream.read(min(offset, READ)))
+        if not read:
+            raise EOFError("shorter than before")
+        offset -= read
+
+
 class _ZstdStream(io.RawIOBase):
     """Reads zstd frames. The library's own reader takes a truncated file for a complete one; this raises EOFError."""
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from optimus.data import files, journal, shards
 from optimus.data import tokenizer as tokenizers
-from optimus.data.documents import Batch, parse_line, read_batches
+from optimus.data.documents import Batch, Encode, read_batches, read_texts
 from optimus.data.helpers import Helpers
 from optimus.data.journal import Journal, Mark
 from optimus.data.tokenizer import TokenizerInfo
@@ -41,6 +41,7 @@ SHARD_SIZE = 512 * 10**6
 COMMIT_SECONDS = 5.0
 # Bytes of text that a tokenizer is trained on: taken evenly from all files, as more text hardly changes the merges.
 TRAINING_SAMPLE = 64 << 20
+SIZE_SAMPLE = 1 << 17  # characters
 SMALLEST_VOCABULARY = 257  # every byte, and the end of text
 
 
@@ -94,7 +95,7 @@ def prepare(
         )
     if train_tokenizer is not None and train_tokenizer < SMALLEST_VOCABULARY:
         raise UserError(f"--train-tokenizer {train_tokenizer} is too small: byte-level BPE needs {SMALLEST_VOCABULARY}")
-    workers = _cores() if workers is None else workers
+    workers = cores() if workers is None else workers
     for name, number in (("--context", context), ("--workers", workers), ("--shard-size", shard_size)):
         if number < 1:
             raise UserError(f"{name} must be at least 1, not {number}")
@@ -128,7 +129,8 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * units[match[2]])
 
 
-def _cores() -> int:
+def cores() -> int:
+    """The processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -165,9 +167,8 @@ def _prepare(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) ->
     for stale in run.partial.glob("*.tmp"):
         stale.unlink()
     info = _install_tokenizer(run, info)
-    encoder = Encoder(info, run.text_field)
     if state.instances is None:
-        _tokenise(run, state, info, encoder)
+        _tokenise(run, state, info)
     _shard(run, state, info)
     index = _index(run, state, info)
     journal.write_json(run.partial / shards.INDEX, index)
@@ -230,30 +231,22 @@ def _training_sample(run: _Run) -> Iterator[str]:
     for source in run.sources.files:
         left = int(source.text_bytes_estimate * share)
         one = files.Sources(run.sources.inputs, (source,), 0)
-        for text in _texts(one, run.text_field):
+        for text, _ in read_texts(one, run.text_field):
             yield text[: max(0, left)]
             left -= len(text)
             done += len(text)
-            run.progress("train tokenizer", done, int(whole * share))
+            run.progress("train tokenizer", min(done, int(whole * share)), int(whole * share))
             if left <= 0 and share < 1:
                 break
 
 
-def _texts(sources: files.Sources, text_field: str) -> Iterator[str]:
-    """The text of the sources, document by document or in pieces of long ones, cut anywhere between words."""
-    for batch in read_batches(sources, journal.Position(0), text_field, encode=lambda text: []):
-        yield from batch.texts
-        if batch.lines:
-            for number, line in enumerate(batch.lines.removesuffix(b"\n").split(b"\n")):
-                yield parse_line(line, batch.place, batch.first_line + number, text_field) or ""
-
-
-def _tokenise(run: _Run, state: Journal, info: TokenizerInfo, encoder: Encoder) -> None:
+def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
     """Step 1: from the journal's mark to the end of all inputs. Leaves `state.instances` set."""
     item = np.dtype(info.dtype).itemsize
     encode = tokenizers.encoder(tokenizers.load(info.path))
     total = sum(source.size for source in run.sources.files)
-    _check_disk(run, _estimate(run, encoder, encode, item))
+    run.progress("tokenise", 0, total)
+    _check_disk(run, _estimate(run, encode, item))
     with (run.partial / STREAM).open("ab") as stream:
         if stream.tell() < state.mark.tokens * item:
             raise UserError(f"{run.partial / STREAM} is shorter than its journal says. Delete {run.partial}.")
@@ -261,10 +254,14 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo, encoder: Encoder) 
         stream.seek(0, os.SEEK_END)
         writer = _StreamWriter(run, state, stream, item)
         batches = read_batches(run.sources, state.mark.position, run.text_field, encode)
-        with Helpers(run.workers, Encoder, info, run.text_field) as helpers:
-            for batch, encoded in _in_order(helpers, batches):
-                writer.write(batch, encoded)
-                run.progress("tokenise", batch.read, total)
+        try:
+            with Helpers(run.workers, Encoder, info, run.text_field) as helpers:
+                for batch, encoded in _in_order(helpers, batches):
+                    writer.write(batch, encoded)
+                    run.progress("tokenise", batch.read, total)
+        except (UserError, KeyboardInterrupt):
+            writer.commit()
+            raise
         writer.commit()
     _count_instances(run, state)
 
@@ -329,14 +326,15 @@ def _count_instances(run: _Run, state: Journal) -> None:
     state.write(run.partial)
 
 
-def _estimate(run: _Run, encoder: Encoder, encode: Callable[[str], list[int]], item: int) -> float:
-    """Bytes that the token stream and the shards will need, judged by the tokens of the first batch of text."""
-    for batch in read_batches(run.sources, journal.Position(0), run.text_field, encode):
-        sample = encoder(batch)
-        if sample.text_bytes:
-            text = sum(source.text_bytes_estimate for source in run.sources.files)
-            return 2 * text * len(sample.tokens) / sample.text_bytes
-    return 0.0
+def _estimate(run: _Run, encode: Encode, item: int) -> float:
+    """Bytes that the token stream and the shards will need, judged by the tokens of the first documents."""
+    sample = ""
+    for text, _ in read_texts(run.sources, run.text_field):
+        sample += text[: SIZE_SAMPLE - len(sample)]
+        if len(sample) == SIZE_SAMPLE:
+            break
+    text_bytes = sum(source.text_bytes_estimate for source in run.sources.files)
+    return 2 * item * text_bytes * len(encode(sample)) / max(1, len(sample.encode()))
 
 
 def _check_disk(run: _Run, needed: float) -> None:
@@ -367,6 +365,7 @@ def _shard(run: _Run, state: Journal, info: TokenizerInfo) -> None:
     _check_disk(run, 2 * stream.stat().st_size)
     gather = Gather(stream, run.partial, state.instances, run.context, info.dtype, run.seed)
     done = state.instances - sum(stop - start for _, start, stop in missing)
+    run.progress("shard", done, state.instances)
     with Helpers(min(run.workers, len(missing)), ShardWriter, gather) as helpers:
         futures = [helpers.submit(*shard) for shard in missing]
         for (name, start, stop), future in zip(missing, futures):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from optimus.data import tokenizer as tokenizers
-from optimus.data.documents import Batch, parse_line
+from optimus.data.documents import Batch, parse_lines
 from optimus.data.permutation import Permutation
 from optimus.data.tokenizer import TokenizerInfo
 
@@ -38,13 +38,7 @@ class Encoder:
     def __call__(self, batch: Batch) -> Encoded:
         texts, ends = batch.texts, batch.ends
         if batch.lines:
-            # Only b"\n" ends a line: str.splitlines would also split at characters that a JSON text may hold.
-            lines = batch.lines.removesuffix(b"\n").split(b"\n")
-            parsed = (
-                parse_line(line, batch.place, batch.first_line + number, self._text_field)
-                for number, line in enumerate(lines)
-            )
-            texts = [text for text in parsed if text is not None]
+            texts = parse_lines(batch, self._text_field)
             ends = [True] * len(texts)
         tokens: list[int] = []
         for text, end, encoding in zip(texts, ends, self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)):

@@ -19,7 +19,7 @@ from optimus.evaluate.generation import decode, generate_tokens
 from optimus.evaluate.score import TOKENS_PER_BATCH, Window, score, split_long
 from optimus.model import Transformer
 
-_SCORED_AT_ONCE = 4096  # requests between two reports of progress
+_SCORED_AT_ONCE = 512  # requests between two reports of progress
 
 
 class HarnessModel(TemplateLM):

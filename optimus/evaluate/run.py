@@ -69,7 +69,7 @@ def evaluate(
             )
             results["tasks"] = run_tasks(local_tasks, model, fewshot=fewshot or 0, limit=limit)
         if text is not None:
-            found = _measure_text(loaded, text, max_bytes)
+            found = _measure_text(loaded, text, max_bytes, progress)
             results["bits_per_byte"] = found["bits_per_byte"]
             results["text"] = {"path": str(text), "bytes": found["bytes"], "tokens": found["tokens"]}
     results["splits"] = {task.name: task.split for task in local_tasks}
@@ -182,7 +182,7 @@ def _find_device(name: str) -> torch.device:
     return device
 
 
-def _measure_text(loaded: _Loaded, text: str | Path, max_bytes: int | None) -> dict[str, Any]:
+def _measure_text(loaded: _Loaded, text: str | Path, max_bytes: int | None, progress: Progress) -> dict[str, Any]:
     found = bits_per_byte(
         loaded.model,
         loaded.tokenizer,
@@ -190,6 +190,7 @@ def _measure_text(loaded: _Loaded, text: str | Path, max_bytes: int | None) -> d
         eos_id=loaded.eos_id,
         context=loaded.description.context,
         max_bytes=max_bytes,
+        progress=lambda done: progress.update("bits per byte", done, None, "bytes"),
     )
     if not math.isfinite(found["bits_per_byte"]):
         raise UserError(

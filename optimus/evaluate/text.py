@@ -7,7 +7,7 @@ token itself is not predicted. Bytes are those of the UTF-8 text, whatever the t
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from optimus.errors import UserError
 from optimus.evaluate.score import TOKENS_PER_BATCH, Window, score
 from optimus.model import Transformer
 
-_TOKENS_AT_ONCE = 1 << 18  # windows held and sorted by length together; bounds the memory whatever the text's size
+_TOKENS_AT_ONCE = 1 << 16  # windows held and sorted by length together; bounds the memory whatever the text's size
 
 
 def bits_per_byte(
@@ -31,12 +31,14 @@ def bits_per_byte(
     max_bytes: int | None = None,
     tokens_per_batch: int = TOKENS_PER_BATCH,
     text_field: str = "text",
+    progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """`{"bits_per_byte": float, "bytes": int, "tokens": int}` of a file, folder or glob of text.
 
     `tokenizer` is a `tokenizers.Tokenizer`; `context` is the longest input in tokens. With `max_bytes`, the text that
     comes first in reading order, up to so many bytes. The model may be in training: its mode is restored, and gradients
-    are not touched. Raises `UserError` for what cannot be read, and when there is no text.
+    are not touched. `progress` is called with the bytes done so far. Raises `UserError` for what cannot be read, and
+    when there is no text.
     """
     encode = encoder(tokenizer)
     cutter = _Cutter(eos_id, context)
@@ -55,6 +57,8 @@ def bits_per_byte(
         if tokens - scored >= _TOKENS_AT_ONCE:
             nats -= score_held()
             scored = tokens
+            if progress is not None:
+                progress(seen_bytes)
     held += cutter.cut([], True)  # a document that `max_bytes` has cut short
     nats -= score_held()
     if not tokens:

@@ -67,11 +67,9 @@ def published(family: str, name: str, parameter: Tensor) -> Iterator[tuple[str, 
 def fused(family: str, name: str, parameter: Tensor) -> tuple[str, Tensor] | None:
     """(name, view of `parameter` [E, 2 I, H] or [E, H, I]) of the fused form; None where there is none."""
     key, layer = _find(family, name)
-    return (
-        None
-        if key.fused is None
-        else (key.fused.format(i=layer), parameter.view(len(parameter), -1, parameter.shape[-1]))
-    )
+    if key.fused is None:
+        return None
+    return key.fused.format(i=layer), parameter.view(len(parameter), -1, parameter.shape[-1])
 
 
 def _find(family: str, name: str) -> tuple[Key, str]:

@@ -126,4 +126,4 @@ def _write_file(file: Path, tensors: list[tuple[str, Tensor]], dtype: torch.dtyp
         out.write(encoded)
         for _, tensor in tensors:
             stored = tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype).contiguous()
-            out.write(memoryview(stored.flatten().view(torch.uint8).numpy()))
+            out.write(stored.flatten().view(torch.uint8).numpy().data)

@@ -1,6 +1,6 @@
 """How many parameters and how much arithmetic an architecture has, from its shapes alone."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from optimus.config.load import model_config_from, preset_names, resolve_model
 from optimus.config.tree import ModelConfig
@@ -40,9 +40,9 @@ def flops_per_token(config: ModelConfig, context: int) -> float:
     return 6.0 * (active - look_up) + 12.0 * config.layers * config.hidden * context
 
 
-def models() -> list[dict[str, object]]:
+def models() -> list[dict[str, Any]]:
     """The presets: name, total and active parameters, architecture."""
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     for name in preset_names():
         config = model_config_from(resolve_model(name)["model"], name)
         count = count_parameters(config)

@@ -44,14 +44,10 @@ class Block(nn.Module):
         super().__init__()
         norm = RMSNorm if config.family == "olmoe" else LayerNorm
         self.attention_norm = norm(config.hidden, config.norm_eps)
-        self.attention = Attention(
-            config.hidden, config.heads, config.norm_eps if config.family == "olmoe" else None
-        )
+        self.attention = Attention(config.hidden, config.heads, config.norm_eps if config.family == "olmoe" else None)
         self.mlp_norm = norm(config.hidden, config.norm_eps)
         if config.experts is not None and config.experts_per_token is not None:
-            self.moe = MoeLayer(
-                config.hidden, config.intermediate, config.experts, config.experts_per_token, routing
-            )
+            self.moe = MoeLayer(config.hidden, config.intermediate, config.experts, config.experts_per_token, routing)
         else:
             self.mlp = DenseMlp(config.hidden, config.intermediate)
 
@@ -101,9 +97,7 @@ class Transformer(nn.Module):
             return Losses(cross_entropy, torch.zeros_like(cross_entropy), torch.zeros_like(cross_entropy))
         return Losses(cross_entropy, stats.balance_loss(), stats.z_loss())
 
-    def hidden_states(
-        self, tokens_BS: Tensor, cache: KVCache | None = None
-    ) -> tuple[Tensor, RouterStats | None]:
+    def hidden_states(self, tokens_BS: Tensor, cache: KVCache | None = None) -> tuple[Tensor, RouterStats | None]:
         """(output of the final norm [B, S, H], router statistics summed over the layers)."""
         start = cache.length if cache is not None else 0
         positions = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)

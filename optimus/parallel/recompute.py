@@ -32,4 +32,4 @@ def _wrap(module: nn.Module) -> None:
     def run_again_in_backward(*args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
 
-    module.forward = run_again_in_backward  # type: ignore[method-assign]
+    module.forward = run_again_in_backward

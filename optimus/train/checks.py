@@ -39,7 +39,9 @@ def find_device(name: str, local_rank: int = 0) -> torch.device:
 def check_ranks(config: RunConfig, ranks: int) -> None:
     """Raise `UserError` when the ranks cannot share the work as configured."""
     if config.parallel.data is not None and config.parallel.data != ranks:
-        raise UserError(f"parallel.data is {config.parallel.data} but there are {ranks} ranks: use --ranks or change it")
+        raise UserError(
+            f"parallel.data is {config.parallel.data} but there are {ranks} ranks: use --ranks or change it"
+        )
     if config.train.global_batch % (ranks * config.train.micro_batch):
         raise UserError(
             f"train.global_batch {config.train.global_batch} is not a multiple of {ranks} ranks times "
@@ -70,9 +72,7 @@ def _check_resumable(config: RunConfig, folder: Path, found: list[Path], shards:
         description = read_description(found[-1])
         check_same_model(description, config.model, found[-1])
         if changed := differences(description.run, fingerprint(config, shards)):
-            raise UserError(
-                f"{found[-1]} belongs to another run: {changed}. Use those values or another train.output"
-            )
+            raise UserError(f"{found[-1]} belongs to another run: {changed}. Use those values or another train.output")
     elif saved.exists() and load_config(saved).model != config.model:
         raise UserError(f"train.output: {folder} is the folder of a run of another model: choose another train.output")
 

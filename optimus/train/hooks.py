@@ -117,6 +117,7 @@ class Metrics(Hook):
                 "grad_norm": result.grad_norm,
                 "tokens_per_second": rate,
                 "step_seconds": run.step_seconds,
+                "data_seconds": run.data_seconds,
                 "model_flops_utilization": rate * self._flops / (self._peak * run.group.size) if self._peak else None,
                 "skipped_steps": run.skipped,
                 **run.measured,

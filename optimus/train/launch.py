@@ -101,7 +101,7 @@ def _run_rank(config_text: str, resume: bool) -> None:
 
 
 def _hooks(run: Run) -> list[Hook]:
-    """Metrics come after what measures for them, and before the checkpoint, which must not be newer than the metrics."""
+    """Metrics follow what measures for them and precede the checkpoint, which must not be newer than they are."""
     writing: list[Hook] = [HeldOut(), Metrics(), Checkpoints()] if run.group.rank == 0 else []
     return [Interrupt(), *writing, NonFinite()]
 

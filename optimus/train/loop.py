@@ -26,6 +26,7 @@ def train_loop(run: Run, hooks: Sequence[Hook]) -> None:
             while run.step < run.last_step and not run.stop_requested:
                 began = time.perf_counter()
                 tokens_BS = torch.from_numpy(next(loader)).to(run.device, non_blocking=True)
+                run.data_seconds = time.perf_counter() - began
                 result = training_step(run.model, run.state, tokens_BS, run.config, run.step + 1)
                 run.step += 1
                 run.skipped += result.skipped

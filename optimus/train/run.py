@@ -35,7 +35,8 @@ class Run:
     shards: Shards
     step: int = 0  # steps completed
     skipped: int = 0  # of them, without an update
-    step_seconds: float = 0.0  # of the last one, waiting for data included
+    step_seconds: float = 0.0  # of the last step, waiting for data included
+    data_seconds: float = 0.0  # of them, waiting for data
     stop_requested: bool = False
     measured: dict[str, float] = field(default_factory=dict)  # by hooks after this step, for its record of metrics
     notes: list[str] = field(default_factory=list)  # what the user should read before the first step
@@ -103,9 +104,7 @@ def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
 
 
 def _resume(run: Run, path: Path) -> None:
-    description = load_state(
-        run.state, path, model=run.config.model, run=fingerprint(run.config, run.shards)
-    )
+    description = load_state(run.state, path, model=run.config.model, run=fingerprint(run.config, run.shards))
     run.step = description.step
     run.state.steps = description.progress["updates"]
     run.skipped = description.progress["skipped"]

@@ -14,7 +14,7 @@ from optimus.state import ModelState
 
 
 class StepResult(NamedTuple):
-    """Means over the tokens of the global batch; `skipped` when the gradients were not finite and nothing was applied."""
+    """Means over the tokens of the global batch; `skipped`: the gradients were not finite and nothing was applied."""
 
     loss: float
     balance_loss: float
@@ -24,9 +24,7 @@ class StepResult(NamedTuple):
     skipped: bool
 
 
-def training_step(
-    model: Transformer, state: ModelState, tokens_BS: Tensor, config: RunConfig, step: int
-) -> StepResult:
+def training_step(model: Transformer, state: ModelState, tokens_BS: Tensor, config: RunConfig, step: int) -> StepResult:
     """Train on this rank's part of a global batch; `step` counts from 1."""
     state.zero_gradients()
     losses = accumulate_gradients(model, tokens_BS, config)
@@ -42,7 +40,7 @@ def training_step(
 
 
 def accumulate_gradients(model: Transformer, tokens_BS: Tensor, config: RunConfig) -> Tensor:
-    """Forward and backward over the microbatches of this rank; the mean losses [3] (cross-entropy, balance, z), fp32."""
+    """Forward and backward over this rank's microbatches; the mean losses [3] (cross-entropy, balance, z), fp32."""
     microbatches = tokens_BS.split(config.train.micro_batch)
     total = torch.zeros(3, device=tokens_BS.device)
     for tokens in microbatches:
@@ -54,11 +52,7 @@ def accumulate_gradients(model: Transformer, tokens_BS: Tensor, config: RunConfi
 
 def objective(losses: Losses, config: RunConfig) -> Tensor:
     """What is minimised: cross-entropy plus the weighted losses of the router."""
-    return (
-        losses.cross_entropy
-        + config.moe.balance_coefficient * losses.balance
-        + config.moe.z_coefficient * losses.z
-    )
+    return losses.cross_entropy + config.moe.balance_coefficient * losses.balance + config.moe.z_coefficient * losses.z
 
 
 def clip_scale(config: RunConfig, step: int, norm: float) -> float:
@@ -72,7 +66,8 @@ def clip_scale(config: RunConfig, step: int, norm: float) -> float:
 def update_rule(config: RunConfig) -> AdamW:
     """The optimizer section as the update rule's hyperparameters."""
     optimizer = config.optimizer
-    return AdamW(*optimizer.betas, optimizer.eps, optimizer.weight_decay)
+    beta1, beta2 = optimizer.betas
+    return AdamW(beta1, beta2, optimizer.eps, optimizer.weight_decay)
 
 
 def step_learning_rate(config: RunConfig, step: int) -> float:

@@ -16,7 +16,7 @@ from optimus.model.init import initialize
 CONTEXT = 48
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     """Models this small are slowed down by threads that wait for each other."""
     threads = torch.get_num_threads()

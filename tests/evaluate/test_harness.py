@@ -135,7 +135,7 @@ def test_progress(dense: Transformer, tokenizer: Any, monkeypatch: pytest.Monkey
     model = HarnessModel(dense, tokenizer, eos_id=0, context=CONTEXT, progress=lambda *at: seen.append(at))
     in_parts = model.loglikelihood(requests("loglikelihood", PAIRS))
     assert seen == [(4, 6), (6, 6)]
-    monkeypatch.setattr("optimus.evaluate.harness._SCORED_AT_ONCE", 4096)
+    monkeypatch.setattr("optimus.evaluate.harness._SCORED_AT_ONCE", 512)
     whole = model.loglikelihood(requests("loglikelihood", PAIRS))
     assert [total for total, _ in in_parts] == pytest.approx([total for total, _ in whole], abs=1e-5)
 

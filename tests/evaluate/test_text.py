@@ -62,7 +62,10 @@ def test_little_memory(
 ) -> None:
     whole = bits_per_byte(model, tokenizer, folder, eos_id=eos_id, context=CONTEXT)
     monkeypatch.setattr("optimus.evaluate.text._TOKENS_AT_ONCE", 10)
-    parts = bits_per_byte(model, tokenizer, folder, eos_id=eos_id, context=CONTEXT)
+    seen: list[int] = []
+    parts = bits_per_byte(model, tokenizer, folder, eos_id=eos_id, context=CONTEXT, progress=seen.append)
+    assert seen == sorted(seen)
+    assert 2 <= len(seen) <= len(DOCUMENTS)
     assert parts == {**whole, "bits_per_byte": pytest.approx(whole["bits_per_byte"], rel=1e-6)}
 
 

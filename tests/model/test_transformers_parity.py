@@ -37,6 +37,15 @@ CONFIGS = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Operations this small only lose time to a second thread, much of it on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def random_model(config: ModelConfig, seed: int = 1) -> Transformer:
     """Weights large enough that attention and routing are far from uniform; norms' weights far from one."""
     model = Transformer(config)
@@ -46,6 +55,8 @@ def random_model(config: ModelConfig, seed: int = 1) -> Transformer:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+        if config.tie_embeddings:
+            model.embedding.mul_(0.1)  # else every token's most probable successor is the token itself
     return model
 
 
@@ -142,18 +153,13 @@ def greedy(model: Transformer, prompt_S: Tensor, new: int, cached: bool) -> list
     return tokens
 
 
-@pytest.mark.parametrize("name", ["olmo", "olmo-one-head-tied", "olmoe", "olmoe-wide"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_text_equals_generate(name: str) -> None:
     model = random_model(CONFIGS[name], seed=5)
     prompt_S = torch.randint(model.config.vocab, (7,), generator=torch.Generator().manual_seed(3))
-    theirs = (
-        twin_of(model)
-        .generate(prompt_S[None], attention_mask=torch.ones(1, 7), max_new_tokens=40, do_sample=False, pad_token_id=0)[
-            0
-        ]
-        .tolist()
-    )
-    assert len(set(theirs[7:])) > 5
+    options = {"attention_mask": torch.ones(1, 7), "max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    theirs = twin_of(model).generate(prompt_S[None], **options)[0].tolist()
+    assert len(set(theirs[7:])) > 3
     assert greedy(model, prompt_S, 40, cached=False) == theirs
     assert greedy(model, prompt_S, 40, cached=True) == theirs
 

@@ -37,9 +37,7 @@ class Experts(nn.Module):
 class MoeLayer(nn.Module):
     """Router, then experts."""
 
-    def __init__(
-        self, hidden: int, intermediate: int, experts: int, experts_per_token: int, routing: Routing
-    ) -> None:
+    def __init__(self, hidden: int, intermediate: int, experts: int, experts_per_token: int, routing: Routing) -> None:
         super().__init__()
         self.router = Router(hidden, experts, experts_per_token, routing)
         self.experts = Experts(experts, hidden, intermediate)

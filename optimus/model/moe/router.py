@@ -24,7 +24,12 @@ class RouterStats(NamedTuple):
     tokens: int  # tokens times layers
 
     def __add__(self, other: "RouterStats") -> "RouterStats":  # type: ignore[override]
-        return RouterStats(*(a + b for a, b in zip(self, other)))
+        return RouterStats(
+            self.counts_E + other.counts_E,
+            self.probabilities_E + other.probabilities_E,
+            self.z + other.z,
+            self.tokens + other.tokens,
+        )
 
     def balance_loss(self) -> Tensor:
         """E * sum_e (share of choices of e) * (mean probability of e): OLMoE section 2, as in `transformers`."""

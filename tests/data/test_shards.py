@@ -1,0 +1,105 @@
+"""An opened folder hands out what was written, and notices what is missing, damaged or changed."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from optimus.data import Shards
+from optimus.errors import UserError
+
+
+def test_rows(prepared: Path) -> None:
+    shards = Shards(prepared)
+    arrays = [np.load(prepared / entry["file"]) for entry in shards.index["shards"]]
+    everything = np.concatenate(arrays)
+    first = len(arrays[0])
+    assert len(shards) == shards.instances == len(everything)
+    assert (shards.context, shards.vocab_size, shards.eos_id) == (64, 600, 0)
+    assert np.array_equal(shards.row(first), everything[first])
+    for start, stop in ((0, 1), (0, first), (first - 2, first + 3), (0, len(everything))):
+        assert np.array_equal(shards.rows(start, stop), everything[start:stop])
+    with pytest.raises(IndexError):
+        shards.rows(0, len(everything) + 1)
+    shards.verify()
+
+
+def test_check_model(prepared: Path) -> None:
+    shards = Shards(prepared)
+    shards.check_model(context=64, vocab_size=600)
+    with pytest.raises(UserError, match=r"prepared with context 64, and the run asks for 128"):
+        shards.check_model(context=128, vocab_size=600)
+    with pytest.raises(UserError, match=r"has 600 tokens, and the model's vocabulary only 512"):
+        shards.check_model(context=64, vocab_size=512)
+
+
+def test_missing_shard(copy: Path) -> None:
+    (copy / "shard-00001.npy").unlink()
+    with pytest.raises(UserError, match=r"shard-00001\.npy is missing, though index\.json lists it"):
+        Shards(copy)
+
+
+@pytest.mark.parametrize("left", [0, 50, 5000])
+def test_truncated_shard(copy: Path, left: int) -> None:
+    path = copy / "shard-00001.npy"
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(UserError, match=r"shard-00001\.npy is truncated or damaged"):
+        Shards(copy)
+
+
+def test_shard_of_another_shape(copy: Path) -> None:
+    np.save(copy / "shard-00001.npy", np.zeros((3, 64), dtype=np.uint16))
+    with pytest.raises(UserError, match=r"shard-00001\.npy holds uint16 of shape \(3, 64\), and index\.json says"):
+        Shards(copy)
+
+
+def test_corrupted_shard_is_noticed_at_its_first_use(copy: Path) -> None:
+    path = copy / "shard-00001.npy"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    shards = Shards(copy)
+    first = shards.index["shards"][0]["instances"]
+    shards.rows(0, first)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"shard-00001\.npy is corrupted: its checksum differs"):
+            shards.rows(first - 1, first + 1)
+    with pytest.raises(UserError, match=r"shard-00001\.npy is corrupted"):
+        shards.verify()
+
+
+def test_changed_or_missing_tokenizer(copy: Path) -> None:
+    path = copy / "tokenizer.json"
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(UserError, match=r"tokenizer changed since prepare: .*tokenizer\.json"):
+        Shards(copy)
+    path.unlink()
+    with pytest.raises(UserError, match=r"tokenizer\.json is missing"):
+        Shards(copy)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"context": None}, r"index\.json is damaged \(no entry 'context'\)"),
+        ({"instances": 5}, r"index\.json is damaged \(the instances of the shards do not add up\)"),
+        ({"dtype": "<f4"}, r"index\.json is damaged \(unknown dtype"),
+        ({"format": "other"}, r"index\.json is damaged \(its format is 'other'"),
+        ({"version": 9}, r"index\.json has version 9; this Optimus reads version 1"),
+    ],
+)
+def test_damaged_index(copy: Path, change: dict[str, object], message: str) -> None:
+    index = {**json.loads((copy / "index.json").read_bytes()), **change}
+    (copy / "index.json").write_text(json.dumps({key: value for key, value in index.items() if value is not None}))
+    with pytest.raises(UserError, match=message):
+        Shards(copy)
+
+
+def test_no_index(copy: Path) -> None:
+    (copy / "index.json").write_text("{")
+    with pytest.raises(UserError, match=r"index\.json is damaged"):
+        Shards(copy)
+    (copy / "index.json").unlink()
+    with pytest.raises(UserError, match=r"is not a folder of prepared data: it has no index\.json"):
+        Shards(copy)

@@ -1,0 +1,115 @@
+"""Reading config.json: what is taken, and that what our models cannot express is refused by its name."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optimus.errors import UserError
+from optimus.hub import read_model_folder
+
+OLMOE = {
+    "architectures": ["OlmoeForCausalLM"],
+    "model_type": "olmoe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "intermediate_size": 1024,
+    "vocab_size": 50304,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "clip_qkv": None,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "max_position_embeddings": 4096,
+}
+
+
+def folder(path: Path, **changed: object) -> Path:
+    path.mkdir(exist_ok=True)
+    kept = {field: value for field, value in (OLMOE | changed).items() if value != "absent"}
+    (path / "config.json").write_text(json.dumps(kept))
+    return path
+
+
+def test_published_olmoe(tmp_path: Path) -> None:
+    assert read_model_folder(folder(tmp_path)) == {
+        "model": {
+            "family": "olmoe",
+            "hidden": 2048,
+            "layers": 16,
+            "heads": 16,
+            "intermediate": 1024,
+            "vocab": 50304,
+            "experts": 64,
+            "experts_per_token": 8,
+            "tie_embeddings": False,
+            "rope_theta": 10000.0,
+            "norm_eps": 1e-5,
+            "init_std": 0.02,
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "theta"),
+    [
+        ({"rope_theta": 500000}, 500000.0),
+        ({"rope_theta": "absent"}, 10000.0),
+        ({"rope_theta": "absent", "rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}, 77.0),
+    ],
+)
+def test_base_of_the_rotary_frequencies(tmp_path: Path, changed: dict, theta: float) -> None:
+    assert read_model_folder(folder(tmp_path, **changed))["model"]["rope_theta"] == theta
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "model_type is 'llama': only olmo and olmoe"),
+        ({"model_type": "absent"}, "model_type is None"),
+        ({"architectures": ["OlmoeModel"]}, r"architectures is \['OlmoeModel'\]: only OlmoeForCausalLM"),
+        ({"clip_qkv": 8.0}, "clip_qkv is 8.0: only None"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads is 4: only 16"),
+        ({"head_dim": 64}, "head_dim is 64: only 128"),
+        ({"attention_bias": True}, "attention_bias is True: only False"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1: only 0.0"),
+        ({"norm_topk_prob": True}, "norm_topk_prob is True: only False"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling is .*: only None"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0, "x": [1]}}, "rope_parameters is .*'default'"),
+        ({"rope_theta": "big"}, "rope_theta is 'big': it must be a number"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is None: it must be a number"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu': only 'silu'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is"),
+        ({"hidden_size": "absent"}, "hidden_size is missing"),
+        ({"num_experts": "absent"}, "num_experts is missing"),
+        ({"vocab_size": 5.5}, "vocab_size is 5.5: it must be a whole number"),
+        ({"num_experts_per_tok": 65}, "experts_per_token 65 is more than experts 64"),
+    ],
+)
+def test_what_is_not_supported_is_named(tmp_path: Path, changed: dict, message: str) -> None:
+    with pytest.raises(UserError, match=f"config.json: .*{message}"):
+        read_model_folder(folder(tmp_path, **changed))
+
+
+def test_folder_must_have_a_readable_config(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is not a Hugging Face folder: it has no config.json"):
+        read_model_folder(tmp_path)
+    for text in ("{", "[]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UserError, match=r"config.json (cannot be read|must hold a JSON object)"):
+            read_model_folder(tmp_path)
+
+
+def test_reading_the_architecture_does_not_load_torch(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from optimus.hub import read_model_folder
+read_model_folder(Path({str(folder(tmp_path))!r}))
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
