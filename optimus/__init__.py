@@ -7,14 +7,14 @@ The commands of the shell are functions here: `prepare`, `train`, `evaluate`, `g
 from optimus.lazy import lazy_exports
 
 __version__ = "0.1.0"
-__all__ = ["UserError", "evaluate", "export", "generate", "import_folder", "load_model", "models", "prepare", "train"]  # noqa: F822
+__all__ = ["UserError", "evaluate", "export", "generate", "import_folder", "load_model", "models", "prepare", "train"]
 
 __getattr__ = lazy_exports(
     __name__,
     {
         "evaluate": "optimus.evaluate",  # a package that can be called, like train
-        "export": "optimus.hub",
-        "generate": "optimus.evaluate",
+        "export": "optimus.hub:export_checkpoint",
+        "generate": "optimus.evaluate:generate_text",
         "import_folder": "optimus.hub",
         "load_model": "optimus.checkpoint",
         "models": "optimus.model.count",

@@ -211,7 +211,7 @@ def bench_tokenise(
     from optimus.bench import report
     from optimus.bench.tokenise import run
 
-    report.publish("tokenise", *run(inputs, tokenizer, workers), path=json_file)
+    report.publish("tokenise", *run(inputs or (), tokenizer, workers), path=json_file)
 
 
 def _show(result: Any, as_json: bool, text: str) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 
 def lazy_exports(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A `__getattr__` for `package`; `homes` says which module each public name comes from."""
+    """A `__getattr__` for `package`; `homes` says where each public name comes from: `module` or `module:its name there`."""
 
     def load(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(homes[name]), name)
+        module, _, own_name = homes[name].partition(":")
+        return getattr(import_module(module), own_name or name)
 
     return load
 

@@ -65,13 +65,19 @@ def _digest(rows: Iterable[tuple[object, ...]]) -> str:
     return digest.hexdigest()
 
 
-def resolve(inputs: Sequence[str | Path]) -> Sources:
-    """Files, folders (walked in sorted order, hidden names left out) and globs, each file once. Raises `UserError`."""
+def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> Sources:
+    """Files, folders (walked in sorted order, hidden names left out) and globs, each file once. Raises `UserError`.
+
+    What lies in the folders `leave_out` does not exist here: an output may lie in an input folder.
+    """
+    hidden = [folder.resolve() for folder in leave_out]
     found: dict[Path, Source] = {}
     skipped: set[Path] = set()
     for number, given in enumerate(inputs):
         matches = 0
         for path, root in _expand(given):
+            if any(path.resolve().is_relative_to(folder) for folder in hidden):
+                continue
             if not path.name.endswith(SUFFIXES):
                 skipped.add(path.resolve())
                 continue

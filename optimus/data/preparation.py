@@ -18,6 +18,7 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -51,6 +52,7 @@ class _Run:
 
     sources: files.Sources
     output: Path
+    partial: Path  # the folder that becomes `output` once it is complete
     context: int
     seed: int
     workers: int
@@ -58,10 +60,6 @@ class _Run:
     text_field: str
     train_tokenizer: int | None
     progress: Progress
-
-    @property
-    def partial(self) -> Path:
-        return self.output.with_name(f"{self.output.name}.partial")
 
 
 def prepare(
@@ -101,9 +99,10 @@ def prepare(
             raise UserError(f"{name} must be at least 1, not {number}")
 
     info = tokenizers.inspect(Path(tokenizer)) if tokenizer is not None else None
-    sources = files.resolve(inputs)
+    partial = output.with_name(f"{output.name}.partial")
+    sources = files.resolve(inputs, leave_out=(output, partial))
     progress = progress or (lambda stage, done, total: None)
-    run = _Run(sources, output, context, seed, workers, shard_size, text_field, train_tokenizer, progress)
+    run = _Run(sources, output, partial, context, seed, workers, shard_size, text_field, train_tokenizer, progress)
     settings = {
         "inputs": sources.content_digest(),
         "tokenizer": info.sha256 if info else f"trained to {train_tokenizer}",
@@ -267,9 +266,20 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
 
 
 def _in_order(helpers: Helpers, batches: Iterator[Batch]) -> Iterator[tuple[Batch, Encoded]]:
-    """Batches with their tokens. Few are under way at a time, so that memory is bounded."""
-    waiting: deque[tuple[Batch, Any]] = deque()
-    for batch in batches:
+    """Batches with their tokens. Few are under way at a time, so that memory is bounded.
+
+    Where reading fails, what was read before still comes out, so that none of it is done again after the cure.
+    """
+    waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
+    failure: UserError | None = None
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            break
+        except UserError as error:
+            failure = error
+            break
         waiting.append((batch, helpers.submit(batch)))
         if len(waiting) > 2 * helpers.count:
             batch, future = waiting.popleft()
@@ -277,6 +287,8 @@ def _in_order(helpers: Helpers, batches: Iterator[Batch]) -> Iterator[tuple[Batc
     while waiting:
         batch, future = waiting.popleft()
         yield batch, future.result()
+    if failure:
+        raise failure
 
 
 class _StreamWriter:

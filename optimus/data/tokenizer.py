@@ -99,7 +99,7 @@ def train(texts: Iterable[str], vocab_size: int, path: Path) -> None:
     )
     tokenizer.train_from_iterator(texts, trainer)
     temporary = path.with_suffix(".tmp")
-    tokenizer.save(str(temporary))
+    temporary.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     temporary.replace(path)
 
 

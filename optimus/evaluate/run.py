@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from optimus.checkpoint import Description, find_checkpoint, load_model, read_description
 from optimus.data.journal import write_json
 from optimus.data.tokenizer import inspect, load
@@ -17,7 +15,7 @@ from optimus.evaluate.generation import generate
 from optimus.evaluate.tasks import check_lm_eval, load_tasks, run_tasks
 from optimus.evaluate.text import bits_per_byte
 from optimus.model import Transformer
-from optimus.observe.machine import versions
+from optimus.observe.machine import find_device, versions
 from optimus.observe.progress import Progress
 
 
@@ -161,25 +159,8 @@ def _load(path: Path, device: str) -> _Loaded:
             f"{description.tokenizer} has token {largest}, but the model of {path} has a vocabulary of "
             f"{description.model.vocab}: it is the tokenizer of another model"
         )
-    model = load_model(path, device=_find_device(device))
+    model = load_model(path, device=find_device(device, "device"))
     return _Loaded(path, description, model, tokenizer, eos_id)
-
-
-def _find_device(name: str) -> torch.device:
-    """The torch device of this name; `auto` is the accelerator where there is one, else the CPU."""
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name == "auto":
-        return here or torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"device '{name}' is not one that torch knows: use auto, cpu, cuda or xpu") from None
-    if device.type == "cpu":
-        return device
-    if here is None or device.type != here.type or (device.index or 0) >= torch.accelerator.device_count():
-        found = f"{torch.accelerator.device_count()} x {here.type} and cpu" if here else "cpu alone"
-        raise UserError(f"device '{name}' is not here: this machine has {found} (torch {torch.__version__})")
-    return device
 
 
 def _measure_text(loaded: _Loaded, text: str | Path, max_bytes: int | None, progress: Progress) -> dict[str, Any]:

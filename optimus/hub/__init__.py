@@ -10,15 +10,14 @@ from optimus.lazy import lazy_exports
 if TYPE_CHECKING:
     from optimus.hub.config_json import read_model_folder
     from optimus.hub.inward import import_folder, load_weights
-    from optimus.hub.outward import export, export_checkpoint, export_model
+    from optimus.hub.outward import export_checkpoint, export_model
 
-__all__ = ["export", "export_checkpoint", "export_model", "import_folder", "load_weights", "read_model_folder"]
+__all__ = ["export_checkpoint", "export_model", "import_folder", "load_weights", "read_model_folder"]
 
 _INWARD, _OUTWARD = "optimus.hub.inward", "optimus.hub.outward"
 __getattr__ = lazy_exports(
     __name__,
     {
-        "export": _OUTWARD,
         "export_checkpoint": _OUTWARD,
         "export_model": _OUTWARD,
         "import_folder": _INWARD,

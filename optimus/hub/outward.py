@@ -43,9 +43,6 @@ def export_checkpoint(checkpoint: str | Path, output: str | Path, dtype: str = "
     )
 
 
-export = export_checkpoint  # its name as a command: `optimus.export(...)`
-
-
 def export_model(
     model: Transformer,
     output: Path,

@@ -1,8 +1,11 @@
 """What the machine is: peak arithmetic where it is known, free memory, versions."""
 
 import importlib.metadata
+import os
 import platform
 from typing import Any
+
+from optimus.errors import UserError
 
 # Dense bf16 TFLOP/s from the makers' data sheets; a device's name is searched for these words in order.
 _PEAK_TFLOPS = {
@@ -16,6 +19,32 @@ _PEAK_TFLOPS = {
     "MI250X": 191.5,  # one of the two chips, which is what a rank gets
     "Data Center GPU Max 1550": 419.0,  # one tile (Ponte Vecchio)
 }
+
+
+def find_device(name: str, setting: str, local_rank: int = 0) -> Any:
+    """The torch device of this name; `auto` is the accelerator of this local rank where there is one, else the CPU.
+
+    Raises `UserError`, naming the `setting` that asked for it, when the device is not there.
+    """
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name == "cpu" or (name == "auto" and accelerator is None):
+        return torch.device("cpu")
+    here = f"{torch.accelerator.device_count()} x {accelerator.type} and cpu" if accelerator else "cpu alone"
+    try:
+        asked = accelerator if name == "auto" else torch.device(name)
+    except RuntimeError:
+        asked = None
+    index = local_rank if asked is None or asked.index is None else asked.index
+    if (
+        asked is None
+        or accelerator is None
+        or asked.type != accelerator.type
+        or index >= torch.accelerator.device_count()
+    ):
+        raise UserError(f"{setting} '{name}' is not here: this machine has {here} (torch {torch.__version__})")
+    return torch.device(asked.type, index)
 
 
 def peak_flops(device: Any) -> float | None:
@@ -46,8 +75,6 @@ def free_memory(device: Any) -> int:
 
 def describe_machine() -> dict[str, Any]:
     """Processor, cores, memory, accelerators; for reports."""
-    import os
-
     import psutil
     import torch
 

@@ -15,27 +15,6 @@ from optimus.train.run import Run, fingerprint
 from optimus.train.step import accumulate_gradients
 
 
-def find_device(name: str, local_rank: int = 0) -> torch.device:
-    """The torch device that `train.device` names; `auto` is the accelerator where there is one, else the CPU.
-
-    Raises `UserError` when a device asked for by name is not there.
-    """
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name == "cpu" or (name == "auto" and accelerator is None):
-        return torch.device("cpu")
-    here = "cpu" if accelerator is None else f"cpu and {torch.accelerator.device_count()} x {accelerator.type}"
-    try:
-        asked = torch.device(name) if name != "auto" else accelerator
-    except RuntimeError:
-        asked = None
-    if asked is None or accelerator is None or asked.type != accelerator.type:
-        raise UserError(f"train.device is '{name}', but this machine has {here} (torch {torch.__version__})")
-    index = asked.index if asked.index is not None else local_rank
-    if index >= torch.accelerator.device_count():
-        raise UserError(f"train.device: {accelerator.type}:{index} is asked for, but this machine has {here}")
-    return torch.device(accelerator.type, index)
-
-
 def check_ranks(config: RunConfig, ranks: int) -> None:
     """Raise `UserError` when the ranks cannot share the work as configured."""
     if config.parallel.data is not None and config.parallel.data != ranks:

@@ -13,6 +13,7 @@ from optimus.config import RunConfig, dump_config, load_config
 from optimus.data import Shards
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
+from optimus.observe.machine import find_device
 from optimus.observe.metrics import read_metrics
 from optimus.train import checks
 from optimus.train.hooks import Checkpoints, HeldOut, Hook, Interrupt, Metrics, NonFinite
@@ -51,7 +52,7 @@ def train(
 
 
 def _check(config: RunConfig, ranks: int, resume: bool) -> Shards:
-    device = checks.find_device(config.train.device)
+    device = find_device(config.train.device, "train.device")
     shards = Shards(config.data.path)
     shards.check_model(config.train.context, config.model.vocab)
     checks.check_ranks(config, ranks)
@@ -82,7 +83,7 @@ def _run_rank(config_text: str, resume: bool) -> None:
 
     config = load_config(yaml.safe_load(config_text))
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    device = checks.find_device(config.train.device, local_rank)
+    device = find_device(config.train.device, "train.device", local_rank)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     elif ranks > 1 and "OMP_NUM_THREADS" not in os.environ:

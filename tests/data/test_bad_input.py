@@ -191,7 +191,7 @@ def test_unfinished_run_with_other_settings_or_input(tmp_path: Path, run: Callab
 
 def test_changed_input_that_was_read_already(tmp_path: Path, tokenizer_file: Path) -> None:
     first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
-    first.write_bytes(GOOD)
+    first.write_bytes(GOOD * 200)
     second.write_bytes(b"bad\n")
 
     def run() -> None:
@@ -199,7 +199,7 @@ def test_changed_input_that_was_read_already(tmp_path: Path, tokenizer_file: Pat
 
     with pytest.raises(UserError, match="not valid JSON"):
         run()
-    first.write_bytes(GOOD * 2)
+    first.write_bytes(GOOD * 199)
     with pytest.raises(UserError, match=r"unfinished run with other settings \(changed input files\)"):
         run()
 

@@ -235,7 +235,7 @@ def test_killed_ten_times_gives_the_same_bytes(
     assert not list(tmp_path.glob("*.partial"))
 
 
-@pytest.mark.parametrize("nth", range(1, 40, 3))
+@pytest.mark.parametrize("nth", range(1, 34, 3))
 def test_stopped_at_any_rename_or_removal_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared: Path, sources: list[str], tokenizer_file: Path, nth: int
 ) -> None:
@@ -271,27 +271,35 @@ def test_stopped_at_any_rename_or_removal_resumes(
         except Killed:
             assert not (tmp_path / "out").exists()
     run()
-    assert contents(tmp_path / "out") == {
-        **contents(prepared),
-        "index.json": (tmp_path / "out/index.json").read_bytes(),
+    whole, index = contents(prepared), json.loads((tmp_path / "out" / "index.json").read_bytes())
+    index["sources"][0]["name"] = prepared.parent.name  # the input folder's own name is all that may differ
+    assert {**contents(tmp_path / "out"), "index.json": index} == {
+        **whole,
+        "index.json": json.loads(whole["index.json"]),
     }
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_a_mended_line_does_not_cost_the_work_before_it(
-    tmp_path: Path, sources: list[str], tokenizer_file: Path, encode: Encode
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])  # the error is found by a helper, by the reader
+def test_a_mended_file_does_not_cost_the_work_before_it(
+    tmp_path: Path, sources: list[str], tokenizer_file: Path, encode: Encode, kind: str
 ) -> None:
-    (tmp_path / "a.txt").write_text(sources[0], encoding="utf-8")
-    good = json.dumps({"text": sources[1]})
-    (tmp_path / "b.jsonl").write_text(good + "\n{broken\n")
-    inputs = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
-    with pytest.raises(UserError, match=r"b\.jsonl:2: not valid JSON"):
-        prepare(inputs, tmp_path / "out", tokenizer=tokenizer_file, context=16, workers=1)
+    first = "".join(sources)
+    (tmp_path / "a.txt").write_text(first, encoding="utf-8")
+    second = tmp_path / f"b.{kind}"
+    good = json.dumps({"text": sources[1]}) + "\n" if kind == "jsonl" else sources[1]
+    second.write_bytes(good.encode() + (b"{broken" if kind == "jsonl" else b"\xff"))
+
+    def run() -> dict[str, Any]:
+        return prepare([tmp_path / "a.txt", second], tmp_path / "out", tokenizer=tokenizer_file, context=16, workers=1)
+
+    with pytest.raises(UserError, match=r"b\.jsonl:2: not valid JSON|b\.txt: not UTF-8"):
+        run()
     journal = json.loads((tmp_path / "out.partial" / "journal.json").read_bytes())
     assert journal["mark"]["position"][0] == 1
-    (tmp_path / "b.jsonl").write_text(good + "\n" + good + "\n")
-    index = prepare(inputs, tmp_path / "out", tokenizer=tokenizer_file, context=16, workers=1)
-    expected = joined([sources[0], sources[1], sources[1]], encode, index["tokenizer"]["eos_id"])
+    second.write_bytes(good.encode())
+    index = run()
+    expected = joined([first, sources[1]], encode, index["tokenizer"]["eos_id"])
     assert stream(tmp_path / "out").tolist() == expected[: index["tokens"]]
 
 

@@ -1,0 +1,41 @@
+# Everything a newcomer needs: `make demo` and `make test`. Python >= 3.10 and make are all that must be there.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt
+
+.PHONY: install install-dev demo test lint docs clean
+
+install: .venv/installed        ## a virtual environment with Optimus in it
+install-dev: .venv/installed-dev
+
+.venv/bin/pip:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Optimus needs Python 3.10 or newer; this is " + sys.version)'
+	$(PYTHON) -m venv .venv
+
+.venv/installed: .venv/bin/pip pyproject.toml requirements/constraints.txt
+	@echo "Installing Optimus into .venv (PyTorch is large: a few minutes on a slow line)"
+	@$(PIP) --editable .
+	@touch $@
+
+.venv/installed-dev: .venv/installed
+	@echo "Installing what tests and benchmarks need"
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+demo: install                   ## text to evaluated model in minutes, with what every machine has
+	@$(BIN)/python examples/demo.py
+
+test: install-dev lint          ## lint and all tests
+	@$(BIN)/python -m pytest
+
+lint: install-dev
+	@$(BIN)/ruff format --check --quiet . || (echo "run: .venv/bin/ruff format ." && exit 1)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+
+docs: install                   ## the configuration reference, from the tree itself
+	@$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf .venv demo build dist *.egg-info
