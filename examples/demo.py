@@ -36,7 +36,14 @@ def main() -> None:
     run("train", config)
 
     say("3. Bits per byte on held-out files: the untrained model, then the trained one")
-    run("train", config, f"train.output={ROOT / 'untrained'}", "train.stop_at=1", "schedule.warmup_steps=1000000", quiet=True)
+    run(
+        "train",
+        config,
+        f"train.output={ROOT / 'untrained'}",
+        "train.stop_at=1",
+        "schedule.warmup_steps=1000000",
+        quiet=True,
+    )
     scores = {}
     for name, folder in (("untrained", ROOT / "untrained"), ("trained", ROOT / "run")):
         output = ROOT / f"{name}.json"

@@ -39,10 +39,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         w_grad = torch.zeros_like(w_VH, dtype=torch.float32) if with_gradients else None
         for start in range(0, rows, block):
             x, target = x_TH[start : start + block], target_T[start : start + block, None]
-            log_p = F.log_softmax(F.linear(x, w_VH), -1, dtype=torch.float32)
-            total -= log_p.gather(1, target).sum()
+            logits = F.linear(x, w_VH)
+            p = logits.softmax(-1, dtype=torch.float32)
+            total += _loss_sum(logits, p, target)
             if x_grad is not None and w_grad is not None:
-                p = log_p.exp_()
                 p.scatter_add_(1, target, torch.full_like(target, -1, dtype=p.dtype))
                 logits_grad = p.div_(rows).to(x.dtype)
                 torch.mm(logits_grad, w_VH, out=x_grad[start : start + block])
@@ -57,3 +57,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x_grad, w_grad = ctx.saved_tensors
         scale = grads[0]
         return x_grad * scale.to(x_grad.dtype), (w_grad * scale).to(ctx.weight_dtype), None, None
+
+
+def _loss_sum(logits_TV: Tensor, p_TV: Tensor, target_T1: Tensor) -> Tensor:
+    """Sum of the cross-entropies, from logits and their softmax.
+
+    The normaliser comes from the largest probability: that of the target may be too small for fp32.
+    """
+    top_T1, best_T1 = p_TV.max(-1, keepdim=True)
+    return (logits_TV.gather(1, best_T1).float() - top_T1.log() - logits_TV.gather(1, target_T1).float()).sum()

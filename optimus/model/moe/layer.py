@@ -1,6 +1,6 @@
 """Dropless Mixture-of-Experts feed-forward layer.
 
-Legend: T tokens, H hidden, E experts, I intermediate, J = 2 I, K experts per token, R = T * K routed rows.
+Legend: B batch, S sequence, T = B * S tokens, H hidden, K experts per token.
 """
 
 import torch
@@ -19,19 +19,8 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, hidden, intermediate))
 
     def forward(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:
-        """Sum over the K chosen experts of weight times expert output; [T, H].
-
-        Rows are sorted by expert, run through the experts slice by slice, and put back in token order before the sum, so
-        that the order of the additions, and with it every bit of the result, is the same in each run.
-        """
-        tokens, chosen = indices_TK.shape
-        order_R = indices_TK.flatten().argsort(stable=True)
-        position_R = torch.empty_like(order_R)
-        position_R[order_R] = torch.arange(len(order_R), device=order_R.device)
-        rows_E = torch.bincount(indices_TK.flatten(), minlength=len(self.down)).tolist()
-        y_RH = expert_mlp(x_TH[order_R // chosen], self.gate_up.flatten(1, 2), self.down, rows_E)
-        y_TKH = y_RH[position_R].view(tokens, chosen, -1)
-        return torch.bmm(weights_TK.unsqueeze(1), y_TKH).squeeze(1)
+        """Sum over the K chosen experts of weight times expert output; [T, H]."""
+        return expert_mlp(x_TH, weights_TK, indices_TK, self.gate_up.flatten(1, 2), self.down)
 
 
 class MoeLayer(nn.Module):
