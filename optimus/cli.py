@@ -1,6 +1,7 @@
 """The commands. Each is a thin call of a function below; heavy imports wait until a command runs."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -76,6 +77,8 @@ def train(
     from optimus.train import train as run
 
     summary = run(config, overrides or [], ranks=ranks, resume=resume, check=check)
+    if os.environ.get("RANK", "0") != "0":
+        return  # under torchrun, rank 0 speaks for all
     if check:
         _show(summary, as_json, f"{config} is ready to run: {summary['steps']} steps on {summary['ranks']} rank(s)")
         return

@@ -5,7 +5,9 @@ that names the thing, the place and the cure; the command line prints it without
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -17,3 +19,12 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean '{close[0]}'?" if close else f"valid: {', '.join(names)}"
+
+
+@contextmanager
+def naming_disk_errors(path: Path, cure: str) -> Iterator[None]:
+    """Turn a write below that the system refuses into one message that says where, why, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}. {cure}") from error

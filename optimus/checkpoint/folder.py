@@ -9,8 +9,6 @@ A folder appears under its name only when it is complete: it is written as `.NAM
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,16 +93,3 @@ def differences(there: dict[str, Any], here: dict[str, Any]) -> str:
     """`key a there, b here` for every key whose values differ, as part of a message; empty when all agree."""
     keys = [key for key in here if there.get(key) != here[key]]
     return ", ".join(f"{key} is {there.get(key)!r} there and {here[key]!r} here" for key in keys)
-
-
-@contextmanager
-def naming_disk_errors(path: Path) -> Iterator[None]:
-    """Turn a failed write below into one message that says where, and that nothing older is touched."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError(
-            f"cannot write {path}: {reason}. Earlier checkpoints are untouched: make room or fix the path, "
-            "then run again with --resume"
-        ) from error

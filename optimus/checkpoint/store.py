@@ -19,14 +19,15 @@ from optimus.checkpoint.folder import (
     Description,
     differences,
     find_checkpoint,
-    naming_disk_errors,
     read_description,
     write_description,
 )
 from optimus.config import ModelConfig
-from optimus.errors import UserError
+from optimus.errors import UserError, naming_disk_errors
 from optimus.model import Transformer
 from optimus.state import ModelState
+
+_FULL = "Earlier checkpoints are untouched: make room or mend the path, then run again with --resume"
 
 
 def save_state(state: ModelState, folder: Path, description: Description) -> None:
@@ -98,7 +99,7 @@ def remove(path: Path) -> None:
 
 def _write(tensors: dict[str, Tensor], folder: Path, description: Description) -> None:
     partial = folder.with_name(f".{folder.name}.partial")
-    with naming_disk_errors(folder):
+    with naming_disk_errors(folder, _FULL):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _quietly(lambda: dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=True))

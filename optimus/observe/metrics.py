@@ -2,11 +2,12 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from optimus.config import RunConfig
-from optimus.errors import UserError
+from optimus.errors import UserError, naming_disk_errors
 
 
 class MetricsWriter:
@@ -21,8 +22,9 @@ class MetricsWriter:
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record; it must have `step`."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        with naming_disk_errors(Path(self._file.name), "Make room, then run again with --resume"):
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
         if self._tensorboard is not None:
             for name, value in record.items():
                 if name != "step" and isinstance(value, int | float):
@@ -32,7 +34,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Finish the files."""
-        self._file.close()
+        with suppress(OSError):  # what cannot be written now was reported when it was flushed
+            self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:

@@ -1,17 +1,21 @@
 """From a configuration to a finished run: checks, then one process here or several ranks under TorchElastic."""
 
+import logging
 import os
+import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import yaml
 
-from optimus.checkpoint.folder import list_checkpoints, naming_disk_errors
+from optimus.checkpoint.folder import list_checkpoints
 from optimus.config import RunConfig, dump_config, load_config
 from optimus.data import Shards
-from optimus.errors import UserError
+from optimus.errors import UserError, naming_disk_errors
 from optimus.hub import read_model_folder
 from optimus.observe.machine import find_device
 from optimus.observe.metrics import read_metrics
@@ -63,24 +67,29 @@ def _check(config: RunConfig, ranks: int, resume: bool) -> Shards:
 
 
 def _launch(config: str, resume: bool, ranks: int) -> None:
-    """Start the ranks on this machine and wait for them."""
+    """Start the ranks on this machine, each this module as a program, and wait for them."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     launch = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
     )
-    try:
-        elastic_launch(launch, _run_rank)(config, resume)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        raise UserError(f"rank {rank} failed: {failure.message}") from error
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(config, encoding="utf-8")
+        try:
+            elastic_launch(launch, sys.executable)("-m", __name__, str(file), *(["--resume"] if resume else []))
+        except SignalException:
+            pass  # the ranks have had the signal too: they finish their step and save, and the summary says where
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            raise UserError(f"rank {rank} failed: {failure.message}") from error
 
 
 def _run_rank(config_text: str, resume: bool) -> None:
-    """One rank's whole run; also the entry point of the processes that `_launch` starts."""
-    import yaml
-
+    """One rank's whole run, under the launcher's environment where there is one."""
     config = load_config(yaml.safe_load(config_text))
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = find_device(config.train.device, "train.device", local_rank)
@@ -110,7 +119,7 @@ def _hooks(run: Run) -> list[Hook]:
 def _claim_folder(run: Run) -> None:
     """Make the run folder and save the resolved configuration; an earlier, different one is kept beside it."""
     path, text = run.folder / "config.yaml", dump_config(run.config)
-    with naming_disk_errors(path):
+    with naming_disk_errors(path, "Make room or choose another train.output"):
         run.folder.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.read_text(encoding="utf-8") != text:
             path.rename(path.with_name(f"config.until-step-{run.step}.yaml"))
@@ -129,3 +138,17 @@ def _summary(folder: Path) -> dict[str, Any]:
         "loss": last["loss"],
         "checkpoint": str(found[-1]) if found else None,
     }
+
+
+def _main() -> None:
+    """A rank that `_launch` started: its error goes to the launcher, which tells the user."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    try:
+        record(_run_rank)(Path(sys.argv[1]).read_text(encoding="utf-8"), "--resume" in sys.argv)
+    except UserError:
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    _main()
