@@ -1,10 +1,10 @@
 """The form of every benchmark's result: a table for people, JSON for programs."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from optimus.disk import write_json
 from optimus.observe.machine import describe_machine, versions
 
 
@@ -26,11 +26,6 @@ def publish(name: str, rows: Sequence[dict[str, Any]], ratios: dict[str, float],
         print(f"{ratio}: {value:.3f}")
     if path is not None:
         write_json(path, report(name, rows, ratios))
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write `content` to `path`."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:

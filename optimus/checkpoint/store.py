@@ -7,7 +7,7 @@ that plain DCP tools read the files and a later layout can load them.
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +101,11 @@ def _write(tensors: dict[str, Tensor], folder: Path, description: Description) -
     partial = folder.with_name(f".{folder.name}.partial")
     with naming_disk_errors(folder, _FULL):
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _quietly(lambda: dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=True))
-        if description.tokenizer is not None:
-            shutil.copyfile(description.tokenizer, partial / "tokenizer.json")
-        write_description(partial, description)
-        for file in partial.iterdir():
-            _fsync(file)
-        _fsync(partial)
+        try:
+            _fill(partial, tensors, description)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)  # on a full disk it would be in the way of everything else
+            raise
         if folder.exists():  # the same step, written before a restart from an older one
             old = folder.with_name(f".{folder.name}.old")
             shutil.rmtree(old, ignore_errors=True)
@@ -118,6 +115,17 @@ def _write(tensors: dict[str, Tensor], folder: Path, description: Description) -
         else:
             partial.rename(folder)
         _fsync(folder.parent)
+
+
+def _fill(partial: Path, tensors: dict[str, Tensor], description: Description) -> None:
+    partial.mkdir(parents=True)
+    _quietly(lambda: dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=True))
+    if description.tokenizer is not None:
+        shutil.copyfile(description.tokenizer, partial / "tokenizer.json")
+    write_description(partial, description)
+    for file in partial.iterdir():
+        _fsync(file)
+    _fsync(partial)
 
 
 def _read(wanted: dict[str, Tensor], path: Path) -> None:
@@ -149,12 +157,17 @@ def _quietly(call: Callable[[], Any]) -> None:
         try:
             call()
         except dcp.api.CheckpointException as error:  # the cause of a failed write is inside
-            causes: Iterable[Any] = error.failures.values()
-            for cause in causes:
-                inner = cause[0] if isinstance(cause, tuple) else cause
-                if isinstance(inner, OSError):
-                    raise inner from error
+            for cause, *_ in error.failures.values():
+                if refused := _refused_write(cause):
+                    raise refused from None
             raise
+
+
+def _refused_write(error: BaseException | None) -> OSError | None:
+    """The system's error behind `error`: torch's zip writer adds one of its own when a write has failed."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _fsync(path: Path) -> None:

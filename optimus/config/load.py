@@ -25,9 +25,14 @@ class _Loader(yaml.SafeLoader):
     """YAML with numbers such as 4e-4 read as numbers (YAML 1.1 takes them for text)."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around text, such as a folder named 1e5, that `_Loader` would read as a number."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    )
 
 
 def load_config(
@@ -79,7 +84,7 @@ def preset_names() -> list[str]:
 def dump_config(config: RunConfig) -> str:
     """The resolved tree as YAML that `load_config` reads back to an equal tree."""
     tree = config.model_dump(exclude={"moe"} if config.model.family == "olmo" else None)
-    return yaml.safe_dump(tree, sort_keys=False, width=120)
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=120)
 
 
 @cache
@@ -108,7 +113,10 @@ def _override(raw: dict[str, Any], text: str, read_model_folder: ModelFolderRead
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise UserError(f"override '{text}' is not of the form key.path=value")
-    parsed = yaml.load(value, _Loader) if value else None
+    try:
+        parsed = yaml.load(value, _Loader) if value else None
+    except yaml.YAMLError as error:
+        raise UserError(f"override '{text}' is not valid YAML: {getattr(error, 'problem', error)}") from None
     parts = key.split(".")
     if parts[0] == "model" and len(parts) > 1 and isinstance(raw.get("model"), str):
         merged = _merge(resolve_model(raw["model"], read_model_folder), {k: v for k, v in raw.items() if k != "model"})
@@ -144,6 +152,8 @@ def _explain(error: ValidationError) -> list[str]:
             clauses.append(f"unknown key '{path}': {_suggest(section, key)}")
         elif problem["type"] == "missing":
             clauses.append(f"'{path}' is missing")
+        elif problem["type"] == "model_type":
+            clauses.append(f"'{path}' is {problem['input']!r}: it must be a mapping of keys")
         elif problem["type"] == "value_error":
             clauses.append(f"{path + ': ' if path else ''}{problem['ctx']['error']}")
         else:

@@ -5,8 +5,9 @@ them into shards; `Shards` opens the folder it leaves; `TokenLoader` hands each 
 Names load on first use, so that importing the package costs nothing.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from optimus.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from optimus.data.loader import TokenLoader
@@ -14,18 +15,15 @@ if TYPE_CHECKING:
     from optimus.data.preparation import parse_size, prepare
     from optimus.data.shards import Shards
 
-_HOMES = {
-    "Permutation": "permutation",
-    "Shards": "shards",
-    "TokenLoader": "loader",
-    "parse_size": "preparation",
-    "prepare": "preparation",
-}
-
 __all__ = ["Permutation", "Shards", "TokenLoader", "parse_size", "prepare"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "Permutation": "optimus.data.permutation",
+        "Shards": "optimus.data.shards",
+        "TokenLoader": "optimus.data.loader",
+        "parse_size": "optimus.data.preparation",
+        "prepare": "optimus.data.preparation",
+    },
+)

@@ -16,6 +16,7 @@ from typing import Any
 
 from optimus.data.documents import Position
 from optimus.data.files import Sources
+from optimus.disk import write_json
 from optimus.errors import UserError
 
 FILE = "journal.json"
@@ -108,27 +109,6 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
         for name in now
         if before.get(name) != now[name]
     )
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Replaces the file at once, and returns when it is on the disk."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, ensure_ascii=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Puts the names in a folder on the disk, so that a rename outlasts a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from optimus.data.helpers import Helpers
 from optimus.data.journal import Journal, Mark
 from optimus.data.tokenizer import TokenizerInfo
 from optimus.data.work import Encoded, Encoder, Gather, write_shard
+from optimus.disk import sync, write_json
 from optimus.errors import UserError
 
 Progress = Callable[[str, int, int | None], None]
@@ -170,7 +171,7 @@ def _prepare(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) ->
         _tokenise(run, state, info)
     _shard(run, state, info)
     index = _index(run, state, info)
-    journal.write_json(run.partial / shards.INDEX, index)
+    write_json(run.partial / shards.INDEX, index)
     return _finish(run, index)
 
 
@@ -382,7 +383,7 @@ def _shard(run: _Run, state: Journal, info: TokenizerInfo) -> None:
         futures = [helpers.submit(*shard) for shard in missing]
         for (name, start, stop), future in zip(missing, futures):
             state.shards[name] = future.result()
-            journal.sync_folder(run.partial)
+            sync(run.partial)
             state.write(run.partial)
             done += stop - start
             run.progress("shard", done, state.instances)
@@ -452,7 +453,7 @@ def _finish(run: _Run, index: dict[str, Any]) -> dict[str, Any]:
         if path.name not in keep and path.name != journal.LOCK:
             path.unlink()
     (run.partial / journal.LOCK).unlink()
-    journal.sync_folder(run.partial)
+    sync(run.partial)
     run.partial.rename(run.output)
-    journal.sync_folder(run.output.parent)
+    sync(run.output.parent)
     return index

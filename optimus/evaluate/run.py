@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from optimus.checkpoint import Description, find_checkpoint, load_model, read_description
-from optimus.data.journal import write_json
 from optimus.data.tokenizer import inspect, load
+from optimus.disk import write_json
 from optimus.errors import UserError
 from optimus.evaluate import TASKS
 from optimus.evaluate.generation import generate

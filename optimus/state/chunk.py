@@ -69,7 +69,12 @@ class Chunk:
         return torch.linalg.vector_norm(self.gradient, dtype=torch.float32).square()
 
     def step(self, rule: AdamW, step: int, lr: float, gradient_scale: float, tile: int) -> None:
-        """One optimizer update with gradients times `gradient_scale`, then the compute copy made anew."""
+        """One optimizer update with gradients times `gradient_scale`, then the compute copy made anew.
+
+        `tile` is rounded up to whole vectors: the elements behind the last whole one are rounded otherwise by the fused
+        update, and the numbers must not depend on the tile.
+        """
+        tile = _aligned(tile)
         for start in range(0, self.size, tile):
             here = slice(start, min(start + tile, self.size))
             gradient = self.gradient[here].float()

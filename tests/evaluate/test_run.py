@@ -78,7 +78,7 @@ def test_generate_text(checkpoint: Path, model: Transformer, tokenizer: Any, eos
         ({"text": "absent.txt"}, "absent.txt"),
         ({"text": "text.txt", "output": "folder"}, "output folder is a folder"),
         ({"text": "text.txt", "output": "text.txt/results.json"}, "cannot be written"),
-        ({"text": "text.txt", "device": "gpu"}, "device 'gpu' is not one that torch knows"),
+        ({"text": "text.txt", "device": "gpu"}, "device 'gpu' is not here"),
         ({"text": "text.txt", "device": "mps" if torch.cuda.is_available() else "cuda"}, "is not here"),
     ],
 )

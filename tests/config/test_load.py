@@ -1,0 +1,154 @@
+"""From files, presets and overrides to the tree: precedence, and a message for everything that is wrong."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optimus.config import dump_config, load_config, preset_names, resolve_model
+from optimus.errors import UserError
+
+
+def base(**sections: Any) -> dict[str, Any]:
+    """The least that a run must say, with `sections` on top."""
+    train = {"output": "runs/a", "steps": 10, "global_batch": 8, "micro_batch": 4, "context": 32}
+    return {"model": "mula-tiny-moe", "data": {"path": "data"}, "train": train, **sections}
+
+
+def message(source: Any, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(source, overrides)
+    return str(caught.value)
+
+
+def test_defaults_then_preset_then_file_then_overrides() -> None:
+    assert load_config(base(model="mula-1b")).schedule.peak == 4e-4  # the tree's default
+    config = load_config(base())
+    assert (config.schedule.peak, config.schedule.warmup_steps) == (2e-3, 50)  # the preset's recipe
+    assert config.optimizer.weight_decay == 0.1
+    config = load_config(base(schedule={"peak": 1e-3}))
+    assert (config.schedule.peak, config.schedule.warmup_steps) == (1e-3, 50)  # the file, key by key
+    config = load_config(base(schedule={"peak": 1e-3}), ["schedule.peak=5e-3"])
+    assert (config.schedule.peak, config.schedule.warmup_steps) == (5e-3, 50)
+
+
+def test_overrides_are_yaml() -> None:
+    config = load_config(
+        base(),
+        [
+            "schedule.peak=4e-4", "schedule.minimum=4.0E-5", "optimizer.clip_norm=null", "optimizer.betas=[0.8, 0.9]",
+            "recompute=[norm, moe]", "observe.tensorboard=false", "train.seed=7", "train.output=a=b", "checkpoint.keep=",
+            "optimizer.weight_decay=0",
+        ],
+    )  # fmt: skip
+    assert (config.schedule.peak, config.schedule.minimum) == (4e-4, 4e-5)
+    assert config.optimizer.clip_norm is None
+    assert config.checkpoint.keep is None
+    assert config.optimizer.betas == [0.8, 0.9]
+    assert config.recompute == ["norm", "moe"]
+    assert config.observe.tensorboard is False
+    assert (config.train.seed, config.train.output, config.optimizer.weight_decay) == (7, "a=b", 0.0)
+
+
+def test_a_key_of_a_preset_is_overridden_and_its_recipe_stays() -> None:
+    config = load_config(base(), ["model.hidden=64", "model.layers=2"])
+    assert (config.model.hidden, config.model.layers, config.model.experts) == (64, 2, 8)
+    assert config.schedule.warmup_steps == 50
+    assert load_config(base(), ["model=mula-tiny", "model.hidden=64"]).model.family == "olmo"
+
+
+def test_loading_does_not_change_the_mapping_that_was_given() -> None:
+    source = base(schedule={"peak": 1e-3})
+    load_config(source, ["schedule.peak=5e-3", "model.hidden=64", "train.seed=3"])
+    assert source == base(schedule={"peak": 1e-3})
+
+
+def test_a_tree_is_a_source_too() -> None:
+    tree = load_config(base())
+    assert load_config(tree) == tree
+    assert load_config(tree, ["train.steps=3"]).train.steps == 3
+    assert load_config(tree, ["train.steps=3"]).schedule == tree.schedule
+    assert load_config(load_config(base(model="mula-tiny")), ["train.steps=3"]).model.family == "olmo"
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_the_saved_tree_is_read_back_unchanged(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    # Texts that YAML could take for something else.
+    for text in ("runs/a", "1e5", "12:30:45", "no", "null", "0x10", "a: b", "2024-01-01", "- x", "ümlaut", "%", "1_000"):
+        config = load_config(base(model=name), [f"train.output='{text}'", "data.path='4e-4'"])
+        file.write_text(dump_config(config), encoding="utf-8")
+        assert load_config(file) == config
+        assert load_config(file).train.output == text
+        assert dump_config(load_config(file)) == dump_config(config)
+
+
+def test_a_model_folder_brings_its_sections(tmp_path: Path) -> None:
+    def read(path: Path) -> dict[str, Any]:
+        return {**resolve_model("mula-tiny"), "schedule": {"warmup_steps": 9}}
+
+    config = load_config(base(model=str(tmp_path)), ["schedule.peak=0.1"], read)
+    assert (config.model.family, config.schedule.warmup_steps, config.schedule.peak) == ("olmo", 9, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["modle=x"], r"unknown key 'modle': did you mean 'model'\?"),
+        (["train.sed=1"], r"unknown key 'train\.sed': did you mean 'train\.seed'\?"),
+        (["model.hiden=64"], r"unknown key 'model\.hiden': did you mean 'model\.hidden'\?"),
+        (["train.warmup_steps=5"], r"unknown key 'train\.warmup_steps': did you mean 'schedule\.warmup_steps'\?"),
+        (["peak=5"], r"unknown key 'peak': did you mean 'schedule\.peak'\?"),
+        (["optimizer.zzz=1"], r"unknown key 'optimizer\.zzz': valid: betas, clip_during_warmup, clip_norm, eps, name"),
+        (["train.steps=ten"], r"'train\.steps' is 'ten': input should be a valid integer"),
+        (["train.steps=1.5"], r"'train\.steps' is 1\.5: input should be a valid integer"),
+        (["train.output=7"], r"'train\.output' is 7: input should be a valid string"),
+        (["observe.tensorboard=1"], r"'observe\.tensorboard' is 1: input should be a valid boolean"),
+        (["train.precision=float16"], r"'train\.precision' is 'float16': input should be 'bfloat16' or 'float32'"),
+        (["train.steps=0"], r"'train\.steps' is 0: input should be greater than 0"),
+        (["recompute=[norm, atention]"], r"'recompute\.1' is 'atention': input should be 'norm', 'attention'"),
+        (["optimizer.betas=[0.9]"], r"'optimizer\.betas' is \[0\.9\]: list should have at least 2 items"),
+        (["train=5"], r"'train' is 5: it must be a mapping"),
+        (["model="], r"'model' is None: it must be a mapping"),
+        (["model=mula-tny"], r"model: 'mula-tny' is neither a preset nor a Hugging Face folder; did you mean 'mula-tiny'\?"),
+        (["train.seed=[1"], r"override 'train\.seed=\[1' is not valid YAML"),
+        (["train.seed"], r"override 'train\.seed' is not of the form key\.path=value"),
+        (["=3"], r"override '=3' is not of the form key\.path=value"),
+        (["data.path.deep=3"], r"override 'data\.path\.deep=3': data\.path is not a section"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(overrides: list[str], expected: str) -> None:
+    assert re.search(expected, message(base(), *overrides))
+
+
+def test_what_is_missing_is_named() -> None:
+    text = message({"model": "mula-tiny", "train": {"output": "x", "steps": 1}})
+    for path in ("data", "train.global_batch", "train.micro_batch", "train.context"):
+        assert f"'{path}' is missing" in text
+
+
+def test_several_problems_are_reported_at_once() -> None:
+    text = message(base(), "train.sed=1", "train.steps=ten", "schedule.name=linear", "modl=3")
+    for part in ("'train.sed'", "'train.steps' is 'ten'", "'schedule.name' is 'linear'", "did you mean 'model'?"):
+        assert part in text
+    assert text.startswith("config: ")
+
+
+def test_a_file_is_named_in_its_messages(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    assert message(file) == f"config file {file} does not exist"
+    file.write_text("model: mula-tiny\ndata: {path: x}\ntrain: {steps: 4\nschedule: 3: 4\n")
+    assert re.match(rf"config file {re.escape(str(file))} line \d is not valid YAML: ", message(file))
+    file.write_text("model: mula-tiny\n\ttrain: 3\n")
+    assert f"{file} line 2 is not valid YAML" in message(file)
+    file.write_text("- a list\n")
+    assert f"config file {file} must hold a mapping with the keys model, data, train" in message(file)
+    file.write_text("")
+    assert "must hold a mapping" in message(file)
+    file.write_bytes(b"model: \xff\xfe\n")
+    assert f"config file {file} cannot be read" in message(file)
+    assert f"config file {tmp_path} cannot be read" in message(tmp_path)
+    file.write_text("model: mula-tiny\ntran: {}\n")
+    assert message(file).startswith(f"{file}: ")
+    assert "unknown key 'tran': did you mean 'train'?" in message(file)

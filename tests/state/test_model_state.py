@@ -1,0 +1,158 @@
+"""A module whose parameters live in chunks: views, gradients, norm, initial weights."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from optimus.comm import Group
+from optimus.config import ModelConfig
+from optimus.model import Transformer
+from optimus.model.init import initialize
+from optimus.optim.adamw import AdamW
+from optimus.state import ModelState, model_state
+
+BF16, FP32 = torch.bfloat16, torch.float32
+CONFIG = ModelConfig(
+    family="olmoe", hidden=16, layers=2, heads=2, intermediate=24, vocab=50, experts=4, experts_per_token=2
+)
+TOKENS = torch.arange(40).remainder(50).view(4, 10)
+
+
+def made(
+    compute: torch.dtype = BF16, gradient: torch.dtype = FP32, seed: int = 3, config: ModelConfig = CONFIG
+) -> tuple[Transformer, ModelState]:
+    with torch.device("meta"):
+        module = Transformer(config)
+    state = ModelState(
+        module, compute_dtype=compute, gradient_dtype=gradient, device=torch.device("cpu"), tile=100, group=Group()
+    )
+    state.initialize(seed, 0.02)
+    return module, state
+
+
+def plain(seed: int = 3, config: ModelConfig = CONFIG) -> Transformer:
+    module = Transformer(config)
+    initialize(module, seed, 0.02)
+    return module
+
+
+@pytest.mark.parametrize("limit", [1, 1000, 1 << 26])
+@pytest.mark.parametrize("compute", [BF16, FP32])
+def test_initial_weights_are_those_of_a_plain_module(
+    compute: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_state, "_CHUNK_ELEMENTS", limit)
+    module, state = made(compute)
+    expected = dict(plain().named_parameters())
+    assert [name for name, _ in module.named_parameters()] == list(expected)
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, expected[name].to(compute)), name
+    tensors = dict(state.tensors())
+    for name, weight in expected.items():
+        assert torch.equal(tensors[f"model.{name}"], weight), name  # the master weights, unrounded
+    assert set(tensors) == {
+        f"{kind}.{name}" for kind in ("model", "adamw.m", "adamw.v") for name in expected
+    }
+
+
+def test_parameters_are_views_of_the_chunk() -> None:
+    module, state = made()
+    (chunk,) = state.chunks
+    before = module(TOKENS)
+    chunk.parameter.mul_(3)
+    assert not torch.equal(module(TOKENS), before)
+    chunk.parameter.fill_(0.25)
+    assert all((parameter == 0.25).all() for parameter in module.parameters())
+    with torch.no_grad():
+        module.embedding.fill_(7.0)
+    slot = next(slot for slot in chunk.slots if slot.name == "embedding")
+    assert (chunk.parameter[slot.start : slot.end] == 7.0).all()
+
+
+@pytest.mark.parametrize("gradient", [BF16, FP32])
+@pytest.mark.parametrize("compute", [BF16, FP32])
+def test_gradients_accumulate_in_the_chunk(compute: torch.dtype, gradient: torch.dtype) -> None:
+    """Backward passes add into the chunk's buffer, in the gradient's type, and never replace it."""
+    module, state = made(compute, gradient)
+    (chunk,) = state.chunks
+    expected = {name: torch.zeros(p.shape, dtype=gradient) for name, p in module.named_parameters()}
+    for tokens in TOKENS.split(1):
+        other = plain().to(compute)
+        other.losses(tokens).cross_entropy.backward()
+        for name, parameter in other.named_parameters():
+            assert parameter.grad is not None
+            expected[name] += parameter.grad.to(gradient)
+        module.losses(tokens).cross_entropy.backward()
+    begin = chunk.gradient.untyped_storage().data_ptr()
+    views = dict(chunk.view(chunk.gradient))
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == gradient
+        assert parameter.grad.untyped_storage().data_ptr() == begin
+        # The addends have been rounded to the compute type, whose last bits depend on the order of a product's sums.
+        tolerance = 2e-2 if BF16 in (compute, gradient) else 1e-5
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(views[name], expected[name], rtol=0, atol=tolerance * scale)
+        assert scale > 0
+    state.zero_gradients()
+    assert all(not parameter.grad.any() for parameter in module.parameters() if parameter.grad is not None)
+
+
+def test_fp32_gradients_of_bf16_parameters_keep_small_addends() -> None:
+    """1 + 256 * 2^-9 is 1.5 in fp32; in bf16 every addend is lost in rounding."""
+    sums = {}
+    for gradient in (FP32, BF16):
+        module = nn.Linear(1, 1, bias=False)
+        state = ModelState(
+            module, compute_dtype=BF16, gradient_dtype=gradient, device=torch.device("cpu"), tile=1, group=Group()
+        )
+        state.chunks[0].gradient[0] = 1.0
+        for _ in range(256):
+            module(torch.full((1, 1), 2.0**-9, dtype=BF16)).sum().backward()
+        sums[gradient] = float(state.chunks[0].gradient[0])
+    assert sums == {FP32: 1.5, BF16: 1.0}
+
+
+@pytest.mark.parametrize("gradient", [BF16, FP32])
+def test_gradient_norm(gradient: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_state, "_CHUNK_ELEMENTS", 700)
+    module, state = made(BF16, gradient)
+    assert len(state.chunks) > 2
+    module.losses(TOKENS).cross_entropy.backward()
+    squares = [p.grad.double().square().sum() for p in module.parameters() if p.grad is not None]
+    assert state.gradient_norm() == pytest.approx(float(torch.stack(squares).sum().sqrt()), rel=1e-5)
+    state.chunks[-1].gradient[0] = math.nan
+    assert math.isnan(state.gradient_norm())
+
+
+def test_the_step_reaches_every_chunk_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks and tiles of any size: the same weights as torch's AdamW on a plain module."""
+    module, state = made(FP32)
+    monkeypatch.setattr(model_state, "_CHUNK_ELEMENTS", 700)
+    parted, parted_state = made(FP32)
+    theirs = plain()
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    rule = AdamW(0.9, 0.99, 1e-8, 0.1)
+    for _ in range(3):
+        for model, its_state in ((module, state), (parted, parted_state)):
+            its_state.zero_gradients()
+            model.losses(TOKENS).cross_entropy.backward()
+            its_state.step(rule, 1e-2, 1.0)
+        optimizer.zero_grad()
+        theirs.losses(TOKENS).cross_entropy.backward()
+        optimizer.step()
+    assert state.steps == 3
+    for ours, same, other in zip(module.parameters(), parted.parameters(), theirs.parameters()):
+        assert torch.equal(ours, same)
+        torch.testing.assert_close(ours, other, rtol=0, atol=2e-5)
+
+
+def test_bytes_by_kind_sum_over_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_state, "_CHUNK_ELEMENTS", 1)
+    config = CONFIG.model_copy(update={"hidden": 32, "intermediate": 32, "vocab": 64})  # nothing but whole alignments
+    module, state = made(BF16, FP32, config=config)
+    p = sum(parameter.numel() for parameter in module.parameters())
+    assert len(state.chunks) == len(list(module.parameters()))
+    assert state.bytes_by_kind() == {"parameters": 2 * p, "gradients": 4 * p, "moments": 8 * p, "master": 4 * p}
