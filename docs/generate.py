@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from optimus.config import RunConfig, load_config
+from optimus.config import RunConfig, load_config, resolve_model
 from optimus.model.count import models
 
 PAGE = Path(__file__).with_name("config.md")
@@ -37,7 +37,8 @@ optimus train first.yaml train.steps=500 optimizer.betas='[0.9, 0.95]'
 - Relative paths are relative to the folder that the command is run in.
 
 `model`, `data.path` and `train`'s `output`, `steps`, `global_batch`, `micro_batch` and `context` must be given. Everything
-else has a default, which is the recipe of the Optimus paper (section 2.1).
+else has a default: the recipe of the Optimus paper (section 2.1), but for
+gradients, which are reduced in float32 instead of bfloat16 (`state.gradient_dtype`).
 """
 
 EXAMPLE = """\
@@ -84,7 +85,9 @@ def _section(item: tuple[str, FieldInfo]) -> str:
 
 def _row(path: str, field: FieldInfo) -> list[str]:
     default = "required" if field.is_required() else f"`{_value(field.default)}`"
-    return [f"`{path}`", _type(field.annotation) + _limits(field), default, field.description or ""]
+    words, *null = _type(field.annotation).split(" or null")
+    kind = f"{words}{_limits(field)}{', or null' if null else ''}"
+    return [f"`{path}`", kind, default, field.description or ""]
 
 
 def _table(rows: list[list[str]]) -> str:
@@ -129,19 +132,26 @@ def _value(value: Any) -> str:
 def _presets() -> str:
     head = [
         "## Presets\n",
-        "The five large ones are the models of the Optimus paper (table 1) and follow the defaults above; the tiny ones train",
-        "in minutes on a CPU and bring a schedule of their own (`peak: 2e-3, minimum: 2e-4, warmup_steps: 50`).\n",
-        "| Preset | Family | Parameters | Active | Layers | Hidden | Heads | Intermediate | Experts (chosen) | Vocabulary |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "The five large ones are the models of the Optimus paper (table 1) and follow the defaults above; the tiny ones",
+        "train in minutes on a CPU and bring a schedule of their own.\n",
+        "| Preset | Family | Parameters | Active | Layers | Hidden | Heads | Intermediate "
+        "| Experts | Chosen | Vocabulary | Schedule |",
+        "|---" * 12 + "|",
     ]
     return "\n".join(head + [_preset(row) for row in models()]) + "\n"
 
 
 def _preset(row: dict[str, Any]) -> str:
-    experts = f"{row['experts']} ({row['experts_per_token']})" if "experts" in row else "–"
-    total, active = _count(row["total_parameters"]), _count(row["active_parameters"])
-    sizes = [row[key] for key in ("layers", "hidden", "heads", "intermediate")]
-    cells = [f"`{row['name']}`", row["family"], total, active, *sizes, experts, row["vocab"]]
+    keys = ("layers", "hidden", "heads", "intermediate", "experts", "experts_per_token", "vocab")
+    schedule = resolve_model(row["name"]).get("schedule", {})
+    cells = [
+        f"`{row['name']}`",
+        row["family"],
+        _count(row["total_parameters"]),
+        _count(row["active_parameters"]),
+        *(row.get(key, "–") for key in keys),
+        ", ".join(f"`{key}: {value}`" for key, value in schedule.items()) or "default",
+    ]
     return f"| {' | '.join(map(str, cells))} |"
 
 

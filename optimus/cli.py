@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,7 +85,8 @@ def train(
         return
     text = f"step {summary['step']}: loss {summary['loss']:.4f}, checkpoint {summary['checkpoint']}"
     if summary["step"] < summary["steps"]:
-        words = " ".join(["optimus train", str(config), *(overrides or []), *([f"--ranks {ranks}"] if ranks else [])])
+        again = [text for text in overrides or [] if not text.startswith("train.stop_at=")]
+        words = shlex.join(["optimus", "train", str(config), *again, *(["--ranks", str(ranks)] if ranks else [])])
         text += f"\nstopped before step {summary['steps']}; continue with: {words} --resume"
     _show(summary, as_json, text)
 

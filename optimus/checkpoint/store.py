@@ -156,15 +156,13 @@ def _quietly(call: Callable[[], Any]) -> None:
         warnings.filterwarnings("ignore", message=".*TypedStorage.*")
         try:
             call()
-        except dcp.api.CheckpointException as error:  # the cause of a failed write is inside
-            for cause, *_ in error.failures.values():
-                if refused := _refused_write(cause):
-                    raise refused from None
-            raise
+        except dcp.api.CheckpointException as error:  # no `Exception`, and its text is a traceback: the cause is inside
+            cause, _ = next(iter(error.failures.values()))
+            raise _system_error(cause) or cause from None
 
 
-def _refused_write(error: BaseException | None) -> OSError | None:
-    """The system's error behind `error`: torch's zip writer adds one of its own when a write has failed."""
+def _system_error(error: BaseException | None) -> OSError | None:
+    """The `OSError` behind `error`: torch's zip writer adds an error of its own when a write has been refused."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error

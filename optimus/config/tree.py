@@ -128,7 +128,9 @@ class TrainConfig(Section):
     global_batch: int = Field(gt=0, description="Sequences per step, over all ranks and microbatches.")
     micro_batch: int = Field(gt=0, description="Sequences per forward pass on one rank.")
     context: int = Field(gt=1, description="Tokens per sequence; must equal the prepared data's.")
-    seed: int = Field(0, ge=0, description="Seed of the initial weights.")
+    seed: int = Field(
+        0, ge=0, description="Seed of the initial weights and of the order of the data after its first pass."
+    )
     precision: Literal["bfloat16", "float32"] = Field(
         "bfloat16", description="Type of the computation; master weights and moments are always fp32."
     )

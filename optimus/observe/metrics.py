@@ -1,5 +1,6 @@
 """Metrics of every step: `metrics.jsonl`, TensorBoard events, optionally Weights & Biases."""
 
+import importlib.util
 import json
 import os
 from contextlib import suppress
@@ -9,6 +10,8 @@ from typing import Any
 from optimus.config import RunConfig
 from optimus.errors import UserError, naming_disk_errors
 
+_FULL = "Make room, then run again with --resume"
+
 
 class MetricsWriter:
     """Appends one record per step to `folder/metrics.jsonl` and hands its numbers to the other sinks."""
@@ -17,18 +20,20 @@ class MetricsWriter:
         """`after_step` is the last step that counts: records of later steps, left by a run that died before its next
         checkpoint, are dropped, for those steps are about to be run again."""
         self._file = _open_after(folder / "metrics.jsonl", after_step)
-        self._tensorboard = _tensorboard(folder, after_step) if config.observe.tensorboard else None
+        self._tensorboard_folder = folder / "tensorboard"
+        self._tensorboard = _tensorboard(self._tensorboard_folder, after_step) if config.observe.tensorboard else None
         self._wandb = _wandb(config, folder) if config.observe.wandb else None
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record; it must have `step`."""
-        with naming_disk_errors(Path(self._file.name), "Make room, then run again with --resume"):
+        with naming_disk_errors(Path(self._file.name), _FULL):
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
         if self._tensorboard is not None:
-            for name, value in record.items():
-                if name != "step" and isinstance(value, int | float):
-                    self._tensorboard.add_scalar(name, value, record["step"])
+            with naming_disk_errors(self._tensorboard_folder, _FULL):
+                for name, value in record.items():
+                    if name != "step" and isinstance(value, int | float):
+                        self._tensorboard.add_scalar(name, value, record["step"])
         if self._wandb is not None:
             self._wandb.log(record, step=record["step"])
 
@@ -37,7 +42,8 @@ class MetricsWriter:
         with suppress(OSError):  # what cannot be written now was reported when it was flushed
             self._file.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with naming_disk_errors(self._tensorboard_folder, _FULL):  # events are written with a delay
+                self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -68,15 +74,20 @@ def _tensorboard(folder: Path, after_step: int) -> Any:
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1 if after_step else None)
+    return SummaryWriter(str(folder), purge_step=after_step + 1 if after_step else None)
 
 
-def _wandb(config: RunConfig, folder: Path) -> Any:
-    try:
-        import wandb
-    except ImportError:
+def check_wandb(config: RunConfig) -> None:
+    """Raise `UserError` when Weights & Biases is asked for but not installed."""
+    if config.observe.wandb is not None and importlib.util.find_spec("wandb") is None:
         raise UserError(
             "observe.wandb is set but Weights & Biases is not installed: pip install 'optimus[wandb]', "
             "or set observe.wandb to null"
-        ) from None
+        )
+
+
+def _wandb(config: RunConfig, folder: Path) -> Any:
+    check_wandb(config)
+    import wandb
+
     return wandb.init(project=config.observe.wandb, dir=str(folder), config=config.model_dump(), resume="allow")

@@ -4,13 +4,15 @@ from pathlib import Path
 
 import torch
 
-from optimus.checkpoint.folder import differences, list_checkpoints, read_description
+from optimus.checkpoint.folder import Description, differences, find_checkpoint, list_checkpoints, read_description
 from optimus.checkpoint.store import check_same_model
-from optimus.config import RunConfig, load_config
+from optimus.config import ModelConfig, RunConfig, load_config
 from optimus.data import Shards
 from optimus.errors import UserError
+from optimus.hub import read_model_folder
 from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory
+from optimus.observe.metrics import check_wandb
 from optimus.train.run import Run, fingerprint
 from optimus.train.step import accumulate_gradients
 
@@ -24,8 +26,23 @@ def check_ranks(config: RunConfig, ranks: int) -> None:
     if config.train.global_batch % (ranks * config.train.micro_batch):
         raise UserError(
             f"train.global_batch {config.train.global_batch} is not a multiple of {ranks} ranks times "
-            f"train.micro_batch {config.train.micro_batch}"
+            f"train.micro_batch {config.train.micro_batch}: change one of them"
         )
+
+
+def check_references(config: RunConfig, resume: bool) -> None:
+    """Raise `UserError` when something that the run will need later, or only sometimes, is not there."""
+    if config.evaluate.text is not None and not Path(config.evaluate.text).exists():
+        raise UserError(f"evaluate.text: {config.evaluate.text} does not exist: name a file or folder of text")
+    check_wandb(config)
+    initial = config.checkpoint.initial
+    if initial is not None and not resume:
+        if (Path(initial) / "config.json").is_file():
+            model = ModelConfig.model_validate(read_model_folder(Path(initial))["model"])
+            check_same_model(Description(model, config.train.context, 0, False), config.model, Path(initial))
+        else:
+            path = find_checkpoint(initial)
+            check_same_model(read_description(path), config.model, path)
 
 
 def check_output(config: RunConfig, resume: bool, shards: Shards) -> None:
@@ -79,8 +96,15 @@ def dry_run(run: Run) -> str:
     """
     micro_batch, context = run.config.train.micro_batch, run.config.train.context
     tokens = torch.arange(context, device=run.device).remainder(run.config.model.vocab).expand(micro_batch, -1)
-    one = _saved_bytes(run, tokens[:1])
-    needed, free = one * micro_batch, free_memory(run.device)
+    free = free_memory(run.device)
+    try:
+        one = _saved_bytes(run, tokens[:1])
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"a microbatch of one sequence does not fit into the {_gib(free)} that {run.device} has free: "
+            "shorten train.context, or recompute some activations (recompute: [norm, attention, ...])"
+        ) from None
+    needed = one * micro_batch
     if run.device.type == "cpu" and needed * run.group.size > free:
         raise UserError(_too_large(needed, free, one, run))
     try:
@@ -110,6 +134,7 @@ def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
 
 def _too_large(needed: int, free: int, one: int, run: Run) -> str:
     fitting = free // max(1, one * (run.group.size if run.device.type == "cpu" else 1))
+    fitting = min(fitting, run.config.train.micro_batch - 1)  # an accelerator runs out by what lives for a moment, too
     cure = f"set train.micro_batch to at most {fitting}" if fitting else "shorten train.context"
     return (
         f"the activations of a microbatch of {run.config.train.micro_batch} sequences need {_gib(needed)}, but "

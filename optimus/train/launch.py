@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from optimus.checkpoint.folder import list_checkpoints
+from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.config import RunConfig, dump_config, load_config
 from optimus.data import Shards
 from optimus.errors import UserError, naming_disk_errors
@@ -48,10 +49,15 @@ def train(
     if check:
         shards.verify()
         return {"ok": True, "output": tree.train.output, "steps": tree.train.steps, "ranks": ranks}
-    if ranks == 1 or launched:
-        _run_rank(dump_config(tree), resume)
-    else:
-        _launch(dump_config(tree), resume, ranks)
+    try:
+        if ranks == 1 or launched:
+            _run_rank(dump_config(tree), resume)
+        else:
+            _launch(dump_config(tree), resume, ranks)
+    except UserError as error:
+        found = list_checkpoints(Path(tree.train.output))
+        saved = f" (the run is saved up to step {read_description(found[-1]).step})" if found else ""
+        raise UserError(f"{error}{saved}") from error
     return _summary(Path(tree.train.output))
 
 
@@ -60,6 +66,7 @@ def _check(config: RunConfig, ranks: int, resume: bool) -> Shards:
     shards = Shards(config.data.path)
     shards.check_model(config.train.context, config.model.vocab)
     checks.check_ranks(config, ranks)
+    checks.check_references(config, resume)
     if int(os.environ.get("RANK", "0")) == 0:
         checks.check_output(config, resume, shards)
     checks.check_memory(config, device, ranks)
@@ -72,9 +79,15 @@ def _launch(config: str, resume: bool, ranks: int) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says of a failed rank, we say
     launch = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
     )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
@@ -85,7 +98,11 @@ def _launch(config: str, resume: bool, ranks: int) -> None:
             pass  # the ranks have had the signal too: they finish their step and save, and the summary says where
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            raise UserError(f"rank {rank} failed: {failure.message}") from error
+            said: Any = (
+                failure.message
+            )  # of a rank that could write it down: a mapping that holds its traceback as well
+            text = said["message"].removeprefix("UserError: ") if isinstance(said, dict) else said
+            raise UserError(f"rank {rank} failed: {text}") from error
 
 
 def _run_rank(config_text: str, resume: bool) -> None:

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 
 import torch
 
-from optimus.checkpoint import list_checkpoints, read_description
 from optimus.errors import UserError
 from optimus.train.hooks import Hook
 from optimus.train.run import Run
@@ -34,9 +33,7 @@ def train_loop(run: Run, hooks: Sequence[Hook]) -> None:
                 run.step_seconds = time.perf_counter() - began
                 for hook in hooks:
                     hook.after_step(run, result)
-        except UserError as error:
+        except UserError:
             for hook in hooks:
                 hook.after_error(run)
-            saved = list_checkpoints(run.folder)
-            where = f" (the run is saved up to step {read_description(saved[-1]).step})" if saved else ""
-            raise UserError(f"{error}{where}") from error
+            raise

@@ -76,7 +76,20 @@ def test_a_tree_is_a_source_too() -> None:
 def test_the_saved_tree_is_read_back_unchanged(name: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     # Texts that YAML could take for something else.
-    for text in ("runs/a", "1e5", "12:30:45", "no", "null", "0x10", "a: b", "2024-01-01", "- x", "ümlaut", "%", "1_000"):
+    for text in (
+        "runs/a",
+        "1e5",
+        "12:30:45",
+        "no",
+        "null",
+        "0x10",
+        "a: b",
+        "2024-01-01",
+        "- x",
+        "ümlaut",
+        "%",
+        "1_000",
+    ):
         config = load_config(base(model=name), [f"train.output='{text}'", "data.path='4e-4'"])
         file.write_text(dump_config(config), encoding="utf-8")
         assert load_config(file) == config

@@ -1,5 +1,7 @@
 """The learning rate at its corners and in between."""
 
+from itertools import pairwise
+
 import pytest
 
 from optimus.optim.schedule import learning_rate
@@ -24,8 +26,8 @@ def test_points() -> None:
 
 def test_rises_then_falls() -> None:
     found = rates()
-    assert all(a < b for a, b in zip(found[:19], found[1:20]))
-    assert all(a > b for a, b in zip(found[19:], found[20:]))
+    assert all(a < b for a, b in pairwise(found[:20]))
+    assert all(a > b for a, b in pairwise(found[19:]))
 
 
 def test_constant_stays_at_the_peak() -> None:

@@ -52,9 +52,7 @@ def test_initial_weights_are_those_of_a_plain_module(
     tensors = dict(state.tensors())
     for name, weight in expected.items():
         assert torch.equal(tensors[f"model.{name}"], weight), name  # the master weights, unrounded
-    assert set(tensors) == {
-        f"{kind}.{name}" for kind in ("model", "adamw.m", "adamw.v") for name in expected
-    }
+    assert set(tensors) == {f"{kind}.{name}" for kind in ("model", "adamw.m", "adamw.v") for name in expected}
 
 
 def test_parameters_are_views_of_the_chunk() -> None:

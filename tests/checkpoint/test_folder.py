@@ -1,0 +1,90 @@
+"""Which folder is a checkpoint, what it says of itself, and the message when it is none."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optimus.checkpoint import Description, find_checkpoint, list_checkpoints, read_description
+from optimus.checkpoint.folder import differences, write_description
+from optimus.config import ModelConfig
+from optimus.errors import UserError
+
+MODEL = ModelConfig(family="olmo", hidden=16, layers=1, heads=2, intermediate=24, vocab=50)
+
+
+def described(folder: Path, **fields: Any) -> Path:
+    folder.mkdir(parents=True)
+    write_description(folder, Description(**{"model": MODEL, "context": 8, "step": 3, "full": True, **fields}))
+    return folder
+
+
+def changed(folder: Path, **fields: Any) -> Path:
+    raw = json.loads((folder / "checkpoint.json").read_text())
+    (folder / "checkpoint.json").write_text(json.dumps({**raw, **fields}))
+    return folder
+
+
+def test_the_description_is_read_back(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"precision": "bfloat16", "eos_id": 0, "run": {"seed": 1}, "progress": {"updates": 2}}
+    folder = described(tmp_path / "c", tokenizer=tmp_path / "elsewhere.json", **fields)
+    assert read_description(folder) == Description(MODEL, 8, 3, True, tokenizer=folder / "tokenizer.json", **fields)
+    assert read_description(described(tmp_path / "d")).tokenizer is None
+
+
+def test_damaged_descriptions(tmp_path: Path) -> None:
+    folder = described(tmp_path / "c")
+    file = folder / "checkpoint.json"
+    right = file.read_text()
+    raw = json.loads(right)
+    without_step = {key: value for key, value in raw.items() if key != "step"}
+    for text in ("", right[:40], "[]", '"x"', "{}", json.dumps(without_step), json.dumps({**raw, "format": "other"}),
+                 json.dumps({**raw, "colour": "red"}), json.dumps({**raw, "model": 5}), "\udcff"):  # fmt: skip
+        file.write_bytes(text.encode("utf-8", "surrogateescape"))
+        with pytest.raises(UserError, match=r"checkpoint\.json is damaged or not a checkpoint's description"):
+            read_description(folder)
+    file.unlink()
+    with pytest.raises(UserError, match=r"checkpoint\.json is damaged or not a checkpoint's description"):
+        read_description(folder)
+
+
+def test_a_wrong_model_in_the_description_names_the_field(tmp_path: Path) -> None:
+    folder = described(tmp_path / "c")
+    model = {**json.loads((folder / "checkpoint.json").read_text())["model"], "hidden": "wide"}
+    with pytest.raises(UserError, match=r"checkpoint\.json: model: 'hidden' is 'wide'"):
+        read_description(changed(folder, model=model))
+
+
+def test_a_newer_version_asks_for_an_update(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has version 99, this Optimus reads up to 1: update Optimus"):
+        read_description(changed(described(tmp_path / "c"), version=99))
+
+
+def test_finding(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in (2, 10, 9):
+        described(run / "checkpoints" / f"step-{step:08d}", step=step)
+    described(run / "checkpoints" / ".step-00000011.partial")
+    described(run / "checkpoints" / "step-of-another-kind")
+    (run / "checkpoints" / "step-00000012").mkdir()  # without a description
+    assert [path.name for path in list_checkpoints(run)] == ["step-00000002", "step-00000009", "step-00000010"]
+    assert find_checkpoint(run) == run / "checkpoints" / "step-00000010"
+    assert find_checkpoint(str(run / "checkpoints" / "step-00000002")) == run / "checkpoints" / "step-00000002"
+
+
+def test_finding_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"checkpoint .*absent does not exist"):
+        find_checkpoint(tmp_path / "absent")
+    with pytest.raises(
+        UserError, match=r"holds no complete checkpoint: name a run folder or one of the folders in its"
+    ):
+        find_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"is a Hugging Face folder: turn it into a checkpoint with `optimus import"):
+        find_checkpoint(tmp_path)
+
+
+def test_differences_are_named_from_both_sides() -> None:
+    assert differences({"a": 1, "b": 2}, {"a": 1, "b": 2}) == ""
+    assert differences({"a": 1, "more": 3}, {"a": 4, "b": 2}) == "a is 1 there and 4 here, b is None there and 2 here"

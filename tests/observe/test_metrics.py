@@ -1,0 +1,96 @@
+"""metrics.jsonl is appended to, cut where a run goes back, and survives a torn last line."""
+
+import errno
+import sys
+from pathlib import Path
+
+import pytest
+
+from optimus.config import RunConfig, load_config
+from optimus.errors import UserError
+from optimus.observe.metrics import MetricsWriter, read_metrics
+
+
+def config(**observe: object) -> RunConfig:
+    train = {"output": "x", "steps": 9, "global_batch": 1, "micro_batch": 1, "context": 8}
+    return load_config(
+        {"model": "mula-tiny", "data": {"path": "x"}, "train": train, "observe": {"tensorboard": False, **observe}}
+    )
+
+
+def write(folder: Path, after: int, steps: range, loss: float) -> None:
+    writer = MetricsWriter(folder, config(), after)
+    for step in steps:
+        writer.write({"step": step, "loss": loss})
+    writer.close()
+
+
+def test_append_and_cut(tmp_path: Path) -> None:
+    write(tmp_path, 0, range(1, 6), 1.0)
+    write(tmp_path, 5, range(6, 8), 2.0)
+    assert [(r["step"], r["loss"]) for r in read_metrics(tmp_path)] == [(s, 1.0 if s < 6 else 2.0) for s in range(1, 8)]
+    write(tmp_path, 3, range(4, 6), 3.0)  # back to the checkpoint of step 3
+    assert [(r["step"], r["loss"]) for r in read_metrics(tmp_path)] == [(s, 1.0 if s < 4 else 3.0) for s in range(1, 6)]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_torn_last_line_is_left_out_and_mended(tmp_path: Path) -> None:
+    write(tmp_path, 0, range(1, 4), 1.0)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
+    write(tmp_path, 3, range(4, 5), 1.0)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_every_record_is_on_the_disk_at_once(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, config(), 0)
+    writer.write({"step": 1, "loss": float("nan")})
+    assert read_metrics(tmp_path)[0]["step"] == 1
+    writer.close()
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = MetricsWriter(tmp_path, config(tensorboard=True), 0)
+    for step in (1, 2):
+        writer.write({"step": step, "loss": step / 2, "model_flops_utilization": None})
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["loss"]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 1.0)]
+
+
+def test_wandb_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # importing it fails
+    with pytest.raises(UserError, match=r"observe\.wandb is set but Weights & Biases is not installed: pip install"):
+        MetricsWriter(tmp_path, config(wandb="project"), 0)
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, config(), 0)
+    writer._file.close()
+    writer._file = open("/dev/full", "a")  # noqa: SIM115 (the writer closes it)
+    with pytest.raises(UserError, match=r"cannot write /dev/full: No space left on device\. Make room, then run again"):
+        writer.write({"step": 1, "loss": 1.0})
+    writer.close()  # has been said once
+
+
+def test_a_full_disk_under_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread hands the error to a later call, which may be the last."""
+    expected = r"cannot write .*tensorboard: No space left on device\. Make room, then run again with --resume"
+    writer = MetricsWriter(tmp_path, config(tensorboard=True), 0)
+    writer._tensorboard.close()
+    monkeypatch.setattr(writer._tensorboard, "add_scalar", refuse)
+    with pytest.raises(UserError, match=expected):
+        writer.write({"step": 1, "loss": 1.0})
+    monkeypatch.setattr(writer._tensorboard, "close", refuse)
+    with pytest.raises(UserError, match=expected):
+        writer.close()

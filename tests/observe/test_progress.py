@@ -1,0 +1,47 @@
+"""Plain lines where there is no terminal."""
+
+import pytest
+
+from optimus.observe import progress as module
+from optimus.observe.progress import Progress
+
+
+def test_a_line_every_so_many_units_and_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(every=2) as progress:
+        for done in range(1, 6):
+            progress.update("training", done, 5, f"loss {done}")
+        progress.print("a note")
+    out, err = capsys.readouterr()
+    assert out == ""  # standard output is for results
+    assert err.splitlines() == [
+        "training: 2/5 loss 2", "training: 4/5 loss 4", "training: 5/5 loss 5", "a note",
+    ]  # fmt: skip
+
+
+def test_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    progress = Progress()
+    for second in range(1, 31):
+        now = float(second)
+        progress.update("tokenise", 1000 * second, None)
+    assert capsys.readouterr().err.splitlines() == ["tokenise: 11,000", "tokenise: 22,000"]
+
+
+def test_quiet_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(every=1, quiet=True)
+    progress.update("training", 5, 5)
+    progress.print("a note")
+    progress.close()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(module.sys.stderr, "isatty", lambda: True)
+    with Progress() as progress:
+        progress.update("shuffle", 1, 2, "halfway")
+        progress.print("a note")
+        progress.update("shuffle", 2, 2, "done")
+    err = capsys.readouterr().err
+    for part in ("shuffle", "2/2", "a note"):
+        assert part in err

@@ -1,0 +1,140 @@
+"""The division of the code: imports go down the list of rooms, and no room but the kernels knows a maker's device."""
+
+import ast
+import re
+from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "optimus"
+
+# From the top down, as in docs/architecture.md; but for `hub`, which writes and reads checkpoints and so stands above them.
+ROOMS = [
+    "cli", "bench", "train", "plan", "evaluate", "resilience", "hub", "checkpoint", "observe", "state", "pipeline",
+    "parallel", "optim", "model", "kernels", "comm", "mesh", "data", "config",
+]  # fmt: skip
+BELOW_ALL = ["disk", "lazy", "errors"]
+_LAZY_NAME = re.compile(r"optimus(\.\w+)+(:\w+)?")
+TESTING = "testing"  # for tests and benchmarks; it may use every room
+
+
+def files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room(module: str) -> str | None:
+    """The room of a dotted module name; None outside the package. The package itself stands above all."""
+    parts = module.split(".")
+    if parts[0] != "optimus":
+        return None
+    return parts[1] if len(parts) > 1 else ""
+
+
+def imports(file: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import, also inside functions, and of the modules that lazy exports name."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno} imports relatively"
+            for alias in node.names:  # `from optimus import data` names a room, `from optimus.data import x` does too
+                yield node.lineno, f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _LAZY_NAME.fullmatch(node.value):
+            yield node.lineno, node.value.replace(":", ".")
+
+
+def rank(name: str) -> int:
+    """Place in the list, the top first."""
+    return -1 if name in ("", TESTING) else (ROOMS + BELOW_ALL).index(name)
+
+
+def test_every_file_is_in_a_room() -> None:
+    found = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir() if path.suffix in ("", ".py")}
+    assert found - {"__init__", "__pycache__"} <= {*ROOMS, *BELOW_ALL, TESTING}
+
+
+def test_imports_go_down_the_list() -> None:
+    upward = []
+    for file in files():
+        here = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if here == "__init__":
+            continue
+        for line, module in imports(file):
+            there = room(module)
+            if there is None or there == here:
+                continue
+            known = there in {*ROOMS, *BELOW_ALL}  # else: a function of the package itself, or the tests' room
+            allowed = rank(here) < rank(there) if known else here in ("cli", "bench", TESTING)
+            if not allowed:
+                upward.append(f"{file.relative_to(ROOT)}:{line} {here} imports {module}")
+    assert not upward, "\n".join(upward)
+
+
+def test_the_scan_sees_the_imports_inside_functions() -> None:
+    """Otherwise the test above would pass whatever the code does."""
+    found = {(room(module), file.stem) for file in files() for _, module in imports(file)}
+    assert ("evaluate", "hooks") in found  # inside a method
+    assert ("train", "cli") in found  # inside a command
+    assert ("checkpoint", "__init__") in found  # by name, in a lazy export
+
+
+def test_the_kernels_know_torch_only() -> None:
+    allowed = {"torch", "triton", "optimus", "math", "typing", "collections", "functools", "dataclasses", "enum"}
+    for file in (PACKAGE / "kernels").rglob("*.py"):
+        for line, module in imports(file):
+            assert module.split(".")[0] in allowed, f"{file}:{line} imports {module}"
+            assert room(module) in (None, "kernels", *BELOW_ALL), f"{file}:{line} imports {module}"
+
+
+def cuda_uses(tree: ast.Module) -> Iterator[int]:
+    """Lines that name the maker's device to the machine: an attribute or a name, or a text that is no prose.
+
+    Prose is docstrings, and what is given as `help` or `description`, which the user reads.
+    """
+    prose = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            prose.add(node.value)
+        elif isinstance(node, ast.keyword) and node.arg in ("help", "description"):
+            prose.update(child for child in ast.walk(node.value) if isinstance(child, ast.Constant))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant):
+            named = isinstance(node.value, str) and node not in prose and "cuda" in node.value.lower()
+        else:
+            named = any("cuda" in str(getattr(node, field, "")).lower() for field in ("attr", "id", "arg", "module"))
+        if named:
+            yield node.lineno  # type: ignore[attr-defined]
+
+
+def test_no_room_but_the_kernels_names_cuda() -> None:
+    found = []
+    for file in files():
+        if file.is_relative_to(PACKAGE / "kernels"):
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        found += [f"{file.relative_to(ROOT)}:{line}" for line in cuda_uses(tree)]
+    assert not found, "ask torch.accelerator and the device's own name instead: " + ", ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("code", "uses"),
+    [
+        ("x.cuda()", 1), ("torch.cuda.synchronize()", 1), ("y.to('cuda')", 1), ("y.to(f'cuda:{i}')", 1),
+        ("from torch.cuda import Stream", 1), ("'''about cuda'''", 0), ("Option(help='cpu, cuda')", 0), ("x.cpu()", 0),
+    ],
+)  # fmt: skip
+def test_the_rule_about_cuda(code: str, uses: int) -> None:
+    assert len(list(cuda_uses(ast.parse(code)))) == uses
+
+
+def test_the_config_reference_is_current() -> None:
+    spec = spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generate = module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert page == generate.reference(), "docs/config.md is out of date: run `make docs`"

@@ -1,0 +1,202 @@
+"""The commands as a shell runs them: what they print, how they fail, what they load."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from optimus import cli
+from optimus.config import preset_names
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def optimus(*words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "optimus.cli", *map(str, words)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: object) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error) of the command run in this process, which has loaded torch already."""
+    monkeypatch.setattr(sys, "argv", ["optimus", *map(str, words)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    out, err = capsys.readouterr()
+    return int(caught.value.code or 0), out, err
+
+
+def result(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: object) -> Any:
+    """What the command prints with --json; nothing else may be on standard output."""
+    code, out, err = here(capsys, monkeypatch, *words, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+@pytest.mark.parametrize("words", ["--help", "train --help", "prepare --help", "bench --help"])
+def test_help_loads_nothing_heavy(words: str) -> None:
+    script = (
+        "import sys; from optimus import cli; sys.argv = ['optimus', *sys.argv[1:]]\n"
+        "try: cli.main()\n"
+        "except SystemExit: pass\n"
+        "print('LOADED', sorted({name.split('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *words.split()], capture_output=True, text=True, check=True)
+    text, _, loaded = done.stdout.partition("LOADED")
+    assert "Usage:" in text
+    assert "optimus" in loaded
+    heavy = {"torch", "numpy", "transformers", "yaml", "rich", "pyarrow", "lm_eval", "tokenizers"}
+    if words == "--help":  # typer itself loads pydantic for a command's parameters
+        heavy.add("pydantic")
+    assert not [name for name in sorted(heavy) if f"'{name}'" in loaded]
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, out, _ = here(capsys, monkeypatch, "--help")
+    for command in ("prepare", "train", "evaluate", "generate", "export", "import", "models", "bench"):
+        assert f"  {command} " in out
+
+
+def test_models(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Table 1 of the paper, within its rounding."""
+    rows = result(capsys, monkeypatch, "models")
+    assert [row["name"] for row in rows] == preset_names()
+    billions = {row["name"]: (row["total_parameters"] / 1e9, row["active_parameters"] / 1e9) for row in rows}
+    paper = {
+        "mula-1b": (1.3, 1.3), "mula-7b-a1b": (6.9, 1.3), "mula-20b-a2b": (20, 2.4), "mula-100b-a7b": (100, 7.6),
+        "mula-220b-a10b": (220, 10),
+    }  # fmt: skip
+    for name, counts in paper.items():
+        for found, printed in zip(billions[name], counts):
+            assert round(found, 1 if printed < 10 else 0) == pytest.approx(
+                printed, abs=0.0501 if printed < 10 else 0
+            ), name
+    _, out, _ = here(capsys, monkeypatch, "models")
+    assert [line.split()[0] for line in out.splitlines()] == preset_names()
+
+
+def test_an_error_is_one_line() -> None:
+    done = optimus("train", "no-such-file.yaml", code=2)
+    assert done.stderr == "error: config file no-such-file.yaml does not exist\n"
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "CONFIG", "train.sed=1"],
+        ["train", "CONFIG", "train.context=64"],
+        ["train", "CONFIG", "--ranks", "3"],
+        ["evaluate", "no-such-checkpoint"],
+        ["generate", "no-such-checkpoint", "--prompt", "x"],
+        ["export", "no-such-checkpoint", "--output", "OUT"],
+        ["import", "no-such-folder", "--output", "OUT"],
+        ["prepare", "no-such-file", "--output", "OUT", "--train-tokenizer", "300"],
+        ["prepare", "SELF", "--output", "OUT"],
+        ["prepare", "SELF", "--output", "OUT", "--train-tokenizer", "300", "--shard-size", "much"],
+    ],
+)
+def test_every_command_fails_in_one_line(
+    words: list[str],
+    small_run: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(small_run))
+    places = {"CONFIG": tmp_path / "run.yaml", "OUT": tmp_path / "out", "SELF": __file__}
+    code, out, err = here(capsys, monkeypatch, *(places.get(word, word) for word in words))
+    assert code == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_check_runs_nothing(
+    small_run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(small_run))
+    before = sorted(tmp_path.rglob("*"))
+    found = result(capsys, monkeypatch, "train", config, "--check")
+    assert found == {"ok": True, "output": small_run["train"]["output"], "steps": 6, "ranks": 1}
+    code, out, _ = here(capsys, monkeypatch, "train", config, "--check", "train.steps=9")
+    assert (code, out) == (0, f"{config} is ready to run: 9 steps on 1 rank(s)\n")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_that_stops_early_says_how_to_go_on(
+    small_run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(small_run))
+    _, out, err = here(capsys, monkeypatch, "train", config, "train.stop_at=2", "observe.log_every=1")
+    assert "stopped before step 6; continue with: optimus train " in out
+    assert "training: 1/2 loss " in err
+    assert result(capsys, monkeypatch, "train", config, "--resume")["step"] == 6
+
+
+def test_from_text_to_a_converted_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """prepare, train, evaluate, generate, export, import, and the imported model scores the same."""
+    pytest.importorskip("transformers")
+
+    def run(*words: object) -> Any:
+        return result(capsys, monkeypatch, *words)
+
+    data, text = tmp_path / "data", ROOT / "optimus" / "config" / "load.py"
+    index = run("prepare", ROOT / "optimus" / "config", "--output", data, "--train-tokenizer", 300, "--context", 32,
+                "--workers", 1)  # fmt: skip
+    assert index["context"] == 32
+    assert index["instances"] > 50
+    (tmp_path / "run.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "model": "mula-tiny-moe",
+                "data": {"path": str(data)},
+                "train": {
+                    "output": str(tmp_path / "run"),
+                    "steps": 12,
+                    "global_batch": 8,
+                    "micro_batch": 4,
+                    "context": 32,
+                },
+                "observe": {"tensorboard": False},
+            }
+        )
+    )
+    small = ["model.hidden=32", "model.layers=2", "model.intermediate=16", "model.vocab=320", "schedule.warmup_steps=3"]
+    summary = run("train", tmp_path / "run.yaml", *small)
+    assert (summary["step"], summary["tokens"]) == (12, 12 * 8 * 32)
+    checkpoint = summary["checkpoint"]
+
+    scores = run("evaluate", tmp_path / "run", "--text", text, "--output", tmp_path / "scores.json")
+    assert json.loads((tmp_path / "scores.json").read_text())["bits_per_byte"] == scores["bits_per_byte"]
+    assert 1 < scores["bits_per_byte"] < 8
+    assert scores["tasks"] == {}
+    generated = run("generate", checkpoint, "--prompt", "import", "--max-tokens", 8)
+    assert generated["prompt"] == "import"
+    assert isinstance(generated["text"], str)
+
+    run("export", checkpoint, "--output", tmp_path / "hf")
+    from transformers import AutoModelForCausalLM
+
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "hf")).__name__ == "OlmoeForCausalLM"
+    run("import", tmp_path / "hf", "--output", tmp_path / "imported")
+    again = run("evaluate", tmp_path / "imported", "--text", text)
+    assert again["bits_per_byte"] == scores["bits_per_byte"]
+    assert run("generate", tmp_path / "imported", "--prompt", "import", "--max-tokens", 8) == generated
