@@ -94,7 +94,7 @@ def test_an_accelerator_that_is_not_there(small_run: dict[str, Any]) -> None:
 def test_ranks_that_cannot_share_the_work(
     small_run: dict[str, Any], sections: dict[str, Any], ranks: int, expected: str
 ) -> None:
-    assert message(edited(small_run, **sections), ranks=ranks) == expected
+    assert message(edited(small_run, **sections), ranks=ranks).startswith(expected)
 
 
 def test_the_tokenizer_changed(small_run: dict[str, Any], own_data: Path) -> None:
