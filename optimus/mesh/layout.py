@@ -1,0 +1,35 @@
+"""How one parameter lives on the mesh: what every user of the model state reads, set once per parameter."""
+
+from dataclasses import dataclass
+
+from optimus.errors import UserError
+from optimus.mesh.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`shape` is global. `splits` pairs a tensor dim with the mesh axis that it is split over; along the axes of
+    `replicas` every rank holds the same part (Elixir's parallel pattern: a group of replicas and a group of parts)."""
+
+    shape: tuple[int, ...]
+    splits: tuple[tuple[int, str], ...] = ()
+    replicas: tuple[str, ...] = ("dp", "cp")
+
+    def region(self, mesh: Mesh, rank: int) -> tuple[slice, ...]:
+        """The part of the global tensor that `rank` holds. Raises `UserError` when a dim cannot be split evenly."""
+        slices = [slice(0, size) for size in self.shape]
+        for dim, axis in self.splits:
+            parts = mesh.axis_size(axis)
+            if self.shape[dim] % parts:
+                raise UserError(
+                    f"dim {dim} of a parameter of shape {list(self.shape)} cannot be split over {axis} {parts}: "
+                    f"{self.shape[dim]} is not a multiple of {parts}"
+                )
+            size = self.shape[dim] // parts
+            index = mesh.coordinate(rank, axis)
+            slices[dim] = slice(index * size, (index + 1) * size)
+        return tuple(slices)
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """The shape of the part that a rank holds."""
+        return tuple(part.stop - part.start for part in self.region(mesh, 0))

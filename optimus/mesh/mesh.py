@@ -1,0 +1,107 @@
+"""Rank arithmetic over two views of the same ranks (MoE parallel folding).
+
+    dense view:   pp x dp  x cp x tp
+    expert view:  pp x edp x ep x etp      with dp * cp * tp = edp * ep * etp
+
+The last axis of a view is innermost: neighbours on it have consecutive ranks, so that the axis that talks most stays inside
+a node. A mesh is handed to what needs it; there is no global one.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from optimus.errors import UserError
+
+DENSE = ("pp", "dp", "cp", "tp")
+EXPERT = ("pp", "edp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the axes. `edp` follows from the others; `ranks_per_node` None means one node."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+    ranks_per_node: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `UserError` when the expert view does not cover the ranks of a pipeline stage."""
+        stage, experts = self.dp * self.cp * self.tp, self.ep * self.etp
+        if stage % experts:
+            fitting = [n for n in range(1, stage + 1) if stage % (n * self.etp) == 0]
+            near = sorted(fitting, key=lambda n: (abs(n - self.ep), n))[:3]
+            raise UserError(
+                f"expert ranks do not fit: ep {self.ep} x etp {self.etp} = {experts} does not divide "
+                f"dp {self.dp} x cp {self.cp} x tp {self.tp} = {stage}; "
+                + (f"the nearest ep that do: {', '.join(map(str, sorted(near)))}" if near else "change etp")
+            )
+
+    @classmethod
+    def of(cls, ranks: int, *, data: int | None = None, ranks_per_node: int | None = None) -> "Mesh":
+        """The mesh of `ranks` ranks; `data` is the size of dp, by default whatever the other axes leave.
+
+        Raises `UserError` when the product of the sizes is not `ranks`.
+        """
+        dp = ranks if data is None else data
+        if dp != ranks:
+            raise UserError(
+                f"parallel.data is {dp} but there are {ranks} ranks: use --ranks {dp} or set parallel.data to {ranks}"
+            )
+        return cls(dp=dp, ranks_per_node=ranks_per_node)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same experts, of one pipeline stage."""
+        return self.dp * self.cp * self.tp // (self.ep * self.etp)
+
+    def axis_size(self, *axes: str) -> int:
+        """Product of the sizes of `axes`."""
+        return math.prod(getattr(self, axis) for axis in axes)
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Index of `rank` on `axis`, of either view."""
+        view = _view((axis,))
+        inner = self.axis_size(*view[view.index(axis) + 1 :])
+        return rank // inner % self.axis_size(axis)
+
+    def group(self, rank: int, axes: Sequence[str]) -> list[int]:
+        """The ranks that differ from `rank` on `axes` (of one view) at most, in rank order; its group."""
+        view = _view(axes)
+        ranges = [range(self.axis_size(axis)) if axis in axes else (self.coordinate(rank, axis),) for axis in view]
+        return [self._rank(view, place) for place in product(*ranges)]
+
+    def groups(self, axes: Sequence[str]) -> Iterator[list[int]]:
+        """Every group along `axes`, ordered by its first rank; together they hold each rank once."""
+        view = _view(axes)
+        ranges = [(0,) if axis in axes else range(self.axis_size(axis)) for axis in view]
+        for place in product(*ranges):
+            yield self.group(self._rank(view, place), axes)
+
+    def node(self, rank: int) -> int:
+        """The node that holds `rank`."""
+        return rank // (self.ranks_per_node or self.size)
+
+    def _rank(self, view: Sequence[str], place: Sequence[int]) -> int:
+        rank = 0
+        for axis, index in zip(view, place):
+            rank = rank * self.axis_size(axis) + index
+        return rank
+
+
+def _view(axes: Sequence[str]) -> tuple[str, ...]:
+    """The view that has all of `axes`."""
+    for view in (DENSE, EXPERT):
+        if set(axes) <= set(view):
+            return view
+    raise ValueError(f"no view of the mesh has all of the axes {', '.join(axes)}")

@@ -1,0 +1,81 @@
+"""Rank arithmetic: both views cover every rank once, groups are what differs on their axes only."""
+
+import itertools
+
+import pytest
+
+from optimus.errors import UserError
+from optimus.mesh import Layout, Mesh
+from optimus.mesh.mesh import DENSE, EXPERT
+
+MESHES = [
+    Mesh(),
+    Mesh(dp=4),
+    Mesh(dp=4, ep=2),
+    Mesh(pp=2, dp=2, cp=2, tp=2, ep=4),
+    Mesh(pp=3, dp=4, tp=2, ep=2, etp=2),
+    Mesh(pp=2, dp=6, tp=2, ep=12),
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("view", [DENSE, EXPERT])
+def test_coordinates_name_each_rank_once(mesh: Mesh, view: tuple[str, ...]) -> None:
+    places = {tuple(mesh.coordinate(rank, axis) for axis in view) for rank in range(mesh.size)}
+    assert places == set(itertools.product(*(range(mesh.axis_size(axis)) for axis in view)))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("axes", [("dp",), ("tp",), ("dp", "cp"), ("ep",), ("edp",), ("edp", "ep"), ("pp",)])
+def test_groups_differ_on_their_axes_only(mesh: Mesh, axes: tuple[str, ...]) -> None:
+    view = DENSE if set(axes) <= set(DENSE) else EXPERT
+    groups = list(mesh.groups(axes))
+    assert sorted(itertools.chain(*groups)) == list(range(mesh.size))
+    for group in groups:
+        assert len(group) == mesh.axis_size(*axes)
+        for axis in set(view) - set(axes):
+            assert len({mesh.coordinate(rank, axis) for rank in group}) == 1
+        assert all(mesh.group(rank, axes) == group for rank in group)
+
+
+def test_the_innermost_axis_has_consecutive_ranks_in_a_node() -> None:
+    mesh = Mesh(pp=2, dp=2, tp=4, ranks_per_node=4)
+    assert mesh.group(5, ("tp",)) == [4, 5, 6, 7]
+    assert {mesh.node(rank) for rank in mesh.group(5, ("tp",))} == {1}
+    assert mesh.group(0, ("pp",)) == [0, 8]
+
+
+def test_experts_and_the_rest_have_different_replicas() -> None:
+    """The groups of EPSO (the Optimus paper, section 3.2): experts over edp, everything else over dp * ep of the paper."""
+    mesh = Mesh(dp=8, ep=4)
+    assert mesh.edp == 2
+    assert mesh.group(1, ("edp",)) == [1, 5]
+    assert mesh.group(1, ("dp", "cp")) == list(range(8))
+
+
+def test_twelve_thousand_ranks() -> None:
+    """The paper's largest run: 1024 nodes of 12 tiles, pp 8 across nodes, ep 12 in the node."""
+    mesh = Mesh(pp=8, dp=1536, ep=12, ranks_per_node=12)
+    assert mesh.size == 12_288
+    groups = list(mesh.groups(("ep",)))
+    assert len(groups) == 1024
+    assert all(len({mesh.node(rank) for rank in group}) == 1 for group in groups)
+
+
+def test_impossible_sizes_name_the_product_and_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"ep 5 x etp 1 = 5 does not divide dp 8 x cp 1 x tp 1 = 8; .* 2, 4, 8"):
+        Mesh(dp=8, ep=5)
+    with pytest.raises(UserError, match=r"parallel.data is 3 but there are 4 ranks: use --ranks 3 or set"):
+        Mesh.of(4, data=3)
+
+
+def test_regions_tile_the_parameter() -> None:
+    mesh = Mesh(dp=4, ep=2, tp=1)
+    experts = Layout((6, 4, 3), splits=((0, "ep"),), replicas=("edp",))
+    assert experts.local_shape(mesh) == (3, 4, 3)
+    for rank in range(4):
+        start = 3 * mesh.coordinate(rank, "ep")
+        assert experts.region(mesh, rank) == (slice(start, start + 3), slice(0, 4), slice(0, 3))
+    assert Layout((5, 2)).local_shape(mesh) == (5, 2)
+    with pytest.raises(UserError, match=r"dim 0 of a parameter of shape \[5, 2\] cannot be split over ep 2"):
+        Layout((5, 2), splits=((0, "ep"),)).region(mesh, 0)
