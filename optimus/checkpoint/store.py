@@ -4,10 +4,10 @@ One global tensor per parameter (`model.NAME`, the fp32 master weight) and per m
 that plain DCP tools read the files and a later layout can load them.
 """
 
-import os
 import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,26 @@ from optimus.checkpoint.folder import (
     write_description,
 )
 from optimus.config import ModelConfig
+from optimus.disk import sync
 from optimus.errors import UserError, naming_disk_errors
 from optimus.model import Transformer
 from optimus.state import ModelState
 
-_FULL = "Earlier checkpoints are untouched: make room or mend the path, then run again with --resume"
+FULL, WEIGHTS = ("model", "adamw.m", "adamw.v"), ("model",)
+_FULL_DISK = "Earlier checkpoints are untouched: make room or mend the path, then run again with --resume"
 
 
 def save_state(state: ModelState, folder: Path, description: Description) -> None:
-    """Write the whole state of a run to `folder`, which appears only when complete; rank 0 writes.
+    """Write the whole state of a run to `folder`, which appears only when complete.
 
-    `description.tokenizer` is the file to copy. Raises `UserError` when the disk refuses; older checkpoints are untouched.
+    All ranks must call; rank 0 collects the parts and writes. `description.tokenizer` is the file to copy. Raises
+    `UserError` when the disk refuses; older checkpoints are untouched.
     """
-    if state.group.rank == 0:
+    if state.groups.rank == 0:
         _write(dict(state.tensors()), folder, description)
+    else:
+        for _ in state.tensors():
+            pass  # this rank's parts are collected as the generator goes on
 
 
 def save_model(model: Transformer, folder: Path, *, context: int, tokenizer: Path | None, eos_id: int | None) -> None:
@@ -62,12 +68,7 @@ def load_state(state: ModelState, path: Path, *, model: ModelConfig, run: dict[s
             raise UserError(f"{path} holds weights only and cannot be resumed: start from it with checkpoint.initial")
         if changed := differences(description.run, run):
             raise UserError(f"{path} belongs to another run: {changed}. Use those values or another train.output")
-    if state.group.rank == 0:
-        wanted = dict(state.tensors())
-        if run is None:
-            wanted = {key: view for key, view in wanted.items() if key.startswith("model.")}
-        _read(wanted, path)
-    state.after_load()
+    state.load(partial(_read, path=path), FULL if run is not None else WEIGHTS)
     return description
 
 
@@ -98,34 +99,34 @@ def remove(path: Path) -> None:
 
 
 def _write(tensors: dict[str, Tensor], folder: Path, description: Description) -> None:
-    partial = folder.with_name(f".{folder.name}.partial")
-    with naming_disk_errors(folder, _FULL):
-        shutil.rmtree(partial, ignore_errors=True)
+    unfinished = folder.with_name(f".{folder.name}.partial")
+    with naming_disk_errors(folder, _FULL_DISK):
+        shutil.rmtree(unfinished, ignore_errors=True)
         try:
-            _fill(partial, tensors, description)
+            _fill(unfinished, tensors, description)
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)  # on a full disk it would be in the way of everything else
+            shutil.rmtree(unfinished, ignore_errors=True)  # on a full disk it would be in the way of everything else
             raise
         if folder.exists():  # the same step, written before a restart from an older one
             old = folder.with_name(f".{folder.name}.old")
             shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
-            partial.rename(folder)
+            unfinished.rename(folder)
             shutil.rmtree(old)
         else:
-            partial.rename(folder)
-        _fsync(folder.parent)
+            unfinished.rename(folder)
+        sync(folder.parent)
 
 
-def _fill(partial: Path, tensors: dict[str, Tensor], description: Description) -> None:
-    partial.mkdir(parents=True)
-    _quietly(lambda: dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), no_dist=True))
+def _fill(folder: Path, tensors: dict[str, Tensor], description: Description) -> None:
+    folder.mkdir(parents=True)
+    _quietly(lambda: dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=True))
     if description.tokenizer is not None:
-        shutil.copyfile(description.tokenizer, partial / "tokenizer.json")
-    write_description(partial, description)
-    for file in partial.iterdir():
-        _fsync(file)
-    _fsync(partial)
+        shutil.copyfile(description.tokenizer, folder / "tokenizer.json")
+    write_description(folder, description)
+    for file in folder.iterdir():
+        sync(file)
+    sync(folder)
 
 
 def _read(wanted: dict[str, Tensor], path: Path) -> None:
@@ -166,11 +167,3 @@ def _system_error(error: BaseException | None) -> OSError | None:
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,5 +1,5 @@
 """Collectives between ranks."""
 
-from optimus.comm.group import Group
+from optimus.comm.group import Group, Groups
 
-__all__ = ["Group"]
+__all__ = ["Group", "Groups"]

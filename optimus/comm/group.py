@@ -1,37 +1,91 @@
-"""The ranks that hold the same parameters. One process is a group of one, and needs no process group."""
+"""Groups of ranks along axes of the mesh, and the collectives on them. A group of one needs no process group."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from optimus.mesh import Mesh
+
 
 class Group:
-    """All ranks of the job, or this process alone where `torch.distributed` is not initialised."""
+    """`ranks` of the job, in order; `rank` is this process's place among them."""
 
-    def __init__(self) -> None:
-        self.size = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+    def __init__(self, ranks: Sequence[int], rank: int, handle: Any = None) -> None:
+        self.ranks = list(ranks)
+        self.size = len(self.ranks)
+        self.rank = rank
+        self._handle = handle
 
     def average(self, tensor: Tensor) -> None:
         """Replace `tensor` on every rank by its mean over the ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self._handle)
             tensor.div_(self.size)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Replace `tensor` on every rank by rank 0's, in place."""
+    def sum(self, tensor: Tensor) -> None:
+        """Replace `tensor` on every rank by its sum over the ranks, in place."""
         if self.size > 1:
-            dist.broadcast(tensor, src=0)
+            dist.all_reduce(tensor, group=self._handle)
 
-    def any(self, flag: bool) -> bool:
-        """Whether `flag` is set on any rank, so that all ranks take the same turn."""
+    def average_part(self, tensor: Tensor, part: slice) -> None:
+        """Replace this rank's `part` of a flat `tensor` by its mean over the ranks (reduce-scatter).
+
+        The parts of the ranks are of one size and in rank order; the other parts are left as they are.
+        """
+        if self.size > 1:
+            mean = torch.empty_like(tensor[part])
+            dist.reduce_scatter_tensor(mean, tensor, group=self._handle)
+            torch.div(mean, self.size, out=tensor[part])
+
+    def gather_parts(self, tensor: Tensor, part: Tensor) -> None:
+        """Fill the flat `tensor` with the `part` of every rank, in rank order (all-gather)."""
+        if self.size > 1:
+            aliased = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            dist.all_gather_into_tensor(tensor, part.clone() if aliased else part, group=self._handle)
+        elif part.data_ptr() != tensor.data_ptr():
+            tensor.copy_(part)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Replace `tensor` on every rank by that of the group's first rank, in place."""
+        if self.size > 1:
+            dist.broadcast(tensor, src=self.ranks[0], group=self._handle)
+
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Whether `flag` is set on any rank, so that all ranks take the same turn; `device` is what the group moves."""
         if self.size == 1:
             return flag
-        one = torch.tensor([int(flag)])
-        dist.all_reduce(one, op=dist.ReduceOp.MAX)
+        one = torch.tensor(int(flag), device=device)
+        dist.all_reduce(one, op=dist.ReduceOp.MAX, group=self._handle)
         return bool(one.item())
 
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        if self.size > 1:
-            dist.barrier()
+
+class Groups:
+    """The groups of this rank, made once per set of axes and shared by all who ask."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._made: dict[frozenset[str], Group] = {}
+
+    @property
+    def world(self) -> Group:
+        """All ranks."""
+        return self.along("pp", "dp", "cp", "tp")
+
+    def along(self, *axes: str) -> Group:
+        """The ranks that differ from this one on `axes` only. All ranks must ask for new groups in the same order."""
+        key = frozenset(axes)
+        if key not in self._made:
+            self._made[key] = self._make(axes)
+        return self._made[key]
+
+    def _make(self, axes: Sequence[str]) -> Group:
+        ranks = self.mesh.group(self.rank, axes)
+        handle = None
+        if 1 < len(ranks) < self.mesh.size:
+            handles = {group[0]: dist.new_group(group) for group in self.mesh.groups(axes)}
+            handle = handles[ranks[0]]
+        return Group(ranks, ranks.index(self.rank), handle)

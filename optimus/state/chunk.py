@@ -1,19 +1,26 @@
 """A chunk: parameters laid end to end in flat buffers, with their gradients, fp32 master weights and moments.
 
 The module's parameters are views of the chunk's compute buffer and their gradients accumulate into views of its gradient
-buffer, so reducing, measuring, updating and saving are operations on a few long tensors, whatever the model. The optimizer
-goes over the chunk tile by tile: gradients of another type than fp32 become fp32 for one tile only (TED, section 7.2), and
-the working set of a tile stays in cache.
+buffer, so reducing, measuring, updating and saving are operations on a few long tensors, whatever the model. All parameters
+of a chunk have one replica group. With `shard="optimizer"` each rank of the group keeps master weights and moments of its
+own part only (ZeRO-1): gradients are reduce-scattered, each rank updates its part, and the parts are gathered again.
+
+The optimizer goes over the chunk tile by tile: gradients of another type than fp32 become fp32 for one tile only (TED,
+section 7.2), and the working set of a tile stays in cache.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from optimus.comm import Group
+from optimus.mesh import Layout
+from optimus.model.init import initialize_parameter
 from optimus.optim.adamw import AdamW, adamw
+
+Shard = Literal["none", "optimizer"]
 
 _ALIGN = 32  # elements; every parameter begins at a 64-byte border in bf16, as vector units like it
 
@@ -28,88 +35,131 @@ class Slot(NamedTuple):
 
 
 class Chunk:
-    """The state of the parameters in `slots`; see the module's text.
+    """The state of the parameters in `slots`, which the ranks of `group` all hold; see the module's text.
 
-    Buffers (all flat, of `size` elements): `parameter` in the compute type, `gradient` in the gradient type, `master`, `m`
-    and `v` in fp32. When the compute type is fp32 the master weights are the parameters themselves.
+    Flat buffers: `parameter` (compute type) and `gradient` (gradient type) of `size` elements; `master`, `m` and `v` (fp32)
+    of the elements of `part`, which is this rank's part or everything. When the compute type is fp32 the master weights are
+    the parameters themselves.
     """
 
     def __init__(
-        self, slots: list[Slot], compute_dtype: torch.dtype, gradient_dtype: torch.dtype, device: torch.device
+        self,
+        slots: list[Slot],
+        compute_dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
+        device: torch.device,
+        group: Group,
+        shard: Shard = "none",
     ) -> None:
-        self.slots = slots
-        self.size = _aligned(slots[-1].end)
+        self.slots, self.group = slots, group
+        self.sharded = shard == "optimizer" and group.size > 1
+        parts = group.size if self.sharded else 1
+        length = _aligned(-(-slots[-1].end // parts))
+        self.size = length * parts
+        self.part = slice(group.rank * length, (group.rank + 1) * length) if self.sharded else slice(0, self.size)
         self.parameter = torch.zeros(self.size, dtype=compute_dtype, device=device)
         self.gradient = torch.zeros(self.size, dtype=gradient_dtype, device=device)
-        shared = compute_dtype == torch.float32
-        self.master = self.parameter if shared else torch.zeros(self.size, dtype=torch.float32, device=device)
-        self.m = torch.zeros(self.size, dtype=torch.float32, device=device)
-        self.v = torch.zeros(self.size, dtype=torch.float32, device=device)
+        own = self.parameter[self.part]
+        self.master = own if compute_dtype == torch.float32 else torch.zeros_like(own, dtype=torch.float32)
+        self.m = torch.zeros_like(own, dtype=torch.float32)
+        self.v = torch.zeros_like(own, dtype=torch.float32)
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """What a checkpoint holds of this chunk, by the prefix of its keys: this rank's part of fp32 buffers."""
+        return {"model": self.master, "adamw.m": self.m, "adamw.v": self.v}
 
     def make_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) for every slot; the parameters and their gradients are views of the buffers."""
-        for slot in self.slots:
-            parameter = nn.Parameter(self.parameter[slot.start : slot.end].view(slot.shape))
+        gradients = self.views(self.gradient)
+        for name, view in self.views(self.parameter).items():
+            parameter = nn.Parameter(view)
             if self.gradient.dtype != self.parameter.dtype:
                 parameter.grad_dtype = self.gradient.dtype
-            parameter.grad = self.gradient[slot.start : slot.end].view(slot.shape)
-            yield slot.name, parameter
+            parameter.grad = gradients[name]
+            yield name, parameter
 
-    def view(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """(name, that parameter's view of one of the chunk's buffers)."""
+    def views(self, whole: Tensor) -> dict[str, Tensor]:
+        """By name, each parameter's view of a buffer of `size` elements."""
+        return {slot.name: whole[slot.start : slot.end].view(slot.shape) for slot in self.slots}
+
+    def initialize(self, seed: int, std: float) -> None:
+        """Initial master weights by name and position: each rank makes its own part."""
         for slot in self.slots:
-            yield slot.name, buffer[slot.start : slot.end].view(slot.shape)
+            start, end = max(slot.start, self.part.start), min(slot.end, self.part.stop)
+            if start < end:
+                here = self.master[start - self.part.start : end - self.part.start]
+                initialize_parameter(slot.name, here, seed, std, start - slot.start)
+        self.publish()
 
-    def reduce_gradients(self, group: Group) -> None:
-        """Average the gradients over the ranks that hold the same parameters."""
-        group.average(self.gradient)
+    def reduce_gradients(self) -> None:
+        """Average the gradients over the group: everywhere, or on each rank for its part when sharded."""
+        if self.sharded:
+            self.group.average_part(self.gradient, self.part)
+        else:
+            self.group.average(self.gradient)
 
     def gradient_square_sum(self) -> Tensor:
-        """Sum of squares of all gradients, fp32 scalar."""
-        return torch.linalg.vector_norm(self.gradient, dtype=torch.float32).square()
+        """Sum of squares of the gradients in this rank's part, fp32 scalar."""
+        return torch.linalg.vector_norm(self.gradient[self.part], dtype=torch.float32).square()
 
     def step(self, rule: AdamW, step: int, lr: float, gradient_scale: float, tile: int) -> None:
-        """One optimizer update with gradients times `gradient_scale`, then the compute copy made anew.
+        """One optimizer update with gradients times `gradient_scale`, then the compute copies made anew.
 
         `tile` is rounded up to whole vectors: the elements behind the last whole one are rounded otherwise by the fused
         update, and the numbers must not depend on the tile.
         """
         tile = _aligned(tile)
-        for start in range(0, self.size, tile):
-            here = slice(start, min(start + tile, self.size))
-            gradient = self.gradient[here].float()
+        own_gradient = self.gradient[self.part]
+        for start in range(0, len(self.master), tile):
+            here = slice(start, min(start + tile, len(self.master)))
+            gradient = own_gradient[here].float()
             if gradient_scale != 1.0:
                 gradient = gradient * gradient_scale
             adamw(rule, step, lr, self.master[here], gradient, self.m[here], self.v[here])
-            if self.parameter is not self.master:
-                self.parameter[here].copy_(self.master[here])
+        self.publish()
 
-    def copy_master_to_parameter(self) -> None:
-        """Make the compute copy anew, after the master weights were initialised or loaded."""
-        if self.parameter is not self.master:
-            self.parameter.copy_(self.master)
+    def publish(self) -> None:
+        """Make the compute copies anew, on every rank of the group, after the master weights have changed."""
+        own = self.parameter[self.part]
+        if own.data_ptr() != self.master.data_ptr():
+            own.copy_(self.master)
+        if self.sharded:
+            self.group.gather_parts(self.parameter, own)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """All of a buffer, of `size` elements, from the parts of the group's ranks; all of them must call."""
+        if not self.sharded:
+            return part
+        whole = torch.empty(self.size, dtype=part.dtype, device=part.device)
+        self.group.gather_parts(whole, part)
+        return whole
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Allocated bytes; `master` is zero where the parameters serve as master weights."""
-        buffers = {"parameters": self.parameter, "gradients": self.gradient, "moments": self.m}
-        sizes = {kind: buffer.untyped_storage().nbytes() for kind, buffer in buffers.items()}
-        sizes["moments"] += self.v.untyped_storage().nbytes()
-        sizes["master"] = 0 if self.master is self.parameter else self.master.untyped_storage().nbytes()
-        return sizes
+        shared = self.master.untyped_storage().data_ptr() == self.parameter.untyped_storage().data_ptr()
+        return {
+            "parameters": self.parameter.untyped_storage().nbytes(),
+            "gradients": self.gradient.untyped_storage().nbytes(),
+            "master": 0 if shared else self.master.untyped_storage().nbytes(),
+            "moments": self.m.untyped_storage().nbytes() + self.v.untyped_storage().nbytes(),
+        }
 
 
-def lay_out(shapes: list[tuple[str, torch.Size]], limit: int) -> list[list[Slot]]:
-    """Parameters in order, end to end, a new chunk begun where one would grow beyond `limit` elements.
-
-    A parameter larger than `limit` has a chunk of its own.
-    """
-    chunks: list[list[Slot]] = []
-    for name, shape in shapes:
-        start = _aligned(chunks[-1][-1].end) if chunks else 0
-        if not chunks or (start + shape.numel() > limit):
-            chunks.append([])
-            start = 0
-        chunks[-1].append(Slot(name, shape, start, start + shape.numel()))
+def lay_out(layouts: Mapping[str, Layout], limit: int) -> list[tuple[tuple[str, ...], list[Slot]]]:
+    """(replica axes, slots) of each chunk: parameters of the same replicas in order, end to end, a new chunk begun where
+    one would grow beyond `limit` elements. A parameter larger than `limit` has a chunk of its own."""
+    chunks: list[tuple[tuple[str, ...], list[Slot]]] = []
+    open_chunks: dict[tuple[str, ...], list[Slot]] = {}
+    for name, layout in layouts.items():
+        shape = torch.Size(layout.shape)
+        slots = open_chunks.get(layout.replicas, [])
+        start = _aligned(slots[-1].end) if slots else 0
+        if not slots or start + shape.numel() > limit:
+            start, slots = 0, []
+            open_chunks[layout.replicas] = slots
+            chunks.append((layout.replicas, slots))
+        slots.append(Slot(name, shape, start, start + shape.numel()))
     return chunks
 
 

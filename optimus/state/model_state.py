@@ -1,15 +1,15 @@
 """All chunks of a model: what the training step calls."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from optimus.comm import Group
-from optimus.model.init import initialize_parameter
+from optimus.comm import Groups
+from optimus.mesh import Layout
 from optimus.optim.adamw import AdamW
-from optimus.state.chunk import Chunk, lay_out
+from optimus.state.chunk import Chunk, Shard, lay_out
 
 _CHUNK_ELEMENTS = 1 << 26  # 64 Mi elements: long enough for any bandwidth, small beside the memory of a device
 
@@ -17,25 +17,28 @@ _CHUNK_ELEMENTS = 1 << 26  # 64 Mi elements: long enough for any bandwidth, smal
 class ModelState:
     """Takes over the parameters of `module` (usually made on the meta device) and keeps their whole state in chunks.
 
-    After this, `module`'s parameters are views into the chunks; their values are zero until `initialize` or `load_`.
+    `layouts` says of each parameter, by name, how it lies on the mesh of `groups`. After this, `module`'s parameters are
+    views into the chunks; their values are zero until `initialize` or `load`.
     """
 
     def __init__(
         self,
         module: nn.Module,
+        layouts: Mapping[str, Layout],
+        groups: Groups,
         *,
         compute_dtype: torch.dtype,
         gradient_dtype: torch.dtype,
         device: torch.device,
         tile: int,
-        group: Group,
+        shard: Shard = "none",
     ) -> None:
-        self.group = group
+        self.groups = groups
         self.tile = tile
         self.steps = 0  # optimizer steps applied, for the bias correction of the moments
-        shapes = [(name, parameter.shape) for name, parameter in module.named_parameters()]
         self.chunks = [
-            Chunk(slots, compute_dtype, gradient_dtype, device) for slots in lay_out(shapes, _CHUNK_ELEMENTS)
+            Chunk(slots, compute_dtype, gradient_dtype, device, groups.along(*replicas), shard)
+            for replicas, slots in lay_out(layouts, _CHUNK_ELEMENTS)
         ]
         for chunk in self.chunks:
             for name, parameter in chunk.make_parameters():
@@ -45,9 +48,7 @@ class ModelState:
     def initialize(self, seed: int, std: float) -> None:
         """Initial weights by name and position."""
         for chunk in self.chunks:
-            for name, master in chunk.view(chunk.master):
-                initialize_parameter(name, master, seed, std)
-            chunk.copy_master_to_parameter()
+            chunk.initialize(seed, std)
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero; must precede the first microbatch of a step."""
@@ -57,11 +58,16 @@ class ModelState:
     def reduce_gradients(self) -> None:
         """Average the gradients over the replicas."""
         for chunk in self.chunks:
-            chunk.reduce_gradients(self.group)
+            chunk.reduce_gradients()
 
     def gradient_norm(self) -> float:
-        """Euclidean norm of all gradients; not finite when any gradient is not."""
-        return float(torch.stack([chunk.gradient_square_sum() for chunk in self.chunks]).sum().sqrt())
+        """Euclidean norm of all gradients, each parameter counted once; not finite when any gradient is not."""
+        squares = torch.zeros(2, device=self.chunks[0].gradient.device)  # of whole chunks, and of this rank's parts
+        for chunk in self.chunks:
+            squares[int(chunk.sharded)] += chunk.gradient_square_sum()
+        if any(chunk.sharded for chunk in self.chunks):
+            self.groups.world.sum(squares[1])
+        return float(squares.sum().sqrt())
 
     def step(self, rule: AdamW, lr: float, gradient_scale: float) -> None:
         """One optimizer step on every chunk."""
@@ -70,18 +76,30 @@ class ModelState:
             chunk.step(rule, self.steps, lr, gradient_scale, self.tile)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(key, view) of everything that a checkpoint holds: `model.*` are the fp32 master weights."""
+        """(key, tensor) of everything that a checkpoint holds, whole: `model.*` are the fp32 master weights.
+
+        All ranks must go through it together; each may drop what it does not need.
+        """
         for chunk in self.chunks:
-            for kind, buffer in (("model", chunk.master), ("adamw.m", chunk.m), ("adamw.v", chunk.v)):
-                for name, view in chunk.view(buffer):
+            for kind, part in chunk.buffers.items():
+                for name, view in chunk.views(chunk.whole(part)).items():
                     yield f"{kind}.{name}", view
 
-    def after_load(self) -> None:
-        """Spread what rank 0 has read into the views of `tensors` to all ranks and make the compute copies."""
+    def load(self, read: Callable[[dict[str, Tensor]], None], kinds: tuple[str, ...]) -> None:
+        """Fill the buffers of `kinds` (prefixes of `tensors`' keys): rank 0 reads, chunk by chunk, and broadcasts.
+
+        `read` fills the tensors of a dict, by key; it is called on rank 0 only. Then the compute copies are made anew.
+        """
         for chunk in self.chunks:
-            for buffer in (chunk.master, chunk.m, chunk.v):
-                self.group.broadcast(buffer)
-            chunk.copy_master_to_parameter()
+            for kind in kinds:
+                part = chunk.buffers[kind]
+                whole = torch.zeros(chunk.size, dtype=part.dtype, device=part.device) if chunk.sharded else part
+                if self.groups.rank == 0:
+                    read({f"{kind}.{name}": view for name, view in chunk.views(whole).items()})
+                self.groups.world.broadcast(whole)
+                if chunk.sharded:
+                    part.copy_(whole[chunk.part])
+            chunk.publish()
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes allocated for parameters, gradients, master weights and moments."""

@@ -10,6 +10,7 @@ from optimus.config import ModelConfig, RunConfig, load_config
 from optimus.data import Shards
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
+from optimus.mesh import Mesh
 from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory
 from optimus.observe.metrics import check_wandb
@@ -19,13 +20,10 @@ from optimus.train.step import accumulate_gradients
 
 def check_ranks(config: RunConfig, ranks: int) -> None:
     """Raise `UserError` when the ranks cannot share the work as configured."""
-    if config.parallel.data is not None and config.parallel.data != ranks:
+    mesh = Mesh.of(ranks, data=config.parallel.data)
+    if config.train.global_batch % (mesh.dp * config.train.micro_batch):
         raise UserError(
-            f"parallel.data is {config.parallel.data} but there are {ranks} ranks: use --ranks or change it"
-        )
-    if config.train.global_batch % (ranks * config.train.micro_batch):
-        raise UserError(
-            f"train.global_batch {config.train.global_batch} is not a multiple of {ranks} ranks times "
+            f"train.global_batch {config.train.global_batch} is not a multiple of {mesh.dp} data-parallel ranks times "
             f"train.micro_batch {config.train.micro_batch}: change one of them"
         )
 
@@ -73,16 +71,17 @@ def _check_resumable(config: RunConfig, folder: Path, found: list[Path], shards:
         raise UserError(f"train.output: {folder} is the folder of a run of another model: choose another train.output")
 
 
-def check_memory(config: RunConfig, device: torch.device, ranks_here: int) -> None:
+def check_memory(config: RunConfig, device: torch.device, ranks: int) -> None:
     """Raise `UserError` when parameters, gradients and optimizer state alone do not fit into the free memory."""
     total = count_parameters(config.model).total
-    half = config.train.precision == "bfloat16"
-    per_parameter = (2 + 12 if half else 12) + (2 if config.state.gradient_dtype == "bfloat16" else 4)
-    sharers = ranks_here if device.type == "cpu" else 1
-    needed, free = total * per_parameter * sharers, free_memory(device)
+    parts = ranks if config.state.shard == "optimizer" else 1
+    master = 4 / parts if config.train.precision == "bfloat16" else 0
+    per_parameter = (2 if master else 4) + (2 if config.state.gradient_dtype == "bfloat16" else 4) + master + 8 / parts
+    sharers = ranks if device.type == "cpu" else 1
+    needed, free = int(total * per_parameter * sharers), free_memory(device)
     if needed > free:
         raise UserError(
-            f"the state of this model ({total / 1e9:.2f} B parameters, {per_parameter} bytes each"
+            f"the state of this model ({total / 1e9:.2f} B parameters, {per_parameter:g} bytes each"
             f"{f', {sharers} ranks' if sharers > 1 else ''}) needs {_gib(needed)}, but {device} has {_gib(free)} free: "
             "choose a smaller model, state.gradient_dtype=bfloat16 or another machine"
         )
@@ -105,7 +104,7 @@ def dry_run(run: Run) -> str:
             "shorten train.context, or recompute some activations (recompute: [norm, attention, ...])"
         ) from None
     needed = one * micro_batch
-    if run.device.type == "cpu" and needed * run.group.size > free:
+    if run.device.type == "cpu" and needed * run.groups.world.size > free:
         raise UserError(_too_large(needed, free, one, run))
     try:
         if run.device.type != "cpu":
@@ -133,7 +132,7 @@ def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
 
 
 def _too_large(needed: int, free: int, one: int, run: Run) -> str:
-    fitting = free // max(1, one * (run.group.size if run.device.type == "cpu" else 1))
+    fitting = free // max(1, one * (run.groups.world.size if run.device.type == "cpu" else 1))
     fitting = min(fitting, run.config.train.micro_batch - 1)  # an accelerator runs out by what lives for a moment, too
     cure = f"set train.micro_batch to at most {fitting}" if fitting else "shorten train.context"
     return (

@@ -25,7 +25,7 @@ class Hook:
         """After a step; `run.step` counts it already."""
 
     def after_error(self, run: Run) -> None:
-        """When bad data or bad numbers end the run; `run` holds the state after the last completed step."""
+        """When `run.failure` ends the run, on all ranks; `run` holds the state after the last completed step."""
 
     def after_training(self, run: Run) -> None:
         """At the end, also when an error ended it."""
@@ -46,7 +46,7 @@ class Interrupt(Hook):
         self._signalled = True
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        if run.group.any(self._signalled):
+        if run.groups.world.any(self._signalled, run.device):
             run.stop_requested = True
 
     def after_training(self, run: Run) -> None:
@@ -63,7 +63,7 @@ class NonFinite(Hook):
     def after_step(self, run: Run, result: StepResult) -> None:
         self._in_a_row = self._in_a_row + 1 if result.skipped else 0
         if self._in_a_row > run.config.resilience.max_skipped:
-            raise UserError(
+            run.failure = UserError(
                 f"step {run.step}: loss {result.loss} or gradient norm {result.grad_norm} is not finite, for "
                 f"{self._in_a_row} steps in a row (resilience.max_skipped is {run.config.resilience.max_skipped}). None "
                 "of them was applied. Lower schedule.peak or set optimizer.clip_during_warmup=true, then run with --resume"
@@ -118,7 +118,9 @@ class Metrics(Hook):
                 "tokens_per_second": rate,
                 "step_seconds": run.step_seconds,
                 "data_seconds": run.data_seconds,
-                "model_flops_utilization": rate * self._flops / (self._peak * run.group.size) if self._peak else None,
+                "model_flops_utilization": rate * self._flops / (self._peak * run.groups.world.size)
+                if self._peak
+                else None,
                 "skipped_steps": run.skipped,
                 **run.measured,
             }
@@ -136,7 +138,7 @@ class Metrics(Hook):
 
 
 class Checkpoints(Hook):
-    """Saves every so many steps, at the end and on an error, and keeps the newest; on rank 0."""
+    """Saves every so many steps, at the end and on an error, and keeps the newest; all ranks take part."""
 
     def before_training(self, run: Run) -> None:
         self._saved = run.step
@@ -153,6 +155,6 @@ class Checkpoints(Hook):
         run.save()
         self._saved = run.step
         keep = run.config.checkpoint.keep
-        if keep is not None:
+        if keep is not None and run.groups.rank == 0:
             for old in list_checkpoints(run.folder)[:-keep]:
                 remove(old)

@@ -119,7 +119,7 @@ def _run_rank(config_text: str, resume: bool) -> None:
     try:
         run = build_run(config, device, resume)
         run.notes.append(checks.dry_run(run))
-        if run.group.rank == 0:
+        if run.groups.rank == 0:
             _claim_folder(run)
         train_loop(run, _hooks(run))
     finally:
@@ -129,8 +129,8 @@ def _run_rank(config_text: str, resume: bool) -> None:
 
 def _hooks(run: Run) -> list[Hook]:
     """Metrics follow what measures for them and precede the checkpoint, which must not be newer than they are."""
-    writing: list[Hook] = [HeldOut(), Metrics(), Checkpoints()] if run.group.rank == 0 else []
-    return [Interrupt(), *writing, NonFinite()]
+    reporting: list[Hook] = [HeldOut(), Metrics()] if run.groups.rank == 0 else []
+    return [Interrupt(), *reporting, Checkpoints(), NonFinite()]
 
 
 def _claim_folder(run: Run) -> None:

@@ -2,20 +2,24 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from optimus.checkpoint import find_checkpoint
 from optimus.checkpoint.folder import Description, list_checkpoints, step_folder
-from optimus.checkpoint.store import load_state, save_state
-from optimus.comm import Group
+from optimus.checkpoint.store import WEIGHTS, load_state, save_state
+from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.data import Shards, TokenLoader
+from optimus.errors import UserError
+from optimus.hub import load_weights
+from optimus.mesh import Mesh
 from optimus.model import Transformer
+from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.recompute import recompute
 from optimus.state import ModelState
 
@@ -29,7 +33,7 @@ class Run:
     config: RunConfig
     folder: Path
     device: torch.device
-    group: Group
+    groups: Groups
     model: Transformer
     state: ModelState
     shards: Shards
@@ -38,6 +42,7 @@ class Run:
     step_seconds: float = 0.0  # of the last step, waiting for data included
     data_seconds: float = 0.0  # of them, waiting for data
     stop_requested: bool = False
+    failure: UserError | None = None  # what ends the run; set on every rank alike
     measured: dict[str, float] = field(default_factory=dict)  # by hooks after this step, for its record of metrics
     notes: list[str] = field(default_factory=list)  # what the user should read before the first step
 
@@ -53,17 +58,18 @@ class Run:
 
     def batches(self) -> TokenLoader:
         """This rank's part of every global batch from the next step on."""
+        data = self.groups.along("dp")
         return TokenLoader(
             self.shards,
             global_batch=self.config.train.global_batch,
-            rank=self.group.rank,
-            ranks=self.group.size,
+            rank=data.rank,
+            ranks=data.size,
             start_step=self.step,
             seed=self.config.train.seed,
         )
 
     def save(self) -> Path:
-        """Write a checkpoint of the whole state after the step just completed; rank 0 writes."""
+        """Write a checkpoint of the whole state after the step just completed; all ranks must call, rank 0 writes."""
         path = step_folder(self.folder, self.step)
         description = Description(
             model=self.config.model,
@@ -82,19 +88,23 @@ class Run:
 
 def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
     """Make model and state on `device`, initialised, or loaded from the newest checkpoint when `resume`."""
-    folder, group = Path(config.train.output), Group()
+    folder = Path(config.train.output)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    groups = Groups(Mesh.of(ranks, data=config.parallel.data))
     with torch.device("meta"):
         model = Transformer(config.model, config.moe.routing)
     state = ModelState(
         model,
+        parameter_layouts(model),
+        groups,
         compute_dtype=DTYPES[config.train.precision],
         gradient_dtype=DTYPES[config.state.gradient_dtype],
         device=device,
         tile=config.state.tile,
-        group=group,
+        shard=config.state.shard,
     )
     recompute(model.blocks, config.recompute)
-    run = Run(config, folder, device, group, model, state, Shards(config.data.path))
+    run = Run(config, folder, device, groups, model, state, Shards(config.data.path))
     found = list_checkpoints(folder) if resume else []
     if found:
         _resume(run, found[-1])
@@ -120,22 +130,24 @@ def _start(run: Run, resume: bool) -> None:
         return
     run.notes.append(f"starting from the weights of {initial}")
     if (Path(initial) / "config.json").is_file():
-        from optimus.hub import load_weights
-
-        _load_into_state(run, Path(initial), load_weights)
+        _load_folder(run, Path(initial))
     else:
         load_state(run.state, find_checkpoint(initial), model=run.config.model, run=None)
 
 
-def _load_into_state(run: Run, path: Path, load_weights: Callable[[Transformer, Path], None]) -> None:
+def _load_folder(run: Run, path: Path) -> None:
     """Read a Hugging Face folder on rank 0 into the fp32 master weights."""
-    if run.group.rank == 0:
-        with torch.device("meta"):
-            copy = Transformer(run.config.model)
-        views = {key.removeprefix("model."): view for key, view in run.state.tensors() if key.startswith("model.")}
-        copy.load_state_dict(views, assign=True)
-        load_weights(copy, path)
-    run.state.after_load()
+    weights: dict[str, torch.Tensor] = {}
+    if run.groups.rank == 0:
+        model = Transformer(run.config.model)
+        load_weights(model, path)
+        weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+
+    def copy(wanted: dict[str, torch.Tensor]) -> None:
+        for key, view in wanted.items():
+            view.copy_(weights[key])
+
+    run.state.load(copy, WEIGHTS)
 
 
 def fingerprint(config: RunConfig, shards: Shards) -> dict[str, Any]:

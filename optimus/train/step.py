@@ -29,7 +29,7 @@ def training_step(model: Transformer, state: ModelState, tokens_BS: Tensor, conf
     state.zero_gradients()
     losses = accumulate_gradients(model, tokens_BS, config)
     state.reduce_gradients()
-    state.group.average(losses)
+    state.groups.along("dp").average(losses)
     loss, balance, z = losses.tolist()
     norm = state.gradient_norm()
     lr = step_learning_rate(config, step)

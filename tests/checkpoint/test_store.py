@@ -18,12 +18,14 @@ import torch.distributed.checkpoint as dcp
 import optimus
 from optimus.checkpoint import Description, find_checkpoint, list_checkpoints, load_state, save_model, save_state
 from optimus.checkpoint.folder import step_folder
-from optimus.comm import Group
+from optimus.comm import Groups
 from optimus.config import ModelConfig
 from optimus.errors import UserError
+from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.observe.metrics import read_metrics
+from optimus.parallel.layouts import parameter_layouts
 from optimus.state import ModelState
 
 MODEL = ModelConfig(
@@ -38,11 +40,12 @@ def made(model: ModelConfig = MODEL, precision: torch.dtype = torch.bfloat16) ->
         module = Transformer(model)
     state = ModelState(
         module,
+        parameter_layouts(module),
+        Groups(Mesh()),
         compute_dtype=precision,
         gradient_dtype=torch.float32,
         device=torch.device("cpu"),
         tile=64,
-        group=Group(),
     )
     return module, state
 
@@ -53,7 +56,8 @@ def filled(seed: int = 1) -> tuple[Transformer, ModelState]:
     generator = torch.Generator().manual_seed(seed)
     for _, tensor in state.tensors():
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
-    state.after_load()
+    for chunk in state.chunks:
+        chunk.publish()
     return module, state
 
 

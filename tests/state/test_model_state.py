@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from optimus.comm import Group
+from optimus.comm import Groups
 from optimus.config import ModelConfig
+from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.optim.adamw import AdamW
+from optimus.parallel.layouts import parameter_layouts
 from optimus.state import ModelState, model_state
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -26,7 +28,13 @@ def made(
     with torch.device("meta"):
         module = Transformer(config)
     state = ModelState(
-        module, compute_dtype=compute, gradient_dtype=gradient, device=torch.device("cpu"), tile=100, group=Group()
+        module,
+        parameter_layouts(module),
+        Groups(Mesh()),
+        compute_dtype=compute,
+        gradient_dtype=gradient,
+        device=torch.device("cpu"),
+        tile=100,
     )
     state.initialize(seed, 0.02)
     return module, state
@@ -84,7 +92,7 @@ def test_gradients_accumulate_in_the_chunk(compute: torch.dtype, gradient: torch
             expected[name] += parameter.grad.to(gradient)
         module.losses(tokens).cross_entropy.backward()
     begin = chunk.gradient.untyped_storage().data_ptr()
-    views = dict(chunk.view(chunk.gradient))
+    views = chunk.views(chunk.gradient)
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None
         assert parameter.grad.dtype == gradient
@@ -104,7 +112,13 @@ def test_fp32_gradients_of_bf16_parameters_keep_small_addends() -> None:
     for gradient in (FP32, BF16):
         module = nn.Linear(1, 1, bias=False)
         state = ModelState(
-            module, compute_dtype=BF16, gradient_dtype=gradient, device=torch.device("cpu"), tile=1, group=Group()
+            module,
+            parameter_layouts(module),
+            Groups(Mesh()),
+            compute_dtype=BF16,
+            gradient_dtype=gradient,
+            device=torch.device("cpu"),
+            tile=1,
         )
         state.chunks[0].gradient[0] = 1.0
         for _ in range(256):

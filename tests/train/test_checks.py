@@ -86,9 +86,21 @@ def test_an_accelerator_that_is_not_there(small_run: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("sections", "ranks", "expected"),
     [
-        ({}, 3, "train.global_batch 8 is not a multiple of 3 ranks times train.micro_batch 4: change one of them"),
-        ({}, 4, "train.global_batch 8 is not a multiple of 4 ranks times train.micro_batch 4: change one of them"),
-        ({"parallel": {"data": 2}}, 1, "parallel.data is 2 but there are 1 ranks: use --ranks or change it"),
+        (
+            {},
+            3,
+            "train.global_batch 8 is not a multiple of 3 data-parallel ranks times train.micro_batch 4: change one of them",
+        ),
+        (
+            {},
+            4,
+            "train.global_batch 8 is not a multiple of 4 data-parallel ranks times train.micro_batch 4: change one of them",
+        ),
+        (
+            {"parallel": {"data": 2}},
+            1,
+            "parallel.data is 2 but there are 1 ranks: use --ranks 2 or set parallel.data to 1",
+        ),
     ],
 )
 def test_ranks_that_cannot_share_the_work(

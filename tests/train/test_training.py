@@ -110,14 +110,20 @@ def test_microbatches_do_not_change_the_numbers(small_run: dict[str, Any], tmp_p
 
 
 @pytest.mark.slow
-def test_two_ranks_equal_one(small_run: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+def test_two_ranks_equal_one(small_run: dict[str, Any], tmp_path: Path, shard: str) -> None:
+    """Whatever the ranks hold a part of; and the run of two ranks is continued by one."""
     one = changed(small_run, precision="float32", micro_batch=4)
-    two = changed(one, output=str(tmp_path / "two"))
+    two = changed(one, output=str(tmp_path / "two")) | {"state": {"shard": shard}}
     optimus.train(one)
-    optimus.train(two, ranks=2)
+    optimus.train(changed(two, stop_at=4), ranks=2)
+    optimus.train(two, resume=True)
     records = [read_metrics(Path(run["train"]["output"])) for run in (one, two)]
     for key in ("loss", "balance_loss", "z_loss", "grad_norm"):
         assert [r[key] for r in records[0]] == pytest.approx([r[key] for r in records[1]], rel=1e-5), key
+    ends = [load_everything(Path(run["train"]["output"])) for run in (one, two)]
+    for key, tensor in ends[0].items():
+        torch.testing.assert_close(tensor, ends[1][key], rtol=1e-4, atol=1e-6)
 
 
 def test_recomputation_changes_no_number(small_run: dict[str, Any], tmp_path: Path) -> None:
@@ -212,3 +218,18 @@ def test_steps_with_infinite_gradients_are_skipped_then_end_the_run(
     description = read_description(list_checkpoints(Path(small_run["train"]["output"]))[-1])
     assert description.step == 3
     assert description.progress == {"updates": 0, "skipped": 3}
+
+
+@pytest.mark.slow
+def test_bad_data_on_one_rank_ends_all_and_saves(prepared: Path, small_run: dict[str, Any], tmp_path: Path) -> None:
+    """Shards of 12 rows: of the second step's rows 8 to 15, only rank 1's lie in the damaged second shard."""
+    sources = Path(__file__).resolve().parents[2] / "optimus" / "config"
+    data = tmp_path / "data"
+    optimus.prepare([sources], data, tokenizer=prepared, context=32, workers=1, shard_size=12 * 32 * 2)
+    damaged = bytearray((data / "shard-00001.npy").read_bytes())
+    damaged[-1] ^= 1
+    (data / "shard-00001.npy").write_bytes(damaged)
+    small_run |= {"data": {"path": str(data)}, "state": {"shard": "optimizer"}}
+    with pytest.raises(optimus.UserError, match=r"rank [01] failed: .*\(the run is saved up to step 1\)"):
+        optimus.train(small_run, ranks=2)
+    assert read_description(list_checkpoints(Path(small_run["train"]["output"]))[-1]).step == 1
