@@ -1,0 +1,106 @@
+"""Count what this process gives to `torch.distributed`, so that a test can hold communication to its theory.
+
+Inside the context the functions of `torch.distributed` are wrapped, as callers find them by `dist.all_reduce(...)`; a
+name bound before by `from torch.distributed import all_reduce` escapes, as do DDP's reducer and functional collectives,
+which do not call these functions. What a function calls in turn (`send` calls `isend`) is not counted again.
+"""
+
+import functools
+import inspect
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+# Function -> (name it is counted under, parameters that hold its payload)
+_COUNTED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "all_reduce": ("all_reduce", ("tensor",)),
+    "reduce": ("reduce", ("tensor",)),
+    "broadcast": ("broadcast", ("tensor",)),
+    "all_gather": ("all_gather", ("tensor_list",)),
+    "all_gather_into_tensor": ("all_gather_into_tensor", ("output_tensor",)),
+    "all_gather_single": ("all_gather_into_tensor", ("output_tensor",)),  # its name since torch 2.13
+    "reduce_scatter": ("reduce_scatter", ("input_list",)),
+    "reduce_scatter_tensor": ("reduce_scatter_tensor", ("input",)),
+    "reduce_scatter_single": ("reduce_scatter_tensor", ("input",)),  # its name since torch 2.13
+    "all_to_all": ("all_to_all", ("input_tensor_list", "output_tensor_list")),
+    "all_to_all_single": ("all_to_all_single", ("input", "output")),
+    "gather": ("gather", ("tensor",)),
+    "scatter": ("scatter", ("tensor",)),
+    "send": ("send", ("tensor",)),
+    "isend": ("send", ("tensor",)),
+    "recv": ("recv", ("tensor",)),
+    "irecv": ("recv", ("tensor",)),
+    "barrier": ("barrier", ()),
+}
+
+
+@dataclass
+class Traffic:
+    """Calls and payload bytes of this process, by collective.
+
+    The payload is the whole tensor that the collective is about: the full one of all_reduce, broadcast, the output of
+    all_gather, the input of reduce_scatter, input plus output of all_to_all (with the part that stays on the rank), and
+    this rank's tensor of the others. Asynchronous calls count when made.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+
+
+@contextmanager
+def counting() -> Iterator[Traffic]:
+    """Count the collectives called inside the context, by any thread."""
+    traffic = Traffic()
+    counter = _Counter(traffic)
+    originals = {name: getattr(dist, name) for name in _COUNTED if hasattr(dist, name)}
+    wrapped = {name: counter.wrap(original, *_COUNTED[name]) for name, original in originals.items()}
+    # In both modules, since P2POp compares its function with the one of distributed_c10d.
+    try:
+        _bind(wrapped)
+        yield traffic
+    finally:
+        _bind(originals)
+
+
+def _bind(named: dict[str, Callable[..., Any]]) -> None:
+    for name, function in named.items():
+        setattr(dist, name, function)
+        setattr(distributed_c10d, name, function)
+
+
+class _Counter:
+    def __init__(self, traffic: Traffic) -> None:
+        self.traffic = traffic
+        self.lock = threading.Lock()
+        self.here = threading.local()  # .inside: this thread is within a counted call
+
+    def wrap(self, function: Callable[..., Any], key: str, payload: tuple[str, ...]) -> Callable[..., Any]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if getattr(self.here, "inside", False):
+                return function(*args, **kwargs)
+            given = signature.bind(*args, **kwargs).arguments
+            with self.lock:
+                self.traffic.calls[key] += 1
+                self.traffic.bytes[key] += sum(_bytes(given[name]) for name in payload)
+            self.here.inside = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.here.inside = False
+
+        return counted
+
+
+def _bytes(payload: Tensor | list[Tensor]) -> int:
+    tensors = [payload] if isinstance(payload, Tensor) else payload
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,133 @@
+"""Optimizer state sharded over ranks: the numbers of one process, the bytes of the formula, the traffic of the theory."""
+
+import zlib
+
+import pytest
+import torch
+
+from optimus.comm import Groups
+from optimus.config import ModelConfig
+from optimus.mesh import Mesh
+from optimus.model import Transformer
+from optimus.optim.adamw import AdamW
+from optimus.parallel.layouts import parameter_layouts
+from optimus.state import ModelState, model_state
+from optimus.testing import counting, run_ranks
+
+RULE = AdamW(0.9, 0.99, 1e-8, 0.1)
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def made(ranks: int, shard: str, compute: torch.dtype, gradient: torch.dtype, limit: int) -> ModelState:
+    config = ModelConfig(
+        family="olmoe", hidden=16, layers=2, heads=2, intermediate=24, vocab=50, experts=4, experts_per_token=2
+    )
+    with torch.device("meta"):
+        module = Transformer(config)
+    model_state._CHUNK_ELEMENTS = limit
+    state = ModelState(
+        module,
+        parameter_layouts(module),
+        Groups(Mesh.of(ranks)),
+        compute_dtype=compute,
+        gradient_dtype=gradient,
+        device=torch.device("cpu"),
+        tile=100,
+        shard=shard,  # type: ignore[arg-type]
+    )
+    state.initialize(3, 0.02)
+    return state
+
+
+def set_gradients(state: ModelState, rank: int, step: int) -> None:
+    """A gradient per parameter that depends on its name, the rank and the step, whatever the chunks."""
+    for chunk in state.chunks:
+        for name, view in chunk.views(chunk.gradient).items():
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {rank} {step}".encode()))
+            view.copy_(torch.randn(view.shape, generator=generator))
+
+
+def updated(ranks: int, shard: str, compute: torch.dtype, gradient: torch.dtype, limit: int) -> dict[str, object]:
+    """Three steps on this rank; what is left, whole."""
+    rank = torch.distributed.get_rank()
+    state = made(ranks, shard, compute, gradient, limit)
+    norms = []
+    for step in range(3):
+        set_gradients(state, rank, step)
+        state.reduce_gradients()
+        norms.append(state.gradient_norm())
+        state.step(RULE, 1e-2, 0.5)
+    parameters = {name: v.clone() for c in state.chunks for name, v in c.views(c.parameter).items()}
+    tensors = {name: tensor.clone() for name, tensor in state.tensors()}
+    return {"norms": norms, "parameters": parameters, "tensors": tensors, "bytes": state.bytes_by_kind()}
+
+
+def expected(ranks: int, compute: torch.dtype, gradient: torch.dtype) -> ModelState:
+    """One process with the mean of all ranks' gradients."""
+    state = made(1, "none", compute, gradient, 1 << 26)
+    others = made(1, "none", compute, gradient, 1 << 26)
+    for step in range(3):
+        total = torch.zeros_like(state.chunks[0].gradient)
+        for rank in range(ranks):
+            set_gradients(others, rank, step)
+            total += others.chunks[0].gradient
+        state.chunks[0].gradient.copy_(total / ranks)
+        state.step(RULE, 1e-2, 0.5)
+    return state
+
+
+@pytest.mark.parametrize(("ranks", "limit"), [(2, 1 << 26), (3, 3000), (4, 1000)])
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+def test_ranks_equal_one_process(ranks: int, shard: str, limit: int) -> None:
+    results = run_ranks(updated, ranks, ranks, shard, FP32, FP32, limit)
+    right = expected(ranks, FP32, FP32)
+    weights = right.chunks[0].views(right.chunks[0].parameter)
+    for result in results:
+        for name, weight in weights.items():
+            torch.testing.assert_close(result["parameters"][name], weight, rtol=1e-5, atol=1e-7)
+        for name, tensor in right.tensors():
+            torch.testing.assert_close(result["tensors"][name], tensor, rtol=1e-4, atol=1e-7)
+        assert result["norms"] == pytest.approx(results[0]["norms"])
+    whole = run_ranks(updated, ranks, ranks, "none", FP32, FP32, limit)[0]
+    assert results[0]["norms"] == pytest.approx(whole["norms"], rel=1e-5)
+
+
+@pytest.mark.parametrize("gradient", [BF16, FP32])
+def test_bf16_copies_follow_the_sharded_master_weights(gradient: torch.dtype) -> None:
+    first, second = run_ranks(updated, 2, 2, "optimizer", BF16, gradient, 1 << 26)
+    for name, parameter in first["parameters"].items():
+        assert torch.equal(parameter, second["parameters"][name])
+        assert torch.equal(parameter, first["tensors"][f"model.{name}"].to(BF16))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_bytes_per_rank(ranks: int) -> None:
+    """(4 + 12 / N) P with bf16 parameters and gradients (ZeRO, section 5.1), up to the padding of the parts."""
+    bytes_by_kind = run_ranks(updated, ranks, ranks, "optimizer", BF16, BF16, 1 << 26)[0]["bytes"]
+    right = made(1, "none", BF16, BF16, 1 << 26)
+    p = right.chunks[0].size
+    assert p <= bytes_by_kind["parameters"] // 2 <= p + 32 * ranks
+    own = bytes_by_kind["parameters"] // 2 // ranks
+    size = own * ranks
+    assert bytes_by_kind == {
+        "parameters": 2 * size,
+        "gradients": 2 * size,
+        "master": 4 * own,
+        "moments": 8 * own,
+    }
+
+
+def traffic_of_a_step(ranks: int, shard: str) -> tuple[dict[str, int], int]:
+    state = made(ranks, shard, BF16, BF16, 1 << 26)
+    with counting() as traffic:
+        state.reduce_gradients()
+        state.step(RULE, 1e-2, 1.0)
+    return dict(traffic.bytes), state.chunks[0].size
+
+
+def test_traffic_of_a_step() -> None:
+    """ZeRO-1 replaces the all-reduce of 2 bytes an element by a reduce-scatter and an all-gather of as many."""
+    found, size = run_ranks(traffic_of_a_step, 2, 2, "none")[0]
+    assert found == {"all_reduce": 2 * size}
+    found, size = run_ranks(traffic_of_a_step, 2, 2, "optimizer")[0]
+    assert found == {"reduce_scatter_tensor": 2 * size, "all_gather_into_tensor": 2 * size}
