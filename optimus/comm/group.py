@@ -1,6 +1,6 @@
 """Groups of ranks along axes of the mesh, and the collectives on them. A group of one needs no process group."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,26 +19,43 @@ class Group:
         self.rank = rank
         self._handle = handle
 
+    def start_average(self, tensor: Tensor) -> Callable[[], None]:
+        """Begin to replace `tensor` on every rank by its mean over the ranks; calling the result finishes it."""
+        if self.size == 1:
+            return _nothing
+        work = dist.all_reduce(tensor, group=self._handle, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            tensor.div_(self.size)
+
+        return finish
+
     def average(self, tensor: Tensor) -> None:
         """Replace `tensor` on every rank by its mean over the ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(tensor, group=self._handle)
-            tensor.div_(self.size)
+        self.start_average(tensor)()
+
+    def start_average_part(self, tensor: Tensor, part: slice, out: Tensor) -> Callable[[], None]:
+        """Begin to add this rank's `part` of the mean of a flat `tensor` over the ranks (reduce-scatter) to `out`.
+
+        The parts of the ranks are of one size and in rank order. `tensor` must stay as it is until the result is called.
+        """
+        if self.size == 1:
+            out.add_(tensor[part])
+            return _nothing
+        total = torch.empty_like(tensor[part])
+        work = dist.reduce_scatter_tensor(total, tensor, group=self._handle, async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            out.add_(total, alpha=1 / self.size)
+
+        return finish
 
     def sum(self, tensor: Tensor) -> None:
         """Replace `tensor` on every rank by its sum over the ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self._handle)
-
-    def average_part(self, tensor: Tensor, part: slice) -> None:
-        """Replace this rank's `part` of a flat `tensor` by its mean over the ranks (reduce-scatter).
-
-        The parts of the ranks are of one size and in rank order; the other parts are left as they are.
-        """
-        if self.size > 1:
-            mean = torch.empty_like(tensor[part])
-            dist.reduce_scatter_tensor(mean, tensor, group=self._handle)
-            torch.div(mean, self.size, out=tensor[part])
 
     def gather_parts(self, tensor: Tensor, part: Tensor) -> None:
         """Fill the flat `tensor` with the `part` of every rank, in rank order (all-gather)."""
@@ -89,3 +106,7 @@ class Groups:
             handles = {group[0]: dist.new_group(group) for group in self.mesh.groups(axes)}
             handle = handles[ranks[0]]
         return Group(ranks, ranks.index(self.rank), handle)
+
+
+def _nothing() -> None:
+    """A group of one has nothing to finish."""

@@ -66,9 +66,10 @@ class ParallelConfig(Section):
 class StateConfig(Section):
     """How the model state is held."""
 
-    shard: Literal["none", "optimizer"] = Field(
+    shard: Literal["none", "optimizer", "gradients"] = Field(
         "none",
-        description="What each data-parallel rank keeps a part of only: nothing, or master weights and moments (ZeRO-1).",
+        description="What each data-parallel rank keeps a part of only: nothing; master weights and moments (ZeRO-1); "
+        "gradients as well (ZeRO-2).",
     )
     gradient_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Type in which gradients accumulate over microbatches and are reduced over ranks."

@@ -3,13 +3,17 @@
 The module's parameters are views of the chunk's compute buffer and their gradients accumulate into views of its gradient
 buffer, so reducing, measuring, updating and saving are operations on a few long tensors, whatever the model. All parameters
 of a chunk have one replica group. With `shard="optimizer"` each rank of the group keeps master weights and moments of its
-own part only (ZeRO-1): gradients are reduce-scattered, each rank updates its part, and the parts are gathered again.
+own part only (ZeRO-1): gradients are reduce-scattered, each rank updates its part, and the parts are gathered again. With
+`shard="gradients"` (ZeRO-2) so it is with the gradients: the long buffer exists only from a chunk's first gradient of a
+microbatch to its last, when it is reduced into this rank's part.
+
+A chunk is reduced as soon as its last gradient of the last microbatch has arrived, while the backward pass goes on.
 
 The optimizer goes over the chunk tile by tile: gradients of another type than fp32 become fp32 for one tile only (TED,
 section 7.2), and the working set of a tile stays in cache.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,7 +24,7 @@ from optimus.mesh import Layout
 from optimus.model.init import initialize_parameter
 from optimus.optim.adamw import AdamW, adamw
 
-Shard = Literal["none", "optimizer"]
+Shard = Literal["none", "optimizer", "gradients"]
 
 _ALIGN = 32  # elements; every parameter begins at a 64-byte border in bf16, as vector units like it
 
@@ -37,9 +41,10 @@ class Slot(NamedTuple):
 class Chunk:
     """The state of the parameters in `slots`, which the ranks of `group` all hold; see the module's text.
 
-    Flat buffers: `parameter` (compute type) and `gradient` (gradient type) of `size` elements; `master`, `m` and `v` (fp32)
-    of the elements of `part`, which is this rank's part or everything. When the compute type is fp32 the master weights are
-    the parameters themselves.
+    Flat buffers: `parameter` (compute type) and `gradient` (gradient type) of `size` elements; `reduced` (gradient type),
+    `master`, `m` and `v` (fp32) of the elements of `part`, which is this rank's part or everything. `reduced`, where the
+    averaged gradients are found, has memory of its own only when sharded gradients ask for it. When the compute type is
+    fp32 the master weights are the parameters themselves.
     """
 
     def __init__(
@@ -52,13 +57,18 @@ class Chunk:
         shard: Shard = "none",
     ) -> None:
         self.slots, self.group = slots, group
-        self.sharded = shard == "optimizer" and group.size > 1
+        self.sharded = shard != "none" and group.size > 1
+        self._passing = shard == "gradients" and self.sharded  # the long gradient buffer is not kept
         parts = group.size if self.sharded else 1
         length = _aligned(-(-slots[-1].end // parts))
         self.size = length * parts
         self.part = slice(group.rank * length, (group.rank + 1) * length) if self.sharded else slice(0, self.size)
         self.parameter = torch.zeros(self.size, dtype=compute_dtype, device=device)
         self.gradient = torch.zeros(self.size, dtype=gradient_dtype, device=device)
+        self.reduced = torch.zeros_like(self.gradient[self.part]) if self._passing else self.gradient[self.part]
+        self._arrived = 0  # gradients of this microbatch
+        self._reduce_on_arrival = False
+        self._finish: Callable[[], None] | None = None
         own = self.parameter[self.part]
         self.master = own if compute_dtype == torch.float32 else torch.zeros_like(own, dtype=torch.float32)
         self.m = torch.zeros_like(own, dtype=torch.float32)
@@ -77,6 +87,8 @@ class Chunk:
             if self.gradient.dtype != self.parameter.dtype:
                 parameter.grad_dtype = self.gradient.dtype
             parameter.grad = gradients[name]
+            parameter.register_hook(self._before_gradient)
+            parameter.register_post_accumulate_grad_hook(self._after_gradient)
             yield name, parameter
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
@@ -92,16 +104,73 @@ class Chunk:
                 initialize_parameter(slot.name, here, seed, std, start - slot.start)
         self.publish()
 
-    def reduce_gradients(self) -> None:
-        """Average the gradients over the group: everywhere, or on each rank for its part when sharded."""
-        if self.sharded:
-            self.group.average_part(self.gradient, self.part)
+    def begin_step(self) -> None:
+        """Set the gradients to zero; must precede the first microbatch of a step."""
+        self._arrived, self._reduce_on_arrival, self._finish = 0, False, None
+        self.reduced.zero_()
+        if self._passing:
+            self._release()
         else:
-            self.group.average(self.gradient)
+            self.gradient.zero_()
+
+    def reduce_on_arrival(self) -> None:
+        """The coming backward pass is the last of the step: reduce when its last gradient is there."""
+        self._reduce_on_arrival = True
+        self._arrived = 0  # whatever earlier microbatches left out, this one is counted from its beginning
+
+    def reduce_gradients(self) -> None:
+        """Average the gradients over the group into `reduced`: finish what began on arrival, or do all of it now."""
+        if self._passing:
+            self._pass_on()
+            return
+        if self._finish is None:
+            self._start_reduction()
+        assert self._finish is not None
+        self._finish()
+
+    def _before_gradient(self, gradient: Tensor) -> None:
+        """Autograd is about to add a gradient of this chunk: the buffer must be there."""
+        if self._passing and self.gradient.untyped_storage().nbytes() == 0:
+            self.gradient.untyped_storage().resize_(self.size * self.gradient.element_size())
+            self.gradient.zero_()
+
+    def _after_gradient(self, parameter: Tensor) -> None:
+        """Autograd has added a gradient of this chunk."""
+        self._arrived += 1
+        if self._arrived < len(self.slots):
+            return
+        self._arrived = 0
+        if self._passing:
+            self._pass_on()
+        elif self._reduce_on_arrival:
+            self._start_reduction()
+
+    def _start_reduction(self) -> None:
+        if not self.sharded:
+            self._finish = self.group.start_average(self.gradient)
+            return
+        mean = torch.zeros_like(self.reduced)
+        add = self.group.start_average_part(self.gradient, self.part, mean)
+
+        def finish() -> None:
+            add()
+            self.reduced.copy_(mean)  # a view of the buffer that was being sent until now
+
+        self._finish = finish
+
+    def _pass_on(self) -> None:
+        """Reduce what has arrived into this rank's part; nothing where nothing has."""
+        if self.gradient.untyped_storage().nbytes():
+            self.group.start_average_part(self.gradient, self.part, self.reduced)()
+            self._release()
+
+    def _release(self) -> None:
+        """Give the long gradient buffer's memory back; the parameters' gradients stay views of it."""
+        self.gradient.untyped_storage().resize_(0)
 
     def gradient_square_sum(self) -> Tensor:
-        """Sum of squares of the gradients in this rank's part, fp32 scalar."""
-        return torch.linalg.vector_norm(self.gradient[self.part], dtype=torch.float32).square()
+        """Sum of squares of the reduced gradients of this rank's part, fp32 scalar."""
+        return torch.linalg.vector_norm(self.reduced, dtype=torch.float32).square()
 
     def step(self, rule: AdamW, step: int, lr: float, gradient_scale: float, tile: int) -> None:
         """One optimizer update with gradients times `gradient_scale`, then the compute copies made anew.
@@ -110,10 +179,9 @@ class Chunk:
         update, and the numbers must not depend on the tile.
         """
         tile = _aligned(tile)
-        own_gradient = self.gradient[self.part]
         for start in range(0, len(self.master), tile):
             here = slice(start, min(start + tile, len(self.master)))
-            gradient = own_gradient[here].float()
+            gradient = self.reduced[here].float()
             if gradient_scale != 1.0:
                 gradient = gradient * gradient_scale
             adamw(rule, step, lr, self.master[here], gradient, self.m[here], self.v[here])
@@ -140,7 +208,8 @@ class Chunk:
         shared = self.master.untyped_storage().data_ptr() == self.parameter.untyped_storage().data_ptr()
         return {
             "parameters": self.parameter.untyped_storage().nbytes(),
-            "gradients": self.gradient.untyped_storage().nbytes(),
+            "gradients": self.gradient.untyped_storage().nbytes()
+            + (self.reduced.untyped_storage().nbytes() if self._passing else 0),
             "master": 0 if shared else self.master.untyped_storage().nbytes(),
             "moments": self.m.untyped_storage().nbytes() + self.v.untyped_storage().nbytes(),
         }

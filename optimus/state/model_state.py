@@ -50,10 +50,15 @@ class ModelState:
         for chunk in self.chunks:
             chunk.initialize(seed, std)
 
-    def zero_gradients(self) -> None:
+    def begin_step(self) -> None:
         """Set all gradients to zero; must precede the first microbatch of a step."""
         for chunk in self.chunks:
-            chunk.gradient.zero_()
+            chunk.begin_step()
+
+    def reduce_on_arrival(self) -> None:
+        """The coming backward pass is the last of the step: each chunk is reduced when its last gradient is there."""
+        for chunk in self.chunks:
+            chunk.reduce_on_arrival()
 
     def reduce_gradients(self) -> None:
         """Average the gradients over the replicas."""

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from types import FunctionType
+from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 
@@ -70,6 +71,7 @@ def _load(name: str, file: str) -> None:
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
+    _make_packages(name, file)
     sys.modules[name] = module  # before it runs: its classes look themselves up there
     try:
         spec.loader.exec_module(module)
@@ -84,3 +86,13 @@ def _found_by_name(name: str, file: str) -> bool:
     except ModuleNotFoundError:  # of a package above it
         return False
     return spec is not None and spec.origin == file
+
+
+def _make_packages(name: str, file: str) -> None:
+    """Fill in the packages above a module: pickle imports a class's module through them."""
+    packages = name.split(".")[:-1]
+    for depth, folder in zip(range(len(packages), 0, -1), Path(file).parents):
+        package = ".".join(packages[:depth])
+        if package not in sys.modules:
+            sys.modules[package] = ModuleType(package)
+            sys.modules[package].__path__ = [str(folder)]

@@ -2,9 +2,9 @@
 
 The ranks are processes forked from a server that has imported torch once (multiprocessing's forkserver), kept and used
 again by the next call. A call gives each of them the function and the caller's folder, `sys.path` and environment, and
-makes and destroys one process group, under its own prefix of a TCP store that the calling process hosts: no rank's end
-takes the store from the others, and nothing of one call is seen by the next. Only what the function changes in its
-process and leaves so, such as a patched module, is.
+makes and destroys one process group. Its ranks meet in a file of its own, which no rank hosts; a TCP store asks for
+the names of its peers' addresses, and where the name server is slow that stalls a connection for seconds. So nothing of
+one call is seen by the next, but for what the function changes in its process and leaves so, such as a patched module.
 
 Where a rank fails, all ranks of that call are killed, as the others may wait for it for ever; the next call forks
 new ones. The rank named is the cause: a dead rank before any that raised (its peers' connections broke), else the one
@@ -18,6 +18,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import sys
 import time
@@ -39,7 +40,6 @@ import torch.distributed as dist
 from optimus.testing import functions
 
 T = TypeVar("T")
-_LOOPBACK = "127.0.0.1"
 
 
 class RankError(Exception):
@@ -63,8 +63,8 @@ def run_ranks(fn: Callable[..., T], n: int, *args: Any, timeout: float = 60.0) -
         raise ValueError(f"run_ranks needs at least one rank, not {n}")
     deadline = time.monotonic() + timeout
     work = functions.dumps((fn, args))
-    with _pool().lend(n) as (workers, group):
-        calls = [_Call(rank, n, *group, timeout, os.getcwd(), sys.path, dict(os.environ), work) for rank in range(n)]
+    with _pool().lend(n) as (workers, store):
+        calls = [_Call(rank, n, store, timeout, os.getcwd(), sys.path, dict(os.environ), work) for rank in range(n)]
         results = _exchange(workers, calls, deadline, timeout)
         # Only when all are done: a rank that closes its connections early could break its peers' last collective.
         _exchange(workers, [None] * n, deadline, timeout)
@@ -77,8 +77,7 @@ class _Call:
 
     rank: int
     size: int
-    port: int  # of the store
-    prefix: str  # of this call's keys in the store
+    store: str  # the file in which the ranks of this call meet
     timeout: float  # seconds
     folder: str
     path: list[str]
@@ -154,8 +153,10 @@ def _failed(answers: dict[int, _Answer]) -> RankError:
 
 def _timed_out(workers: Sequence[_Worker], pending: Sequence[int], timeout: float) -> RankError:
     for rank in pending:
+        process = workers[rank].process.pid
+        assert process is not None
         with contextlib.suppress(ProcessLookupError):
-            os.kill(workers[rank].process.pid or 0, signal.SIGUSR1)
+            os.kill(process, signal.SIGUSR1)
     time.sleep(0.2)  # they write their stacks
     names = ("rank " if len(pending) == 1 else "ranks ") + ", ".join(map(str, pending))
     lines = [f"{names} of {len(workers)} had not finished after {timeout:g} s"]
@@ -166,44 +167,46 @@ def _timed_out(workers: Sequence[_Worker], pending: Sequence[int], timeout: floa
 
 
 class _Pool:
-    """The idle workers of this process, the store that their groups meet in, and the folder for their stacks."""
+    """The idle workers of this process, and the folder for their stacks and for the files in which they meet."""
 
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
         # Modules of ours that the caller has imported will be needed by its functions too; tests import pytest.
         ours = [name for name in sys.modules if name.split(".")[0] == "optimus"]
         self.context.set_forkserver_preload(["torch", "torch.distributed", "pytest", __name__, *ours])
-        self.store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
-        self.stacks = TemporaryDirectory(prefix="ranks-")
+        self.folder = TemporaryDirectory(prefix="ranks-")
         self.calls = itertools.count()
         self.idle: list[_Worker] = []
         atexit.register(self.close)
 
     @contextlib.contextmanager
-    def lend(self, n: int) -> Iterator[tuple[list[_Worker], tuple[int, str]]]:
-        """`n` workers, and port and prefix of their store; after any exception they are killed, not taken back."""
+    def lend(self, n: int) -> Iterator[tuple[list[_Worker], str]]:
+        """`n` workers, and a file for them to meet in; after any exception they are killed, not taken back."""
+        store = Path(self.folder.name) / f"call{next(self.calls)}"
         self.idle = [worker for worker in self.idle if worker.process.is_alive()]
         workers, self.idle = self.idle[:n], self.idle[n:]
         try:
             workers += [self._start() for _ in range(n - len(workers))]
-            yield workers, (self.store.port, f"call{next(self.calls)}")
+            yield workers, str(store)
         except BaseException:
             _kill(workers)
             raise
+        finally:
+            store.unlink(missing_ok=True)
         self.idle = workers + self.idle
 
     def _start(self) -> _Worker:
         ours, theirs = self.context.Pipe()
-        process = self.context.Process(target=_serve, args=(theirs, self.stacks.name), name="rank")
+        process = self.context.Process(target=_serve, args=(theirs, self.folder.name), name="rank")
         process.start()
         theirs.close()
-        return _Worker(process, ours, Path(self.stacks.name) / str(process.pid))
+        return _Worker(process, ours, Path(self.folder.name) / f"stack{process.pid}")
 
     def close(self) -> None:
         """At exit, before multiprocessing waits for its processes."""
         _kill(self.idle)
         self.idle = []
-        self.stacks.cleanup()
+        self.folder.cleanup()
 
 
 @cache
@@ -222,11 +225,11 @@ def _kill(workers: Sequence[_Worker]) -> None:
 # ---- The rank's side ----
 
 
-def _serve(connection: Connection, stacks: str) -> None:
+def _serve(connection: Connection, folder: str) -> None:
     """A worker's life: answer each call, and leave its process group when told that all ranks are done."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, who ends us
-    Thread(target=_end_with_parent, daemon=True).start()
-    with (Path(stacks) / str(os.getpid())).open("w") as stack:
+    Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    with (Path(folder) / f"stack{os.getpid()}").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         while True:
             try:
@@ -236,11 +239,12 @@ def _serve(connection: Connection, stacks: str) -> None:
             connection.send_bytes(pickle.dumps(_answer(call)))
 
 
-def _end_with_parent() -> None:
-    """Whatever this rank is doing: if the caller was killed, nobody else ends it."""
+def _end_with_parent(folder: str) -> None:
+    """Whatever this rank is doing: if the caller was killed, nobody else ends it, nor removes the pool's folder."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -271,5 +275,5 @@ def _join(call: _Call) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     limit = timedelta(seconds=call.timeout)
-    prefixed = dist.FileStore(f"/tmp/fs/{call.port}{call.prefix}", call.size)
-    dist.init_process_group("gloo", store=prefixed, rank=call.rank, world_size=call.size, timeout=limit)
+    store = dist.FileStore(call.store, call.size)
+    dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.size, timeout=limit)

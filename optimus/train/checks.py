@@ -74,9 +74,12 @@ def _check_resumable(config: RunConfig, folder: Path, found: list[Path], shards:
 def check_memory(config: RunConfig, device: torch.device, ranks: int) -> None:
     """Raise `UserError` when parameters, gradients and optimizer state alone do not fit into the free memory."""
     total = count_parameters(config.model).total
-    parts = ranks if config.state.shard == "optimizer" else 1
+    parts = ranks if config.state.shard != "none" else 1
+    gradient = (2 if config.state.gradient_dtype == "bfloat16" else 4) / (
+        ranks if config.state.shard == "gradients" else 1
+    )
     master = 4 / parts if config.train.precision == "bfloat16" else 0
-    per_parameter = (2 if master else 4) + (2 if config.state.gradient_dtype == "bfloat16" else 4) + master + 8 / parts
+    per_parameter = (2 if master else 4) + gradient + master + 8 / parts
     sharers = ranks if device.type == "cpu" else 1
     needed, free = int(total * per_parameter * sharers), free_memory(device)
     if needed > free:

@@ -1,6 +1,7 @@
 """One training step, as the architecture draws it: microbatches, reduce, check, clip, update."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,8 +27,8 @@ class StepResult(NamedTuple):
 
 def training_step(model: Transformer, state: ModelState, tokens_BS: Tensor, config: RunConfig, step: int) -> StepResult:
     """Train on this rank's part of a global batch; `step` counts from 1."""
-    state.zero_gradients()
-    losses = accumulate_gradients(model, tokens_BS, config)
+    state.begin_step()
+    losses = accumulate_gradients(model, tokens_BS, config, before_last=state.reduce_on_arrival)
     state.reduce_gradients()
     state.groups.along("dp").average(losses)
     loss, balance, z = losses.tolist()
@@ -39,12 +40,19 @@ def training_step(model: Transformer, state: ModelState, tokens_BS: Tensor, conf
     return StepResult(loss, balance, z, norm, lr, skipped)
 
 
-def accumulate_gradients(model: Transformer, tokens_BS: Tensor, config: RunConfig) -> Tensor:
-    """Forward and backward over this rank's microbatches; the mean losses [3] (cross-entropy, balance, z), fp32."""
+def accumulate_gradients(
+    model: Transformer, tokens_BS: Tensor, config: RunConfig, before_last: Callable[[], None] = lambda: None
+) -> Tensor:
+    """Forward and backward over this rank's microbatches; the mean losses [3] (cross-entropy, balance, z), fp32.
+
+    `before_last` is called before the last backward pass.
+    """
     microbatches = tokens_BS.split(config.train.micro_batch)
     total = torch.zeros(3, device=tokens_BS.device)
-    for tokens in microbatches:
+    for number, tokens in enumerate(microbatches, start=1):
         losses = model.losses(tokens)
+        if number == len(microbatches):
+            before_last()
         (objective(losses, config) / len(microbatches)).backward()
         total += torch.stack([loss.detach() for loss in losses])
     return total / len(microbatches)

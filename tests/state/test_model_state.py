@@ -102,7 +102,7 @@ def test_gradients_accumulate_in_the_chunk(compute: torch.dtype, gradient: torch
         scale = float(expected[name].abs().max())
         torch.testing.assert_close(views[name], expected[name], rtol=0, atol=tolerance * scale)
         assert scale > 0
-    state.zero_gradients()
+    state.begin_step()
     assert all(not parameter.grad.any() for parameter in module.parameters() if parameter.grad is not None)
 
 
@@ -149,7 +149,7 @@ def test_the_step_reaches_every_chunk_and_counts(monkeypatch: pytest.MonkeyPatch
     rule = AdamW(0.9, 0.99, 1e-8, 0.1)
     for _ in range(3):
         for model, its_state in ((module, state), (parted, parted_state)):
-            its_state.zero_gradients()
+            its_state.begin_step()
             model.losses(TOKENS).cross_entropy.backward()
             its_state.step(rule, 1e-2, 1.0)
         optimizer.zero_grad()

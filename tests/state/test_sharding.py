@@ -18,7 +18,9 @@ RULE = AdamW(0.9, 0.99, 1e-8, 0.1)
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def made(ranks: int, shard: str, compute: torch.dtype, gradient: torch.dtype, limit: int) -> ModelState:
+def made_with_module(
+    ranks: int, shard: str, compute: torch.dtype, gradient: torch.dtype, limit: int
+) -> tuple[Transformer, ModelState]:
     config = ModelConfig(
         family="olmoe", hidden=16, layers=2, heads=2, intermediate=24, vocab=50, experts=4, experts_per_token=2
     )
@@ -36,7 +38,11 @@ def made(ranks: int, shard: str, compute: torch.dtype, gradient: torch.dtype, li
         shard=shard,  # type: ignore[arg-type]
     )
     state.initialize(3, 0.02)
-    return state
+    return module, state
+
+
+def made(ranks: int, shard: str, compute: torch.dtype, gradient: torch.dtype, limit: int) -> ModelState:
+    return made_with_module(ranks, shard, compute, gradient, limit)[1]
 
 
 def set_gradients(state: ModelState, rank: int, step: int) -> None:
@@ -53,6 +59,7 @@ def updated(ranks: int, shard: str, compute: torch.dtype, gradient: torch.dtype,
     state = made(ranks, shard, compute, gradient, limit)
     norms = []
     for step in range(3):
+        state.begin_step()
         set_gradients(state, rank, step)
         state.reduce_gradients()
         norms.append(state.gradient_norm())
@@ -131,3 +138,76 @@ def test_traffic_of_a_step() -> None:
     assert found == {"all_reduce": 2 * size}
     found, size = run_ranks(traffic_of_a_step, 2, 2, "optimizer")[0]
     assert found == {"reduce_scatter_tensor": 2 * size, "all_gather_into_tensor": 2 * size}
+
+
+def trained(ranks: int, shard: str, limit: int, on_arrival: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Two steps of two microbatches through the backward pass; this rank has its part of 8 sequences a step."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    module, state = made_with_module(ranks, shard, FP32, FP32, limit)
+    norms = []
+    for step in range(2):
+        batch = torch.randint(50, (8, 12), generator=torch.Generator().manual_seed(step))
+        state.begin_step()
+        for number, tokens in enumerate(batch.chunk(ranks)[rank].chunk(2)):
+            if number == 1 and on_arrival:
+                state.reduce_on_arrival()
+            (module.losses(tokens).cross_entropy / 2).backward()
+        state.reduce_gradients()
+        norms.append(state.gradient_norm())
+        state.step(RULE, 1e-2, 1.0)
+    return norms, {name: tensor.clone() for name, tensor in state.tensors()}
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])
+@pytest.mark.parametrize(("ranks", "limit"), [(2, 1 << 26), (4, 2000)])
+@pytest.mark.parametrize("on_arrival", [True, False])
+def test_training_on_ranks_equals_one_process(shard: str, ranks: int, limit: int, on_arrival: bool) -> None:
+    norms, right = trained(1, "none", 1 << 26, on_arrival)
+    for its_norms, tensors in run_ranks(trained, ranks, ranks, shard, limit, on_arrival):
+        assert its_norms == pytest.approx(norms, rel=1e-5)
+        for name, tensor in right.items():
+            torch.testing.assert_close(tensors[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def gradient_memory(ranks: int) -> tuple[list[int], int]:
+    """Gradient bytes at rest: before the first step, after a backward pass, and after the step."""
+    module, state = made_with_module(ranks, "gradients", BF16, BF16, 1 << 26)
+    found = []
+    state.begin_step()
+    found.append(state.bytes_by_kind()["gradients"])
+    module.losses(torch.arange(24).view(2, 12)).cross_entropy.backward()
+    found.append(state.bytes_by_kind()["gradients"])
+    state.reduce_gradients()
+    state.step(RULE, 1e-2, 1.0)
+    found.append(state.bytes_by_kind()["gradients"])
+    return found, sum(state.bytes_by_kind().values())
+
+
+def test_sharded_gradients_keep_a_part_only() -> None:
+    """(2 + 14 / N) P bytes at rest (ZeRO, section 5.2)."""
+    found, total = run_ranks(gradient_memory, 4, 4)[0]
+    own = -(-made(1, "none", BF16, BF16, 1 << 26).chunks[0].size // 4 // 32) * 32
+    assert found == [2 * own] * 3
+    assert total == 2 * 4 * own + 14 * own
+
+
+def partly_used(ranks: int, shard: str) -> list[torch.Tensor]:
+    """Reduced gradients where the backward passes of a step do not reach all parameters of a chunk."""
+    rank = torch.distributed.get_rank()
+    module, state = made_with_module(ranks, shard, FP32, FP32, 1 << 26)
+    state.begin_step()
+    (module.embedding * (rank + 1)).sum().backward()
+    state.reduce_on_arrival()
+    (module.head * (rank + 1)).sum().backward()
+    state.reduce_gradients()
+    (chunk,) = state.chunks
+    views = chunk.views(chunk.whole(chunk.reduced))
+    return [views[name].clone() for name in ("embedding", "head", "blocks.0.attention.out")]
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])
+def test_parameters_without_a_gradient_do_no_harm(shard: str) -> None:
+    for embedding, head, unused in run_ranks(partly_used, 2, 2, shard):
+        assert (embedding == 1.5).all()
+        assert (head == 1.5).all()
+        assert (unused == 0).all()

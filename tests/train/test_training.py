@@ -110,7 +110,7 @@ def test_microbatches_do_not_change_the_numbers(small_run: dict[str, Any], tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["none", "optimizer"])
+@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])
 def test_two_ranks_equal_one(small_run: dict[str, Any], tmp_path: Path, shard: str) -> None:
     """Whatever the ranks hold a part of; and the run of two ranks is continued by one."""
     one = changed(small_run, precision="float32", micro_batch=4)
