@@ -90,6 +90,8 @@ class Chunk:
             parameter.register_hook(self._before_gradient)
             parameter.register_post_accumulate_grad_hook(self._after_gradient)
             yield name, parameter
+        if self._passing:
+            self._release()  # now that the views of it are made
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
         """By name, each parameter's view of a buffer of `size` elements."""

@@ -32,7 +32,7 @@ def along(axes: tuple[str, ...]) -> tuple[list[int], int, float, list[float], li
     [
         (("edp",), {0: [0, 2], 1: [1, 3], 2: [0, 2], 3: [1, 3]}),
         (("ep",), {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}),
-        (("dp", "cp"), dict.fromkeys(range(4), [0, 1, 2, 3])),
+        (("dp", "cp"), {rank: [0, 1, 2, 3] for rank in range(4)}),
         (("tp",), {rank: [rank] for rank in range(4)}),
     ],
 )
