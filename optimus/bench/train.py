@@ -22,7 +22,7 @@ from optimus.hub.config_json import write_config
 from optimus.observe.metrics import read_metrics
 
 _WARM_UP = 2  # steps of each run that are not counted
-_EXPERTS = ("grouped_mm", "eager")  # batched_mm copies a weight matrix per routed row: over a minute a step here
+_EXPERTS = ("grouped_mm", "eager")  # batched_mm copies a weight matrix per routed row: 50 s a step here
 
 Contestant = Callable[[RunConfig, Path, int], list[float]]
 
