@@ -62,12 +62,9 @@ def load_state(state: ModelState, path: Path, *, model: ModelConfig, run: dict[s
     with it in every key (a resumed run); without, the weights alone (a new run from these weights).
     """
     description = read_description(path)
-    check_same_model(description, model, path)
+    check_same_model(description.model, model, path)
     if run is not None:
-        if not description.full:
-            raise UserError(f"{path} holds weights only and cannot be resumed: start from it with checkpoint.initial")
-        if changed := differences(description.run, run):
-            raise UserError(f"{path} belongs to another run: {changed}. Use those values or another train.output")
+        check_same_run(description, run, path)
     state.load(partial(_read, path=path), FULL if run is not None else WEIGHTS)
     return description
 
@@ -84,12 +81,18 @@ def load_model(
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 
-def check_same_model(description: Description, model: ModelConfig, path: Path) -> None:
-    """Raise `UserError` naming what differs when the checkpoint `path` is of another architecture than `model`."""
-    if changed := differences(
-        description.model.model_dump(exclude={"init_std"}), model.model_dump(exclude={"init_std"})
-    ):
-        raise UserError(f"checkpoint {path} is of another model: {changed}")
+def check_same_model(there: ModelConfig, here: ModelConfig, path: Path) -> None:
+    """Raise `UserError` naming what differs when the weights in `path` are of another architecture than `here`."""
+    if changed := differences(there.model_dump(exclude={"init_std"}), here.model_dump(exclude={"init_std"})):
+        raise UserError(f"{path} is of another model: {changed}")
+
+
+def check_same_run(description: Description, run: dict[str, Any], path: Path) -> None:
+    """Raise `UserError` when the checkpoint `path` cannot be continued by a run with the fingerprint `run`."""
+    if not description.full:
+        raise UserError(f"{path} holds weights only and cannot be resumed: start from it with checkpoint.initial")
+    if changed := differences(description.run, run):
+        raise UserError(f"{path} belongs to another run: {changed}. Use those values or another train.output")
 
 
 def remove(path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from optimus.checkpoint import save_model
-from optimus.checkpoint.folder import differences
+from optimus.checkpoint.store import check_same_model
 from optimus.errors import UserError
 from optimus.hub.config_json import FILE, read_config, read_model, whole_number
 from optimus.hub.keys import fused, published
@@ -50,9 +50,7 @@ def load_weights(model: Transformer, path: Path) -> None:
     Both forms of the experts are read: one tensor per expert (published) and one per layer (fused). Raises `UserError`
     for another architecture, for missing, unexpected or mis-shaped tensors, and for a parameter type that would round.
     """
-    there = read_model(path).model_dump(exclude={"init_std"})
-    if changed := differences(there, model.config.model_dump(exclude={"init_std"})):
-        raise UserError(f"{path / FILE} is of another model: {changed}")
+    check_same_model(read_model(path), model.config, path / FILE)
     _fill(model, FolderTensors(path), path)
 
 

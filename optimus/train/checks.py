@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from optimus.checkpoint.folder import Description, differences, find_checkpoint, list_checkpoints, read_description
-from optimus.checkpoint.store import check_same_model
+from optimus.checkpoint.folder import find_checkpoint, list_checkpoints, read_description
+from optimus.checkpoint.store import check_same_model, check_same_run
 from optimus.config import ModelConfig, RunConfig, load_config
 from optimus.data import Shards
 from optimus.errors import UserError
@@ -37,10 +37,10 @@ def check_references(config: RunConfig, resume: bool) -> None:
     if initial is not None and not resume:
         if (Path(initial) / "config.json").is_file():
             model = ModelConfig.model_validate(read_model_folder(Path(initial))["model"])
-            check_same_model(Description(model, config.train.context, 0, False), config.model, Path(initial))
+            check_same_model(model, config.model, Path(initial))
         else:
             path = find_checkpoint(initial)
-            check_same_model(read_description(path), config.model, path)
+            check_same_model(read_description(path).model, config.model, path)
 
 
 def check_output(config: RunConfig, resume: bool, shards: Shards) -> None:
@@ -64,9 +64,8 @@ def _check_resumable(config: RunConfig, folder: Path, found: list[Path], shards:
     saved = folder / "config.yaml"
     if found:
         description = read_description(found[-1])
-        check_same_model(description, config.model, found[-1])
-        if changed := differences(description.run, fingerprint(config, shards)):
-            raise UserError(f"{found[-1]} belongs to another run: {changed}. Use those values or another train.output")
+        check_same_model(description.model, config.model, found[-1])
+        check_same_run(description, fingerprint(config, shards), found[-1])
     elif saved.exists() and load_config(saved).model != config.model:
         raise UserError(f"train.output: {folder} is the folder of a run of another model: choose another train.output")
 

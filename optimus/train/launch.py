@@ -98,9 +98,7 @@ def _launch(config: str, resume: bool, ranks: int) -> None:
             pass  # the ranks have had the signal too: they finish their step and save, and the summary says where
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            said: Any = (
-                failure.message
-            )  # of a rank that could write it down: a mapping that holds its traceback as well
+            said: Any = failure.message  # a mapping, its traceback in it, of a rank that could write one
             text = said["message"].removeprefix("UserError: ") if isinstance(said, dict) else said
             raise UserError(f"rank {rank} failed: {text}") from error
 

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from optimus.checkpoint import list_checkpoints, read_description
 from optimus.data import TokenLoader
 from optimus.errors import UserError
 from optimus.train.hooks import Hook
@@ -43,9 +42,7 @@ def train_loop(run: Run, hooks: Sequence[Hook]) -> None:
         if run.failure:
             for hook in hooks:
                 hook.after_error(run)
-            saved = list_checkpoints(run.folder)
-            where = f" (the run is saved up to step {read_description(saved[-1]).step})" if saved else ""
-            raise UserError(f"{run.failure}{where}") from run.failure
+            raise run.failure
 
 
 def _next_batch(run: Run, loader: TokenLoader) -> Tensor | None:

@@ -50,9 +50,12 @@ def test_impossible_combinations(model: dict[str, Any], sections: dict[str, Any]
 
 
 def test_possible_neighbours_of_the_impossible() -> None:
-    tree({**EXPERTS, "experts_per_token": 4}, recompute=["norm", "attention", "moe"], parallel={"data": 2})
-    tree(DENSE, schedule={"name": "constant", "peak": 1e-5}, recompute=["mlp"])
-    tree(DENSE, train={**TRAIN, "stop_at": 10}, optimizer={"betas": [0.0, 0.0]})
+    found = tree({**EXPERTS, "experts_per_token": 4}, recompute=["norm", "attention", "moe"], parallel={"data": 2})
+    assert (found.model.experts_per_token, found.parallel.data) == (4, 2)
+    found = tree(DENSE, schedule={"name": "constant", "peak": 1e-5}, recompute=["mlp"])
+    assert (found.schedule.peak, found.recompute) == (1e-5, ["mlp"])
+    found = tree(DENSE, train={**TRAIN, "stop_at": 10}, optimizer={"betas": [0.0, 0.0]})
+    assert (found.train.stop_at, found.optimizer.betas) == (10, [0.0, 0.0])
 
 
 def sections(node: type[BaseModel], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -141,7 +141,7 @@ def test_a_corrupted_shard_in_the_middle_of_a_run(small_run: dict[str, Any], own
     assert 0 < step < 6
     assert [record["step"] for record in read_metrics(folder)] == list(range(1, step + 1))
     assert f"{path} is corrupted: its checksum differs" in found
-    assert f"the run is saved up to step {step}" in found
+    assert found.count(f"(the run is saved up to step {step})") == 1
     path.write_bytes(whole)
     assert optimus.train(config, resume=True)["step"] == 6
     undisturbed = edited(config, train={"output": str(tmp_path / "undisturbed")})
