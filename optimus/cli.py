@@ -5,7 +5,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -219,6 +219,40 @@ def bench_tokenise(
     report.publish("tokenise", *run(inputs or (), tokenizer, workers), path=json_file)
 
 
+@bench_app.command(name="data-parallel")
+def bench_data_parallel(
+    model: Annotated[str, typer.Option(help="Preset.")] = "mula-tiny-moe",
+    steps: Annotated[int, typer.Option(help="Timed steps per contestant and round.")] = 10,
+    rounds: Annotated[int, typer.Option(help="Rounds, the contestants taking turns.")] = 3,
+    gradients: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Type in which all reduce their gradients.")
+    ] = "float32",
+    json_file: JsonFile = None,
+) -> None:
+    """Data-parallel training against torch DDP and FSDP2, and DeepSpeed where installed, on 2 and 4 ranks."""
+    from optimus.bench import report
+    from optimus.bench.data_parallel import run
+    from optimus.bench.data_parallel_rivals import DEEPSPEED
+
+    result = run(model=model, steps=steps, rounds=rounds, gradients=gradients)
+    report.publish("data-parallel", *result, path=json_file)
+    if DEEPSPEED is None:
+        print("DeepSpeed is not installed: its rows are left out")
+
+
+@bench_app.command(name="optimizer")
+def bench_optimizer(
+    ranks: Annotated[int, typer.Option(help="Data-parallel ranks at most; a power of two up to 8.")] = 4,
+    steps: Annotated[int, typer.Option(help="Timed steps of either way of sharding.")] = 15,
+    json_file: JsonFile = None,
+) -> None:
+    """Optimizer step with expert parallelism: the standard sharded optimizer against EPSO."""
+    from optimus.bench import report
+    from optimus.bench.optimizer import run
+
+    report.publish("optimizer", *run(ranks=ranks, steps=steps), path=json_file)
+
+
 def _show(result: Any, as_json: bool, text: str) -> None:
     print(json.dumps(result, indent=2, default=str) if as_json else text)
 
@@ -232,7 +266,7 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.write(f"error: {error}\n")  # at once: other ranks write there too
         sys.exit(2)
 
 

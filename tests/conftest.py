@@ -1,9 +1,15 @@
-"""Fixtures for every test: where the optional real data lies."""
+"""Fixtures for every test: where the optional real data lies; and how Triton runs."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+if not torch.accelerator.is_available():
+    # Triton then runs kernels in its interpreter. It asks once, when it is first imported, by whatever part of torch.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -55,8 +55,18 @@ def save_model(model: Transformer, folder: Path, *, context: int, tokenizer: Pat
     _write(tensors, folder, description)
 
 
-def load_state(state: ModelState, path: Path, *, model: ModelConfig, run: dict[str, Any] | None) -> Description:
-    """Fill `state` from checkpoint `path`; rank 0 reads and broadcasts. Returns the description.
+def load_state(
+    state: ModelState,
+    path: Path,
+    *,
+    model: ModelConfig,
+    run: dict[str, Any] | None,
+    send: Literal["broadcast", "allreduce"] = "broadcast",
+) -> tuple[Description, int]:
+    """Fill `state` from checkpoint `path`; returns the description and how many ranks have read the files.
+
+    Every parameter is read by one of the ranks that hold it and sent to the others (the Optimus paper, section 4: model
+    broadcasting).
 
     `model` is the architecture that `state` was made for. With `run`, everything is loaded, and the checkpoint must agree
     with it in every key (a resumed run); without, the weights alone (a new run from these weights).
@@ -65,8 +75,8 @@ def load_state(state: ModelState, path: Path, *, model: ModelConfig, run: dict[s
     check_same_model(description.model, model, path)
     if run is not None:
         check_same_run(description, run, path)
-    state.load(partial(_read, path=path), FULL if run is not None else WEIGHTS)
-    return description
+    readers = state.load(partial(_read, path=path), FULL if run is not None else WEIGHTS, send)
+    return description, readers
 
 
 def load_model(
@@ -74,9 +84,7 @@ def load_model(
 ) -> Transformer:
     """The model of a checkpoint or of a run's newest one, in evaluation mode; it maps `tokens_BS` to `logits_BSV`."""
     path = find_checkpoint(checkpoint)
-    with torch.device("meta"):
-        model = Transformer(read_description(path).model)
-    model = model.to_empty(device="cpu").float()
+    model = Transformer(read_description(path).model).float()
     _read({f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}, path)
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
 

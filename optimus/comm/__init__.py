@@ -1,5 +1,5 @@
 """Collectives between ranks."""
 
-from optimus.comm.group import Group, Groups
+from optimus.comm.group import CollectiveError, Finish, Group, Groups
 
-__all__ = ["Group", "Groups"]
+__all__ = ["CollectiveError", "Finish", "Group", "Groups"]

@@ -1,13 +1,30 @@
-"""Groups of ranks along axes of the mesh, and the collectives on them. A group of one needs no process group."""
+"""Groups of ranks along axes of the mesh, and the collectives on them. A group of one needs no process group.
 
-from collections.abc import Callable, Sequence
+A collective that fails, because a peer has died or did not come in time, ends in one message that names the collective, its
+group and its size; `start_*` begin one and return what finishes it, so that work can be done in between.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from optimus.comm.exchange import add_up, gathering, scattering
+from optimus.errors import UserError
 from optimus.mesh import Mesh
+
+Finish = Callable[[], None]
+
+_LONG = 1 << 20  # elements from which on a sum over Gloo is sent from rank to rank, in less time than in its ring
+
+
+class CollectiveError(UserError):
+    """A collective did not come to its end. The ranks are not in step any more: nothing collective can follow."""
 
 
 class Group:
@@ -19,73 +36,149 @@ class Group:
         self.rank = rank
         self._handle = handle
 
-    def start_average(self, tensor: Tensor) -> Callable[[], None]:
-        """Begin to replace `tensor` on every rank by its mean over the ranks; calling the result finishes it."""
+    @property
+    def _point_to_point(self) -> bool:
+        return dist.get_backend(self._handle) == "gloo"
+
+    def start_sum(self, tensor: Tensor) -> Finish:
+        """Begin to replace `tensor` on every rank by its sum over the ranks (all-reduce)."""
         if self.size == 1:
             return _nothing
-        work = dist.all_reduce(tensor, group=self._handle, async_op=True)
+        if self._point_to_point and tensor.numel() >= _LONG and tensor.numel() % self.size == 0:
+            return self._start_long_sum(tensor.view(-1))
+        return self._start("all_reduce", tensor, lambda: dist.all_reduce(tensor, group=self._handle, async_op=True))
+
+    def _start_long_sum(self, tensor: Tensor) -> Finish:
+        """An all-reduce as reduce-scatter and all-gather; the gather begins when the result is called."""
+        own = tensor.chunk(self.size)[self.rank]
+        finish_part = self._start_scattering(tensor, own)
 
         def finish() -> None:
-            work.wait()
-            tensor.div_(self.size)
+            finish_part()
+            self.gather(tensor, own)
 
         return finish
 
-    def average(self, tensor: Tensor) -> None:
-        """Replace `tensor` on every rank by its mean over the ranks, in place."""
-        self.start_average(tensor)()
+    def start_sum_part(self, tensor: Tensor, out: Tensor) -> Finish:
+        """Begin to fill `out` with this rank's part of the sum of `tensor` over the ranks (reduce-scatter).
 
-    def start_average_part(self, tensor: Tensor, part: slice, out: Tensor) -> Callable[[], None]:
-        """Begin to add this rank's `part` of the mean of a flat `tensor` over the ranks (reduce-scatter) to `out`.
-
-        The parts of the ranks are of one size and in rank order. `tensor` must stay as it is until the result is called.
+        The parts are the equal slices of dim 0 of `tensor`, in rank order; `out` may be this rank's own slice of it.
+        `tensor` must stay as it is until the result is called. If `out` is a slice of it, the rest holds nothing of use
+        then.
         """
         if self.size == 1:
-            out.add_(tensor[part])
+            if out.data_ptr() != tensor.data_ptr():
+                out.copy_(tensor)
             return _nothing
-        total = torch.empty_like(tensor[part])
-        work = dist.reduce_scatter_tensor(total, tensor, group=self._handle, async_op=True)
+        if self._point_to_point:
+            return self._start_scattering(tensor, out)
+        call = _newest("reduce_scatter_single", "reduce_scatter_tensor")
+        return self._start("reduce_scatter", tensor, lambda: call(out, tensor, group=self._handle, async_op=True))
+
+    def _start_scattering(self, tensor: Tensor, out: Tensor) -> Finish:
+        own = tensor.chunk(self.size)[self.rank]
+        received = own.new_empty(self.size - 1, *own.shape)
+        wait = self._start("reduce_scatter", tensor, scattering(tensor, received, self.ranks, self.rank, self._handle))
 
         def finish() -> None:
-            work.wait()
-            out.add_(total, alpha=1 / self.size)
+            wait()
+            add_up(own, received, self.rank, out)
 
         return finish
+
+    def start_gather(self, tensor: Tensor, part: Tensor) -> Finish:
+        """Begin to fill dim 0 of `tensor` with the `part` of every rank, in rank order (all-gather).
+
+        `part` may be this rank's own slice of `tensor`.
+        """
+        if self.size == 1:
+            if part.data_ptr() != tensor.data_ptr():
+                tensor.copy_(part)
+            return _nothing
+        if self._point_to_point:
+            return self._start("all_gather", tensor, gathering(tensor, part, self.ranks, self.rank, self._handle))
+        call = _newest("all_gather_single", "all_gather_into_tensor")
+        return self._start("all_gather", tensor, lambda: call(tensor, part, group=self._handle, async_op=True))
 
     def sum(self, tensor: Tensor) -> None:
         """Replace `tensor` on every rank by its sum over the ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(tensor, group=self._handle)
+        self.start_sum(tensor)()
 
-    def gather_parts(self, tensor: Tensor, part: Tensor) -> None:
-        """Fill the flat `tensor` with the `part` of every rank, in rank order (all-gather)."""
-        if self.size > 1:
-            aliased = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-            dist.all_gather_into_tensor(tensor, part.clone() if aliased else part, group=self._handle)
-        elif part.data_ptr() != tensor.data_ptr():
-            tensor.copy_(part)
+    def sum_part(self, tensor: Tensor, out: Tensor) -> None:
+        """Fill `out` with this rank's part of the sum of `tensor` over the ranks; see `start_sum_part`."""
+        self.start_sum_part(tensor, out)()
+
+    def gather(self, tensor: Tensor, part: Tensor) -> None:
+        """Fill `tensor` with the `part` of every rank; see `start_gather`."""
+        self.start_gather(tensor, part)()
+
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Rows for and from each rank (all-to-all): `send[i]` rows of dim 0 go to rank i, `receive[i]` come from it.
+
+        Both are in rank order. What each rank sends to another must be what that one expects.
+        """
+        if self.size == 1:
+            return rows
+        out = rows.new_empty(sum(receive), *rows.shape[1:])
+        self._start(
+            "all_to_all",
+            rows,
+            lambda: dist.all_to_all_single(
+                out, rows.contiguous(), list(receive), list(send), group=self._handle, async_op=True
+            ),
+        )()
+        return out
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replace `tensor` on every rank by that of the group's first rank, in place."""
         if self.size > 1:
-            dist.broadcast(tensor, src=self.ranks[0], group=self._handle)
+            source = self.ranks[0]
+            call = dist.broadcast
+            self._start("broadcast", tensor, lambda: call(tensor, src=source, group=self._handle, async_op=True))()
 
     def any(self, flag: bool, device: torch.device) -> bool:
         """Whether `flag` is set on any rank, so that all ranks take the same turn; `device` is what the group moves."""
         if self.size == 1:
             return flag
         one = torch.tensor(int(flag), device=device)
-        dist.all_reduce(one, op=dist.ReduceOp.MAX, group=self._handle)
+        self.sum(one)
         return bool(one.item())
+
+    def _start(self, name: str, tensor: Tensor, call: Callable[[], Any]) -> Finish:
+        with self._naming(name, tensor):
+            started = call()
+        works = started if isinstance(started, list) else [started]
+
+        def finish() -> None:
+            with self._naming(name, tensor):
+                for work in works:
+                    work.wait()
+
+        return finish
+
+    @contextmanager
+    def _naming(self, name: str, tensor: Tensor) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # what torch.distributed raises for a lost peer and for one that is late
+            raise CollectiveError(
+                f"{name} of {tensor.numel() * tensor.element_size():,} bytes over ranks {_few(self.ranks)} failed on rank "
+                f"{self.ranks[self.rank]}: {_cause(error)}"
+            ) from error
 
 
 class Groups:
-    """The groups of this rank, made once per set of axes and shared by all who ask."""
+    """The groups of this rank, made once per division of the ranks and shared by all who ask.
 
-    def __init__(self, mesh: Mesh) -> None:
+    `timeout`, in seconds, is how long a rank of one waits for the others; by default torch's.
+    """
+
+    def __init__(self, mesh: Mesh, timeout: float | None = None) -> None:
         self.mesh = mesh
+        self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self._made: dict[frozenset[str], Group] = {}
+        self._made: dict[tuple[tuple[int, ...], ...], Group] = {}
+        self._along: dict[frozenset[str], Group] = {}
 
     @property
     def world(self) -> Group:
@@ -95,17 +188,42 @@ class Groups:
     def along(self, *axes: str) -> Group:
         """The ranks that differ from this one on `axes` only. All ranks must ask for new groups in the same order."""
         key = frozenset(axes)
+        if key not in self._along:
+            self._along[key] = self.dividing(list(self.mesh.groups(axes)))
+        return self._along[key]
+
+    def dividing(self, parts: Sequence[Sequence[int]]) -> Group:
+        """This rank's group where `parts` divide all ranks. All ranks must ask for new groups in the same order."""
+        key = tuple(tuple(part) for part in parts)
         if key not in self._made:
-            self._made[key] = self._make(axes)
+            self._made[key] = self._make(key)
         return self._made[key]
 
-    def _make(self, axes: Sequence[str]) -> Group:
-        ranks = self.mesh.group(self.rank, axes)
+    def _make(self, parts: Sequence[Sequence[int]]) -> Group:
+        own = next(part for part in parts if self.rank in part)
         handle = None
-        if 1 < len(ranks) < self.mesh.size:
-            handles = {group[0]: dist.new_group(group) for group in self.mesh.groups(axes)}
-            handle = handles[ranks[0]]
-        return Group(ranks, ranks.index(self.rank), handle)
+        if 1 < len(own) < self.mesh.size:
+            handles = {part[0]: dist.new_group(list(part), timeout=self._timeout) for part in parts}
+            handle = handles[own[0]]
+        return Group(own, own.index(self.rank), handle)
+
+
+def _newest(new: str, old: str) -> Callable[..., Any]:
+    """A function of torch.distributed that has another name since torch 2.13."""
+    return getattr(dist, new if hasattr(dist, new) else old)
+
+
+def _cause(error: RuntimeError) -> str:
+    """The first line of what torch says, without the place in its sources and the advice behind it."""
+    line = str(error).strip().splitlines()[0]
+    return re.sub(r"^\[[^]]*\] ?|\. This is typically.*$", "", line)
+
+
+def _few(ranks: Sequence[int]) -> str:
+    """Ranks as text: all of a few, the ends of many."""
+    if len(ranks) <= 8:
+        return ", ".join(map(str, ranks))
+    return f"{ranks[0]}, {ranks[1]} ... {ranks[-1]} ({len(ranks)} of them)"
 
 
 def _nothing() -> None:

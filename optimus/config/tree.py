@@ -61,15 +61,43 @@ class ParallelConfig(Section):
     data: int | None = Field(
         None, gt=0, description="Data-parallel ranks, each with its part of every global batch. Default: all ranks."
     )
+    expert: int = Field(
+        1,
+        gt=0,
+        description="Expert-parallel ranks, among the data-parallel ones: each holds its part of every layer's experts.",
+    )
 
 
 class StateConfig(Section):
     """How the model state is held."""
 
-    shard: Literal["none", "optimizer", "gradients"] = Field(
+    shard: Literal["none", "optimizer", "gradients", "parameters"] = Field(
         "none",
-        description="What each data-parallel rank keeps a part of only: nothing; master weights and moments (ZeRO-1); "
-        "gradients as well (ZeRO-2).",
+        description="What each rank keeps a part of only: nothing; master weights and moments (ZeRO-1); gradients as well "
+        "(ZeRO-2); parameters as well (ZeRO-3, FSDP).",
+    )
+    shard_over: Literal["replicas", "data"] = Field(
+        "replicas",
+        description="Ranks over which it is shared out: all that hold the same parameters (EPSO), or only those along the "
+        "data axis of the experts, so that what is not expert is held `parallel.expert` times.",
+    )
+    shard_ranks: int | None = Field(
+        None,
+        gt=0,
+        description="Share out over this many neighbouring ranks only and repeat it in the others (HSDP). Default: all.",
+    )
+    release: bool = Field(
+        True,
+        description="With shard: parameters, whether whole parameters are given up after the forward pass and gathered "
+        "again in the backward pass, or kept until the optimizer step.",
+    )
+    prefetch: int = Field(
+        1,
+        ge=0,
+        description="With shard: parameters, chunks gathered ahead of their use, in the order of the first step.",
+    )
+    chunk: int | None = Field(
+        None, gt=0, description="Elements of a chunk at most. Default: the size that wastes least (Elixir's search)."
     )
     gradient_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Type in which gradients accumulate over microbatches and are reduced over ranks."
@@ -77,6 +105,23 @@ class StateConfig(Section):
     tile: int = Field(
         1 << 20, gt=0, description="Elements that the optimizer updates at a time; fp32 copies exist for one tile only."
     )
+    coarsening: int | None = Field(
+        None,
+        gt=0,
+        description="Tiles per all-reduce of a chunk's gradients, several being under way at once (AxoNN). Default: all.",
+    )
+
+    @model_validator(mode="after")
+    def _sharding(self) -> "StateConfig":
+        if self.shard == "none" and (self.shard_ranks is not None or self.shard_over != "replicas"):
+            raise ValueError(
+                "shard_ranks and shard_over say how the state is shared out, but shard is none: choose a shard"
+            )
+        if self.shard != "parameters" and not self.release:
+            raise ValueError(
+                f"release is about whole parameters, which are always kept with shard {self.shard}: remove it"
+            )
+        return self
 
 
 class OptimizerConfig(Section):
@@ -123,6 +168,16 @@ class MoeConfig(Section):
     routing: Literal["learned", "uniform"] = Field(
         "learned", description="uniform: forced uniform routing, every expert receives the same number of tokens."
     )
+    dispatch: Literal["alltoall", "allgather"] = Field(
+        "alltoall",
+        description="How tokens reach the experts of other ranks: each once to every rank that holds one of its experts, "
+        "or all to all ranks (the paper's way).",
+    )
+    balance_scope: Literal["microbatch", "global"] = Field(
+        "microbatch",
+        description="Tokens over which the share of each expert is counted in the balance loss: those of a microbatch on "
+        "one rank, or of the global batch. The latter costs one more forward pass where there are several microbatches.",
+    )
 
 
 class TrainConfig(Section):
@@ -159,6 +214,9 @@ class CheckpointConfig(Section):
     initial: str | None = Field(
         None, description="Start from the weights of this checkpoint or Hugging Face folder, with a fresh optimizer."
     )
+    broadcast: Literal["broadcast", "allreduce"] = Field(
+        "broadcast", description="How the one rank that reads a parameter sends it to the others that hold it."
+    )
 
 
 class EvaluateConfig(Section):
@@ -181,6 +239,12 @@ class ResilienceConfig(Section):
     max_skipped: int = Field(
         3, ge=0, description="Steps in a row with a non-finite gradient norm that are skipped before the run ends."
     )
+    timeout: float = Field(
+        600.0,
+        gt=0,
+        description="Seconds after which a rank that waits for the others in a collective gives up. "
+        "Ranks wait like this while another one writes a checkpoint, too.",
+    )
 
 
 class ObserveConfig(Section):
@@ -189,6 +253,11 @@ class ObserveConfig(Section):
     log_every: int = Field(10, gt=0, description="Steps between the lines printed where there is no terminal.")
     tensorboard: bool = Field(True, description="Write TensorBoard events.")
     wandb: str | None = Field(None, description="Weights & Biases project; null: off.")
+    trace: int | None = Field(
+        None,
+        gt=0,
+        description="Profile this step: each rank writes trace-rank-N.json, for chrome://tracing or Perfetto.",
+    )
 
 
 Recomputable = Literal["norm", "attention", "mlp", "moe"]
@@ -221,6 +290,13 @@ class RunConfig(Section):
         absent = "moe" if dense else "mlp"
         if absent in self.recompute:
             raise ValueError(f"recompute: a model of family {self.model.family} has no module '{absent}'")
+        if self.parallel.expert > 1:
+            if self.model.experts is None:
+                raise ValueError(f"parallel.expert {self.parallel.expert}: the model is dense (family olmo), remove it")
+            if self.model.experts % self.parallel.expert:
+                raise ValueError(
+                    f"model.experts {self.model.experts} is not a multiple of parallel.expert {self.parallel.expert}"
+                )
         if self.parallel.data and self.train.global_batch % (self.parallel.data * self.train.micro_batch):
             raise ValueError(
                 f"train.global_batch {self.train.global_batch} is not a multiple of parallel.data {self.parallel.data} "

@@ -40,7 +40,7 @@ class HarnessModel(TemplateLM):
     ) -> None:
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
-        self._device = model.embedding.device
+        self._device = model.embedding.weight.device
         self._eos, self._context = eos_id, context
         self._tokens_per_batch = tokens_per_batch
         self._progress = progress

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from optimus.model import Transformer
+from optimus.model.transformer import Head
 
 TOKENS_PER_BATCH = 8192
 _LOGITS_AT_ONCE = 1 << 24  # elements, in fp32 64 MB: a vocabulary of 50304 times a batch of tokens would be gigabytes
@@ -84,7 +84,7 @@ def score(model: Transformer, windows: Sequence[Window], tokens_per_batch: int =
 
 def _score_batch(model: Transformer, inputs: list[tuple[int, ...]], asked: list[tuple[int, Window]]) -> Iterator[Score]:
     """Scores of windows, each with the row of `inputs` that it reads."""
-    device = model.embedding.device
+    device = model.embedding.weight.device
     # Padding comes last, where a causal model's predictions do not see it.
     tokens_BS = torch.zeros(len(inputs), len(inputs[0]), dtype=torch.long)
     for row, tokens in enumerate(inputs):
@@ -96,18 +96,18 @@ def _score_batch(model: Transformer, inputs: list[tuple[int, ...]], asked: list[
         targets += continuation
     hidden_BSH, _ = model.hidden_states(tokens_BS.to(device))
     hidden_NH = hidden_BSH[torch.tensor(rows, device=device), torch.tensor(positions, device=device)]
-    log_p_N, greedy_N = _predictions(hidden_NH, model.output_weight, torch.tensor(targets, device=device))
+    log_p_N, greedy_N = _predictions(hidden_NH, model.head, torch.tensor(targets, device=device))
     lengths = [len(continuation) for _, (_, continuation) in asked]
     for log_p, greedy in zip(log_p_N.split(lengths), greedy_N.split(lengths)):
         yield Score(log_p.sum().item(), bool(greedy.all()))
 
 
-def _predictions(hidden_NH: Tensor, weight_VH: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+def _predictions(hidden_NH: Tensor, head: Head, target_N: Tensor) -> tuple[Tensor, Tensor]:
     """On the CPU: the log-probability of each target in fp64, and whether it is the most probable token."""
     log_p, greedy = [], []
-    block = max(1, _LOGITS_AT_ONCE // len(weight_VH))
+    block = max(1, _LOGITS_AT_ONCE // len(head.weight))
     for hidden, target in zip(hidden_NH.split(block), target_N.split(block)):
-        logits_NV = F.linear(hidden, weight_VH).float()
+        logits_NV = head(hidden).float()
         log_p.append(torch.log_softmax(logits_NV, -1).gather(1, target[:, None])[:, 0].cpu().double())
         greedy.append((logits_NV.argmax(-1) == target).cpu())
     return torch.cat(log_p), torch.cat(greedy)

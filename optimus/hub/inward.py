@@ -23,10 +23,8 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
     """
     path, raw = Path(hf_dir), read_config(Path(hf_dir))
     model_config, tensors = read_model(path), FolderTensors(path)
-    with torch.device("meta"):
-        model = Transformer(model_config)
     dtypes = {tensors.dtype(name) for name in tensors.where}
-    model = model.to(torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32).to_empty(device="cpu")
+    model = Transformer(model_config).to(torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32)
     _fill(model, tensors, path)
     context = whole_number(raw, "max_position_embeddings", path / FILE)
     eos_id = _eos_id(raw, model_config.vocab)
@@ -38,7 +36,7 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
         "family": model_config.family,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "context": context,
-        "dtype": str(model.embedding.dtype).removeprefix("torch."),
+        "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
         "eos_id": eos_id,
         "tokenizer": has_tokenizer,
     }
@@ -84,8 +82,8 @@ def _targets(model: Transformer, tensors: FolderTensors) -> dict[str, Tensor]:
 
 def _is_tied_copy(name: str, model: Transformer, tensors: FolderTensors) -> bool:
     """Some folders of models with tied embeddings hold the same weights under both names."""
-    ((embedding, _),) = published(model.config.family, "embedding", model.embedding)
-    ((head, _),) = published(model.config.family, "head", model.embedding)
+    ((embedding, _),) = published(model.config.family, "embedding.weight", model.embedding.weight)
+    ((head, _),) = published(model.config.family, "head.weight", model.embedding.weight)
     return model.config.tie_embeddings and name == head and torch.equal(tensors.read(head), tensors.read(embedding))
 
 

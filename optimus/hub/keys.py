@@ -27,10 +27,10 @@ _LAYER, _ATTENTION, _MLP = "model.layers.{i}.", "model.layers.{i}.self_attn.", "
 _EXPERT = _MLP + "experts.{e}."
 
 _BOTH = {
-    "embedding": Key(("model.embed_tokens.weight",)),
+    "embedding.weight": Key(("model.embed_tokens.weight",)),
     "blocks.{i}.attention.qkv": Key(tuple(f"{_ATTENTION}{x}_proj.weight" for x in "qkv")),
     "blocks.{i}.attention.out": Key((_ATTENTION + "o_proj.weight",)),
-    "head": Key(("lm_head.weight",)),
+    "head.weight": Key(("lm_head.weight",)),
 }
 TABLES: dict[str, dict[str, Key]] = {
     "olmo": _BOTH

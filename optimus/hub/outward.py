@@ -64,7 +64,7 @@ def export_model(
     tensors = _tensors(model)
     size = sum(stored_bytes(tensor, dtype) for _, tensor in tensors)
     special = _special_tokens(tokenizer, eos_id)
-    stored_as = str(dtype or model.embedding.dtype).removeprefix("torch.")
+    stored_as = str(dtype or model.embedding.weight.dtype).removeprefix("torch.")
     partial = output.with_name(f".{output.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,8 +1,10 @@
 """The experts' feed-forward layers: gather, two products per expert, weighted sum; one autograd function for all of it.
 
 Rows are sorted by expert, so each expert's rows are one contiguous slice and every product is an ordinary matrix product.
-Each slice is padded to a multiple of 64 rows: CPU libraries compile a kernel for every shape that they meet, and the number
-of rows of an expert is different in every batch. Padding rows have weight zero and are read by nobody.
+Each slice is padded to a multiple of 16 rows: CPU libraries compile a kernel for every shape that they meet, and the number
+of rows of an expert is different in every batch. Padding rows have weight zero and are read by nobody; they repeat a row of
+the same expert. What an expert reads and writes in between stays in cache: its rows are gathered just before they are used,
+and the gradients of its weights are added where they will stay.
 
 Saved for the backward pass are x, the weights, the pre-activation z and indices. The gradient of a routing weight is
 <h, down^T g>, so the experts' outputs need not be kept; the input's gradient is a sum over the inverse index, so
@@ -14,50 +16,77 @@ Legend: T tokens, K experts per token, P padded routed rows, E experts, H hidden
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from optimus.kernels import backend
+from optimus.kernels.sink import Sink, WeightGradient
 from optimus.kernels.swiglu import swiglu_backward, swiglu_reference
 
-_PADDING = 64  # rows
+_PADDING = 16  # rows
 
 
 class Routes(NamedTuple):
     """Where each choice (t, k) lies among the rows sorted by expert."""
 
-    choice_P: Tensor  # t * K + k of every row; of padding rows any valid one
+    choice_P: Tensor  # t * K + k of every row; of padding rows one of the same expert, of the spare row any
     real_P: Tensor  # 1 for rows of a choice, 0 for padding; the type of the weights
     position_TK: Tensor  # the row of every choice
+    skipped_TK: Tensor | None  # True where the choice is -1; None where there is none, and then no spare row either
     slices: list[tuple[int, slice]]  # (expert, its rows), experts without rows left out
+
+    @property
+    def most(self) -> int:
+        """Rows of the expert that has the most."""
+        return max((rows.stop - rows.start for _, rows in self.slices), default=0)
 
 
 def make_routes(indices_TK: Tensor, experts: int, dtype: torch.dtype) -> Routes:
     """Sort the choices by expert, stably, each expert's rows beginning at a multiple of the padding."""
     choices = indices_TK.flatten()
-    order = choices.argsort(stable=True)
-    rows_E = torch.bincount(choices, minlength=experts)
+    skipped = int((choices < 0).sum())
+    order = choices.argsort(stable=True)[skipped:]
+    expert = choices[order]
+    rows_E = torch.bincount(expert, minlength=experts)
     padded_E = (rows_E + _PADDING - 1).div(_PADDING, rounding_mode="floor") * _PADDING
+    first_E = rows_E.cumsum(0) - rows_E
     shift_E = (padded_E - rows_E).cumsum(0) - (padded_E - rows_E)
-    place = torch.arange(len(choices), device=choices.device) + shift_E[choices[order]]
-    size = int(padded_E.sum())
-    choice_P = choices.new_zeros(size)
+    place = torch.arange(len(order), device=choices.device) + shift_E[expert]
+    choice_P = order[first_E.repeat_interleave(padded_E)]
     choice_P[place] = order
-    real_P = torch.zeros(size, dtype=dtype, device=choices.device)
+    spare = len(choice_P)
+    if skipped:
+        choice_P = torch.cat([choice_P, choice_P.new_zeros(1)])
+    real_P = torch.zeros(len(choice_P), dtype=dtype, device=choices.device)
     real_P[place] = 1
-    position = torch.empty_like(order)
+    position = order.new_full((len(choices),), spare)
     position[order] = place
     ends = padded_E.cumsum(0).tolist()
     starts = [0, *ends[:-1]]
     slices = [(e, slice(start, end)) for e, (start, end) in enumerate(zip(starts, ends)) if end > start]
-    return Routes(choice_P, real_P, position.view_as(indices_TK), slices)
+    return Routes(choice_P, real_P, position.view_as(indices_TK), indices_TK < 0 if skipped else None, slices)
 
 
-def expert_mlp(x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, gate_up_EJH: Tensor, down_EHI: Tensor) -> Tensor:
+def expert_mlp(
+    x_TH: Tensor,
+    weights_TK: Tensor,
+    indices_TK: Tensor,
+    gate_up_EJH: Tensor,
+    down_EHI: Tensor,
+    sinks: tuple[Sink | None, Sink | None] = (None, None),
+) -> Tensor:
     """Sum over k of weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)) with e = indices[t, k]; [T, H].
 
-    `gate_up_EJH` holds gate then up. Gradients flow to x, the weights and both parameters.
+    Where e is -1 the choice is skipped: it adds nothing to the output or a gradient, whatever its token and weight hold.
+    `gate_up_EJH` holds gate then up. Gradients flow to x, the weights and both parameters; to a parameter with a sink
+    directly, and autograd is given none.
     """
+    if backend.use_triton(x_TH):
+        from optimus.kernels.triton import expert_mlp as kernels
+
+        return kernels.expert_mlp_triton(x_TH, weights_TK, indices_TK, gate_up_EJH, down_EHI, sinks)
     routes = make_routes(indices_TK, len(down_EHI), weights_TK.dtype)
-    return _ExpertMLP.apply(x_TH, weights_TK, gate_up_EJH, down_EHI, routes)
+    return _ExpertMLP.apply(x_TH, weights_TK, gate_up_EJH, down_EHI, routes, sinks)
 
 
 def expert_mlp_reference(
@@ -65,42 +94,72 @@ def expert_mlp_reference(
 ) -> Tensor:
     """The definition, for tests."""
     y_TEH = torch.stack([swiglu_reference(x_TH @ a.T) @ b.T for a, b in zip(gate_up_EJH, down_EHI)], 1)
-    y_TKH = y_TEH.gather(1, indices_TK[..., None].expand(-1, -1, x_TH.shape[1]))
-    return (weights_TK[..., None] * y_TKH).sum(1)
+    y_TKH = y_TEH.gather(1, indices_TK.clamp(min=0)[..., None].expand(-1, -1, x_TH.shape[1]))
+    return (weights_TK.masked_fill(indices_TK < 0, 0)[..., None] * y_TKH).sum(1)
 
 
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TH: Tensor, weights_TK: Tensor, gate_up_EJH: Tensor, down_EHI: Tensor, routes: Routes
+        ctx: Any,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        gate_up_EJH: Tensor,
+        down_EHI: Tensor,
+        routes: Routes,
+        sinks: tuple[Sink | None, Sink | None],
     ) -> Tensor:
-        x_PH = x_TH[routes.choice_P // weights_TK.shape[1]]
-        z_PJ = x_TH.new_empty(len(x_PH), gate_up_EJH.shape[1])
-        y_PH = torch.empty_like(x_PH)
+        token_P = routes.choice_P // weights_TK.shape[1]
+        z_PJ = x_TH.new_empty(len(token_P), gate_up_EJH.shape[1])
+        y_PH = x_TH.new_empty(len(token_P), x_TH.shape[1])
+        x_scratch = x_TH.new_empty(routes.most, x_TH.shape[1])
+        h_scratch = x_TH.new_empty(routes.most, down_EHI.shape[2])
         for e, rows in routes.slices:
-            torch.mm(x_PH[rows], gate_up_EJH[e].T, out=z_PJ[rows])
-            torch.mm(swiglu_reference(z_PJ[rows]), down_EHI[e].T, out=y_PH[rows])
+            x, h = (scratch[: rows.stop - rows.start] for scratch in (x_scratch, h_scratch))
+            torch.index_select(x_TH, 0, token_P[rows], out=x)
+            torch.mm(x, gate_up_EJH[e].T, out=z_PJ[rows])
+            gate, up = z_PJ[rows].chunk(2, -1)
+            torch.mul(F.silu(gate), up, out=h)
+            torch.mm(h, down_EHI[e].T, out=y_PH[rows])
         ctx.save_for_backward(x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ)
-        ctx.routes = routes
-        return torch.bmm(weights_TK[:, None], y_PH[routes.position_TK]).squeeze(1)
+        ctx.routes, ctx.sinks = routes, sinks
+        if routes.skipped_TK is not None:
+            weights_TK = weights_TK.masked_fill(routes.skipped_TK, 0)
+            y_PH[-1] = 0
+        return _sum_of_rows(y_PH, routes.position_TK, weights_TK)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (y_grad_TH,) = grads
         x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ = ctx.saved_tensors
         routes: Routes = ctx.routes
         token_P = routes.choice_P // weights_TK.shape[1]
-        x_PH, g_PH = x_TH[token_P], y_grad_TH[token_P]
         weight_P1 = (weights_TK.flatten()[routes.choice_P] * routes.real_P)[:, None]
         weight_grad_P = torch.empty_like(routes.real_P)
-        gate_up_grad, down_grad = torch.zeros_like(gate_up_EJH), torch.zeros_like(down_EHI)
-        x_grad_PH = torch.empty_like(x_PH)
+        x_grad_PH = x_TH.new_empty(len(token_P), x_TH.shape[1])
+        busy = [e for e, _ in routes.slices]
+        gate_up, down = (WeightGradient(w, sink, busy) for w, sink in zip((gate_up_EJH, down_EHI), ctx.sinks))
+        x_scratch, g_scratch = x_TH.new_empty(2, routes.most, x_TH.shape[1])
+        h_scratch = x_TH.new_empty(routes.most, down_EHI.shape[2])
         for e, rows in routes.slices:
-            h_grad = g_PH[rows] @ down_EHI[e]
+            x, g, h_grad = (scratch[: rows.stop - rows.start] for scratch in (x_scratch, g_scratch, h_scratch))
+            torch.index_select(x_TH, 0, token_P[rows], out=x)
+            torch.index_select(y_grad_TH, 0, token_P[rows], out=g)
+            torch.mm(g, down_EHI[e], out=h_grad)
             z_grad, h = swiglu_backward(h_grad * weight_P1[rows], z_PJ[rows])
             torch.linalg.vecdot(h, h_grad, out=weight_grad_P[rows])
-            torch.mm(g_PH[rows].T, h.mul_(weight_P1[rows]), out=down_grad[e])
-            torch.mm(z_grad.T, x_PH[rows], out=gate_up_grad[e])
+            down.add(e, g.T, h.mul_(weight_P1[rows]))
+            gate_up.add(e, z_grad.T, x)
             torch.mm(z_grad, gate_up_EJH[e], out=x_grad_PH[rows])
-        x_grad = x_grad_PH[routes.position_TK].sum(1)
-        return x_grad, weight_grad_P[routes.position_TK], gate_up_grad, down_grad, None
+        if routes.skipped_TK is not None:
+            x_grad_PH[-1] = 0
+            weight_grad_P[-1] = 0
+        x_grad = _sum_of_rows(x_grad_PH, routes.position_TK, None)
+        return x_grad, weight_grad_P[routes.position_TK], gate_up.close(), down.close(), None, None
+
+
+def _sum_of_rows(rows_PH: Tensor, position_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """[T, H]: for each token the sum, weighted if asked, of its rows, in the order of its choices."""
+    if not len(rows_PH):
+        return rows_PH.new_zeros(len(position_TK), rows_PH.shape[1])
+    return F.embedding_bag(position_TK, rows_PH, mode="sum", per_sample_weights=weights_TK)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from optimus.kernels import backend
+
 _BLOCK_ELEMENTS = 1 << 21  # fp32 logits of one block: 8 MB, which stays in a CPU's cache
 
 
@@ -21,6 +23,10 @@ def linear_cross_entropy(x_TH: Tensor, w_VH: Tensor, target_T: Tensor) -> Tensor
 
     Softmax and loss are computed in fp32. Gradients flow to `x_TH` and `w_VH`.
     """
+    if backend.use_triton(x_TH):
+        from optimus.kernels.triton import linear_cross_entropy as kernels
+
+        return kernels.linear_cross_entropy(x_TH, w_VH, target_T)
     return _LinearCrossEntropy.apply(x_TH, w_VH, target_T, torch.is_grad_enabled())
 
 

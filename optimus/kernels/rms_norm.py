@@ -8,9 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimus.kernels import backend
+
 
 def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
     """Normalise the last dim of `x_TH` (any leading dims) and scale it by `w_H`; the type of x is kept."""
+    if backend.use_triton(x_TH):
+        from optimus.kernels.triton import rms_norm as kernels
+
+        return kernels.rms_norm(x_TH, w_H, eps)
     return _RmsNorm.apply(x_TH, w_H, eps)
 
 

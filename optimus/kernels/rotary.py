@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimus.kernels import backend
+
 
 def rotary_table(positions_S: Tensor, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
     """(cos, sin), each fp32 [S, D/2], of the angles at integer `positions_S`."""
@@ -21,6 +23,10 @@ def rotary_table(positions_S: Tensor, head_size: int, theta: float) -> tuple[Ten
 
 def rotary(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     """Turn every head of `x_BSND` by its position's angles; the type of x is kept."""
+    if backend.use_triton(x_BSND):
+        from optimus.kernels.triton import rotary as kernels
+
+        return kernels.rotary(x_BSND, table)
     return _Rotary.apply(x_BSND, *table)
 
 

@@ -11,9 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from optimus.kernels import backend
+
 
 def swiglu(z_T2I: Tensor) -> Tensor:
     """`z_T2I` [..., 2 I] holds gate then up; returns [..., I]."""
+    if backend.use_triton(z_T2I):
+        from optimus.kernels.triton import swiglu as kernels
+
+        return kernels.swiglu(z_T2I)
     return _SwiGLU.apply(z_T2I)
 
 

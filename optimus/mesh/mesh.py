@@ -43,7 +43,7 @@ class Mesh:
             )
 
     @classmethod
-    def of(cls, ranks: int, *, data: int | None = None, ranks_per_node: int | None = None) -> "Mesh":
+    def of(cls, ranks: int, *, data: int | None = None, expert: int = 1, ranks_per_node: int | None = None) -> "Mesh":
         """The mesh of `ranks` ranks; `data` is the size of dp, by default whatever the other axes leave.
 
         Raises `UserError` when the product of the sizes is not `ranks`.
@@ -53,7 +53,7 @@ class Mesh:
             raise UserError(
                 f"parallel.data is {dp} but there are {ranks} ranks: use --ranks {dp} or set parallel.data to {ranks}"
             )
-        return cls(dp=dp, ranks_per_node=ranks_per_node)
+        return cls(dp=dp, ep=expert, ranks_per_node=ranks_per_node)
 
     @property
     def size(self) -> int:

@@ -7,6 +7,7 @@ a part of a tensor fills that part alone.
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,18 @@ def initialize(model: nn.Module, seed: int, std: float) -> None:
 
 
 @torch.no_grad()
-def initialize_parameter(name: str, parameter: Tensor, seed: int, std: float, start: int = 0) -> None:
-    """Fill one contiguous parameter, or the part of it that begins at element `start` of the global row-major tensor."""
+def initialize_parameter(
+    name: str,
+    parameter: Tensor,
+    seed: int,
+    std: float,
+    start: int = 0,
+    positions: Callable[[Tensor], Tensor] = lambda local: local,
+) -> None:
+    """Fill one contiguous parameter, or the elements from `start` on of a rank's row-major part of it.
+
+    `positions` maps elements of that part to those of the global row-major tensor.
+    """
     if "norm" in name:
         parameter.fill_(1.0)
         return
@@ -32,7 +43,7 @@ def initialize_parameter(name: str, parameter: Tensor, seed: int, std: float, st
     for tile in range(0, flat.numel(), _TILE):
         end = min(tile + _TILE, flat.numel())
         index = torch.arange(start + tile, start + end, device=flat.device)
-        flat[tile:end] = cut_normal(index, key).mul_(std)
+        flat[tile:end] = cut_normal(positions(index), key).mul_(std)
 
 
 def cut_normal(index: Tensor, key: int) -> Tensor:

@@ -22,11 +22,20 @@ from optimus.model.moe.router import RouterStats, Routing
 
 
 class Losses(NamedTuple):
-    """fp32 scalars of one microbatch; the two last are zero for a dense model."""
+    """What a microbatch's loss is made of; the losses are fp32 scalars, those of the router zero for a dense model."""
 
     cross_entropy: Tensor  # nats per predicted token
-    balance: Tensor
-    z: Tensor
+    router: RouterStats | None
+
+    @property
+    def balance(self) -> Tensor:
+        """The balance loss over the tokens of this microbatch."""
+        return torch.zeros_like(self.cross_entropy) if self.router is None else self.router.balance_loss()
+
+    @property
+    def z(self) -> Tensor:
+        """The router's z-loss."""
+        return torch.zeros_like(self.cross_entropy) if self.router is None else self.router.z_loss()
 
 
 class KVCache:
@@ -62,6 +71,32 @@ class Block(nn.Module):
         return x_BSH + self.mlp(normed), None
 
 
+class Embedding(nn.Module):
+    """One row per token of the vocabulary."""
+
+    def __init__(self, vocab: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, hidden))
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        return F.embedding(tokens_BS, self.weight)
+
+
+class Head(nn.Module):
+    """The output layer: logits, or the mean cross-entropy against targets without ever holding all logits.
+
+    `weight` is its own, or that of the embedding when the two are tied.
+    """
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor, target_T: Tensor | None = None) -> Tensor:
+        """[..., H] to [..., V] in the type of the weight; with `target_T`, x [T, H] to an fp32 scalar."""
+        return F.linear(x, self.weight) if target_T is None else linear_cross_entropy(x, self.weight, target_T)
+
+
 class Transformer(nn.Module):
     """A causal language model: `tokens_BS` int64 to `logits_BSV`.
 
@@ -71,38 +106,30 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, routing: Routing = "learned") -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Parameter(torch.empty(config.vocab, config.hidden))
+        self.embedding = Embedding(config.vocab, config.hidden)
         self.blocks = nn.ModuleList(Block(config, routing) for _ in range(config.layers))
         norm = RMSNorm if config.family == "olmoe" else LayerNorm
         self.final_norm = norm(config.hidden, config.norm_eps)
-        if not config.tie_embeddings:
-            self.head = nn.Parameter(torch.empty(config.vocab, config.hidden))
-
-    @property
-    def output_weight(self) -> Tensor:
-        """The output layer's weight [V, H]: the embedding itself when the two are tied."""
-        return self.embedding if self.config.tie_embeddings else self.head
+        own = None if config.tie_embeddings else nn.Parameter(torch.empty(config.vocab, config.hidden))
+        self.head = Head(self.embedding.weight if own is None else own)
 
     def forward(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits [B, S, V] in the type of the weights. With a `cache`, the tokens continue the sequence held there."""
         hidden_BSH, _ = self.hidden_states(tokens_BS, cache)
-        return F.linear(hidden_BSH, self.output_weight)
+        return self.head(hidden_BSH)
 
     def losses(self, tokens_BS: Tensor) -> Losses:
-        """Mean loss of predicting each token but the first from those before it, and the router's losses."""
+        """Mean loss of predicting each token but the first from those before it, and the router's statistics."""
         hidden_BSH, stats = self.hidden_states(tokens_BS)
         x_TH, target_T = hidden_BSH[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten()
-        cross_entropy = linear_cross_entropy(x_TH, self.output_weight, target_T)
-        if stats is None:
-            return Losses(cross_entropy, torch.zeros_like(cross_entropy), torch.zeros_like(cross_entropy))
-        return Losses(cross_entropy, stats.balance_loss(), stats.z_loss())
+        return Losses(self.head(x_TH, target_T), stats)
 
     def hidden_states(self, tokens_BS: Tensor, cache: KVCache | None = None) -> tuple[Tensor, RouterStats | None]:
         """(output of the final norm [B, S, H], router statistics summed over the layers)."""
         start = cache.length if cache is not None else 0
         positions = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
         table = rotary_table(positions, self.config.hidden // self.config.heads, self.config.rope_theta)
-        x_BSH = F.embedding(tokens_BS, self.embedding)
+        x_BSH = self.embedding(tokens_BS)
         total: RouterStats | None = None
         for i, block in enumerate(self.blocks):
             x_BSH, stats = block(x_BSH, table, cache.layers[i] if cache is not None else None)

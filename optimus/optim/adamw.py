@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from optimus.kernels import backend
+
 
 class AdamW(NamedTuple):
     """Hyperparameters that do not change during a run."""
@@ -18,6 +20,11 @@ class AdamW(NamedTuple):
 
 def adamw(rule: AdamW, step: int, lr: float, weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor) -> None:
     """Update flat fp32 `weight`, first moment `m` and second moment `v` in place; `step` counts from 1."""
+    if backend.use_triton(weight):
+        from optimus.kernels.triton import adamw as kernels
+
+        kernels.adamw(rule, step, lr, weight, gradient, m, v)
+        return
     torch._fused_adamw_(
         [weight],
         [gradient],

@@ -2,81 +2,109 @@
 
 The module's parameters are views of the chunk's compute buffer and their gradients accumulate into views of its gradient
 buffer, so reducing, measuring, updating and saving are operations on a few long tensors, whatever the model. All parameters
-of a chunk have one replica group. With `shard="optimizer"` each rank of the group keeps master weights and moments of its
-own part only (ZeRO-1): gradients are reduce-scattered, each rank updates its part, and the parts are gathered again. With
-`shard="gradients"` (ZeRO-2) so it is with the gradients: the long buffer exists only from a chunk's first gradient of a
-microbatch to its last, when it is reduced into this rank's part.
+of a chunk have the same replicas. These ranks divide the chunk among groups that share it out (`group`); ranks with the same
+part of it in different groups are its `copies`. Gradients are summed over both: the loss is divided by the number of data
+ranks before the backward pass. What is shared out is a matter of level (ZeRO, section 5):
+
+- none: everything is everywhere; gradients are all-reduced (DDP).
+- optimizer: each rank keeps master weights and moments of its part: gradients are reduce-scattered, each rank updates its
+  part, and the parameters are gathered again while other chunks are updated and the next forward pass begins (ZeRO-1).
+- gradients: the long gradient buffer exists only from a chunk's first gradient of a microbatch to its last, when it begins
+  to be reduced into this rank's part (ZeRO-2).
+- parameters: so it is with the parameters, which are gathered when a module uses them (ZeRO-3; see `gathering.py`).
 
 A chunk is reduced as soon as its last gradient of the last microbatch has arrived, while the backward pass goes on.
 
-The optimizer goes over the chunk tile by tile: gradients of another type than fp32 become fp32 for one tile only (TED,
-section 7.2), and the working set of a tile stays in cache.
+The optimizer goes over the chunk tile by tile: gradients become fp32, and are scaled, for one tile only (TED, section 7.2),
+and the working set of a tile stays in cache.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from optimus.comm import Group
-from optimus.mesh import Layout
+from optimus.comm import Finish, Group
 from optimus.model.init import initialize_parameter
 from optimus.optim.adamw import AdamW, adamw
-
-Shard = Literal["none", "optimizer", "gradients"]
-
-_ALIGN = 32  # elements; every parameter begins at a 64-byte border in bf16, as vector units like it
+from optimus.state.plan import ChunkPlan, _aligned
 
 
-class Slot(NamedTuple):
-    """Where one parameter lies in its chunk."""
+class GradientSink:
+    """Lets a kernel add a parameter's gradient to the chunk's buffer by itself, in place of autograd.
 
-    name: str
-    shape: torch.Size
-    start: int
-    end: int
+    It must add once in every backward pass of a step: between `open` and `close`, which counts the gradient as arrived.
+    Autograd is then given no gradient; that it calls its hooks all the same must not count.
+    """
+
+    def __init__(self, chunk: "Chunk", parameter: nn.Parameter) -> None:
+        self._chunk, self._parameter = chunk, parameter
+        self.used = False  # in this step
+
+    def open(self) -> Tensor:
+        """The buffer to add to, of the parameter's shape and the gradient type."""
+        self.used = True
+        self._chunk._before_gradient()
+        assert self._parameter.grad is not None
+        return self._parameter.grad
+
+    def close(self) -> None:
+        """The gradient has been added."""
+        self._chunk._after_gradient()
 
 
 class Chunk:
-    """The state of the parameters in `slots`, which the ranks of `group` all hold; see the module's text.
+    """The state of the parameters of `plan`; see the module's text.
 
-    Flat buffers: `parameter` (compute type) and `gradient` (gradient type) of `size` elements; `reduced` (gradient type),
-    `master`, `m` and `v` (fp32) of the elements of `part`, which is this rank's part or everything. `reduced`, where the
-    averaged gradients are found, has memory of its own only when sharded gradients ask for it. When the compute type is
-    fp32 the master weights are the parameters themselves.
+    Flat buffers: `parameter` (compute type) and `gradient` (gradient type) of the whole chunk; `own` (compute type),
+    `reduced` (gradient type), `master`, `m` and `v` (fp32) of this rank's part, which may be everything. `own` and `reduced`
+    are views of the long buffers where those are kept. With compute type fp32, `master` is `own`.
+
+    `keep`: whole parameters stay from their first use to the optimizer step. `piece`: elements per all-reduce of gradients.
+    `started` is called when a reduction that holds memory has begun.
     """
 
     def __init__(
         self,
-        slots: list[Slot],
+        plan: ChunkPlan,
+        group: Group,
+        copies: Group,
         compute_dtype: torch.dtype,
         gradient_dtype: torch.dtype,
         device: torch.device,
-        group: Group,
-        shard: Shard = "none",
+        *,
+        keep: bool = False,
+        piece: int | None = None,
+        started: Callable[["Chunk"], None] = lambda chunk: None,
     ) -> None:
-        self.slots, self.group = slots, group
-        self.sharded = shard != "none" and group.size > 1
-        self._passing = shard == "gradients" and self.sharded  # the long gradient buffer is not kept
-        parts = group.size if self.sharded else 1
-        length = _aligned(-(-slots[-1].end // parts))
-        self.size = length * parts
-        self.part = slice(group.rank * length, (group.rank + 1) * length) if self.sharded else slice(0, self.size)
-        self.parameter = torch.zeros(self.size, dtype=compute_dtype, device=device)
-        self.gradient = torch.zeros(self.size, dtype=gradient_dtype, device=device)
-        self.reduced = torch.zeros_like(self.gradient[self.part]) if self._passing else self.gradient[self.part]
+        self.plan, self.group, self.copies = plan, group, copies
+        self._keep, self._piece, self._started = keep, piece, started
+        self.parameter = torch.zeros(plan.size, dtype=compute_dtype, device=device)
+        self.gradient = torch.zeros(plan.size, dtype=gradient_dtype, device=device)
+        self.own, self.reduced = self.parameter[plan.part], self.gradient[plan.part]
+        if plan.shards_parameters:
+            self.own = torch.zeros_like(self.own)
+        if plan.shards_gradients:
+            self.reduced = torch.zeros_like(self.reduced)
+        self.master = self.own if compute_dtype == torch.float32 else torch.zeros_like(self.own, dtype=torch.float32)
+        self.m = torch.zeros_like(self.own, dtype=torch.float32)
+        self.v = torch.zeros_like(self.own, dtype=torch.float32)
+        self._sinks: list[GradientSink] = []
         self._arrived = 0  # gradients of this microbatch
-        self._reduce_on_arrival = False
-        self._finish: Callable[[], None] | None = None
-        own = self.parameter[self.part]
-        self.master = own if compute_dtype == torch.float32 else torch.zeros_like(own, dtype=torch.float32)
-        self.m = torch.zeros_like(own, dtype=torch.float32)
-        self.v = torch.zeros_like(own, dtype=torch.float32)
+        self._last = False  # this microbatch is the step's last
+        self._summed = False  # `reduced` is, or is being, summed over the copies
+        self._pending: Finish | None = None  # the reduction under way
+        self._gathering: Finish | None = None  # the gathering of parameters under way
+        self.gathered = True
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
-        """What a checkpoint holds of this chunk, by the prefix of its keys: this rank's part of fp32 buffers."""
+        """What a checkpoint holds of this chunk, by the prefix of its keys: this rank's part of fp32 buffers.
+
+        They may be written to; `publish` must follow.
+        """
+        self.settle()
         return {"model": self.master, "adamw.m": self.m, "adamw.v": self.v}
 
     def make_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -87,92 +115,170 @@ class Chunk:
             if self.gradient.dtype != self.parameter.dtype:
                 parameter.grad_dtype = self.gradient.dtype
             parameter.grad = gradients[name]
-            parameter.register_hook(self._before_gradient)
-            parameter.register_post_accumulate_grad_hook(self._after_gradient)
+            sink = GradientSink(self, parameter)
+            parameter.register_hook(lambda gradient: None if gradient is None else self._before_gradient())
+            parameter.register_post_accumulate_grad_hook(partial(self._after_accumulation, sink))
+            parameter.sink = sink  # type: ignore[attr-defined]
+            self._sinks.append(sink)
             yield name, parameter
-        if self._passing:
-            self._release()  # now that the views of it are made
+        if self.plan.shards_gradients:
+            _release(self.gradient)  # now that the views of it are made
+        self.release()
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """By name, each parameter's view of a buffer of `size` elements."""
-        return {slot.name: whole[slot.start : slot.end].view(slot.shape) for slot in self.slots}
+        """By name, each parameter's view of a buffer of the whole chunk's size."""
+        return {slot.name: whole[slot.start : slot.end].view(slot.shape) for slot in self.plan.slots}
 
     def initialize(self, seed: int, std: float) -> None:
         """Initial master weights by name and position: each rank makes its own part."""
-        for slot in self.slots:
-            start, end = max(slot.start, self.part.start), min(slot.end, self.part.stop)
+        part = self.plan.part
+        for slot in self.plan.slots:
+            start, end = max(slot.start, part.start), min(slot.end, part.stop)
             if start < end:
-                here = self.master[start - self.part.start : end - self.part.start]
-                initialize_parameter(slot.name, here, seed, std, start - slot.start)
+                here = self.master[start - part.start : end - part.start]
+                initialize_parameter(slot.name, here, seed, std, start - slot.start, slot.global_positions)
         self.publish()
+
+    # ---- Whole parameters ----
+
+    def start_gather(self) -> None:
+        """Begin to gather the whole parameters from the parts of the group's ranks, unless they are here or coming."""
+        if self.gathered or self._gathering is not None:
+            return
+        target = self.parameter.data  # autograd must not take this for a change of what it has saved
+        if self.plan.shards_parameters:
+            _allocate(target)
+        self._gathering = self.group.start_gather(target, self.own)
+
+    def gather(self) -> None:
+        """Have the whole parameters here. All ranks of the group must gather, in the same order."""
+        self.start_gather()
+        if self._gathering is not None:
+            self._gathering()
+            self._gathering = None
+            self.gathered = True
+
+    def release(self) -> None:
+        """Give up the whole parameters where only a part is kept; the module's parameters stay views of them."""
+        if self.plan.shards_parameters:
+            self.settle()
+            _release(self.parameter)
+            self.gathered = False
+
+    def settle(self) -> None:
+        """Finish a gathering that is under way: it reads the parts that are about to change."""
+        if self._gathering is not None:
+            self.gather()
+
+    def publish(self) -> None:
+        """Make the compute copies anew after the master weights have changed; begin to gather those that are kept."""
+        self.settle()
+        if self.own.data_ptr() != self.master.data_ptr():
+            self.own.copy_(self.master)
+        if self.plan.sharded:
+            self.release()
+            self.gathered = False
+        if not self.plan.shards_parameters:
+            self.start_gather()
+
+    # ---- Gradients ----
 
     def begin_step(self) -> None:
         """Set the gradients to zero; must precede the first microbatch of a step."""
-        self._arrived, self._reduce_on_arrival, self._finish = 0, False, None
+        while self._pending is not None:  # of a step that was not finished
+            self.advance()
+        self._arrived, self._last, self._summed = 0, False, False
+        for sink in self._sinks:
+            sink.used = False
         self.reduced.zero_()
-        if self._passing:
-            self._release()
+        if self.plan.shards_gradients:
+            _release(self.gradient)
         else:
             self.gradient.zero_()
 
     def reduce_on_arrival(self) -> None:
         """The coming backward pass is the last of the step: reduce when its last gradient is there."""
-        self._reduce_on_arrival = True
+        self._last = True
         self._arrived = 0  # whatever earlier microbatches left out, this one is counted from its beginning
 
     def reduce_gradients(self) -> None:
-        """Average the gradients over the group into `reduced`: finish what began on arrival, or do all of it now."""
-        if self._passing:
-            self._pass_on()
-            return
-        if self._finish is None:
+        """Sum the gradients over the replicas into `reduced`: finish what began on arrival, or do all of it now."""
+        self._last = True
+        if self._pending is None and not self._summed and (not self.plan.shards_gradients or _allocated(self.gradient)):
             self._start_reduction()
-        assert self._finish is not None
-        self._finish()
+        while self._pending is not None:
+            self.advance()
+        if not self._summed:
+            self._sum_copies()
+            self.advance()
 
-    def _before_gradient(self, gradient: Tensor) -> None:
-        """Autograd is about to add a gradient of this chunk: the buffer must be there."""
-        if self._passing and self.gradient.untyped_storage().nbytes() == 0:
-            self.gradient.untyped_storage().resize_(self.size * self.gradient.element_size())
+    def advance(self) -> None:
+        """Finish the part of the reduction that is under way; the next part, if there is one, has then begun."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending()
+
+    def _before_gradient(self) -> None:
+        """A gradient of this chunk is about to be added: the buffer must be there and at rest."""
+        if not self.plan.shards_gradients:
+            return
+        self.advance()
+        if not _allocated(self.gradient):
+            _allocate(self.gradient)
             self.gradient.zero_()
 
-    def _after_gradient(self, parameter: Tensor) -> None:
-        """Autograd has added a gradient of this chunk."""
+    def _after_accumulation(self, sink: GradientSink, parameter: Tensor) -> None:
+        """Autograd is through with a parameter."""
+        if not sink.used:
+            self._after_gradient()
+
+    def _after_gradient(self) -> None:
+        """A gradient of this chunk has been added."""
         self._arrived += 1
-        if self._arrived < len(self.slots):
+        if self._arrived < len(self.plan.slots):
             return
         self._arrived = 0
-        if self._passing:
-            self._pass_on()
-        elif self._reduce_on_arrival:
+        if not self._keep:
+            self.release()  # the backward pass is through with them
+        if self._last or self.plan.shards_gradients:
             self._start_reduction()
 
     def _start_reduction(self) -> None:
-        if not self.sharded:
-            self._finish = self.group.start_average(self.gradient)
-            return
-        mean = torch.zeros_like(self.reduced)
-        add = self.group.start_average_part(self.gradient, self.part, mean)
+        """Sum over the group, each rank its part; then over the copies, if nothing can be added any more."""
+        part, last = self.gradient[self.plan.part], self._last  # when it ends, a later microbatch may be the last
+        wait = self.group.start_sum_part(self.gradient, part)
 
         def finish() -> None:
-            add()
-            self.reduced.copy_(mean)  # a view of the buffer that was being sent until now
+            wait()
+            if self.plan.shards_gradients:
+                self.reduced.add_(part)
+                _release(self.gradient)
+            if last:
+                self._sum_copies()
 
-        self._finish = finish
+        self._pending = finish
+        if not self.plan.sharded:
+            self.advance()  # there was nothing to sum over the group
+        self._started(self)
 
-    def _pass_on(self) -> None:
-        """Reduce what has arrived into this rank's part; nothing where nothing has."""
-        if self.gradient.untyped_storage().nbytes():
-            self.group.start_average_part(self.gradient, self.part, self.reduced)()
-            self._release()
+    def _sum_copies(self) -> None:
+        """Begin to sum `reduced` over the copies, in pieces of which several are under way at once (AxoNN, 3.3.3)."""
+        self._summed = True
+        pieces = self.reduced.split(self._piece or len(self.reduced))
+        waits = [self.copies.start_sum(piece) for piece in pieces]
 
-    def _release(self) -> None:
-        """Give the long gradient buffer's memory back; the parameters' gradients stay views of it."""
-        self.gradient.untyped_storage().resize_(0)
+        def finish() -> None:
+            for wait in waits:
+                wait()
 
-    def gradient_square_sum(self) -> Tensor:
+        self._pending = finish
+
+    def gradient_square_sum(self, tile: int) -> Tensor:
         """Sum of squares of the reduced gradients of this rank's part, fp32 scalar."""
-        return torch.linalg.vector_norm(self.reduced, dtype=torch.float32).square()
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in self.reduced.split(_aligned(tile))]
+        return torch.stack(norms).square().sum()
+
+    # ---- The optimizer ----
 
     def step(self, rule: AdamW, step: int, lr: float, gradient_scale: float, tile: int) -> None:
         """One optimizer update with gradients times `gradient_scale`, then the compute copies made anew.
@@ -180,59 +286,53 @@ class Chunk:
         `tile` is rounded up to whole vectors: the elements behind the last whole one are rounded otherwise by the fused
         update, and the numbers must not depend on the tile.
         """
+        self.settle()
         tile = _aligned(tile)
-        for start in range(0, len(self.master), tile):
-            here = slice(start, min(start + tile, len(self.master)))
-            gradient = self.reduced[here].float()
-            if gradient_scale != 1.0:
-                gradient = gradient * gradient_scale
-            adamw(rule, step, lr, self.master[here], gradient, self.m[here], self.v[here])
+        parts = (buffer.split(tile) for buffer in (self.master, self.reduced, self.m, self.v))
+        fp32 = torch.empty(min(tile, len(self.master)), device=self.master.device)
+        for master, reduced, m, v in zip(*parts):
+            gradient = reduced
+            if gradient_scale != 1.0 or reduced.dtype != torch.float32:
+                gradient = fp32[: len(reduced)].copy_(reduced).mul_(gradient_scale)
+            adamw(rule, step, lr, master, gradient, m, v)
         self.publish()
 
-    def publish(self) -> None:
-        """Make the compute copies anew, on every rank of the group, after the master weights have changed."""
-        own = self.parameter[self.part]
-        if own.data_ptr() != self.master.data_ptr():
-            own.copy_(self.master)
-        if self.sharded:
-            self.group.gather_parts(self.parameter, own)
-
     def whole(self, part: Tensor) -> Tensor:
-        """All of a buffer, of `size` elements, from the parts of the group's ranks; all of them must call."""
-        if not self.sharded:
+        """All of a buffer, of the whole chunk's size, from the parts of the group's ranks; all of them must call."""
+        if not self.plan.sharded:
             return part
-        whole = torch.empty(self.size, dtype=part.dtype, device=part.device)
-        self.group.gather_parts(whole, part)
+        whole = torch.empty(self.plan.size, dtype=part.dtype, device=part.device)
+        self.group.gather(whole, part)
         return whole
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Allocated bytes; `master` is zero where the parameters serve as master weights."""
-        shared = self.master.untyped_storage().data_ptr() == self.parameter.untyped_storage().data_ptr()
+        counted: set[int] = set()
+
+        def count(*buffers: Tensor) -> int:
+            storages = {
+                s._cdata: s for s in (buffer.untyped_storage() for buffer in buffers) if s._cdata not in counted
+            }
+            counted.update(storages)
+            return sum(storage.nbytes() for storage in storages.values())
+
         return {
-            "parameters": self.parameter.untyped_storage().nbytes(),
-            "gradients": self.gradient.untyped_storage().nbytes()
-            + (self.reduced.untyped_storage().nbytes() if self._passing else 0),
-            "master": 0 if shared else self.master.untyped_storage().nbytes(),
-            "moments": self.m.untyped_storage().nbytes() + self.v.untyped_storage().nbytes(),
+            "parameters": count(self.parameter, self.own),
+            "gradients": count(self.gradient, self.reduced),
+            "master": count(self.master),
+            "moments": count(self.m, self.v),
         }
 
 
-def lay_out(layouts: Mapping[str, Layout], limit: int) -> list[tuple[tuple[str, ...], list[Slot]]]:
-    """(replica axes, slots) of each chunk: parameters of the same replicas in order, end to end, a new chunk begun where
-    one would grow beyond `limit` elements. A parameter larger than `limit` has a chunk of its own."""
-    chunks: list[tuple[tuple[str, ...], list[Slot]]] = []
-    open_chunks: dict[tuple[str, ...], list[Slot]] = {}
-    for name, layout in layouts.items():
-        shape = torch.Size(layout.shape)
-        slots = open_chunks.get(layout.replicas, [])
-        start = _aligned(slots[-1].end) if slots else 0
-        if not slots or start + shape.numel() > limit:
-            start, slots = 0, []
-            open_chunks[layout.replicas] = slots
-            chunks.append((layout.replicas, slots))
-        slots.append(Slot(name, shape, start, start + shape.numel()))
-    return chunks
+def _allocated(buffer: Tensor) -> bool:
+    return buffer.untyped_storage().nbytes() > 0
 
 
-def _aligned(elements: int) -> int:
-    return -(-elements // _ALIGN) * _ALIGN
+def _allocate(buffer: Tensor) -> None:
+    """Give a released buffer memory again; what is in it is undefined."""
+    buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
+
+
+def _release(buffer: Tensor) -> None:
+    """Give the buffer's memory back; views of it stay valid for when it has memory again."""
+    buffer.untyped_storage().resize_(0)

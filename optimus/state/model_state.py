@@ -1,24 +1,31 @@
 """All chunks of a model: what the training step calls."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from optimus.comm import Groups
+from optimus.comm import Group, Groups
+from optimus.config.tree import StateConfig
 from optimus.mesh import Layout
 from optimus.optim.adamw import AdamW
-from optimus.state.chunk import Chunk, Shard, lay_out
+from optimus.state.chunk import Chunk
+from optimus.state.gathering import Gathering
+from optimus.state.plan import ChunkPlan, Slot, divisions, plan_chunks
 
-_CHUNK_ELEMENTS = 1 << 26  # 64 Mi elements: long enough for any bandwidth, small beside the memory of a device
+_REDUCING = 2  # chunks whose long gradient buffers may be on their way to the other ranks at once
+
+Send = Literal["broadcast", "allreduce"]
 
 
 class ModelState:
     """Takes over the parameters of `module` (usually made on the meta device) and keeps their whole state in chunks.
 
     `layouts` says of each parameter, by name, how it lies on the mesh of `groups`. After this, `module`'s parameters are
-    views into the chunks; their values are zero until `initialize` or `load`.
+    views into the chunks, of this rank's parts; their values are zero until `initialize` or `load`.
     """
 
     def __init__(
@@ -26,24 +33,42 @@ class ModelState:
         module: nn.Module,
         layouts: Mapping[str, Layout],
         groups: Groups,
+        options: StateConfig,
         *,
         compute_dtype: torch.dtype,
         gradient_dtype: torch.dtype,
         device: torch.device,
-        tile: int,
-        shard: Shard = "none",
     ) -> None:
         self.groups = groups
-        self.tile = tile
+        self.tile = options.tile
         self.steps = 0  # optimizer steps applied, for the bias correction of the moments
-        self.chunks = [
-            Chunk(slots, compute_dtype, gradient_dtype, device, groups.along(*replicas), shard)
-            for replicas, slots in lay_out(layouts, _CHUNK_ELEMENTS)
-        ]
-        for chunk in self.chunks:
-            for name, parameter in chunk.make_parameters():
-                owner, _, leaf = name.rpartition(".")
-                setattr(module.get_submodule(owner), leaf, parameter)
+        self._reducing: deque[Chunk] = deque()
+        piece = options.coarsening and options.coarsening * options.tile
+
+        def make(plan: ChunkPlan) -> Chunk:
+            shards, copies = (groups.dividing(parts) for parts in divisions(groups.mesh, plan.replicas, options))
+            return Chunk(
+                plan,
+                shards,
+                copies,
+                compute_dtype,
+                gradient_dtype,
+                device,
+                keep=not options.release,
+                piece=piece,
+                started=self._limit_reductions,
+            )
+
+        self.chunks = [make(plan) for plan in plan_chunks(layouts, groups.mesh, groups.rank, options)]
+        _replace_parameters(module, dict(made for chunk in self.chunks for made in chunk.make_parameters()))
+        # Else every rank has every gradient, and finds the same norm by itself.
+        self._parted = any(chunk.plan.copies < groups.world.size for chunk in self.chunks)
+        self._gathering = Gathering(module, self.chunks, options.prefetch, not options.release)
+
+    @property
+    def gathers_on_use(self) -> bool:
+        """Whether a forward pass, even one for evaluation, is something that all ranks must do together."""
+        return any(chunk.plan.shards_parameters for chunk in self.chunks)
 
     def initialize(self, seed: int, std: float) -> None:
         """Initial weights by name and position."""
@@ -52,59 +77,86 @@ class ModelState:
 
     def begin_step(self) -> None:
         """Set all gradients to zero; must precede the first microbatch of a step."""
+        self._reducing.clear()
+        self._gathering.begin_step()
         for chunk in self.chunks:
             chunk.begin_step()
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Must be around every forward pass that a backward pass follows."""
+        return self._gathering.saving()
+
+    @contextmanager
+    def watching(self, watch: Callable[[Tensor], None]) -> Iterator[None]:
+        """Show `watch` every tensor that forward passes inside the context save for their backward passes."""
+        self._gathering.watch = watch
+        try:
+            yield
+        finally:
+            self._gathering.watch = None
 
     def reduce_on_arrival(self) -> None:
         """The coming backward pass is the last of the step: each chunk is reduced when its last gradient is there."""
         for chunk in self.chunks:
             chunk.reduce_on_arrival()
 
-    def reduce_gradients(self) -> None:
-        """Average the gradients over the replicas."""
+    def reduce_gradients(self) -> float:
+        """Sum the gradients over the replicas; returns the Euclidean norm of all of them, each parameter counted once.
+
+        It is not finite when any gradient is not. While one chunk is measured, others are still on their way.
+        """
+        square = torch.zeros((), device=self.chunks[0].parameter.device)
         for chunk in self.chunks:
             chunk.reduce_gradients()
-
-    def gradient_norm(self) -> float:
-        """Euclidean norm of all gradients, each parameter counted once; not finite when any gradient is not."""
-        squares = torch.zeros(2, device=self.chunks[0].gradient.device)  # of whole chunks, and of this rank's parts
-        for chunk in self.chunks:
-            squares[int(chunk.sharded)] += chunk.gradient_square_sum()
-        if any(chunk.sharded for chunk in self.chunks):
-            self.groups.world.sum(squares[1])
-        return float(squares.sum().sqrt())
+            square += chunk.gradient_square_sum(self.tile) / (chunk.plan.copies if self._parted else 1)
+        if self._parted:
+            self.groups.world.sum(square)
+        return float(square.sqrt())
 
     def step(self, rule: AdamW, lr: float, gradient_scale: float) -> None:
-        """One optimizer step on every chunk."""
+        """One optimizer step on every chunk; while one is updated, the parameters of those before it are gathered."""
         self.steps += 1
         for chunk in self.chunks:
             chunk.step(rule, self.steps, lr, gradient_scale, self.tile)
 
+    def finish(self) -> None:
+        """Have everything here that is under way; must precede the end of the process group."""
+        for chunk in self.chunks:
+            chunk.settle()
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(key, tensor) of everything that a checkpoint holds, whole: `model.*` are the fp32 master weights.
+        """(key, tensor) of everything that a checkpoint holds, global: `model.*` are the fp32 master weights.
 
         All ranks must go through it together; each may drop what it does not need.
         """
         for chunk in self.chunks:
             for kind, part in chunk.buffers.items():
-                for name, view in chunk.views(chunk.whole(part)).items():
-                    yield f"{kind}.{name}", view
+                views = chunk.views(chunk.whole(part))
+                for slot in chunk.plan.slots:
+                    yield f"{kind}.{slot.name}", self._join(slot.layout, views[slot.name])
 
-    def load(self, read: Callable[[dict[str, Tensor]], None], kinds: tuple[str, ...]) -> None:
-        """Fill the buffers of `kinds` (prefixes of `tensors`' keys): rank 0 reads, chunk by chunk, and broadcasts.
+    def load(self, read: Callable[[dict[str, Tensor]], None], kinds: tuple[str, ...], send: Send = "broadcast") -> int:
+        """Fill the buffers of `kinds` (prefixes of `tensors`' keys), then make the compute copies anew.
 
-        `read` fills the tensors of a dict, by key; it is called on rank 0 only. Then the compute copies are made anew.
+        The first rank of every group of replicas reads, chunk by chunk, and sends to the others. `read` fills the global
+        tensors of a dict, by key. Returns how many ranks of the job have read anything.
         """
+        reads = 0
         for chunk in self.chunks:
-            for kind in kinds:
-                part = chunk.buffers[kind]
-                whole = torch.zeros(chunk.size, dtype=part.dtype, device=part.device) if chunk.sharded else part
-                if self.groups.rank == 0:
-                    read({f"{kind}.{name}": view for name, view in chunk.views(whole).items()})
-                self.groups.world.broadcast(whole)
-                if chunk.sharded:
-                    part.copy_(whole[chunk.part])
+            replicas = self.groups.along(*chunk.plan.replicas)
+            for kind, part in chunk.buffers.items():
+                if kind not in kinds:
+                    continue
+                whole = torch.zeros(chunk.plan.size, dtype=part.dtype, device=part.device)
+                if replicas.rank == 0:
+                    _read_parts(read, kind, chunk, whole)
+                    reads += 1
+                _send(replicas, whole, send)
+                part.copy_(whole[chunk.plan.part])
             chunk.publish()
+        readers = torch.tensor(float(reads > 0), device=self.chunks[0].parameter.device)
+        self.groups.world.sum(readers)
+        return int(readers)
 
     def bytes_by_kind(self) -> dict[str, int]:
         """Bytes allocated for parameters, gradients, master weights and moments."""
@@ -112,3 +164,50 @@ class ModelState:
         for chunk in self.chunks:
             total.update(chunk.bytes_by_kind())
         return dict(total)
+
+    def _limit_reductions(self, chunk: Chunk) -> None:
+        """A reduction has begun: let no more than a few hold their long buffers at once."""
+        if chunk.plan.shards_gradients:
+            self._reducing.append(chunk)
+            if len(self._reducing) > _REDUCING:
+                self._reducing.popleft().advance()
+
+    def _join(self, layout: Layout, part: Tensor) -> Tensor:
+        """The global tensor from the parts of the ranks that it is split over."""
+        for dim, axis in layout.splits:
+            group = self.groups.along(axis)
+            parts = part.new_empty(group.size * len(part), *part.shape[1:])
+            group.gather(parts, part.contiguous())
+            part = torch.cat(parts.chunk(group.size), dim)
+        return part
+
+
+def _replace_parameters(module: nn.Module, made: Mapping[str, nn.Parameter]) -> None:
+    """Put the new parameters in the places of the old, in every module that shares one."""
+    new = {id(old): made[name] for name, old in module.named_parameters()}
+    for owner in module.modules():
+        for leaf, old in owner._parameters.items():
+            if old is not None:
+                setattr(owner, leaf, new[id(old)])
+
+
+def _read_parts(read: Callable[[dict[str, Tensor]], None], kind: str, chunk: Chunk, whole: Tensor) -> None:
+    """Fill this rank's part of every parameter of a chunk from the global tensors."""
+    views = chunk.views(whole)
+
+    def target(slot: Slot) -> Tensor:
+        return views[slot.name] if not slot.layout.splits else whole.new_empty(slot.layout.shape)
+
+    tensors = {f"{kind}.{slot.name}": target(slot) for slot in chunk.plan.slots}
+    read(tensors)
+    for slot, tensor in zip(chunk.plan.slots, tensors.values()):
+        if slot.layout.splits:
+            views[slot.name].copy_(tensor[slot.region])
+
+
+def _send(group: Group, tensor: Tensor, how: Send) -> None:
+    """Give the first rank's `tensor` to all ranks of the group, whose own holds zeros."""
+    if how == "broadcast":
+        group.broadcast(tensor)
+    else:
+        group.sum(tensor.view(torch.int32))  # as integers: a sum of floats would lose the sign of zeros

@@ -14,6 +14,7 @@ that raised first.
 import atexit
 import contextlib
 import faulthandler
+import gc
 import itertools
 import multiprocessing
 import os
@@ -228,6 +229,7 @@ def _kill(workers: Sequence[_Worker]) -> None:
 def _serve(connection: Connection, folder: str) -> None:
     """A worker's life: answer each call, and leave its process group when told that all ranks are done."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, who ends us
+    gc.freeze()  # what is imported by now need not be looked through after every call
     Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     with (Path(folder) / f"stack{os.getpid()}").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
@@ -252,6 +254,7 @@ def _answer(call: _Call | None) -> _Answer:
     """Serve one request. After a failure the process group stays, lest the peers fail for its loss."""
     try:
         if call is None:
+            gc.collect()  # what Gloo has under way must not outlive its process group
             if dist.is_initialized():  # else the function has destroyed it
                 dist.destroy_process_group()
             result = b""

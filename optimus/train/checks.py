@@ -10,17 +10,19 @@ from optimus.config import ModelConfig, RunConfig, load_config
 from optimus.data import Shards
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
-from optimus.mesh import Mesh
+from optimus.model import Transformer
 from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory
 from optimus.observe.metrics import check_wandb
-from optimus.train.run import Run, fingerprint
+from optimus.parallel.layouts import parameter_layouts
+from optimus.state import bytes_by_kind, plan_chunks
+from optimus.train.run import DTYPES, Run, fingerprint, mesh_of
 from optimus.train.step import accumulate_gradients
 
 
 def check_ranks(config: RunConfig, ranks: int) -> None:
     """Raise `UserError` when the ranks cannot share the work as configured."""
-    mesh = Mesh.of(ranks, data=config.parallel.data)
+    mesh = mesh_of(config, ranks)
     if config.train.global_batch % (mesh.dp * config.train.micro_batch):
         raise UserError(
             f"train.global_batch {config.train.global_batch} is not a multiple of {mesh.dp} data-parallel ranks times "
@@ -73,20 +75,27 @@ def _check_resumable(config: RunConfig, folder: Path, found: list[Path], shards:
 def check_memory(config: RunConfig, device: torch.device, ranks: int) -> None:
     """Raise `UserError` when parameters, gradients and optimizer state alone do not fit into the free memory."""
     total = count_parameters(config.model).total
-    parts = ranks if config.state.shard != "none" else 1
-    gradient = (2 if config.state.gradient_dtype == "bfloat16" else 4) / (
-        ranks if config.state.shard == "gradients" else 1
-    )
-    master = 4 / parts if config.train.precision == "bfloat16" else 0
-    per_parameter = (2 if master else 4) + gradient + master + 8 / parts
+    each = sum(state_bytes(config, ranks, 0).values())
     sharers = ranks if device.type == "cpu" else 1
-    needed, free = int(total * per_parameter * sharers), free_memory(device)
+    needed, free = each * sharers, free_memory(device)
     if needed > free:
         raise UserError(
-            f"the state of this model ({total / 1e9:.2f} B parameters, {per_parameter:g} bytes each"
+            f"the state of this model ({total / 1e9:.2f} B parameters, {each / total:.3g} bytes each"
             f"{f', {sharers} ranks' if sharers > 1 else ''}) needs {_gib(needed)}, but {device} has {_gib(free)} free: "
-            "choose a smaller model, state.gradient_dtype=bfloat16 or another machine"
+            "choose a smaller model, state.gradient_dtype=bfloat16, a state.shard over more ranks, or another machine"
         )
+
+
+def state_bytes(config: RunConfig, ranks: int, rank: int) -> dict[str, int]:
+    """Bytes that `rank` of `ranks` will hold at rest, by kind (parameters, gradients, master, moments).
+
+    Planned on meta tensors: no memory and no process group, for any number of ranks. Raises `UserError` when the
+    parameters cannot be divided as configured.
+    """
+    with torch.device("meta"):
+        layouts = parameter_layouts(Transformer(config.model))
+    plans = plan_chunks(layouts, mesh_of(config, ranks), rank, config.state)
+    return bytes_by_kind(plans, DTYPES[config.train.precision], DTYPES[config.state.gradient_dtype])
 
 
 def dry_run(run: Run) -> str:
@@ -110,26 +119,30 @@ def dry_run(run: Run) -> str:
         raise UserError(_too_large(needed, free, one, run))
     try:
         if run.device.type != "cpu":
-            accumulate_gradients(run.model, tokens, run.config)
+            accumulate_gradients(run.model, run.state, tokens, run.config)
     except torch.OutOfMemoryError:
         raise UserError(_too_large(needed, free, one, run)) from None
-    kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in run.state.bytes_by_kind().items() if size)
+    at_rest = bytes_by_kind(
+        [chunk.plan for chunk in run.state.chunks],
+        DTYPES[run.config.train.precision],
+        DTYPES[run.config.state.gradient_dtype],
+    )
+    kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in at_rest.items() if size)
     return f"memory per rank: {kinds}, activations of a microbatch {_gib(needed)}; {_gib(free)} free"
 
 
 def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
     """Bytes that the forward pass on `tokens_BS` keeps for the backward pass, the parameters themselves left out."""
     kept: dict[int, int] = {}
-    state = {chunk.parameter.untyped_storage().data_ptr() for chunk in run.state.chunks}
+    state = {chunk.parameter.untyped_storage()._cdata for chunk in run.state.chunks}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def count(tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in state:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        if storage._cdata not in state:
+            kept[storage._cdata] = storage.nbytes()
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        accumulate_gradients(run.model, tokens_BS, run.config)
+    with run.state.watching(count):
+        accumulate_gradients(run.model, run.state, tokens_BS, run.config)
     return sum(kept.values())
 
 

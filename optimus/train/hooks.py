@@ -4,9 +4,11 @@ import signal
 from types import FrameType
 from typing import Any
 
+import torch
+
 from optimus.checkpoint import list_checkpoints
 from optimus.checkpoint.store import remove
-from optimus.errors import UserError
+from optimus.errors import UserError, naming_disk_errors
 from optimus.model.count import flops_per_token
 from optimus.observe.machine import peak_flops
 from optimus.observe.metrics import MetricsWriter
@@ -71,7 +73,10 @@ class NonFinite(Hook):
 
 
 class HeldOut(Hook):
-    """Measures bits per byte of held-out text every so many steps, and at the last; on rank 0."""
+    """Measures bits per byte of held-out text every so many steps, and at the last.
+
+    On rank 0 alone where it holds the whole model; else all ranks do the same, each with its part of the model.
+    """
 
     def after_step(self, run: Run, result: StepResult) -> None:
         section = run.config.evaluate
@@ -135,6 +140,35 @@ class Metrics(Hook):
     def after_training(self, run: Run) -> None:
         self._progress.close()
         self._writer.close()
+
+
+class Trace(Hook):
+    """Profiles one step: what is computed and sent when, on every rank."""
+
+    def __init__(self) -> None:
+        self._profile: torch.profiler.profile | None = None
+
+    def before_training(self, run: Run) -> None:
+        self._begin(run)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if self._profile is not None:
+            run.state.finish()  # what is under way would report its end to a profiler that is no more
+            self._profile.stop()
+            path = run.folder / f"trace-rank-{run.groups.rank}.json"
+            with naming_disk_errors(path, "Make room or leave observe.trace away"):
+                self._profile.export_chrome_trace(str(path))
+            self._profile = None
+        self._begin(run)
+
+    def _begin(self, run: Run) -> None:
+        if run.step + 1 == run.config.observe.trace and run.step < run.last_step:
+            self._profile = torch.profiler.profile()
+            self._profile.start()
+
+    def after_training(self, run: Run) -> None:
+        if self._profile is not None:  # the step failed
+            self._profile.stop()
 
 
 class Checkpoints(Hook):

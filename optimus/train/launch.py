@@ -1,19 +1,29 @@
-"""From a configuration to a finished run: checks, then one process here or several ranks under TorchElastic."""
+"""From a configuration to a finished run: checks, then one process here or several ranks under TorchElastic.
 
+When a rank is lost, a collective fails on each of the others, and each says in which step. Their messages must get out,
+though TorchElastic sends SIGTERM to all as soon as the first has ended, and none may wait for what never comes: see
+`_last_words` and `_ranks_together`. The launcher tells the user which rank was lost and what the others said.
+"""
+
+import atexit
 import logging
 import os
+import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import yaml
 
 from optimus.checkpoint.folder import list_checkpoints, read_description
+from optimus.comm import CollectiveError
 from optimus.config import RunConfig, dump_config, load_config
 from optimus.data import Shards
 from optimus.errors import UserError, naming_disk_errors
@@ -21,9 +31,12 @@ from optimus.hub import read_model_folder
 from optimus.observe.machine import find_device
 from optimus.observe.metrics import read_metrics
 from optimus.train import checks
-from optimus.train.hooks import Checkpoints, HeldOut, Hook, Interrupt, Metrics, NonFinite
-from optimus.train.loop import train_loop
+from optimus.train.hooks import Checkpoints, HeldOut, Hook, Interrupt, Metrics, NonFinite, Trace
+from optimus.train.loop import naming_collectives, train_loop
 from optimus.train.run import Run, build_run
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
 def train(
@@ -40,7 +53,9 @@ def train(
     sets WORLD_SIZE, such as torchrun, this process is one of its ranks. `resume` continues from the newest checkpoint in
     `train.output`. `check` validates everything, every checksum of the data included, and runs nothing.
 
-    Raises `UserError` for anything that the user can mend, before any process is started wherever that is possible.
+    Raises `UserError` for anything that the user can mend, before any process is started wherever that is possible. When
+    another rank is lost under such a launcher, it is a `CollectiveError`, after which this process cannot train again: it
+    ignores SIGTERM, by which the launcher would cut the message short, and exits with code 2 without waiting for anything.
     """
     tree = load_config(config, overrides, read_model_folder)
     launched = "WORLD_SIZE" in os.environ
@@ -57,7 +72,7 @@ def train(
     except UserError as error:
         found = list_checkpoints(Path(tree.train.output))
         saved = f" (the run is saved up to step {read_description(found[-1]).step})" if found else ""
-        raise UserError(f"{error}{saved}") from error
+        raise type(error)(f"{error}{saved}") from error
     return _summary(Path(tree.train.output))
 
 
@@ -97,10 +112,42 @@ def _launch(config: str, resume: bool, ranks: int) -> None:
         except SignalException:
             pass  # the ranks have had the signal too: they finish their step and save, and the summary says where
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            said: Any = failure.message  # a mapping, its traceback in it, of a rank that could write one
-            text = said["message"].removeprefix("UserError: ") if isinstance(said, dict) else said
-            raise UserError(f"rank {rank} failed: {text}") from error
+            raise UserError(explain(error.failures)) from error
+
+
+def explain(failures: Mapping[int, "ProcessFailure"]) -> str:
+    """One message about the failed ranks: what was the cause, and where the others stopped when a rank was lost."""
+    said = {rank: text for rank, failure in failures.items() if (text := _said(failure)) is not None}
+    stopped = {rank: text for rank, text in said.items() if text.startswith("CollectiveError: ")}
+    first = min(failure.timestamp for failure in failures.values())  # whole seconds
+    silent = [rank for rank in failures if rank not in said]
+    # The launcher ends the others with SIGTERM, and with SIGKILL, 30 s later, those that do not obey.
+    lost = [r for r in silent if failures[r].exitcode != -signal.SIGTERM and failures[r].timestamp <= first + 1]
+    causes = sorted(said.keys() - stopped.keys(), key=lambda rank: (failures[rank].timestamp, rank))
+    if lost or not said:
+        rank = min(lost or silent, key=lambda rank: failures[rank].timestamp)
+        head = f"rank {rank} was lost ({_how_ended(failures[rank].exitcode)})"
+    elif causes:
+        return f"rank {causes[0]} failed: {said[causes[0]].removeprefix('UserError: ')}"
+    elif hung := [rank for rank in silent if failures[rank].exitcode == -signal.SIGKILL]:
+        head = f"rank {hung[0]} did not answer and was ended"
+    else:
+        head = "the ranks have lost each other"
+    if not stopped:
+        return head
+    rank = min(stopped, key=lambda rank: (failures[rank].timestamp, rank))
+    others = "" if len(stopped) == len(failures) else "; the others stopped"
+    return f"{head}{others}: {stopped[rank].removeprefix('CollectiveError: ')}"
+
+
+def _said(failure: "ProcessFailure") -> str | None:
+    """`Type: message` of the exception that ended the rank, if it could leave one."""
+    message: Any = failure.message  # a mapping, its traceback in it, or TorchElastic's own text
+    return message["message"] if isinstance(message, dict) else None
+
+
+def _how_ended(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
 def _run_rank(config_text: str, resume: bool) -> None:
@@ -112,23 +159,74 @@ def _run_rank(config_text: str, resume: bool) -> None:
         torch.accelerator.set_device_index(device.index)
     elif ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
-    if ranks > 1:
-        dist.init_process_group(dist.get_default_backend_for_device(device))
-    try:
-        run = build_run(config, device, resume)
-        run.notes.append(checks.dry_run(run))
+    timeout = timedelta(seconds=config.resilience.timeout)
+    with _ranks_together(device, timeout) if ranks > 1 else nullcontext():
+        with naming_collectives("before the first step"):
+            run = build_run(config, device, resume)
+            run.notes.append(checks.dry_run(run))
         if run.groups.rank == 0:
             _claim_folder(run)
-        train_loop(run, _hooks(run))
+        with _last_words() if ranks > 1 else nullcontext():
+            train_loop(run, _hooks(run))
+            run.state.finish()
+
+
+@contextmanager
+def _ranks_together(device: torch.device, timeout: timedelta) -> Iterator[None]:
+    """The process group of all ranks, inside the context.
+
+    To destroy it is to wait for all that is under way. After a failure of this rank alone, or of another one, that would
+    last until the timeout, at the exit of Python too, which is therefore left out.
+    """
+    seconds = f"{timeout.total_seconds():g} s (resilience.timeout)"
+    try:
+        dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timeout)
+    except RuntimeError as error:
+        raise CollectiveError(f"the ranks have not come together within {seconds}: {error}") from error
+    together = False
+    try:
+        yield
+        together = True
+    except UserError as error:
+        together = not isinstance(error, CollectiveError)
+        raise
     finally:
-        if ranks > 1:
+        if together:
             dist.destroy_process_group()
+        else:
+            atexit.register(_leave)
+
+
+def _leave() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2)
+
+
+@contextmanager
+def _last_words() -> Iterator[None]:
+    """Ignore SIGTERM where hooks do not handle it, and from then on if a collective fails.
+
+    One rank's message would otherwise be cut short when the launcher, seeing that another has ended, ends this one.
+    """
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    speaking = False
+    try:
+        yield
+    except CollectiveError:
+        speaking = True
+        raise
+    finally:
+        if not speaking:
+            signal.signal(signal.SIGTERM, previous)
 
 
 def _hooks(run: Run) -> list[Hook]:
     """Metrics follow what measures for them and precede the checkpoint, which must not be newer than they are."""
-    reporting: list[Hook] = [HeldOut(), Metrics()] if run.groups.rank == 0 else []
-    return [Interrupt(), *reporting, Checkpoints(), NonFinite()]
+    first = run.groups.rank == 0
+    measuring: list[Hook] = [HeldOut()] if first or run.forward_is_collective else []
+    reporting: list[Hook] = [Metrics()] if first else []
+    return [Interrupt(), *measuring, *reporting, Checkpoints(), NonFinite(), Trace()]
 
 
 def _claim_folder(run: Run) -> None:

@@ -1,12 +1,17 @@
-"""The training loop. Everything besides the step itself is a hook; see `hooks.py`."""
+"""The training loop. Everything besides the step itself is a hook; see `hooks.py`.
+
+Ranks that are out of step cannot agree on anything any more. So a collective that fails, in the step or in a hook, ends the
+loop at once: hooks close what they hold, and nothing else is called.
+"""
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
 
+from optimus.comm import CollectiveError
 from optimus.data import TokenLoader
 from optimus.errors import UserError
 from optimus.train.hooks import Hook
@@ -18,31 +23,46 @@ def train_loop(run: Run, hooks: Sequence[Hook]) -> None:
     """Run the steps from the last completed one to the end of the run, or until a hook sets `run.stop_requested`.
 
     Hooks are called in their order; on the way out, whatever ended the loop, in reverse order. Raises `run.failure` where
-    data or numbers are bad, after the hooks have saved what is good.
+    data or numbers are bad, after the hooks have saved what is good, and `CollectiveError`, which names the step, where
+    another rank is lost.
     """
     with ExitStack() as stack:
         loader = stack.enter_context(run.batches())
         for hook in hooks:
             stack.callback(hook.after_training, run)
             hook.before_training(run)
-        while run.step < run.last_step and not run.stop_requested:
-            began = time.perf_counter()
-            tokens_BS = _next_batch(run, loader)
-            if tokens_BS is None:
-                break
-            run.data_seconds = time.perf_counter() - began
-            result = training_step(run.model, run.state, tokens_BS, run.config, run.step + 1)
-            run.step += 1
-            run.skipped += result.skipped
-            run.step_seconds = time.perf_counter() - began
-            for hook in hooks:
-                hook.after_step(run, result)
-            if run.failure:
-                break
+        while run.step < run.last_step and not run.stop_requested and not run.failure:
+            with naming_collectives(f"step {run.step + 1}"):
+                _step(run, loader, hooks)
         if run.failure:
-            for hook in hooks:
-                hook.after_error(run)
+            with naming_collectives(f"after step {run.step}"):
+                for hook in hooks:
+                    hook.after_error(run)
             raise run.failure
+
+
+@contextmanager
+def naming_collectives(when: str) -> Iterator[None]:
+    """Say in the message of a failed collective below when it was, and what to do."""
+    try:
+        yield
+    except CollectiveError as error:
+        raise CollectiveError(f"{when}: {error}. Run again with --resume") from error
+
+
+def _step(run: Run, loader: TokenLoader, hooks: Sequence[Hook]) -> None:
+    """One step and the hooks after it; or none, and `run.failure` set, when its data cannot be read."""
+    began = time.perf_counter()
+    tokens_BS = _next_batch(run, loader)
+    if tokens_BS is None:
+        return
+    run.data_seconds = time.perf_counter() - began
+    result = training_step(run.model, run.state, tokens_BS, run.config, run.step + 1)
+    run.step += 1
+    run.skipped += result.skipped
+    run.step_seconds = time.perf_counter() - began
+    for hook in hooks:
+        hook.after_step(run, result)
 
 
 def _next_batch(run: Run, loader: TokenLoader) -> Tensor | None:

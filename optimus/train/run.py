@@ -19,6 +19,7 @@ from optimus.errors import UserError
 from optimus.hub import load_weights
 from optimus.mesh import Mesh
 from optimus.model import Transformer
+from optimus.parallel.dispatch import set_dispatch
 from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.recompute import recompute
 from optimus.state import ModelState
@@ -56,6 +57,11 @@ class Run:
         """Tokens read by all completed steps."""
         return self.step * self.config.train.global_batch * self.config.train.context
 
+    @property
+    def forward_is_collective(self) -> bool:
+        """Whether all ranks must run a forward pass together: parameters or experts are on other ranks."""
+        return self.state.gathers_on_use or self.groups.mesh.ep > 1
+
     def batches(self) -> TokenLoader:
         """This rank's part of every global batch from the next step on."""
         data = self.groups.along("dp")
@@ -86,24 +92,38 @@ class Run:
         return path
 
 
-def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
-    """Make model and state on `device`, initialised, or loaded from the newest checkpoint when `resume`."""
-    folder = Path(config.train.output)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    groups = Groups(Mesh.of(ranks, data=config.parallel.data))
+def mesh_of(config: RunConfig, ranks: int) -> Mesh:
+    """The mesh of `ranks` ranks as configured. Raises `UserError` when the sizes do not fit."""
+    return Mesh.of(ranks, data=config.parallel.data, expert=config.parallel.expert)
+
+
+def build_model(config: RunConfig, device: torch.device, groups: Groups) -> tuple[Transformer, ModelState]:
+    """The model with this rank's parts of its parameters, and their state, without values yet.
+
+    All ranks must call. Raises `UserError` when the parameters cannot be divided as configured.
+    """
     with torch.device("meta"):
         model = Transformer(config.model, config.moe.routing)
     state = ModelState(
         model,
         parameter_layouts(model),
         groups,
+        config.state,
         compute_dtype=DTYPES[config.train.precision],
         gradient_dtype=DTYPES[config.state.gradient_dtype],
         device=device,
-        tile=config.state.tile,
-        shard=config.state.shard,
     )
+    set_dispatch(model, groups, config.moe.dispatch)
     recompute(model.blocks, config.recompute)
+    return model, state
+
+
+def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
+    """Make model and state on `device`, initialised, or loaded from the newest checkpoint when `resume`."""
+    folder = Path(config.train.output)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    groups = Groups(mesh_of(config, ranks), config.resilience.timeout)
+    model, state = build_model(config, device, groups)
     run = Run(config, folder, device, groups, model, state, Shards(config.data.path))
     found = list_checkpoints(folder) if resume else []
     if found:
@@ -114,11 +134,17 @@ def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
 
 
 def _resume(run: Run, path: Path) -> None:
-    description = load_state(run.state, path, model=run.config.model, run=fingerprint(run.config, run.shards))
+    description, readers = load_state(
+        run.state,
+        path,
+        model=run.config.model,
+        run=fingerprint(run.config, run.shards),
+        send=run.config.checkpoint.broadcast,
+    )
     run.step = description.step
     run.state.steps = description.progress["updates"]
     run.skipped = description.progress["skipped"]
-    run.notes.append(f"resumed from {path} (step {run.step})")
+    run.notes.append(f"resumed from {path} (step {run.step}){_readers(run, readers)}")
 
 
 def _start(run: Run, resume: bool) -> None:
@@ -128,26 +154,33 @@ def _start(run: Run, resume: bool) -> None:
     if initial is None:
         run.state.initialize(run.config.train.seed, run.config.model.init_std)
         return
-    run.notes.append(f"starting from the weights of {initial}")
+    send = run.config.checkpoint.broadcast
     if (Path(initial) / "config.json").is_file():
-        _load_folder(run, Path(initial))
+        readers = _load_folder(run, Path(initial))
     else:
-        load_state(run.state, find_checkpoint(initial), model=run.config.model, run=None)
+        path = find_checkpoint(initial)
+        _, readers = load_state(run.state, path, model=run.config.model, run=None, send=send)
+    run.notes.append(f"starting from the weights of {initial}{_readers(run, readers)}")
 
 
-def _load_folder(run: Run, path: Path) -> None:
-    """Read a Hugging Face folder on rank 0 into the fp32 master weights."""
+def _load_folder(run: Run, path: Path) -> int:
+    """Read a Hugging Face folder into the fp32 master weights; returns how many ranks have read it."""
     weights: dict[str, torch.Tensor] = {}
-    if run.groups.rank == 0:
-        model = Transformer(run.config.model)
-        load_weights(model, path)
-        weights = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
 
     def copy(wanted: dict[str, torch.Tensor]) -> None:
+        if not weights:
+            model = Transformer(run.config.model)
+            load_weights(model, path)
+            weights.update({f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()})
         for key, view in wanted.items():
             view.copy_(weights[key])
 
-    run.state.load(copy, WEIGHTS)
+    return run.state.load(copy, WEIGHTS, run.config.checkpoint.broadcast)
+
+
+def _readers(run: Run, readers: int) -> str:
+    size = run.groups.world.size
+    return f", read by {readers} of {size} ranks" if size > 1 else ""
 
 
 def fingerprint(config: RunConfig, shards: Shards) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """One training step, as the architecture draws it: microbatches, reduce, check, clip, update."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,9 +9,12 @@ from torch import Tensor
 
 from optimus.config import RunConfig
 from optimus.model import Losses, Transformer
+from optimus.model.moe.router import RouterStats
 from optimus.optim.adamw import AdamW
 from optimus.optim.schedule import learning_rate
 from optimus.state import ModelState
+
+DATA = ("dp", "cp")  # axes along which the tokens of a global batch are divided
 
 
 class StepResult(NamedTuple):
@@ -28,11 +31,12 @@ class StepResult(NamedTuple):
 def training_step(model: Transformer, state: ModelState, tokens_BS: Tensor, config: RunConfig, step: int) -> StepResult:
     """Train on this rank's part of a global batch; `step` counts from 1."""
     state.begin_step()
-    losses = accumulate_gradients(model, tokens_BS, config, before_last=state.reduce_on_arrival)
-    state.reduce_gradients()
-    state.groups.along("dp").average(losses)
-    loss, balance, z = losses.tolist()
-    norm = state.gradient_norm()
+    losses = accumulate_gradients(model, state, tokens_BS, config)
+    data = state.groups.along(*DATA)
+    finish = data.start_sum(losses)
+    norm = state.reduce_gradients()
+    finish()
+    loss, balance, z = (losses / data.size).tolist()
     lr = step_learning_rate(config, step)
     skipped = not (math.isfinite(norm) and math.isfinite(loss))
     if not skipped:
@@ -40,27 +44,63 @@ def training_step(model: Transformer, state: ModelState, tokens_BS: Tensor, conf
     return StepResult(loss, balance, z, norm, lr, skipped)
 
 
-def accumulate_gradients(
-    model: Transformer, tokens_BS: Tensor, config: RunConfig, before_last: Callable[[], None] = lambda: None
-) -> Tensor:
-    """Forward and backward over this rank's microbatches; the mean losses [3] (cross-entropy, balance, z), fp32.
+def accumulate_gradients(model: Transformer, state: ModelState, tokens_BS: Tensor, config: RunConfig) -> Tensor:
+    """Forward and backward over this rank's microbatches; their mean losses [3] (cross-entropy, balance, z), fp32.
 
-    `before_last` is called before the last backward pass.
+    The gradients are those of this rank's share of the mean over the global batch: their sum over the ranks is the whole.
     """
     microbatches = tokens_BS.split(config.train.micro_batch)
+    share = 1 / (len(microbatches) * state.groups.along(*DATA).size)
+    choices_E = _global_choices(model, state, microbatches, config)
     total = torch.zeros(3, device=tokens_BS.device)
     for number, tokens in enumerate(microbatches, start=1):
-        losses = model.losses(tokens)
+        with state.saving():
+            losses = model.losses(tokens)
+            if choices_E is None and _counts_globally(config, losses):
+                choices_E = _choices([losses.router], state)
+            parts = terms(losses, choices_E)
         if number == len(microbatches):
-            before_last()
-        (objective(losses, config) / len(microbatches)).backward()
-        total += torch.stack([loss.detach() for loss in losses])
+            state.reduce_on_arrival()
+        (objective(parts, config) * share).backward()
+        total += parts.detach()
     return total / len(microbatches)
 
 
-def objective(losses: Losses, config: RunConfig) -> Tensor:
+def terms(losses: Losses, choices_E: Tensor | None = None) -> Tensor:
+    """The three losses [3] of a microbatch: cross-entropy, balance (with the given choices per token, if any), z."""
+    balance = losses.balance if losses.router is None else losses.router.balance_loss(choices_E)
+    return torch.stack([losses.cross_entropy, balance, losses.z])
+
+
+def objective(terms_3: Tensor, config: RunConfig) -> Tensor:
     """What is minimised: cross-entropy plus the weighted losses of the router."""
-    return losses.cross_entropy + config.moe.balance_coefficient * losses.balance + config.moe.z_coefficient * losses.z
+    cross_entropy, balance, z = terms_3
+    return cross_entropy + config.moe.balance_coefficient * balance + config.moe.z_coefficient * z
+
+
+def _counts_globally(config: RunConfig, losses: Losses) -> bool:
+    return config.moe.balance_scope == "global" and losses.router is not None
+
+
+def _global_choices(
+    model: Transformer, state: ModelState, microbatches: Sequence[Tensor], config: RunConfig
+) -> Tensor | None:
+    """How often each expert is chosen per token of the global batch, where a forward pass must find out beforehand.
+
+    The first microbatch's gradient depends on the choices in the last. One microbatch alone needs no pass of its own.
+    """
+    if config.moe.balance_scope == "microbatch" or model.config.experts is None or len(microbatches) == 1:
+        return None
+    with torch.no_grad():
+        return _choices([model.hidden_states(tokens)[1] for tokens in microbatches], state)
+
+
+def _choices(counted: Sequence[RouterStats | None], state: ModelState) -> Tensor:
+    """Choices of each expert per token, over these microbatches of all data ranks."""
+    routers = [router for router in counted if router is not None]
+    counts_E = torch.stack([router.counts_E for router in routers]).sum(0)
+    state.groups.along(*DATA).sum(counts_E)
+    return counts_E / (sum(router.tokens for router in routers) * state.groups.along(*DATA).size)
 
 
 def clip_scale(config: RunConfig, step: int, norm: float) -> float:

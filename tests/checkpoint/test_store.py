@@ -20,6 +20,7 @@ from optimus.checkpoint import Description, find_checkpoint, list_checkpoints, l
 from optimus.checkpoint.folder import step_folder
 from optimus.comm import Groups
 from optimus.config import ModelConfig
+from optimus.config.tree import StateConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.model import Transformer
@@ -42,10 +43,10 @@ def made(model: ModelConfig = MODEL, precision: torch.dtype = torch.bfloat16) ->
         module,
         parameter_layouts(module),
         Groups(Mesh()),
+        StateConfig(),
         compute_dtype=precision,
         gradient_dtype=torch.float32,
         device=torch.device("cpu"),
-        tile=64,
     )
     return module, state
 
@@ -73,8 +74,8 @@ def test_the_whole_state_goes_there_and_back(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text('{"a tokenizer": 1}')
     state = saved(tmp_path / "c", tokenizer=tmp_path / "t.json", progress={"updates": 4})
     module, other = made()
-    description = load_state(other, tmp_path / "c", model=MODEL, run=RUN)
-    assert (description.step, description.progress) == (5, {"updates": 4})
+    description, readers = load_state(other, tmp_path / "c", model=MODEL, run=RUN)
+    assert (description.step, description.progress, readers) == (5, {"updates": 4}, 1)
     for (key, ours), (_, theirs) in zip(other.tensors(), state.tensors()):
         assert torch.equal(ours, theirs), key
     expected = dict(state.tensors())
@@ -93,7 +94,7 @@ def test_weights_alone(tmp_path: Path, precision: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters()))
     assert not again.training
     assert not any(parameter.requires_grad for parameter in again.parameters())
-    assert optimus.load_model(tmp_path / "w", dtype=torch.bfloat16).embedding.dtype == torch.bfloat16
+    assert optimus.load_model(tmp_path / "w", dtype=torch.bfloat16).embedding.weight.dtype == torch.bfloat16
     _, state = made(precision=precision)
     load_state(state, tmp_path / "w", model=MODEL, run=None)
     tensors = dict(state.tensors())
@@ -108,15 +109,15 @@ def test_the_weights_of_a_full_checkpoint_start_a_new_run(tmp_path: Path) -> Non
     _, other = made()
     load_state(other, tmp_path / "c", model=MODEL, run=None)
     ours, theirs = dict(other.tensors()), dict(state.tensors())
-    assert torch.equal(ours["model.embedding"], theirs["model.embedding"])
-    assert not ours["adamw.m.embedding"].any()
+    assert torch.equal(ours["model.embedding.weight"], theirs["model.embedding.weight"])
+    assert not ours["adamw.m.embedding.weight"].any()
 
 
 def test_load_model_takes_a_run_folder(tmp_path: Path) -> None:
     for step, seed in ((4, 1), (12, 2)):
         state = saved(step_folder(tmp_path, step), seed)
     model = optimus.load_model(tmp_path)
-    assert torch.equal(model.embedding, dict(state.tensors())["model.embedding"])
+    assert torch.equal(model.embedding.weight, dict(state.tensors())["model.embedding.weight"])
     assert model(TOKENS).shape == (2, 12, 50)
 
 
@@ -178,7 +179,7 @@ def test_tensors_that_the_description_promises_are_not_there(tmp_path: Path) -> 
     save_model(filled()[0].float(), folder, context=12, tokenizer=None, eos_id=None)
     text = (folder / "checkpoint.json").read_text().replace('"full": false', '"full": true')
     (folder / "checkpoint.json").write_text(text)
-    with pytest.raises(UserError, match=r"lacks adamw\.m\.embedding \(and \d+ more\)"):
+    with pytest.raises(UserError, match=r"lacks adamw\.m\.embedding\.weight \(and \d+ more\)"):
         load_state(made()[1], folder, model=MODEL, run={})
 
 
@@ -231,21 +232,23 @@ def test_a_refused_write_leaves_the_checkpoint_of_the_same_step(
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
     _, state = made()
     load_state(state, tmp_path / "c", model=MODEL, run=RUN)
-    assert torch.equal(dict(state.tensors())["model.embedding"], dict(older.tensors())["model.embedding"])
+    assert torch.equal(dict(state.tensors())["model.embedding.weight"], dict(older.tensors())["model.embedding.weight"])
 
 
 def test_writing_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     saved(tmp_path / "c")
     newer = saved(tmp_path / "c", seed=2)
-    assert torch.equal(optimus.load_model(tmp_path / "c").embedding, dict(newer.tensors())["model.embedding"])
+    assert torch.equal(
+        optimus.load_model(tmp_path / "c").embedding.weight, dict(newer.tensors())["model.embedding.weight"]
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 def test_plain_tools_read_the_files(tmp_path: Path) -> None:
     state = saved(tmp_path / "c")
     weight = torch.zeros(50, 16)
-    dcp.load({"model.embedding": weight}, checkpoint_id=tmp_path / "c", no_dist=True)
-    assert torch.equal(weight, dict(state.tensors())["model.embedding"])
+    dcp.load({"model.embedding.weight": weight}, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert torch.equal(weight, dict(state.tensors())["model.embedding.weight"])
 
 
 KILLED_WHILE_WRITING = """

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from optimus.comm import Group, Groups
+from optimus.comm import Groups
 from optimus.mesh import Mesh
 from optimus.testing import run_ranks
 
@@ -15,16 +15,18 @@ def along(axes: tuple[str, ...]) -> tuple[list[int], int, float, list[float], li
     groups = Groups(MESH)
     group = groups.along(*axes)
     assert group is groups.along(*axes)  # made once
-    mean = torch.tensor([float(groups.rank)])
-    group.average(mean)
+    total = torch.tensor([float(groups.rank)])
+    group.sum(total)
+    numbers, scattered = torch.arange(2.0 * group.size) + groups.rank, torch.ones(2)
+    group.sum_part(numbers.clone(), scattered)
     part = slice(2 * group.rank, 2 * group.rank + 2)
-    scattered = torch.ones(2)
-    group.start_average_part(torch.arange(2.0 * group.size) + groups.rank, part, scattered)()
+    group.sum_part(numbers, numbers[part])
+    assert torch.equal(numbers[part], scattered)
     whole = torch.zeros(2 * group.size)
     whole[part] = float(groups.rank)
-    group.gather_parts(whole, whole[part])
+    group.gather(whole, whole[part])
     some = group.any(groups.rank == 3, CPU)
-    return group.ranks, group.rank, mean.item(), scattered.tolist(), whole.tolist(), some
+    return group.ranks, group.rank, total.item(), scattered.tolist(), whole.tolist(), some
 
 
 @pytest.mark.parametrize(
@@ -37,12 +39,11 @@ def along(axes: tuple[str, ...]) -> tuple[list[int], int, float, list[float], li
     ],
 )
 def test_collectives_reach_the_ranks_of_the_group(axes: tuple[str, ...], expected: dict[int, list[int]]) -> None:
-    for rank, (ranks, place, mean, scattered, whole, some) in enumerate(run_ranks(along, 4, axes)):
+    for rank, (ranks, place, total, scattered, whole, some) in enumerate(run_ranks(along, 4, axes)):
         assert ranks == expected[rank]
         assert ranks[place] == rank
-        middle = sum(ranks) / len(ranks)
-        assert mean == middle
-        assert scattered == [1 + 2 * place + middle, 2 + 2 * place + middle]  # added to what was there
+        assert total == sum(ranks)
+        assert scattered == [len(ranks) * 2 * place + total, len(ranks) * (2 * place + 1) + total]
         assert whole == [float(r) for r in ranks for _ in range(2)]
         assert some == (3 in ranks)
 
@@ -51,11 +52,46 @@ def test_a_group_of_one_needs_no_process_group() -> None:
     group = Groups(Mesh()).world
     assert (group.ranks, group.size, group.rank) == ([0], 1, 0)
     value, out = torch.tensor([5.0]), torch.zeros(1)
-    group.average(value)
     group.sum(value)
     group.broadcast(value)
-    group.start_average_part(value, slice(0, 1), out)()
+    group.sum_part(value, out)
     whole = torch.zeros(1)
-    Group([0], 0).gather_parts(whole, value)
+    group.gather(whole, value)
     assert value.item() == out.item() == whole.item() == 5.0
+    assert torch.equal(group.exchange(value, [1], [1]), value)
     assert not group.any(False, CPU)
+
+
+def exchanged() -> list[float]:
+    """Rank r sends r * 10 + s to each rank s, s times."""
+    group = Groups(Mesh(dp=3)).world
+    rows = torch.cat([torch.full((s, 1), 10.0 * group.rank + s) for s in range(3)])
+    return group.exchange(rows, [0, 1, 2], [group.rank] * 3).flatten().tolist()
+
+
+def test_an_uneven_exchange() -> None:
+    assert run_ranks(exchanged, 3) == [[], [1.0, 11.0, 21.0], [2.0, 2.0, 12.0, 12.0, 22.0, 22.0]]
+
+
+def divided() -> tuple[bool, int]:
+    groups = Groups(MESH)
+    same = groups.dividing([[0, 2], [1, 3]]) is groups.along("edp")
+    return same, groups.dividing([[0, 3], [1, 2]]).ranks[-1]
+
+
+def test_groups_of_the_same_ranks_are_shared() -> None:
+    assert run_ranks(divided, 4) == [(True, 3), (True, 2), (True, 2), (True, 3)]
+
+
+def long_sums(length: int) -> list[bool]:
+    """Sums of bf16 numbers that are exact, in two collectives that are under way at once."""
+    group = Groups(Mesh(dp=4)).world
+    tensors = [torch.full((length // 8, 8), float(group.rank + 10 * i), dtype=torch.bfloat16) for i in range(2)]
+    for finish in [group.start_sum(tensor) for tensor in tensors]:
+        finish()
+    return [bool((tensor == 6 + 40 * i).all()) for i, tensor in enumerate(tensors)]
+
+
+@pytest.mark.parametrize("length", [64, 1 << 15, (1 << 15) + 8])
+def test_sums_of_any_length(length: int) -> None:
+    assert run_ranks(long_sums, 4, length) == [[True, True]] * 4

@@ -57,7 +57,7 @@ def theirs(dense: Transformer, tokenizer_file: Path) -> Any:
         max_position_embeddings=CONTEXT,
         eos_token_id=0,
     )
-    weights = {"model.embed_tokens.weight": dense.embedding, "lm_head.weight": dense.head}
+    weights = {"model.embed_tokens.weight": dense.embedding.weight, "lm_head.weight": dense.head.weight}
     for i, block in enumerate(dense.blocks):
         prefix = f"model.layers.{i}"
         for name, part in zip("qkv", block.attention.qkv):
@@ -144,7 +144,7 @@ def test_errors(make_model: Callable[..., Transformer], ours: HarnessModel, toke
     with pytest.raises(UserError, match="'' after 'Answer:' has no tokens of its own"):
         ours.loglikelihood(requests("loglikelihood", [("Answer:", "")]))
     diverged = make_model("olmo")
-    diverged.head.fill_(float("nan"))
+    diverged.head.weight.fill_(float("nan"))
     with pytest.raises(UserError, match="diverged"):
         HarnessModel(diverged, tokenizer, eos_id=0, context=CONTEXT).loglikelihood(requests("loglikelihood", PAIRS))
     with pytest.raises(UserError, match="max_tokens is 99"):

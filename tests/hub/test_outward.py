@@ -49,7 +49,7 @@ def test_bfloat16_rounds_once(model: Transformer, tmp_path: Path) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
     assert theirs.dtype == torch.bfloat16
     embedding = theirs.get_input_embeddings().weight
-    assert torch.equal(embedding, model.embedding.to(torch.bfloat16))
+    assert torch.equal(embedding, model.embedding.weight.to(torch.bfloat16))
 
 
 def test_shards_have_an_index_and_load(moe: Transformer, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_export_of_a_checkpoint(moe: Transformer, tokenizer: Path, tmp_path: Pat
     result = export_checkpoint(tmp_path / "checkpoint", tmp_path / "hf", dtype=dtype)
     assert result["dtype"] == dtype
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
-    assert torch.equal(theirs.lm_head.weight, moe.head.to(getattr(torch, dtype)))
+    assert torch.equal(theirs.lm_head.weight, moe.head.weight.to(getattr(torch, dtype)))
     assert theirs.config.max_position_embeddings == 32
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token_id == 256
 

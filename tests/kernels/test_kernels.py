@@ -100,6 +100,57 @@ def test_expert_mlp(dtype: torch.dtype, load: str) -> None:
     assert compare(ours, reference, [x, weights, *parameters]) < 2 * TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("here", [range(2, 5), range(3, 4), range(0)], ids=["some", "one", "none"])
+def test_expert_mlp_skips_choices_of_other_ranks(dtype: torch.dtype, here: range) -> None:
+    """Only experts `here` of 7 are local; the others are -1, in int32 as they arrive from other ranks."""
+    chosen = torch.rand(150, 7).topk(3).indices
+    is_here = (chosen >= here.start) & (chosen < here.stop)
+    indices = torch.where(is_here, chosen - here.start, -1)
+    weights, x = torch.rand(150, 3).to(dtype), torch.randn(150, 16, dtype=dtype)
+    parameters = [torch.randn(3, 2 * 8, 16, dtype=dtype), torch.randn(3, 16, 8, dtype=dtype)]
+
+    def ours(x: Tensor, weights: Tensor, *rest: Tensor) -> Tensor:
+        return experts_op.expert_mlp(x, weights, indices.int(), *rest)
+
+    def reference(x: Tensor, weights: Tensor, *rest: Tensor) -> Tensor:
+        return experts_op.expert_mlp_reference(x, weights, indices, *rest)
+
+    assert compare(ours, reference, [x, weights, *parameters]) < 2 * TOLERANCE[dtype]
+
+
+def results(x: Tensor, weights: Tensor, indices: Tensor, parameters: list[Tensor]) -> list[Tensor]:
+    """Output and gradients of x, weights, gate_up and down."""
+    leaves = [value.detach().clone().requires_grad_() for value in (x, weights, *parameters)]
+    y = experts_op.expert_mlp(leaves[0], leaves[1], indices, *leaves[2:])
+    return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+
+@pytest.mark.parametrize("poison", [torch.inf, torch.nan])
+def test_nothing_leaks_from_what_is_skipped(poison: float) -> None:
+    """Tokens 0 and 5 choose no expert of this rank, token 1 one of two; what is skipped changes no bit of anything."""
+    indices = torch.tensor([[-1, -1], [0, -1], [1, 0], [3, 1], [-1, 3], [-1, -1]])
+    x, weights = torch.randn(6, 16), torch.rand(6, 2)
+    parameters = [torch.randn(4, 2 * 8, 16), torch.randn(4, 16, 8)]
+    parameters[0][2] = parameters[1][2] = poison  # an expert that nobody chose
+    clean = results(x, weights, indices, parameters)
+    x[[0, 5]] = poison
+    weights[indices < 0] = poison
+    poisoned = results(x, weights, indices, parameters)
+    assert all(a.equal(b) and a.isfinite().all() for a, b in zip(poisoned, clean))
+
+
+def test_a_token_that_is_not_finite_reaches_its_own_experts_only() -> None:
+    indices, x = torch.tensor([[0, 1], [1, 2], [2, 3]]), torch.randn(3, 16)
+    x[0] = torch.inf
+    _, _, weight_grad, *parameter_grads = results(
+        x, torch.rand(3, 2), indices, [torch.randn(4, 2 * 8, 16), torch.randn(4, 16, 8)]
+    )
+    assert weight_grad[1:].isfinite().all()
+    for grad in parameter_grads:
+        assert grad[2:].isfinite().all()
+
+
 def test_routes_are_a_stable_sort_by_expert() -> None:
     indices = torch.rand(300, 7).topk(3).indices
     routes = experts_op.make_routes(indices, 9, torch.float32)

@@ -56,7 +56,7 @@ def random_model(config: ModelConfig, seed: int = 1) -> Transformer:
             if "norm" in name:
                 parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
         if config.tie_embeddings:
-            model.embedding.mul_(0.1)  # else every token's most probable successor is the token itself
+            model.embedding.weight.mul_(0.1)  # else every token's most probable successor is the token itself
     return model
 
 

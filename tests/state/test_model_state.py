@@ -8,12 +8,13 @@ from torch import nn
 
 from optimus.comm import Groups
 from optimus.config import ModelConfig
+from optimus.config.tree import StateConfig
 from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.optim.adamw import AdamW
 from optimus.parallel.layouts import parameter_layouts
-from optimus.state import ModelState, model_state
+from optimus.state import ModelState
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CONFIG = ModelConfig(
@@ -23,7 +24,11 @@ TOKENS = torch.arange(40).remainder(50).view(4, 10)
 
 
 def made(
-    compute: torch.dtype = BF16, gradient: torch.dtype = FP32, seed: int = 3, config: ModelConfig = CONFIG
+    compute: torch.dtype = BF16,
+    gradient: torch.dtype = FP32,
+    seed: int = 3,
+    config: ModelConfig = CONFIG,
+    limit: int | None = None,
 ) -> tuple[Transformer, ModelState]:
     with torch.device("meta"):
         module = Transformer(config)
@@ -31,10 +36,10 @@ def made(
         module,
         parameter_layouts(module),
         Groups(Mesh()),
+        StateConfig(tile=100, chunk=limit),
         compute_dtype=compute,
         gradient_dtype=gradient,
         device=torch.device("cpu"),
-        tile=100,
     )
     state.initialize(seed, 0.02)
     return module, state
@@ -48,11 +53,8 @@ def plain(seed: int = 3, config: ModelConfig = CONFIG) -> Transformer:
 
 @pytest.mark.parametrize("limit", [1, 1000, 1 << 26])
 @pytest.mark.parametrize("compute", [BF16, FP32])
-def test_initial_weights_are_those_of_a_plain_module(
-    compute: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_state, "_CHUNK_ELEMENTS", limit)
-    module, state = made(compute)
+def test_initial_weights_are_those_of_a_plain_module(compute: torch.dtype, limit: int) -> None:
+    module, state = made(compute, limit=limit)
     expected = dict(plain().named_parameters())
     assert [name for name, _ in module.named_parameters()] == list(expected)
     for name, parameter in module.named_parameters():
@@ -72,8 +74,8 @@ def test_parameters_are_views_of_the_chunk() -> None:
     chunk.parameter.fill_(0.25)
     assert all((parameter == 0.25).all() for parameter in module.parameters())
     with torch.no_grad():
-        module.embedding.fill_(7.0)
-    slot = next(slot for slot in chunk.slots if slot.name == "embedding")
+        module.embedding.weight.fill_(7.0)
+    slot = next(slot for slot in chunk.plan.slots if slot.name == "embedding.weight")
     assert (chunk.parameter[slot.start : slot.end] == 7.0).all()
 
 
@@ -115,10 +117,10 @@ def test_fp32_gradients_of_bf16_parameters_keep_small_addends() -> None:
             module,
             parameter_layouts(module),
             Groups(Mesh()),
+            StateConfig(),
             compute_dtype=BF16,
             gradient_dtype=gradient,
             device=torch.device("cpu"),
-            tile=1,
         )
         state.chunks[0].gradient[0] = 1.0
         for _ in range(256):
@@ -128,22 +130,20 @@ def test_fp32_gradients_of_bf16_parameters_keep_small_addends() -> None:
 
 
 @pytest.mark.parametrize("gradient", [BF16, FP32])
-def test_gradient_norm(gradient: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_state, "_CHUNK_ELEMENTS", 700)
-    module, state = made(BF16, gradient)
+def test_gradient_norm(gradient: torch.dtype) -> None:
+    module, state = made(BF16, gradient, limit=700)
     assert len(state.chunks) > 2
     module.losses(TOKENS).cross_entropy.backward()
     squares = [p.grad.double().square().sum() for p in module.parameters() if p.grad is not None]
-    assert state.gradient_norm() == pytest.approx(float(torch.stack(squares).sum().sqrt()), rel=1e-5)
+    assert state.reduce_gradients() == pytest.approx(float(torch.stack(squares).sum().sqrt()), rel=1e-5)
     state.chunks[-1].gradient[0] = math.nan
-    assert math.isnan(state.gradient_norm())
+    assert math.isnan(state.reduce_gradients())
 
 
-def test_the_step_reaches_every_chunk_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_reaches_every_chunk_and_counts() -> None:
     """Chunks and tiles of any size: the same weights as torch's AdamW on a plain module."""
     module, state = made(FP32)
-    monkeypatch.setattr(model_state, "_CHUNK_ELEMENTS", 700)
-    parted, parted_state = made(FP32)
+    parted, parted_state = made(FP32, limit=700)
     theirs = plain()
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
     rule = AdamW(0.9, 0.99, 1e-8, 0.1)
@@ -161,10 +161,9 @@ def test_the_step_reaches_every_chunk_and_counts(monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(ours, other, rtol=0, atol=2e-5)
 
 
-def test_bytes_by_kind_sum_over_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_state, "_CHUNK_ELEMENTS", 1)
+def test_bytes_by_kind_sum_over_the_chunks() -> None:
     config = CONFIG.model_copy(update={"hidden": 32, "intermediate": 32, "vocab": 64})  # nothing but whole alignments
-    module, state = made(BF16, FP32, config=config)
+    module, state = made(BF16, FP32, config=config, limit=1)
     p = sum(parameter.numel() for parameter in module.parameters())
     assert len(state.chunks) == len(list(module.parameters()))
     assert state.bytes_by_kind() == {"parameters": 2 * p, "gradients": 4 * p, "moments": 8 * p, "master": 4 * p}

@@ -110,17 +110,31 @@ def test_microbatches_do_not_change_the_numbers(small_run: dict[str, Any], tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])
-def test_two_ranks_equal_one(small_run: dict[str, Any], tmp_path: Path, shard: str) -> None:
-    """Whatever the ranks hold a part of; and the run of two ranks is continued by one."""
-    one = changed(small_run, precision="float32", micro_batch=4)
-    two = changed(one, output=str(tmp_path / "two")) | {"state": {"shard": shard}}
+@pytest.mark.parametrize(
+    ("shard", "expert", "send"),
+    [
+        ("none", 1, "broadcast"),
+        ("optimizer", 2, "allreduce"),
+        ("gradients", 1, "broadcast"),
+        ("parameters", 2, "broadcast"),
+    ],
+)
+def test_two_ranks_equal_one(small_run: dict[str, Any], tmp_path: Path, shard: str, expert: int, send: str) -> None:
+    """Whatever the ranks hold a part of; one goes on where two have stopped, and two where one has."""
+    text = {"every": 3, "text": str(Path(__file__).with_name("test_checks.py")), "max_bytes": 2000}
+    one = changed(small_run, precision="float32", micro_batch=4) | {"evaluate": text, "checkpoint": {"broadcast": send}}
+    two = changed(one, output=str(tmp_path / "two")) | {"state": {"shard": shard}, "parallel": {"expert": expert}}
+    alone = {"parallel": {"expert": 1}}
     optimus.train(one)
-    optimus.train(changed(two, stop_at=4), ranks=2)
-    optimus.train(two, resume=True)
+    optimus.train(changed(two, stop_at=2), ranks=2)
+    optimus.train(changed(two, stop_at=4) | alone, resume=True)
+    optimus.train(two, resume=True, ranks=2)
     records = [read_metrics(Path(run["train"]["output"])) for run in (one, two)]
     for key in ("loss", "balance_loss", "z_loss", "grad_norm"):
         assert [r[key] for r in records[0]] == pytest.approx([r[key] for r in records[1]], rel=1e-5), key
+    measured = [{r["step"]: r["bits_per_byte"] for r in its if "bits_per_byte" in r} for its in records]
+    assert set(measured[0]) == {3, 6}
+    assert {step: measured[1][step] for step in (3, 6)} == pytest.approx(measured[0], rel=1e-5)
     ends = [load_everything(Path(run["train"]["output"])) for run in (one, two)]
     for key, tensor in ends[0].items():
         torch.testing.assert_close(tensor, ends[1][key], rtol=1e-4, atol=1e-6)
@@ -233,3 +247,22 @@ def test_bad_data_on_one_rank_ends_all_and_saves(prepared: Path, small_run: dict
     with pytest.raises(optimus.UserError, match=r"rank [01] failed: .*\(the run is saved up to step 1\)"):
         optimus.train(small_run, ranks=2)
     assert read_description(list_checkpoints(Path(small_run["train"]["output"]))[-1]).step == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shard", "collective"), [("none", "all_reduce"), ("gradients", "send")])
+def test_a_trace_shows_gradients_on_their_way_during_the_backward_pass(
+    small_run: dict[str, Any], shard: str, collective: str
+) -> None:
+    small_run["observe"] |= {"trace": 3}
+    small_run["state"] = {"shard": shard, "chunk": 2000}
+    optimus.train(small_run, ranks=2)
+    folder = Path(small_run["train"]["output"])
+    assert (folder / "trace-rank-1.json").exists()
+    events = json.loads((folder / "trace-rank-0.json").read_text())["traceEvents"]
+    spans = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("ph") == "X"]
+    backward = [span for span in spans if "Backward0" in span[2]]
+    sent = [span for span in spans if span[2].startswith("gloo:") and collective in span[2]]
+    assert len(sent) > 5  # chunks
+    during = [span for span in sent if any(span[0] < start and end < span[1] for start, end, _ in backward)]
+    assert len(during) >= 2  # operations of the backward pass begin and end while they are on their way

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optimus.kernels import backend
+
 Routing = Literal["learned", "uniform"]
 
 
@@ -31,10 +33,15 @@ class RouterStats(NamedTuple):
             self.tokens + other.tokens,
         )
 
-    def balance_loss(self) -> Tensor:
-        """E * sum_e (share of choices of e) * (mean probability of e): OLMoE section 2, as in `transformers`."""
-        experts = len(self.counts_E)
-        return experts * (self.counts_E / self.tokens * self.probabilities_E / self.tokens).sum()
+    def balance_loss(self, share_E: Tensor | None = None) -> Tensor:
+        """E * sum_e (share of choices of e) * (mean probability of e): OLMoE section 2, as in `transformers`.
+
+        `share_E` are choices per token, by default over these tokens. When they are those of the global batch, the mean of
+        the losses of its parts is the loss of the whole (Demons in the Detail, section 3).
+        """
+        if share_E is None:
+            share_E = self.counts_E / self.tokens
+        return len(self.counts_E) * (share_E * self.probabilities_E / self.tokens).sum()
 
     def z_loss(self) -> Tensor:
         """Mean over tokens and layers of logsumexp(logits)^2 (ST-MoE, eq. 5)."""
@@ -56,7 +63,14 @@ class Router(nn.Module):
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor, RouterStats]:
         """(weights_TK in x's type, expert indices_TK int64, statistics). Softmax and statistics are fp32."""
-        logits_TE = F.linear(x_TH, self.weight).float()
+        logits_TE = F.linear(x_TH, self.weight)
+        if backend.use_triton(x_TH):
+            from optimus.kernels.triton.router import router
+
+            routed = router(logits_TE, self.experts_per_token, uniform=self.routing == "uniform")
+            stats = RouterStats(routed.counts_E, routed.probabilities_E, routed.z, len(x_TH))
+            return routed.weights_TK, routed.indices_TK, stats
+        logits_TE = logits_TE.float()
         probabilities_TE = logits_TE.softmax(-1)
         tokens, experts = logits_TE.shape
         if self.routing == "learned":

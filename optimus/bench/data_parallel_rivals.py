@@ -1,0 +1,224 @@
+"""One training step by each data-parallel machinery: ours, PyTorch's and DeepSpeed's, for `bench data-parallel`.
+
+All train the same `Transformer` with the same kernels on the same `losses`, in bf16 with fp32 master weights and moments
+and the same type of reduced gradients; only the machinery between them differs. A function here makes the model and its
+machinery on this rank and returns the step. Ours clips and checks its gradients, and averages its losses over the ranks;
+the rivals clip their gradients and read the loss of their own rank.
+
+DDP reduces gradients in the type of the parameters. For fp32 gradients they are fp32, and the forward pass casts them to
+bf16 once per step, as autocast's cache of weights does (the kernels are autograd functions of their own, which autocast
+does not reach). For bf16 gradients they are bf16, and fp32 master weights are kept beside them.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch._dynamo  # optimizers import it in their first step, which would count as memory of theirs
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from optimus.comm import Groups
+from optimus.config import RunConfig
+from optimus.model import Transformer
+from optimus.model.init import initialize, initialize_parameter
+from optimus.train.run import DTYPES, build_model, mesh_of
+from optimus.train.step import objective, terms, training_step
+
+DEEPSPEED = import_module("deepspeed") if find_spec("deepspeed") else None
+
+Step = Callable[[Tensor], float]  # tokens [B, S] of this rank to the loss
+
+
+def ours(config: RunConfig) -> Step:
+    """Our training step, sharded as `config.state` says."""
+    groups = Groups(mesh_of(config, dist.get_world_size()))
+    model, state = build_model(config, torch.device("cpu"), groups)
+    state.initialize(config.train.seed, config.model.init_std)
+
+    def step(tokens_BS: Tensor) -> float:
+        result = training_step(model, state, tokens_BS, config, state.steps + 1)
+        moe = config.moe
+        return result.loss + moe.balance_coefficient * result.balance_loss + moe.z_coefficient * result.z_loss
+
+    return step
+
+
+def ddp_cast(config: RunConfig) -> Step:
+    """DistributedDataParallel over fp32 parameters that the forward pass casts to bf16; AdamW on the parameters."""
+    module = _ddp(_CastWeights(_objective(config)))
+    return _torch_step(module, _adamw(module, config), config)
+
+
+def ddp_masters(config: RunConfig) -> Step:
+    """DistributedDataParallel over bf16 parameters; AdamW on fp32 copies, which are copied back after each step."""
+    plain = _objective(config)
+    masters = [parameter.detach().clone() for parameter in plain.parameters()]
+    module = _ddp(plain.bfloat16())
+    optimizer = torch.optim.AdamW(masters, fused=True, **_settings(config))
+    weights = list(module.parameters())
+
+    def step(tokens_BS: Tensor) -> float:
+        loss = module(tokens_BS)
+        loss.backward()
+        for master, weight in zip(masters, weights):
+            assert weight.grad is not None
+            master.grad = weight.grad.float()
+        nn.utils.clip_grad_norm_(masters, _clip_norm(config))
+        optimizer.step()
+        optimizer.zero_grad()
+        module.zero_grad()
+        torch._foreach_copy_([weight.detach() for weight in weights], masters)
+        return loss.item()
+
+    return step
+
+
+def zero_redundancy(config: RunConfig) -> Step:
+    """DDP as in `ddp_cast` with ZeroRedundancyOptimizer: each rank updates whole parameters of its own (ZeRO-1)."""
+
+    module = _ddp(_CastWeights(_objective(config)))
+    optimizer = ZeroRedundancyOptimizer(
+        module.parameters(), optimizer_class=torch.optim.AdamW, fused=True, **_settings(config)
+    )
+    return _torch_step(module, optimizer, config)
+
+
+def fsdp2(config: RunConfig, *, reshard_after_forward: bool) -> Step:
+    """FSDP2, a unit per block and one for the rest, made on the meta device as its users are told to.
+
+    `reshard_after_forward=False` keeps whole parameters until the backward pass (ZeRO-2), else they are gathered again
+    (ZeRO-3).
+    """
+
+    with torch.device("meta"):
+        module = _Objective(Transformer(config.model, config.moe.routing), config)
+    settings: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+        "reshard_after_forward": reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16,
+            reduce_dtype=DTYPES[config.state.gradient_dtype],
+            cast_forward_inputs=False,  # the rotary table is fp32 for every contestant
+        ),
+    }
+    for block in module.model.blocks:
+        fully_shard(block, **settings)
+    fully_shard(module, **settings)
+    module.to_empty(device="cpu")
+    _initialize_shards(module.model, config)
+    return _torch_step(module, _adamw(module, config), config)
+
+
+def deepspeed(config: RunConfig, *, stage: int) -> Step:
+    """DeepSpeed's engine at a stage of ZeRO, its optimizer torch's fused AdamW."""
+    module = _objective(config)
+    gradients = {"float32": "fp32", "bfloat16": "bf16"}[config.state.gradient_dtype]
+    assert DEEPSPEED is not None
+    engine, *_ = DEEPSPEED.initialize(
+        model=module,
+        optimizer=_adamw(module, config),
+        config={
+            "train_micro_batch_size_per_gpu": config.train.micro_batch,
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": gradients},
+            "communication_data_type": gradients,
+            "zero_optimization": {"stage": stage},
+            "gradient_clipping": _clip_norm(config),
+            "steps_per_print": 10**9,
+        },
+        dist_init_required=False,
+    )
+
+    def step(tokens_BS: Tensor) -> float:
+        loss = engine(tokens_BS)
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return step
+
+
+class _Objective(nn.Module):
+    """A forward pass to what is minimised, since these machineries hook into `forward`."""
+
+    def __init__(self, model: Transformer, config: RunConfig) -> None:
+        super().__init__()
+        self.model = model
+        self.config = config
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        return objective(terms(self.model.losses(tokens_BS)), self.config)
+
+
+class _CastWeights(nn.Module):
+    """`_Objective` on bf16 copies of its fp32 parameters, whose gradients arrive in fp32."""
+
+    def __init__(self, module: _Objective) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        weights = {name: parameter.bfloat16() for name, parameter in self.module.named_parameters()}
+        return torch.func.functional_call(self.module, weights, (tokens_BS,))
+
+
+def _objective(config: RunConfig) -> _Objective:
+    """Initialised, in fp32."""
+    model = Transformer(config.model, config.moe.routing)
+    initialize(model, config.train.seed, config.model.init_std)
+    return _Objective(model, config)
+
+
+def _ddp(module: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+
+
+def _initialize_shards(model: nn.Module, config: RunConfig) -> None:
+    """Each rank fills its rows of every parameter."""
+
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        rows = parameter.to_local()
+        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        start = offset[0] * parameter.stride(0)
+        initialize_parameter(name, rows, config.train.seed, config.model.init_std, start)
+
+
+def _adamw(module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), fused=True, **_settings(config))
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    optimizer = config.optimizer
+    beta1, beta2 = optimizer.betas
+    return {
+        "lr": config.schedule.peak,
+        "betas": (beta1, beta2),
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+    }
+
+
+def _clip_norm(config: RunConfig) -> float:
+    assert config.optimizer.clip_norm is not None
+    return config.optimizer.clip_norm
+
+
+def _torch_step(module: nn.Module, optimizer: torch.optim.Optimizer, config: RunConfig) -> Step:
+    def step(tokens_BS: Tensor) -> float:
+        loss = module(tokens_BS)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), _clip_norm(config))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step

@@ -1,0 +1,60 @@
+"""Reduce-scatter and all-gather over Gloo, part by part from rank to rank.
+
+Gloo's own reduce-scatter is an all-reduce of which most is thrown away, and its all-gather a ring whose time grows with the
+ranks. Here every rank sends each other one what it needs, (n - 1) / n of the tensor in all, which is the least that can be
+sent; the receives are posted first and straight into their places. Sums are added in fp32 in rank order, so that all ranks
+that hold a copy of a part hold the same bits.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_TILE = 1 << 16  # elements
+
+Start = Callable[[], list[Any]]
+
+
+def gathering(tensor: Tensor, part: Tensor, ranks: Sequence[int], rank: int, handle: Any) -> Start:
+    """What begins to fill dim 0 of `tensor` with the `part` of every rank of a group, in rank order."""
+    parts = tensor.chunk(len(ranks))
+    others = _others(len(ranks), rank)
+
+    def start() -> list[Any]:
+        if parts[rank].data_ptr() != part.data_ptr():
+            parts[rank].copy_(part)
+        works = [dist.irecv(parts[other], ranks[other], group=handle) for other in reversed(others)]
+        return works + [dist.isend(parts[rank], ranks[other], group=handle) for other in others]
+
+    return start
+
+
+def scattering(tensor: Tensor, received: Tensor, ranks: Sequence[int], rank: int, handle: Any) -> Start:
+    """What begins to fill `received` [n - 1, ...] with this rank's part of the other ranks' `tensor`, in rank order."""
+    parts = tensor.chunk(len(ranks))
+    others = _others(len(ranks), rank)
+
+    def start() -> list[Any]:
+        works = [dist.irecv(received[other - (other > rank)], ranks[other], group=handle) for other in reversed(others)]
+        return works + [dist.isend(parts[other], ranks[other], group=handle) for other in others]
+
+    return start
+
+
+def add_up(own: Tensor, received: Tensor, rank: int, out: Tensor) -> None:
+    """`out` is the sum of `received` [n - 1, ...] with `own` inserted at `rank`: in fp32, a tile at a time in cache."""
+    rows = [*received[:rank].flatten(1), own.flatten(), *received[rank:].flatten(1)]
+    for start in range(0, own.numel(), _TILE):
+        first, *others = (row[start : start + _TILE] for row in rows)
+        total = first.to(torch.promote_types(own.dtype, torch.float32), copy=True)
+        for other in others:
+            total.add_(other)
+        out.flatten()[start : start + _TILE].copy_(total)
+
+
+def _others(size: int, rank: int) -> list[int]:
+    """The other ranks, beginning with the next, so that not all send to the same one first."""
+    return [(rank + i) % size for i in range(1, size)]

@@ -1,0 +1,14 @@
+"""Which path an operation takes: Triton on an accelerator, PyTorch on the CPU."""
+
+import torch
+from torch import Tensor
+from torch.utils._triton import has_triton_package
+
+
+def use_triton(x: Tensor) -> bool:
+    """Whether operations on `x` run as Triton kernels.
+
+    They compute in fp32, so float64, which only checks of precision use, stays with PyTorch. So does a device for which
+    this PyTorch comes without Triton.
+    """
+    return x.device.type not in ("cpu", "meta") and x.dtype != torch.float64 and has_triton_package()

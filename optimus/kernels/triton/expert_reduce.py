@@ -1,0 +1,69 @@
+"""Stage 5, output reduction (Algorithm 1 of the Optimus paper, lines 81-96), and what its backward pass sums (lines 98-113).
+
+Through the dense inverse index every output element is one program's sum over k, in the order of the choices. The same
+kernel, without weights, sums the gradient of the block's input. Of the backward pass, the scaling of line 107 and the
+products of line 108 are made in `expert_down`, which leaves each row's weight gradient in parts.
+
+Legend: T tokens, K experts per token, P routed rows, H hidden, C parts of a row's weight gradient.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ROWS, _COLUMNS = 4, 512  # tokens and columns of one program's output
+_CHOICES = 256  # of one program that sums parts
+
+
+def expert_reduce(y_PH: Tensor, weights_TK: Tensor | None, position_TK: Tensor) -> Tensor:
+    """For each token the sum over k of weights[t, k] * y[position[t, k]], skipping positions of -1; [T, H] in y's type."""
+    (T, K), H = position_TK.shape, y_PH.shape[1]
+    out_TH = y_PH.new_empty(T, H)
+    columns = min(_COLUMNS, triton.next_power_of_2(H))
+    _reduce[(max(1, triton.cdiv(T, _ROWS)), triton.cdiv(H, columns))](
+        y_PH, y_PH if weights_TK is None else weights_TK, position_TK, out_TH, T, H=H, K=K,
+        WEIGHTED=weights_TK is not None, ROWS=_ROWS, COLUMNS=columns,
+    )  # fmt: skip
+    return out_TH
+
+
+def expert_reduce_backward(weight_grad_PC: Tensor, weights_TK: Tensor, position_TK: Tensor) -> Tensor:
+    """Gradient of the routing weights, in their type: the sum of a row's parts; 0 where the expert is not here."""
+    weights_grad_TK = weights_TK.new_empty(weights_TK.shape)
+    choices = weights_TK.numel()
+    _sum_parts[(max(1, triton.cdiv(choices, _CHOICES)),)](
+        weight_grad_PC, position_TK, weights_grad_TK, choices, C=weight_grad_PC.shape[1], CHOICES=_CHOICES
+    )
+    return weights_grad_TK
+
+
+@triton.jit(do_not_specialize=["T"])
+def _reduce(
+    y_PH, weights_TK, position_TK, out_TH, T, H: tl.constexpr, K: tl.constexpr,
+    WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    h = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for k in range(K):
+        position = tl.load(position_TK + t * K + k, mask=t < T, other=-1)
+        here = position >= 0
+        y = tl.load(
+            y_PH + position.to(tl.int64)[:, None] * H + h[None, :], mask=here[:, None] & (h < H)[None, :], other=0
+        ).to(tl.float32)
+        if WEIGHTED:
+            y *= tl.load(weights_TK + t * K + k, mask=here, other=0).to(tl.float32)[:, None]
+        sums += y
+    out_at = out_TH + t[:, None] * H + h[None, :]
+    tl.store(out_at, sums.to(out_TH.dtype.element_ty), mask=(t < T)[:, None] & (h < H)[None, :])
+
+
+@triton.jit(do_not_specialize=["choices"])
+def _sum_parts(part_PC, position_TK, out_TK, choices, C: tl.constexpr, CHOICES: tl.constexpr):
+    choice = tl.program_id(0) * CHOICES + tl.arange(0, CHOICES)
+    position = tl.load(position_TK + choice, mask=choice < choices, other=-1)
+    here = position >= 0
+    sums = tl.zeros((CHOICES,), dtype=tl.float32)
+    for c in range(C):
+        sums += tl.load(part_PC + position.to(tl.int64) * C + c, mask=here, other=0)
+    tl.store(out_TK + choice, sums.to(out_TK.dtype.element_ty), mask=choice < choices)

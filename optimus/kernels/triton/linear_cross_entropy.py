@@ -1,0 +1,87 @@
+"""Output layer and cross-entropy, a block of rows at a time; see `kernels.linear_cross_entropy` for the idea.
+
+The products are the library's. Between them one kernel turns a block's logits into their gradient where they lie (the loss
+is a sum over rows, so a row's gradient needs nothing but the row), which makes the block the only memory there is.
+
+Legend: T rows (tokens), H hidden, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK_ELEMENTS = 1 << 27  # logits of one block: 256 MB in bf16, enough rows to fill a large accelerator
+_COLUMNS = 4096  # of a row that a program holds at once
+
+
+def linear_cross_entropy(x_TH: Tensor, w_VH: Tensor, target_T: Tensor) -> Tensor:
+    """Mean over T of the cross-entropy of `x_TH @ w_VH.T` against `target_T`; an fp32 scalar.
+
+    Softmax and loss are computed in fp32. Gradients flow to `x_TH` and `w_VH`.
+    """
+    return _LinearCrossEntropy.apply(x_TH, w_VH, target_T, torch.is_grad_enabled())
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, w_VH: Tensor, target_T: Tensor, with_gradients: bool) -> Tensor:
+        T, V = len(x_TH), len(w_VH)
+        block = max(1, _BLOCK_ELEMENTS // V)
+        target_T = target_T.contiguous()
+        loss_T = x_TH.new_empty(T, dtype=torch.float32)
+        x_grad_TH = torch.empty_like(x_TH) if with_gradients else None
+        w_grad_VH = torch.zeros_like(w_VH, dtype=torch.float32) if with_gradients else None
+        for start in range(0, T, block):
+            rows = slice(start, start + block)
+            logits = F.linear(x_TH[rows], w_VH)
+            _softmax_gradient[(len(logits),)](
+                logits, target_T[rows], loss_T[rows], 1 / T, V=V, WITH_GRADIENT=with_gradients,
+                COLUMNS=min(_COLUMNS, triton.next_power_of_2(V)),
+            )  # fmt: skip
+            if x_grad_TH is not None and w_grad_VH is not None:
+                torch.mm(logits, w_VH, out=x_grad_TH[rows])
+                w_grad_VH += logits.T @ x_TH[rows]
+        if with_gradients:
+            ctx.save_for_backward(x_grad_TH, w_grad_VH)
+            ctx.weight_dtype = w_VH.dtype
+        return loss_T.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x_grad_TH, w_grad_VH = ctx.saved_tensors
+        scale = grads[0]
+        return x_grad_TH * scale.to(x_grad_TH.dtype), (w_grad_VH * scale).to(ctx.weight_dtype), None, None
+
+
+@triton.jit
+def _softmax_gradient(
+    logits_TV, target_T, loss_T, scale, V: tl.constexpr, WITH_GRADIENT: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The row's loss; its logits become `scale` times the gradient of the loss."""
+    t = tl.program_id(0)
+    row = logits_TV + t.to(tl.int64) * V
+    # Read before anything is written, with the loop's barriers between: other threads write where this one reads.
+    target = tl.load(target_T + t)
+    target_logit = tl.load(row + target).to(tl.float32)
+    largest = tl.full((), -float("inf"), dtype=tl.float32)
+    total = tl.full((), 0.0, dtype=tl.float32)
+    for first in range(0, V, COLUMNS):
+        v = first + tl.arange(0, COLUMNS)
+        logits = tl.load(row + v, mask=v < V, other=-float("inf")).to(tl.float32)
+        larger = tl.maximum(largest, tl.max(logits, axis=0))
+        total = total * tl.exp(largest - larger) + tl.sum(tl.exp(logits - larger), axis=0)
+        largest = larger
+    # As a difference of logits first: a hopeless target's probability may be too small for fp32.
+    loss = largest - target_logit + tl.log(total)
+    tl.store(loss_T + t, loss)
+    if WITH_GRADIENT:
+        for first in range(0, V, COLUMNS):
+            v = first + tl.arange(0, COLUMNS)
+            logits = tl.load(row + v, mask=v < V, other=-float("inf")).to(tl.float32)
+            p = tl.exp(logits - largest) / total
+            grad = (p - tl.where(v == target, 1.0, 0.0)) * scale
+            tl.store(row + v, grad.to(logits_TV.dtype.element_ty), mask=v < V)

@@ -1,0 +1,64 @@
+"""Rotary position embedding; see `kernels.rotary`, which also makes the table.
+
+Queries and keys are views of one projection: they are read with their strides and never copied.
+
+Legend: B batch, S sequence, N heads, D head size.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK_ELEMENTS = 2048  # pairs that a program turns
+
+
+def rotary(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn every head of `x_BSND` by its position's angles; `table` is (cos, sin), each [S, D/2]. The type of x is kept."""
+    return _Rotary.apply(x_BSND, *table)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_SD, sin_SD)
+        return _turn(x_BSND, cos_SD, sin_SD, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos_SD, sin_SD = ctx.saved_tensors
+        return _turn(grads[0], cos_SD, sin_SD, -1.0), None, None
+
+
+def _turn(x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor, sign: float) -> Tensor:
+    B, S, N, D = x_BSND.shape
+    y_BSND = torch.empty(x_BSND.shape, dtype=x_BSND.dtype, device=x_BSND.device)
+    pairs = triton.next_power_of_2(D // 2)
+    rows = max(1, _BLOCK_ELEMENTS // pairs)
+    _rotate[(max(1, triton.cdiv(B * S * N, rows)),)](
+        x_BSND, cos_SD.contiguous(), sin_SD.contiguous(), y_BSND, sign, *x_BSND.stride(), B * S * N, S,
+        N=N, HALF=D // 2, ROWS=rows, PAIRS=pairs,
+    )  # fmt: skip
+    return y_BSND
+
+
+@triton.jit(do_not_specialize=["heads", "S"])
+def _rotate(
+    x_BSND, cos_SD, sin_SD, y_BSND, sign, stride_b, stride_s, stride_n, stride_d, heads, S,
+    N: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, PAIRS)
+    real = (row < heads)[:, None] & (d < HALF)[None, :]
+    position = row // N % S
+    x_at = x_BSND + (row // N // S * stride_b + position * stride_s + row % N * stride_n)[:, None]
+    a = tl.load(x_at + (d * stride_d)[None, :], mask=real, other=0).to(tl.float32)
+    b = tl.load(x_at + ((d + HALF) * stride_d)[None, :], mask=real, other=0).to(tl.float32)
+    angle_at = position[:, None] * HALF + d[None, :]
+    cos = tl.load(cos_SD + angle_at, mask=real, other=0)
+    sin = tl.load(sin_SD + angle_at, mask=real, other=0) * sign
+    y_at = y_BSND + row[:, None] * 2 * HALF + d[None, :]
+    tl.store(y_at, (a * cos - b * sin).to(y_BSND.dtype.element_ty), mask=real)
+    tl.store(y_at + HALF, (b * cos + a * sin).to(y_BSND.dtype.element_ty), mask=real)

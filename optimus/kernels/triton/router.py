@@ -1,0 +1,158 @@
+"""The router after its projection: softmax, choice of experts and the sums of its losses, one kernel each way.
+
+It is the part of stage 1 that is no communication (Algorithm 1 of the Optimus paper, lines 8-9). Each program writes its
+sums over its tokens and one sum over programs follows, in a fixed order. The backward pass makes the probabilities again
+from the logits, which are all that is saved, with the choices.
+
+Legend: T tokens, E experts, K experts per token, B blocks of tokens.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK_ELEMENTS = 2048  # logits of a program: what 4 warps hold in registers several times over
+
+
+class Routed(NamedTuple):
+    """What `model.moe.router.Router` makes of its logits."""
+
+    weights_TK: Tensor  # in the logits' type
+    indices_TK: Tensor  # int64
+    counts_E: Tensor  # choices of each expert; fp32, no gradient
+    probabilities_E: Tensor  # summed over tokens; fp32
+    z: Tensor  # squared log-sum-exp, summed over tokens; fp32 scalar
+
+
+def router(logits_TE: Tensor, experts_per_token: int, *, uniform: bool = False, renormalise: bool = False) -> Routed:
+    """Softmax over E in fp32, then the K largest, or for `uniform` the experts t*K ... t*K + K-1 modulo E.
+
+    Of equal probabilities the first expert's counts as the larger. `renormalise` makes a token's weights sum to 1. Gradients
+    flow from weights, probabilities and z to the logits.
+    """
+    return Routed(*_Router.apply(logits_TE, experts_per_token, uniform, renormalise))
+
+
+class _Router(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, K: int, uniform: bool, renormalise: bool) -> tuple[Tensor, ...]:
+        logits_TE = logits_TE.contiguous()
+        T, E = logits_TE.shape
+        tokens, blocks = _blocks(T, E)
+        weights_TK = logits_TE.new_empty(T, K)
+        indices_TK = logits_TE.new_empty(T, K, dtype=torch.int64)
+        counts_BE, probabilities_BE = logits_TE.new_empty(2, blocks, E, dtype=torch.float32)
+        z_B = logits_TE.new_empty(blocks, dtype=torch.float32)
+        _route[(blocks,)](
+            logits_TE, weights_TK, indices_TK, counts_BE, probabilities_BE, z_B, T, E, K, UNIFORM=uniform,
+            RENORMALISE=renormalise, TOKENS=tokens, EXPERTS=triton.next_power_of_2(E), CHOICES=triton.next_power_of_2(K),
+        )  # fmt: skip
+        ctx.save_for_backward(logits_TE, indices_TK)
+        ctx.renormalise = renormalise
+        counts_E = counts_BE.sum(0)
+        ctx.mark_non_differentiable(indices_TK, counts_E)
+        return weights_TK, indices_TK, counts_E, probabilities_BE.sum(0), z_B.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        logits_TE, indices_TK = ctx.saved_tensors
+        weights_grad_TK, _, _, probabilities_grad_E, z_grad = grads
+        (T, E), K = logits_TE.shape, indices_TK.shape[1]
+        tokens, blocks = _blocks(T, E)
+        logits_grad_TE = torch.empty_like(logits_TE)
+        _route_backward[(blocks,)](
+            logits_TE, indices_TK, weights_grad_TK.contiguous(), probabilities_grad_E.contiguous(), z_grad,
+            logits_grad_TE, T, E, K, RENORMALISE=ctx.renormalise, TOKENS=tokens, EXPERTS=triton.next_power_of_2(E),
+        )  # fmt: skip
+        return logits_grad_TE, None, None, None
+
+
+def _blocks(T: int, E: int) -> tuple[int, int]:
+    """(tokens of a program, programs)."""
+    tokens = max(1, min(64, _BLOCK_ELEMENTS // triton.next_power_of_2(E)))
+    return tokens, max(1, triton.cdiv(T, tokens))
+
+
+@triton.jit
+def _softmax(logits_TE, t, T, E, EXPERTS: tl.constexpr):
+    """(probabilities [TOKENS, EXPERTS], log-sum-exp [TOKENS]) in fp32; 0 past the last expert and the last token."""
+    e = tl.arange(0, EXPERTS)
+    real = (t < T)[:, None] & (e < E)[None, :]
+    at = logits_TE + t.to(tl.int64)[:, None] * E + e[None, :]
+    logits = tl.load(at, mask=real, other=-float("inf")).to(tl.float32)
+    largest = tl.where(t < T, tl.max(logits, axis=1), 0.0)
+    p = tl.exp(logits - largest[:, None])
+    total = tl.where(t < T, tl.sum(p, axis=1), 1.0)
+    return p / total[:, None], largest + tl.log(total)
+
+
+@triton.jit(do_not_specialize=["T", "K"])
+def _route(
+    logits_TE, weights_TK, indices_TK, counts_BE, probabilities_BE, z_B, T, E, K,
+    UNIFORM: tl.constexpr, RENORMALISE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    t = block * TOKENS + tl.arange(0, TOKENS)
+    e = tl.arange(0, EXPERTS)
+    p, lse = _softmax(logits_TE, t, T, E, EXPERTS)
+    left = tl.where((e < E)[None, :], p, -1.0)  # -1 for what can no longer be chosen
+    hits = tl.zeros((TOKENS, EXPERTS), dtype=tl.int32)
+    j = tl.arange(0, CHOICES)[None, :]
+    weights = tl.zeros((TOKENS, CHOICES), dtype=tl.float32)
+    experts = tl.zeros((TOKENS, CHOICES), dtype=tl.int32)
+    for k in range(K):
+        if UNIFORM:
+            expert = ((t.to(tl.int64) * K + k) % E).to(tl.int32)
+        else:  # what is not a number may point anywhere: the choice stays an expert
+            expert = tl.minimum(tl.argmax(left, axis=1, tie_break_left=True).to(tl.int32), E - 1)
+        hit = expert[:, None] == e[None, :]
+        left = tl.where(hit, -1.0, left)
+        hits += hit.to(tl.int32)
+        weights += tl.where(j == k, tl.sum(tl.where(hit, p, 0.0), axis=1)[:, None], 0.0)
+        experts += tl.where(j == k, expert[:, None], 0)
+    if RENORMALISE:
+        weights /= tl.where(t < T, tl.sum(weights, axis=1), 1.0)[:, None]
+    at = t.to(tl.int64)[:, None] * K + j
+    real = (t < T)[:, None] & (j < K)
+    tl.store(weights_TK + at, weights.to(weights_TK.dtype.element_ty), mask=real)
+    tl.store(indices_TK + at, experts.to(tl.int64), mask=real)
+    counts = tl.sum(tl.where((t < T)[:, None], hits, 0), axis=0)
+    tl.store(counts_BE + block * E + e, counts.to(tl.float32), mask=e < E)
+    tl.store(probabilities_BE + block * E + e, tl.sum(p, axis=0), mask=e < E)
+    tl.store(z_B + block, tl.sum(lse * lse, axis=0))
+
+
+@triton.jit(do_not_specialize=["T", "K"])
+def _route_backward(
+    logits_TE, indices_TK, weights_grad_TK, probabilities_grad_E, z_grad, logits_grad_TE, T, E, K,
+    RENORMALISE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    e = tl.arange(0, EXPERTS)
+    p, lse = _softmax(logits_TE, t, T, E, EXPERTS)
+    p_grad = tl.load(probabilities_grad_E + e, mask=e < E, other=0)[None, :] + tl.zeros_like(p)
+    total = tl.full((TOKENS,), 1.0, dtype=tl.float32)
+    shift = tl.zeros((TOKENS,), dtype=tl.float32)
+    if RENORMALISE:  # weights w = p / sum(p) have the gradient (g - sum(g * w)) / sum(p)
+        total -= 1
+        for k in range(K):
+            at = t.to(tl.int64) * K + k
+            expert = tl.load(indices_TK + at, mask=t < T, other=0)
+            chosen = tl.sum(tl.where(expert[:, None] == e[None, :], p, 0.0), axis=1)
+            total += chosen
+            shift += chosen * tl.load(weights_grad_TK + at, mask=t < T, other=0).to(tl.float32)
+        total = tl.where(t < T, total, 1.0)
+        shift /= total
+    for k in range(K):
+        at = t.to(tl.int64) * K + k
+        expert = tl.load(indices_TK + at, mask=t < T, other=0)
+        grad = (tl.load(weights_grad_TK + at, mask=t < T, other=0).to(tl.float32) - shift) / total
+        p_grad += tl.where(expert[:, None] == e[None, :], grad[:, None], 0.0)
+    through_z = 2 * tl.load(z_grad) * lse
+    grad = p * (p_grad - tl.sum(p * p_grad, axis=1)[:, None] + through_z[:, None])
+    at = logits_grad_TE + t.to(tl.int64)[:, None] * E + e[None, :]
+    tl.store(at, grad.to(logits_grad_TE.dtype.element_ty), mask=(t < T)[:, None] & (e < E)[None, :])

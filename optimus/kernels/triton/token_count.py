@@ -1,0 +1,67 @@
+"""Stage 2, token counting (Algorithm 1 of the Optimus paper, lines 15-43): how many rows each expert gets.
+
+A program takes a block of tokens and compares each of their choices with every expert; the column sums of the hits are its
+partial counts. One prefix sum over (expert, block) then says where each block's rows of each expert begin. In place of the
+paper's counters in memory, a program holds its own in registers, so nothing is zeroed and nothing contended.
+
+Legend: T tokens, K experts per token, E experts of this rank, B blocks of tokens, P routed rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from optimus.kernels.triton.tuning import pow2
+
+_BITMAP = 8192  # elements of (tokens of a block) x (experts): what 4 warps hold in registers
+
+
+class TokenCounts(NamedTuple):
+    """Where rows begin when they are sorted by expert; int32."""
+
+    base_EB: Tensor  # the first row of each block's choices of each expert
+    offset_E1: Tensor  # the first row of each expert, and the end of the last
+    tokens: int  # of one block
+
+
+def token_count(indices_TK: Tensor, experts: int) -> TokenCounts:
+    """Count the choices of `experts` local experts.
+
+    `indices_TK` (int32 or int64) counts experts from 0; what lies outside [0, experts) is another rank's and is not counted.
+    """
+    indices_TK = indices_TK.contiguous()
+    tokens = max(16, min(128, _BITMAP // pow2(experts)))
+    blocks = max(1, triton.cdiv(len(indices_TK), tokens))
+    partial_EB = indices_TK.new_empty(experts, blocks, dtype=torch.int32)
+    _count[(blocks,)](indices_TK, partial_EB, *indices_TK.shape, experts, blocks, TOKENS=tokens, EXPERTS=pow2(experts))
+    sums = partial_EB.new_zeros(experts * blocks + 1)
+    torch.cumsum(partial_EB.flatten(), 0, dtype=torch.int32, out=sums[1:])
+    return TokenCounts(sums[:-1].view(experts, blocks), sums[::blocks].contiguous(), tokens)
+
+
+@triton.jit
+def choices_of_block(indices_TK, t, k, T, K):
+    """The k-th choice of tokens t, -1 past the last token."""
+    return tl.load(indices_TK + t.to(tl.int64) * K + k, mask=t < T, other=-1)
+
+
+@triton.jit
+def hits_of_block(indices_TK, t, T, K, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    """int32 [TOKENS, EXPERTS]: how often token t chose expert e."""
+    e = tl.arange(0, EXPERTS)
+    hits = tl.zeros((TOKENS, EXPERTS), dtype=tl.int32)
+    for k in range(K):
+        hits += (choices_of_block(indices_TK, t, k, T, K)[:, None] == e[None, :]).to(tl.int32)
+    return hits
+
+
+@triton.jit(do_not_specialize=["T", "K", "E", "blocks"])
+def _count(indices_TK, partial_EB, T, K, E, blocks, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    block = tl.program_id(0)
+    t = block * TOKENS + tl.arange(0, TOKENS)
+    hits = hits_of_block(indices_TK, t, T, K, TOKENS, EXPERTS)
+    e = tl.arange(0, EXPERTS)
+    tl.store(partial_EB + e * blocks + block, tl.sum(hits, axis=0), mask=e < E)

@@ -1,0 +1,105 @@
+"""Stage 3, index generation (Algorithm 1 of the Optimus paper, lines 45-72): which row holds which choice, and back.
+
+Rows are the choices (t, k) sorted by expert, stably. `choice_P` says which choice a row is, hence its token
+(the paper's `input_indices`), and the dense inverse `position_TK` says which row a choice is, in place of the paper's
+`output_indices`, `selected_expert_indices` and `cum_expert_counts`.
+
+(The listing's line 32 means `tid` where it says `t`; a thread's counters are its running sums here.)
+
+Products are made in tiles of rows that belong to one expert. Their number is known on the device only, so a table lists
+them, and a grid of its length finds its work there.
+
+Legend: T tokens, K experts per token, E experts of this rank, P routed rows (room for T * K), R tiles of rows.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from optimus.kernels.triton.token_count import choices_of_block, hits_of_block, token_count
+from optimus.kernels.triton.tuning import pow2
+
+_STEP = 128  # tiles that a program writes into the table at once
+
+
+class Routes(NamedTuple):
+    """Where each choice lies among the rows sorted by expert; int32. Rows from `offset_E1[-1]` on hold nothing."""
+
+    choice_P: Tensor  # t * K + k of every row
+    position_TK: Tensor  # the row of every choice; -1 where its expert is not here
+    offset_E1: Tensor  # the first row of each expert, and the end of the last
+    expert_R: Tensor  # the expert of every tile of rows; -1 past the last tile
+    first_R: Tensor  # the first row of every tile
+    row_tile: int  # rows of a tile; an expert's last may be cut short by `offset_E1`
+
+
+def token_index(indices_TK: Tensor, experts: int, row_tile: int) -> Routes:
+    """Sort the choices of `experts` local experts; see `token_count` for the indices, here below 2^31 choices."""
+    indices_TK = indices_TK.contiguous()
+    T, K = indices_TK.shape
+    base_EB, offset_E1, tokens = token_count(indices_TK, experts)
+    blocks = base_EB.shape[1]
+    choice_P = base_EB.new_empty(T * K)
+    position_TK = base_EB.new_empty(T, K)
+    _index[(blocks,)](
+        indices_TK, base_EB, choice_P, position_TK, T, K, experts, blocks, TOKENS=tokens, EXPERTS=pow2(experts)
+    )
+    # An expert has at most one tile that is not full, and no tile is empty.
+    tiles = max(1, min(T * K, (T * K + experts * (row_tile - 1)) // row_tile))
+    expert_R, first_R = base_EB.new_empty(2, tiles)
+    _row_tiles[(experts + 1,)](
+        offset_E1, expert_R, first_R, tiles, experts, EXPERTS=pow2(experts), ROW_TILE=row_tile, STEP=_STEP
+    )
+    return Routes(choice_P, position_TK, offset_E1, expert_R, first_R, row_tile)
+
+
+@triton.jit(do_not_specialize=["T", "K", "E", "blocks"])
+def _index(indices_TK, base_EB, choice_P, position_TK, T, K, E, blocks, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    block = tl.program_id(0)
+    t = block * TOKENS + tl.arange(0, TOKENS)
+    e = tl.arange(0, EXPERTS)
+    hits = hits_of_block(indices_TK, t, T, K, TOKENS, EXPERTS)
+    base = tl.load(base_EB + e * blocks + block, mask=e < E, other=0)
+    row = base[None, :] + tl.cumsum(hits, axis=0) - hits  # of token t's next choice of expert e
+    for k in range(K):
+        expert = choices_of_block(indices_TK, t, k, T, K)
+        hit = expert[:, None] == e[None, :]
+        here = (expert >= 0) & (expert < E)
+        position = tl.sum(tl.where(hit, row, 0), axis=1)
+        row += hit.to(tl.int32)
+        tl.store(position_TK + t * K + k, tl.where(here, position, -1), mask=t < T)
+        tl.store(choice_P + position, t * K + k, mask=here)
+
+
+@triton.jit(do_not_specialize=["tiles", "E"])
+def _row_tiles(
+    offset_E1, expert_R, first_R, tiles, E, EXPERTS: tl.constexpr, ROW_TILE: tl.constexpr, STEP: tl.constexpr
+):
+    """Program e lists the tiles of expert e; the one after the last expert marks what is left of the table."""
+    expert = tl.program_id(0)
+    e = tl.arange(0, EXPERTS)
+    start = tl.load(offset_E1 + e, mask=e < E, other=0)
+    end = tl.load(offset_E1 + e + 1, mask=e < E, other=0)
+    tiles_E = (end - start + ROW_TILE - 1) // ROW_TILE
+    begin = tl.sum(tl.where(e < expert, tiles_E, 0), axis=0)
+    count = tl.where(expert < E, tl.sum(tl.where(e == expert, tiles_E, 0), axis=0), tiles - begin)
+    first_row = tl.load(offset_E1 + expert)
+    for done in range(0, count, STEP):
+        i = done + tl.arange(0, STEP)
+        mark = tl.where(expert < E, expert, -1) + tl.zeros_like(i)
+        tl.store(expert_R + begin + i, mark, mask=i < count)
+        tl.store(first_R + begin + i, first_row + i * ROW_TILE, mask=i < count)
+
+
+@triton.jit
+def rows_of_tile(tile, expert, first_R, offset_E1, ROW_TILE: tl.constexpr):
+    """(first row, rows counted from it, the same kept within the expert's, so that they can be read).
+
+    Rows of a tile are counted from its first, so that offsets of its elements fit 32 bits: half the registers of 64.
+    """
+    first = tl.load(first_R + tile)
+    row = tl.arange(0, ROW_TILE)
+    last = tl.load(offset_E1 + expert + 1) - 1 - first
+    return first.to(tl.int64), row, tl.minimum(row, last)

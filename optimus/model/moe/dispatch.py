@@ -1,0 +1,34 @@
+"""How tokens reach their experts: the interface, and its form on one device, where they are there already.
+
+A layer's experts may be spread over ranks. What carries the tokens to them and the results back is the layer's `dispatch`;
+the layer itself knows of one device only.
+
+Legend: T tokens, H hidden, K experts per token.
+"""
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+class Dispatch(Protocol):
+    """Tokens to the experts that they chose, and back."""
+
+    def __call__(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module) -> Tensor:
+        """Sum over k of weights[t, k] * expert indices[t, k] of x[t]; [T, H].
+
+        `indices_TK` are experts of the whole layer. `experts(x, weights, indices)` is the module that holds those of this
+        rank; it counts them from 0, and skips a choice of -1: an expert of another rank (Algorithm 1 of the Optimus paper,
+        line 29). It is called as a module, as hooks hang on it.
+        """
+
+
+def local_dispatch(x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module) -> Tensor:
+    """Every expert is here."""
+    return experts(x_TH, weights_TK, indices_TK)
+
+
+def local_indices(indices_TK: Tensor, first: int, count: int) -> Tensor:
+    """Choices as seen by the rank that holds `count` experts from `first` on: counted from there, -1 where elsewhere."""
+    local_TK = indices_TK - first
+    return local_TK.masked_fill((local_TK < 0) | (local_TK >= count), -1)

@@ -1,0 +1,32 @@
+"""Every token to every rank, each of which computes for its own experts: stage 1 of the Optimus paper (section 3.1).
+
+One regular collective each way moves (N - 1) times the tokens of a rank, however they are routed. That is less time than an
+irregular exchange where N is small, or where the network prefers what is regular.
+
+Legend: N ranks of the group, T tokens of this rank, A = N * T, H hidden, K experts per token.
+"""
+
+from torch import Tensor, nn
+
+from optimus.comm import Group
+from optimus.comm.functional import gather_rows, sum_rows
+from optimus.model.moe.dispatch import local_indices
+
+
+class AllGatherDispatch:
+    """A `Dispatch` over the ranks of `group`, which hold `experts_per_rank` experts each, in rank order.
+
+    T must be the same on every rank.
+    """
+
+    def __init__(self, group: Group, experts_per_rank: int) -> None:
+        self.group = group
+        self.experts_per_rank = experts_per_rank
+
+    def __call__(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module) -> Tensor:
+        """Algorithm 1 of the paper: lines 11-13, the experts, line 116. The result is [T, H]."""
+        x_AH = gather_rows(x_TH, self.group)
+        weights_AK = gather_rows(weights_TK, self.group)
+        indices_AK = gather_rows(indices_TK.int(), self.group)  # half the bytes
+        local_AK = local_indices(indices_AK, self.group.rank * self.experts_per_rank, self.experts_per_rank)
+        return sum_rows(experts(x_AH, weights_AK, local_AK), self.group)

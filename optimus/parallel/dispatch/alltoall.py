@@ -1,0 +1,101 @@
+"""Each token once to every rank that holds one of its experts, however many of them it holds.
+
+A token takes all its routing weights and choices along, so the rank of the experts returns one row per token that it got:
+the weighted sum over the experts there. At home the rows of a token are added in rank order. Copies of tokens are laid out
+by an index, and put together again by sums over its inverse; each is the other's backward pass. So nothing is scattered,
+and every addition has a fixed order.
+
+Legend: N ranks of the group, T tokens of this rank, S copies sent, R copies received, H hidden, K experts per token.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimus.comm import Group
+from optimus.comm.functional import exchange_rows
+from optimus.model.moe.dispatch import local_indices
+
+
+class Copies(NamedTuple):
+    """The copies of tokens that leave, by rank and then by token; and where the copies of each token are."""
+
+    token_S: Tensor  # the token of each copy
+    count_N: Tensor  # copies per rank
+    copy_S: Tensor  # copies by token and then by rank
+    first_T: Tensor  # where in `copy_S` those of a token begin
+
+
+def make_copies(rank_TK: Tensor, ranks: int) -> Copies:
+    """The copies to make, from the rank of each choice; K choices of one rank are one copy."""
+    needed_NT = torch.zeros(len(rank_TK), ranks, dtype=torch.bool, device=rank_TK.device).scatter_(1, rank_TK, True).T
+    number_NT = needed_NT.flatten().cumsum(0).view_as(needed_NT) - 1
+    count_T = needed_NT.sum(0)
+    return Copies(
+        token_S=needed_NT.nonzero()[:, 1],
+        count_N=needed_NT.sum(1),
+        copy_S=number_NT.T[needed_NT.T],
+        first_T=count_T.cumsum(0) - count_T,
+    )
+
+
+class AllToAllDispatch:
+    """A `Dispatch` over the ranks of `group`, which hold `experts_per_rank` experts each, in rank order.
+
+    T may differ from rank to rank, and be 0.
+    """
+
+    def __init__(self, group: Group, experts_per_rank: int) -> None:
+        self.group = group
+        self.experts_per_rank = experts_per_rank
+
+    def __call__(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module) -> Tensor:
+        """Counts, then tokens, weights and choices, then results: five all-to-all. The result is [T, H]."""
+        copies = make_copies(indices_TK // self.experts_per_rank, self.group.size)
+        send, receive = self._counts(copies.count_N)
+        x_RH = exchange_rows(_Spread.apply(x_TH, copies), send, receive, self.group)
+        weights_RK = exchange_rows(_Spread.apply(weights_TK, copies), send, receive, self.group)
+        indices_RK = self.group.exchange(indices_TK.int()[copies.token_S], send, receive)  # int32: half the bytes
+        local_RK = local_indices(indices_RK, self.group.rank * self.experts_per_rank, self.experts_per_rank)
+        y_SH = exchange_rows(experts(x_RH, weights_RK, local_RK), receive, send, self.group)
+        return _Collect.apply(y_SH, copies)
+
+    def _counts(self, send_N: Tensor) -> tuple[list[int], list[int]]:
+        """How many rows go to each rank, and how many come from it."""
+        one_each = [1] * self.group.size
+        receive_N = self.group.exchange(send_N, one_each, one_each)
+        send, receive = torch.stack([send_N, receive_N]).tolist()
+        return send, receive
+
+
+def _collected(rows: Tensor, copies: Copies) -> Tensor:
+    """[S, ...] to [T, ...]: the sum of each token's copies, in rank order."""
+    return F.embedding_bag(copies.copy_S, rows, copies.first_T, mode="sum")
+
+
+class _Spread(torch.autograd.Function):
+    """[T, ...] to [S, ...]: a row for every copy."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        return rows[copies.token_S]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _collected(grads[0], ctx.copies), None
+
+
+class _Collect(torch.autograd.Function):
+    """[S, ...] to [T, ...]: the sum over the copies."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        return _collected(rows, copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0][ctx.copies.token_S], None

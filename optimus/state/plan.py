@@ -1,0 +1,228 @@
+"""How parameters are divided into chunks and chunks over ranks: pure arithmetic, for any rank of any mesh.
+
+`ModelState` allocates what is planned here; checks and the planner ask the same plan for bytes without allocating anything.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from optimus.config.tree import StateConfig
+from optimus.errors import UserError
+from optimus.mesh import Layout, Mesh
+
+Shard = Literal["none", "optimizer", "gradients", "parameters"]
+
+_ALIGN = 32  # elements; every parameter begins at a 64-byte border in bf16, as vector units like it
+_SMALLEST, _LARGEST = 1 << 22, 1 << 26  # chunk sizes searched: long enough for a network, small beside a device
+_SIZES = 240  # of them that are tried
+_CHUNKS = 8  # of a model at least, unless they would be too small: one is computed with while others are on their way
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where this rank's part of one parameter lies in its chunk: elements `start` to `end`."""
+
+    name: str
+    layout: Layout
+    region: tuple[slice, ...]  # of the global tensor
+    start: int
+    end: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of this rank's part."""
+        return torch.Size(part.stop - part.start for part in self.region)
+
+    def global_positions(self, local: Tensor) -> Tensor:
+        """Row-major positions in the global tensor of row-major positions `local` (int64) in this rank's part."""
+        if not self.layout.splits:
+            return local
+        positions, stride = torch.zeros_like(local), 1
+        for part, whole in zip(reversed(self.region), reversed(self.layout.shape)):
+            size = part.stop - part.start
+            positions += (local % size + part.start) * stride
+            local, stride = local // size, stride * whole
+        return positions
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """A chunk: parameters of the same replicas, of which each of `parts` ranks keeps a part; `copies` ranks keep the same.
+
+    With `level="none"` there is one part.
+    """
+
+    slots: tuple[Slot, ...]
+    replicas: tuple[str, ...]
+    level: Shard
+    parts: int
+    index: int  # of this rank's part
+    copies: int
+
+    @property
+    def length(self) -> int:
+        """Elements of a part."""
+        return _aligned(-(-self.slots[-1].end // self.parts))
+
+    @property
+    def size(self) -> int:
+        """Elements of the whole chunk, the padding of the last part included."""
+        return self.length * self.parts
+
+    @property
+    def part(self) -> slice:
+        """This rank's part of the chunk."""
+        return slice(self.index * self.length, (self.index + 1) * self.length)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this rank keeps less than the whole of anything."""
+        return self.parts > 1
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether the whole gradients exist only until they are reduced."""
+        return self.sharded and self.level in ("gradients", "parameters")
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Whether the whole parameters exist only while they are used."""
+        return self.sharded and self.level == "parameters"
+
+    def bytes_by_kind(self, compute: torch.dtype, gradient: torch.dtype) -> dict[str, int]:
+        """Bytes of this rank's buffers at rest; `master` is zero where the parameters serve as master weights."""
+        return {
+            "parameters": compute.itemsize * (self.length if self.shards_parameters else self.size),
+            "gradients": gradient.itemsize * (self.length if self.shards_gradients else self.size),
+            "master": 0 if compute == torch.float32 else 4 * self.length,
+            "moments": 8 * self.length,
+        }
+
+
+def plan_chunks(layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig) -> list[ChunkPlan]:
+    """The chunks of `rank`: parameters of the same replicas in order, end to end, in chunks within the limit.
+
+    Raises `UserError` when a parameter or its replicas cannot be divided as asked.
+    """
+    regions = {name: layout.region(mesh, rank) for name, layout in layouts.items()}
+    replicas: dict[tuple[str, ...], tuple[int, ...]] = {}  # axes to ranks: two sets of axes may be the same ranks
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, layout in layouts.items():
+        if layout.replicas not in replicas:
+            replicas[layout.replicas] = tuple(mesh.group(rank, layout.replicas))
+        groups.setdefault(replicas[layout.replicas], []).append(name)
+    sizes = [[_size(regions[name]) for name in names] for names in groups.values()]
+    largest = max(_SMALLEST, min(_LARGEST, sum(map(sum, sizes)) // _CHUNKS))
+    limit = options.chunk or search_limit(sizes, _SMALLEST, largest)
+    plans = []
+    for ranks, names in groups.items():
+        axes = layouts[names[0]].replicas
+        parts = shard_groups(mesh, ranks, options)
+        own = next(part for part in parts if rank in part)
+        for chunk in lay_out([_size(regions[name]) for name in names], limit):
+            slots = [Slot(names[i], layouts[names[i]], regions[names[i]], start, end) for i, start, end in chunk]
+            plans.append(
+                ChunkPlan(tuple(slots), axes, options.shard, len(own), own.index(rank), len(ranks) // len(own))
+            )
+    first = {name: i for i, name in enumerate(layouts)}
+    return sorted(plans, key=lambda plan: first[plan.slots[0].name])
+
+
+def lay_out(sizes: Sequence[int], limit: int) -> list[list[tuple[int, int, int]]]:
+    """(number, start, end) of each parameter of the given sizes, by chunk of at most `limit` elements.
+
+    A parameter larger than `limit` has a chunk of its own. Chunks are filled from the last parameter on, so that it is the
+    first one that is small: its gradients arrive last, and nothing is left to do while they are reduced.
+    """
+    chunks: list[list[int]] = []
+    length = 0  # of the chunk begun last
+    for number in reversed(range(len(sizes))):
+        length += _aligned(sizes[number])
+        if not chunks or length - _aligned(sizes[chunks[0][-1]]) + sizes[chunks[0][-1]] > limit:
+            chunks.insert(0, [])
+            length = _aligned(sizes[number])
+        chunks[0].insert(0, number)
+    return [_end_to_end(chunk, sizes) for chunk in chunks]
+
+
+def _end_to_end(numbers: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+    placed, start = [], 0
+    for number in numbers:
+        placed.append((number, start, start + sizes[number]))
+        start += _aligned(sizes[number])
+    return placed
+
+
+def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -> int:
+    """The one chunk size, between the two, that wastes least (Elixir, section 4: the search over all sizes).
+
+    `groups` are the sizes of the parameters of each group. What chunks leave empty would be wasted in blocks of the one
+    size. A group that fits into the smallest chunk is one small chunk and does not count, nor does a parameter larger
+    than a chunk. Of equals the largest size is taken.
+    """
+    counted = [sizes for sizes in groups if lay_out(sizes, sum(map(_aligned, sizes)))[0][-1][2] > smallest]
+
+    def waste(limit: int) -> int:
+        ends = [chunk[-1][2] for sizes in counted for chunk in lay_out(sizes, limit)]
+        return sum(max(0, limit - end) for end in ends)
+
+    step = max(_ALIGN, (largest - smallest) // _SIZES)
+    return min(range(largest, smallest - 1, -step), key=waste)
+
+
+def shard_groups(mesh: Mesh, replicas: Sequence[int], options: StateConfig) -> list[list[int]]:
+    """Divide ranks that hold the same parameters into the groups that share their state out among them.
+
+    With `shard_over: replicas` all of them (EPSO: the Optimus paper, section 3.2); with `data` those along the data axis of
+    the experts; with `shard_ranks` neighbours of that number only (HSDP). Raises `UserError` when that does not divide them.
+    """
+    if options.shard == "none":
+        return [[rank] for rank in replicas]
+    parts = [list(replicas)]
+    if options.shard_over == "data":
+        same_experts: dict[tuple[int, int], list[int]] = {}
+        for rank in replicas:
+            key = mesh.coordinate(rank, "ep"), mesh.coordinate(rank, "etp")
+            same_experts.setdefault(key, []).append(rank)
+        parts = list(same_experts.values())
+    wanted, there = options.shard_ranks, len(parts[0])
+    if wanted is None or wanted >= there:
+        return parts
+    if there % wanted:
+        near = [n for n in range(1, there + 1) if there % n == 0]
+        raise UserError(
+            f"state.shard_ranks {wanted} does not divide the {there} ranks that share out the same parameters; "
+            f"those that do: {', '.join(map(str, near))}"
+        )
+    return [part[i : i + wanted] for part in parts for i in range(0, there, wanted)]
+
+
+def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> tuple[list[list[int]], list[list[int]]]:
+    """All ranks divided into groups that share state out, and into groups that hold the same part of it."""
+    shards, copies = [], []
+    for ranks in mesh.groups(replicas):
+        parts = shard_groups(mesh, ranks, options)
+        shards += parts
+        copies += [list(same) for same in zip(*parts)]
+    return shards, copies
+
+
+def bytes_by_kind(plans: Sequence[ChunkPlan], compute: torch.dtype, gradient: torch.dtype) -> dict[str, int]:
+    """Bytes at rest of all chunks of a rank, by kind."""
+    counts = [plan.bytes_by_kind(compute, gradient) for plan in plans]
+    return {kind: sum(count[kind] for count in counts) for kind in ("parameters", "gradients", "master", "moments")}
+
+
+def _size(region: Sequence[slice]) -> int:
+    size = 1
+    for part in region:
+        size *= part.stop - part.start
+    return size
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // _ALIGN) * _ALIGN

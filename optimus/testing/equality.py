@@ -1,0 +1,92 @@
+"""Every layout gives the same numbers: train the same batches on ranks in some layout and in one process, and compare."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from optimus.comm import Groups
+from optimus.config import RunConfig, load_config
+from optimus.testing.ranks import run_ranks
+from optimus.train.run import build_model, mesh_of
+from optimus.train.step import StepResult, training_step
+
+# What says how the numbers are computed, but not which: one process needs none of it.
+_LAYOUT = ("parallel", "state")
+
+
+class Layout(NamedTuple):
+    """A number of ranks, and what is changed in the configuration (`key=value`, as on the command line)."""
+
+    ranks: int
+    overrides: Sequence[str] = ()
+
+
+class Trained(NamedTuple):
+    """What some steps of training came to."""
+
+    steps: list[StepResult]
+    tensors: dict[str, Tensor]  # the whole state, as a checkpoint would hold it
+
+
+def assert_same_as_one_process(
+    config: Mapping[str, Any], layouts: Sequence[Layout], steps: int, *, rtol: float = 1e-5, timeout: float = 120.0
+) -> None:
+    """Assert that `steps` steps of `config` in every layout have one process's losses, gradient norms and final weights.
+
+    `rtol` bounds the relative error of the losses and norms of every step, and of each final parameter as a whole (norm of
+    the difference over norm of the parameter). No data are read: the batches are random tokens. A layout with several data
+    ranks is compared with one process that has the same microbatches, since they define the balance loss.
+
+    Raises `AssertionError` naming the layout, the number and both values.
+    """
+    references: dict[str, Trained] = {}
+    for layout in layouts:
+        tree = load_config(config, layout.overrides)
+        alone = tree.model_dump(exclude=set(_LAYOUT), exclude_unset=True)
+        key = json.dumps(alone, sort_keys=True)
+        if key not in references:
+            references[key] = train_steps(alone, steps)
+        found = run_ranks(train_steps, layout.ranks, tree.model_dump(exclude_unset=True), steps, timeout=timeout)
+        for rank, trained in enumerate(found):
+            compare(trained, references[key], f"{layout.ranks} ranks, {list(layout.overrides)}, rank {rank}", rtol)
+
+
+def train_steps(config: Mapping[str, Any], steps: int) -> Trained:
+    """Train on this rank's part of random batches; the whole state is on rank 0 only."""
+    tree = load_config(config)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    groups = Groups(mesh_of(tree, ranks))
+    model, state = build_model(tree, torch.device("cpu"), groups)
+    state.initialize(tree.train.seed, tree.model.init_std)
+    data = groups.along("dp")
+    results = []
+    for step in range(1, steps + 1):
+        tokens_BS = random_batch(tree, step).chunk(data.size)[data.rank]
+        results.append(training_step(model, state, tokens_BS, tree, step))
+    tensors = {key: tensor.clone() for key, tensor in state.tensors()}
+    return Trained(results, tensors if groups.rank == 0 else {})
+
+
+def random_batch(config: RunConfig, step: int) -> Tensor:
+    """The global batch of a step [global_batch, context], the same on every rank. Low tokens are more frequent."""
+    generator = torch.Generator().manual_seed(step)
+    shape = config.train.global_batch, config.train.context
+    return (torch.rand(shape, generator=generator).square() * config.model.vocab).long()
+
+
+def compare(found: Trained, right: Trained, where: str, rtol: float) -> None:
+    """Raise `AssertionError` naming the first number that differs by more than `rtol` (relative)."""
+    for number, (a, b) in enumerate(zip(found.steps, right.steps, strict=True), start=1):
+        for name in StepResult._fields:
+            x, y = getattr(a, name), getattr(b, name)
+            error = abs(x - y) / (abs(y) or 1.0)
+            assert error <= rtol, f"{where}: step {number}: {name} is {x}, one process has {y} (error {error:.2g})"
+    for key, tensor in found.tensors.items():
+        if key.startswith("model."):
+            y = right.tensors[key]
+            error = float((tensor - y).norm() / y.norm())
+            assert error <= rtol, f"{where}: {key} differs by {error:.2g} after {len(found.steps)} steps"

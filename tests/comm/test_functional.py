@@ -1,0 +1,101 @@
+"""Collectives with gradients, against the same operation on the rows of all ranks in one process."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus.comm import Group, Groups
+from optimus.comm.functional import exchange_rows, gather_rows, sum_rows
+from optimus.mesh import Mesh
+from optimus.testing import run_ranks
+
+H = 3
+
+
+def rows(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Small whole numbers, so that sums are exact in any type and order."""
+    return torch.randint(-8, 8, (count, H), generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def sent(ranks: int) -> list[list[int]]:
+    """Rows from rank i to rank j; some are none, and the last rank sends nothing."""
+    return [[(i + 2 * j) % 3 if i < ranks - 1 else 0 for j in range(ranks)] for i in range(ranks)]
+
+
+def run(operation: Callable[[Tensor], Tensor], x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """(output, gradient of x) for an output gradient that depends on `seed`; x itself stays as it is."""
+    x.requires_grad_()
+    before = x.detach().clone()
+    y = operation(x)
+    grad = rows(seed, len(y), x.dtype)
+    kept = grad.clone()
+    (x_grad,) = torch.autograd.grad(y, x, grad)
+    assert x.equal(before)
+    assert grad.equal(kept)
+    return y.detach(), x_grad
+
+
+def on_a_rank(mesh: Mesh, axis: str, tokens: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    groups = Groups(mesh)
+    group, rank = groups.along(axis), groups.rank
+    send = sent(group.size)
+    there, back = send[group.rank], [row[group.rank] for row in send]
+    return [
+        run(lambda x: gather_rows(x, group), rows(rank, tokens, dtype), 100 + rank),
+        run(lambda x: sum_rows(x, group), rows(rank, tokens * group.size, dtype), 100 + rank),
+        run(lambda x: exchange_rows(x, there, back, group), rows(rank, sum(there), dtype), 100 + rank),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("mesh", "axis"), [(Mesh(dp=2), "dp"), (Mesh(dp=3), "dp"), (Mesh(dp=4, ep=2), "ep"), (Mesh(dp=4, ep=2), "edp")]
+)
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_values_and_gradients(mesh: Mesh, axis: str, tokens: int, dtype: torch.dtype) -> None:
+    results = run_ranks(on_a_rank, mesh.size, mesh, axis, tokens, dtype)
+    for ranks in mesh.groups((axis,)):
+        n = len(ranks)
+        gathered, summed, exchanged = ([results[rank][i] for rank in ranks] for i in range(3))
+
+        whole = torch.cat([rows(rank, tokens, dtype) for rank in ranks])
+        whole_grad = sum(rows(100 + rank, n * tokens, dtype) for rank in ranks)
+        total = sum(rows(rank, n * tokens, dtype) for rank in ranks)
+        total_grad = torch.cat([rows(100 + rank, tokens, dtype) for rank in ranks])
+        assert isinstance(whole_grad, Tensor)
+        assert isinstance(total, Tensor)
+        for place in range(n):
+            own = slice(place * tokens, (place + 1) * tokens)
+            assert gathered[place][0].equal(whole)
+            assert gathered[place][1].equal(whole_grad[own])
+            assert summed[place][0].equal(total[own])
+            assert summed[place][1].equal(total_grad)
+
+        send = sent(n)
+        parts = [rows(rank, sum(send[i]), dtype).split(send[i]) for i, rank in enumerate(ranks)]
+        back = [[send[i][j] for i in range(n)] for j in range(n)]
+        grads = [rows(100 + rank, sum(back[j]), dtype).split(back[j]) for j, rank in enumerate(ranks)]
+        for place in range(n):
+            assert exchanged[place][0].equal(torch.cat([part[place] for part in parts]))
+            assert exchanged[place][1].equal(torch.cat([grad[place] for grad in grads]))
+
+
+def test_a_group_of_one_is_the_identity() -> None:
+    x, alone = torch.ones(2, H), Group([0], 0)
+    assert gather_rows(x, alone) is x
+    assert sum_rows(x, alone) is x
+    assert exchange_rows(x, [2], [2], alone) is x
+
+
+def without_gradients() -> bool:
+    group = Groups(Mesh(dp=2)).world
+    x = torch.ones(2, H, requires_grad=True)
+    with torch.no_grad():
+        results = [gather_rows(x, group), sum_rows(x, group), exchange_rows(x, [1, 1], [1, 1], group)]
+    return any(result.requires_grad for result in results)
+
+
+def test_no_grad_makes_no_graph() -> None:
+    assert not any(run_ranks(without_gradients, 2))

@@ -1,0 +1,32 @@
+"""AdamW's kernel against the update written line by line, in float64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus.optim.adamw import AdamW, adamw_reference
+
+pytest.importorskip("triton")
+
+from optimus.kernels.triton.adamw import adamw
+
+RULE = AdamW(beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("size", [3001, 1, 0])
+def test_equals_the_definition(
+    size: int, dtype: torch.dtype, random: Callable[..., Tensor], close: Callable[..., None]
+) -> None:
+    weight, m, v = (random(size, dtype=torch.float32) for _ in range(3))
+    v.square_()
+    copy = torch.full_like(weight, torch.nan, dtype=dtype)
+    expected = [x.double() for x in (weight, m, v)]
+    for step in (1, 2, 1000):
+        gradient = random(size, dtype=dtype)
+        adamw(RULE, step, 0.01, weight, gradient, m, v, gradient_scale=0.5, copy=copy)
+        adamw_reference(RULE, step, 0.01, expected[0], gradient.double() * 0.5, *expected[1:])
+        for ours, reference in zip((weight, m, v), expected):
+            close(ours, reference)
+        assert copy.equal(weight.to(dtype))

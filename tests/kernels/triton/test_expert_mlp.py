@@ -1,0 +1,191 @@
+"""The stages as one function: output and all gradients against the definition, over the awkward cases."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optimus.kernels.expert_mlp import expert_mlp_reference
+
+pytest.importorskip("triton")
+
+from optimus.kernels.triton.expert_mlp import expert_mlp_triton
+from optimus.kernels.triton.tuning import Tiles, trial
+
+Random = Callable[..., Tensor]
+
+
+class Case(NamedTuple):
+    T: int
+    E: int
+    K: int
+    H: int
+    I: int
+    first: int = 0  # of the experts that are here, of E + first + after
+    after: int = 0
+    candidates: int | None = None  # experts that may be chosen, from the first on
+
+
+CASES = {
+    "plain": Case(T=70, E=4, K=2, H=32, I=16),
+    "sizes that no tile divides, K = 3": Case(T=45, E=3, K=3, H=41, I=19),
+    "one expert receives everything": Case(T=150, E=5, K=1, H=32, I=16, candidates=1),
+    "most experts empty": Case(T=9, E=256, K=2, H=32, I=16),
+    "all experts chosen by all": Case(T=20, E=5, K=5, H=32, I=16),
+    "one expert": Case(T=33, E=1, K=1, H=32, I=16),
+    "one token": Case(T=1, E=4, K=3, H=32, I=16),
+    "no tokens": Case(T=0, E=4, K=2, H=32, I=16),
+    "the middle of three ranks": Case(T=60, E=3, K=4, H=32, I=16, first=3, after=3),
+    "nothing for this rank": Case(T=30, E=3, K=2, H=32, I=16, first=3, candidates=3),
+}
+
+
+@pytest.fixture(params=["preferred tiles", "small tiles"])
+def tile_sizes(request: pytest.FixtureRequest) -> Iterator[None]:
+    with ExitStack() as stack:
+        if request.param == "small tiles":
+            small = Tiles(rows=16, columns=32, inner=16, warps=4, stages=2)
+            for kernel in ("up", "down", "down_backward", "up_backward", "weight_gradient"):
+                stack.enter_context(trial(kernel, small))
+        yield
+
+
+def inputs_of(case: Case, random: Random, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """(local indices, [x, weights, gate_up, down])."""
+    experts = case.first + case.E + case.after
+    scores = random(case.T, experts, dtype=torch.float32)[:, : case.candidates]
+    indices = scores.topk(case.K).indices - case.first
+    indices = indices.masked_fill((indices < 0) | (indices >= case.E), -1)
+    shapes = [(case.T, case.H), (case.T, case.K), (case.E, 2 * case.I, case.H), (case.E, case.H, case.I)]
+    return indices, [random(*shape, dtype=dtype) for shape in shapes]
+
+
+def results(inputs: list[Tensor], indices: Tensor) -> list[Tensor]:
+    """Output and gradients of x, weights, gate_up and down."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    y = expert_mlp_triton(leaves[0], leaves[1], indices, *leaves[2:])
+    return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_definition(
+    name: str, dtype: torch.dtype, tile_sizes: None, random: Random, same_function: Callable[..., None]
+) -> None:
+    indices, inputs = inputs_of(CASES[name], random, dtype)
+
+    def ours(x: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
+        return expert_mlp_triton(x, weights, indices.int(), *parameters)
+
+    def reference(x: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
+        return expert_mlp_reference(x, weights, indices, *parameters)
+
+    same_function(ours, reference, inputs)
+
+
+def test_twice_the_same_bits(random: Random, dtype: torch.dtype) -> None:
+    indices, inputs = inputs_of(CASES["sizes that no tile divides, K = 3"], random, dtype)
+    assert all(a.equal(b) for a, b in zip(results(inputs, indices), results(inputs, indices)))
+
+
+class RecordingSink:
+    """A buffer with something in it; notes what it is asked."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer, self.asked = buffer, list[str]()
+
+    def open(self) -> Tensor:
+        self.asked.append("open")
+        return self.buffer
+
+    def close(self) -> None:
+        self.asked.append("close")
+
+
+@pytest.mark.parametrize("which", [(True, True), (True, False), (False, True)], ids=["both", "gate_up", "down"])
+@pytest.mark.parametrize("wide", [True, False], ids=["fp32 buffer", "buffer of its type"])
+def test_gradients_are_added_to_sinks(
+    random: Random, close: Callable[..., None], dtype: torch.dtype, wide: bool, which: tuple[bool, bool]
+) -> None:
+    indices, inputs = inputs_of(CASES["plain"], random, dtype)
+    x, weights, *parameters = (value.requires_grad_() for value in inputs)
+    _, x_grad, weights_grad, *expected = results(inputs, indices)
+    before = [random(*p.shape, dtype=torch.float32 if wide else dtype) for p in parameters]
+    sinks = [RecordingSink(b.clone().unflatten(1, (2, -1))) if use else None for b, use in zip(before, which)]
+    y = expert_mlp_triton(x, weights, indices, *parameters, (sinks[0], sinks[1]))
+    torch.autograd.backward(y, torch.ones_like(y))
+    assert x.grad is not None
+    assert x.grad.equal(x_grad)
+    assert weights.grad is not None
+    assert weights.grad.equal(weights_grad)
+    for parameter, sink, b, gradient in zip(parameters, sinks, before, expected):
+        if sink is None:
+            assert parameter.grad is not None
+            assert parameter.grad.equal(gradient)
+        else:
+            assert parameter.grad is None
+            assert sink.asked == ["open", "close"]
+            close(sink.buffer.flatten(1, 2).to(dtype), b.double() + gradient.double())
+
+
+@pytest.mark.parametrize("poison", [torch.inf, torch.nan])
+def test_nothing_leaks_from_what_is_skipped(poison: float, random: Random, device: torch.device) -> None:
+    """Tokens 0 and 5 choose no expert of this rank, token 1 one of two; what is skipped changes no bit of anything."""
+    indices = torch.tensor([[-1, -1], [0, -1], [1, 0], [3, 1], [-1, 3], [-1, -1]], device=device)
+    shapes = [(6, 16), (6, 2), (4, 32, 16), (4, 16, 16)]
+    inputs = [random(*shape, dtype=torch.float32) for shape in shapes]
+    inputs[2][2] = inputs[3][2] = poison  # an expert that nobody chose
+    clean = results(inputs, indices)
+    inputs[0][[0, 5]] = poison
+    inputs[1][indices < 0] = poison
+    assert all(a.equal(b) and a.isfinite().all() for a, b in zip(results(inputs, indices), clean))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_token_that_is_not_finite_reaches_its_own_experts_only(random: Random, device: torch.device) -> None:
+    indices = torch.tensor([[0, 1], [1, 2], [2, 3]], device=device)
+    inputs = [random(*shape, dtype=torch.float32) for shape in [(3, 16), (3, 2), (4, 32, 16), (4, 16, 16)]]
+    inputs[0][0] = torch.inf
+    y, x_grad, weight_grad, *parameter_grads = results(inputs, indices)
+    assert not y[0].isfinite().any()
+    for of_tokens in (y, x_grad, weight_grad):
+        assert of_tokens[1:].isfinite().all()
+    for grad in parameter_grads:
+        assert grad[2:].isfinite().all()
+
+
+def test_saved_for_backward_are_x_z_weights_and_the_index(random: Random) -> None:
+    case = Case(T=70, E=4, K=2, H=32, I=16)
+    indices, inputs = inputs_of(case, random, torch.float32)
+    x, weights, *parameters = (value.requires_grad_() for value in inputs)
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        expert_mlp_triton(x, weights, indices, *parameters)
+    of_tokens = sum(saved.values()) - sum(p.nbytes for p in parameters)
+    index = 2 * case.K * 4  # bytes of a token's choices and positions
+    table = 4 * (case.E + 1) + 8 * case.T * case.K  # at most: a tile for every row
+    assert of_tokens <= case.T * (4 * (case.H + case.K * 2 * case.I + case.K) + index) + table
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what makes the host wait for values on the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.overloadpacket.__name__ not in ("_local_scalar_dense", "nonzero", "_unique2", "equal", "is_nonzero")
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_never_waits_for_the_device(random: Random) -> None:
+    indices, inputs = inputs_of(CASES["plain"], random, torch.float32)
+    with pytest.raises(AssertionError), NoWaiting():
+        indices.sum().item()
+    with NoWaiting():
+        results(inputs, indices)

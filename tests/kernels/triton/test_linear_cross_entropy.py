@@ -1,0 +1,62 @@
+"""Output layer and loss against the definition."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus.kernels.linear_cross_entropy import linear_cross_entropy_reference
+
+pytest.importorskip("triton")
+
+from optimus.kernels.triton import linear_cross_entropy as kernels
+
+Random = Callable[..., Tensor]
+
+
+def reference(x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    """In float64, which `linear_cross_entropy_reference` narrows."""
+    return torch.nn.functional.cross_entropy(x @ w.T, target)
+
+
+@pytest.mark.parametrize("columns", [4096, 32])
+@pytest.mark.parametrize("block", [1 << 21, 700])
+def test_equals_the_definition(
+    block: int,
+    columns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    random: Random,
+    close: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernels, "_BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(kernels, "_COLUMNS", columns)
+    target = torch.arange(23, device=device) * 4
+    ours, expected = [], []
+    inputs = [random(23, 16, dtype=dtype), random(101, 16, dtype=dtype) / 4]  # logits that bf16 holds well
+    for function, leaves, out in (
+        (kernels.linear_cross_entropy, [x.clone().requires_grad_() for x in inputs], ours),
+        (reference, [x.double().requires_grad_() for x in inputs], expected),
+    ):
+        loss = function(*leaves, target)
+        out += [loss, *torch.autograd.grad(3 * loss, leaves)]
+    assert ours[0].dtype == torch.float32
+    for a, b in zip(ours, expected):
+        close(a.to(dtype), b)
+
+
+def test_without_gradients_the_same_loss(device: torch.device, random: Random) -> None:
+    x, w = random(8, 4, dtype=torch.float32).requires_grad_(), random(16, 4, dtype=torch.float32)
+    target = torch.arange(8, device=device)
+    with torch.no_grad():
+        loss = kernels.linear_cross_entropy(x, w, target)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, linear_cross_entropy_reference(x, w, target).detach())
+
+
+def test_hopeless_targets_are_exact(device: torch.device) -> None:
+    """A target whose probability is below what fp32 holds still has the right, large loss."""
+    x, w = torch.full((1, 1), 300.0, device=device), torch.tensor([[1.0], [0.0]], device=device)
+    assert kernels.linear_cross_entropy(x, w, torch.tensor([1], device=device)).item() == 300.0

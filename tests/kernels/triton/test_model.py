@@ -1,0 +1,56 @@
+"""A whole model on the Triton path: the same loss, gradients and optimizer step as on PyTorch's."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus.config import ModelConfig
+from optimus.kernels import backend
+from optimus.model import Transformer
+from optimus.model.init import initialize
+from optimus.optim.adamw import AdamW, adamw
+
+pytest.importorskip("triton")
+
+SIZES: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 2, "intermediate": 24, "vocab": 97}
+EXPERTS: dict[str, Any] = {"family": "olmoe", "experts": 5, "experts_per_token": 3}
+RULE = AdamW(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+
+
+def step(config: ModelConfig, routing: Any, device: torch.device) -> list[Tensor]:
+    """The losses, every gradient, and every parameter after one step."""
+    model = Transformer(config, routing)
+    initialize(model, seed=1, std=0.15)
+    model.to(device)
+    tokens_BS = torch.randint(97, (2, 17), generator=torch.Generator().manual_seed(2)).to(device)
+    losses = model.losses(tokens_BS)
+    (losses.cross_entropy + 0.01 * losses.balance + 0.001 * losses.z).backward()
+    results = [losses.cross_entropy, losses.balance, losses.z]
+    for parameter in model.parameters():
+        weight, gradient = parameter.detach().flatten(), parameter.grad
+        assert gradient is not None
+        results.append(gradient.clone())
+        adamw(RULE, 1, 1e-3, weight, gradient.flatten(), torch.zeros_like(weight), torch.zeros_like(weight))
+        results.append(weight)
+    return results
+
+
+@pytest.mark.parametrize(
+    ("config", "routing"),
+    [({"family": "olmo"}, "learned"), (EXPERTS, "learned"), (EXPERTS, "uniform")],
+    ids=["dense", "experts", "uniform routing"],
+)
+def test_one_step_of_training(
+    config: dict[str, Any], routing: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def use(answer: bool) -> list[Tensor]:
+        monkeypatch.setattr(backend, "use_triton", lambda x: asked.append(x) or answer)
+        return step(ModelConfig.model_validate(SIZES | config), routing, device)
+
+    for ours, expected in zip(use(True), use(False)):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+    assert asked

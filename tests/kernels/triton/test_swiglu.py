@@ -1,0 +1,29 @@
+"""SwiGLU's kernels against the definition."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus.kernels.swiglu import swiglu_reference
+
+pytest.importorskip("triton")
+
+from optimus.kernels.triton import swiglu as kernels
+
+Random = Callable[..., Tensor]
+
+
+@pytest.mark.parametrize("block", [1024, 16])
+@pytest.mark.parametrize("shape", [(9, 48), (2, 3, 70), (0, 32)])
+def test_equals_the_definition(
+    shape: tuple[int, ...],
+    block: int,
+    dtype: torch.dtype,
+    random: Random,
+    same_function: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kernels, "_BLOCK", block)
+    same_function(kernels.swiglu, swiglu_reference, [3 * random(*shape, dtype=dtype)])

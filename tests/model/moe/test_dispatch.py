@@ -1,0 +1,54 @@
+"""The dispatcher's interface: the layer uses what it is given, and local numbers name this rank's experts only."""
+
+import torch
+from torch import Tensor, nn
+
+from optimus.model.moe.dispatch import local_dispatch, local_indices
+from optimus.model.moe.layer import MoeLayer
+from optimus.model.moe.sharding import SPLITS
+
+
+def layer() -> MoeLayer:
+    torch.manual_seed(0)
+    made = MoeLayer(hidden=8, intermediate=4, experts=6, experts_per_token=2, routing="learned")
+    for parameter in made.parameters():
+        nn.init.normal_(parameter)
+    return made
+
+
+def test_the_layer_calls_its_dispatch_with_its_experts() -> None:
+    moe = layer()
+    x = torch.randn(2, 3, 8)
+    before, _ = moe(x)
+    seen = []
+
+    def doubling(x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module) -> Tensor:
+        seen.append((x_TH.shape, weights_TK.shape, indices_TK.shape, experts))
+        return 2 * local_dispatch(x_TH, weights_TK, indices_TK, experts)
+
+    moe.dispatch = doubling
+    after, _ = moe(x)
+    assert seen == [((6, 8), (6, 2), (6, 2), moe.experts)]
+    assert after.equal(2 * before)
+
+
+def test_the_experts_are_called_as_a_module() -> None:
+    """So that hooks on them run."""
+    moe, calls = layer(), []
+    moe.experts.register_forward_pre_hook(lambda *_: calls.append("before"))
+    moe(torch.randn(1, 3, 8))
+    assert calls == ["before"]
+
+
+def test_local_indices() -> None:
+    indices = torch.arange(8).view(4, 2)
+    assert local_indices(indices, 0, 8).equal(indices)
+    assert local_indices(indices, 2, 3).flatten().tolist() == [-1, -1, 0, 1, 2, -1, -1, -1]
+    assert local_indices(indices.int(), 6, 2).dtype == torch.int32
+
+
+def test_the_sharding_table_names_parameters_of_the_layer() -> None:
+    shapes = {name: parameter.shape for name, parameter in layer().named_parameters()}
+    for name, splits in SPLITS.items():
+        for dim, axis in splits:
+            assert (shapes[name][dim], axis) == (6, "ep")

@@ -1,0 +1,216 @@
+"""Both dispatchers against the layer on one device, given the tokens of all ranks.
+
+Legend: T tokens of all ranks, K experts per token, E experts, H hidden.
+"""
+
+from typing import Literal, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimus.comm import Groups
+from optimus.config import ModelConfig
+from optimus.errors import UserError
+from optimus.mesh import Mesh
+from optimus.model import Transformer
+from optimus.model.init import initialize
+from optimus.model.moe.dispatch import Dispatch, local_dispatch
+from optimus.model.moe.layer import Experts, MoeLayer
+from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch, set_dispatch
+from optimus.parallel.layouts import parameter_layouts
+from optimus.parallel.recompute import recompute
+from optimus.testing import run_ranks
+
+Kind = Literal["allgather", "alltoall"]
+KINDS: list[Kind] = ["allgather", "alltoall"]
+H, I = 16, 8
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    """Relative, Frobenius; what should be zero must be."""
+    assert ours.shape == theirs.shape
+    return ((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-30)).item()
+
+
+# ---- The dispatcher alone, its routing given ----
+
+
+class Inputs(NamedTuple):
+    """Of all ranks, in rank order."""
+
+    x_TH: Tensor
+    weights_TK: Tensor
+    indices_TK: Tensor
+    y_grad_TH: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+def inputs(indices_TK: Tensor, experts: int, dtype: torch.dtype) -> Inputs:
+    torch.manual_seed(1)
+    x_TH, y_grad_TH = torch.randn(2, len(indices_TK), H, dtype=dtype)
+    weights_TK = torch.rand(indices_TK.shape).to(dtype)
+    gate_up, down = torch.randn(experts, 2, I, H, dtype=dtype), torch.randn(experts, H, I, dtype=dtype)
+    return Inputs(x_TH, weights_TK, indices_TK, y_grad_TH, gate_up, down)
+
+
+def outputs(given: Inputs, dispatch: Dispatch) -> list[Tensor]:
+    """y, and the gradients of x, the weights and both parameters; dim 0 of each is tokens or experts."""
+    experts = Experts(len(given.down), H, I)
+    experts.gate_up, experts.down = nn.Parameter(given.gate_up.clone()), nn.Parameter(given.down.clone())
+    x_TH, weights_TK = given.x_TH.clone().requires_grad_(), given.weights_TK.clone().requires_grad_()
+    y_TH = dispatch(x_TH, weights_TK, given.indices_TK, experts)
+    grads = torch.autograd.grad(y_TH, [x_TH, weights_TK, experts.gate_up, experts.down], given.y_grad_TH)
+    with torch.no_grad():
+        assert dispatch(x_TH, weights_TK, given.indices_TK, experts).equal(y_TH)  # the same bits again
+    return [y_TH.detach(), *grads]
+
+
+def part(given: Inputs, rank: int, tokens: list[int]) -> Inputs:
+    """What rank `rank` has: `tokens[rank]` tokens, and its share of the experts."""
+    mine = [value.split(tokens)[rank] for value in given[:4]]
+    return Inputs(*mine, *(value.chunk(len(tokens))[rank] for value in given[4:]))
+
+
+def on_a_rank(kind: Kind, indices_TK: Tensor, experts: int, dtype: torch.dtype, tokens: list[int]) -> list[Tensor]:
+    group = Groups(Mesh(dp=len(tokens), ep=len(tokens))).along("ep")
+    made = AllGatherDispatch if kind == "allgather" else AllToAllDispatch
+    given = part(inputs(indices_TK, experts, dtype), group.rank, tokens)
+    return outputs(given, made(group, experts // group.size))
+
+
+def check(kind: Kind, indices_TK: Tensor, experts: int, dtype: torch.dtype, tokens: list[int]) -> None:
+    results = run_ranks(on_a_rank, len(tokens), kind, indices_TK, experts, dtype, tokens)
+    whole = outputs(inputs(indices_TK, experts, dtype), local_dispatch)
+    errors = [error(torch.cat(parts), theirs) for parts, theirs in zip(zip(*results), whole, strict=True)]
+    assert max(errors) < TOLERANCE[dtype]
+
+
+def routing(name: str, ranks: int) -> tuple[Tensor, int]:
+    """(indices_TK, E) of 12 tokens a rank; two experts a rank but where more are needed."""
+    tokens, experts = 12 * ranks, 2 * ranks
+    scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0))
+    cases = {
+        "random": scores.topk(min(3, experts)).indices,
+        "one choice": scores.topk(1).indices,
+        "every expert": scores.topk(experts).indices,
+        "one expert": torch.full((tokens, 1), experts - 2),
+        "one rank": torch.tensor([[3, 2]]).expand(tokens, 2).contiguous(),
+        "nothing for the last rank": scores[:, :-2].topk(2).indices,
+    }
+    return cases[name], experts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "name", ["random", "one choice", "every expert", "one expert", "one rank", "nothing for the last rank"]
+)
+def test_same_as_one_device(kind: Kind, ranks: int, name: str) -> None:
+    indices_TK, experts = routing(name, ranks)
+    check(kind, indices_TK, experts, torch.float32, [12] * ranks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["random", "every expert", "one expert"])
+def test_same_as_one_device_in_bfloat16(kind: Kind, name: str) -> None:
+    indices_TK, experts = routing(name, 4)
+    check(kind, indices_TK, experts, torch.bfloat16, [12] * 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_tokens_at_all(kind: Kind) -> None:
+    check(kind, torch.zeros(0, 2, dtype=torch.int64), 4, torch.float32, [0, 0])
+
+
+@pytest.mark.parametrize("tokens", [[1, 23, 0, 24], [0, 0, 48, 0]])
+def test_all_to_all_of_different_numbers_of_tokens(tokens: list[int]) -> None:
+    indices_TK, experts = routing("random", 4)
+    check("alltoall", indices_TK, experts, torch.float32, tokens)
+
+
+# ---- A model whose layers have a dispatcher ----
+
+MODEL = ModelConfig(
+    family="olmoe", hidden=32, layers=2, heads=2, intermediate=24, vocab=50, experts=8, experts_per_token=3
+)
+SEQUENCES = torch.randint(50, (8, 20), generator=torch.Generator().manual_seed(0))
+
+
+def losses_and_gradients(model: Transformer, tokens_BS: Tensor) -> tuple[float, dict[str, Tensor]]:
+    logits_BSV = model(tokens_BS)
+    with torch.no_grad():
+        assert model(tokens_BS).equal(logits_BSV)
+    loss = F.cross_entropy(logits_BSV[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten())
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def model_on_a_rank(mesh: Mesh, kind: Kind, recomputed: list[str]) -> tuple[float, dict[str, Tensor]]:
+    """The mean loss of this rank's sequences; of the gradients, the sums over the ranks that hold the same parameter."""
+    groups = Groups(mesh)
+    model = Transformer(MODEL)
+    initialize(model, 0, 0.2)
+    layouts = parameter_layouts(model)
+    set_dispatch(model, groups, kind)
+    for name, parameter in list(model.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        local = parameter.detach()[layouts[name].region(mesh, groups.rank)].clone()
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(local))
+    recompute(model.blocks, recomputed)
+    loss, gradients = losses_and_gradients(model, SEQUENCES.chunk(mesh.size)[groups.rank])
+    for name, gradient in gradients.items():
+        groups.along(*layouts[name].replicas).sum(gradient)
+    return loss, gradients
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("mesh", "recomputed"),
+    [
+        (Mesh(dp=2, ep=2), []),
+        (Mesh(dp=4, ep=2), ["moe"]),
+        (Mesh(dp=4, ep=4), ["norm", "attention", "moe"]),
+        (Mesh(dp=4, ep=1), ["moe"]),
+        (Mesh(dp=8, ep=4), []),
+    ],
+    ids=lambda value: f"dp{value.dp}-ep{value.ep}" if isinstance(value, Mesh) else "+".join(value) or "keep",
+)
+def test_a_model_has_the_gradients_of_one_process(kind: Kind, mesh: Mesh, recomputed: list[str]) -> None:
+    model = Transformer(MODEL)
+    initialize(model, 0, 0.2)
+    loss, gradients = losses_and_gradients(model, SEQUENCES)
+    layouts = parameter_layouts(model)
+    results = run_ranks(model_on_a_rank, mesh.size, mesh, kind, recomputed)
+    assert sum(result[0] for result in results) / mesh.size == pytest.approx(loss, rel=1e-6)
+    for rank, (_, found) in enumerate(results):
+        assert found.keys() == gradients.keys()
+        for name, gradient in found.items():
+            theirs = gradients[name][layouts[name].region(mesh, rank)]
+            assert error(gradient / mesh.size, theirs) < 2e-5, (rank, name)
+
+
+class _Six:
+    """Stands for the groups of a mesh with six expert ranks, of which there is no need here."""
+
+    class _Group:
+        size = 6
+
+    def along(self, axis: str) -> "_Six._Group":
+        assert axis == "ep"
+        return self._Group()
+
+
+def test_experts_that_cannot_be_divided() -> None:
+    with pytest.raises(UserError, match=r"8 experts of layer blocks\.0\.moe cannot be divided over ep 6"):
+        set_dispatch(Transformer(MODEL), _Six(), "alltoall")  # type: ignore[arg-type]
+
+
+def test_one_expert_rank_needs_no_dispatcher() -> None:
+    model = Transformer(MODEL)
+    set_dispatch(model, Groups(Mesh()), "alltoall")
+    layers = [module for module in model.modules() if isinstance(module, MoeLayer)]
+    assert [layer.dispatch for layer in layers] == [local_dispatch] * MODEL.layers

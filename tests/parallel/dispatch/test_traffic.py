@@ -1,0 +1,97 @@
+"""Bytes that the dispatchers move, against what follows from the routing; each token travels once to a rank.
+
+Legend: T tokens of a rank, K experts per token, E experts, H hidden, N ranks.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus.comm import Groups
+from optimus.mesh import Mesh
+from optimus.model.moe.layer import Experts
+from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch
+from optimus.parallel.dispatch.alltoall import make_copies
+from optimus.testing import Traffic, counting, run_ranks
+
+T, H, I, PER_RANK = 20, 16, 8, 2
+INDEX = 4  # bytes of a choice that is sent
+COUNT = 8  # bytes of a count
+
+Counted = tuple[Counter[str], Counter[str]]
+
+
+def routing(ranks: int, chosen: int) -> Tensor:
+    """Experts of all ranks' tokens, [N, T, K]: low ones oftener, so that ranks get very different numbers."""
+    generator = torch.Generator().manual_seed(chosen)
+    probabilities = torch.linspace(3, 0.1, ranks * PER_RANK).expand(ranks * T, -1)
+    return torch.multinomial(probabilities, chosen, generator=generator).view(ranks, T, chosen)
+
+
+def copied(traffic: Traffic) -> Counted:
+    return traffic.calls.copy(), traffic.bytes.copy()
+
+
+def on_a_rank(kind: type, indices_NTK: Tensor, dtype: torch.dtype) -> tuple[Counted, Counted]:
+    """Calls and bytes of the forward pass, and of the backward pass."""
+    ranks = len(indices_NTK)
+    group = Groups(Mesh(dp=ranks, ep=ranks)).along("ep")
+    dispatch, experts = kind(group, PER_RANK), Experts(PER_RANK, H, I).to(dtype)
+    x_TH = torch.randn(T, H, dtype=dtype, requires_grad=True)
+    indices_TK = indices_NTK[group.rank]
+    weights_TK = torch.rand(indices_TK.shape).to(dtype).requires_grad_()
+    with counting() as forward:
+        y_TH = dispatch(x_TH, weights_TK, indices_TK, experts)
+    with counting() as backward:
+        y_TH.sum().backward()
+    return copied(forward), copied(backward)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_gather_moves_all_tokens_however_they_are_routed(ranks: int, dtype: torch.dtype) -> None:
+    """Gathered are tokens, weights and choices, scattered the outputs; in the backward pass it is the other way round.
+
+    On Gloo each rank sends every other one its part, or the other one's.
+    """
+    chosen, b = 3, dtype.itemsize
+    tokens, weights, choices = ((ranks - 1) * T * n for n in (H * b, chosen * b, chosen * INDEX))
+    for forward, backward in run_ranks(on_a_rank, ranks, AllGatherDispatch, routing(ranks, chosen), dtype):
+        calls, moved = 4 * (ranks - 1), 2 * tokens + weights + choices
+        assert forward == ({"send": calls, "recv": calls}, {"send": moved, "recv": moved})
+        calls, moved = 3 * (ranks - 1), 2 * tokens + weights
+        assert backward == ({"send": calls, "recv": calls}, {"send": moved, "recv": moved})
+
+
+def rows_sent(indices_NTK: Tensor) -> list[list[int]]:
+    """Rows from each rank to each: the tokens of which at least one expert is there."""
+    ranks = len(indices_NTK)
+    holders = [[{choice // PER_RANK for choice in token} for token in tokens] for tokens in indices_NTK.tolist()]
+    return [[sum(to in holder for holder in holders[origin]) for to in range(ranks)] for origin in range(ranks)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chosen", [1, 3, 8])
+def test_all_to_all_moves_a_row_for_each_rank_that_a_token_needs(chosen: int, dtype: torch.dtype) -> None:
+    ranks, b = 4, dtype.itemsize
+    indices_NTK = routing(ranks, chosen)
+    sent = rows_sent(indices_NTK)
+    results = run_ranks(on_a_rank, ranks, AllToAllDispatch, indices_NTK, dtype)
+    for rank, (forward, backward) in enumerate(results):
+        rows = sum(sent[rank]) + sum(row[rank] for row in sent)  # out and in
+        there = rows * (H * b + chosen * b + chosen * INDEX) + 2 * ranks * COUNT
+        assert forward == ({"all_to_all_single": 5}, {"all_to_all_single": there + rows * H * b})
+        assert backward == ({"all_to_all_single": 3}, {"all_to_all_single": rows * (2 * H * b + chosen * b)})
+    if chosen == 8:  # every expert of every rank: each token once to each rank, and not once per choice
+        assert sent == [[T] * ranks] * ranks
+
+
+def test_copies_of_tokens() -> None:
+    """Token 0 goes to rank 2 once for two choices, token 1 to ranks 0 and 2, token 2 to rank 0; rank 1 gets none."""
+    copies = make_copies(torch.tensor([[2, 2], [2, 0], [0, 0]]), 3)
+    assert copies.count_N.tolist() == [2, 0, 2]
+    assert copies.token_S.tolist() == [1, 2, 0, 1]
+    assert copies.copy_S.tolist() == [2, 0, 3, 1]
+    assert copies.first_T.tolist() == [0, 1, 3]

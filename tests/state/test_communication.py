@@ -1,0 +1,215 @@
+"""What ranks hold and what they send, against the formulas; and what is read from files, and by whom."""
+
+import math
+import zlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from optimus.comm import Groups
+from optimus.config import RunConfig, load_config
+from optimus.model import Transformer
+from optimus.model.count import count_parameters
+from optimus.parallel.layouts import parameter_layouts
+from optimus.state import ModelState, bytes_by_kind, plan_chunks
+from optimus.testing import Traffic, counting, run_ranks, tracking
+from optimus.testing.equality import random_batch
+from optimus.train.checks import state_bytes
+from optimus.train.run import build_model, mesh_of
+from optimus.train.step import training_step
+
+BASE: dict[str, Any] = {
+    "model": {
+        "family": "olmoe",
+        "hidden": 32,
+        "layers": 3,
+        "heads": 2,
+        "intermediate": 32,
+        "vocab": 64,
+        "experts": 4,
+        "experts_per_token": 2,
+    },
+    "data": {"path": ""},
+    "train": {"output": "", "steps": 10, "global_batch": 8, "micro_batch": 2, "context": 8},
+}
+
+
+def config_of(ranks: int, micro_batches: int = 1, expert: int = 1, **state: Any) -> dict[str, Any]:
+    train = BASE["train"] | {"micro_batch": 8 // ranks // micro_batches}
+    return BASE | {"train": train, "parallel": {"expert": expert}, "state": {"gradient_dtype": "bfloat16"} | state}
+
+
+def built(config: dict[str, Any]) -> tuple[RunConfig, Any, ModelState]:
+    tree = load_config(config)
+    groups = Groups(mesh_of(tree, dist.get_world_size()))
+    model, state = build_model(tree, torch.device("cpu"), groups)
+    state.initialize(0, 0.02)
+    return tree, model, state
+
+
+def stepped(config: dict[str, Any], steps: int) -> tuple[Any, Any, dict[str, int]]:
+    """The traffic of the last of some steps, the plans of the chunks, and the bytes held at rest."""
+    tree, model, state = built(config)
+    data = state.groups.along("dp")
+    for step in range(1, steps + 1):
+        tokens = random_batch(tree, step).chunk(data.size)[data.rank]
+        with counting() as traffic:
+            training_step(model, state, tokens, tree, step)
+    for chunk in state.chunks:
+        chunk.gather()
+        chunk.release()
+    return traffic, [chunk.plan for chunk in state.chunks], state.bytes_by_kind()
+
+
+def moved(traffic: Traffic, ranks: int) -> float:
+    """Bytes of the tensors that were gathered or scattered: on Gloo each rank sends every other one its part."""
+    assert traffic.bytes["send"] == traffic.bytes["recv"]
+    return traffic.bytes["send"] * ranks / (ranks - 1)
+
+
+SCALARS = 4 * (1 + 3)  # the gradient norm and the losses
+
+
+@pytest.mark.parametrize("chunk", [1 << 26, 4000])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("state", "scattered", "gathered"),
+    [
+        ({"shard": "optimizer"}, lambda m: 1, lambda m: 1),
+        ({"shard": "gradients"}, lambda m: m, lambda m: 1),
+        ({"shard": "parameters", "release": False}, lambda m: m, lambda m: 1),
+        ({"shard": "parameters"}, lambda m: m, lambda m: 2 * m),
+    ],
+)
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_traffic_of_sharded_state(
+    state: dict[str, Any], scattered: Any, gathered: Any, microbatches: int, chunk: int, prefetch: int
+) -> None:
+    """2P for ZeRO-1 and 2, 3P for ZeRO-3, 2P with parameters kept (ZeRO, section 7), times the microbatches where a
+    microbatch must communicate. The last chunk of a forward pass is the first of the backward pass and is not gathered
+    twice, nor the first of the next forward pass, which was the last of the backward pass."""
+    config = config_of(4, microbatches, chunk=chunk, prefetch=prefetch, **state)
+    traffic, plans, _ = run_ranks(stepped, 4, config, 3)[0]
+    p = 2 * sum(plan.size for plan in plans)
+    theory = (scattered(microbatches) + gathered(microbatches)) * p
+    assert traffic.bytes["all_reduce"] == SCALARS
+    if gathered(microbatches) == 1:
+        assert moved(traffic, 4) == theory
+    elif chunk == 4000:
+        assert len(plans) > 4
+        largest = 2 * max(plan.size for plan in plans)
+        assert theory - 2 * microbatches * largest <= moved(traffic, 4) <= theory
+        assert moved(traffic, 4) >= 0.8 * theory
+    else:  # one chunk is in use from the first operation of a microbatch to the last
+        assert moved(traffic, 4) == 2 * microbatches * p
+
+
+def test_traffic_of_hybrid_sharding() -> None:
+    """HSDP: gradients are scattered among the ranks that share, and this part summed over the copies."""
+    traffic, plans, _ = run_ranks(stepped, 4, config_of(4, shard="gradients", shard_ranks=2), 1)[0]
+    p = 2 * sum(plan.size for plan in plans)
+    assert moved(traffic, 2) == 2 * p
+    assert traffic.bytes["all_reduce"] == p // 2 + SCALARS
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
+@pytest.mark.parametrize("expert", [1, 2, 4])
+@pytest.mark.parametrize("over", ["replicas", "data"])
+def test_bytes_at_rest_are_those_of_the_formulas(shard: str, expert: int, over: str) -> None:
+    """16P, (4 + 12/N)P, (2 + 14/N)P and 16P/N with bf16 gradients; of experts and the rest, TED's equation 7.4.
+
+    N is the number of ranks that share: those of the data axis of the experts, and for the rest the same (standard) or
+    `expert` times as many (EPSO).
+    """
+    state = {"shard": shard} | ({"shard_over": over} if shard != "none" else {})
+    for rank, (_, plans, found) in enumerate(run_ranks(stepped, 4, config_of(4, expert=expert, **state), 2)):
+        expected = 0.0
+        for plan in plans:
+            experts_only = plan.replicas == ("edp",)
+            n = 4 // expert if experts_only or over == "data" else 4
+            assert plan.parts == (n if shard != "none" else 1)
+            whole, part = {"none": (16, 0), "optimizer": (4, 12), "gradients": (2, 14), "parameters": (0, 16)}[shard]
+            expected += whole * plan.size + part * plan.size / n
+        assert sum(found.values()) == expected
+        assert found == state_bytes(load_config(config_of(4, expert=expert, **state)), 4, rank)
+
+
+def held(config: dict[str, Any]) -> tuple[int, int]:
+    with tracking() as allocations:
+        _, _, state = built(config)
+    return allocations.current, sum(state.bytes_by_kind().values())
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
+def test_the_bytes_are_what_is_allocated(shard: str) -> None:
+    for allocated, said in run_ranks(held, 2, config_of(2, expert=2, shard=shard)):
+        assert allocated == said
+
+
+def test_epso_holds_the_state_of_what_is_not_expert_once() -> None:
+    """The standard sharded optimizer holds it `expert` times (the Optimus paper, section 3.2)."""
+    tree = {
+        over: load_config(config_of(4, expert=4, shard="optimizer", shard_over=over)) for over in ("data", "replicas")
+    }
+    with torch.device("meta"):
+        layouts = parameter_layouts(Transformer(tree["data"].model))
+    moments = {}
+    for over, config in tree.items():
+        plans = plan_chunks(layouts, mesh_of(config, 4), 0, config.state)
+        moments[over] = bytes_by_kind(
+            [plan for plan in plans if plan.replicas != ("edp",)], torch.bfloat16, torch.bfloat16
+        )
+    assert moments["data"]["moments"] / moments["replicas"]["moments"] == pytest.approx(4, rel=0.01)
+
+
+def test_bytes_of_a_large_model_on_12288_ranks() -> None:
+    """Mula-7B-A1B with experts over 8 ranks, planned on meta tensors: any rank, no process group."""
+    config = load_config(
+        {
+            "model": "mula-7b-a1b",
+            "data": {"path": ""},
+            "train": {"output": "", "steps": 1, "global_batch": 12288, "micro_batch": 1, "context": 2048},
+            "parallel": {"expert": 8},
+            "state": {"shard": "optimizer", "gradient_dtype": "bfloat16"},
+        }
+    )
+    expert = 16 * 64 * 3 * 1024 * 2048  # layers, experts
+    other = count_parameters(config.model).total - expert
+    for rank in (0, 5, 6143, 12287):
+        found = state_bytes(config, 12288, rank)
+        formula = (4 + 12 / 12288) * other + (4 + 12 / 1536) * expert / 8
+        assert formula <= sum(found.values()) <= 1.01 * formula  # every chunk is padded to parts of whole vectors
+
+
+def loaded(config: dict[str, Any], send: Any) -> tuple[int, int, dict[str, torch.Tensor]]:
+    """(times this rank was asked to read, ranks that read, what is there after it)."""
+    _, _, state = built(config)
+    asked = []
+
+    def read(wanted: dict[str, torch.Tensor]) -> None:
+        asked.extend(wanted)
+        for key, tensor in wanted.items():
+            tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape).sub(zlib.crc32(key.encode()) % 1000))
+            tensor.view(-1)[0] = -0.0
+
+    readers = state.load(read, ("model", "adamw.m"), send)
+    return len(asked), readers, {key: tensor.clone() for key, tensor in state.tensors()}
+
+
+@pytest.mark.parametrize("send", ["broadcast", "allreduce"])
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+def test_each_parameter_is_read_by_one_of_the_ranks_that_hold_it(send: str, shard: str) -> None:
+    """The Optimus paper, section 4: model broadcasting. With ep = 2, two groups of ranks hold different experts."""
+    found = run_ranks(loaded, 4, config_of(4, expert=2, shard=shard, chunk=4000), send)
+    assert [asked > 0 for asked, _, _ in found] == [True, True, False, False]
+    assert {readers for _, readers, _ in found} == {2}
+    names = {key for key in found[0][2] if key.startswith("model.")}
+    assert found[0][0] == 2 * len(names)  # rank 0 reads each parameter once, for weights and first moments
+    assert found[1][0] == 2 * sum(".experts." in name for name in names)
+    (alone,) = run_ranks(loaded, 1, config_of(1, chunk=4000), "broadcast")
+    for _, _, tensors in found:
+        for key, tensor in alone[2].items():
+            assert torch.equal(tensors[key].view(torch.int32), tensor.view(torch.int32)), key
+    assert math.copysign(1, float(found[3][2]["model.head.weight"].flatten()[0])) == -1

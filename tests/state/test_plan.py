@@ -1,0 +1,156 @@
+"""How parameters are laid out in chunks, and chunks over ranks."""
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optimus.config.tree import StateConfig
+from optimus.errors import UserError
+from optimus.mesh import Layout, Mesh
+from optimus.state.plan import ChunkPlan, Slot, divisions, lay_out, plan_chunks, search_limit, shard_groups
+
+BF16 = torch.bfloat16
+
+
+def plans_of(*sizes: int, limit: int | None) -> list[ChunkPlan]:
+    return plan_chunks({f"p{i}": Layout((size,)) for i, size in enumerate(sizes)}, Mesh(), 0, StateConfig(chunk=limit))
+
+
+def test_order_alignment_and_limit() -> None:
+    chunks = [plan.slots for plan in plans_of(10, 32, 33, 100, 1, limit=128)]
+    assert [[slot.name for slot in chunk] for chunk in chunks] == [["p0", "p1", "p2"], ["p3"], ["p4"]]
+    assert [(slot.start, slot.end) for slot in chunks[0]] == [(0, 10), (32, 64), (64, 97)]
+    for chunk in chunks:
+        assert chunk[0].start == 0
+        assert all(slot.start % 32 == 0 and slot.end - slot.start == slot.shape.numel() for slot in chunk)
+        assert chunk[-1].end <= 128
+
+
+def test_a_parameter_larger_than_the_limit_has_its_own_chunk() -> None:
+    plans = plans_of(500, 10, 500, 10, 10, limit=128)
+    assert [[slot.name for slot in plan.slots] for plan in plans] == [["p0"], ["p1"], ["p2"], ["p3", "p4"]]
+    assert plans[0].slots == (Slot("p0", Layout((500,)), (slice(0, 500),), 0, 500),)
+
+
+def test_exactly_the_limit_still_fits() -> None:
+    assert len(plans_of(32, 32, limit=64)) == 1
+    assert len(plans_of(32, 33, limit=64)) == 2
+
+
+def test_the_search_wastes_least() -> None:
+    """Against trying every size, for groups whose best size is not an end of the range."""
+    groups = [[300] * 7, [700, 500, 600], [50]]
+    sizes = range(4096, 1023, -32)
+
+    def waste(limit: int) -> int:
+        return sum(limit - chunk[-1][2] for group in groups[:2] for chunk in lay_out(group, limit))
+
+    best = min(sizes, key=waste)
+    assert 1024 < best < 4096
+    assert waste(search_limit(groups, 1024, 4096)) == waste(best)
+
+
+@given(
+    groups=st.lists(st.lists(st.integers(1, 5000), min_size=1, max_size=12), min_size=1, max_size=3),
+    smallest=st.integers(32, 2000),
+)
+def test_the_search_stays_in_its_range(groups: list[list[int]], smallest: int) -> None:
+    assert smallest <= search_limit(groups, smallest, 4 * smallest) <= 4 * smallest
+
+
+def test_groups_that_fit_into_the_smallest_chunk_are_one_chunk_each() -> None:
+    assert search_limit([[10, 10], [20]], 128, 4096) == 4096  # they do not count: the largest
+
+
+MESH = Mesh(dp=8, ep=2)  # edp = 4
+
+
+@pytest.mark.parametrize(
+    ("options", "dense", "experts"),
+    [
+        ({"shard": "none"}, [[r] for r in range(8)], [[0], [2], [4], [6]]),
+        ({"shard": "optimizer"}, [[*range(8)]], [[0, 2, 4, 6]]),
+        ({"shard": "optimizer", "shard_over": "data"}, [[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 2, 4, 6]]),
+        ({"shard": "parameters", "shard_ranks": 2}, [[0, 1], [2, 3], [4, 5], [6, 7]], [[0, 2], [4, 6]]),
+        (
+            {"shard": "gradients", "shard_over": "data", "shard_ranks": 2},
+            [[0, 2], [4, 6], [1, 3], [5, 7]],
+            [[0, 2], [4, 6]],
+        ),
+        ({"shard": "optimizer", "shard_ranks": 8}, [[*range(8)]], [[0, 2, 4, 6]]),
+    ],
+)
+def test_who_shares_state_with_whom(
+    options: dict[str, object], dense: list[list[int]], experts: list[list[int]]
+) -> None:
+    config = StateConfig.model_validate(options)
+    assert shard_groups(MESH, MESH.group(0, ("dp", "cp")), config) == dense
+    assert shard_groups(MESH, MESH.group(0, ("edp",)), config) == experts
+
+
+@pytest.mark.parametrize("replicas", [("dp", "cp"), ("edp",)])
+@pytest.mark.parametrize("over", ["replicas", "data"])
+@pytest.mark.parametrize("ranks", [None, 1, 2, 4])
+def test_shards_and_copies_divide_all_ranks(replicas: tuple[str, ...], over: str, ranks: int | None) -> None:
+    config = StateConfig.model_validate({"shard": "optimizer", "shard_over": over, "shard_ranks": ranks})
+    shards, copies = divisions(MESH, replicas, config)
+    for parts in (shards, copies):
+        assert sorted(rank for part in parts for rank in part) == list(range(8))
+    for rank in range(8):
+        shard, copy = (next(part for part in parts if rank in part) for parts in (shards, copies))
+        assert set(shard) & set(copy) == {rank}
+        assert len(shard) * len(copy) == len(MESH.group(rank, replicas))
+
+
+def test_shard_ranks_that_do_not_divide() -> None:
+    with pytest.raises(UserError, match=r"state.shard_ranks 3 does not divide the 8 ranks .* 1, 2, 4, 8"):
+        shard_groups(MESH, range(8), StateConfig(shard="optimizer", shard_ranks=3))
+
+
+LAYOUTS = {
+    "a": Layout((64, 10)),
+    "experts": Layout((4, 32, 8), ((0, "ep"),), ("edp",)),
+    "b": Layout((128,)),
+}
+
+
+def test_experts_have_chunks_of_their_own_where_their_replicas_differ() -> None:
+    plans = plan_chunks(LAYOUTS, MESH, 3, StateConfig(shard="optimizer"))
+    assert [[slot.name for slot in plan.slots] for plan in plans] == [["a", "b"], ["experts"]]
+    dense, experts = plans
+    assert (dense.parts, dense.index, dense.copies) == (8, 3, 1)
+    assert (experts.parts, experts.index, experts.copies) == (4, 1, 1)
+    assert experts.slots[0].region == (slice(2, 4), slice(0, 32), slice(0, 8))
+    (together,) = plan_chunks(LAYOUTS, Mesh(dp=8), 3, StateConfig(shard="optimizer"))  # all are held by all
+    assert [slot.name for slot in together.slots] == ["a", "experts", "b"]
+
+
+@pytest.mark.parametrize(
+    ("shard", "formula"),
+    [
+        ("none", lambda p, n: 16 * p),
+        ("optimizer", lambda p, n: 4 * p + 12 * p / n),
+        ("gradients", lambda p, n: 2 * p + 14 * p / n),
+        ("parameters", lambda p, n: 16 * p / n),
+    ],
+)
+def test_bytes_follow_the_formulas(shard: str, formula: object) -> None:
+    """ZeRO, section 5, with bf16 gradients; TED, equation 7.4, for the sum over the two kinds of parameters."""
+    options = StateConfig.model_validate({"shard": shard})
+    dense, experts = plan_chunks(LAYOUTS, MESH, 0, options)
+    assert sum(dense.bytes_by_kind(BF16, BF16).values()) == formula(768, 8)  # type: ignore[operator]
+    assert sum(experts.bytes_by_kind(BF16, BF16).values()) == formula(512, 4)  # type: ignore[operator]
+
+
+def test_global_positions() -> None:
+    layout = Layout((4, 6, 5), ((1, "ep"),), ("edp",))
+    mesh = Mesh(dp=4, ep=2)
+    whole = torch.arange(prod(layout.shape)).view(layout.shape)
+    for rank in range(4):
+        (plan,) = plan_chunks({"x": layout}, mesh, rank, StateConfig())
+        slot = plan.slots[0]
+        part = whole[slot.region].flatten()
+        assert torch.equal(slot.global_positions(torch.arange(len(part))), part)
