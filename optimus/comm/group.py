@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from optimus.errors import UserError
 from optimus.mesh import Mesh
 
 Finish = Callable[[], None]
+T = TypeVar("T")
 
 _LONG = 1 << 20  # elements from which on a sum over Gloo is sent from rank to rank, in less time than in its ring
 
@@ -143,6 +144,15 @@ class Group:
         one = torch.tensor(int(flag), device=device)
         self.sum(one)
         return bool(one.item())
+
+    def collect(self, value: T) -> list[T]:
+        """What every rank gives, in rank order; small Python objects, rarely."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with self._naming("all_gather of an object", torch.empty(0)):
+            dist.all_gather_object(values, value, group=self._handle)
+        return values
 
     def _start(self, name: str, tensor: Tensor, call: Callable[[], Any]) -> Finish:
         with self._naming(name, tensor):

@@ -26,6 +26,9 @@ class ModelConfig(Section):
     vocab: int = Field(gt=0, description="Rows of the embedding; at least the tokenizer's vocabulary.")
     experts: int | None = Field(None, gt=0, description="Experts per block (olmoe only).")
     experts_per_token: int | None = Field(None, gt=0, description="Experts that each token chooses (olmoe only).")
+    renormalise: bool = Field(
+        False, description="Whether the weights of the experts that a token chooses are made to sum to 1 (olmoe only)."
+    )
     tie_embeddings: bool = Field(False, description="Whether the output layer shares the embedding's weights.")
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary position frequencies.")
     norm_eps: float = Field(1e-5, gt=0, description="Epsilon inside the norms.")
@@ -44,8 +47,8 @@ class ModelConfig(Section):
                 raise ValueError("family olmoe needs experts and experts_per_token")
             if self.experts_per_token > self.experts:
                 raise ValueError(f"experts_per_token {self.experts_per_token} is more than experts {self.experts}")
-        elif self.experts is not None or self.experts_per_token is not None:
-            raise ValueError(f"family {self.family} is dense: remove experts and experts_per_token")
+        elif self.experts is not None or self.experts_per_token is not None or self.renormalise:
+            raise ValueError(f"family {self.family} is dense: remove experts, experts_per_token and renormalise")
         return self
 
 
@@ -260,6 +263,19 @@ class ObserveConfig(Section):
     )
 
 
+class TuningConfig(Section):
+    """What is measured on this machine before it is chosen."""
+
+    matmul: bool = Field(
+        True,
+        description="Time every larger matrix product in the first step with its operands as they come and transposed, and "
+        "keep the fastest (AxoNN).",
+    )
+    cache: str | None = Field(
+        "~/.cache/optimus", description="Folder where what was measured is kept, per chip; null: measure in every run."
+    )
+
+
 Recomputable = Literal["norm", "attention", "mlp", "moe"]
 
 
@@ -281,6 +297,7 @@ class RunConfig(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     resilience: ResilienceConfig = ResilienceConfig()
     observe: ObserveConfig = ObserveConfig()
+    tuning: TuningConfig = TuningConfig()
 
     @model_validator(mode="after")
     def _combinations(self) -> "RunConfig":

@@ -30,7 +30,6 @@ _FIXED: dict[str, Any] = {  # what our models compute; another value where the f
     "attention_dropout": 0.0,
     "clip_qkv": None,
     "rope_scaling": None,
-    "norm_topk_prob": False,
     "quantization_config": None,
 }
 
@@ -66,6 +65,8 @@ def read_model(path: Path) -> ModelConfig:
     model: dict[str, Any] = {"family": family}
     model |= {ours: whole_number(raw, theirs, file) for ours, theirs in fields.items()}
     _refuse_unsupported(raw, model, file)
+    if family == "olmoe":
+        model["renormalise"] = bool(raw.get("norm_topk_prob", False))
     model["tie_embeddings"] = bool(raw.get("tie_word_embeddings", False))
     model["rope_theta"] = _rope_theta(raw, file)
     model["norm_eps"] = _number(raw, "rms_norm_eps", 1e-5, file) if family == "olmoe" else OLMO_NORM_EPS
@@ -112,7 +113,7 @@ def write_config(
     raw |= {"num_key_value_heads": model.heads, "hidden_act": "silu", "attention_bias": False, "clip_qkv": None}
     if model.family == "olmoe":
         raw |= {theirs: getattr(model, ours) for ours, theirs in _EXPERT_FIELDS.items()}
-        raw |= {"norm_topk_prob": False, "rms_norm_eps": model.norm_eps}
+        raw |= {"norm_topk_prob": model.renormalise, "rms_norm_eps": model.norm_eps}
     raw |= {
         "tie_word_embeddings": model.tie_embeddings,
         "rope_theta": model.rope_theta,

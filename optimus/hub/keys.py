@@ -28,15 +28,15 @@ _EXPERT = _MLP + "experts.{e}."
 
 _BOTH = {
     "embedding.weight": Key(("model.embed_tokens.weight",)),
-    "blocks.{i}.attention.qkv": Key(tuple(f"{_ATTENTION}{x}_proj.weight" for x in "qkv")),
-    "blocks.{i}.attention.out": Key((_ATTENTION + "o_proj.weight",)),
+    "blocks.{i}.attention.qkv.weight": Key(tuple(f"{_ATTENTION}{x}_proj.weight" for x in "qkv")),
+    "blocks.{i}.attention.out.weight": Key((_ATTENTION + "o_proj.weight",)),
     "head.weight": Key(("lm_head.weight",)),
 }
 TABLES: dict[str, dict[str, Key]] = {
     "olmo": _BOTH
     | {
-        "blocks.{i}.mlp.gate_up": Key((_MLP + "gate_proj.weight", _MLP + "up_proj.weight")),
-        "blocks.{i}.mlp.down": Key((_MLP + "down_proj.weight",)),
+        "blocks.{i}.mlp.gate_up.weight": Key((_MLP + "gate_proj.weight", _MLP + "up_proj.weight")),
+        "blocks.{i}.mlp.down.weight": Key((_MLP + "down_proj.weight",)),
     },
     "olmoe": _BOTH
     | {

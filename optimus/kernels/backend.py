@@ -12,3 +12,8 @@ def use_triton(x: Tensor) -> bool:
     this PyTorch comes without Triton.
     """
     return x.device.type not in ("cpu", "meta") and x.dtype != torch.float64 and has_triton_package()
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which sums and exponentials of tensors of `dtype` are made: fp32, or float64, which stays exact."""
+    return dtype if dtype == torch.float64 else torch.float32

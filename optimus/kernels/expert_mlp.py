@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optimus.kernels import backend
+from optimus.kernels.matmul import matmul
 from optimus.kernels.sink import Sink, WeightGradient
 from optimus.kernels.swiglu import swiglu_backward, swiglu_reference
 
@@ -117,10 +118,10 @@ class _ExpertMLP(torch.autograd.Function):
         for e, rows in routes.slices:
             x, h = (scratch[: rows.stop - rows.start] for scratch in (x_scratch, h_scratch))
             torch.index_select(x_TH, 0, token_P[rows], out=x)
-            torch.mm(x, gate_up_EJH[e].T, out=z_PJ[rows])
+            matmul(x, gate_up_EJH[e].T, out=z_PJ[rows], rows_vary=True)
             gate, up = z_PJ[rows].chunk(2, -1)
             torch.mul(F.silu(gate), up, out=h)
-            torch.mm(h, down_EHI[e].T, out=y_PH[rows])
+            matmul(h, down_EHI[e].T, out=y_PH[rows], rows_vary=True)
         ctx.save_for_backward(x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ)
         ctx.routes, ctx.sinks = routes, sinks
         if routes.skipped_TK is not None:
@@ -145,12 +146,12 @@ class _ExpertMLP(torch.autograd.Function):
             x, g, h_grad = (scratch[: rows.stop - rows.start] for scratch in (x_scratch, g_scratch, h_scratch))
             torch.index_select(x_TH, 0, token_P[rows], out=x)
             torch.index_select(y_grad_TH, 0, token_P[rows], out=g)
-            torch.mm(g, down_EHI[e], out=h_grad)
+            matmul(g, down_EHI[e], out=h_grad, rows_vary=True)
             z_grad, h = swiglu_backward(h_grad * weight_P1[rows], z_PJ[rows])
             torch.linalg.vecdot(h, h_grad, out=weight_grad_P[rows])
             down.add(e, g.T, h.mul_(weight_P1[rows]))
             gate_up.add(e, z_grad.T, x)
-            torch.mm(z_grad, gate_up_EJH[e], out=x_grad_PH[rows])
+            matmul(z_grad, gate_up_EJH[e], out=x_grad_PH[rows], rows_vary=True)
         if routes.skipped_TK is not None:
             x_grad_PH[-1] = 0
             weight_grad_P[-1] = 0

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optimus.kernels import backend
+from optimus.kernels.backend import compute_dtype
+from optimus.kernels.matmul import matmul
 
 _BLOCK_ELEMENTS = 1 << 21  # fp32 logits of one block: 8 MB, which stays in a CPU's cache
 
@@ -32,27 +34,27 @@ def linear_cross_entropy(x_TH: Tensor, w_VH: Tensor, target_T: Tensor) -> Tensor
 
 def linear_cross_entropy_reference(x_TH: Tensor, w_VH: Tensor, target_T: Tensor) -> Tensor:
     """The definition, for tests."""
-    return F.cross_entropy(F.linear(x_TH, w_VH).to(torch.float32), target_T)
+    return F.cross_entropy(F.linear(x_TH, w_VH).to(compute_dtype(x_TH.dtype)), target_T)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, w_VH: Tensor, target_T: Tensor, with_gradients: bool) -> Tensor:
-        rows = len(x_TH)
+        rows, wide = len(x_TH), compute_dtype(x_TH.dtype)
         block = max(1, _BLOCK_ELEMENTS // len(w_VH))
-        total = torch.zeros((), dtype=torch.float32, device=x_TH.device)
+        total = torch.zeros((), dtype=wide, device=x_TH.device)
         x_grad = torch.empty_like(x_TH) if with_gradients else None
-        w_grad = torch.zeros_like(w_VH, dtype=torch.float32) if with_gradients else None
+        w_grad = torch.zeros_like(w_VH, dtype=wide) if with_gradients else None
         for start in range(0, rows, block):
             x, target = x_TH[start : start + block], target_T[start : start + block, None]
-            logits = F.linear(x, w_VH)
-            p = logits.softmax(-1, dtype=torch.float32)
+            logits = matmul(x, w_VH.T)
+            p = logits.softmax(-1, dtype=wide)
             total += _loss_sum(logits, p, target)
             if x_grad is not None and w_grad is not None:
                 p.scatter_add_(1, target, torch.full_like(target, -1, dtype=p.dtype))
                 logits_grad = p.div_(rows).to(x.dtype)
-                torch.mm(logits_grad, w_VH, out=x_grad[start : start + block])
-                w_grad += logits_grad.T @ x
+                matmul(logits_grad, w_VH, out=x_grad[start : start + block])
+                matmul(logits_grad.T, x, out=w_grad, add=True)
         if x_grad is not None:
             ctx.save_for_backward(x_grad, w_grad)
             ctx.weight_dtype = w_VH.dtype
@@ -71,4 +73,5 @@ def _loss_sum(logits_TV: Tensor, p_TV: Tensor, target_T1: Tensor) -> Tensor:
     The normaliser comes from the largest probability: that of the target may be too small for fp32.
     """
     top_T1, best_T1 = p_TV.max(-1, keepdim=True)
-    return (logits_TV.gather(1, best_T1).float() - top_T1.log() - logits_TV.gather(1, target_T1).float()).sum()
+    best, target = (logits_TV.gather(1, at).to(p_TV.dtype) for at in (best_T1, target_T1))
+    return (best - top_T1.log() - target).sum()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from optimus.kernels import backend
+from optimus.kernels.backend import compute_dtype
 
 
 def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
@@ -22,14 +23,14 @@ def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
 
 def rms_norm_reference(x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
     """The definition, for tests."""
-    x = x_TH.float() if x_TH.dtype == torch.bfloat16 else x_TH
+    x = x_TH.to(compute_dtype(x_TH.dtype))
     return w_H * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)).to(x_TH.dtype)
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
-        x = _wide(x_TH)
+        x = x_TH.to(compute_dtype(x_TH.dtype))
         r_T1 = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x_TH, w_H, r_T1)
         return (x * r_T1).to(x_TH.dtype).mul_(w_H)
@@ -38,14 +39,10 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (g_TH,) = grads
         x_TH, w_H, r_T1 = ctx.saved_tensors
-        n_TH = _wide(x_TH) * r_T1
-        g = _wide(g_TH)
+        n_TH = x_TH.to(r_T1.dtype) * r_T1
+        g = g_TH.to(r_T1.dtype)
         w_grad = (g * n_TH).flatten(0, -2).sum(0).to(w_H.dtype)
         g = g * w_H
         dot_T1 = (g * n_TH).mean(-1, keepdim=True)
         x_grad = g.sub_(n_TH.mul_(dot_T1)).mul_(r_T1)
         return x_grad.to(x_TH.dtype), w_grad, None
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from optimus.kernels.matmul import matmul
+
 
 class Sink(Protocol):
     """Where the gradient of one parameter accumulates."""
@@ -42,11 +44,11 @@ class WeightGradient:
         """Add the product of the two to the gradient of an expert's matrix."""
         grad_AB = self._grad_EAB[expert]
         if self._sink is None:
-            torch.mm(left_AP, right_PB, out=grad_AB)
+            matmul(left_AP, right_PB, out=grad_AB, rows_vary=True)
         elif self._product_AB is not None:
-            grad_AB.add_(torch.mm(left_AP, right_PB, out=self._product_AB))
+            grad_AB.add_(matmul(left_AP, right_PB, out=self._product_AB, rows_vary=True))
         else:
-            torch.addmm(grad_AB, left_AP, right_PB, out=grad_AB)
+            matmul(left_AP, right_PB, out=grad_AB, add=True, rows_vary=True)
 
     def close(self) -> Tensor | None:
         """What autograd is to add: nothing where a sink has it."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from optimus.kernels.rotary import rotary
 from optimus.model.dense import RMSNorm
+from optimus.model.linear import Linear
 
 
 class LayerCache:
@@ -32,14 +33,14 @@ class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int, qk_norm_eps: float | None) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Parameter(torch.empty(3, hidden, hidden))
-        self.out = nn.Parameter(torch.empty(hidden, hidden))
+        self.qkv = Linear(hidden, 3, hidden)
+        self.out = Linear(hidden, hidden)
         self.q_norm = RMSNorm(hidden, qk_norm_eps) if qk_norm_eps is not None else None
         self.k_norm = RMSNorm(hidden, qk_norm_eps) if qk_norm_eps is not None else None
 
     def forward(self, x_BSH: Tensor, table: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
         """`table` is `rotary_table` at the positions of x; with a `cache`, x continues the sequence held there."""
-        q, k, v = F.linear(x_BSH, self.qkv.flatten(0, 1)).chunk(3, -1)
+        q, k, v = self.qkv(x_BSH).chunk(3, -1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.unflatten(-1, (self.heads, -1)) for t in (q, k, v))
@@ -47,7 +48,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         y_BSND = _causal_attention(q, k, v)
-        return F.linear(y_BSND.flatten(-2), self.out)
+        return self.out(y_BSND.flatten(-2))
 
 
 def _causal_attention(q_BSND: Tensor, k_BPND: Tensor, v_BPND: Tensor) -> Tensor:

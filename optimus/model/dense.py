@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from optimus.kernels.rms_norm import rms_norm
 from optimus.kernels.swiglu import swiglu
+from optimus.model.linear import Linear
 
 
 class RMSNorm(nn.Module):
@@ -39,8 +40,8 @@ class DenseMlp(nn.Module):
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(2, intermediate, hidden))
-        self.down = nn.Parameter(torch.empty(hidden, intermediate))
+        self.gate_up = Linear(hidden, 2, intermediate)
+        self.down = Linear(intermediate, hidden)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        return F.linear(swiglu(F.linear(x_BSH, self.gate_up.flatten(0, 1))), self.down)
+        return self.down(swiglu(self.gate_up(x_BSH)))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.config.tree import ModelConfig
+from optimus.kernels.linear import linear
 from optimus.kernels.linear_cross_entropy import linear_cross_entropy
 from optimus.kernels.rotary import rotary_table
 from optimus.model.attention import Attention, LayerCache
@@ -56,7 +57,8 @@ class Block(nn.Module):
         self.attention = Attention(config.hidden, config.heads, config.norm_eps if config.family == "olmoe" else None)
         self.mlp_norm = norm(config.hidden, config.norm_eps)
         if config.experts is not None and config.experts_per_token is not None:
-            self.moe = MoeLayer(config.hidden, config.intermediate, config.experts, config.experts_per_token, routing)
+            shape = config.hidden, config.intermediate, config.experts, config.experts_per_token
+            self.moe = MoeLayer(*shape, routing, config.renormalise)
         else:
             self.mlp = DenseMlp(config.hidden, config.intermediate)
 
@@ -94,7 +96,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, target_T: Tensor | None = None) -> Tensor:
         """[..., H] to [..., V] in the type of the weight; with `target_T`, x [T, H] to an fp32 scalar."""
-        return F.linear(x, self.weight) if target_T is None else linear_cross_entropy(x, self.weight, target_T)
+        return linear(x, self.weight) if target_T is None else linear_cross_entropy(x, self.weight, target_T)
 
 
 class Transformer(nn.Module):

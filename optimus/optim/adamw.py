@@ -18,13 +18,29 @@ class AdamW(NamedTuple):
     weight_decay: float
 
 
-def adamw(rule: AdamW, step: int, lr: float, weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor) -> None:
-    """Update flat fp32 `weight`, first moment `m` and second moment `v` in place; `step` counts from 1."""
+def adamw(
+    rule: AdamW,
+    step: int,
+    lr: float,
+    weight: Tensor,
+    gradient: Tensor,
+    m: Tensor,
+    v: Tensor,
+    *,
+    gradient_scale: float = 1.0,
+    copy: Tensor | None = None,
+) -> None:
+    """Update flat fp32 `weight`, first moment `m` and second moment `v` in place; `step` counts from 1.
+
+    `gradient`, of any floating type, is multiplied by `gradient_scale`. `copy`, if given, gets the new weight in its type.
+    """
     if backend.use_triton(weight):
         from optimus.kernels.triton import adamw as kernels
 
-        kernels.adamw(rule, step, lr, weight, gradient, m, v)
+        kernels.adamw(rule, step, lr, weight, gradient, m, v, gradient_scale=gradient_scale, copy=copy)
         return
+    if gradient_scale != 1.0 or gradient.dtype != torch.float32:
+        gradient = gradient.to(torch.float32, copy=True).mul_(gradient_scale)
     torch._fused_adamw_(
         [weight],
         [gradient],
@@ -40,6 +56,8 @@ def adamw(rule: AdamW, step: int, lr: float, weight: Tensor, gradient: Tensor, m
         amsgrad=False,
         maximize=False,
     )
+    if copy is not None:
+        copy.copy_(weight)
 
 
 def adamw_reference(rule: AdamW, step: int, lr: float, weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor) -> None:

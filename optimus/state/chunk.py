@@ -88,6 +88,7 @@ class Chunk:
         if plan.shards_gradients:
             self.reduced = torch.zeros_like(self.reduced)
         self.master = self.own if compute_dtype == torch.float32 else torch.zeros_like(self.own, dtype=torch.float32)
+        self._copies_master = self.master is not self.own
         self.m = torch.zeros_like(self.own, dtype=torch.float32)
         self.v = torch.zeros_like(self.own, dtype=torch.float32)
         self._sinks: list[GradientSink] = []
@@ -173,8 +174,12 @@ class Chunk:
     def publish(self) -> None:
         """Make the compute copies anew after the master weights have changed; begin to gather those that are kept."""
         self.settle()
-        if self.own.data_ptr() != self.master.data_ptr():
+        if self._copies_master:
             self.own.copy_(self.master)
+        self._share()
+
+    def _share(self) -> None:
+        """This rank's part has changed: what others have of it, and this rank of theirs, is out of date."""
         if self.plan.sharded:
             self.release()
             self.gathered = False
@@ -287,15 +292,11 @@ class Chunk:
         update, and the numbers must not depend on the tile.
         """
         self.settle()
-        tile = _aligned(tile)
-        parts = (buffer.split(tile) for buffer in (self.master, self.reduced, self.m, self.v))
-        fp32 = torch.empty(min(tile, len(self.master)), device=self.master.device)
-        for master, reduced, m, v in zip(*parts):
-            gradient = reduced
-            if gradient_scale != 1.0 or reduced.dtype != torch.float32:
-                gradient = fp32[: len(reduced)].copy_(reduced).mul_(gradient_scale)
-            adamw(rule, step, lr, master, gradient, m, v)
-        self.publish()
+        parts = (buffer.split(_aligned(tile)) for buffer in (self.master, self.own, self.reduced, self.m, self.v))
+        for master, own, reduced, m, v in zip(*parts):
+            copy = own if self._copies_master else None
+            adamw(rule, step, lr, master, reduced, m, v, gradient_scale=gradient_scale, copy=copy)
+        self._share()
 
     def whole(self, part: Tensor) -> Tensor:
         """All of a buffer, of the whole chunk's size, from the parts of the group's ranks; all of them must call."""

@@ -103,8 +103,7 @@ class Metrics(Hook):
     def before_training(self, run: Run) -> None:
         self._writer = MetricsWriter(run.folder, run.config, run.step)
         self._progress = Progress(every=run.config.observe.log_every)
-        for note in run.notes:
-            self._progress.print(note)
+        self._print_notes(run)
         self._flops = flops_per_token(run.config.model, run.config.train.context)
         self._peak = peak_flops(run.device)
 
@@ -130,12 +129,18 @@ class Metrics(Hook):
                 **run.measured,
             }
         )
+        self._print_notes(run)
         for name, value in run.measured.items():
             self._progress.print(f"step {run.step}: held-out {name} {value:.4f}")
         run.measured.clear()
         if result.skipped:
             self._progress.print(f"step {run.step} was skipped: its gradients are not finite")
         self._progress.update("training", run.step, run.last_step, f"loss {result.loss:.3f}  {rate:,.0f} tokens/s")
+
+    def _print_notes(self, run: Run) -> None:
+        for note in run.notes:
+            self._progress.print(note)
+        run.notes.clear()
 
     def after_training(self, run: Run) -> None:
         self._progress.close()

@@ -34,6 +34,7 @@ from optimus.train import checks
 from optimus.train.hooks import Checkpoints, HeldOut, Hook, Interrupt, Metrics, NonFinite, Trace
 from optimus.train.loop import naming_collectives, train_loop
 from optimus.train.run import Run, build_run
+from optimus.train.tuning import TuneMatmuls
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -226,7 +227,8 @@ def _hooks(run: Run) -> list[Hook]:
     first = run.groups.rank == 0
     measuring: list[Hook] = [HeldOut()] if first or run.forward_is_collective else []
     reporting: list[Hook] = [Metrics()] if first else []
-    return [Interrupt(), *measuring, *reporting, Checkpoints(), NonFinite(), Trace()]
+    tuning: list[Hook] = [TuneMatmuls()] if run.config.tuning.matmul else []
+    return [Interrupt(), *tuning, *measuring, *reporting, Checkpoints(), NonFinite(), Trace()]
 
 
 def _claim_folder(run: Run) -> None:

@@ -45,7 +45,7 @@ class Run:
     stop_requested: bool = False
     failure: UserError | None = None  # what ends the run; set on every rank alike
     measured: dict[str, float] = field(default_factory=dict)  # by hooks after this step, for its record of metrics
-    notes: list[str] = field(default_factory=list)  # what the user should read before the first step
+    notes: list[str] = field(default_factory=list)  # what the user should read next
 
     @property
     def last_step(self) -> int:

@@ -60,12 +60,12 @@ def theirs(dense: Transformer, tokenizer_file: Path) -> Any:
     weights = {"model.embed_tokens.weight": dense.embedding.weight, "lm_head.weight": dense.head.weight}
     for i, block in enumerate(dense.blocks):
         prefix = f"model.layers.{i}"
-        for name, part in zip("qkv", block.attention.qkv):
+        for name, part in zip("qkv", block.attention.qkv.weight):
             weights[f"{prefix}.self_attn.{name}_proj.weight"] = part
-        weights[f"{prefix}.self_attn.o_proj.weight"] = block.attention.out
-        for name, part in zip(("gate", "up"), block.mlp.gate_up):
+        weights[f"{prefix}.self_attn.o_proj.weight"] = block.attention.out.weight
+        for name, part in zip(("gate", "up"), block.mlp.gate_up.weight):
             weights[f"{prefix}.mlp.{name}_proj.weight"] = part
-        weights[f"{prefix}.mlp.down_proj.weight"] = block.mlp.down
+        weights[f"{prefix}.mlp.down_proj.weight"] = block.mlp.down.weight
     model = OlmoForCausalLM(config)
     model.load_state_dict({name: weight.detach().clone() for name, weight in weights.items()})
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file), eos_token="<|endoftext|>")

@@ -11,7 +11,7 @@ from optimus.model.init import initialize, initialize_parameter
 
 
 def filled(
-    name: str = "blocks.0.mlp.down", *shape: int, seed: int = 0, std: float = 1.0, start: int = 0
+    name: str = "blocks.0.mlp.down.weight", *shape: int, seed: int = 0, std: float = 1.0, start: int = 0
 ) -> torch.Tensor:
     parameter = torch.empty(shape)
     initialize_parameter(name, parameter, seed, std, start)
@@ -54,10 +54,10 @@ def test_shape_does_not_matter() -> None:
 
 
 def test_differs_by_name_and_by_seed() -> None:
-    first = filled("blocks.0.attention.out", 64)
-    assert torch.equal(first, filled("blocks.0.attention.out", 64))
-    others = [filled("blocks.1.attention.out", 64), filled("blocks.0.attention.qkv", 64)]
-    others.append(filled("blocks.0.attention.out", 64, seed=1))
+    first = filled("blocks.0.attention.out.weight", 64)
+    assert torch.equal(first, filled("blocks.0.attention.out.weight", 64))
+    others = [filled("blocks.1.attention.out.weight", 64), filled("blocks.0.attention.qkv.weight", 64)]
+    others.append(filled("blocks.0.attention.out.weight", 64, seed=1))
     for other in others:
         assert (first == other).sum() == 0
 

@@ -32,6 +32,7 @@ CONFIGS = {
     "olmo-one-head-tied": olmo(heads=1, tie_embeddings=True, rope_theta=500.0),
     "olmoe": olmoe(),
     "olmoe-wide": olmoe(hidden=80, heads=5, experts=13, experts_per_token=5, layers=3),
+    "olmoe-renormalised": olmoe(experts_per_token=3, renormalise=True),
     "olmoe-top1-tied": olmoe(hidden=48, heads=2, experts=4, experts_per_token=1, tie_embeddings=True),
     "olmoe-all-experts": olmoe(hidden=24, heads=6, experts=3, experts_per_token=3, norm_eps=1e-3, rope_theta=500.0),
 }
@@ -79,6 +80,7 @@ def twin_of(model: Transformer) -> "transformers.PreTrainedModel":
         twin = transformers.OlmoForCausalLM(transformers.OlmoConfig(**fields))
     else:
         fields |= {"num_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
+        fields |= {"norm_topk_prob": config.renormalise}
         fields |= {"rms_norm_eps": config.norm_eps, "experts_implementation": "eager"}
         twin = transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**fields))
     theirs = dict(twin.named_parameters())

@@ -208,7 +208,7 @@ def partly_used(ranks: int, shard: str) -> list[torch.Tensor]:
     state.reduce_gradients()
     (chunk,) = state.chunks
     views = chunk.views(chunk.whole(chunk.reduced))
-    return [views[name].clone() for name in ("embedding.weight", "head.weight", "blocks.0.attention.out")]
+    return [views[name].clone() for name in ("embedding.weight", "head.weight", "blocks.0.attention.out.weight")]
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])

@@ -44,7 +44,7 @@ class _Router(torch.autograd.Function):
         tokens, blocks = _blocks(T, E)
         weights_TK = logits_TE.new_empty(T, K)
         indices_TK = logits_TE.new_empty(T, K, dtype=torch.int64)
-        counts_BE, probabilities_BE = logits_TE.new_empty(2, blocks, E, dtype=torch.float32)
+        counts_BE, probabilities_BE = (logits_TE.new_empty(blocks, E, dtype=torch.float32) for _ in range(2))
         z_B = logits_TE.new_empty(blocks, dtype=torch.float32)
         _route[(blocks,)](
             logits_TE, weights_TK, indices_TK, counts_BE, probabilities_BE, z_B, T, E, K, UNIFORM=uniform,

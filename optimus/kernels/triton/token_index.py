@@ -48,7 +48,7 @@ def token_index(indices_TK: Tensor, experts: int, row_tile: int) -> Routes:
     )
     # An expert has at most one tile that is not full, and no tile is empty.
     tiles = max(1, min(T * K, (T * K + experts * (row_tile - 1)) // row_tile))
-    expert_R, first_R = base_EB.new_empty(2, tiles)
+    expert_R, first_R = (base_EB.new_empty(tiles) for _ in range(2))  # not one tensor: alignment is compiled for
     _row_tiles[(experts + 1,)](
         offset_E1, expert_R, first_R, tiles, experts, EXPERTS=pow2(experts), ROW_TILE=row_tile, STEP=_STEP
     )

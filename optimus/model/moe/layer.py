@@ -28,11 +28,19 @@ class Experts(nn.Module):
 class MoeLayer(nn.Module):
     """Router, then experts. `dispatch` carries the tokens to the experts: all on this device, unless it is replaced."""
 
-    def __init__(self, hidden: int, intermediate: int, experts: int, experts_per_token: int, routing: Routing) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        experts: int,
+        experts_per_token: int,
+        routing: Routing = "learned",
+        renormalise: bool = False,
+    ) -> None:
         super().__init__()
         self.expert_count = experts  # of the whole layer; some may be on other ranks
         self.dispatch: Dispatch = local_dispatch
-        self.router = Router(hidden, experts, experts_per_token, routing)
+        self.router = Router(hidden, experts, experts_per_token, routing, renormalise)
         self.experts = Experts(experts, hidden, intermediate)
 
     def forward(self, x_BSH: Tensor) -> tuple[Tensor, RouterStats]:

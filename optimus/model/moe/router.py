@@ -6,10 +6,11 @@ Legend: T tokens, H hidden, E experts, K experts per token.
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.kernels import backend
+from optimus.kernels.backend import compute_dtype
+from optimus.kernels.linear import linear
 
 Routing = Literal["learned", "uniform"]
 
@@ -49,28 +50,32 @@ class RouterStats(NamedTuple):
 
 
 class Router(nn.Module):
-    """Softmax over all experts, then the K largest, their probabilities taken as weights without renormalisation.
+    """Softmax over all experts, then the K largest, with their probabilities as weights; `renormalise`: made to sum to 1.
 
     `routing="uniform"` forces the paper's uniform routing (section 2.3): token t goes to experts t*K ... t*K + K-1 modulo
     E, so that every expert gets the same number of tokens in the same pattern, with the router's probabilities as weights.
     """
 
-    def __init__(self, hidden: int, experts: int, experts_per_token: int, routing: Routing) -> None:
+    def __init__(
+        self, hidden: int, experts: int, experts_per_token: int, routing: Routing, renormalise: bool = False
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, hidden))
+        self.renormalise = renormalise
         self.experts_per_token = experts_per_token
         self.routing = routing
 
     def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor, RouterStats]:
         """(weights_TK in x's type, expert indices_TK int64, statistics). Softmax and statistics are fp32."""
-        logits_TE = F.linear(x_TH, self.weight)
+        logits_TE = linear(x_TH, self.weight, getattr(self.weight, "sink", None))
         if backend.use_triton(x_TH):
             from optimus.kernels.triton.router import router
 
-            routed = router(logits_TE, self.experts_per_token, uniform=self.routing == "uniform")
+            uniform = self.routing == "uniform"
+            routed = router(logits_TE, self.experts_per_token, uniform=uniform, renormalise=self.renormalise)
             stats = RouterStats(routed.counts_E, routed.probabilities_E, routed.z, len(x_TH))
             return routed.weights_TK, routed.indices_TK, stats
-        logits_TE = logits_TE.float()
+        logits_TE = logits_TE.to(compute_dtype(logits_TE.dtype))
         probabilities_TE = logits_TE.softmax(-1)
         tokens, experts = logits_TE.shape
         if self.routing == "learned":
@@ -79,6 +84,8 @@ class Router(nn.Module):
             choices = torch.arange(tokens * self.experts_per_token, device=x_TH.device)
             indices_TK = (choices % experts).view(tokens, self.experts_per_token)
             weights_TK = probabilities_TE.gather(1, indices_TK)
+        if self.renormalise:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         stats = RouterStats(
             counts_E=torch.bincount(indices_TK.flatten(), minlength=experts).float(),
             probabilities_E=probabilities_TE.sum(0),

@@ -1,0 +1,135 @@
+"""Matrix products in the layout that is fastest on this chip.
+
+A product is called NN, NT or TN after its operands: N lies row by row, T column by column. Libraries of matrix products are
+not equally good at the three: on one chip a TN product was found eight times slower than the same one as NN (AxoNN, section
+5.1.3). So while a `Layouts` measures, every product is timed in all three forms, the transposing of operands included; the
+fastest is used from then on, for the same sizes and type. Without an active `Layouts` products are made as they come.
+
+Legend: A [M, L] @ B [L, N] -> [M, N].
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Form = Literal["NN", "NT", "TN"]
+
+_FORMS: tuple[Form, ...] = ("NN", "NT", "TN")
+_LEAST_WORK = 1 << 26  # floating point operations; what is shorter cannot be timed, and does not matter
+_GAIN = 0.9  # another form must take less than this share of the time: chance must not choose
+_REPEATS = 4
+
+
+class Product(NamedTuple):
+    """What a choice of form holds for. `form` is as the operands come; `type` their torch dtype's name."""
+
+    form: Form
+    m: int
+    l: int
+    n: int
+    type: str
+
+
+class Layouts:
+    """The forms in which products are made: `seconds` by product and form, as far as they have been measured."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[Product, dict[Form, float]] = {}
+        self.measuring = False
+        self.measured: list[Product] = []  # here, since the beginning
+        self._chosen: dict[Product, Form] = {}
+
+    def choose(self, seconds: dict[Product, dict[Form, float]]) -> None:
+        """Use these measurements, in place of own ones of the same products."""
+        self.seconds.update(seconds)
+        self._chosen = {product: fastest(product.form, times) for product, times in self.seconds.items()}
+
+    def form(self, product: Product, a_ML: Tensor, b_LN: Tensor) -> Form:
+        """The form in which to make `product`, which is timed now if it is to be and has not been."""
+        if self.measuring and product not in self._chosen and 2 * product.m * product.l * product.n >= _LEAST_WORK:
+            self.measured.append(product)
+            self.choose({product: {form: _seconds(form, a_ML, b_LN) for form in _FORMS}})
+        return self._chosen.get(product, product.form)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Within, `matmul` asks this."""
+        global _active
+        before, _active = _active, self
+        try:
+            yield
+        finally:
+            _active = before
+
+
+_active: Layouts | None = None  # not an argument, as products are made inside of autograd
+
+
+def matmul(
+    a_ML: Tensor, b_LN: Tensor, *, out: Tensor | None = None, add: bool = False, rows_vary: bool = False
+) -> Tensor:
+    """A @ B, [M, N], of two matrices of one type, each contiguous or the transpose of a contiguous one.
+
+    With `out` it is written there, or with `add` added; `out` may then be of another type. `rows_vary`: the size that tokens
+    give (M, or L where A comes transposed) is another one in every batch; one choice holds up to the next power of two.
+    """
+    if _active is not None:
+        form = form_of(a_ML, b_LN)
+        chosen = _active.form(_product(form, a_ML, b_LN, rows_vary), a_ML, b_LN)
+        if chosen != form:
+            a_ML, b_LN = in_form(chosen, a_ML, b_LN)
+    if out is None:
+        return torch.mm(a_ML, b_LN)
+    if not add:
+        return torch.mm(a_ML, b_LN, out=out)
+    if out.dtype == a_ML.dtype:
+        return torch.addmm(out, a_ML, b_LN, out=out)
+    return out.add_(torch.mm(a_ML, b_LN))
+
+
+def form_of(a_ML: Tensor, b_LN: Tensor) -> Form:
+    """The form in which two operands come."""
+    if not a_ML.is_contiguous():
+        return "TN"
+    return "NN" if b_LN.is_contiguous() else "NT"
+
+
+def in_form(form: Form, a_ML: Tensor, b_LN: Tensor) -> tuple[Tensor, Tensor]:
+    """The same operands in another form, copied where they are not in it."""
+    a_ML = a_ML.T.contiguous().T if form == "TN" else a_ML.contiguous()
+    b_LN = b_LN.T.contiguous().T if form == "NT" else b_LN.contiguous()
+    return a_ML, b_LN
+
+
+def fastest(form: Form, seconds: dict[Form, float]) -> Form:
+    """The form to use for a product that comes as `form`: another one only where it is clearly faster."""
+    best = min(seconds, key=seconds.__getitem__)
+    return best if seconds[best] < _GAIN * seconds[form] else form
+
+
+def _product(form: Form, a_ML: Tensor, b_LN: Tensor, rows_vary: bool) -> Product:
+    (m, l), n = a_ML.shape, b_LN.shape[1]
+    if rows_vary and form == "TN":
+        l = 1 << (l - 1).bit_length()
+    elif rows_vary:
+        m = 1 << (m - 1).bit_length()
+    return Product(form, m, l, n, str(a_ML.dtype).removeprefix("torch."))
+
+
+def _seconds(form: Form, a_ML: Tensor, b_LN: Tensor) -> float:
+    """The shortest of a few runs, transposing included, after one that is not counted."""
+    out = a_ML.new_empty(len(a_ML), b_LN.shape[1])
+
+    def run() -> float:
+        began = time.perf_counter()
+        torch.mm(*in_form(form, a_ML, b_LN), out=out)
+        if out.device.type != "cpu":
+            torch.accelerator.synchronize(out.device)
+        return time.perf_counter() - began
+
+    run()
+    return min(run() for _ in range(_REPEATS))

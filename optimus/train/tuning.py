@@ -1,0 +1,108 @@
+"""The forms of the model's matrix products, timed in the first step and remembered per chip (AxoNN, section 5.1.3)."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from optimus.kernels.matmul import Form, Layouts, Product, fastest
+from optimus.observe.machine import device_name
+from optimus.train.hooks import Hook
+from optimus.train.run import Run
+from optimus.train.step import StepResult
+
+Seconds = dict[Product, dict[Form, float]]
+
+
+class TuneMatmuls(Hook):
+    """Has every product that the cache does not know timed in the first step, in all forms; all ranks then use the same.
+
+    Where ranks have measured the same product, that of the lowest rank counts.
+    """
+
+    def __init__(self) -> None:
+        self._layouts = Layouts()
+        self._stack = ExitStack()
+
+    def before_training(self, run: Run) -> None:
+        cache = run.config.tuning.cache
+        self._path = None if cache is None else cache_file(Path(cache).expanduser(), run.device)
+        if self._path is not None:
+            known, note = read_seconds(self._path)
+            self._layouts.choose(known)
+            run.notes += [note] if note else []
+        self._layouts.measuring = True
+        self._stack.enter_context(self._layouts.active())
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if not self._layouts.measuring:
+            return
+        self._layouts.measuring = False
+        together: Seconds = {}
+        ranks = run.groups.world.collect((self._layouts.seconds, self._layouts.measured))
+        for seconds, _ in reversed(ranks):
+            together |= seconds
+        self._layouts.choose(together)
+        measured = dict.fromkeys(product for _, products in ranks for product in products)
+        if measured and run.groups.rank == 0:
+            run.notes += describe({product: together[product] for product in measured})
+            if self._path is not None and (note := write_seconds(self._path, together)):
+                run.notes.append(note)
+
+    def after_training(self, run: Run) -> None:
+        self._stack.close()
+
+
+def cache_file(folder: Path, device: torch.device) -> Path:
+    """Where measurements of this chip lie: those of another one, PyTorch or number of threads are no guide."""
+    chip = re.sub(r"[^a-z0-9]+", "-", device_name(device).lower()).strip("-")
+    threads = f"-{torch.get_num_threads()}-threads" if device.type == "cpu" else ""
+    return folder / f"matmul-{chip}{threads}-torch-{torch.__version__}.json"
+
+
+def read_seconds(path: Path) -> tuple[Seconds, str | None]:
+    """(what is known, a note where the file is of no use)."""
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            Product(*(entry[field] for field in Product._fields)): {
+                form: float(t) for form, t in entry["seconds"].items()
+            }
+            for entry in entries
+        }, None
+    except FileNotFoundError:
+        return {}, None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return {}, f"{path} cannot be used ({type(error).__name__}: {error}): all products are measured again"
+
+
+def write_seconds(path: Path, seconds: Mapping[Product, Mapping[Form, float]]) -> str | None:
+    """Add to what other runs have written; returns a note where that cannot be done."""
+    known, _ = read_seconds(path)
+    entries = [{**product._asdict(), "seconds": dict(times)} for product, times in (known | dict(seconds)).items()]
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(entries, indent=1), encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        return f"{path} cannot be written ({error.strerror}): products will be measured again (see tuning.cache)"
+    return None
+
+
+def describe(seconds: Mapping[Product, Mapping[Form, float]]) -> list[str]:
+    """A line about all products, and one about each that is made in another form than it comes in."""
+    chosen: dict[Product, Form] = {product: fastest(product.form, dict(times)) for product, times in seconds.items()}
+    other = [product for product, form in chosen.items() if form != product.form]
+    lines = [
+        f"matrix products: {len(chosen)} timed as NN, NT and TN, {len(other)} faster in another form than their own"
+    ]
+    for product in other:
+        times, form = seconds[product], chosen[product]
+        size = f"[{product.m}, {product.l}] @ [{product.l}, {product.n}] {product.type}"
+        lines.append(f"  {size}: {form} instead of {product.form}, {times[product.form] / times[form]:.2f}x as fast")
+    return lines

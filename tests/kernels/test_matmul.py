@@ -1,0 +1,156 @@
+"""Products are right in every form, and the fastest form is chosen, once, where choosing is asked for."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus.kernels import matmul as module
+from optimus.kernels.linear import linear, linear_reference
+from optimus.kernels.matmul import Layouts, Product, fastest, form_of, in_form, matmul
+
+FORMS = ("NN", "NT", "TN")
+
+
+def operands(form: str, m: int = 6, l: int = 4, n: int = 5) -> tuple[Tensor, Tensor]:
+    a, b = torch.randn(m, l), torch.randn(l, n)
+    return in_form(form, a, b)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def everything_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even the smallest product is timed."""
+    monkeypatch.setattr(module, "_LEAST_WORK", 0)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **seconds: float) -> list[str]:
+    """Let every form take the given time; returns what has been timed."""
+    timed: list[str] = []
+
+    def measure(form: str, a: Tensor, b: Tensor) -> float:
+        timed.append(form)
+        return seconds[form]
+
+    monkeypatch.setattr(module, "_seconds", measure)
+    return timed
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_are_told_apart(form: str) -> None:
+    assert form_of(*operands(form)) == form
+
+
+@pytest.mark.parametrize("came", FORMS)
+@pytest.mark.parametrize("best", FORMS)
+@pytest.mark.usefixtures("everything_counts")
+def test_the_fastest_form_is_used_and_right(came: str, best: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = pretend(monkeypatch, **{form: 1.0 if form == best else 2.0 for form in FORMS})
+    used: list[str] = []
+    multiply = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, **rest: (used.append(form_of(a, b)), multiply(a, b, **rest))[1])
+    a, b = operands(came)
+    layouts = Layouts()
+    layouts.measuring = True
+    with layouts.active():
+        first = matmul(a, b)
+        second = matmul(a, b, out=torch.empty(6, 5))
+    torch.testing.assert_close(first, multiply(a, b))
+    assert second.equal(first)
+    assert used == [best, best]
+    assert sorted(timed) == sorted(FORMS)  # once
+
+
+@pytest.mark.usefixtures("everything_counts")
+def test_nothing_is_timed_outside_of_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = pretend(monkeypatch, NN=3.0, NT=1.0, TN=3.0)
+    a, b = operands("NN")
+    layouts = Layouts()
+    matmul(a, b)
+    with layouts.active():
+        matmul(a, b)
+    layouts.measuring = True
+    matmul(a, b)
+    assert timed == []
+
+
+def test_what_is_too_short_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = pretend(monkeypatch, NN=3.0, NT=1.0, TN=3.0)
+    layouts = Layouts()
+    layouts.measuring = True
+    with layouts.active():
+        matmul(*operands("NN"))
+        assert timed == []
+        matmul(*operands("NN", 512, 512, 512))
+    assert timed == list(FORMS)
+
+
+def test_chance_does_not_choose() -> None:
+    assert fastest("NN", {"NN": 1.0, "NT": 0.95, "TN": 2.0}) == "NN"
+    assert fastest("NN", {"NN": 1.0, "NT": 0.85, "TN": 2.0}) == "NT"
+
+
+@pytest.mark.usefixtures("everything_counts")
+def test_one_choice_for_rows_of_one_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, NN=1.0, NT=1.0, TN=1.0)
+    layouts = Layouts()
+    layouts.measuring = True
+    with layouts.active():
+        for rows in (5, 7, 8, 9):
+            matmul(*operands("NN", m=rows), rows_vary=True)
+            matmul(*operands("TN", l=rows), rows_vary=True)
+    assert [(p.form, p.m, p.l) for p in layouts.measured] == [("NN", 8, 4), ("TN", 6, 8), ("NN", 16, 4), ("TN", 6, 16)]
+
+
+def test_real_times_are_taken() -> None:
+    layouts = Layouts()
+    layouts.measuring = True
+    with layouts.active():
+        matmul(*operands("TN", 512, 256, 512))
+    (product,) = layouts.measured
+    assert product == Product("TN", 512, 256, 512, "float32")
+    assert set(layouts.seconds[product]) == set(FORMS)
+    assert all(seconds > 0 for seconds in layouts.seconds[product].values())
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_adding(out_dtype: torch.dtype) -> None:
+    a, b = (operand.bfloat16() for operand in operands("TN"))
+    out = torch.ones(6, 5, dtype=out_dtype)
+    assert matmul(a, b, out=out, add=True) is out
+    torch.testing.assert_close(out.float(), 1 + a.float() @ b.float(), rtol=2e-2, atol=2e-2)
+
+
+class Buffer:
+    """A sink that holds ones before anything is added."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.grad, self.closed = torch.ones(shape), 0
+
+    def open(self) -> Tensor:
+        return self.grad
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_linear_adds_its_weights_gradient_to_the_sink() -> None:
+    x, w = torch.randn(3, 7, 4), torch.randn(5, 4, requires_grad=True)
+    sink = Buffer((5, 4))
+    linear(x, w, sink).square().sum().backward()
+    assert w.grad is None
+    assert sink.closed == 1
+    expected = w.detach().clone().requires_grad_()
+    linear_reference(x, expected).square().sum().backward()
+    torch.testing.assert_close(sink.grad - 1, expected.grad)
+
+
+def test_linear_of_a_frozen_weight() -> None:
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
+    linear(x, w).sum().backward()
+    torch.testing.assert_close(x.grad, w.sum(0).expand(3, 4))
+
+
+def test_linear_gradients() -> None:
+    x, w = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True), torch.randn(5, 4, dtype=torch.float64)
+    assert torch.autograd.gradcheck(linear, (x, w.requires_grad_(), None))
+    no_rows = torch.randn(0, 4, requires_grad=True)
+    assert linear(no_rows, w.float()).shape == (0, 5)
