@@ -1,6 +1,7 @@
 """Hugging Face folders in and out: OLMo and OLMoE weights, configs and tokenizers, bit for bit.
 
 `keys.py` is the key table, one per family; `config_json.py` the architecture; `tensors.py` the safetensors files.
+`drop_in.py` is another matter: the expert kernels inside models of `transformers`.
 """
 
 from typing import TYPE_CHECKING
@@ -9,19 +10,31 @@ from optimus.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from optimus.hub.config_json import read_model_folder
+    from optimus.hub.drop_in import FastSparseMoEBlock, register_experts
     from optimus.hub.inward import import_folder, load_weights
     from optimus.hub.outward import export_checkpoint, export_model
 
-__all__ = ["export_checkpoint", "export_model", "import_folder", "load_weights", "read_model_folder"]
+__all__ = [
+    "FastSparseMoEBlock",
+    "export_checkpoint",
+    "export_model",
+    "import_folder",
+    "load_weights",
+    "read_model_folder",
+    "register_experts",
+]
 
+_DROP_IN = "optimus.hub.drop_in"
 _INWARD, _OUTWARD = "optimus.hub.inward", "optimus.hub.outward"
 __getattr__ = lazy_exports(
     __name__,
     {
+        "FastSparseMoEBlock": _DROP_IN,
         "export_checkpoint": _OUTWARD,
         "export_model": _OUTWARD,
         "import_folder": _INWARD,
         "load_weights": _INWARD,
         "read_model_folder": "optimus.hub.config_json",
+        "register_experts": _DROP_IN,
     },
 )

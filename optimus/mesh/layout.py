@@ -9,11 +9,14 @@ from optimus.mesh.mesh import Mesh
 @dataclass(frozen=True)
 class Layout:
     """`shape` is global. `splits` pairs a tensor dim with the mesh axis that it is split over; along the axes of
-    `replicas` every rank holds the same part (Elixir's parallel pattern: a group of replicas and a group of parts)."""
+    `replicas` every rank holds the same part (Elixir's parallel pattern: a group of replicas and a group of parts), and
+    the part's gradient is the sum of what they have. Along the axes of `same` they hold the same part, and find the same
+    gradient by themselves."""
 
     shape: tuple[int, ...]
     splits: tuple[tuple[int, str], ...] = ()
     replicas: tuple[str, ...] = ("dp", "cp")
+    same: tuple[str, ...] = ()
 
     def region(self, mesh: Mesh, rank: int) -> tuple[slice, ...]:
         """The part of the global tensor that `rank` holds. Raises `UserError` when a dim cannot be split evenly."""

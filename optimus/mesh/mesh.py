@@ -1,7 +1,9 @@
 """Rank arithmetic over two views of the same ranks (MoE parallel folding).
 
-    dense view:   pp x dp  x cp x tp
+    dense view:   pp x dp  x cp x tp       with tp = tp_in x tp_out
     expert view:  pp x edp x ep x etp      with dp * cp * tp = edp * ep * etp
+
+`tp` is a grid: a weight's outputs are split over one of its axes and the inputs over the other (AxoNN's G_x and G_y).
 
 The last axis of a view is innermost: neighbours on it have consecutive ranks, so that the axis that talks most stays inside
 a node. A mesh is handed to what needs it; there is no global one.
@@ -14,13 +16,13 @@ from itertools import product
 
 from optimus.errors import UserError
 
-DENSE = ("pp", "dp", "cp", "tp")
+DENSE = ("pp", "dp", "cp", "tp_in", "tp_out")
 EXPERT = ("pp", "edp", "ep", "etp")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the axes. `edp` follows from the others; `ranks_per_node` None means one node."""
+    """Sizes of the axes. `edp` and `tp_out` follow from the others; `ranks_per_node` None means one node."""
 
     pp: int = 1
     dp: int = 1
@@ -28,10 +30,13 @@ class Mesh:
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    tp_in: int = 1
     ranks_per_node: int | None = None
 
     def __post_init__(self) -> None:
         """Raises `UserError` when the expert view does not cover the ranks of a pipeline stage."""
+        if self.tp % self.tp_in:
+            raise UserError(f"tp_in {self.tp_in} does not divide tp {self.tp}")
         stage, experts = self.dp * self.cp * self.tp, self.ep * self.etp
         if stage % experts:
             fitting = [n for n in range(1, stage + 1) if stage % (n * self.etp) == 0]
@@ -43,17 +48,38 @@ class Mesh:
             )
 
     @classmethod
-    def of(cls, ranks: int, *, data: int | None = None, expert: int = 1, ranks_per_node: int | None = None) -> "Mesh":
+    def of(
+        cls,
+        ranks: int,
+        *,
+        data: int | None = None,
+        context: int = 1,
+        tensor: Sequence[int] = (1, 1),
+        expert: int = 1,
+        expert_tensor: int = 1,
+        ranks_per_node: int | None = None,
+    ) -> "Mesh":
         """The mesh of `ranks` ranks; `data` is the size of dp, by default whatever the other axes leave.
 
-        Raises `UserError` when the product of the sizes is not `ranks`.
+        `tensor` is (tp_out, tp_in). Raises `UserError` when the product of the sizes is not `ranks`.
         """
-        dp = ranks if data is None else data
-        if dp != ranks:
+        tp = math.prod(tensor)
+        others = context * tp
+        if data is None and ranks % others == 0:
+            data = ranks // others
+        if data is None or data * others != ranks:
+            sizes = f"parallel.context {context} x parallel.tensor {tp} = {others}"
+            if data is None:
+                raise UserError(
+                    f"{sizes} does not divide {ranks} ranks: use --ranks {max(1, ranks // others) * others} or change them"
+                )
             raise UserError(
-                f"parallel.data is {dp} but there are {ranks} ranks: use --ranks {dp} or set parallel.data to {ranks}"
+                f"parallel.data {data} x {sizes} makes {data * others}, but there are {ranks} ranks: "
+                f"use --ranks {data * others}, or leave parallel.data away"
             )
-        return cls(dp=dp, ep=expert, ranks_per_node=ranks_per_node)
+        return cls(
+            dp=data, cp=context, tp=tp, ep=expert, etp=expert_tensor, tp_in=tensor[1], ranks_per_node=ranks_per_node
+        )
 
     @property
     def size(self) -> int:
@@ -65,6 +91,11 @@ class Mesh:
         """Ranks that hold the same experts, of one pipeline stage."""
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
+    @property
+    def tp_out(self) -> int:
+        """Ranks that a grid of `tp` has along its inner axis."""
+        return self.tp // self.tp_in
+
     def axis_size(self, *axes: str) -> int:
         """Product of the sizes of `axes`."""
         return math.prod(getattr(self, axis) for axis in axes)
@@ -72,18 +103,18 @@ class Mesh:
     def coordinate(self, rank: int, axis: str) -> int:
         """Index of `rank` on `axis`, of either view."""
         view = _view((axis,))
-        inner = self.axis_size(*view[view.index(axis) + 1 :])
+        inner = 1 if axis == "tp" else self.axis_size(*view[view.index(axis) + 1 :])
         return rank // inner % self.axis_size(axis)
 
     def group(self, rank: int, axes: Sequence[str]) -> list[int]:
         """The ranks that differ from `rank` on `axes` (of one view) at most, in rank order; its group."""
-        view = _view(axes)
+        view, axes = _view(axes), _single(axes)
         ranges = [range(self.axis_size(axis)) if axis in axes else (self.coordinate(rank, axis),) for axis in view]
         return [self._rank(view, place) for place in product(*ranges)]
 
     def groups(self, axes: Sequence[str]) -> Iterator[list[int]]:
         """Every group along `axes`, ordered by its first rank; together they hold each rank once."""
-        view = _view(axes)
+        view, axes = _view(axes), _single(axes)
         ranges = [(0,) if axis in axes else range(self.axis_size(axis)) for axis in view]
         for place in product(*ranges):
             yield self.group(self._rank(view, place), axes)
@@ -102,6 +133,11 @@ class Mesh:
 def _view(axes: Sequence[str]) -> tuple[str, ...]:
     """The view that has all of `axes`."""
     for view in (DENSE, EXPERT):
-        if set(axes) <= set(view):
+        if set(_single(axes)) <= set(view):
             return view
     raise ValueError(f"no view of the mesh has all of the axes {', '.join(axes)}")
+
+
+def _single(axes: Sequence[str]) -> list[str]:
+    """`axes` with both axes of its grid in place of `tp`."""
+    return [single for axis in axes for single in (("tp_in", "tp_out") if axis == "tp" else (axis,))]

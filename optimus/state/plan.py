@@ -110,24 +110,23 @@ def plan_chunks(layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: S
     """
     regions = {name: layout.region(mesh, rank) for name, layout in layouts.items()}
     replicas: dict[tuple[str, ...], tuple[int, ...]] = {}  # axes to ranks: two sets of axes may be the same ranks
-    groups: dict[tuple[int, ...], list[str]] = {}
+    groups: dict[tuple[tuple[int, ...], int], list[str]] = {}  # by these ranks, and how many have the same besides
     for name, layout in layouts.items():
         if layout.replicas not in replicas:
             replicas[layout.replicas] = tuple(mesh.group(rank, layout.replicas))
-        groups.setdefault(replicas[layout.replicas], []).append(name)
+        groups.setdefault((replicas[layout.replicas], mesh.axis_size(*layout.same)), []).append(name)
     sizes = [[_size(regions[name]) for name in names] for names in groups.values()]
     largest = max(_SMALLEST, min(_LARGEST, sum(map(sum, sizes)) // _CHUNKS))
     limit = options.chunk or search_limit(sizes, _SMALLEST, largest)
     plans = []
-    for ranks, names in groups.items():
+    for (ranks, same), names in groups.items():
         axes = layouts[names[0]].replicas
         parts = shard_groups(mesh, ranks, options)
         own = next(part for part in parts if rank in part)
         for chunk in lay_out([_size(regions[name]) for name in names], limit):
             slots = [Slot(names[i], layouts[names[i]], regions[names[i]], start, end) for i, start, end in chunk]
-            plans.append(
-                ChunkPlan(tuple(slots), axes, options.shard, len(own), own.index(rank), len(ranks) // len(own))
-            )
+            copies = same * len(ranks) // len(own)
+            plans.append(ChunkPlan(tuple(slots), axes, options.shard, len(own), own.index(rank), copies))
     first = {name: i for i, name in enumerate(layouts)}
     return sorted(plans, key=lambda plan: first[plan.slots[0].name])
 

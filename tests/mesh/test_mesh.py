@@ -15,6 +15,7 @@ MESHES = [
     Mesh(pp=2, dp=2, cp=2, tp=2, ep=4),
     Mesh(pp=3, dp=4, tp=2, ep=2, etp=2),
     Mesh(pp=2, dp=6, tp=2, ep=12),
+    Mesh(dp=3, cp=2, tp=6, tp_in=3, ep=4, etp=3),
 ]
 
 
@@ -26,14 +27,17 @@ def test_coordinates_name_each_rank_once(mesh: Mesh, view: tuple[str, ...]) -> N
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("axes", [("dp",), ("tp",), ("dp", "cp"), ("ep",), ("edp",), ("edp", "ep"), ("pp",)])
+@pytest.mark.parametrize(
+    "axes", [("dp",), ("tp",), ("dp", "cp"), ("ep",), ("edp",), ("edp", "ep"), ("pp",), ("tp_in",), ("dp", "tp_out")]
+)
 def test_groups_differ_on_their_axes_only(mesh: Mesh, axes: tuple[str, ...]) -> None:
-    view = DENSE if set(axes) <= set(DENSE) else EXPERT
+    view = EXPERT if set(axes) <= set(EXPERT) else DENSE
+    varying = {"tp_in", "tp_out"} if axes == ("tp",) else set(axes)
     groups = list(mesh.groups(axes))
     assert sorted(itertools.chain(*groups)) == list(range(mesh.size))
     for group in groups:
         assert len(group) == mesh.axis_size(*axes)
-        for axis in set(view) - set(axes):
+        for axis in set(view) - varying:
             assert len({mesh.coordinate(rank, axis) for rank in group}) == 1
         assert all(mesh.group(rank, axes) == group for rank in group)
 
@@ -43,6 +47,16 @@ def test_the_innermost_axis_has_consecutive_ranks_in_a_node() -> None:
     assert mesh.group(5, ("tp",)) == [4, 5, 6, 7]
     assert {mesh.node(rank) for rank in mesh.group(5, ("tp",))} == {1}
     assert mesh.group(0, ("pp",)) == [0, 8]
+
+
+def test_the_outputs_axis_of_a_grid_is_innermost() -> None:
+    mesh = Mesh(dp=2, tp=6, tp_in=2)
+    assert mesh.tp_out == 3
+    assert mesh.group(7, ("tp_out",)) == [6, 7, 8]
+    assert mesh.group(7, ("tp_in",)) == [7, 10]
+    assert [mesh.coordinate(rank, "tp") for rank in mesh.group(7, ("tp",))] == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(UserError, match="tp_in 4 does not divide tp 6"):
+        Mesh(tp=6, tp_in=4)
 
 
 def test_experts_and_the_rest_have_different_replicas() -> None:
@@ -65,7 +79,9 @@ def test_twelve_thousand_ranks() -> None:
 def test_impossible_sizes_name_the_product_and_the_nearest() -> None:
     with pytest.raises(UserError, match=r"ep 5 x etp 1 = 5 does not divide dp 8 x cp 1 x tp 1 = 8; .* 2, 4, 8"):
         Mesh(dp=8, ep=5)
-    with pytest.raises(UserError, match=r"parallel.data is 3 but there are 4 ranks: use --ranks 3 or set"):
+    with pytest.raises(UserError, match=r"context 1 x parallel.tensor 6 = 6 does not divide 8 ranks: use --ranks 6 or"):
+        Mesh.of(8, tensor=(3, 2))
+    with pytest.raises(UserError, match=r"parallel.data 3 x .* makes 3, but there are 4 ranks: use --ranks 3"):
         Mesh.of(4, data=3)
 
 

@@ -1,0 +1,138 @@
+"""The expert kernels inside models of `transformers`: as an experts implementation, and as a block in place of OLMoE's.
+
+`transformers` 5 keeps a layer's experts in `gate_up_proj` [E, 2 I, H], gate before up, and `down_proj` [E, H, I]: the layout
+of `kernels.expert_mlp`, so nothing is copied or converted. It is imported only when a function below is called.
+
+Legend: B batch, S sequence, T tokens, K experts per token, E experts, H hidden, I intermediate.
+"""
+
+import copy
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimus.errors import UserError
+from optimus.kernels.expert_mlp import expert_mlp
+
+NAME = "optimus"
+_NEEDED = (5, 17)  # the version of transformers
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def register_experts() -> None:
+    """Make `experts_implementation="optimus"` known to `transformers`, for models loaded from then on.
+
+    It serves every model whose experts are two bias-free projections with SwiGLU in between, OLMoE, Qwen3-MoE and Mixtral
+    among them; another model raises `UserError` in its first forward pass. Calling it again changes nothing. Raises
+    `UserError` without `transformers` 5.17 or newer.
+    """
+    _check_version()
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    # The compiler is to leave the layer alone: the number of rows of an expert is data, and it has nothing to gain there.
+    ALL_EXPERTS_FUNCTIONS.register(NAME, torch.compiler.disable(experts_forward, reason="kernels of its own"))
+
+
+def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The forward pass of an experts module of `transformers`, with its signature; [T, H] in the type of `hidden_states`.
+
+    `experts` is a module under its decorator `use_experts_implementation`; `hidden_states` is [T, H], the others [T, K]. An
+    index of E or more is a choice of another rank, as its expert parallelism marks them, and adds nothing. The products are
+    computed in the type of the weights or, under autocast, in autocast's, as by the eager form. Routing weights are rounded
+    to that type too: Mixtral's router gives them in fp32.
+
+    Raises `UserError` for experts of another form, before computing anything.
+    """
+    _check(experts)
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    device = hidden_states.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else down.dtype
+    indices_TK = top_k_index.masked_fill(top_k_index >= len(down), -1)
+    x_TH, weights_TK, gate_up_EJH, down_EHI = (t.to(dtype) for t in (hidden_states, top_k_weights, gate_up, down))
+    return expert_mlp(x_TH, weights_TK, indices_TK, gate_up_EJH, down_EHI).to(hidden_states.dtype)
+
+
+class FastSparseMoEBlock(nn.Module):
+    """`OlmoeSparseMoeBlock` of `transformers` on these kernels, whatever experts implementation the model has.
+
+    Parameters, state dict, initial values, recorded router logits, arguments and result are those of the original. The
+    source of the name is the Optimus paper, section 3.1. Raises `UserError` when the config's activation is not SiLU, and
+    without `transformers` 5.17 or newer.
+    """
+
+    def __init__(self, config: Any) -> None:
+        """`config` is an `OlmoeConfig`."""
+        super().__init__()
+        register_experts()
+        from transformers.models.olmoe.modeling_olmoe import OlmoeExperts, OlmoeTopKRouter
+
+        fast = copy.copy(config)  # what the model's own config names is left alone
+        fast._experts_implementation = NAME
+        self.gate = OlmoeTopKRouter(config)
+        self.experts = OlmoeExperts(fast)
+        _check(self.experts)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[B, S, H] to [B, S, H]."""
+        x_TH = hidden_states.flatten(0, 1)
+        _, weights_TK, indices_TK = self.gate(x_TH)
+        return self.experts(x_TH, indices_TK, weights_TK).view_as(hidden_states)
+
+
+def _check_version() -> None:
+    try:
+        found = version("transformers")
+        new_enough = tuple(map(int, found.split(".")[:2])) >= _NEEDED
+    except PackageNotFoundError:
+        found, new_enough = "none", False
+    if not new_enough:
+        needed = ".".join(map(str, _NEEDED))
+        raise UserError(
+            f"experts_implementation='{NAME}' needs transformers {needed} or newer, and {found} is installed: "
+            f"pip install 'transformers>={needed}'"
+        )
+
+
+def _check(experts: Any) -> None:
+    """Raise `UserError` where the kernels would compute something else than the experts' own forward pass."""
+    found = _differences(experts)
+    if found:
+        raise UserError(
+            f"experts_implementation='{NAME}' cannot run {type(experts).__name__}: {'; '.join(found)}. "
+            "Load this model with another one, such as experts_implementation='grouped_mm' or 'eager'"
+        )
+
+
+def _differences(experts: Any) -> list[str]:
+    """What sets these experts apart from bias-free SwiGLU with weights [E, 2 I, H] and [E, H, I]."""
+    from transformers.activations import SiLUActivation
+    from transformers.integrations.moe import _default_apply_gate
+
+    if not experts.has_gate:
+        return ["its experts have no gate projection"]
+    own_gating = type(experts)._apply_gate is not _default_apply_gate
+    activation = None if own_gating else experts.act_fn
+    weights = (experts.gate_up_proj, experts.down_proj)
+    differences = {
+        "its experts have biases": experts.has_bias,
+        "its weights are stored transposed": experts.is_transposed,
+        "its gate and up projections are interleaved": not experts.is_concatenated,
+        # Not known to transformers 5.17, which has no such model.
+        "its experts end in a norm": getattr(experts, "has_post_expert_norm", False),
+        "it combines gate and up projection in a way of its own": own_gating,
+        f"its activation is {getattr(activation, '__name__', type(activation).__name__)}, not SiLU": not (
+            own_gating or activation is F.silu or isinstance(activation, (nn.SiLU, SiLUActivation))
+        ),
+        f"its weights are {' and '.join(_kind(w) for w in weights)}, not dense tensors of one floating-point type": (
+            any(type(w) not in (Tensor, nn.Parameter) or w.dtype not in _DTYPES for w in weights)
+            or weights[0].dtype != weights[1].dtype
+        ),
+    }
+    return [text for text, differs in differences.items() if differs]
+
+
+def _kind(weight: Tensor) -> str:
+    return f"{type(weight).__name__} of {str(weight.dtype).removeprefix('torch.')}"
