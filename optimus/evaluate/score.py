@@ -94,7 +94,7 @@ def _score_batch(model: Transformer, inputs: list[tuple[int, ...]], asked: list[
         rows += [row] * len(continuation)
         positions += range(len(context) - 1, len(context) - 1 + len(continuation))
         targets += continuation
-    hidden_BSH, _ = model.hidden_states(tokens_BS.to(device))
+    hidden_BSH = model.hidden_states(tokens_BS.to(device))
     hidden_NH = hidden_BSH[torch.tensor(rows, device=device), torch.tensor(positions, device=device)]
     log_p_N, greedy_N = _predictions(hidden_NH, model.head, torch.tensor(targets, device=device))
     lengths = [len(continuation) for _, (_, continuation) in asked]

@@ -1,5 +1,10 @@
 """The experts' feed-forward layers: gather, two products per expert, weighted sum; one autograd function for all of it.
 
+This is FastSparseMoE, Algorithm 1 of the Optimus paper, without stage 1, token communication (lines 5-13), which is the
+dispatcher's. On the CPU the other stages are: 2, token counting (lines 15-43), and 3, index generation (lines 45-72),
+`make_routes`; 4, expert computation (lines 75-79), the loop over experts; 5, output reduction (lines 81-96),
+`_sum_of_rows`. On an accelerator each is a kernel with a file of its own, in `kernels/triton`.
+
 Rows are sorted by expert, so each expert's rows are one contiguous slice and every product is an ordinary matrix product.
 Each slice is padded to a multiple of 16 rows: CPU libraries compile a kernel for every shape that they meet, and the number
 of rows of an expert is different in every batch. Padding rows have weight zero and are read by nobody; they repeat a row of
@@ -122,8 +127,9 @@ class _ExpertMLP(torch.autograd.Function):
             gate, up = z_PJ[rows].chunk(2, -1)
             torch.mul(F.silu(gate), up, out=h)
             matmul(h, down_EHI[e].T, out=y_PH[rows], rows_vary=True)
-        ctx.save_for_backward(x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ)
-        ctx.routes, ctx.sinks = routes, sinks
+        # The index too, so that recomputing the block frees it.
+        ctx.save_for_backward(x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *routes[:-1])
+        ctx.slices, ctx.sinks = routes.slices, sinks
         if routes.skipped_TK is not None:
             weights_TK = weights_TK.masked_fill(routes.skipped_TK, 0)
             y_PH[-1] = 0
@@ -132,8 +138,8 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (y_grad_TH,) = grads
-        x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ = ctx.saved_tensors
-        routes: Routes = ctx.routes
+        x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *index = ctx.saved_tensors
+        routes = Routes._make([*index, ctx.slices])
         token_P = routes.choice_P // weights_TK.shape[1]
         weight_P1 = (weights_TK.flatten()[routes.choice_P] * routes.real_P)[:, None]
         weight_grad_P = torch.empty_like(routes.real_P)

@@ -4,10 +4,12 @@ The logits of a long sequence over a vocabulary of 50304 are the largest tensor 
 block of rows exists at a time: its gradient is computed while it is there (the gradient of the mean loss does not depend on
 what comes after), so the backward pass only scales what the forward pass has left.
 
-Legend: T rows (tokens), H hidden, V vocabulary.
+The vocabulary may be divided: a device then has some of the weight's rows, and learns the normaliser from the others.
+
+Legend: T rows (tokens), H hidden, V rows of the weight that are here.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,58 +22,100 @@ from optimus.kernels.matmul import matmul
 _BLOCK_ELEMENTS = 1 << 21  # fp32 logits of one block: 8 MB, which stays in a CPU's cache
 
 
-def linear_cross_entropy(x_TH: Tensor, w_VH: Tensor, target_T: Tensor) -> Tensor:
-    """Mean over T of the cross-entropy of `x_TH @ w_VH.T` against `target_T`; an fp32 scalar.
+class VocabularyPart(Protocol):
+    """Which rows of the weight are here, and what connects them with the others."""
 
-    Softmax and loss are computed in fp32. Gradients flow to `x_TH` and `w_VH`.
+    first: int  # the token of the first row
+
+    def complete(self, logits_TV: Tensor) -> None:
+        """Add, in place, what devices that have other columns of x and the same rows of the weight find for them."""
+
+    def combine(self, lse_T: Tensor, chosen_T: Tensor) -> tuple[Tensor, Tensor]:
+        """(log-sum-exp, sum) over all parts of the vocabulary."""
+
+
+def linear_cross_entropy(
+    x_TH: Tensor, w_VH: Tensor, target_T: Tensor, count: float | None = None, part: VocabularyPart | None = None
+) -> Tensor:
+    """Sum of the cross-entropies of `x_TH @ w_VH.T` against `target_T`, over `count` (by default T); an fp32 scalar.
+
+    Rows with a target below 0 are left out. Softmax and loss are computed in fp32. Gradients flow to `x_TH` and `w_VH`. With
+    a `part` the loss is that of the whole vocabulary, and x gets what the gradient owes to this part.
     """
-    if backend.use_triton(x_TH):
+    count = float(len(x_TH)) if count is None else count
+    if part is None and backend.use_triton(x_TH):
         from optimus.kernels.triton import linear_cross_entropy as kernels
 
-        return kernels.linear_cross_entropy(x_TH, w_VH, target_T)
-    return _LinearCrossEntropy.apply(x_TH, w_VH, target_T, torch.is_grad_enabled())
+        return kernels.linear_cross_entropy(x_TH, w_VH, target_T, count)
+    return _LinearCrossEntropy.apply(x_TH, w_VH, target_T, count, part, torch.is_grad_enabled())
 
 
-def linear_cross_entropy_reference(x_TH: Tensor, w_VH: Tensor, target_T: Tensor) -> Tensor:
+def linear_cross_entropy_reference(x_TH: Tensor, w_VH: Tensor, target_T: Tensor, count: float | None = None) -> Tensor:
     """The definition, for tests."""
-    return F.cross_entropy(F.linear(x_TH, w_VH).to(compute_dtype(x_TH.dtype)), target_T)
+    logits_TV = F.linear(x_TH, w_VH).to(compute_dtype(x_TH.dtype))
+    total = F.cross_entropy(logits_TV, target_T, ignore_index=-1, reduction="sum")
+    return total / (len(x_TH) if count is None else count)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, w_VH: Tensor, target_T: Tensor, with_gradients: bool) -> Tensor:
-        rows, wide = len(x_TH), compute_dtype(x_TH.dtype)
+    def forward(
+        ctx: Any,
+        x_TH: Tensor,
+        w_VH: Tensor,
+        target_T: Tensor,
+        count: float,
+        part: VocabularyPart | None,
+        with_gradients: bool,
+    ) -> Tensor:
+        wide = compute_dtype(x_TH.dtype)
         block = max(1, _BLOCK_ELEMENTS // len(w_VH))
         total = torch.zeros((), dtype=wide, device=x_TH.device)
         x_grad = torch.empty_like(x_TH) if with_gradients else None
         w_grad = torch.zeros_like(w_VH, dtype=wide) if with_gradients else None
-        for start in range(0, rows, block):
-            x, target = x_TH[start : start + block], target_T[start : start + block, None]
+        for start in range(0, len(x_TH), block):
+            x, target = x_TH[start : start + block], target_T[start : start + block]
             logits = matmul(x, w_VH.T)
-            p = logits.softmax(-1, dtype=wide)
-            total += _loss_sum(logits, p, target)
+            p, loss = _probabilities(logits, target, wide, part)
+            total += loss.sum()
             if x_grad is not None and w_grad is not None:
-                p.scatter_add_(1, target, torch.full_like(target, -1, dtype=p.dtype))
-                logits_grad = p.div_(rows).to(x.dtype)
+                logits_grad = p.div_(count).to(x.dtype)
                 matmul(logits_grad, w_VH, out=x_grad[start : start + block])
                 matmul(logits_grad.T, x, out=w_grad, add=True)
         if x_grad is not None:
             ctx.save_for_backward(x_grad, w_grad)
             ctx.weight_dtype = w_VH.dtype
-        return total / rows
+        return total / count
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, w_grad = ctx.saved_tensors
         scale = grads[0]
-        return x_grad * scale.to(x_grad.dtype), (w_grad * scale).to(ctx.weight_dtype), None, None
+        return x_grad * scale.to(x_grad.dtype), (w_grad * scale).to(ctx.weight_dtype), None, None, None, None
 
 
-def _loss_sum(logits_TV: Tensor, p_TV: Tensor, target_T1: Tensor) -> Tensor:
-    """Sum of the cross-entropies, from logits and their softmax.
+def _probabilities(
+    logits_TV: Tensor, target_T: Tensor, wide: torch.dtype, part: VocabularyPart | None
+) -> tuple[Tensor, Tensor]:
+    """(probabilities minus 1 at the target, 0 in rows that are left out [T, V]; their losses [T]).
 
     The normaliser comes from the largest probability: that of the target may be too small for fp32.
     """
+    if part is not None:
+        part.complete(logits_TV)
+    row_T = target_T - (0 if part is None else part.first)
+    here_T = (row_T >= 0) & (row_T < logits_TV.shape[1])
+    row_T1 = row_T.clamp(0, logits_TV.shape[1] - 1)[:, None]
+    p_TV = logits_TV.softmax(-1, dtype=wide)
     top_T1, best_T1 = p_TV.max(-1, keepdim=True)
-    best, target = (logits_TV.gather(1, at).to(p_TV.dtype) for at in (best_T1, target_T1))
-    return (best - top_T1.log() - target).sum()
+    lse_T = (logits_TV.gather(1, best_T1).to(wide) - top_T1.log())[:, 0]
+    chosen_T = logits_TV.gather(1, row_T1)[:, 0].to(wide).masked_fill(~here_T, 0)
+    if part is not None:
+        own_T = lse_T
+        lse_T, chosen_T = part.combine(own_T, chosen_T)
+        p_TV *= (own_T - lse_T).exp_()[:, None]
+    p_TV.scatter_add_(1, row_T1, -here_T[:, None].to(wide))
+    counted_T = target_T >= 0
+    if not counted_T.all():
+        p_TV *= counted_T[:, None]
+    return p_TV, (lse_T - chosen_T) * counted_T

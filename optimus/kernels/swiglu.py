@@ -36,7 +36,7 @@ def swiglu_backward(h_grad_TI: Tensor, z_T2I: Tensor) -> tuple[Tensor, Tensor]:
     gate_grad, up_grad = z_grad.chunk(2, -1)
     act = F.silu(gate)
     torch.mul(h_grad_TI, act, out=up_grad)
-    gate_grad.copy_(torch.ops.aten.silu_backward(h_grad_TI * up, gate))
+    torch.ops.aten.silu_backward.grad_input(h_grad_TI * up, gate, grad_input=gate_grad)
     return z_grad, act.mul_(up)
 
 

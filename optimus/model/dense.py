@@ -1,6 +1,6 @@
 """The dense feed-forward layer and the norms.
 
-Legend: B batch, S sequence, H hidden, I intermediate.
+Legend: T tokens, H hidden, I intermediate.
 """
 
 import torch
@@ -20,8 +20,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(hidden))
         self.eps = eps
 
-    def forward(self, x_BSH: Tensor) -> Tensor:
-        return rms_norm(x_BSH, self.weight, self.eps)
+    def forward(self, x_TH: Tensor) -> Tensor:
+        return rms_norm(x_TH, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -31,8 +31,8 @@ class LayerNorm(nn.Module):
         super().__init__()
         self.hidden, self.eps = hidden, eps
 
-    def forward(self, x_BSH: Tensor) -> Tensor:
-        return F.layer_norm(x_BSH, (self.hidden,), eps=self.eps)
+    def forward(self, x_TH: Tensor) -> Tensor:
+        return F.layer_norm(x_TH, (self.hidden,), eps=self.eps)
 
 
 class DenseMlp(nn.Module):
@@ -43,5 +43,5 @@ class DenseMlp(nn.Module):
         self.gate_up = Linear(hidden, 2, intermediate)
         self.down = Linear(intermediate, hidden)
 
-    def forward(self, x_BSH: Tensor) -> Tensor:
-        return self.down(swiglu(self.gate_up(x_BSH)))
+    def forward(self, x_TH: Tensor) -> Tensor:
+        return self.down(swiglu(self.gate_up(x_TH)))

@@ -3,10 +3,10 @@
 - olmo: LayerNorm without weights, SwiGLU feed-forward layer, no biases (OLMo, section 2).
 - olmoe: RMSNorm, a norm over q and k, dropless top-k experts (OLMoE, section 2; the Optimus paper's Mula models).
 
-Legend: B batch, S sequence, H hidden, V vocabulary, T = B * (S - 1) predicted tokens.
+Legend: B batch, S sequence, H hidden, V vocabulary, T = B * S tokens.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,11 @@ from optimus.config.tree import ModelConfig
 from optimus.kernels.linear import linear
 from optimus.kernels.linear_cross_entropy import linear_cross_entropy
 from optimus.kernels.rotary import rotary_table
-from optimus.model.attention import Attention, LayerCache
+from optimus.model.attention import Attention, LayerCache, Places
 from optimus.model.dense import DenseMlp, LayerNorm, RMSNorm
 from optimus.model.moe.layer import MoeLayer
 from optimus.model.moe.router import RouterStats, Routing
+from optimus.model.sequence import Sequence, WholeSequence
 
 
 class Losses(NamedTuple):
@@ -63,14 +64,50 @@ class Block(nn.Module):
             self.mlp = DenseMlp(config.hidden, config.intermediate)
 
     def forward(
-        self, x_BSH: Tensor, table: tuple[Tensor, Tensor], cache: LayerCache | None = None
+        self, x_TH: Tensor, places: Places, cache: LayerCache | None = None
     ) -> tuple[Tensor, RouterStats | None]:
-        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), table, cache)
-        normed = self.mlp_norm(x_BSH)
+        x_TH = x_TH + self.attention(self.attention_norm(x_TH), places, cache)
+        normed = self.mlp_norm(x_TH)
         if hasattr(self, "moe"):
-            y_BSH, stats = self.moe(normed)
-            return x_BSH + y_BSH, stats
-        return x_BSH + self.mlp(normed), None
+            y_TH, stats = self.moe(normed)
+            return x_TH + y_TH, stats
+        return x_TH + self.mlp(normed), None
+
+
+class Vocabulary(Protocol):
+    """How the embedding and the output layer are carried out."""
+
+    multiple: int  # sequences must have a length that is a multiple of this
+
+    def embed(self, tokens_T: Tensor, weight: nn.Parameter) -> Tensor:
+        """The residual stream [T, H] as the blocks hold it."""
+
+    def join(self, x_TH: Tensor) -> Tensor:
+        """The whole [T, H] from the residual stream as the blocks hold it."""
+
+    def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
+        """[..., H], whole, to [..., V] in the type of the weight."""
+
+    def loss(self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float) -> Tensor:
+        """Sum of the cross-entropies of the residual stream against targets, over `count`; targets below 0 are left out."""
+
+
+class LocalVocabulary:
+    """The whole weights are here."""
+
+    multiple = 1
+
+    def embed(self, tokens_T: Tensor, weight: nn.Parameter) -> Tensor:
+        return F.embedding(tokens_T, weight)
+
+    def join(self, x_TH: Tensor) -> Tensor:
+        return x_TH
+
+    def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
+        return linear(x, weight)
+
+    def loss(self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float) -> Tensor:
+        return linear_cross_entropy(x_TH, weight, target_T, count)
 
 
 class Embedding(nn.Module):
@@ -79,13 +116,14 @@ class Embedding(nn.Module):
     def __init__(self, vocab: int, hidden: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab, hidden))
+        self.vocabulary: Vocabulary = LocalVocabulary()
 
-    def forward(self, tokens_BS: Tensor) -> Tensor:
-        return F.embedding(tokens_BS, self.weight)
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        return self.vocabulary.embed(tokens_T, self.weight)
 
 
 class Head(nn.Module):
-    """The output layer: logits, or the mean cross-entropy against targets without ever holding all logits.
+    """The output layer: logits, or the cross-entropy against targets without ever holding all logits.
 
     `weight` is its own, or that of the embedding when the two are tied.
     """
@@ -93,21 +131,26 @@ class Head(nn.Module):
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
+        self.vocabulary: Vocabulary = LocalVocabulary()
 
-    def forward(self, x: Tensor, target_T: Tensor | None = None) -> Tensor:
-        """[..., H] to [..., V] in the type of the weight; with `target_T`, x [T, H] to an fp32 scalar."""
-        return linear(x, self.weight) if target_T is None else linear_cross_entropy(x, self.weight, target_T)
+    def forward(self, x: Tensor, target_T: Tensor | None = None, count: float = 1.0) -> Tensor:
+        """[..., H] to [..., V]; with `target_T`, x [T, H] to an fp32 scalar, their summed cross-entropy over `count`."""
+        if target_T is None:
+            return self.vocabulary.logits(x, self.weight)
+        return self.vocabulary.loss(x, self.weight, target_T, count)
 
 
 class Transformer(nn.Module):
     """A causal language model: `tokens_BS` int64 to `logits_BSV`.
 
-    Parameters are made empty on the default device; `model.init.initialize` or a checkpoint fills them.
+    Parameters are made empty on the default device; `model.init.initialize` or a checkpoint fills them. `sequence` says
+    which positions this device trains on: all, unless it is replaced.
     """
 
     def __init__(self, config: ModelConfig, routing: Routing = "learned") -> None:
         super().__init__()
         self.config = config
+        self.sequence: Sequence = WholeSequence()
         self.embedding = Embedding(config.vocab, config.hidden)
         self.blocks = nn.ModuleList(Block(config, routing) for _ in range(config.layers))
         norm = RMSNorm if config.family == "olmoe" else LayerNorm
@@ -117,26 +160,44 @@ class Transformer(nn.Module):
 
     def forward(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits [B, S, V] in the type of the weights. With a `cache`, the tokens continue the sequence held there."""
-        hidden_BSH, _ = self.hidden_states(tokens_BS, cache)
-        return self.head(hidden_BSH)
+        return self.head(self.hidden_states(tokens_BS, cache))
+
+    def hidden_states(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Output of the final norm [B, S, H], whole on every device; for evaluation, without gradients."""
+        length, start = tokens_BS.shape[1], cache.length if cache is not None else 0
+        tokens_BS = F.pad(tokens_BS, (0, -length % self.head.vocabulary.multiple))  # a causal model does not see it
+        positions = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
+        x_TH, _ = self._blocks(tokens_BS, positions, WholeSequence(), cache)
+        if cache is not None:
+            cache.length += length
+        return self.head.vocabulary.join(x_TH).unflatten(0, (len(tokens_BS), -1))[:, :length]
 
     def losses(self, tokens_BS: Tensor) -> Losses:
-        """Mean loss of predicting each token but the first from those before it, and the router's statistics."""
-        hidden_BSH, stats = self.hidden_states(tokens_BS)
-        x_TH, target_T = hidden_BSH[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten()
-        return Losses(self.head(x_TH, target_T), stats)
+        """Loss of predicting each token but the first from those before it, and the router's statistics.
 
-    def hidden_states(self, tokens_BS: Tensor, cache: KVCache | None = None) -> tuple[Tensor, RouterStats | None]:
-        """(output of the final norm [B, S, H], router statistics summed over the layers)."""
-        start = cache.length if cache is not None else 0
-        positions = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
-        table = rotary_table(positions, self.config.hidden // self.config.heads, self.config.rope_theta)
-        x_BSH = self.embedding(tokens_BS)
+        The mean over all devices that the sequences are divided over is the mean over the predicted tokens.
+        """
+        positions = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
+        target_T = F.pad(tokens_BS[:, 1:], (0, 1), value=-1)[:, positions].flatten()
+        x_TH, stats = self._blocks(tokens_BS[:, positions], positions, self.sequence)
+        predicted = tokens_BS[:, 1:].numel() / self.sequence.parts
+        return Losses(self.head(x_TH, target_T, predicted), stats)
+
+    def router_statistics(self, tokens_BS: Tensor) -> RouterStats | None:
+        """What `losses` would find for the router's losses, all layers summed."""
+        positions = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
+        return self._blocks(tokens_BS[:, positions], positions, self.sequence)[1]
+
+    def _blocks(
+        self, tokens_BS: Tensor, positions_S: Tensor, sequence: Sequence, cache: KVCache | None = None
+    ) -> tuple[Tensor, RouterStats | None]:
+        """(output of the final norm [T, H], router statistics summed over the layers)."""
+        table = rotary_table(positions_S, self.config.hidden // self.config.heads, self.config.rope_theta)
+        places = Places(*table, sequence)
+        x_TH = self.embedding(tokens_BS.flatten())
         total: RouterStats | None = None
         for i, block in enumerate(self.blocks):
-            x_BSH, stats = block(x_BSH, table, cache.layers[i] if cache is not None else None)
+            x_TH, stats = block(x_TH, places, cache.layers[i] if cache is not None else None)
             if stats is not None:
                 total = stats if total is None else total + stats
-        if cache is not None:
-            cache.length += tokens_BS.shape[1]
-        return self.final_norm(x_BSH), total
+        return self.final_norm(x_TH), total

@@ -92,7 +92,7 @@ def _global_choices(
     if config.moe.balance_scope == "microbatch" or model.config.experts is None or len(microbatches) == 1:
         return None
     with torch.no_grad():
-        return _choices([model.hidden_states(tokens)[1] for tokens in microbatches], state)
+        return _choices([model.router_statistics(tokens) for tokens in microbatches], state)
 
 
 def _choices(counted: Sequence[RouterStats | None], state: ModelState) -> Tensor:

@@ -18,17 +18,18 @@ _BLOCK_ELEMENTS = 1 << 27  # logits of one block: 256 MB in bf16, enough rows to
 _COLUMNS = 4096  # of a row that a program holds at once
 
 
-def linear_cross_entropy(x_TH: Tensor, w_VH: Tensor, target_T: Tensor) -> Tensor:
-    """Mean over T of the cross-entropy of `x_TH @ w_VH.T` against `target_T`; an fp32 scalar.
+def linear_cross_entropy(x_TH: Tensor, w_VH: Tensor, target_T: Tensor, count: float | None = None) -> Tensor:
+    """Sum of the cross-entropies of `x_TH @ w_VH.T` against `target_T`, over `count` (by default T); an fp32 scalar.
 
-    Softmax and loss are computed in fp32. Gradients flow to `x_TH` and `w_VH`.
+    Rows with a target below 0 are left out. Softmax and loss are computed in fp32. Gradients flow to `x_TH` and `w_VH`.
     """
-    return _LinearCrossEntropy.apply(x_TH, w_VH, target_T, torch.is_grad_enabled())
+    count = float(len(x_TH)) if count is None else count
+    return _LinearCrossEntropy.apply(x_TH, w_VH, target_T, count, torch.is_grad_enabled())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, w_VH: Tensor, target_T: Tensor, with_gradients: bool) -> Tensor:
+    def forward(ctx: Any, x_TH: Tensor, w_VH: Tensor, target_T: Tensor, count: float, with_gradients: bool) -> Tensor:
         T, V = len(x_TH), len(w_VH)
         block = max(1, _BLOCK_ELEMENTS // V)
         target_T = target_T.contiguous()
@@ -39,7 +40,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + block)
             logits = F.linear(x_TH[rows], w_VH)
             _softmax_gradient[(len(logits),)](
-                logits, target_T[rows], loss_T[rows], 1 / T, V=V, WITH_GRADIENT=with_gradients,
+                logits, target_T[rows], loss_T[rows], 1 / count, V=V, WITH_GRADIENT=with_gradients,
                 COLUMNS=min(_COLUMNS, triton.next_power_of_2(V)),
             )  # fmt: skip
             if x_grad_TH is not None and w_grad_VH is not None:
@@ -48,13 +49,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if with_gradients:
             ctx.save_for_backward(x_grad_TH, w_grad_VH)
             ctx.weight_dtype = w_VH.dtype
-        return loss_T.mean()
+        return loss_T.sum() / count
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x_grad_TH, w_grad_VH = ctx.saved_tensors
         scale = grads[0]
-        return x_grad_TH * scale.to(x_grad_TH.dtype), (w_grad_VH * scale).to(ctx.weight_dtype), None, None
+        return x_grad_TH * scale.to(x_grad_TH.dtype), (w_grad_VH * scale).to(ctx.weight_dtype), None, None, None
 
 
 @triton.jit
@@ -66,7 +67,8 @@ def _softmax_gradient(
     row = logits_TV + t.to(tl.int64) * V
     # Read before anything is written, with the loop's barriers between: other threads write where this one reads.
     target = tl.load(target_T + t)
-    target_logit = tl.load(row + target).to(tl.float32)
+    counted = target >= 0
+    target_logit = tl.load(row + target, mask=counted, other=0).to(tl.float32)
     largest = tl.full((), -float("inf"), dtype=tl.float32)
     total = tl.full((), 0.0, dtype=tl.float32)
     for first in range(0, V, COLUMNS):
@@ -77,7 +79,8 @@ def _softmax_gradient(
         largest = larger
     # As a difference of logits first: a hopeless target's probability may be too small for fp32.
     loss = largest - target_logit + tl.log(total)
-    tl.store(loss_T + t, loss)
+    tl.store(loss_T + t, tl.where(counted, loss, 0.0))
+    scale = tl.where(counted, scale, 0.0)
     if WITH_GRADIENT:
         for first in range(0, V, COLUMNS):
             v = first + tl.arange(0, COLUMNS)

@@ -1,6 +1,6 @@
 """Dropless Mixture-of-Experts feed-forward layer.
 
-Legend: B batch, S sequence, T = B * S tokens, H hidden, K experts per token.
+Legend: T tokens, H hidden, K experts per token, U tokens that this layer works on here.
 """
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from optimus.kernels.expert_mlp import expert_mlp
 from optimus.model.moe.dispatch import Dispatch, local_dispatch
 from optimus.model.moe.router import Router, RouterStats, Routing
+from optimus.model.moe.tokens import TokenSplit, WholeTokens
 
 
 class Experts(nn.Module):
@@ -26,7 +27,11 @@ class Experts(nn.Module):
 
 
 class MoeLayer(nn.Module):
-    """Router, then experts. `dispatch` carries the tokens to the experts: all on this device, unless it is replaced."""
+    """Router, then experts.
+
+    `tokens` says which of the tokens this device works on, and `dispatch` carries them to their experts: all are on this
+    device, unless they are replaced.
+    """
 
     def __init__(
         self,
@@ -39,11 +44,14 @@ class MoeLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.expert_count = experts  # of the whole layer; some may be on other ranks
+        self.tokens: TokenSplit = WholeTokens()
         self.dispatch: Dispatch = local_dispatch
         self.router = Router(hidden, experts, experts_per_token, routing, renormalise)
         self.experts = Experts(experts, hidden, intermediate)
 
-    def forward(self, x_BSH: Tensor) -> tuple[Tensor, RouterStats]:
-        x_TH = x_BSH.flatten(0, -2)
-        weights_TK, indices_TK, stats = self.router(x_TH)
-        return self.dispatch(x_TH, weights_TK, indices_TK, self.experts).view_as(x_BSH), stats
+    def forward(self, x_TH: Tensor) -> tuple[Tensor, RouterStats]:
+        """(output in the shape of x, of any leading dims; statistics of all tokens that the losses are about)."""
+        x_UH = self.tokens.take(x_TH.flatten(0, -2))
+        weights_UK, indices_UK, stats = self.router(x_UH)
+        y_UH = self.dispatch(x_UH, weights_UK, indices_UK, self.experts)
+        return self.tokens.put_back(y_UH).view_as(x_TH), self.tokens.sum(stats)
