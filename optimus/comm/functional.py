@@ -1,13 +1,21 @@
 """Collectives that autograd can go through. The backward pass of each is the collective that it is the transpose of.
 
-All are about rows, the slices of dim 0. A tensor is never changed in place, and a group of one is the identity. Every rank
+Most are about rows, the slices of dim 0. A tensor is never changed in place, and a group of one is the identity. Every rank
 of the group must call them in the same order. Autograd takes the operations of a graph in the reverse of the order in which
 they were made, so ranks with the same graph agree on the order of the backward pass as well.
+
+A tensor that all ranks hold in common, because they compute the same from it, is *shared*: its gradient, too, is the same on
+all of them. What `split_rows`, `sum_shared` and `share` say of it is what makes gradients right.
+
+Where a forward pass is run again for its activations, what its collectives gave the first time can be kept and given again
+(`keeping`; communication-aware checkpointing, TED, section 7.3), so that none is issued.
 
 Legend: N ranks of the group, T rows of this rank.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +29,7 @@ def gather_rows(x: Tensor, group: Group) -> Tensor:
 
     The gradient is the sum of what the ranks have for these rows (all-gather forward, reduce-scatter backward).
     """
-    return x if group.size == 1 else _GatherRows.apply(x, group)
+    return x if group.size == 1 else _Linear.apply(x, group, gathered, summed)
 
 
 def sum_rows(x: Tensor, group: Group) -> Tensor:
@@ -29,7 +37,42 @@ def sum_rows(x: Tensor, group: Group) -> Tensor:
 
     Reduce-scatter forward, all-gather backward.
     """
-    return x if group.size == 1 else _SumRows.apply(x, group)
+    return x if group.size == 1 else _Linear.apply(x, group, summed, gathered)
+
+
+def split_rows(x: Tensor, group: Group) -> Tensor:
+    """This rank's rows of a shared `x`: [N * T, ...] to [T, ...]. All-gather in the backward pass only."""
+    return x if group.size == 1 else _Linear.apply(x, group, own_rows, gathered)
+
+
+def join_rows(x: Tensor, group: Group) -> Tensor:
+    """The rows of every rank as a shared tensor: [T, ...] to [N * T, ...]. All-gather in the forward pass only."""
+    return x if group.size == 1 else _Linear.apply(x, group, gathered, own_rows)
+
+
+def sum_over(x: Tensor, group: Group) -> Tensor:
+    """The sum over the ranks, of which each makes something else: all-reduce in both passes."""
+    return x if group.size == 1 else _Linear.apply(x, group, total, total)
+
+
+def sum_shared(x: Tensor, group: Group) -> Tensor:
+    """The sum over the ranks, as a shared tensor: all-reduce in the forward pass only (Megatron-LM's g)."""
+    return x if group.size == 1 else _Linear.apply(x, group, total, _same)
+
+
+def share(x: Tensor, group: Group) -> Tensor:
+    """A shared tensor of which each rank makes something else: all-reduce in the backward pass only (Megatron-LM's f)."""
+    return x if group.size == 1 else _Linear.apply(x, group, _same, total)
+
+
+def columns_to_rows(x: Tensor, group: Group) -> Tensor:
+    """[N * T, C] of which every rank has other columns to [T, N * C]: whole rows, each on one rank. All-to-all."""
+    return x if group.size == 1 else _Linear.apply(x, group, _whole_rows, _whole_columns)
+
+
+def rows_to_columns(x: Tensor, group: Group) -> Tensor:
+    """The inverse of `columns_to_rows`: [T, N * C] to [N * T, C]."""
+    return x if group.size == 1 else _Linear.apply(x, group, _whole_columns, _whole_rows)
 
 
 def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
@@ -37,49 +80,140 @@ def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group:
 
     The gradients of the rows go back the way these came (all-to-all in both passes).
     """
-    return x if group.size == 1 else _ExchangeRows.apply(x, send, receive, group)
+    if group.size == 1:
+        return x
 
-
-def _gathered(x: Tensor, group: Group) -> Tensor:
-    out = x.new_empty(len(x) * group.size, *x.shape[1:])
-    group.gather(out, x.contiguous())
-    return out
-
-
-def _summed(x: Tensor, group: Group) -> Tensor:
-    out = x.new_empty(len(x) // group.size, *x.shape[1:])
-    group.sum_part(x.contiguous(), out)
-    return out
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _gathered(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _summed(grads[0], ctx.group), None
-
-
-class _SumRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _summed(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grads[0], ctx.group), None
-
-
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
+    def there(x: Tensor, group: Group) -> Tensor:
         return group.exchange(x, send, receive)
+
+    def back(x: Tensor, group: Group) -> Tensor:
+        return group.exchange(x, receive, send)
+
+    return _Linear.apply(x, group, there, back)
+
+
+# ---- The collectives themselves, each giving a new tensor ----
+
+Collective = Callable[[Tensor, Group], Tensor]
+
+
+def gathered(x: Tensor, group: Group) -> Tensor:
+    """All-gather of rows."""
+    return start_gathered(x, group)()
+
+
+def start_gathered(x: Tensor, group: Group) -> Callable[[], Tensor]:
+    """Begin an all-gather of rows; the result gives them."""
+    out = x.new_empty(len(x) * group.size, *x.shape[1:])
+    finish = group.start_gather(out, x.contiguous())
+    return lambda: (finish(), out)[1]
+
+
+def summed(x: Tensor, group: Group) -> Tensor:
+    """Reduce-scatter of rows."""
+    return start_summed(x, group)()
+
+
+def start_summed(x: Tensor, group: Group) -> Callable[[], Tensor]:
+    """Begin a reduce-scatter of rows, of which `x` may be used up; the result gives this rank's."""
+    out = x.new_empty(len(x) // group.size, *x.shape[1:])
+    finish = group.start_sum_part(x.contiguous(), out)
+    return lambda: (finish(), out)[1]
+
+
+def own_rows(x: Tensor, group: Group) -> Tensor:
+    """This rank's rows."""
+    return x.chunk(group.size)[group.rank]
+
+
+def total(x: Tensor, group: Group) -> Tensor:
+    """All-reduce."""
+    return start_total(x.clone(memory_format=torch.contiguous_format), group)()
+
+
+def start_total(x: Tensor, group: Group) -> Callable[[], Tensor]:
+    """Begin an all-reduce of contiguous `x`, in place; the result gives it."""
+    finish = group.start_sum(x)
+    return lambda: (finish(), x)[1]
+
+
+def _same(x: Tensor, group: Group) -> Tensor:
+    return x.view_as(x)
+
+
+def _whole_rows(x: Tensor, group: Group) -> Tensor:
+    rows = len(x) // group.size
+    came = group.exchange(x, [rows] * group.size, [rows] * group.size)
+    return came.unflatten(0, (group.size, rows)).transpose(0, 1).flatten(1)
+
+
+def _whole_columns(x: Tensor, group: Group) -> Tensor:
+    leaving = x.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1)
+    return group.exchange(leaving, [len(x)] * group.size, [len(x)] * group.size)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return kept(lambda: there(x, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.group.exchange(grads[0], ctx.receive, ctx.send), None, None, None
+        return ctx.back(grads[0], ctx.group), None, None, None
+
+
+# ---- What collectives gave, kept for a forward pass that is run again ----
+
+
+class Kept:
+    """What the collectives of a forward pass gave, in order."""
+
+    def __init__(self) -> None:
+        self._results: deque[Any] = deque()
+        self._again = False
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within, what collectives give is kept."""
+        with self._active():
+            yield
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Within, the same forward pass is given what was kept, and issues no collective."""
+        self._again = True
+        with self._active():
+            yield
+
+    def take(self, make: Callable[[], Any]) -> Any:
+        """The next result: made and kept, or given again."""
+        if self._again:
+            return self._results.popleft()
+        made = make()
+        self._results.append(_without_history(made))
+        return made
+
+    @contextmanager
+    def _active(self) -> Iterator[None]:
+        global _kept
+        before, _kept = _kept, self
+        try:
+            yield
+        finally:
+            _kept = before
+
+
+_kept: Kept | None = None  # not an argument, as collectives are issued deep inside of a module that is run again
+
+
+def _without_history(value: Any) -> Any:
+    """The same, its tensors as others of the same memory: autograd makes its own what a forward pass gives."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    return tuple(map(_without_history, value)) if isinstance(value, tuple) else value
+
+
+def kept(make: Callable[[], Any]) -> Any:
+    """What `make`, which issues collectives, gives in a forward pass; or gave when the pass was run first."""
+    return make() if _kept is None else _kept.take(make)

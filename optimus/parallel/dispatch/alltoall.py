@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.comm import Group
-from optimus.comm.functional import exchange_rows
+from optimus.comm.functional import exchange_rows, kept
 from optimus.model.moe.dispatch import local_indices
 
 
@@ -57,7 +57,8 @@ class AllToAllDispatch:
         send, receive = self._counts(copies.count_N)
         x_RH = exchange_rows(_Spread.apply(x_TH, copies), send, receive, self.group)
         weights_RK = exchange_rows(_Spread.apply(weights_TK, copies), send, receive, self.group)
-        indices_RK = self.group.exchange(indices_TK.int()[copies.token_S], send, receive)  # int32: half the bytes
+        leaving_SK = indices_TK.int()[copies.token_S]  # int32: half the bytes
+        indices_RK = kept(lambda: self.group.exchange(leaving_SK, send, receive))
         local_RK = local_indices(indices_RK, self.group.rank * self.experts_per_rank, self.experts_per_rank)
         y_SH = exchange_rows(experts(x_RH, weights_RK, local_RK), receive, send, self.group)
         return _Collect.apply(y_SH, copies)
@@ -65,7 +66,7 @@ class AllToAllDispatch:
     def _counts(self, send_N: Tensor) -> tuple[list[int], list[int]]:
         """How many rows go to each rank, and how many come from it."""
         one_each = [1] * self.group.size
-        receive_N = self.group.exchange(send_N, one_each, one_each)
+        receive_N = kept(lambda: self.group.exchange(send_N, one_each, one_each))
         send, receive = torch.stack([send_N, receive_N]).tolist()
         return send, receive
 
