@@ -105,6 +105,8 @@ def _type(annotation: Any) -> str:
         return " or ".join(_type(argument) for argument in arguments)
     if origin is typing.Literal:
         return " or ".join(f"`{value}`" for value in arguments)
+    if origin is typing.Annotated:
+        return _type(arguments[0]) + _limits(arguments[1])
     if origin is list:
         return f"list of {_type(arguments[0])}"
     names = {int: "integer", float: "number", str: "text", bool: "true or false", types.NoneType: "null"}

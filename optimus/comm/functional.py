@@ -16,6 +16,7 @@ Legend: N ranks of the group, T rows of this rank.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,6 +93,24 @@ def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group:
     return _Linear.apply(x, group, there, back)
 
 
+def gather_uneven_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
+    """`gather_rows` where rank i has `rows[i]` rows."""
+    return (
+        x
+        if group.size == 1
+        else _Linear.apply(x, group, partial(_gathered_uneven, rows), partial(_summed_uneven, rows))
+    )
+
+
+def sum_uneven_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
+    """`sum_rows` where rank i gets `rows[i]` rows."""
+    return (
+        x
+        if group.size == 1
+        else _Linear.apply(x, group, partial(_summed_uneven, rows), partial(_gathered_uneven, rows))
+    )
+
+
 # ---- The collectives themselves, each giving a new tensor ----
 
 Collective = Callable[[Tensor, Group], Tensor]
@@ -104,6 +123,8 @@ def gathered(x: Tensor, group: Group) -> Tensor:
 
 def start_gathered(x: Tensor, group: Group) -> Callable[[], Tensor]:
     """Begin an all-gather of rows; the result gives them."""
+    if group.size == 1:
+        return lambda: x
     out = x.new_empty(len(x) * group.size, *x.shape[1:])
     finish = group.start_gather(out, x.contiguous())
     return lambda: (finish(), out)[1]
@@ -116,6 +137,8 @@ def summed(x: Tensor, group: Group) -> Tensor:
 
 def start_summed(x: Tensor, group: Group) -> Callable[[], Tensor]:
     """Begin a reduce-scatter of rows, of which `x` may be used up; the result gives this rank's."""
+    if group.size == 1:
+        return lambda: x
     out = x.new_empty(len(x) // group.size, *x.shape[1:])
     finish = group.start_sum_part(x.contiguous(), out)
     return lambda: (finish(), out)[1]
@@ -133,6 +156,8 @@ def total(x: Tensor, group: Group) -> Tensor:
 
 def start_total(x: Tensor, group: Group) -> Callable[[], Tensor]:
     """Begin an all-reduce of contiguous `x`, in place; the result gives it."""
+    if group.size == 1:
+        return lambda: x
     finish = group.start_sum(x)
     return lambda: (finish(), x)[1]
 
@@ -150,6 +175,15 @@ def _whole_rows(x: Tensor, group: Group) -> Tensor:
 def _whole_columns(x: Tensor, group: Group) -> Tensor:
     leaving = x.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1)
     return group.exchange(leaving, [len(x)] * group.size, [len(x)] * group.size)
+
+
+def _gathered_uneven(rows: Sequence[int], x: Tensor, group: Group) -> Tensor:
+    return group.exchange(torch.cat([x] * group.size), [len(x)] * group.size, rows)
+
+
+def _summed_uneven(rows: Sequence[int], x: Tensor, group: Group) -> Tensor:
+    own = rows[group.rank]
+    return group.exchange(x, rows, [own] * group.size).unflatten(0, (group.size, own)).sum(0)
 
 
 class _Linear(torch.autograd.Function):

@@ -4,7 +4,8 @@ Every field carries its description, from which `docs/config.md` is generated. C
 here, by validators that name the fields, so that nothing starts before the whole tree is known to make sense.
 """
 
-from typing import Literal
+import math
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -61,14 +62,68 @@ class DataConfig(Section):
 class ParallelConfig(Section):
     """How the ranks divide the work."""
 
-    data: int | None = Field(
-        None, gt=0, description="Data-parallel ranks, each with its part of every global batch. Default: all ranks."
+    data: Annotated[int, Field(gt=0)] | Literal["auto"] = Field(
+        "auto",
+        description="Data-parallel ranks, each with its part of every global batch; auto: what the others leave.",
+    )
+    tensor: Annotated[int, Field(gt=0)] | list[int] = Field(
+        1,
+        description="Tensor-parallel ranks: a number (Megatron-LM), or a grid [outputs, inputs] over which every weight is "
+        "split in both dims (AxoNN's G_x and G_y; its G_z is state.shard_ranks with state.shard: parameters).",
+    )
+    sequence: bool | None = Field(
+        None,
+        description="With tensor: sequence parallelism, norms and residual stream split over tokens. Default: yes.",
+    )
+    overlap: bool = Field(
+        True, description="With tensor: send an input's gradient while that of the weight is computed (AxoNN's OAR)."
+    )
+    context: int = Field(1, gt=0, description="Context-parallel ranks: each has its part of every sequence.")
+    context_method: Literal["ring", "ulysses"] = Field(
+        "ring",
+        description="How the parts attend to each other: keys and values go round (ring attention), or every rank gets some "
+        "heads of whole sequences (Ulysses).",
     )
     expert: int = Field(
         1,
         gt=0,
-        description="Expert-parallel ranks, among the data-parallel ones: each holds its part of every layer's experts.",
+        description="Expert-parallel ranks, folded over the data-, context- and tensor-parallel ones: each holds its part "
+        "of every layer's experts.",
     )
+    expert_tensor: int = Field(1, gt=0, description="Ranks over which each expert is split, at most as many as tensor.")
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Tensor-parallel ranks over which weights' outputs, and inputs, are split."""
+        return (self.tensor, 1) if isinstance(self.tensor, int) else (self.tensor[0], self.tensor[1])
+
+    @property
+    def least_ranks(self) -> int:
+        """The number of ranks that this asks for, or, with data: auto, the least that it can do with."""
+        others = self.context * self.grid[0] * self.grid[1]
+        experts = self.expert * self.expert_tensor
+        return others * (experts // math.gcd(experts, others) if self.data == "auto" else self.data)
+
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether the residual stream is split over tokens."""
+        return self.grid != (1, 1) if self.sequence is None else self.sequence
+
+    @model_validator(mode="after")
+    def _sizes(self) -> "ParallelConfig":
+        if isinstance(self.tensor, list) and (len(self.tensor) != 2 or min(self.tensor) < 1):
+            raise ValueError(f"tensor {self.tensor} must be a number or two of them, [outputs, inputs]")
+        tensor = self.grid[0] * self.grid[1]
+        if self.sequence and tensor == 1:
+            raise ValueError("sequence splits tokens over the tensor-parallel ranks, but tensor is 1: remove it")
+        if self.expert_tensor > tensor:
+            raise ValueError(
+                f"expert_tensor {self.expert_tensor} is larger than tensor {tensor}: set it to at most {tensor}, and "
+                "expert to the rest"
+            )
+        if tensor % self.expert_tensor:
+            raise ValueError(f"expert_tensor {self.expert_tensor} does not divide tensor {tensor}: choose a divisor")
+        return self
 
 
 class StateConfig(Section):
@@ -107,6 +162,11 @@ class StateConfig(Section):
     )
     tile: int = Field(
         1 << 20, gt=0, description="Elements that the optimizer updates at a time; fp32 copies exist for one tile only."
+    )
+    overlap: bool = Field(
+        True,
+        description="Reduce each chunk's gradients while the backward pass goes on (AxoNN's ORS), not after it. Gathering "
+        "ahead (OAG) is prefetch.",
     )
     coarsening: int | None = Field(
         None,
@@ -175,6 +235,11 @@ class MoeConfig(Section):
         "alltoall",
         description="How tokens reach the experts of other ranks: each once to every rank that holds one of its experts, "
         "or all to all ranks (the paper's way).",
+    )
+    drop_duplicates: bool = Field(
+        True,
+        description="With tensor: each token is sent to its experts by one of the ranks that have it (TED). False, the "
+        "baseline, sends them all: alltoall, expert_tensor equal to tensor and no sequence parallelism only.",
     )
     balance_scope: Literal["microbatch", "global"] = Field(
         "microbatch",
@@ -307,16 +372,69 @@ class RunConfig(Section):
         absent = "moe" if dense else "mlp"
         if absent in self.recompute:
             raise ValueError(f"recompute: a model of family {self.model.family} has no module '{absent}'")
-        if self.parallel.expert > 1:
-            if self.model.experts is None:
-                raise ValueError(f"parallel.expert {self.parallel.expert}: the model is dense (family olmo), remove it")
-            if self.model.experts % self.parallel.expert:
-                raise ValueError(
-                    f"model.experts {self.model.experts} is not a multiple of parallel.expert {self.parallel.expert}"
-                )
-        if self.parallel.data and self.train.global_batch % (self.parallel.data * self.train.micro_batch):
+        self._parallel_experts()
+        self._parallel_shapes()
+        data = self.parallel.data
+        if data != "auto" and self.train.global_batch % (data * self.train.micro_batch):
             raise ValueError(
-                f"train.global_batch {self.train.global_batch} is not a multiple of parallel.data {self.parallel.data} "
+                f"train.global_batch {self.train.global_batch} is not a multiple of parallel.data {data} "
                 f"times train.micro_batch {self.train.micro_batch}"
             )
         return self
+
+    def _parallel_experts(self) -> None:
+        """Raise where the experts cannot be divided as asked."""
+        model, parallel = self.model, self.parallel
+        if model.experts is None:
+            for name in ("expert", "expert_tensor"):
+                if getattr(parallel, name) > 1:
+                    raise ValueError(
+                        f"parallel.{name} {getattr(parallel, name)}: the model is dense (family olmo), remove it"
+                    )
+            return
+        if model.experts % parallel.expert:
+            raise ValueError(f"model.experts {model.experts} is not a multiple of parallel.expert {parallel.expert}")
+        if model.intermediate % parallel.expert_tensor:
+            raise ValueError(
+                f"model.intermediate {model.intermediate} is not a multiple of parallel.expert_tensor "
+                f"{parallel.expert_tensor}: choose a divisor"
+            )
+        outputs, inputs = parallel.grid
+        baseline = self.moe.dispatch == "alltoall" and inputs == 1 and not parallel.splits_sequence
+        if not self.moe.drop_duplicates and not (baseline and parallel.expert_tensor == outputs > 1):
+            raise ValueError(
+                "moe.drop_duplicates false sends the tokens of all tensor-parallel ranks: that needs moe.dispatch alltoall, "
+                "parallel.sequence false, parallel.tensor a number above 1 and parallel.expert_tensor equal to it"
+            )
+
+    def _parallel_shapes(self) -> None:
+        """Raise where heads, widths, vocabulary or sequences cannot be divided as asked."""
+        model, parallel = self.model, self.parallel
+        outputs, inputs = parallel.grid
+        for name, size, parts, axis in (
+            ("model.heads", model.heads, outputs, "parallel.tensor"),
+            ("model.vocab", model.vocab, outputs, "parallel.tensor"),
+            ("model.hidden", model.hidden, inputs, "the inputs of parallel.tensor"),
+            ("model.intermediate", model.intermediate if model.experts is None else 0, outputs, "parallel.tensor"),
+        ):
+            if size % parts:
+                cure = f"set it to {-(-size // parts) * parts}" if name == "model.vocab" else "choose a divisor"
+                raise ValueError(f"{name} {size} is not a multiple of {axis} {parts}: {cure}")
+        context, cp = self.train.context, parallel.context
+        pieces = 2 * cp if parallel.context_method == "ring" and cp > 1 else cp
+        if context % pieces:
+            raise ValueError(
+                f"train.context {context} cannot be cut into the {pieces} equal pieces that parallel.context {cp} needs "
+                f"({parallel.context_method}): the nearest that can is {max(1, context // pieces) * pieces}"
+            )
+        if parallel.context_method == "ulysses" and (model.heads // outputs) % cp:
+            raise ValueError(
+                f"parallel.context {cp} by ulysses divides heads, but a rank has {model.heads // outputs} of them: choose a "
+                "divisor, or context_method ring"
+            )
+        rows, ranks = self.train.micro_batch * context // cp, outputs * inputs
+        if rows % ranks and (parallel.splits_sequence or model.experts is not None):
+            raise ValueError(
+                f"the {rows} tokens of a microbatch (train.micro_batch {self.train.micro_batch} x train.context {context} / "
+                f"parallel.context {cp}) cannot be split over the {ranks} ranks of parallel.tensor: change one of them"
+            )

@@ -20,6 +20,9 @@ from optimus.kernels.backend import compute_dtype
 from optimus.kernels.matmul import matmul
 
 _BLOCK_ELEMENTS = 1 << 21  # fp32 logits of one block: 8 MB, which stays in a CPU's cache
+_LEAST_ROWS = (
+    512  # of a block all the same: with few rows the time goes into reading and adding to the weight's gradient
+)
 
 
 class VocabularyPart(Protocol):
@@ -69,7 +72,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with_gradients: bool,
     ) -> Tensor:
         wide = compute_dtype(x_TH.dtype)
-        block = max(1, _BLOCK_ELEMENTS // len(w_VH))
+        block = max(_LEAST_ROWS, _BLOCK_ELEMENTS // len(w_VH))
         total = torch.zeros((), dtype=wide, device=x_TH.device)
         x_grad = torch.empty_like(x_TH) if with_gradients else None
         w_grad = torch.zeros_like(w_VH, dtype=wide) if with_gradients else None

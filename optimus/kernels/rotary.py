@@ -50,6 +50,10 @@ class _Rotary(torch.autograd.Function):
 
 
 def _turn(x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
-    cos, sin = cos_SD[:, None, :], sin_SD[:, None, :]
-    a, b = x_BSND.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x_BSND.dtype)
+    x = x_BSND.to(backend.compute_dtype(x_BSND.dtype))
+    cos, sin = (t.to(x.dtype)[:, None, :] for t in (torch.cat([cos_SD, cos_SD], -1), sin_SD))
+    y = x * cos
+    (a, b), (a_out, b_out) = x.chunk(2, -1), y.chunk(2, -1)
+    a_out.addcmul_(b, sin, value=-1)
+    b_out.addcmul_(a, sin)
+    return y.to(x_BSND.dtype)

@@ -3,6 +3,8 @@
 Legend: T tokens, H hidden, I intermediate.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,20 +21,27 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden))
         self.eps = eps
+        self.normalise: Callable[[Tensor, Tensor, float], Tensor] = rms_norm  # unless the columns are elsewhere too
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        return rms_norm(x_TH, self.weight, self.eps)
+        return self.normalise(x_TH, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):
     """LayerNorm without weight or bias (OLMo's non-parametric norm), in fp32 whatever the type of x."""
 
-    def __init__(self, hidden: int, eps: float) -> None:
+    def __init__(self, eps: float) -> None:
         super().__init__()
-        self.hidden, self.eps = hidden, eps
+        self.eps = eps
+        self.normalise: Callable[[Tensor, float], Tensor] = layer_norm  # unless the columns are elsewhere too
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        return F.layer_norm(x_TH, (self.hidden,), eps=self.eps)
+        return self.normalise(x_TH, self.eps)
+
+
+def layer_norm(x_TH: Tensor, eps: float) -> Tensor:
+    """LayerNorm of the last dim without weight or bias."""
+    return F.layer_norm(x_TH, x_TH.shape[-1:], eps=eps)
 
 
 class DenseMlp(nn.Module):

@@ -48,15 +48,19 @@ class KVCache:
         self.length = 0
 
 
+def _norm(config: ModelConfig) -> nn.Module:
+    """A norm of the residual stream."""
+    return RMSNorm(config.hidden, config.norm_eps) if config.family == "olmoe" else LayerNorm(config.norm_eps)
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
     def __init__(self, config: ModelConfig, routing: Routing) -> None:
         super().__init__()
-        norm = RMSNorm if config.family == "olmoe" else LayerNorm
-        self.attention_norm = norm(config.hidden, config.norm_eps)
+        self.attention_norm = _norm(config)
         self.attention = Attention(config.hidden, config.heads, config.norm_eps if config.family == "olmoe" else None)
-        self.mlp_norm = norm(config.hidden, config.norm_eps)
+        self.mlp_norm = _norm(config)
         if config.experts is not None and config.experts_per_token is not None:
             shape = config.hidden, config.intermediate, config.experts, config.experts_per_token
             self.moe = MoeLayer(*shape, routing, config.renormalise)
@@ -153,8 +157,7 @@ class Transformer(nn.Module):
         self.sequence: Sequence = WholeSequence()
         self.embedding = Embedding(config.vocab, config.hidden)
         self.blocks = nn.ModuleList(Block(config, routing) for _ in range(config.layers))
-        norm = RMSNorm if config.family == "olmoe" else LayerNorm
-        self.final_norm = norm(config.hidden, config.norm_eps)
+        self.final_norm = _norm(config)
         own = None if config.tie_embeddings else nn.Parameter(torch.empty(config.vocab, config.hidden))
         self.head = Head(self.embedding.weight if own is None else own)
 

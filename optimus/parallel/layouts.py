@@ -3,23 +3,29 @@
 from torch import nn
 
 from optimus.mesh import Layout
-from optimus.model.moe import sharding
-from optimus.model.moe.layer import MoeLayer
+from optimus.model.sharding import EXPERTS, ON_ROWS, ON_TOKENS, ends_with, splits_of
+
+_TENSOR = ("tp_in", "tp_out")
 
 
-def parameter_layouts(model: nn.Module) -> dict[str, Layout]:
+def parameter_layouts(model: nn.Module, *, sequence: bool = False, duplicates: bool = False) -> dict[str, Layout]:
     """By name, of a model that holds every parameter whole (best on the meta device).
 
-    Experts are split over `ep` and replicated over `edp`; all else is whole on each rank and replicated over the data axes.
+    What is not an expert is replicated over the data axes. Along a tensor-parallel axis that does not split it, its gradient
+    is made of other tokens on every rank (and summed) or of the same: `sequence` says which for the norms, `duplicates` for
+    the router (TED without duplicate token dropping).
     """
-    splits = {
-        f"{name}.{parameter}".lstrip("."): split
-        for name, module in model.named_modules()
-        if isinstance(module, MoeLayer)
-        for parameter, split in sharding.SPLITS.items()
-    }
-    return {name: _layout(tuple(value.shape), splits.get(name, ())) for name, value in model.named_parameters()}
+    return {name: _layout(name, tuple(value.shape), sequence, duplicates) for name, value in model.named_parameters()}
 
 
-def _layout(shape: tuple[int, ...], splits: tuple[tuple[int, str], ...]) -> Layout:
-    return Layout(shape, splits, replicas=("edp",)) if splits else Layout(shape)
+def _layout(name: str, shape: tuple[int, ...], sequence: bool, duplicates: bool) -> Layout:
+    splits = splits_of(name)
+    if ends_with(name, EXPERTS):
+        return Layout(shape, splits, replicas=("edp",))
+    whole = [axis for axis in _TENSOR if axis not in (axis for _, axis in splits)]
+    if ends_with(name, ON_TOKENS):
+        summed = [] if duplicates else whole
+    else:
+        summed = ["tp_out"] if sequence and ends_with(name, ON_ROWS) else []
+    same = tuple(axis for axis in whole if axis not in summed)
+    return Layout(shape, splits, replicas=("dp", "cp", *summed), same=same)

@@ -190,8 +190,7 @@ class Chunk:
 
     def begin_step(self) -> None:
         """Set the gradients to zero; must precede the first microbatch of a step."""
-        while self._pending is not None:  # of a step that was not finished
-            self.advance()
+        self.finish_reduction()  # of a step that was not finished
         self._arrived, self._last, self._summed = 0, False, False
         for sink in self._sinks:
             sink.used = False
@@ -211,17 +210,21 @@ class Chunk:
         self._last = True
         if self._pending is None and not self._summed and (not self.plan.shards_gradients or _allocated(self.gradient)):
             self._start_reduction()
-        while self._pending is not None:
-            self.advance()
+        self.finish_reduction()
         if not self._summed:
             self._sum_copies()
-            self.advance()
+            self.finish_reduction()
 
     def advance(self) -> None:
         """Finish the part of the reduction that is under way; the next part, if there is one, has then begun."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending()
+
+    def finish_reduction(self) -> None:
+        """Finish all that is under way of the reduction."""
+        while self._pending is not None:
+            self.advance()
 
     def _before_gradient(self) -> None:
         """A gradient of this chunk is about to be added: the buffer must be there and at rest."""

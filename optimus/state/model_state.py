@@ -42,6 +42,7 @@ class ModelState:
         self.groups = groups
         self.tile = options.tile
         self.steps = 0  # optimizer steps applied, for the bias correction of the moments
+        self._overlap = options.overlap
         self._reducing: deque[Chunk] = deque()
         piece = options.coarsening and options.coarsening * options.tile
 
@@ -166,7 +167,10 @@ class ModelState:
         return dict(total)
 
     def _limit_reductions(self, chunk: Chunk) -> None:
-        """A reduction has begun: let no more than a few hold their long buffers at once."""
+        """A reduction has begun: let no more than a few hold their long buffers at once, or none be under way."""
+        if not self._overlap:
+            chunk.finish_reduction()
+            return
         if chunk.plan.shards_gradients:
             self._reducing.append(chunk)
             if len(self._reducing) > _REDUCING:

@@ -14,9 +14,8 @@ from optimus.model import Transformer
 from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory
 from optimus.observe.metrics import check_wandb
-from optimus.parallel.layouts import parameter_layouts
 from optimus.state import bytes_by_kind, plan_chunks
-from optimus.train.run import DTYPES, Run, fingerprint, mesh_of
+from optimus.train.run import DTYPES, Run, fingerprint, layouts_of, mesh_of
 from optimus.train.step import accumulate_gradients
 
 
@@ -93,7 +92,7 @@ def state_bytes(config: RunConfig, ranks: int, rank: int) -> dict[str, int]:
     parameters cannot be divided as configured.
     """
     with torch.device("meta"):
-        layouts = parameter_layouts(Transformer(config.model))
+        layouts = layouts_of(Transformer(config.model), config)
     plans = plan_chunks(layouts, mesh_of(config, ranks), rank, config.state)
     return bytes_by_kind(plans, DTYPES[config.train.precision], DTYPES[config.state.gradient_dtype])
 

@@ -50,8 +50,8 @@ def train(
 ) -> dict[str, Any]:
     """Train as `config` (a YAML file, a mapping or a `RunConfig`) says; returns a summary of the run.
 
-    `ranks` processes on this machine share every global batch (default: `parallel.data`, else one); under a launcher that
-    sets WORLD_SIZE, such as torchrun, this process is one of its ranks. `resume` continues from the newest checkpoint in
+    `ranks` processes on this machine share every global batch (default: as many as `parallel` asks for); under a launcher
+    that sets WORLD_SIZE, such as torchrun, this process is one of its ranks. `resume` continues from the newest checkpoint in
     `train.output`. `check` validates everything, every checksum of the data included, and runs nothing.
 
     Raises `UserError` for anything that the user can mend, before any process is started wherever that is possible. When
@@ -60,7 +60,7 @@ def train(
     """
     tree = load_config(config, overrides, read_model_folder)
     launched = "WORLD_SIZE" in os.environ
-    ranks = int(os.environ["WORLD_SIZE"]) if launched else ranks or tree.parallel.data or 1
+    ranks = int(os.environ["WORLD_SIZE"]) if launched else ranks or tree.parallel.least_ranks
     shards = _check(tree, ranks, resume)
     if check:
         shards.verify()

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from optimus.config import RunConfig
 from optimus.data import Shards, TokenLoader
 from optimus.errors import UserError
 from optimus.hub import load_weights
-from optimus.mesh import Mesh
+from optimus.mesh import Layout, Mesh
 from optimus.model import Transformer
 from optimus.parallel.dispatch import set_dispatch
 from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.recompute import recompute
+from optimus.parallel.tensor import set_tensor_parallel
+from optimus.parallel.tokens import set_tokens
 from optimus.state import ModelState
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -59,8 +62,9 @@ class Run:
 
     @property
     def forward_is_collective(self) -> bool:
-        """Whether all ranks must run a forward pass together: parameters or experts are on other ranks."""
-        return self.state.gathers_on_use or self.groups.mesh.ep > 1
+        """Whether all ranks must run a forward pass together: some of what it needs is on other ranks."""
+        mesh = self.groups.mesh
+        return self.state.gathers_on_use or mesh.ep * mesh.tp * mesh.cp > 1
 
     def batches(self) -> TokenLoader:
         """This rank's part of every global batch from the next step on."""
@@ -92,9 +96,23 @@ class Run:
         return path
 
 
-def mesh_of(config: RunConfig, ranks: int) -> Mesh:
+def mesh_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> Mesh:
     """The mesh of `ranks` ranks as configured. Raises `UserError` when the sizes do not fit."""
-    return Mesh.of(ranks, data=config.parallel.data, expert=config.parallel.expert)
+    parallel = config.parallel
+    return Mesh.of(
+        ranks,
+        data=None if parallel.data == "auto" else parallel.data,
+        context=parallel.context,
+        tensor=parallel.grid,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        ranks_per_node=ranks_per_node,
+    )
+
+
+def layouts_of(model: Transformer, config: RunConfig) -> dict[str, Layout]:
+    """The layouts of the parameters of `model`, which holds them whole."""
+    return parameter_layouts(model, sequence=config.parallel.splits_sequence, duplicates=not config.moe.drop_duplicates)
 
 
 def build_model(config: RunConfig, device: torch.device, groups: Groups) -> tuple[Transformer, ModelState]:
@@ -106,14 +124,17 @@ def build_model(config: RunConfig, device: torch.device, groups: Groups) -> tupl
         model = Transformer(config.model, config.moe.routing)
     state = ModelState(
         model,
-        parameter_layouts(model),
+        layouts_of(model, config),
         groups,
         config.state,
         compute_dtype=DTYPES[config.train.precision],
         gradient_dtype=DTYPES[config.state.gradient_dtype],
         device=device,
     )
-    set_dispatch(model, groups, config.moe.dispatch)
+    duplicates = not config.moe.drop_duplicates
+    set_tensor_parallel(model, groups, sequence=config.parallel.splits_sequence, overlap=config.parallel.overlap)
+    set_tokens(model, groups, sequence=config.parallel.splits_sequence, duplicates=duplicates)
+    set_dispatch(model, groups, config.moe.dispatch, duplicates=duplicates)
     recompute(model.blocks, config.recompute)
     return model, state
 
@@ -122,7 +143,8 @@ def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
     """Make model and state on `device`, initialised, or loaded from the newest checkpoint when `resume`."""
     folder = Path(config.train.output)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    groups = Groups(mesh_of(config, ranks), config.resilience.timeout)
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    groups = Groups(mesh_of(config, ranks, node), config.resilience.timeout)
     model, state = build_model(config, device, groups)
     run = Run(config, folder, device, groups, model, state, Shards(config.data.path))
     found = list_checkpoints(folder) if resume else []

@@ -99,8 +99,8 @@ def _choices(counted: Sequence[RouterStats | None], state: ModelState) -> Tensor
     """Choices of each expert per token, over these microbatches of all data ranks."""
     routers = [router for router in counted if router is not None]
     counts_E = torch.stack([router.counts_E for router in routers]).sum(0)
-    state.groups.along(*DATA).sum(counts_E)
-    return counts_E / (sum(router.tokens for router in routers) * state.groups.along(*DATA).size)
+    state.groups.along("dp").sum(counts_E)  # the ranks of a microbatch have added theirs already
+    return counts_E / (sum(router.tokens for router in routers) * state.groups.along("dp").size)
 
 
 def clip_scale(config: RunConfig, step: int, norm: float) -> float:

@@ -14,19 +14,20 @@ from optimus.model.moe.dispatch import local_indices
 
 
 class AllGatherDispatch:
-    """A `Dispatch` over the ranks of `group`, which hold `experts_per_rank` experts each, in rank order.
+    """A `Dispatch` over the ranks of `group`, of which this one holds `experts_per_rank` experts from `first` on.
 
-    T must be the same on every rank.
+    What ranks have for a token is added, be it of other experts or of other parts of the same. T must be the same on every
+    rank.
     """
 
-    def __init__(self, group: Group, experts_per_rank: int) -> None:
+    def __init__(self, group: Group, first: int, experts_per_rank: int) -> None:
         self.group = group
-        self.experts_per_rank = experts_per_rank
+        self.first, self.experts_per_rank = first, experts_per_rank
 
     def __call__(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module) -> Tensor:
         """Algorithm 1 of the paper: lines 11-13, the experts, line 116. The result is [T, H]."""
         x_AH = gather_rows(x_TH, self.group)
         weights_AK = gather_rows(weights_TK, self.group)
         indices_AK = gather_rows(indices_TK.int(), self.group)  # half the bytes
-        local_AK = local_indices(indices_AK, self.group.rank * self.experts_per_rank, self.experts_per_rank)
+        local_AK = local_indices(indices_AK, self.first, self.experts_per_rank)
         return sum_rows(experts(x_AH, weights_AK, local_AK), self.group)

@@ -15,7 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.comm import Group
-from optimus.comm.functional import exchange_rows, kept
+from optimus.comm.functional import (
+    exchange_rows,
+    gather_uneven_rows,
+    kept,
+    share,
+    sum_shared,
+    sum_uneven_rows,
+)
 from optimus.model.moe.dispatch import local_indices
 
 
@@ -44,12 +51,16 @@ def make_copies(rank_TK: Tensor, ranks: int) -> Copies:
 class AllToAllDispatch:
     """A `Dispatch` over the ranks of `group`, which hold `experts_per_rank` experts each, in rank order.
 
-    T may differ from rank to rank, and be 0.
+    Experts may be split over `parts`, each rank of which has its own such group: what one of them got from there all
+    gather, and add up what their parts of the experts find (TED, section 7.2, algorithm 5's dropped tokens being those that
+    the others sent). With `duplicates` they all sent and got the same, and only add up. T may differ from rank to rank, and
+    be 0.
     """
 
-    def __init__(self, group: Group, experts_per_rank: int) -> None:
-        self.group = group
+    def __init__(self, group: Group, experts_per_rank: int, parts: Group, *, duplicates: bool = False) -> None:
+        self.group, self.parts = group, parts
         self.experts_per_rank = experts_per_rank
+        self.duplicates = duplicates
 
     def __call__(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module) -> Tensor:
         """Counts, then tokens, weights and choices, then results: five all-to-all. The result is [T, H]."""
@@ -60,8 +71,18 @@ class AllToAllDispatch:
         leaving_SK = indices_TK.int()[copies.token_S]  # int32: half the bytes
         indices_RK = kept(lambda: self.group.exchange(leaving_SK, send, receive))
         local_RK = local_indices(indices_RK, self.group.rank * self.experts_per_rank, self.experts_per_rank)
-        y_SH = exchange_rows(experts(x_RH, weights_RK, local_RK), receive, send, self.group)
-        return _Collect.apply(y_SH, copies)
+        y_RH = self._with_all_parts(x_RH, weights_RK, local_RK, experts)
+        return _Collect.apply(exchange_rows(y_RH, receive, send, self.group), copies)
+
+    def _with_all_parts(self, x_RH: Tensor, weights_RK: Tensor, local_RK: Tensor, experts: nn.Module) -> Tensor:
+        """What whole experts give for these tokens."""
+        if self.parts.size == 1:
+            return experts(x_RH, weights_RK, local_RK)
+        if self.duplicates:
+            return sum_shared(experts(share(x_RH, self.parts), share(weights_RK, self.parts), local_RK), self.parts)
+        rows = kept(lambda: self.parts.collect(len(x_RH)))
+        given = [gather_uneven_rows(rows_R, rows, self.parts) for rows_R in (x_RH, weights_RK, local_RK)]
+        return sum_uneven_rows(experts(*given), rows, self.parts)
 
     def _counts(self, send_N: Tensor) -> tuple[list[int], list[int]]:
         """How many rows go to each rank, and how many come from it."""

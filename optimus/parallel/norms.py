@@ -1,0 +1,78 @@
+"""Norms of rows whose columns are split over a group: the sums over a row are made of what every rank has of it.
+
+Legend: T rows, H columns that are here.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimus.comm import Group
+from optimus.comm.functional import kept, total
+from optimus.kernels.backend import compute_dtype
+
+
+class SplitRMSNorm:
+    """`kernels.rms_norm` with columns and weights split over `group`."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __call__(self, x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
+        return _SplitRMSNorm.apply(x_TH, w_H, eps, self.group)
+
+
+class SplitLayerNorm:
+    """LayerNorm without weights, with columns split over `group`."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __call__(self, x_TH: Tensor, eps: float) -> Tensor:
+        return _SplitLayerNorm.apply(x_TH, eps, self.group)
+
+
+def _mean(x_TH: Tensor, group: Group) -> Tensor:
+    """Mean over all columns [T, 1]."""
+    return total(x_TH.mean(-1, keepdim=True), group).div_(group.size)
+
+
+class _SplitRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, w_H: Tensor, eps: float, group: Group) -> Tensor:
+        x = x_TH.to(compute_dtype(x_TH.dtype))
+        r_T1 = kept(lambda: _mean(x.square(), group)).add(eps).rsqrt_()
+        ctx.save_for_backward(x_TH, w_H, r_T1)
+        ctx.group = group
+        return (x * r_T1).to(x_TH.dtype).mul_(w_H)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x_TH, w_H, r_T1 = ctx.saved_tensors
+        n_TH = x_TH.to(r_T1.dtype) * r_T1
+        g = grads[0].to(r_T1.dtype)
+        w_grad = (g * n_TH).flatten(0, -2).sum(0).to(w_H.dtype)
+        g = g * w_H
+        dot_T1 = _mean(g * n_TH, ctx.group)
+        return g.sub_(n_TH.mul_(dot_T1)).mul_(r_T1).to(x_TH.dtype), w_grad, None, None
+
+
+class _SplitLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, eps: float, group: Group) -> Tensor:
+        x = x_TH.to(compute_dtype(x_TH.dtype))
+        x = x - kept(lambda: _mean(x, group))
+        r_T1 = kept(lambda: _mean(x.square(), group)).add(eps).rsqrt_()
+        n_TH = x.mul_(r_T1).to(x_TH.dtype)
+        ctx.save_for_backward(n_TH, r_T1)
+        ctx.group = group
+        return n_TH.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        n_TH, r_T1 = ctx.saved_tensors
+        n, g = n_TH.to(r_T1.dtype), grads[0].to(r_T1.dtype)
+        means_T2 = torch.cat([g.mean(-1, keepdim=True), (g * n).mean(-1, keepdim=True)], -1)
+        mean_T1, dot_T1 = total(means_T2, ctx.group).div_(ctx.group.size).chunk(2, -1)
+        return (g - mean_T1).sub_(n * dot_T1).mul_(r_T1).to(n_TH.dtype), None, None

@@ -1,0 +1,108 @@
+"""Tensor parallelism: projections whose weight is split over a grid of ranks (AxoNN, section 5.1.1, algorithm 3).
+
+A weight's inputs are split over one group and its outputs over another. Its product is a part of a sum over the first, and
+so is its input's gradient over the second. Where one of the two is one rank alone this is Megatron-LM's column- or
+row-parallel layer; AxoNN's third dimension is the sharding of parameters (`state.shard_ranks`).
+
+With sequence parallelism (Korthikanti et al. 2022) the rows of the residual stream are split over `tp_out`: what is
+all-reduced over it otherwise is gathered on the way in and reduce-scattered on the way out, and only a part of the rows is
+saved. Which rows these are does not matter, as nothing between the projections connects tokens.
+
+Legend: T rows, L inputs and N outputs of a weight that are here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optimus.comm import Group, Groups
+from optimus.comm.functional import gathered, kept, start_gathered, start_summed, start_total
+from optimus.kernels.matmul import matmul
+from optimus.kernels.sink import Sink
+from optimus.model.dense import LayerNorm, RMSNorm
+from optimus.model.linear import Linear
+from optimus.model.sharding import splits_of
+from optimus.model.transformer import Embedding, Head, Transformer
+from optimus.parallel.norms import SplitLayerNorm, SplitRMSNorm
+from optimus.parallel.vocabulary import SplitVocabulary
+
+
+class SplitProduct:
+    """A `Product` of a weight whose inputs are split over `inputs` and outputs over `outputs`.
+
+    `gathers`: the rows of x are split over `outputs`; `scatters`: those of the result are to be over `inputs`. `overlap`:
+    the input's gradient is on its way while that of the weight is computed (AxoNN, section 5.1.4).
+    """
+
+    def __init__(self, inputs: Group, outputs: Group, *, gathers: bool, scatters: bool, overlap: bool) -> None:
+        self.inputs, self.outputs = inputs, outputs
+        self.gathers, self.scatters, self.overlap = gathers, scatters, overlap
+
+    def __call__(self, x: Tensor, weight: nn.Parameter) -> Tensor:
+        return _SplitProduct.apply(x, weight.flatten(0, -2), self, getattr(weight, "sink", None))
+
+    def whole_rows(self, x_TL: Tensor) -> Tensor:
+        """All rows that the product is about."""
+        return gathered(x_TL, self.outputs) if self.gathers else x_TL
+
+    def now_or_later(self, finish: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """`finish` when it is called, or now if nothing is to overlap with what has begun."""
+        if self.overlap:
+            return finish
+        finished = finish()
+        return lambda: finished
+
+    def add_up(self, y_TN: Tensor) -> Tensor:
+        """The sum over the ranks that have other inputs; `y_TN` is used up."""
+        return (start_summed if self.scatters else start_total)(y_TN, self.inputs)()
+
+
+class _SplitProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TL: Tensor, w_NL: Tensor, how: SplitProduct, sink: Sink | None) -> Tensor:
+        ctx.save_for_backward(x_TL, w_NL)
+        ctx.how, ctx.sink = how, sink
+        if how.inputs.size > 1:  # what is kept is the sum, and with it the product
+            return kept(lambda: how.add_up(matmul(how.whole_rows(x_TL), w_NL.T)))
+        return matmul(kept(lambda: how.whole_rows(x_TL)) if how.gathers else x_TL, w_NL.T)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x_TL, w_NL = ctx.saved_tensors
+        how: SplitProduct = ctx.how
+        y_grad_TN = gathered(grads[0], how.inputs) if how.scatters else grads[0].contiguous()
+        rows = how.now_or_later(start_gathered(x_TL, how.outputs) if how.gathers else lambda: x_TL)
+        start = start_summed if how.gathers else start_total
+        x_grad = how.now_or_later(start(matmul(y_grad_TN, w_NL), how.outputs))
+        x_TL = rows()
+        if ctx.sink is None:
+            return x_grad(), matmul(y_grad_TN.T, x_TL), None, None
+        matmul(y_grad_TN.T, x_TL, out=ctx.sink.open().view(w_NL.shape), add=True)
+        ctx.sink.close()
+        return x_grad(), None, None, None
+
+
+def set_tensor_parallel(model: Transformer, groups: Groups, *, sequence: bool, overlap: bool) -> None:
+    """Have every projection, norm, embedding and output layer of `model` work on the parts of its weight that are here."""
+    outputs, inputs = groups.along("tp_out"), groups.along("tp_in")
+    if outputs.size * inputs.size == 1:
+        return
+    vocabulary = SplitVocabulary(outputs, inputs, model.config.vocab, sequence)
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            *_, (_, out_axis), (_, in_axis) = splits_of(f"{name}.weight")
+            leaves = sequence and out_axis == "tp_out"  # the residual stream, whose rows are then split
+            returns = sequence and in_axis == "tp_out"
+            module.product = SplitProduct(
+                groups.along(in_axis), groups.along(out_axis), gathers=leaves, scatters=returns, overlap=overlap
+            )
+        elif isinstance(module, RMSNorm):
+            ((_, axis),) = splits_of(f"{name}.weight")
+            if groups.along(axis).size > 1:
+                module.normalise = SplitRMSNorm(groups.along(axis))
+        elif isinstance(module, LayerNorm) and inputs.size > 1:
+            module.normalise = SplitLayerNorm(inputs)
+        elif isinstance(module, Embedding | Head):
+            module.vocabulary = vocabulary

@@ -1,0 +1,58 @@
+"""Which tokens a rank's sparse layers work on, with tensor and context parallelism.
+
+A rank of a tensor-parallel grid either has all tokens like its neighbours or, with sequence parallelism, others, and of each
+token some columns. The sparse layer wants every token once, on one rank, and whole. So duplicates are dropped on the way
+in, and what all ranks must have is gathered on the way out (TED, section 7.2: duplicate token dropping).
+
+Legend: T rows of the residual stream, H columns of it, U tokens that a rank works on.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from optimus.comm import Group, Groups
+from optimus.comm.functional import columns_to_rows, join_rows, rows_to_columns, split_rows, sum_over, sum_shared
+from optimus.model.moe.layer import MoeLayer
+from optimus.model.moe.router import RouterStats
+
+
+class SplitTokens:
+    """A `TokenSplit` of the ranks of a grid, `rows` x `columns`, and of those that have other parts of the sequences.
+
+    `sequence`: the rows of the residual stream are split over `rows`. `duplicates`: all ranks of the grid work on the same
+    tokens.
+    """
+
+    def __init__(self, rows: Group, columns: Group, parts: Group, *, sequence: bool, duplicates: bool) -> None:
+        self.rows, self.columns, self.parts = rows, columns, parts
+        self.sequence, self.duplicates = sequence, duplicates
+
+    def take(self, x_TH: Tensor) -> Tensor:
+        if self.duplicates:
+            return x_TH
+        return columns_to_rows(x_TH if self.sequence else split_rows(x_TH, self.rows), self.columns)
+
+    def put_back(self, y_UH: Tensor) -> Tensor:
+        if self.duplicates:
+            return y_UH
+        y_TH = rows_to_columns(y_UH, self.columns)
+        return y_TH if self.sequence else join_rows(y_TH, self.rows)
+
+    def sum(self, stats: RouterStats) -> RouterStats:
+        """Over the grid, whose ranks all go on with the same loss; over the parts, each of which counts for its share."""
+        sums = torch.cat([stats.counts_E, stats.probabilities_E, stats.z[None]])
+        tokens = stats.tokens * self.parts.size
+        if not self.duplicates:
+            sums = sum_shared(sum_shared(sums, self.rows), self.columns)
+            tokens *= self.rows.size * self.columns.size
+        counts_E, probabilities_E, z_1 = sum_over(sums, self.parts).split([len(stats.counts_E)] * 2 + [1])
+        return RouterStats(counts_E.detach(), probabilities_E, z_1[0], tokens)
+
+
+def set_tokens(model: nn.Module, groups: Groups, *, sequence: bool, duplicates: bool) -> None:
+    """Give every sparse layer of `model` its share of the tokens, where there is anything to share."""
+    rows, columns, parts = (groups.along(axis) for axis in ("tp_out", "tp_in", "cp"))
+    if rows.size * columns.size * parts.size > 1:
+        for layer in model.modules():
+            if isinstance(layer, MoeLayer):
+                layer.tokens = SplitTokens(rows, columns, parts, sequence=sequence, duplicates=duplicates)

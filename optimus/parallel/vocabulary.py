@@ -1,0 +1,58 @@
+"""Embedding and output layer with the vocabulary split over one group and the hidden dim over another.
+
+Every rank looks up, and finds the logits of, the tokens that are its own. A row's loss needs two numbers of each part of
+the vocabulary; logits are never gathered for it (Megatron-LM, section 3).
+
+Legend: T rows, H columns of the residual stream, V rows of the weight that are here.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimus.comm import Group
+from optimus.comm.functional import gather_rows, gathered, share, sum_rows, sum_shared, total
+from optimus.kernels.linear_cross_entropy import linear_cross_entropy
+
+
+class SplitVocabulary:
+    """A `Vocabulary` of `size` tokens, split over `parts`, with the hidden dim split over `columns`.
+
+    `sequence`: the rows of the residual stream are split over `parts`; else every rank has all of them.
+    """
+
+    def __init__(self, parts: Group, columns: Group, size: int, sequence: bool) -> None:
+        self.parts, self.columns, self.sequence = parts, columns, sequence
+        self.first = parts.rank * (size // parts.size)
+        self.multiple = parts.size * columns.size
+
+    def embed(self, tokens_T: Tensor, weight: nn.Parameter) -> Tensor:
+        row_T = tokens_T - self.first
+        elsewhere_T = (row_T < 0) | (row_T >= len(weight))
+        x_TH = F.embedding(row_T.clamp(0, len(weight) - 1), weight).masked_fill(elsewhere_T[:, None], 0)
+        return sum_rows(x_TH, self.parts) if self.sequence else sum_shared(x_TH, self.parts)
+
+    def join(self, x_TH: Tensor) -> Tensor:
+        rows_TH = gathered(x_TH, self.parts) if self.sequence else x_TH
+        return _whole_columns(rows_TH, self.columns)
+
+    def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
+        own = x.flatten(0, -2).chunk(self.columns.size, -1)[self.columns.rank]
+        whole_TV = _whole_columns(total(F.linear(own, weight), self.columns), self.parts)
+        return whole_TV.view(*x.shape[:-1], -1)
+
+    def loss(self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float) -> Tensor:
+        rows_TH = gather_rows(x_TH, self.parts) if self.sequence else share(x_TH, self.parts)
+        return linear_cross_entropy(rows_TH, weight, target_T, count, self)
+
+    def complete(self, logits_TV: Tensor) -> None:
+        self.columns.sum(logits_TV)
+
+    def combine(self, lse_T: Tensor, chosen_T: Tensor) -> tuple[Tensor, Tensor]:
+        all_P2T = gathered(torch.stack([lse_T, chosen_T])[None], self.parts)
+        return all_P2T[:, 0].logsumexp(0), all_P2T[:, 1].sum(0)
+
+
+def _whole_columns(x_TC: Tensor, group: Group) -> Tensor:
+    """[T, N * C] on every rank, from the columns of each."""
+    return gathered(x_TC[None], group).transpose(0, 1).flatten(1)
