@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt
 
-.PHONY: install install-dev demo test lint docs clean
+.PHONY: install install-dev demo test lint docs gpu-check clean
 
 install: .venv/installed        ## a virtual environment with Optimus in it
 install-dev: .venv/installed-dev
@@ -36,6 +36,11 @@ lint: install-dev
 
 docs: install                   ## the configuration reference, from the tree itself
 	@$(BIN)/python docs/generate.py
+
+# The environment of `make install-dev` where there is one, else $(PYTHON) as it is: nothing is installed.
+OUT ?= gpu-check
+gpu-check:                      ## on a machine with one GPU: correctness and speed of all kernels; OUT=folder WHEELS=folder
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py --out $(OUT) $(if $(WHEELS),--wheels $(WHEELS))
 
 clean:
 	rm -rf .venv demo build dist *.egg-info

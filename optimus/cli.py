@@ -199,10 +199,12 @@ def bench_train(
     json_file: JsonFile = None,
 ) -> None:
     """Training speed against the Hugging Face Trainer on the same model and data."""
-    from optimus.bench import report
+    from optimus.bench import kernels, report
     from optimus.bench.train import run
 
     report.publish("train", *run(model=model, steps=steps, rounds=rounds), path=json_file)
+    rows, _ = kernels.run(model=model, tokens=2048, context=256)
+    report.print_table(kernels.shares(rows), "each kernel's share of the step, with plain PyTorch and with ours")
 
 
 @bench_app.command(name="tokenise")
@@ -240,6 +242,67 @@ def bench_data_parallel(
         print("DeepSpeed is not installed: its rows are left out")
 
 
+@bench_app.command(name="tensor-parallel")
+def bench_tensor_parallel(
+    model: Annotated[str, typer.Option(help="Dense preset.")] = "mula-tiny",
+    steps: Annotated[int, typer.Option(help="Timed steps per contestant and round.")] = 10,
+    rounds: Annotated[int, typer.Option(help="Rounds, the contestants taking turns.")] = 3,
+    precision: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the computation.")] = "float32",
+    json_file: JsonFile = None,
+) -> None:
+    """Tensor-parallel training on 2 ranks against torch's parallelize_module (DTensor)."""
+    from optimus.bench import report
+    from optimus.bench.tensor_parallel import run
+
+    result = run(model=model, steps=steps, rounds=rounds, precision=precision)
+    report.publish("tensor-parallel", *result, path=json_file)
+
+
+@bench_app.command(name="moe")
+def bench_moe(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="olmoe, small, a preset with experts, or H/I/E/K. Repeat for more. Default: olmoe and small."
+        ),
+    ] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens per pass. Repeat for more. Default: 1024; accelerator: 8192, 16384."),
+    ] = None,
+    load: Annotated[
+        list[str] | None,
+        typer.Option(help="learned, uniform, zipf or one-hot: how tokens spread. Repeat for more. Default: learned."),
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="bf16 or fp32. Repeat for more. Default: bf16.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
+    threads: Annotated[int, typer.Option(help="CPU threads; with one, times are those of the process.")] = 1,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds, the contestants taking turns. Default: 3; accelerator: 30.")
+    ] = None,
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot to this PNG file.")] = None,
+) -> None:
+    """The sparse block, forward and backward, against transformers' and every kernel package that is installed."""
+    from optimus.bench import moe, moe_output
+
+    if plot is not None:
+        moe_output.check_plot(plot)
+    rows, ratios = moe.run(
+        shapes=shape or ("olmoe", "small"),
+        tokens=tokens or (),
+        loads=load or ("learned",),
+        dtypes=dtype or ("bf16",),
+        device=device,
+        threads=threads,
+        rounds=rounds,
+        done=moe_output.print_case,
+    )
+    moe_output.publish(rows, ratios, path=json_file)
+    if plot is not None:
+        moe_output.draw(rows, plot)
+
+
 @bench_app.command(name="optimizer")
 def bench_optimizer(
     ranks: Annotated[int, typer.Option(help="Data-parallel ranks at most; a power of two up to 8.")] = 4,
@@ -251,6 +314,42 @@ def bench_optimizer(
     from optimus.bench.optimizer import run
 
     report.publish("optimizer", *run(ranks=ranks, steps=steps), path=json_file)
+
+
+@bench_app.command(name="kernels")
+def bench_kernels(
+    model: Annotated[str, typer.Option(help="Preset whose layers' sizes are used.")] = "mula-7b-a1b",
+    tokens: Annotated[int, typer.Option(help="Tokens of a microbatch.")] = 1024,
+    context: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,
+    microbatches: Annotated[int, typer.Option(help="Microbatches of a training step.")] = 4,
+    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of activations and weights.")] = "bf16",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
+    rounds: Annotated[int, typer.Option(help="Rounds, the contestants taking turns.")] = 5,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Instead: find the fastest tiles of the experts' products on an accelerator.")
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Every operation of a training step: correct, how fast against plain PyTorch, and its share of the step."""
+    import torch
+
+    from optimus.bench import kernels, report, tiles
+
+    precision = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    if tune:
+        found = tiles.run(model=model, tokens=tokens, dtype=precision, device=device)
+        report.publish("kernels --tune", found, {}, path=json_file)
+        return
+    rows, ratios = kernels.run(
+        model=model,
+        tokens=tokens,
+        context=context,
+        microbatches=microbatches,
+        dtype=precision,
+        device=device,
+        rounds=rounds,
+    )
+    report.publish("kernels", rows, ratios, path=json_file)
 
 
 def _show(result: Any, as_json: bool, text: str) -> None:

@@ -1,8 +1,8 @@
 """The division of the code: imports go down the list of rooms, and no room but the kernels knows a maker's device."""
 
 import ast
-import sys
 import re
+import sys
 from collections.abc import Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path

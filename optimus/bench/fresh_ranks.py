@@ -17,7 +17,7 @@ from optimus.testing import functions
 
 T = TypeVar("T")
 
-_PRELOADED = ["optimus.bench.data_parallel", "optimus.bench.optimizer"]
+_PRELOADED = ["optimus.bench.data_parallel", "optimus.bench.optimizer", "optimus.bench.tensor_parallel"]
 
 
 def run_fresh(function: Callable[..., T], ranks: int, *args: Any) -> list[T]:

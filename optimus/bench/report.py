@@ -1,5 +1,6 @@
 """The form of every benchmark's result: a table for people, JSON for programs."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,15 @@ from typing import Any
 from optimus.disk import write_json
 from optimus.observe.machine import describe_machine, versions
 
+_FILE_WIDTH = 220  # characters of a table that no terminal limits
+
 
 def report(name: str, rows: Sequence[dict[str, Any]], ratios: dict[str, float]) -> dict[str, Any]:
     """`{"bench", "machine", "versions", "rows", "ratios"}`."""
     return {
         "bench": name,
         "machine": describe_machine(),
-        "versions": versions("transformers", "tokenizers", "numpy"),
+        "versions": versions("transformers", "tokenizers", "numpy", "triton"),
         "rows": list(rows),
         "ratios": ratios,
     }
@@ -39,7 +42,7 @@ def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
         table.add_column(column.replace("_", " "), justify="left" if isinstance(rows[0].get(column), str) else "right")
     for row in rows:
         table.add_row(*(_cell(row.get(column)) for column in columns))
-    Console(width=None).print(table)
+    Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(table)
 
 
 def _cell(value: Any) -> str:

@@ -29,7 +29,7 @@ from optimus.kernels.matmul import matmul
 from optimus.kernels.sink import Sink, WeightGradient
 from optimus.kernels.swiglu import swiglu_backward, swiglu_reference
 
-_PADDING = 16  # rows
+PADDING = 16  # rows of an expert are a multiple of this
 
 
 class Routes(NamedTuple):
@@ -54,7 +54,7 @@ def make_routes(indices_TK: Tensor, experts: int, dtype: torch.dtype) -> Routes:
     order = choices.argsort(stable=True)[skipped:]
     expert = choices[order]
     rows_E = torch.bincount(expert, minlength=experts)
-    padded_E = (rows_E + _PADDING - 1).div(_PADDING, rounding_mode="floor") * _PADDING
+    padded_E = (rows_E + PADDING - 1).div(PADDING, rounding_mode="floor") * PADDING
     first_E = rows_E.cumsum(0) - rows_E
     shift_E = (padded_E - rows_E).cumsum(0) - (padded_E - rows_E)
     place = torch.arange(len(order), device=choices.device) + shift_E[expert]

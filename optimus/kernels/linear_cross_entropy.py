@@ -60,6 +60,11 @@ def linear_cross_entropy_reference(x_TH: Tensor, w_VH: Tensor, target_T: Tensor,
     return total / (len(x_TH) if count is None else count)
 
 
+def block_rows(vocab: int) -> int:
+    """Rows whose logits exist at a time, for a weight of `vocab` rows."""
+    return max(_LEAST_ROWS, _BLOCK_ELEMENTS // vocab)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -72,7 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with_gradients: bool,
     ) -> Tensor:
         wide = compute_dtype(x_TH.dtype)
-        block = max(_LEAST_ROWS, _BLOCK_ELEMENTS // len(w_VH))
+        block = block_rows(len(w_VH))
         total = torch.zeros((), dtype=wide, device=x_TH.device)
         x_grad = torch.empty_like(x_TH) if with_gradients else None
         w_grad = torch.zeros_like(w_VH, dtype=wide) if with_gradients else None

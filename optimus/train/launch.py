@@ -51,8 +51,8 @@ def train(
     """Train as `config` (a YAML file, a mapping or a `RunConfig`) says; returns a summary of the run.
 
     `ranks` processes on this machine share every global batch (default: as many as `parallel` asks for); under a launcher
-    that sets WORLD_SIZE, such as torchrun, this process is one of its ranks. `resume` continues from the newest checkpoint in
-    `train.output`. `check` validates everything, every checksum of the data included, and runs nothing.
+    that sets WORLD_SIZE, such as torchrun, this process is one of its ranks. `resume` continues from the newest checkpoint
+    in `train.output`. `check` validates everything, every checksum of the data included, and runs nothing.
 
     Raises `UserError` for anything that the user can mend, before any process is started wherever that is possible. When
     another rank is lost under such a launcher, it is a `CollectiveError`, after which this process cannot train again: it

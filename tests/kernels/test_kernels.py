@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from optimus.kernels import expert_mlp as experts_op
@@ -62,6 +64,7 @@ def test_swiglu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("block", [1 << 21, 700])
 def test_linear_cross_entropy(dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lce, "_BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(lce, "_LEAST_ROWS", 1)
     x, w, target = torch.randn(23, 16, dtype=dtype), torch.randn(101, 16, dtype=dtype), torch.randint(101, (23,))
     assert compare(lce.linear_cross_entropy, lce.linear_cross_entropy_reference, [x, w], target) < TOLERANCE[dtype]
 
@@ -151,14 +154,25 @@ def test_a_token_that_is_not_finite_reaches_its_own_experts_only() -> None:
         assert grad[2:].isfinite().all()
 
 
-def test_routes_are_a_stable_sort_by_expert() -> None:
-    indices = torch.rand(300, 7).topk(3).indices
-    routes = experts_op.make_routes(indices, 9, torch.float32)
-    seen = []
-    for expert, rows in routes.slices:
-        choices = routes.choice_P[rows][routes.real_P[rows] == 1]
-        assert (indices.flatten()[choices] == expert).all()
-        assert choices.equal(choices.sort().values)
-        seen.append(choices)
-    assert torch.cat(seen).sort().values.equal(torch.arange(900))
-    assert routes.choice_P[routes.position_TK.flatten()].equal(torch.arange(900))
+@settings(max_examples=150, deadline=None)
+@given(
+    experts=st.integers(1, 256), ranks=st.integers(1, 12), rank=st.integers(0, 11), tokens=st.integers(0, 150),
+    chosen=st.integers(1, 9), skew=st.floats(0, 3), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_routes_are_a_stable_sort_by_expert(
+    experts: int, ranks: int, rank: int, tokens: int, chosen: int, skew: float, seed: int
+) -> None:
+    """Top choices among `experts`, the more popular the lower their number, as one of `ranks` ranks sees them."""
+    scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
+    scores = scores / torch.arange(1, experts + 1) ** skew
+    here = -(-experts // ranks)  # experts of a rank
+    indices = scores.topk(min(chosen, experts), dim=1).indices - rank % ranks * here
+    indices = indices.masked_fill((indices < 0) | (indices >= here), -1)
+    choices = indices.flatten()
+    routes = experts_op.make_routes(indices, here, torch.float32)
+    rows = [routes.choice_P[rows][routes.real_P[rows] == 1] for _, rows in routes.slices]
+    assert [expert for expert, _ in routes.slices] == sorted({int(e) for e in choices if e >= 0})
+    sorted_choices = torch.cat([choices.new_zeros(0), *rows])
+    assert sorted_choices.equal(choices.argsort(stable=True)[int((choices < 0).sum()) :])
+    is_here = choices >= 0
+    assert routes.choice_P[routes.position_TK.flatten()[is_here]].equal(torch.arange(len(choices))[is_here])

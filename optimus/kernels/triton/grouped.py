@@ -136,7 +136,11 @@ def _weight_gradient(
             return
     m = tile // tiles_n * TILE_M + tl.arange(0, TILE_M)
     n = tile % tiles_n * TILE_N + tl.arange(0, TILE_N)
+    at = into_EMN + expert.to(tl.int64) * M * N + (m[:, None] * N + n[None, :])
+    inside = (m < M)[:, None] & (n < N)[None, :]
     sums = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
+    if ACCUMULATE:  # before the products: after them there are no registers for a second tile
+        sums += tl.load(at, mask=inside, other=0).to(tl.float32)
     for first in range(start, end, ROWS):
         rows = first + tl.arange(0, ROWS)
         real = rows < end
@@ -153,8 +157,4 @@ def _weight_gradient(
         a_tile = tl.load(a + a_at, mask=real[:, None] & (m < M)[None, :], other=0)
         b_tile = tl.load(b + b_at, mask=real[:, None] & (n < N)[None, :], other=0)
         sums = tl.dot(tl.trans(a_tile), b_tile, sums, input_precision=PRECISION)
-    at = into_EMN + expert.to(tl.int64) * M * N + (m[:, None] * N + n[None, :])
-    inside = (m < M)[:, None] & (n < N)[None, :]
-    if ACCUMULATE:
-        sums += tl.load(at, mask=inside, other=0).to(tl.float32)
     tl.store(at, sums.to(into_EMN.dtype.element_ty), mask=inside)

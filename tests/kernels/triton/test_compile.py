@@ -85,8 +85,20 @@ def spilled(ptx: str) -> int:
     return int(stores)
 
 
+class Buffer:
+    """Where a weight's gradient accumulates."""
+
+    def __init__(self, gradient: Any) -> None:
+        self._gradient = gradient
+
+    def open(self) -> Any:
+        return self._gradient
+
+    def close(self) -> None: ...
+
+
 def run_all() -> None:
-    """Every kernel once, at the widths of OLMoE."""
+    """Every kernel at the widths of OLMoE, those of the experts at those of the largest Mula as well."""
     import torch
     from torch import Tensor
 
@@ -98,6 +110,7 @@ def run_all() -> None:
     from optimus.kernels.triton.rotary import rotary
     from optimus.kernels.triton.router import router
     from optimus.kernels.triton.swiglu import swiglu
+    from optimus.kernels.triton.token_index import token_index
     from optimus.optim.adamw import AdamW
 
     def empty(*shape: int) -> Tensor:
@@ -106,8 +119,12 @@ def run_all() -> None:
     H, I, E, K, T = 2048, 1024, 4, 2, 256
     indices = torch.zeros(T, K, dtype=torch.int64)
     expert_mlp_triton(empty(T, H), empty(T, K), indices, empty(E, 2 * I, H), empty(E, H, I)).sum().backward()
-    for renormalise in (False, True):
-        routed = router(empty(64, 64), 8, renormalise=renormalise)
+    wide = empty(E, 2 * 1536, 3072), empty(E, 3072, 1536)  # Mula-100B's, adding to fp32 gradients as chunks have them
+    sinks = Buffer(wide[0].float()), Buffer(wide[1].float())
+    expert_mlp_triton(empty(T, 3072), empty(T, K), indices, *wide, sinks).sum().backward()
+    token_index(torch.zeros(T, 8, dtype=torch.int64), 240, 128)
+    for experts, renormalise in ((64, False), (240, True)):
+        routed = router(empty(64, experts), 8, renormalise=renormalise)
         (routed.weights_TK.sum() + routed.probabilities_E.sum() + routed.z).backward()
     rms_norm(empty(64, H), empty(H), 1e-5).sum().backward()
     rotary(empty(2, 8, 16, 128), rotary_table(torch.arange(8), 128, 10_000.0)).sum().backward()

@@ -1,0 +1,98 @@
+"""The experts at the sizes of Mula-7B-A1B's layers: result, gradients, and what is kept for the backward pass.
+
+In the interpreter time goes by elements that are read or written: few tokens, and few of their experts are here.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus.kernels.expert_mlp import expert_mlp_reference
+from optimus.testing.memory import tracking
+
+pytest.importorskip("triton")
+
+from optimus.kernels.triton.expert_mlp import expert_mlp_triton
+from optimus.kernels.triton.tuning import Tiles, trial
+
+NATIVE = torch.accelerator.is_available()
+DTYPE = torch.bfloat16 if NATIVE else torch.float16
+H, I, E, K = 2048, 1024, 64, 8
+T = 256 if NATIVE else 3
+HERE = list(range(E)) if NATIVE else [7, 63]  # experts that may be chosen; a token's other choices are other ranks'
+KEPT_PER_TOKEN = 40 * 1024  # bytes at most, of which x is 4 KiB and the pre-activation 32 KiB
+
+Random = Callable[..., Tensor]
+Close = Callable[[Tensor, Tensor], None]
+
+
+class Buffer:
+    """Where a weight's gradient accumulates."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.gradient = torch.zeros_like(weight)
+
+    def open(self) -> Tensor:
+        return self.gradient
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def large_tiles() -> Iterator[None]:
+    """In the interpreter, where every program costs."""
+    with ExitStack() as stack:
+        for kernel in () if NATIVE else ("up", "down", "down_backward", "up_backward", "weight_gradient"):
+            rows = 512 if kernel == "weight_gradient" else 16
+            stack.enter_context(trial(kernel, Tiles(rows, columns=1024, inner=64, warps=4, stages=1)))
+        yield
+
+
+def inputs_of(random: Random) -> list[Tensor]:
+    """[x, weights, gate_up, down]; experts that nobody chooses have zeros."""
+    x, weights = random(T, H, dtype=DTYPE), random(T, K, dtype=DTYPE)
+    gate_up, down = x.new_zeros(E, 2 * I, H), x.new_zeros(E, H, I)
+    gate_up[HERE] = random(len(HERE), 2 * I, H, dtype=DTYPE) / 50
+    down[HERE] = random(len(HERE), H, I, dtype=DTYPE) / 50
+    return [x.requires_grad_() for x in (x, weights, gate_up, down)]
+
+
+def choices(device: torch.device) -> Tensor:
+    """Places in `HERE`, -1 for other ranks' experts."""
+    place = torch.rand(T, max(K, len(HERE)), generator=torch.Generator().manual_seed(3)).argsort(-1)[:, :K]
+    return place.masked_fill(place >= len(HERE), -1).to(device)
+
+
+def test_equals_the_definition(device: torch.device, random: Random, close: Close) -> None:
+    x, weights, gate_up, down = inputs_of(random)
+    place = choices(device)
+    indices = torch.tensor([*HERE, -1], device=device)[place]
+    sinks = Buffer(gate_up), Buffer(down)
+    y = expert_mlp_triton(x, weights, indices, gate_up, down, sinks)
+    gradients = list(torch.autograd.grad(y, [x, weights], torch.ones_like(y)))
+    for sink in sinks:
+        gradients.append(sink.gradient[HERE].clone())
+        sink.gradient[HERE] = 0
+        assert not sink.gradient.any()
+
+    few = [x, weights, gate_up[HERE], down[HERE]]
+    leaves = [value.detach().double().requires_grad_() for value in few]
+    expected = expert_mlp_reference(leaves[0], leaves[1], place, *leaves[2:])
+    close(y, expected)
+    for ours, reference in zip(gradients, torch.autograd.grad(expected, leaves, torch.ones_like(expected))):
+        close(ours, reference)
+
+
+def test_kept_for_the_backward_pass(device: torch.device, random: Random) -> None:
+    """Besides the parameters, which are there anyway."""
+    x, weights, gate_up, down = inputs_of(random)
+    indices = torch.tensor([*HERE, -1], device=device)[choices(device)]
+    with tracking() as alive:
+        y = expert_mlp_triton(x, weights, indices, gate_up, down)
+        gc.collect()  # what the interpreter refers to in circles
+        kept = alive.current - y.nbytes + x.nbytes + weights.nbytes
+    assert 36 * 1024 * T < kept <= KEPT_PER_TOKEN * T

@@ -1,0 +1,34 @@
+"""The search for the fastest tiles, which needs the kernels to run."""
+
+import math
+
+import pytest
+import torch
+
+from optimus.config.tree import ModelConfig
+
+pytest.importorskip("triton")
+
+from optimus.bench import tiles
+from optimus.kernels.triton import tuning
+
+MODEL = ModelConfig(
+    family="olmoe", hidden=32, layers=1, heads=2, intermediate=16, vocab=32, experts=2, experts_per_token=1
+)
+
+
+def test_every_kernel_has_a_row_and_the_table_stays_as_it_was(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, "_ROUNDS", 1)
+    before = tuning.tiles("down", torch.empty(0, dtype=torch.bfloat16), 64, 512, 512)
+    rows = tiles.search(MODEL, 8, torch.float32, device, 0.0)
+    products = ["up", "down", "down_backward", "up_backward", "all four"]
+    assert [row["kernel"] for row in rows] == [*products, *products, "weight_gradient"]
+    assert [row["rows"] for row in rows[:-1]] == [128] * 5 + [64] * 5
+    for row in rows:
+        if row["kernel"] != "all four":  # no time is left for more than the present choice
+            assert row["tried"] == 1
+            assert row["tflops"] == row["present_tflops"]
+    assert math.isclose(rows[4]["ms"], sum(row["ms"] for row in rows[:4]))
+    assert tuning.tiles("down", torch.empty(0, dtype=torch.bfloat16), 64, 512, 512) == before
