@@ -243,8 +243,8 @@ def ratios(rows: Sequence[Row]) -> dict[str, float]:
     """What the rows say of ours, under `<place>.<shape>.<type>.`; each the worst of the token counts.
 
     `vs_best_rival`: time of the fastest contestant but ours over our time, forward and backward with accumulating
-    gradients; `fresh.vs_best_rival` and `forward.vs_best_rival` of the other two; `vs_module_list` of that contestant alone;
-    `tflops`; `share_of_matmul`, of the rate of the faster large product. All these with the learned load or, where it was
+    gradients; `fresh.vs_best_rival` and `forward.vs_best_rival` of the other two; `vs_module_list` of that contestant alone,
+    `vs_transformers` of the fastest that `transformers` 5 itself offers; `tflops`; `share_of_matmul`, of the rate of the faster large product. All these with the learned load or, where it was
     not measured, the uniform; `<load>.vs_best_rival` for every load.
     """
     found: dict[str, float] = {}
@@ -280,9 +280,11 @@ def _ratios_of_case(table: Sequence[Row]) -> dict[str, float]:
         times = [row[f"{kind}_ms"] for row in rivals if row[f"{kind}_ms"] is not None]
         if times:
             found[f"{prefix}vs_best_rival"] = min(times) / ours[f"{kind}_ms"]
-    module_list = next((row["accumulating_ms"] for row in rivals if row["contestant"] == "module list"), None)
-    if module_list is not None:
-        found["vs_module_list"] = module_list / ours["accumulating_ms"]
+    for name, prefix in (("vs_module_list", "module list"), ("vs_transformers", "transformers ")):
+        of = [row for row in rivals if row["contestant"].startswith(prefix)]
+        times = [row["accumulating_ms"] for row in of if row["accumulating_ms"] is not None]
+        if times:
+            found[name] = min(times) / ours["accumulating_ms"]
     found["tflops"] = ours["tflops"]
     found["share_of_matmul"] = ours["tflops"] / max(row["tflops"] for row in table if row["role"] == "product")
     return found

@@ -240,6 +240,9 @@ def test_ratios(result: tuple[list[dict[str, Any]], dict[str, float]]) -> None:
             f"{name}.fresh.vs_best_rival": worst("learned", speedup("fresh")),
             f"{name}.forward.vs_best_rival": worst("learned", speedup("forward")),
             f"{name}.vs_module_list": worst("learned", lambda t: t[4]["accumulating_ms"] / t[0]["accumulating_ms"]),
+            f"{name}.vs_transformers": worst(
+                "learned", lambda t: min(row["accumulating_ms"] for row in t[1:4]) / t[0]["accumulating_ms"]
+            ),
             f"{name}.tflops": worst("learned", lambda t: t[0]["tflops"]),
             f"{name}.share_of_matmul": worst("learned", lambda t: t[0]["tflops"] / max(row["tflops"] for row in t[5:])),
             f"{name}.learned.vs_best_rival": worst("learned", speedup("accumulating")),
