@@ -145,7 +145,8 @@ class _ExpertMLP(torch.autograd.Function):
         weight_grad_P = torch.empty_like(routes.real_P)
         x_grad_PH = x_TH.new_empty(len(token_P), x_TH.shape[1])
         busy = [e for e, _ in routes.slices]
-        gate_up, down = (WeightGradient(w, sink, busy) for w, sink in zip((gate_up_EJH, down_EHI), ctx.sinks))
+        gate_up = WeightGradient(gate_up_EJH, ctx.sinks[0], busy, ctx.needs_input_grad[2])
+        down = WeightGradient(down_EHI, ctx.sinks[1], busy, ctx.needs_input_grad[3])
         x_scratch, g_scratch = x_TH.new_empty(2, routes.most, x_TH.shape[1])
         h_scratch = x_TH.new_empty(routes.most, down_EHI.shape[2])
         for e, rows in routes.slices:

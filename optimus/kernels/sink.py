@@ -26,11 +26,13 @@ class Sink(Protocol):
 class WeightGradient:
     """The gradient of `weight_EAB`, a matrix per expert, in a sink or in a fresh tensor.
 
-    `busy` are the experts for which something will be added, once each.
+    `busy` are the experts for which something will be added, once each. Where it is not `wanted`, nothing is computed.
     """
 
-    def __init__(self, weight_EAB: Tensor, sink: Sink | None, busy: Collection[int]) -> None:
-        self._sink = sink
+    def __init__(self, weight_EAB: Tensor, sink: Sink | None, busy: Collection[int], wanted: bool) -> None:
+        self._sink, self._wanted = sink, wanted
+        if not wanted:
+            return
         if sink is not None:
             self._grad_EAB = sink.open().view(weight_EAB.shape)
         else:
@@ -42,6 +44,8 @@ class WeightGradient:
 
     def add(self, expert: int, left_AP: Tensor, right_PB: Tensor) -> None:
         """Add the product of the two to the gradient of an expert's matrix."""
+        if not self._wanted:
+            return
         grad_AB = self._grad_EAB[expert]
         if self._sink is None:
             matmul(left_AP, right_PB, out=grad_AB, rows_vary=True)
@@ -51,7 +55,9 @@ class WeightGradient:
             matmul(left_AP, right_PB, out=grad_AB, add=True, rows_vary=True)
 
     def close(self) -> Tensor | None:
-        """What autograd is to add: nothing where a sink has it."""
+        """What autograd is to add: nothing where a sink has it or nobody wants it."""
+        if not self._wanted:
+            return None
         if self._sink is None:
             return self._grad_EAB
         self._sink.close()

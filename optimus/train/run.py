@@ -20,6 +20,7 @@ from optimus.errors import UserError
 from optimus.hub import load_weights
 from optimus.mesh import Layout, Mesh
 from optimus.model import Transformer
+from optimus.parallel.context import set_sequence
 from optimus.parallel.dispatch import set_dispatch
 from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.recompute import recompute
@@ -133,6 +134,7 @@ def build_model(config: RunConfig, device: torch.device, groups: Groups) -> tupl
     )
     duplicates = not config.moe.drop_duplicates
     set_tensor_parallel(model, groups, sequence=config.parallel.splits_sequence, overlap=config.parallel.overlap)
+    set_sequence(model, groups, config.parallel.context_method)
     set_tokens(model, groups, sequence=config.parallel.splits_sequence, duplicates=duplicates)
     set_dispatch(model, groups, config.moe.dispatch, duplicates=duplicates)
     recompute(model.blocks, config.recompute)

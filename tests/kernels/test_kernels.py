@@ -176,3 +176,16 @@ def test_routes_are_a_stable_sort_by_expert(
     assert sorted_choices.equal(choices.argsort(stable=True)[int((choices < 0).sum()) :])
     is_here = choices >= 0
     assert routes.choice_P[routes.position_TK.flatten()[is_here]].equal(torch.arange(len(choices))[is_here])
+
+
+def test_frozen_experts_cost_no_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the five products of a backward pass, those that make the gradients of frozen weights are not made."""
+    made: list[str] = []
+    multiply = experts_op.matmul
+    monkeypatch.setattr(experts_op, "matmul", lambda *args, **how: (made.append("x"), multiply(*args, **how))[1])
+    monkeypatch.setattr("optimus.kernels.sink.matmul", lambda *args, **how: made.append("w"))
+    x, weights = torch.randn(6, 16, requires_grad=True), torch.rand(6, 1)
+    gate_up, down = torch.randn(2, 16, 16), torch.randn(2, 16, 8)
+    experts_op.expert_mlp(x, weights, torch.zeros(6, 1, dtype=torch.int64), gate_up, down).sum().backward()
+    assert made == ["x"] * 4
+    assert x.grad is not None

@@ -68,9 +68,9 @@ class _ExpertMLP(torch.autograd.Function):
         y_grad_TH = grads[0].contiguous()
         z_grad_PJ, weighted_h_PI, weight_grad_PC = expert_down_backward(y_grad_TH, weights_TK, z_PJ, down_EHI, routes)
         of_down = partial(expert_down_weight_gradient, y_grad_TH, weighted_h_PI, routes)
-        down_grad = _gradient(down_EHI, down_sink, of_down)
+        down_grad = _gradient(down_EHI, down_sink, of_down) if ctx.needs_input_grad[4] else None
         of_gate_up = partial(expert_up_weight_gradient, z_grad_PJ, x_TH, routes)
-        gate_up_grad = _gradient(gate_up_EJH, up_sink, of_gate_up)
+        gate_up_grad = _gradient(gate_up_EJH, up_sink, of_gate_up) if ctx.needs_input_grad[3] else None
         x_grad_TH = expert_up_backward(z_grad_PJ, gate_up_EJH, routes)
         weights_grad_TK = expert_reduce_backward(weight_grad_PC, weights_TK, routes.position_TK)
         return x_grad_TH, weights_grad_TK, None, gate_up_grad, down_grad, None
