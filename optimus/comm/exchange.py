@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather over Gloo, part by part from rank to rank.
+"""Reduce-scatter and all-gather over Gloo, part by part from rank to rank; and a shift to the next rank, over any backend.
 
 Gloo's own reduce-scatter is an all-reduce of which most is thrown away, and its all-gather a ring whose time grows with the
 ranks. Here every rank sends each other one what it needs, (n - 1) / n of the tensor in all, which is the least that can be
@@ -40,6 +40,17 @@ def scattering(tensor: Tensor, received: Tensor, ranks: Sequence[int], rank: int
     def start() -> list[Any]:
         works = [dist.irecv(received[other - (other > rank)], ranks[other], group=handle) for other in reversed(others)]
         return works + [dist.isend(parts[other], ranks[other], group=handle) for other in others]
+
+    return start
+
+
+def shifting(tensor: Tensor, out: Tensor, ranks: Sequence[int], rank: int, handle: Any) -> Start:
+    """What begins to send `tensor` to the next rank of a group and to fill `out` from the previous one; on any backend."""
+    following, previous = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
+
+    def start() -> list[Any]:
+        receive = dist.P2POp(dist.irecv, out, previous, handle)
+        return dist.batch_isend_irecv([receive, dist.P2POp(dist.isend, tensor, following, handle)])
 
     return start
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from optimus.comm.exchange import add_up, gathering, scattering
+from optimus.comm.exchange import add_up, gathering, scattering, shifting
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 
@@ -129,6 +129,17 @@ class Group:
             ),
         )()
         return out
+
+    def start_shift(self, tensor: Tensor, out: Tensor) -> Finish:
+        """Begin to send `tensor` to the next rank of the group, as a ring, and to fill `out` with that of the previous one.
+
+        Both are contiguous and of one shape and type on all ranks. All ranks must begin their shifts in the same order, as
+        that is the order in which those between two ranks are matched.
+        """
+        if self.size == 1:
+            out.copy_(tensor)
+            return _nothing
+        return self._start("shift", tensor, shifting(tensor, out, self.ranks, self.rank, self._handle))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replace `tensor` on every rank by that of the group's first rank, in place."""

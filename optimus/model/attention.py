@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from optimus.kernels.attention import causal_attention
 from optimus.kernels.rotary import rotary
 from optimus.model.dense import RMSNorm
 from optimus.model.linear import Linear
-from optimus.model.sequence import Sequence, causal_attention
+from optimus.model.sequence import Sequence
 
 
 class LayerCache:

@@ -6,8 +6,9 @@ Legend: B batch, S positions on this device, N heads, D head size.
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from optimus.kernels.attention import causal_attention
 
 
 class Sequence(Protocol):
@@ -32,15 +33,3 @@ class WholeSequence:
 
     def attend(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> Tensor:
         return causal_attention(q_BSND, k_BSND, v_BSND)
-
-
-def causal_attention(q_BSND: Tensor, k_BPND: Tensor, v_BPND: Tensor) -> Tensor:
-    """Softmax attention of the last S of P positions over all positions up to their own."""
-    q, k, v = (t.transpose(1, 2) for t in (q_BSND, k_BPND, v_BPND))
-    new, seen = q.shape[2], k.shape[2]
-    if new == seen:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    else:
-        mask = torch.ones(new, seen, dtype=torch.bool, device=q.device).tril(seen - new)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return y.transpose(1, 2)

@@ -15,7 +15,13 @@ SIZE = 1 << 18  # floats: 1 MiB
 RANKS = [0, 1, 2]
 
 
-def all_reduce_without_1(late: bool) -> tuple[str, float]:
+COLLECTIVES = {
+    "all_reduce": lambda group, tensor: group.start_sum(tensor),
+    "shift": lambda group, tensor: group.start_shift(tensor, torch.empty_like(tensor)),
+}
+
+
+def without_1(collective: str, late: bool) -> tuple[str, float]:
     """The error, and after how many seconds; of rank 1, which sleeps over the timeout or closes its connections, none."""
     handle = dist.new_group(RANKS, timeout=timedelta(seconds=2))
     group = Group(RANKS, dist.get_rank(), handle)
@@ -29,15 +35,16 @@ def all_reduce_without_1(late: bool) -> tuple[str, float]:
             dist.destroy_process_group()
         return "", 0.0
     try:
-        group.start_sum(tensor)()
+        COLLECTIVES[collective](group, tensor)()
     except CollectiveError as error:
         return str(error), time.monotonic() - began
     return "it came to an end", time.monotonic() - began
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_the_others_are_told(late: bool) -> None:
-    for rank, (text, seconds) in enumerate(run_ranks(all_reduce_without_1, 3, late)):
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_the_others_are_told(collective: str, late: bool) -> None:
+    for rank, (text, seconds) in enumerate(run_ranks(without_1, 3, collective, late)):
         if rank != 1:
-            assert re.match(rf"all_reduce of 1,048,576 bytes over ranks 0, 1, 2 failed on rank {rank}: \S", text)
+            assert re.match(rf"{collective} of 1,048,576 bytes over ranks 0, 1, 2 failed on rank {rank}: \S", text)
             assert seconds < (4 if late else 2)

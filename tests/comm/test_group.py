@@ -73,6 +73,23 @@ def test_an_uneven_exchange() -> None:
     assert run_ranks(exchanged, 3) == [[], [1.0, 11.0, 21.0], [2.0, 2.0, 12.0, 12.0, 22.0, 22.0]]
 
 
+def shifted(axis: str) -> list[list[float]]:
+    """What came in three shifts of different lengths that are under way at once."""
+    group = Groups(MESH).along(axis)
+    sent = [torch.full((10**i,), 10.0 * i + group.rank) for i in range(3)]
+    came = [torch.zeros_like(tensor) for tensor in sent]
+    for finish in [group.start_shift(tensor, out) for tensor, out in zip(sent, came, strict=True)]:
+        finish()
+    return [tensor.unique().tolist() for tensor in came]
+
+
+@pytest.mark.parametrize(("axis", "size"), [("dp", 4), ("edp", 2), ("tp", 1)])
+def test_a_shift_goes_to_the_next_rank(axis: str, size: int) -> None:
+    for rank, came in enumerate(run_ranks(shifted, 4, axis)):
+        place = MESH.group(rank, (axis,)).index(rank)
+        assert came == [[10.0 * i + (place - 1) % size] for i in range(3)]
+
+
 def divided() -> tuple[bool, int]:
     groups = Groups(MESH)
     same = groups.dividing([[0, 2], [1, 3]]) is groups.along("edp")

@@ -1,0 +1,172 @@
+"""Blocks of attention on every path, against the definition in float64, and what they add up to."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from optimus.kernels import attention
+from optimus.kernels.attention import (
+    attention_block,
+    attention_block_backward,
+    attention_reference,
+    causal_attention,
+    merge_block,
+)
+from optimus.testing import tracking
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float64: 1e-12}  # relative, in the Frobenius norm
+PATHS = {
+    "cpu": attention._Path(attention._cpu, attention._cpu_backward),
+    "plain": attention._Path(attention._plain, attention._plain_backward),
+}
+SHAPES = [(1, 1, 1, 8), (2, 7, 3, 6), (1, 70, 2, 16), (2, 600, 1, 32)]  # B, P, N, D
+
+
+def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(dtype)
+
+
+def inputs(shape: tuple[int, int, int, int], queries: int, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v and the gradient of the output; v is a part of a larger tensor, as the model gives it."""
+    batch, keys, heads, size = shape
+    q, k = normal(batch, queries, heads, size, dtype=dtype), normal(batch, keys, heads, size, dtype=dtype)
+    v = normal(batch, keys, 3, heads, size, dtype=dtype)[:, :, 1]
+    return [q, k, v, normal(batch, queries, heads, size + 1, dtype=dtype)[..., 1:]]
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor, out_grad: Tensor, causal: bool) -> list[Tensor]:
+    """(attention, log-sum-exp, gradients of q, k, v), in float64."""
+    parameters = [t.double().requires_grad_() for t in (q, k, v)]
+    out, lse = attention_reference(*parameters, causal)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, parameters, out_grad.double())]
+
+
+def assert_close(found: Tensor, wanted: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+    assert found.shape == wanted.shape
+    assert (found.double() - wanted).norm() <= TOLERANCE[dtype] * scale.norm()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_block(
+    path: str, shape: tuple[int, int, int, int], causal: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_path", lambda *_: PATHS[path])
+    monkeypatch.setattr(attention, "_BLOCK_ELEMENTS", 1 << 12)
+    q, k, v, out_grad = inputs(shape, shape[1] if causal else shape[1] // 2 + 1, dtype)
+    out, lse = attention_block(q, k, v, causal)
+    assert out.dtype == dtype
+    assert lse.dtype == (dtype if dtype == torch.float64 else torch.float32)
+    found = attention_block_backward(out_grad, q, k, v, out, lse, causal)
+    assert all(gradient.dtype == dtype for gradient in found)
+    wanted = expected(q, k, v, out_grad, causal)
+    for a, b in zip((out, lse, *found), wanted, strict=True):
+        scale = b if b.norm() > 1e-9 else wanted[-1]  # one key alone gets no gradient
+        assert_close(a, b, scale, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("path", PATHS)
+def test_blocks_add_up(path: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys in three blocks, the last of which only the last queries have; parts of tensors go in and out."""
+    monkeypatch.setattr(attention, "_path", lambda *_: PATHS[path])
+    q, k, v, out_grad = inputs((2, 24, 3, 8), 10, dtype)
+    k[:, 3] *= 3  # so that some queries see mostly this one
+    blocks = [(slice(None), slice(0, 9)), (slice(None), slice(9, 17)), (slice(6, None), slice(17, 24))]
+    out, lse = torch.zeros_like(q, dtype=torch.promote_types(dtype, torch.float32)), None
+    for rows, keys in blocks:
+        block, block_lse = attention_block(q[:, rows], k[:, keys], v[:, keys], False)
+        if lse is None:
+            out, lse = block.to(out.dtype), block_lse
+        else:
+            merge_block(out[:, rows], lse[:, :, rows], block, block_lse)
+    assert lse is not None
+    out, grads = out.to(dtype), [torch.zeros_like(t, dtype=out.dtype) for t in (q, k, v)]
+    for rows, keys in blocks:
+        given = q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, :, rows]
+        for total, part, where in zip(
+            grads, attention_block_backward(out_grad[:, rows], *given, False), (rows, keys, keys), strict=True
+        ):
+            total[:, where] += part
+
+    first, last = slice(0, 6), slice(6, None)
+    above, below = (
+        expected(q[:, rows], k[:, :seen], v[:, :seen], out_grad[:, rows], False)
+        for rows, seen in ((first, 17), (last, 24))
+    )
+    for i, total in enumerate((out, *grads)):
+        if i < 2:
+            wanted = torch.cat([above[(0, 2)[i]], below[(0, 2)[i]]], 1)
+        else:
+            wanted = below[i + 1].clone()
+            wanted[:, :17] += above[i + 1]
+        assert_close(total, wanted, wanted, dtype)
+    assert_close(lse, torch.cat([above[1], below[1]], -1), below[1], dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_strides_do_not_matter(dtype: torch.dtype) -> None:
+    given = inputs((2, 7, 3, 8), 7, dtype)
+    q, k, v, out_grad = (t.transpose(1, 3).contiguous().transpose(1, 3) for t in given)
+    out, lse = attention_block(q, k, v, True)
+    found = attention_block_backward(out_grad, q, k, v, out, lse, True)
+    for a, b in zip((out, lse, *found), expected(*given, True), strict=True):
+        assert_close(a, b, b, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 9), (4, 9), (8, 9), (9, 9)])
+def test_the_last_positions_of_a_sequence(queries: int, keys: int, dtype: torch.dtype) -> None:
+    q, k, v, out_grad = inputs((2, keys, 3, 8), queries, dtype)
+    parameters = [t.detach().requires_grad_() for t in (q, k, v)]
+    out = causal_attention(*parameters)
+    found = torch.autograd.grad(out, parameters, out_grad)
+    wanted = expected(q, k, v, out_grad, True)
+    for a, b in zip((out, *found), (wanted[0], *wanted[2:]), strict=True):
+        assert_close(a, b, b if b.norm() > 1e-9 else wanted[-1], dtype)
+
+
+def peak(run: Callable[[], object]) -> int:
+    with tracking() as allocations:
+        run()
+    return allocations.peak
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(4096, 4096), (2048, 4096), (1, 4096)])
+def test_no_mask_and_no_scores_are_held(queries: int, keys: int) -> None:
+    """Neither in training nor with a cache: no more than a few times the keys, of which the scores are 128 times."""
+    q, k, v = (normal(1, n, 1, 32, dtype=torch.float32).requires_grad_() for n in (queries, keys, keys))
+    assert peak(lambda: causal_attention(q, k, v).sum().backward()) < 8 * k.nbytes
+
+
+def test_the_plain_path_holds_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_BLOCK_ELEMENTS", 1 << 15)
+    q, k, v, out_grad = (t.transpose(1, 2) for t in inputs((1, 1024, 2, 8), 1024, torch.float32))
+    out, lse = attention._plain(q, k, v, True)
+    assert peak(lambda: attention._plain(q, k, v, True)) < 2 * q.nbytes + 2 * (4 << 15)
+    assert peak(lambda: attention._plain_backward(out_grad, q, k, v, out, lse, True)) < 8 * q.nbytes + 3 * (4 << 15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_flash_path_of_accelerators_gives_what_is_said(dtype: torch.dtype) -> None:
+    """Shapes and types only, of tensors without contents."""
+    with FakeTensorMode():
+        q, k, v = (torch.empty(2, 3, n, 16, dtype=dtype, device="cuda") for n in (4, 8, 8))
+        out, lse = attention._flash(q, k, v, False)
+        assert (out.shape, out.dtype) == (q.shape, dtype)
+        assert (lse.shape, lse.dtype) == ((2, 3, 4), torch.float32)
+        found = attention._flash_backward(out, q, k, v, out, lse, False)
+        assert [(t.shape, t.dtype) for t in found] == [(t.shape, dtype) for t in (q, k, v)]
+
+
+def test_other_devices_take_the_plain_path() -> None:
+    q, k, v = (torch.empty(2, n, 3, 16, device="meta", dtype=torch.bfloat16) for n in (4, 8, 8))
+    out, lse = attention_block(q, k, v, False)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (2, 3, 4), torch.float32)
+    found = attention_block_backward(out, q, k, v, out, lse, False)
+    assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in (q, k, v)]

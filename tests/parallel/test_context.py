@@ -1,0 +1,236 @@
+"""Ring and Ulysses attention: one device's numbers, from what theory says is sent and saved.
+
+Legend: n ranks, B batch, L positions of a sequence, S = L / n of a rank, N heads, D head size.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus.comm import Group, Groups
+from optimus.comm.functional import Kept
+from optimus.config import ModelConfig
+from optimus.errors import UserError
+from optimus.kernels.attention import attention_reference
+from optimus.kernels.rotary import rotary_table
+from optimus.mesh import Mesh
+from optimus.model import Transformer
+from optimus.model.attention import Attention, Places
+from optimus.model.init import initialize
+from optimus.model.sequence import Sequence, WholeSequence
+from optimus.parallel.context import RingSequence, UlyssesSequence
+from optimus.parallel.recompute import recompute
+from optimus.testing import Traffic, counting, run_ranks
+
+Shape = tuple[int, int, int, int]  # B, L, N, D
+METHODS = {"ring": RingSequence, "ulysses": UlyssesSequence}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative, in the Frobenius norm
+CPU = torch.device("cpu")
+
+
+def sequence_of(method: str, ranks: int) -> Sequence:
+    return METHODS[method](Groups(Mesh(dp=ranks)).world)
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def inputs(shape: Shape, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v and the gradient of the output, of the whole sequence."""
+    return [normal(i, *shape).to(dtype) for i in range(4)]
+
+
+# ---- Positions ----
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"), [("ring", [[0, 1, 6, 7], [2, 3, 4, 5]]), ("ulysses", [[0, 1, 2, 3], [4, 5, 6, 7]])]
+)
+def test_positions(method: str, expected: list[list[int]]) -> None:
+    assert [METHODS[method](Group([5, 6], rank)).positions(8, CPU).tolist() for rank in range(2)] == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "length", "cure"), [("ring", 12, "multiple of 8, as 16"), ("ulysses", 13, "multiple of 4, as 16")]
+)
+def test_a_length_that_cannot_be_divided(method: str, length: int, cure: str) -> None:
+    with pytest.raises(UserError, match=f"{length} tokens .* {method}: .*{cure}"):
+        METHODS[method](Group([0, 1, 2, 3], 0)).positions(length, CPU)
+
+
+# ---- Attention ----
+
+
+def attended(method: str, ranks: int, shapes: list[Shape], dtype: torch.dtype) -> list[list[Tensor]]:
+    """Of each shape: this rank's positions, its output and its gradients of q, k and v."""
+    sequence, results = sequence_of(method, ranks), []
+    for shape in shapes:
+        at = sequence.positions(shape[1], CPU)
+        *given, out_grad = (t[:, at] for t in inputs(shape, dtype))
+        given = [t.requires_grad_() for t in given]
+        out = sequence.attend(*given)
+        results.append([at, out.detach(), *torch.autograd.grad(out, given, out_grad)])
+    return results
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("method", "ranks", "shapes"),
+    [
+        ("ring", 1, [(2, 8, 2, 8)]),
+        ("ring", 2, [(1, 8, 1, 8), (2, 8, 3, 6), (1, 32, 4, 8), (2, 64, 2, 16)]),
+        ("ring", 3, [(2, 12, 2, 8), (1, 48, 1, 8)]),
+        ("ring", 4, [(1, 8, 1, 8), (2, 24, 3, 8), (1, 32, 2, 6), (2, 64, 4, 16)]),
+        ("ulysses", 2, [(1, 8, 2, 8), (2, 10, 4, 6), (2, 64, 2, 16)]),
+        ("ulysses", 4, [(1, 8, 4, 8), (2, 12, 8, 6), (2, 64, 4, 16)]),
+    ],
+)
+def test_the_same_as_on_one_device(method: str, ranks: int, shapes: list[Shape], dtype: torch.dtype) -> None:
+    results = run_ranks(attended, ranks, method, ranks, shapes, dtype)
+    for i, shape in enumerate(shapes):
+        *given, out_grad = (t.double() for t in inputs(shape, dtype))
+        given = [t.requires_grad_() for t in given]
+        out, _ = attention_reference(*given, causal=True)
+        expected = [out.detach(), *torch.autograd.grad(out, given, out_grad)]
+        order = torch.cat([result[i][0] for result in results])
+        assert order.sort().values.equal(torch.arange(shape[1]))
+        for parts, whole in zip(zip(*(result[i][1:] for result in results)), expected, strict=True):
+            found = torch.cat(parts, 1)
+            assert found.dtype == dtype
+            assert (found.double() - whole[:, order]).norm() <= TOLERANCE[dtype] * whole.norm(), shape
+
+
+def attended_again(method: str) -> tuple[bool, bool, int]:
+    """(same output, same gradients, collectives issued) of a forward pass that is run again with kept results."""
+    sequence = sequence_of(method, 2)
+    at = sequence.positions(16, CPU)
+    *given, out_grad = (t[:, at] for t in inputs((2, 16, 2, 8), torch.float32))
+    given, kept = [t.requires_grad_() for t in given], Kept()
+    with kept.recording():
+        first = sequence.attend(*given)
+    with kept.repeating(), counting() as traffic:
+        second = sequence.attend(*given)
+    grads = [torch.autograd.grad(out, given, out_grad) for out in (first, second)]
+    return first.equal(second), all(a.equal(b) for a, b in zip(*grads, strict=True)), traffic.calls.total()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pass_that_is_run_again_sends_nothing(method: str) -> None:
+    assert run_ranks(attended_again, 2, method) == [(True, True, 0)] * 2
+
+
+# ---- Traffic ----
+
+
+def sent(method: str, ranks: int, shape: Shape, dtype: torch.dtype) -> list[dict[str, tuple[int, int]]]:
+    """(calls, bytes) of each collective, in the forward pass and in the backward pass."""
+    sequence = sequence_of(method, ranks)
+    at = sequence.positions(shape[1], CPU)
+    *given, out_grad = (t[:, at] for t in inputs(shape, dtype))
+    given = [t.requires_grad_() for t in given]
+    with counting() as forward:
+        out = sequence.attend(*given)
+    with counting() as backward:
+        torch.autograd.grad(out, given, out_grad)
+
+    def counted(traffic: Traffic) -> dict[str, tuple[int, int]]:
+        return {name: (calls, traffic.bytes[name]) for name, calls in traffic.calls.items()}
+
+    return [counted(forward), counted(backward)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_traffic_of_the_ring(ranks: int, dtype: torch.dtype) -> None:
+    """Keys and values n - 1 times, their gradients in fp32 n times."""
+    shape = 2, 32, 3, 8
+    kv = 2 * 2 * (32 // ranks) * 3 * 8  # numbers
+    there, back = (ranks - 1) * kv * dtype.itemsize, ranks * kv * 4
+    for forward, backward in run_ranks(sent, ranks, "ring", ranks, shape, dtype):
+        assert forward == dict.fromkeys(("send", "recv"), (ranks - 1, there))
+        assert backward == dict.fromkeys(("send", "recv"), (2 * ranks - 1, there + back))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_traffic_of_ulysses(ranks: int, dtype: torch.dtype) -> None:
+    """q, k, v and the output, each as much as a rank has of it; the counter adds what goes in and what comes out."""
+    q = 2 * (32 // ranks) * 4 * 8 * dtype.itemsize
+    for forward, backward in run_ranks(sent, ranks, "ulysses", ranks, (2, 32, 4, 8), dtype):
+        assert forward == backward == {"all_to_all_single": (2, 2 * 4 * q)}
+
+
+# ---- Memory ----
+
+
+def saved(make: Callable[[], Sequence], length: int) -> int:
+    """Bytes that an attention layer keeps for the backward pass, besides its weights."""
+    torch.manual_seed(0)
+    layer, sequence = Attention(32, 4, 1e-5), make()
+    initialize(layer, 0, 0.2)
+    at = sequence.positions(length, CPU)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x_TH = normal(0, len(at), 32).float().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x_TH, Places(*rotary_table(at, 8, 10_000.0), sequence)).sum()
+    return sum(size for where, size in kept.items() if where not in weights)
+
+
+def saved_on_a_rank(method: str, ranks: int, length: int) -> int:
+    return saved(lambda: sequence_of(method, ranks), length)
+
+
+def test_a_rank_of_four_holds_a_quarter_of_the_activations() -> None:
+    assert run_ranks(saved_on_a_rank, 4, "ring", 4, 256) == [saved(WholeSequence, 256) / 4] * 4
+
+
+# ---- The model ----
+
+DENSE = ModelConfig(family="olmo", hidden=32, layers=2, heads=4, intermediate=48, vocab=50)
+EXPERTS = ModelConfig(
+    family="olmoe", hidden=32, layers=2, heads=4, intermediate=24, vocab=50, experts=4, experts_per_token=2
+)
+TOKENS_BL = torch.randint(50, (2, 32), generator=torch.Generator().manual_seed(0))
+
+
+def trained(config: ModelConfig, method: str | None, ranks: int, recomputed: bool) -> tuple[list[Tensor], int]:
+    """(loss and gradients of one process, or their means over the ranks; collectives before those)."""
+    model = Transformer(config)
+    initialize(model, 0, 0.2)
+    group = Groups(Mesh(dp=ranks)).world
+    if method is not None:
+        model.sequence = METHODS[method](group)
+    if recomputed:
+        recompute(model.blocks, ["attention"])
+    with counting() as traffic:
+        loss = model.losses(TOKENS_BL).cross_entropy
+        loss.backward()
+        calls = traffic.calls.total()
+    found = [loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+    for tensor in found:
+        group.sum(tensor)
+    return [tensor / ranks for tensor in found], calls
+
+
+@pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(("method", "ranks"), [("ring", 2), ("ring", 4), ("ulysses", 2), ("ulysses", 4)])
+def test_a_model_has_the_same_loss_and_gradients(config: ModelConfig, method: str, ranks: int) -> None:
+    expected, none = trained(config, None, 1, False)
+    assert none == 0
+    plain, again = (run_ranks(trained, ranks, config, method, ranks, recomputed) for recomputed in (False, True))
+    for found, _ in plain:
+        assert len(found) == len(expected)
+        for a, b in zip(found, expected, strict=True):
+            assert (a - b).norm() <= 1e-5 * b.norm()
+    for (found, calls), (found_again, calls_again) in zip(plain, again, strict=True):
+        assert all(a.equal(b) for a, b in zip(found, found_again, strict=True))
+        assert calls_again == calls > 0
