@@ -81,7 +81,9 @@ def train(
     if os.environ.get("RANK", "0") != "0":
         return  # under torchrun, rank 0 speaks for all
     if check:
-        _show(summary, as_json, f"{config} is ready to run: {summary['steps']} steps on {summary['ranks']} rank(s)")
+        where = f"\n{summary['placement']}" if summary["ranks"] > 1 else ""
+        ready = f"{config} is ready to run: {summary['steps']} steps on {summary['ranks']} rank(s)"
+        _show(summary, as_json, f"{ready}{where}")
         return
     text = f"step {summary['step']}: loss {summary['loss']:.4f}, checkpoint {summary['checkpoint']}"
     if summary["step"] < summary["steps"]:
@@ -191,6 +193,47 @@ def models(as_json: Json = False) -> None:
         print(f"{row['name']:16} {total:>8} total  {active:>8} active   {row['layers']} layers, hidden {row['hidden']}")
 
 
+@app.command()
+def schedule(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="gpipe, 1f1b, interleaved-1f1b, zb-h1 or zbv.")],
+    stages: Annotated[int, typer.Option(help="Ranks of the pipeline, each with --stages-per-rank stages.")] = 4,
+    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 8,
+    stages_per_rank: Annotated[
+        int | None, typer.Option(help="Default: 2 for interleaved-1f1b and zbv, else 1.")
+    ] = None,
+    warm_up: Annotated[float, typer.Option(help="1f1b: times its usual activations that a stage may keep.")] = 1.0,
+    jitter: Annotated[float, typer.Option(help="Lognormal deviation of every computation's time.")] = 0.0,
+    link: Annotated[float, typer.Option(help="Time of a message between ranks; a stage's forward pass takes 1.")] = 0.0,
+    blocking: Annotated[bool, typer.Option("--blocking", help="Ranks wait for their sends and receives.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the jitter.")] = 0,
+    measured: Annotated[
+        Path | None, typer.Option(help="Timeline of a real run to show beside the simulated one.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the timeline into this PNG file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write bubble, memory and all actions here.")] = None,
+) -> None:
+    """Check, simulate and draw a pipeline schedule."""
+    from optimus.disk import check_plot
+    from optimus.pipeline import Costs
+    from optimus.pipeline.report import run
+
+    if plot is not None:
+        check_plot(plot)
+    print(
+        run(
+            name,
+            stages,
+            microbatches,
+            stages_per_rank=stages_per_rank,
+            warm_up=warm_up,
+            costs=Costs(jitter=jitter, link=link, blocking=blocking, seed=seed),
+            measured=measured,
+            plot=plot,
+            json_file=json_file,
+        )
+    )
+
+
 @bench_app.command(name="train")
 def bench_train(
     model: Annotated[str, typer.Option(help="Preset.")] = "mula-tiny-moe",
@@ -285,9 +328,10 @@ def bench_moe(
 ) -> None:
     """The sparse block, forward and backward, against transformers' and every kernel package that is installed."""
     from optimus.bench import moe, moe_output
+    from optimus.disk import check_plot
 
     if plot is not None:
-        moe_output.check_plot(plot)
+        check_plot(plot)
     rows, ratios = moe.run(
         shapes=shape or ("olmoe", "small"),
         tokens=tokens or (),

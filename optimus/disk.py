@@ -1,9 +1,11 @@
-"""Writing so that what is there is complete: atomic replacement, and names and bytes on the disk before going on."""
+"""Writing so that what is there is complete: atomic replacement, names and bytes on the disk before going on; and plots."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+from optimus.errors import UserError
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -25,3 +27,15 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_plot(path: Path) -> None:
+    """Raises `UserError` where no plot can be made: to be asked before minutes of work."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError("--plot needs matplotlib: pip install 'optimus[bench]', or leave --plot out") from error
+    if path.suffix != ".png":
+        raise UserError(f"--plot {path}: give the name of a .png file")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--plot {path}: there is no folder {path.absolute().parent}; make it first")

@@ -64,7 +64,7 @@ def test_help_loads_nothing_heavy(words: str) -> None:
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     _, out, _ = here(capsys, monkeypatch, "--help")
-    for command in ("prepare", "train", "evaluate", "generate", "export", "import", "models", "bench"):
+    for command in ("prepare", "train", "evaluate", "generate", "export", "import", "models", "schedule", "bench"):
         assert f"  {command} " in out
 
 
@@ -132,9 +132,16 @@ def test_check_runs_nothing(
     config.write_text(yaml.safe_dump(small_run))
     before = sorted(tmp_path.rglob("*"))
     found = result(capsys, monkeypatch, "train", config, "--check")
+    placement = found.pop("placement")
+    assert placement.startswith("1 rank on 1 node")
     assert found == {"ok": True, "output": small_run["train"]["output"], "steps": 6, "ranks": 1}
     code, out, _ = here(capsys, monkeypatch, "train", config, "--check", "train.steps=9")
     assert (code, out) == (0, f"{config} is ready to run: 9 steps on 1 rank(s)\n")
+    code, out, _ = here(capsys, monkeypatch, "train", config, "--check", "parallel.tensor=2")
+    first, *table = out.splitlines()
+    assert (code, first) == (0, f"{config} is ready to run: 6 steps on 2 rank(s)")
+    assert table[0] == "2 ranks on 1 node; the last axis varies fastest"
+    assert [row.split() for row in table[-2:]] == [[axis, "2", "1", "0", "0", "1"] for axis in ("tp_out", "edp")]
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from optimus.bench.report import print_table, report
 from optimus.disk import write_json
-from optimus.errors import UserError, naming_disk_errors
+from optimus.errors import naming_disk_errors
 
 _SHOWN = {
     "contestant": "contestant",
@@ -39,18 +39,6 @@ def publish(rows: Sequence[dict[str, Any]], ratios: dict[str, float], *, path: P
         print(f"{ratio}: {value:.3f}")
     if path is not None:
         write_json(path, whole)
-
-
-def check_plot(path: Path) -> None:
-    """Raises `UserError` where no plot can be made: to be asked before minutes of work."""
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UserError("--plot needs matplotlib: pip install 'optimus[bench]', or leave --plot out") from error
-    if path.suffix != ".png":
-        raise UserError(f"--plot {path}: give the name of a .png file")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"--plot {path}: there is no folder {path.absolute().parent}; make it first")
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:

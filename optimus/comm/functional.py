@@ -190,7 +190,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
         ctx.group, ctx.back = group, back
-        return kept(lambda: there(x, group))
+        issues_none = there in (own_rows, _same)  # and gives a view, with which all of x would be kept
+        return there(x, group) if issues_none else kept(lambda: there(x, group))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

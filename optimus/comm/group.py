@@ -141,10 +141,21 @@ class Group:
             return _nothing
         return self._start("shift", tensor, shifting(tensor, out, self.ranks, self.rank, self._handle))
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Replace `tensor` on every rank by that of the group's first rank, in place."""
+    def start_send(self, tensor: Tensor, to: int, what: str = "send") -> Finish:
+        """Begin to send `tensor`, contiguous, to rank `to` of the group; it must stay as it is until the result is called.
+
+        Messages between two ranks are received in the order in which they are sent.
+        """
+        return self._start(what, tensor, lambda: dist.isend(tensor, self.ranks[to], group=self._handle))
+
+    def start_receive(self, tensor: Tensor, source: int, what: str = "receive") -> Finish:
+        """Begin to fill `tensor`, contiguous, with what rank `source` of the group sends next."""
+        return self._start(what, tensor, lambda: dist.irecv(tensor, self.ranks[source], group=self._handle))
+
+    def broadcast(self, tensor: Tensor, first: int = 0) -> None:
+        """Replace `tensor` on every rank by that of the group's `first` rank, in place."""
         if self.size > 1:
-            source = self.ranks[0]
+            source = self.ranks[first]
             call = dist.broadcast
             self._start("broadcast", tensor, lambda: call(tensor, src=source, group=self._handle, async_op=True))()
 
@@ -222,11 +233,10 @@ class Groups:
 
     def _make(self, parts: Sequence[Sequence[int]]) -> Group:
         own = next(part for part in parts if self.rank in part)
-        handle = None
-        if 1 < len(own) < self.mesh.size:
-            handles = {part[0]: dist.new_group(list(part), timeout=self._timeout) for part in parts}
-            handle = handles[own[0]]
-        return Group(own, own.index(self.rank), handle)
+        # Every rank takes part in making every group, also where its own needs none.
+        needed = [part for part in parts if 1 < len(part) < self.mesh.size]
+        handles = {part[0]: dist.new_group(list(part), timeout=self._timeout) for part in needed}
+        return Group(own, own.index(self.rank), handles.get(own[0]))
 
 
 def _newest(new: str, old: str) -> Callable[..., Any]:

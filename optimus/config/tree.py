@@ -5,9 +5,12 @@ here, by validators that name the fields, so that nothing starts before the whol
 """
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from optimus.config.sizes import parse_size
+from optimus.errors import UserError
 
 
 class Section(BaseModel):
@@ -92,6 +95,22 @@ class ParallelConfig(Section):
     )
     expert_tensor: int = Field(1, gt=0, description="Ranks over which each expert is split, at most as many as tensor.")
 
+    pipeline: int = Field(1, gt=0, description="Pipeline-parallel ranks: each holds some of the blocks.")
+    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b"] = Field(
+        "1f1b", description="With pipeline: the order of forward and backward passes (`optimus schedule` draws them)."
+    )
+    stages_per_rank: int = Field(
+        1, gt=0, description="With pipeline: stages on each rank, for interleaved-1f1b two or more."
+    )
+    warm_up: float = Field(
+        1.0,
+        ge=1,
+        description="With schedule 1f1b: how many times its usual activations a stage may hold; more hides links and jitter.",
+    )
+    blocks: list[int] | None = Field(
+        None, description="With pipeline: blocks of each stage. Default: so that the most expensive stage is cheapest."
+    )
+
     @property
     def grid(self) -> tuple[int, int]:
         """Tensor-parallel ranks over which weights' outputs, and inputs, are split."""
@@ -102,7 +121,7 @@ class ParallelConfig(Section):
         """The number of ranks that this asks for, or, with data: auto, the least that it can do with."""
         others = self.context * self.grid[0] * self.grid[1]
         experts = self.expert * self.expert_tensor
-        return others * (experts // math.gcd(experts, others) if self.data == "auto" else self.data)
+        return self.pipeline * others * (experts // math.gcd(experts, others) if self.data == "auto" else self.data)
 
     @property
     def splits_sequence(self) -> bool:
@@ -341,7 +360,7 @@ class TuningConfig(Section):
     )
 
 
-Recomputable = Literal["norm", "attention", "mlp", "moe"]
+Recomputable = Literal["norm", "attention", "mlp", "moe", "block", "auto"]
 
 
 class RunConfig(Section):
@@ -356,7 +375,26 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     state: StateConfig = StateConfig()
     recompute: list[Recomputable] = Field(
-        [], description="Modules whose activations are recomputed in the backward pass: norm, attention, mlp or moe."
+        [],
+        description="Modules whose activations are recomputed in the backward pass: any of norm, attention, mlp or moe; or "
+        "block, whole blocks; or auto, whatever fits recompute_budget with the least recomputation.",
+    )
+    recompute_every: int = Field(
+        1,
+        gt=0,
+        description="Recompute those modules of every n-th block only; with block, keep the input of every n-th block only "
+        "(AxoNN's ac).",
+    )
+    recompute_collectives: Literal["keep", "repeat"] = Field(
+        "keep",
+        description="What recomputation does about collectives: keep their results from the first time (CAC), or repeat "
+        "them, which takes less memory.",
+    )
+    recompute_budget: int | None = Field(
+        None,
+        gt=0,
+        description="With auto: bytes of activations at most, of one microbatch on one rank, also as 512MB or 40GiB. "
+        "Default: nine tenths of what the device has free after the state.",
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -369,9 +407,7 @@ class RunConfig(Section):
         dense = self.model.family == "olmo"
         if dense and "moe" in self.model_fields_set:
             raise ValueError("moe: the model is dense (family olmo); remove the section moe")
-        absent = "moe" if dense else "mlp"
-        if absent in self.recompute:
-            raise ValueError(f"recompute: a model of family {self.model.family} has no module '{absent}'")
+        self._recomputation()
         self._parallel_experts()
         self._parallel_shapes()
         data = self.parallel.data
@@ -381,6 +417,37 @@ class RunConfig(Section):
                 f"times train.micro_batch {self.train.micro_batch}"
             )
         return self
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _one_word(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("recompute_budget", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        try:
+            return parse_size(value) if isinstance(value, str) else value
+        except UserError as error:
+            raise ValueError(str(error)) from None
+
+    def _recomputation(self) -> None:
+        """Raise where what is to be recomputed is not there, or said twice."""
+        absent = "moe" if self.model.experts is None else "mlp"
+        if absent in self.recompute:
+            raise ValueError(f"recompute: a model of family {self.model.family} has no module '{absent}'")
+        alone = next((kind for kind in self.recompute if kind in ("block", "auto")), None)
+        if alone is not None and len(self.recompute) > 1:
+            raise ValueError(f"recompute: {alone} is about all modules, remove the others")
+        if self.recompute_every > 1 and (not self.recompute or alone == "auto"):
+            cure = "auto chooses it: remove it" if alone else "nothing is recomputed: set recompute"
+            raise ValueError(f"recompute_every {self.recompute_every}: {cure}")
+        if self.recompute_every > self.model.layers:
+            raise ValueError(
+                f"recompute_every {self.recompute_every} is more than model.layers {self.model.layers}: lower it"
+            )
+        if self.recompute_budget is not None and alone != "auto":
+            raise ValueError("recompute_budget is what recompute: auto may use: set that, or remove it")
 
     def _parallel_experts(self) -> None:
         """Raise where the experts cannot be divided as asked."""

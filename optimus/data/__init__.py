@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from optimus.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from optimus.config.sizes import parse_size
     from optimus.data.loader import TokenLoader
     from optimus.data.permutation import Permutation
-    from optimus.data.preparation import parse_size, prepare
+    from optimus.data.preparation import prepare
     from optimus.data.shards import Shards
 
 __all__ = ["Permutation", "Shards", "TokenLoader", "parse_size", "prepare"]
@@ -23,7 +24,7 @@ __getattr__ = lazy_exports(
         "Permutation": "optimus.data.permutation",
         "Shards": "optimus.data.shards",
         "TokenLoader": "optimus.data.loader",
-        "parse_size": "optimus.data.preparation",
+        "parse_size": "optimus.config.sizes",
         "prepare": "optimus.data.preparation",
     },
 )

@@ -13,7 +13,6 @@ interruptions. The output folder appears complete or not at all, by a rename at 
 
 import errno
 import os
-import re
 import shutil
 import time
 from collections import deque
@@ -116,17 +115,6 @@ def prepare(
         return _finished_before(run, settings)
     with _disk_errors(run), journal.locked(run.partial):
         return _prepare(run, settings, info)
-
-
-def parse_size(text: str) -> int:
-    """Bytes in a size such as "512MB", "1.5 GB", "64MiB" or "4096". Raises `UserError`."""
-    units = {"": 1, "B": 1}
-    for power, letter in enumerate("KMGT", start=1):
-        units |= {letter: 1000**power, f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
-    if not match or match[2] not in units:
-        raise UserError(f"not a size: {text!r}. Write a number and a unit, such as 512MB, 1.5GB or 64MiB.")
-    return int(float(match[1]) * units[match[2]])
 
 
 def cores() -> int:

@@ -11,7 +11,7 @@ class Layout:
     """`shape` is global. `splits` pairs a tensor dim with the mesh axis that it is split over; along the axes of
     `replicas` every rank holds the same part (Elixir's parallel pattern: a group of replicas and a group of parts), and
     the part's gradient is the sum of what they have. Along the axes of `same` they hold the same part, and find the same
-    gradient by themselves."""
+    gradient by themselves; those along `ends` add theirs up at the end of a step."""
 
     shape: tuple[int, ...]
     splits: tuple[tuple[int, str], ...] = ()

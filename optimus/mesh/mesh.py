@@ -3,6 +3,7 @@
     dense view:   pp x dp  x cp x tp       with tp = tp_in x tp_out
     expert view:  pp x edp x ep x etp      with dp * cp * tp = edp * ep * etp
 
+`ends` is no axis of its own: a group along it joins the first and the last rank along `pp`, which may hold the same embedding.
 `tp` is a grid: a weight's outputs are split over one of its axes and the inputs over the other (AxoNN's G_x and G_y).
 
 The last axis of a view is innermost: neighbours on it have consecutive ranks, so that the axis that talks most stays inside
@@ -52,6 +53,7 @@ class Mesh:
         cls,
         ranks: int,
         *,
+        pipeline: int = 1,
         data: int | None = None,
         context: int = 1,
         tensor: Sequence[int] = (1, 1),
@@ -64,11 +66,13 @@ class Mesh:
         `tensor` is (tp_out, tp_in). Raises `UserError` when the product of the sizes is not `ranks`.
         """
         tp = math.prod(tensor)
-        others = context * tp
+        others = pipeline * context * tp
         if data is None and ranks % others == 0:
             data = ranks // others
         if data is None or data * others != ranks:
             sizes = f"parallel.context {context} x parallel.tensor {tp} = {others}"
+            if pipeline > 1:
+                sizes = f"parallel.pipeline {pipeline} x {sizes}"
             if data is None:
                 raise UserError(
                     f"{sizes} does not divide {ranks} ranks: use --ranks {max(1, ranks // others) * others} or change them"
@@ -78,7 +82,14 @@ class Mesh:
                 f"use --ranks {data * others}, or leave parallel.data away"
             )
         return cls(
-            dp=data, cp=context, tp=tp, ep=expert, etp=expert_tensor, tp_in=tensor[1], ranks_per_node=ranks_per_node
+            pp=pipeline,
+            dp=data,
+            cp=context,
+            tp=tp,
+            ep=expert,
+            etp=expert_tensor,
+            tp_in=tensor[1],
+            ranks_per_node=ranks_per_node,
         )
 
     @property
@@ -96,6 +107,11 @@ class Mesh:
         """Ranks that a grid of `tp` has along its inner axis."""
         return self.tp // self.tp_in
 
+    @property
+    def ends(self) -> int:
+        """Ranks that a group along `ends` joins, of those that it joins at all."""
+        return min(self.pp, 2)
+
     def axis_size(self, *axes: str) -> int:
         """Product of the sizes of `axes`."""
         return math.prod(getattr(self, axis) for axis in axes)
@@ -109,13 +125,19 @@ class Mesh:
     def group(self, rank: int, axes: Sequence[str]) -> list[int]:
         """The ranks that differ from `rank` on `axes` (of one view) at most, in rank order; its group."""
         view, axes = _view(axes), _single(axes)
-        ranges = [range(self.axis_size(axis)) if axis in axes else (self.coordinate(rank, axis),) for axis in view]
+        ranges: list[Sequence[int]] = [
+            range(self.axis_size(axis)) if axis in axes else (self.coordinate(rank, axis),) for axis in view
+        ]
+        if "ends" in axes and self.coordinate(rank, "pp") in (0, self.pp - 1):
+            ranges[0] = sorted({0, self.pp - 1})
         return [self._rank(view, place) for place in product(*ranges)]
 
     def groups(self, axes: Sequence[str]) -> Iterator[list[int]]:
         """Every group along `axes`, ordered by its first rank; together they hold each rank once."""
         view, axes = _view(axes), _single(axes)
-        ranges = [(0,) if axis in axes else range(self.axis_size(axis)) for axis in view]
+        ranges: list[Sequence[int]] = [(0,) if axis in axes else range(self.axis_size(axis)) for axis in view]
+        if "ends" in axes and self.pp > 1:
+            ranges[0] = range(self.pp - 1)
         for place in product(*ranges):
             yield self.group(self._rank(view, place), axes)
 
@@ -133,7 +155,7 @@ class Mesh:
 def _view(axes: Sequence[str]) -> tuple[str, ...]:
     """The view that has all of `axes`."""
     for view in (DENSE, EXPERT):
-        if set(_single(axes)) <= set(view):
+        if set(_single(axes)) - {"ends"} <= set(view):
             return view
     raise ValueError(f"no view of the mesh has all of the axes {', '.join(axes)}")
 

@@ -78,6 +78,20 @@ class Block(nn.Module):
         return x_TH + self.mlp(normed), None
 
 
+class Blocks(nn.ModuleList):
+    """Blocks one after the other."""
+
+    def forward(
+        self, x_TH: Tensor, places: Places, cache: KVCache | None = None, stats: RouterStats | None = None
+    ) -> tuple[Tensor, RouterStats | None]:
+        """(residual stream [T, H], router statistics summed over the blocks and added to `stats`)."""
+        for i, block in enumerate(self):
+            x_TH, own = block(x_TH, places, cache.layers[i] if cache is not None else None)
+            if own is not None:
+                stats = own if stats is None else stats + own
+        return x_TH, stats
+
+
 class Vocabulary(Protocol):
     """How the embedding and the output layer are carried out."""
 
@@ -156,7 +170,7 @@ class Transformer(nn.Module):
         self.config = config
         self.sequence: Sequence = WholeSequence()
         self.embedding = Embedding(config.vocab, config.hidden)
-        self.blocks = nn.ModuleList(Block(config, routing) for _ in range(config.layers))
+        self.blocks = Blocks(Block(config, routing) for _ in range(config.layers))
         self.final_norm = _norm(config)
         own = None if config.tie_embeddings else nn.Parameter(torch.empty(config.vocab, config.hidden))
         self.head = Head(self.embedding.weight if own is None else own)
@@ -170,7 +184,8 @@ class Transformer(nn.Module):
         length, start = tokens_BS.shape[1], cache.length if cache is not None else 0
         tokens_BS = F.pad(tokens_BS, (0, -length % self.head.vocabulary.multiple))  # a causal model does not see it
         positions = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
-        x_TH, _ = self._blocks(tokens_BS, positions, WholeSequence(), cache)
+        places = Places(*self._table(positions), WholeSequence())
+        x_TH = self.final_norm(self.blocks(self.embedding(tokens_BS.flatten()), places, cache)[0])
         if cache is not None:
             cache.length += length
         return self.head.vocabulary.join(x_TH).unflatten(0, (len(tokens_BS), -1))[:, :length]
@@ -180,27 +195,25 @@ class Transformer(nn.Module):
 
         The mean over all devices that the sequences are divided over is the mean over the predicted tokens.
         """
-        positions = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
-        target_T = F.pad(tokens_BS[:, 1:], (0, 1), value=-1)[:, positions].flatten()
-        x_TH, stats = self._blocks(tokens_BS[:, positions], positions, self.sequence)
+        positions_S, places = self.places(tokens_BS)
+        x_TH, stats = self.blocks(self.embedding(tokens_BS[:, positions_S].flatten()), places)
+        return self.losses_of(x_TH, stats, tokens_BS, positions_S)
+
+    def losses_of(self, x_TH: Tensor, stats: RouterStats | None, tokens_BS: Tensor, positions_S: Tensor) -> Losses:
+        """`losses` from the output of the blocks at these positions of the sequences."""
+        target_T = F.pad(tokens_BS[:, 1:], (0, 1), value=-1)[:, positions_S].flatten()
         predicted = tokens_BS[:, 1:].numel() / self.sequence.parts
-        return Losses(self.head(x_TH, target_T, predicted), stats)
+        return Losses(self.head(self.final_norm(x_TH), target_T, predicted), stats)
 
     def router_statistics(self, tokens_BS: Tensor) -> RouterStats | None:
         """What `losses` would find for the router's losses, all layers summed."""
-        positions = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
-        return self._blocks(tokens_BS[:, positions], positions, self.sequence)[1]
+        positions_S, places = self.places(tokens_BS)
+        return self.blocks(self.embedding(tokens_BS[:, positions_S].flatten()), places)[1]
 
-    def _blocks(
-        self, tokens_BS: Tensor, positions_S: Tensor, sequence: Sequence, cache: KVCache | None = None
-    ) -> tuple[Tensor, RouterStats | None]:
-        """(output of the final norm [T, H], router statistics summed over the layers)."""
-        table = rotary_table(positions_S, self.config.hidden // self.config.heads, self.config.rope_theta)
-        places = Places(*table, sequence)
-        x_TH = self.embedding(tokens_BS.flatten())
-        total: RouterStats | None = None
-        for i, block in enumerate(self.blocks):
-            x_TH, stats = block(x_TH, places, cache.layers[i] if cache is not None else None)
-            if stats is not None:
-                total = stats if total is None else total + stats
-        return self.final_norm(x_TH), total
+    def places(self, tokens_BS: Tensor) -> tuple[Tensor, Places]:
+        """The positions [S] of these sequences that this device trains on, as numbers and for the blocks."""
+        positions_S = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
+        return positions_S, Places(*self._table(positions_S), self.sequence)
+
+    def _table(self, positions_S: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary_table(positions_S, self.config.hidden // self.config.heads, self.config.rope_theta)

@@ -1,5 +1,7 @@
 """The layout of every parameter of a model: set here once, read by chunks, norm, checkpoint and whoever else asks."""
 
+from dataclasses import replace
+
 from torch import nn
 
 from optimus.mesh import Layout
@@ -8,14 +10,20 @@ from optimus.model.sharding import EXPERTS, ON_ROWS, ON_TOKENS, ends_with, split
 _TENSOR = ("tp_in", "tp_out")
 
 
-def parameter_layouts(model: nn.Module, *, sequence: bool = False, duplicates: bool = False) -> dict[str, Layout]:
+def parameter_layouts(
+    model: nn.Module, *, sequence: bool = False, duplicates: bool = False, tied_ends: bool = False
+) -> dict[str, Layout]:
     """By name, of a model that holds every parameter whole (best on the meta device).
 
     What is not an expert is replicated over the data axes. Along a tensor-parallel axis that does not split it, its gradient
     is made of other tokens on every rank (and summed) or of the same: `sequence` says which for the norms, `duplicates` for
-    the router (TED without duplicate token dropping).
+    the router (TED without duplicate token dropping). `tied_ends`: both ends of a pipeline hold the embedding.
     """
-    return {name: _layout(name, tuple(value.shape), sequence, duplicates) for name, value in model.named_parameters()}
+    found = {name: _layout(name, tuple(value.shape), sequence, duplicates) for name, value in model.named_parameters()}
+    if tied_ends:
+        layout = found["embedding.weight"]
+        found["embedding.weight"] = replace(layout, same=(*layout.same, "ends"))
+    return found
 
 
 def _layout(name: str, shape: tuple[int, ...], sequence: bool, duplicates: bool) -> Layout:

@@ -205,6 +205,12 @@ class Chunk:
         self._last = True
         self._arrived = 0  # whatever earlier microbatches left out, this one is counted from its beginning
 
+    def start_reduction(self) -> None:
+        """No gradient of this step will come any more: begin to reduce them, where that has not begun on arrival."""
+        self._last = True
+        if not self.plan.shards_gradients:
+            self._start_reduction()
+
     def reduce_gradients(self) -> None:
         """Sum the gradients over the replicas into `reduced`: finish what began on arrival, or do all of it now."""
         self._last = True

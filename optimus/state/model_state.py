@@ -25,7 +25,8 @@ class ModelState:
     """Takes over the parameters of `module` (usually made on the meta device) and keeps their whole state in chunks.
 
     `layouts` says of each parameter, by name, how it lies on the mesh of `groups`. After this, `module`'s parameters are
-    views into the chunks, of this rank's parts; their values are zero until `initialize` or `load`.
+    views into the chunks, of this rank's parts; their values are zero until `initialize` or `load`. No chunk holds parameters
+    of two stages, `stage_of` by name, of a pipeline.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class ModelState:
         compute_dtype: torch.dtype,
         gradient_dtype: torch.dtype,
         device: torch.device,
+        stage_of: Callable[[str], int] = lambda name: 0,
     ) -> None:
         self.groups = groups
         self.tile = options.tile
@@ -60,7 +62,14 @@ class ModelState:
                 started=self._limit_reductions,
             )
 
-        self.chunks = [make(plan) for plan in plan_chunks(layouts, groups.mesh, groups.rank, options)]
+        stages: dict[int, dict[str, Layout]] = {}
+        for name, layout in layouts.items():
+            stages.setdefault(stage_of(name), {})[name] = layout
+        self._of_stage = {
+            stage: [make(plan) for plan in plan_chunks(those, groups.mesh, groups.rank, options)]
+            for stage, those in sorted(stages.items())
+        }
+        self.chunks = [chunk for chunks in self._of_stage.values() for chunk in chunks]
         _replace_parameters(module, dict(made for chunk in self.chunks for made in chunk.make_parameters()))
         # Else every rank has every gradient, and finds the same norm by itself.
         self._parted = any(chunk.plan.copies < groups.world.size for chunk in self.chunks)
@@ -101,6 +110,11 @@ class ModelState:
         for chunk in self.chunks:
             chunk.reduce_on_arrival()
 
+    def start_reduction(self, stage: int) -> None:
+        """A stage of a pipeline has done its last backward pass: begin to reduce what is not on its way yet."""
+        for chunk in self._of_stage.get(stage, []):
+            chunk.start_reduction()
+
     def reduce_gradients(self) -> float:
         """Sum the gradients over the replicas; returns the Euclidean norm of all of them, each parameter counted once.
 
@@ -109,6 +123,8 @@ class ModelState:
         square = torch.zeros((), device=self.chunks[0].parameter.device)
         for chunk in self.chunks:
             chunk.reduce_gradients()
+            if "ends" in chunk.plan.slots[0].layout.same:
+                self.groups.along("ends").sum(chunk.reduced)
             square += chunk.gradient_square_sum(self.tile) / (chunk.plan.copies if self._parted else 1)
         if self._parted:
             self.groups.world.sum(square)
@@ -130,6 +146,27 @@ class ModelState:
 
         All ranks must go through it together; each may drop what it does not need.
         """
+        if self.groups.mesh.pp == 1:
+            yield from self._own_tensors()
+            return
+        pipeline, own = self.groups.along("pp"), self._own_tensors()
+        shapes = [
+            (f"{kind}.{slot.name}", slot.layout.shape)
+            for chunk in self.chunks
+            for kind in chunk.buffers
+            for slot in chunk.plan.slots
+        ]
+        sent: set[str] = set()
+        for owner, theirs in enumerate(pipeline.collect(shapes)):
+            for key, shape in theirs:
+                tensor = next(own)[1] if owner == pipeline.rank else self.chunks[0].master.new_empty(shape)
+                if key not in sent:  # both ends may hold the embedding
+                    pipeline.broadcast(tensor, owner)
+                    yield key, tensor
+                sent.add(key)
+
+    def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """`tensors` of this rank's stage, by its ranks together."""
         for chunk in self.chunks:
             for kind, part in chunk.buffers.items():
                 views = chunk.views(chunk.whole(part))

@@ -110,11 +110,12 @@ def plan_chunks(layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: S
     """
     regions = {name: layout.region(mesh, rank) for name, layout in layouts.items()}
     replicas: dict[tuple[str, ...], tuple[int, ...]] = {}  # axes to ranks: two sets of axes may be the same ranks
-    groups: dict[tuple[tuple[int, ...], int], list[str]] = {}  # by these ranks, and how many have the same besides
+    groups: dict[tuple[tuple[int, ...], tuple[str, ...]], list[str]] = {}  # by these, and who has the same besides
     for name, layout in layouts.items():
         if layout.replicas not in replicas:
             replicas[layout.replicas] = tuple(mesh.group(rank, layout.replicas))
-        groups.setdefault((replicas[layout.replicas], mesh.axis_size(*layout.same)), []).append(name)
+        same = tuple(axis for axis in layout.same if mesh.axis_size(axis) > 1)
+        groups.setdefault((replicas[layout.replicas], same), []).append(name)
     sizes = [[_size(regions[name]) for name in names] for names in groups.values()]
     largest = max(_SMALLEST, min(_LARGEST, sum(map(sum, sizes)) // _CHUNKS))
     limit = options.chunk or search_limit(sizes, _SMALLEST, largest)
@@ -125,7 +126,7 @@ def plan_chunks(layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: S
         own = next(part for part in parts if rank in part)
         for chunk in lay_out([_size(regions[name]) for name in names], limit):
             slots = [Slot(names[i], layouts[names[i]], regions[names[i]], start, end) for i, start, end in chunk]
-            copies = same * len(ranks) // len(own)
+            copies = mesh.axis_size(*same) * len(ranks) // len(own)
             plans.append(ChunkPlan(tuple(slots), axes, options.shard, len(own), own.index(rank), copies))
     first = {name: i for i, name in enumerate(layouts)}
     return sorted(plans, key=lambda plan: first[plan.slots[0].name])

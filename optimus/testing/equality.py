@@ -15,7 +15,12 @@ from optimus.train.run import build_model, mesh_of
 from optimus.train.step import StepResult, training_step
 
 # What says how the numbers are computed, but not which: one process needs none of it.
-_LAYOUT: dict[str, Any] = {"parallel": True, "state": True, "moe": {"dispatch", "drop_duplicates"}}
+_LAYOUT: dict[str, Any] = {
+    "parallel": True,
+    "state": True,
+    "moe": {"dispatch", "drop_duplicates"},
+    **dict.fromkeys(("recompute", "recompute_every", "recompute_collectives", "recompute_budget"), True),
+}
 
 
 class Layout(NamedTuple):

@@ -1,5 +1,6 @@
 """Everything that can be known to be wrong before the first step, found before the first step."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -107,7 +108,8 @@ def dry_run(run: Run) -> str:
     tokens = torch.arange(context, device=run.device).remainder(run.config.model.vocab).expand(micro_batch, -1)
     free = free_memory(run.device)
     try:
-        one = _saved_bytes(run, tokens[:1])
+        few = _fewest_sequences(run)
+        one = _saved_bytes(run, tokens[:few]) // few
     except torch.OutOfMemoryError:
         raise UserError(
             f"a microbatch of one sequence does not fit into the {_gib(free)} that {run.device} has free: "
@@ -128,6 +130,12 @@ def dry_run(run: Run) -> str:
     )
     kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in at_rest.items() if size)
     return f"memory per rank: {kinds}, activations of a microbatch {_gib(needed)}; {_gib(free)} free"
+
+
+def _fewest_sequences(run: Run) -> int:
+    """Of which the tokens can be divided over a tensor-parallel grid, as those of a microbatch can."""
+    mesh, train = run.groups.mesh, run.config.train
+    return min(train.micro_batch, mesh.tp // math.gcd(mesh.tp, train.context // mesh.cp))
 
 
 def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:

@@ -28,12 +28,13 @@ from optimus.config import RunConfig, dump_config, load_config
 from optimus.data import Shards
 from optimus.errors import UserError, naming_disk_errors
 from optimus.hub import read_model_folder
+from optimus.mesh.placement import describe
 from optimus.observe.machine import find_device
 from optimus.observe.metrics import read_metrics
 from optimus.train import checks
 from optimus.train.hooks import Checkpoints, HeldOut, Hook, Interrupt, Metrics, NonFinite, Trace
 from optimus.train.loop import naming_collectives, train_loop
-from optimus.train.run import Run, build_run
+from optimus.train.run import Run, build_run, mesh_of, ranks_per_node
 from optimus.train.tuning import TuneMatmuls
 
 if TYPE_CHECKING:
@@ -64,7 +65,14 @@ def train(
     shards = _check(tree, ranks, resume)
     if check:
         shards.verify()
-        return {"ok": True, "output": tree.train.output, "steps": tree.train.steps, "ranks": ranks}
+        placement = describe(mesh_of(tree, ranks, ranks_per_node(ranks)))
+        return {
+            "ok": True,
+            "output": tree.train.output,
+            "steps": tree.train.steps,
+            "ranks": ranks,
+            "placement": placement,
+        }
     try:
         if ranks == 1 or launched:
             _run_rank(dump_config(tree), resume)

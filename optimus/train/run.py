@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +21,22 @@ from optimus.data import Shards, TokenLoader
 from optimus.errors import UserError
 from optimus.hub import load_weights
 from optimus.mesh import Layout, Mesh
+from optimus.mesh.placement import describe
 from optimus.model import Transformer
+from optimus.model.count import count_parameters
+from optimus.observe.machine import free_memory
 from optimus.parallel.context import set_sequence
 from optimus.parallel.dispatch import set_dispatch
 from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.recompute import recompute
 from optimus.parallel.tensor import set_tensor_parallel
 from optimus.parallel.tokens import set_tokens
-from optimus.state import ModelState
+from optimus.pipeline.schedule import Schedule
+from optimus.pipeline.schedules import make_schedule
+from optimus.pipeline.staged import Cut, Staged, keep_stages
+from optimus.pipeline.stages import divide
+from optimus.state import ModelState, divisions
+from optimus.train.recomputation import find_recomputation
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -39,7 +49,7 @@ class Run:
     folder: Path
     device: torch.device
     groups: Groups
-    model: Transformer
+    model: Transformer | Staged
     state: ModelState
     shards: Shards
     step: int = 0  # steps completed
@@ -97,11 +107,17 @@ class Run:
         return path
 
 
+def ranks_per_node(ranks: int) -> int:
+    """As the launcher says; of `ranks` ranks, all on this machine where there is none yet."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+
+
 def mesh_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None) -> Mesh:
     """The mesh of `ranks` ranks as configured. Raises `UserError` when the sizes do not fit."""
     parallel = config.parallel
     return Mesh.of(
         ranks,
+        pipeline=parallel.pipeline,
         data=None if parallel.data == "auto" else parallel.data,
         context=parallel.context,
         tensor=parallel.grid,
@@ -113,42 +129,102 @@ def mesh_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None) ->
 
 def layouts_of(model: Transformer, config: RunConfig) -> dict[str, Layout]:
     """The layouts of the parameters of `model`, which holds them whole."""
-    return parameter_layouts(model, sequence=config.parallel.splits_sequence, duplicates=not config.moe.drop_duplicates)
+    return parameter_layouts(
+        model,
+        sequence=config.parallel.splits_sequence,
+        duplicates=not config.moe.drop_duplicates,
+        tied_ends=config.model.tie_embeddings and config.parallel.pipeline > 1,
+    )
 
 
-def build_model(config: RunConfig, device: torch.device, groups: Groups) -> tuple[Transformer, ModelState]:
-    """The model with this rank's parts of its parameters, and their state, without values yet.
+def build_model(
+    config: RunConfig, device: torch.device, groups: Groups, notes: list[str] | None = None
+) -> tuple[Transformer | Staged, ModelState]:
+    """The model, or its stages on this rank, with this rank's parts of its parameters, and their state, without values yet.
 
-    All ranks must call. Raises `UserError` when the parameters cannot be divided as configured.
+    What has been chosen for the user is added to `notes`. All ranks must call. Raises `UserError` when the parameters cannot
+    be divided as configured, or their activations do not fit the budget.
     """
+    free = free_memory(device) // (groups.world.size if device.type == "cpu" else 1)
     with torch.device("meta"):
         model = Transformer(config.model, config.moe.routing)
+    layouts = layouts_of(model, config)
+    cut = cut_of(config, groups.mesh, groups.rank)
+    if cut is not None:
+        for layout in layouts.values():  # groups of all stages, which all ranks must make in the same order
+            for parts in divisions(groups.mesh, layout.replicas, config.state):
+                groups.dividing(parts)
+            groups.along(*layout.replicas)
+        groups.along("ends")
+        keep_stages(model, cut)
+        layouts = {name: layouts[name] for name, _ in model.named_parameters()}
     state = ModelState(
         model,
-        layouts_of(model, config),
+        layouts,
         groups,
         config.state,
         compute_dtype=DTYPES[config.train.precision],
         gradient_dtype=DTYPES[config.state.gradient_dtype],
         device=device,
+        **({} if cut is None else {"stage_of": cut.stage_here}),
     )
     duplicates = not config.moe.drop_duplicates
     set_tensor_parallel(model, groups, sequence=config.parallel.splits_sequence, overlap=config.parallel.overlap)
     set_sequence(model, groups, config.parallel.context_method)
     set_tokens(model, groups, sequence=config.parallel.splits_sequence, duplicates=duplicates)
     set_dispatch(model, groups, config.moe.dispatch, duplicates=duplicates)
-    recompute(model.blocks, config.recompute)
-    return model, state
+    free -= sum(state.bytes_by_kind().values())
+    chosen, note = find_recomputation(config, groups, DTYPES[config.train.precision].itemsize, free)
+    if notes is not None and note:
+        notes.append(note)
+    staged = None if cut is None else _staged(model, cut, config, groups)
+    for blocks in [model.blocks] if staged is None else staged.stages.values():
+        recompute(blocks, *chosen, keep_collectives=config.recompute_collectives == "keep")
+    return staged or model, state
+
+
+def cut_of(config: RunConfig, mesh: Mesh, rank: int) -> Cut | None:
+    """How the model is cut into stages, and which are on `rank`; None without a pipeline.
+
+    Raises `UserError` when there are too few blocks.
+    """
+    parallel, model = config.parallel, config.model
+    if parallel.pipeline == 1:
+        return None
+    number = parallel.pipeline * parallel.stages_per_rank
+    ends = parallel.blocks and list(accumulate(parallel.blocks, initial=0))
+    if ends:
+        blocks = [range(start, end) for start, end in pairwise(ends)]
+    else:
+        vocabulary = model.vocab * model.hidden
+        active = (count_parameters(model).active - vocabulary * (1 if model.tie_embeddings else 2)) / model.layers
+        blocks = divide([active] * model.layers, number, last=vocabulary)
+    stage = mesh.coordinate(rank, "pp")
+    return Cut(blocks, range(stage, number, parallel.pipeline))
+
+
+def _staged(model: Transformer, cut: Cut, config: RunConfig, groups: Groups) -> Staged:
+    """The stages of this rank, and how they are run."""
+    parallel, mesh = config.parallel, groups.mesh
+    rows = config.train.micro_batch * config.train.context // mesh.cp
+    shape = rows // (mesh.tp_out if parallel.splits_sequence else 1), config.model.hidden // mesh.tp_in
+
+    def schedule(microbatches: int) -> Schedule:
+        return make_schedule(
+            parallel.schedule, parallel.pipeline, microbatches, parallel.stages_per_rank, parallel.warm_up
+        )
+
+    return Staged(model, cut, groups.along("pp"), cache(schedule), shape, DTYPES[config.train.precision])
 
 
 def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
     """Make model and state on `device`, initialised, or loaded from the newest checkpoint when `resume`."""
     folder = Path(config.train.output)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    groups = Groups(mesh_of(config, ranks, node), config.resilience.timeout)
-    model, state = build_model(config, device, groups)
-    run = Run(config, folder, device, groups, model, state, Shards(config.data.path))
+    groups = Groups(mesh_of(config, ranks, ranks_per_node(ranks)), config.resilience.timeout)
+    notes = [describe(groups.mesh)] if ranks > 1 else []
+    model, state = build_model(config, device, groups, notes)
+    run = Run(config, folder, device, groups, model, state, Shards(config.data.path), notes=notes)
     found = list_checkpoints(folder) if resume else []
     if found:
         _resume(run, found[-1])

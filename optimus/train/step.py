@@ -1,7 +1,7 @@
 """One training step, as the architecture draws it: microbatches, reduce, check, clip, update."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from optimus.model import Losses, Transformer
 from optimus.model.moe.router import RouterStats
 from optimus.optim.adamw import AdamW
 from optimus.optim.schedule import learning_rate
+from optimus.pipeline.staged import Staged
 from optimus.state import ModelState
 
 DATA = ("dp", "cp")  # axes along which the tokens of a global batch are divided
@@ -28,12 +29,14 @@ class StepResult(NamedTuple):
     skipped: bool
 
 
-def training_step(model: Transformer, state: ModelState, tokens_BS: Tensor, config: RunConfig, step: int) -> StepResult:
+def training_step(
+    model: Transformer | Staged, state: ModelState, tokens_BS: Tensor, config: RunConfig, step: int
+) -> StepResult:
     """Train on this rank's part of a global batch; `step` counts from 1."""
     state.begin_step()
     losses = accumulate_gradients(model, state, tokens_BS, config)
     data = state.groups.along(*DATA)
-    finish = data.start_sum(losses)
+    finish = state.groups.along("pp", *DATA).start_sum(losses)  # one stage of a pipeline has them
     norm = state.reduce_gradients()
     finish()
     loss, balance, z = (losses / data.size).tolist()
@@ -44,14 +47,18 @@ def training_step(model: Transformer, state: ModelState, tokens_BS: Tensor, conf
     return StepResult(loss, balance, z, norm, lr, skipped)
 
 
-def accumulate_gradients(model: Transformer, state: ModelState, tokens_BS: Tensor, config: RunConfig) -> Tensor:
+def accumulate_gradients(
+    model: Transformer | Staged, state: ModelState, tokens_BS: Tensor, config: RunConfig
+) -> Tensor:
     """Forward and backward over this rank's microbatches; their mean losses [3] (cross-entropy, balance, z), fp32.
 
     The gradients are those of this rank's share of the mean over the global batch: their sum over the ranks is the whole.
     """
     microbatches = tokens_BS.split(config.train.micro_batch)
     share = 1 / (len(microbatches) * state.groups.along(*DATA).size)
-    choices_E = _global_choices(model, state, microbatches, config)
+    if isinstance(model, Staged):
+        return _through_the_pipeline(model, state, microbatches, config, share)
+    choices_E = _global_choices(model.router_statistics, state, microbatches, config)
     total = torch.zeros(3, device=tokens_BS.device)
     for number, tokens in enumerate(microbatches, start=1):
         with state.saving():
@@ -63,6 +70,27 @@ def accumulate_gradients(model: Transformer, state: ModelState, tokens_BS: Tenso
             state.reduce_on_arrival()
         (objective(parts, config) * share).backward()
         total += parts.detach()
+    return total / len(microbatches)
+
+
+def _through_the_pipeline(
+    staged: Staged, state: ModelState, microbatches: Sequence[Tensor], config: RunConfig, share: float
+) -> Tensor:
+    """`accumulate_gradients` by the stages of a pipeline; the losses are zero but on the ranks of the last one."""
+
+    def find_objective(losses: Losses) -> tuple[Tensor, Tensor]:
+        choices = choices_E
+        if choices is None and _counts_globally(config, losses):
+            choices = _choices([losses.router], state)
+        parts = terms(losses, choices)
+        return objective(parts, config) * share, parts.detach()
+
+    choices_E = None
+    if _counts_beforehand(config, len(microbatches)):
+        counted = staged.router_statistics(microbatches)
+        choices_E = _choices(counted, state) if counted else None
+    reported = staged.train_microbatches(microbatches, find_objective, state.saving, state.start_reduction)
+    total = torch.stack(reported).sum(0) if reported else torch.zeros(3, device=microbatches[0].device)
     return total / len(microbatches)
 
 
@@ -82,17 +110,24 @@ def _counts_globally(config: RunConfig, losses: Losses) -> bool:
     return config.moe.balance_scope == "global" and losses.router is not None
 
 
+def _counts_beforehand(config: RunConfig, microbatches: int) -> bool:
+    return config.moe.balance_scope == "global" and config.model.experts is not None and microbatches > 1
+
+
 def _global_choices(
-    model: Transformer, state: ModelState, microbatches: Sequence[Tensor], config: RunConfig
+    statistics: Callable[[Tensor], RouterStats | None],
+    state: ModelState,
+    microbatches: Sequence[Tensor],
+    config: RunConfig,
 ) -> Tensor | None:
     """How often each expert is chosen per token of the global batch, where a forward pass must find out beforehand.
 
     The first microbatch's gradient depends on the choices in the last. One microbatch alone needs no pass of its own.
     """
-    if config.moe.balance_scope == "microbatch" or model.config.experts is None or len(microbatches) == 1:
+    if not _counts_beforehand(config, len(microbatches)):
         return None
     with torch.no_grad():
-        return _choices([model.router_statistics(tokens) for tokens in microbatches], state)
+        return _choices([statistics(tokens) for tokens in microbatches], state)
 
 
 def _choices(counted: Sequence[RouterStats | None], state: ModelState) -> Tensor:

@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus import cli
-from optimus.bench import moe, moe_output, moe_rivals
+from optimus.bench import moe, moe_rivals
 from optimus.bench.moe_inputs import LOADS, Inputs, Shape, Weights, make_inputs, make_weights, parse_shape
 from optimus.bench.moe_kernel_rivals import contestants
 from optimus.bench.moe_measure import KINDS, check, expected, memory
 from optimus.bench.moe_rivals import Block, LeftOut, Make, Ours, Setting, route
+from optimus.disk import check_plot
 from optimus.errors import UserError
 from optimus.kernels.expert_mlp import expert_mlp_reference
 from optimus.model.moe.router import Router
@@ -318,4 +319,4 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 @pytest.mark.parametrize(("name", "message"), [("a.jpg", r"give the name of a \.png file"), ("no/a.png", "no folder")])
 def test_a_plot_that_cannot_be(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        moe_output.check_plot(tmp_path / name)
+        check_plot(tmp_path / name)

@@ -7,7 +7,20 @@ import torch
 from torch import Tensor
 
 from optimus.comm import Group, Groups
-from optimus.comm.functional import exchange_rows, gather_rows, sum_rows
+from optimus.comm.functional import (
+    columns_to_rows,
+    exchange_rows,
+    gather_rows,
+    gather_uneven_rows,
+    join_rows,
+    rows_to_columns,
+    share,
+    split_rows,
+    sum_over,
+    sum_rows,
+    sum_shared,
+    sum_uneven_rows,
+)
 from optimus.mesh import Mesh
 from optimus.testing import run_ranks
 
@@ -99,3 +112,63 @@ def without_gradients() -> bool:
 
 def test_no_grad_makes_no_graph() -> None:
     assert not any(run_ranks(without_gradients, 2))
+
+
+# ---- Shared tensors, columns, and different numbers of rows ----
+
+
+def shared_on_a_rank(ranks: int) -> dict[str, tuple[Tensor, Tensor]]:
+    group = Groups(Mesh(dp=ranks)).world
+    rank, uneven = group.rank, [3, 0, 2, 1][:ranks]
+    shared, own = rows(0, 2 * ranks), rows(rank, 2)
+    columns = rows(rank, 2 * ranks).repeat(1, 2)
+    seed = 100 + rank
+    return {
+        "split": run(lambda x: split_rows(x, group), shared, seed),
+        "join": run(lambda x: join_rows(x, group), own, 100),
+        "over": run(lambda x: sum_over(x, group), own, seed),
+        "to_shared": run(lambda x: sum_shared(x, group), own, 100),
+        "from_shared": run(lambda x: share(x, group), shared, seed),
+        "gather": run(lambda x: gather_uneven_rows(x, uneven, group), rows(rank, uneven[rank]), seed),
+        "sum": run(lambda x: sum_uneven_rows(x, uneven, group), rows(rank, sum(uneven)), seed),
+        "there_and_back": run_columns(group, columns),
+    }
+
+
+def run_columns(group: Group, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(whole rows, the gradient of x where that of the whole rows is these)."""
+    x.requires_grad_()
+    y = columns_to_rows(x, group)
+    assert rows_to_columns(y, group).equal(x)
+    (x_grad,) = torch.autograd.grad(y, x, y.detach())
+    return y.detach(), x_grad
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_shared_tensors_columns_and_uneven_rows(ranks: int) -> None:
+    """What is shared has one gradient on all ranks: that of everything that is made of it."""
+    results = run_ranks(shared_on_a_rank, ranks, ranks)
+    everyone, uneven = range(ranks), [3, 0, 2, 1][:ranks]
+    own, shared = [rows(rank, 2) for rank in everyone], rows(0, 2 * ranks)
+    own_grads = [rows(100 + rank, 2) for rank in everyone]
+    total, total_grad = torch.stack(own).sum(0), torch.stack(own_grads).sum(0)
+    wide = torch.cat([rows(rank, 2 * ranks).repeat(1, 2) for rank in everyone], 1)
+    parts = [rows(rank, uneven[rank]) for rank in everyone]
+    wholes = torch.stack([rows(rank, sum(uneven)) for rank in everyone]).sum(0)
+    gather_grad = torch.stack([rows(100 + rank, sum(uneven)) for rank in everyone]).sum(0)
+    sum_grad = torch.cat([rows(100 + rank, uneven[rank]) for rank in everyone])
+    for rank, found in enumerate(results):
+        mine, ends = slice(2 * rank, 2 * rank + 2), slice(sum(uneven[:rank]), sum(uneven[: rank + 1]))
+        right = {
+            "split": (shared[mine], torch.cat(own_grads)),
+            "join": (torch.cat(own), rows(100, 2 * ranks)[mine]),
+            "over": (total, total_grad),
+            "to_shared": (total, rows(100, 2)),
+            "from_shared": (shared, torch.stack([rows(100 + other, 2 * ranks) for other in everyone]).sum(0)),
+            "gather": (torch.cat(parts), gather_grad[ends]),
+            "sum": (wholes[ends], sum_grad),
+            "there_and_back": (wide[mine], rows(rank, 2 * ranks).repeat(1, 2)),
+        }
+        for name, (value, grad) in found.items():
+            assert value.equal(right[name][0]), name
+            assert grad.equal(right[name][1]), name

@@ -26,7 +26,11 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
         ({**DENSE, "heads": 64}, {}, r"model: hidden 64 over 64 heads must give an even head size"),
         ({**DENSE, "family": "olmoe"}, {}, r"model: family olmoe needs experts and experts_per_token"),
         ({**EXPERTS, "experts_per_token": 5}, {}, r"model: experts_per_token 5 is more than experts 4"),
-        ({**EXPERTS, "family": "olmo"}, {}, r"model: family olmo is dense: remove experts and experts_per_token"),
+        (
+            {**EXPERTS, "family": "olmo"},
+            {},
+            r"model: family olmo is dense: remove experts, experts_per_token and renormalise",
+        ),
         (DENSE, {"optimizer": {"betas": [0.9, 1.0]}}, r"optimizer: betas \[0\.9, 1\.0\] must lie in \[0, 1\)"),
         (DENSE, {"schedule": {"peak": 1e-5}}, r"schedule: minimum 4e-05 is above peak 1e-05"),
         (DENSE, {"train": {**TRAIN, "micro_batch": 3}}, r"train: global_batch 8 is not a multiple of micro_batch 3"),
@@ -35,6 +39,20 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
         (DENSE, {"moe": {}}, r"moe: the model is dense \(family olmo\); remove the section moe"),
         (DENSE, {"recompute": ["moe"]}, r"recompute: a model of family olmo has no module 'moe'"),
         (EXPERTS, {"recompute": ["mlp"]}, r"recompute: a model of family olmoe has no module 'mlp'"),
+        (EXPERTS, {"recompute": ["auto", "moe"]}, r"recompute: auto is about all modules, remove the others"),
+        (DENSE, {"recompute_every": 2}, r"recompute_every 2: nothing is recomputed: set recompute"),
+        (DENSE, {"recompute": "auto", "recompute_every": 2}, r"recompute_every 2: auto chooses it: remove it"),
+        (
+            DENSE,
+            {"recompute": ["norm"], "recompute_every": 99},
+            r"recompute_every 99 is more than model\.layers \d+: lower",
+        ),
+        (
+            DENSE,
+            {"recompute": ["norm"], "recompute_budget": "1GB"},
+            r"recompute_budget is what recompute: auto may use",
+        ),
+        (DENSE, {"recompute": "auto", "recompute_budget": "some"}, r"recompute_budget: not a size: 'some'"),
         (
             DENSE,
             {"parallel": {"data": 4}},
@@ -54,6 +72,8 @@ def test_possible_neighbours_of_the_impossible() -> None:
     assert (found.model.experts_per_token, found.parallel.data) == (4, 2)
     found = tree(DENSE, schedule={"name": "constant", "peak": 1e-5}, recompute=["mlp"])
     assert (found.schedule.peak, found.recompute) == (1e-5, ["mlp"])
+    found = tree(DENSE, recompute="auto", recompute_budget="2KiB")
+    assert (found.recompute, found.recompute_budget) == (["auto"], 2048)
     found = tree(DENSE, train={**TRAIN, "stop_at": 10}, optimizer={"betas": [0.0, 0.0]})
     assert (found.train.stop_at, found.optimizer.betas) == (10, [0.0, 0.0])
 

@@ -1,5 +1,6 @@
-"""Layouts of a model: experts over the expert axes, all else over the data axes."""
+"""Layouts of a model: experts over the expert axes, projections over the tensor-parallel grid, gradients over the rest."""
 
+import pytest
 import torch
 
 from optimus.config import ModelConfig
@@ -8,34 +9,71 @@ from optimus.model import Transformer
 from optimus.model.moe.layer import MoeLayer
 from optimus.parallel.layouts import parameter_layouts
 
-DENSE = ModelConfig(family="olmo", hidden=32, layers=2, heads=2, intermediate=64, vocab=50)
+DENSE = ModelConfig(family="olmo", hidden=32, layers=2, heads=2, intermediate=64, vocab=48)
 EXPERTS = ModelConfig(
-    family="olmoe", hidden=32, layers=2, heads=2, intermediate=24, vocab=50, experts=8, experts_per_token=2
+    family="olmoe", hidden=32, layers=2, heads=2, intermediate=24, vocab=48, experts=8, experts_per_token=2
 )
 
 
-def layouts(config: ModelConfig) -> dict[str, Layout]:
+def layouts(config: ModelConfig, **options: bool) -> dict[str, Layout]:
     with torch.device("meta"):
         model = Transformer(config)
-    found = parameter_layouts(model)
+    found = parameter_layouts(model, **options)
     assert {name: layout.shape for name, layout in found.items()} == {
         name: tuple(parameter.shape) for name, parameter in model.named_parameters()
     }
     return found
 
 
-def test_a_dense_model_is_whole_everywhere() -> None:
-    assert all(layout.splits == () and layout.replicas == ("dp", "cp") for layout in layouts(DENSE).values())
+def test_without_tensor_parallelism_what_is_not_expert_is_whole_everywhere() -> None:
+    mesh = Mesh(dp=4, cp=2, ep=4)
+    for config in (DENSE, EXPERTS):
+        for name, layout in layouts(config).items():
+            if ".experts." not in name:
+                assert layout.local_shape(mesh) == layout.shape
+                assert mesh.group(5, layout.replicas) == list(range(8)), name
 
 
-def test_experts_are_split_and_nothing_else_is() -> None:
+def test_experts_are_split_over_the_expert_axes_alone() -> None:
     found = layouts(EXPERTS)
-    split = {name for name, layout in found.items() if layout.splits}
-    assert split == {f"blocks.{i}.moe.experts.{name}" for i in range(2) for name in ("gate_up", "down")}
-    for name in split:
-        assert found[name].splits == ((0, "ep"),)
+    expert_axes = {name for name, layout in found.items() if {"ep", "etp"} & {axis for _, axis in layout.splits}}
+    assert expert_axes == {f"blocks.{i}.moe.experts.{name}" for i in range(2) for name in ("gate_up", "down")}
+    for name in expert_axes:
+        assert found[name].splits == ((0, "ep"), (2, "etp"))  # of each expert the intermediate columns
         assert found[name].replicas == ("edp",)
-    assert all(found[name].replicas == ("dp", "cp") for name in found.keys() - split)
+        assert found[name].same == ()
+    assert all(found[name].replicas[:2] == ("dp", "cp") for name in found.keys() - expert_axes)
+
+
+def test_projections_alternate_between_the_axes_of_the_grid() -> None:
+    """AxoNN, section 5.1.1: every other weight is transposed, so that its inputs lie as the outputs before it."""
+    mesh, shapes = Mesh(tp=8, tp_in=2), {}
+    for config in (DENSE, EXPERTS):
+        shapes |= {name: layout.local_shape(mesh) for name, layout in layouts(config).items()}
+    block = {name.removeprefix("blocks.1."): shape for name, shape in shapes.items()}
+    assert block["embedding.weight"] == block["head.weight"] == (12, 16)
+    assert block["attention.qkv.weight"] == (3, 8, 16)
+    assert block["attention.out.weight"] == (16, 8)
+    assert block["mlp.gate_up.weight"] == (2, 16, 16)
+    assert block["mlp.down.weight"] == (16, 16)
+    assert block["attention_norm.weight"] == block["mlp_norm.weight"] == block["final_norm.weight"] == (16,)
+    assert block["attention.q_norm.weight"] == block["attention.k_norm.weight"] == (8,)
+    assert block["moe.router.weight"] == (8, 32)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("duplicates", [False, True])
+def test_every_axis_of_the_dense_view_splits_sums_or_repeats(sequence: bool, duplicates: bool) -> None:
+    found = layouts(EXPERTS, sequence=sequence, duplicates=duplicates)
+    for name, layout in found.items():
+        if ".experts." not in name:
+            axes = [axis for _, axis in layout.splits] + list(layout.replicas) + list(layout.same)
+            assert sorted(axes) == ["cp", "dp", "tp_in", "tp_out"], name
+    rows = ("tp_out",) if sequence else ()
+    assert all(found[f"{norm}.weight"].replicas == ("dp", "cp", *rows) for norm in ("final_norm", "blocks.0.mlp_norm"))
+    tokens = () if duplicates else ("tp_in", "tp_out")
+    assert found["blocks.0.moe.router.weight"].replicas == ("dp", "cp", *tokens)
+    assert found["blocks.0.attention.q_norm.weight"].replicas == ("dp", "cp")  # its rows are those of the heads: all
 
 
 def test_each_rank_has_its_experts() -> None:

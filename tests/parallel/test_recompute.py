@@ -1,12 +1,19 @@
-"""Recomputation keeps fewer bytes for the backward pass and changes no bit of the gradients."""
+"""Recomputation keeps fewer bytes for the backward pass, changes no bit of the gradients, and issues no collective again."""
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from optimus.comm import Groups
 from optimus.config import ModelConfig
+from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.init import initialize
+from optimus.model.moe.layer import Experts
+from optimus.parallel.dispatch import set_dispatch
 from optimus.parallel.recompute import recompute
+from optimus.testing import counting, run_ranks
 
 DENSE = ModelConfig(family="olmo", hidden=32, layers=2, heads=2, intermediate=64, vocab=50)
 EXPERTS = ModelConfig(
@@ -15,12 +22,14 @@ EXPERTS = ModelConfig(
 TOKENS = torch.randint(50, (2, 64), generator=torch.Generator().manual_seed(0))
 
 
-def measured(config: ModelConfig, kinds: list[str], precision: torch.dtype) -> tuple[list[torch.Tensor], int]:
+def measured(
+    config: ModelConfig, kinds: list[str], precision: torch.dtype, every: int = 1
+) -> tuple[list[torch.Tensor], int]:
     """(losses and all gradients, bytes kept for the backward pass besides the parameters)."""
     model = Transformer(config)
     initialize(model, 0, 0.2)
     model = model.to(precision)
-    recompute(model.blocks, kinds)
+    recompute(model.blocks, kinds, every)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -47,10 +56,12 @@ def measured(config: ModelConfig, kinds: list[str], precision: torch.dtype) -> t
         (DENSE, ["attention"]),
         (DENSE, ["mlp"]),
         (DENSE, ["norm", "attention", "mlp"]),
+        (DENSE, ["block"]),
         (EXPERTS, ["norm"]),
         (EXPERTS, ["attention"]),
         (EXPERTS, ["moe"]),
         (EXPERTS, ["norm", "attention", "moe"]),
+        (EXPERTS, ["block"]),
     ],
 )
 def test_same_gradients_from_fewer_bytes(config: ModelConfig, kinds: list[str], precision: torch.dtype) -> None:
@@ -64,3 +75,113 @@ def test_same_gradients_from_fewer_bytes(config: ModelConfig, kinds: list[str], 
 def test_more_kinds_keep_less(config: ModelConfig, feed_forward: str) -> None:
     kept = [measured(config, kinds, torch.float32)[1] for kinds in ([], [feed_forward], [feed_forward, "attention"])]
     assert kept[0] > kept[1] > kept[2]
+
+
+@pytest.mark.parametrize("config", [DENSE, EXPERTS])
+@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize("whole", [False, True])
+def test_every_nth_block(config: ModelConfig, every: int, whole: bool) -> None:
+    """Of modules those of some blocks keep less; of whole blocks only some keep their input."""
+    config = config.model_copy(update={"layers": 6})
+    kinds = ["block"] if whole else ["norm", "attention", "mlp" if config.experts is None else "moe"]
+    expected, everything = measured(config, [], torch.float32)
+    (found, kept), (_, at_one) = (measured(config, kinds, torch.float32, n) for n in (every, 1))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+    assert kept < at_one if whole else at_one < kept < everything
+
+
+def test_a_norm_and_what_it_feeds_are_one() -> None:
+    """What goes from one to the other is not kept: per block, two inputs instead of four."""
+    apart = measured(DENSE, ["attention", "mlp"], torch.float32)[1]
+    together = measured(DENSE, ["norm", "attention", "mlp"], torch.float32)[1]
+    assert apart - together >= DENSE.layers * 2 * TOKENS.numel() * DENSE.hidden * 4
+
+
+@pytest.mark.parametrize("kinds", [["moe"], ["block"]])
+def test_router_statistics_are_counted_once(kinds: list[str]) -> None:
+    model = Transformer(EXPERTS)
+    initialize(model, 0, 0.2)
+    recompute(model.blocks, kinds)
+    losses = model.losses(TOKENS)
+    assert losses.router is not None
+    losses.balance.backward()
+    choices = EXPERTS.layers * TOKENS.numel() * 2
+    assert losses.router.tokens == EXPERTS.layers * TOKENS.numel()
+    assert losses.router.counts_E.sum() == choices
+    assert losses.router.probabilities_E.sum().item() == pytest.approx(choices / 2, rel=1e-5)
+
+
+class Noisy(nn.Module):
+    """Stands for a block whose module draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Dropout(0.5)
+
+
+def test_random_numbers_are_the_same_again() -> None:
+    blocks = nn.ModuleList([Noisy()])
+    recompute(blocks, ["attention"])
+    x = torch.ones(1000, requires_grad=True)
+    y = blocks[0].get_submodule("attention")(x)
+    torch.rand(7)  # whatever is drawn in between
+    y.square().sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * 2 * y.detach())  # dy/dx is 2 where y is 2, else 0
+    assert 0 < y.count_nonzero() < 1000
+
+
+# ---- Communication-aware: results of collectives are kept ----
+
+SPREAD = EXPERTS.model_copy(update={"experts": 8})
+Measured = tuple[list[torch.Tensor], int, int]
+
+
+def traffic(kind: str, ranks: int, kinds: list[str], keep: bool, early: bool) -> Measured:
+    """(losses and gradients of two microbatches that are under way at once, calls, bytes of all collectives)."""
+    groups = Groups(Mesh(dp=ranks, ep=ranks))
+    model = Transformer(SPREAD)
+    initialize(model, 0, 0.2)
+    set_dispatch(model, groups, kind)  # type: ignore[arg-type]
+    for module in model.modules():
+        if isinstance(module, Experts):
+            for name in ("gate_up", "down"):
+                whole = module.get_parameter(name).detach()
+                setattr(module, name, nn.Parameter(whole.chunk(ranks)[groups.rank].clone()))
+    recompute(model.blocks, kinds, keep_collectives=keep)
+    tokens = torch.randint(50, (2, 4, 16), generator=torch.Generator().manual_seed(groups.rank))
+    with set_checkpoint_early_stop(early), counting() as counted:
+        losses = [model.losses(microbatch) for microbatch in tokens]
+        for one in reversed(losses):
+            (one.cross_entropy + one.balance + one.z).backward()
+    values = [value.detach() for one in losses for value in (one.cross_entropy, one.balance, one.z)]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return values + gradients, counted.calls.total(), counted.bytes.total()
+
+
+def all_traffic(kind: str, ranks: int) -> dict[str, Measured]:
+    kinds = ["norm", "attention", "moe"]
+    return {
+        "none": traffic(kind, ranks, [], True, True),
+        "keep": traffic(kind, ranks, kinds, True, True),
+        "keep all": traffic(kind, ranks, kinds, True, False),
+        "keep blocks": traffic(kind, ranks, ["block"], True, False),
+        "repeat": traffic(kind, ranks, kinds, False, True),
+        "repeat all": traffic(kind, ranks, kinds, False, False),
+    }
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("alltoall", 2), ("alltoall", 4), ("allgather", 2), ("allgather", 4)])
+def test_kept_results_save_the_collectives_of_recomputation(kind: str, ranks: int) -> None:
+    """A third of the bytes (TED, section 7.3), where the whole forward pass is run again.
+
+    It is not: it ends where everything that is needed is there, before the results go back.
+    """
+    for found in run_ranks(all_traffic, ranks, kind, ranks):
+        values, calls, moved = found["none"]
+        for name, (others, _, _) in found.items():
+            assert all(torch.equal(a, b) for a, b in zip(others, values, strict=True)), name
+        for name in ("keep", "keep all", "keep blocks"):
+            assert found[name][1:] == (calls, moved)
+        assert moved < found["repeat"][2] < found["repeat all"][2]
+        assert moved / found["repeat all"][2] == pytest.approx(2 / 3, abs=0.03)

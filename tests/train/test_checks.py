@@ -99,7 +99,18 @@ def test_an_accelerator_that_is_not_there(small_run: dict[str, Any]) -> None:
         (
             {"parallel": {"data": 2}},
             1,
-            "parallel.data is 2 but there are 1 ranks: use --ranks 2 or set parallel.data to 1",
+            "parallel.data 2 x parallel.context 1 x parallel.tensor 1 = 1 makes 2, but there are 1 ranks: use --ranks 2, or "
+            "leave parallel.data away",
+        ),
+        (
+            {"parallel": {"tensor": 2}},
+            3,
+            "parallel.context 1 x parallel.tensor 2 = 2 does not divide 3 ranks: use --ranks 2 or change them",
+        ),
+        (
+            {"parallel": {"tensor": 2, "expert": 4}},
+            2,
+            "expert ranks do not fit: ep 4 x etp 1 = 4 does not divide dp 1 x cp 1 x tp 2 = 2; the nearest ep that do: 1, 2",
         ),
     ],
 )
@@ -107,6 +118,18 @@ def test_ranks_that_cannot_share_the_work(
     small_run: dict[str, Any], sections: dict[str, Any], ranks: int, expected: str
 ) -> None:
     assert message(edited(small_run, **sections), ranks=ranks).startswith(expected)
+
+
+def test_sequences_of_which_one_cannot_be_divided(small_run: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
+    """32 tokens are no multiple of 3 ranks, but those of 3 sequences are, and their memory is measured.
+    Before it the groups of ranks are shown."""
+    shape = {"family": "olmo", "hidden": 24, "layers": 1, "heads": 6, "intermediate": 24, "vocab": 321}
+    config = edited(small_run, train={"global_batch": 3, "micro_batch": 3, "steps": 1}) | {"model": shape}
+    assert optimus.train(config | {"parallel": {"tensor": 3}})["step"] == 1
+    said = capfd.readouterr().err
+    assert "3 ranks on 1 node; the last axis varies fastest" in said
+    assert re.search(r"tp_out +3 +1 +0 +0 1 2\n", said)
+    assert re.search(r"memory per rank: .* activations of a microbatch [0-9.]+ MiB", said)
 
 
 def test_the_tokenizer_changed(small_run: dict[str, Any], own_data: Path) -> None:

@@ -1,5 +1,6 @@
 """Every layout gives the numbers of one process: random combinations of all that says how work and state are divided."""
 
+import itertools
 import random
 from typing import Any
 
@@ -8,23 +9,45 @@ import pytest
 from optimus.testing import Layout, assert_same_as_one_process, run_ranks
 from optimus.testing.equality import train_steps
 
+SIZES = {"hidden": 16, "layers": 2, "heads": 4, "vocab": 52}
+SPARSE = {"family": "olmoe", "intermediate": 24, "experts": 8, "experts_per_token": 2}
 MODELS: dict[str, dict[str, Any]] = {
-    "moe": {"family": "olmoe", "intermediate": 24, "experts": 8, "experts_per_token": 2},
-    "dense": {"family": "olmo", "intermediate": 48},
-    "tied": {"family": "olmoe", "intermediate": 24, "experts": 8, "experts_per_token": 3, "tie_embeddings": True},
+    "moe": SIZES | SPARSE,
+    "tied": SIZES | SPARSE | {"experts_per_token": 3, "tie_embeddings": True},
+    "dense": SIZES | {"family": "olmo", "intermediate": 48},
+    "tied dense": SIZES | {"family": "olmo", "intermediate": 32, "layers": 3, "tie_embeddings": True},
+    "thirds": SPARSE | {"hidden": 24, "layers": 2, "heads": 6, "vocab": 54, "experts": 6},
 }
+DRAWS = range(112)
+PAIRS = [
+    ("parallel.tensor=", "parallel.context=2"),
+    ("parallel.tensor=[", "parallel.context_method=ulysses"),
+    ("parallel.tensor=[", "parallel.context_method=ring"),
+    ("parallel.tensor=[", "parallel.sequence=true"),
+    ("parallel.tensor=[", "parallel.sequence=false"),
+    ("parallel.tensor=[", "state.shard=parameters"),
+    ("parallel.sequence=true", "state.shard=parameters"),
+    ("parallel.expert_tensor=2", "parallel.expert=4"),
+    ("parallel.expert_tensor=2", "moe.dispatch=allgather"),
+    ("parallel.expert_tensor=2", "parallel.context=2"),
+    ("moe.drop_duplicates=false", "recompute_collectives="),
+    ("parallel.tensor=", "recompute_collectives=keep"),
+    ("parallel.context=", "recompute_collectives=keep"),
+    ("parallel.context=", "recompute_collectives=repeat"),
+    ("state.shard=parameters", "recompute=[block]"),
+]
 
 
 def config_of(model: str, **sections: dict[str, Any]) -> dict[str, Any]:
     return {
-        "model": {"hidden": 16, "layers": 2, "heads": 2, "vocab": 50} | MODELS[model],
+        "model": MODELS[model],
         "data": {"path": ""},
         "train": {
             "output": "",
             "steps": 10,
             "global_batch": 16,
             "micro_batch": 2,
-            "context": 12,
+            "context": 24,
             "precision": "float32",
         },
         "schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
@@ -32,47 +55,152 @@ def config_of(model: str, **sections: dict[str, Any]) -> dict[str, Any]:
     } | sections
 
 
+class Draw:
+    """Choices that a number decides, and what they make of the configuration."""
+
+    def __init__(self, number: int) -> None:
+        self._random = random.Random(number)
+        self.overrides: list[str] = []
+
+    def of(self, *options: Any) -> Any:
+        """One of `options`, with nothing said about it."""
+        return self._random.choice(options)
+
+    def set(self, key: str, *options: Any) -> Any:
+        """One of `options`, for `key`."""
+        chosen = self.of(*options)
+        text = str(chosen).lower() if isinstance(chosen, bool) else str(chosen).replace(" ", "").replace("'", "")
+        self.overrides.append(f"{key}={text}")
+        return chosen
+
+
 def drawn(number: int) -> tuple[str, Layout]:
     """A model and a layout; the number decides everything."""
-    choose = random.Random(number)
-    model = choose.choice(list(MODELS))
-    dp = choose.choice([1, 2, 4, 4, 8, 8])
-    shard = choose.choice(["none", "optimizer", "gradients", "parameters"])
-    overrides = [f"state.shard={shard}", f"state.chunk={choose.choice([500, 2000, 100_000])}"]
-    overrides += [f"train.micro_batch={choose.choice([n for n in (1, 2, 4, 8) if 16 % (dp * n) == 0])}"]
-    overrides += [f"state.tile={choose.choice([64, 1000, 1 << 20])}"]
+    draw = Draw(number)
+    model = draw.of(*MODELS)
+    shape = MODELS[model]
+    ranks = draw.of(3, 6, 6) if model == "thirds" else draw.of(1, 2, 4, 4, 8, 8, 8, 8)
+    grids = [(m, n) for m in (1, 2, 3, 4) for n in (1, 2, 3) if ranks % (m * n) == 0 == shape["heads"] % m]
+    outputs, inputs = draw.of((1, 1), *grids)
+    tensor = outputs * inputs
+    contexts = [n for n in (1, 2, 3, 4) if ranks // tensor % n == 0 == 16 * tensor * n % ranks]
+    context = draw.of(contexts[0], *contexts)
+    data = ranks // (tensor * context)
+    _draw_parallel(draw, shape, (outputs, inputs), context)
+    microbatches = [n for n in (1, 2, 4) if 16 % (data * n) == 0 == 16 // (data * n) * 24 // context % tensor]
+    draw.set("train.micro_batch", *(16 // (data * n) for n in microbatches))
+    _draw_state(draw, data * context)
+    if "experts" in shape:
+        _draw_experts(draw, shape, (outputs, inputs), ranks)
+    _draw_recomputation(draw, "moe" if "experts" in shape else "mlp", shape["layers"])
+    return model, Layout(ranks, draw.overrides)
+
+
+def _draw_parallel(draw: Draw, shape: dict[str, Any], grid: tuple[int, int], context: int) -> None:
+    outputs, inputs = grid
+    if outputs * inputs > 1:
+        draw.set("parallel.tensor", outputs if inputs == 1 else list(grid))
+        draw.set("parallel.sequence", True, False)
+        draw.set("parallel.overlap", True, False)
+    if context > 1:
+        draw.set("parallel.context", context)
+        fits = ["ring"] if 24 % (2 * context) == 0 else []
+        fits += ["ulysses"] if shape["heads"] // outputs % context == 0 else []
+        draw.set("parallel.context_method", *fits)
+
+
+def _draw_state(draw: Draw, replicas: int) -> None:
+    shard = draw.set("state.shard", "none", "optimizer", "gradients", "parameters")
+    draw.set("state.chunk", 500, 2000, 100_000)
+    draw.set("state.tile", 64, 1000, 1 << 20)
+    draw.set("state.overlap", True, True, False)
     if shard != "none":
-        overrides += [f"state.shard_over={choose.choice(['replicas', 'data'])}"]
-        overrides += [f"state.shard_ranks={choose.choice([n for n in (1, 2, 4) if n <= dp])}"] * choose.choice([0, 1])
+        draw.set("state.shard_over", "replicas", "data")
+        if draw.of(True, False):
+            draw.set("state.shard_ranks", *(n for n in (1, 2, 4) if replicas % n == 0))
+    elif draw.of(True, False):
+        draw.set("state.coarsening", 1, 3)
     if shard == "parameters":
-        overrides += [f"state.release={choose.choice(['true', 'false'])}", f"state.prefetch={choose.choice([0, 1, 3])}"]
-    if shard == "none":
-        overrides += [f"state.coarsening={choose.choice([1, 3])}"] * choose.choice([0, 1])
-    if model != "dense":
-        overrides += [f"parallel.expert={choose.choice([n for n in (1, 2, 4, 8) if dp % n == 0])}"]
-        overrides += [f"moe.dispatch={choose.choice(['alltoall', 'allgather'])}"]
-        overrides += [f"moe.balance_scope={choose.choice(['microbatch', 'global'])}"]
-    if choose.random() < 0.3:
-        overrides += ["recompute=[norm,attention]"]
-    return model, Layout(dp, overrides)
+        draw.set("state.release", True, False)
+        draw.set("state.prefetch", 0, 1, 3)
 
 
-@pytest.mark.parametrize("number", range(48))
+def _draw_experts(draw: Draw, shape: dict[str, Any], grid: tuple[int, int], ranks: int) -> None:
+    outputs, inputs = grid
+    split = draw.set(
+        "parallel.expert_tensor", outputs * inputs, *(n for n in (1, 2, 3, 4) if outputs * inputs % n == 0)
+    )
+    fits = [n for n in (1, 2, 3, 4, 6, 8) if ranks % (n * split) == 0 and shape["experts"] % n == 0]
+    draw.set("parallel.expert", max(fits), *fits)
+    dispatch = draw.set("moe.dispatch", "alltoall", "alltoall", "allgather")
+    draw.set("moe.balance_scope", "microbatch", "global")
+    if dispatch == "alltoall" and inputs == 1 and split == outputs > 1 and "parallel.sequence=false" in draw.overrides:
+        draw.set("moe.drop_duplicates", True, False)
+
+
+def _draw_recomputation(draw: Draw, feed_forward: str, layers: int) -> None:
+    kinds = draw.of([], ["block"], ["block"], *combinations_of("norm", "attention", feed_forward))
+    if kinds:
+        draw.set("recompute", kinds)
+        draw.set("recompute_every", *range(1, layers + 1))
+        draw.set("recompute_collectives", "keep", "repeat")
+
+
+def combinations_of(*options: str) -> list[list[str]]:
+    """All subsets but the empty one."""
+    return [list(chosen) for n in range(1, len(options) + 1) for chosen in itertools.combinations(options, n)]
+
+
+@pytest.mark.parametrize("number", DRAWS)
 def test_random_layouts(number: int) -> None:
     model, layout = drawn(number)
-    assert_same_as_one_process(config_of(model), [layout], 5)
+    assert_same_as_one_process(config_of(model), [layout], 4, rtol=2e-5)
 
 
 def test_the_draws_meet_everything() -> None:
-    drawings = [drawn(number) for number in range(48)]
+    drawings = [drawn(number) for number in DRAWS]
     said = {override for _, layout in drawings for override in layout.overrides}
-    for name in ("none", "optimizer", "gradients", "parameters"):
-        assert f"state.shard={name}" in said
-    for option in ("shard_over=data", "shard_ranks=2", "release=false", "prefetch=3", "coarsening=1", "tile=64"):
-        assert f"state.{option}" in said
-    assert {f"parallel.expert={n}" for n in (1, 2, 4, 8)} <= said
-    assert {"moe.dispatch=alltoall", "moe.dispatch=allgather", "moe.balance_scope=global"} <= said
+    options = {
+        "parallel.tensor": ("2", "3", "4", "[2,2]", "[1,2]", "[2,3]", "[4,2]"),
+        "parallel.sequence": ("true", "false"),
+        "parallel.overlap": ("true", "false"),
+        "parallel.context": ("2", "3", "4"),
+        "parallel.context_method": ("ring", "ulysses"),
+        "parallel.expert": ("1", "2", "3", "4", "6", "8"),
+        "parallel.expert_tensor": ("1", "2", "3", "4"),
+        "moe.dispatch": ("alltoall", "allgather"),
+        "moe.drop_duplicates": ("true", "false"),
+        "moe.balance_scope": ("microbatch", "global"),
+        "state.shard": ("none", "optimizer", "gradients", "parameters"),
+        "state.shard_over": ("replicas", "data"),
+        "state.shard_ranks": ("1", "2", "4"),
+        "state.release": ("true", "false"),
+        "state.prefetch": ("0", "1", "3"),
+        "state.overlap": ("true", "false"),
+        "state.coarsening": ("1", "3"),
+        "state.tile": ("64",),
+        "recompute": (
+            "[block]",
+            "[moe]",
+            "[mlp]",
+            "[norm]",
+            "[attention]",
+            "[norm,attention,moe]",
+            "[norm,attention,mlp]",
+        ),
+        "recompute_every": ("1", "2"),
+        "recompute_collectives": ("keep", "repeat"),
+    }
+    assert {f"{key}={value}" for key, values in options.items() for value in values} - said == set()
     assert {model for model, _ in drawings} == set(MODELS)
+    assert {layout.ranks for _, layout in drawings} == {1, 2, 3, 4, 6, 8}
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
+def test_the_draws_combine(pair: tuple[str, str]) -> None:
+    """Forms that meet in the same place of the code are drawn together."""
+    drawings = [" ".join(drawn(number)[1].overrides) for number in DRAWS]
+    assert any(all(part in text for part in pair) for text in drawings)
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])

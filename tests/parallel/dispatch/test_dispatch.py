@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimus.comm import Groups
+from optimus.comm import Group, Groups
 from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
@@ -69,23 +69,38 @@ def outputs(given: Inputs, dispatch: Dispatch) -> list[Tensor]:
     return [y_TH.detach(), *grads]
 
 
-def part(given: Inputs, rank: int, tokens: list[int]) -> Inputs:
-    """What rank `rank` has: `tokens[rank]` tokens, and its share of the experts."""
+def part(given: Inputs, mesh: Mesh, rank: int, tokens: list[int]) -> Inputs:
+    """What rank `rank` has: `tokens[rank]` tokens, its share of the experts, and its part of each of these."""
     mine = [value.split(tokens)[rank] for value in given[:4]]
-    return Inputs(*mine, *(value.chunk(len(tokens))[rank] for value in given[4:]))
+    return Inputs(*mine, *(own_experts(value, mesh, rank) for value in given[4:]))
 
 
-def on_a_rank(kind: Kind, indices_TK: Tensor, experts: int, dtype: torch.dtype, tokens: list[int]) -> list[Tensor]:
-    group = Groups(Mesh(dp=len(tokens), ep=len(tokens))).along("ep")
-    made = AllGatherDispatch if kind == "allgather" else AllToAllDispatch
-    given = part(inputs(indices_TK, experts, dtype), group.rank, tokens)
-    return outputs(given, made(group, experts // group.size))
+def own_experts(value: Tensor, mesh: Mesh, rank: int) -> Tensor:
+    """The part of an experts' parameter, or of its gradient, that `rank` holds."""
+    own = value.chunk(mesh.ep)[mesh.coordinate(rank, "ep")]
+    return own.chunk(mesh.etp, 2)[mesh.coordinate(rank, "etp")]
 
 
-def check(kind: Kind, indices_TK: Tensor, experts: int, dtype: torch.dtype, tokens: list[int]) -> None:
-    results = run_ranks(on_a_rank, len(tokens), kind, indices_TK, experts, dtype, tokens)
-    whole = outputs(inputs(indices_TK, experts, dtype), local_dispatch)
-    errors = [error(torch.cat(parts), theirs) for parts, theirs in zip(zip(*results), whole, strict=True)]
+def on_a_rank(kind: Kind, given: Inputs, mesh: Mesh, tokens: list[int], duplicates: bool = False) -> list[Tensor]:
+    groups = Groups(mesh)
+    group, experts = groups.along("ep"), len(given.down)
+    each = experts // mesh.ep
+    if kind == "allgather":
+        dispatch: Dispatch = AllGatherDispatch(groups.along("ep", "etp"), group.rank * each, each)
+    else:
+        dispatch = AllToAllDispatch(group, each, groups.along("etp"), duplicates=duplicates)
+    return outputs(part(given, mesh, groups.rank, tokens), dispatch)
+
+
+def check(kind: Kind, indices_TK: Tensor, experts: int, dtype: torch.dtype, tokens: list[int], etp: int = 1) -> None:
+    mesh = Mesh(dp=len(tokens), ep=len(tokens) // etp, etp=etp)
+    given = inputs(indices_TK, experts, dtype)
+    results = run_ranks(on_a_rank, mesh.size, kind, given, mesh, tokens)
+    whole = outputs(given, local_dispatch)
+    errors = [error(torch.cat(parts), theirs) for parts, theirs in zip(list(zip(*results))[:3], whole)]
+    for rank, result in enumerate(results):
+        errors += [error(grad, own_experts(theirs, mesh, rank)) for grad, theirs in zip(result[3:], whole[3:])]
+    assert len(errors) == 3 + 2 * mesh.size
     assert max(errors) < TOLERANCE[dtype]
 
 
@@ -130,6 +145,42 @@ def test_no_tokens_at_all(kind: Kind) -> None:
 def test_all_to_all_of_different_numbers_of_tokens(tokens: list[int]) -> None:
     indices_TK, experts = routing("random", 4)
     check("alltoall", indices_TK, experts, torch.float32, tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("ranks", "etp"), [(2, 2), (4, 2), (8, 2), (8, 4)])
+def test_experts_split_in_parts(kind: Kind, ranks: int, etp: int) -> None:
+    indices_TK, experts = routing("random", ranks)
+    check(kind, indices_TK, experts, torch.float32, [12] * ranks, etp)
+
+
+@pytest.mark.parametrize("tokens", [[5, 19, 0, 24], [0, 48, 0, 0]])
+def test_parts_with_different_numbers_of_tokens(tokens: list[int]) -> None:
+    indices_TK, experts = routing("random", 4)
+    check("alltoall", indices_TK, experts, torch.float32, tokens, etp=2)
+
+
+def with_duplicates(given: Inputs, mesh: Mesh) -> list[Tensor]:
+    """Every rank along `etp` has the tokens of all of them."""
+    rank = mesh.coordinate(Groups(mesh).rank, "ep")
+    same = Inputs(*(value.chunk(mesh.ep)[rank] for value in given[:4]), *given[4:])
+    tokens = [0] * mesh.size
+    tokens[Groups(mesh).rank] = len(same.x_TH)
+    return on_a_rank("alltoall", same, mesh, tokens, duplicates=True)
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(2, 2), (1, 2), (2, 4)])
+def test_all_to_all_of_duplicates(ep: int, etp: int) -> None:
+    """Every rank of the parts sends all tokens; each finds the whole result and gradients of the whole."""
+    mesh = Mesh(dp=ep, tp=etp, ep=ep, etp=etp)
+    indices_TK, experts = routing("random", 2)
+    given = inputs(indices_TK, experts, torch.float32)
+    whole = outputs(given, local_dispatch)
+    for rank, found in enumerate(run_ranks(with_duplicates, mesh.size, given, mesh)):
+        home = mesh.coordinate(rank, "ep")
+        right = [value.chunk(ep)[home] for value in whole[:3]] + [own_experts(grad, mesh, rank) for grad in whole[3:]]
+        errors = [error(ours, theirs) for ours, theirs in zip(found, right, strict=True)]
+        assert max(errors) < TOLERANCE[torch.float32], (rank, errors)
 
 
 # ---- A model whose layers have a dispatcher ----
@@ -193,20 +244,16 @@ def test_a_model_has_the_gradients_of_one_process(kind: Kind, mesh: Mesh, recomp
             assert error(gradient / mesh.size, theirs) < 2e-5, (rank, name)
 
 
-class _Six:
-    """Stands for the groups of a mesh with six expert ranks, of which there is no need here."""
-
-    class _Group:
-        size = 6
-
-    def along(self, axis: str) -> "_Six._Group":
-        assert axis == "ep"
-        return self._Group()
+def _six_expert_ranks() -> Groups:
+    """Of which there is no need here."""
+    groups = Groups(Mesh())
+    groups._along = {frozenset({axis}): Group(range(size), 0) for axis, size in (("ep", 6), ("etp", 1))}
+    return groups
 
 
 def test_experts_that_cannot_be_divided() -> None:
     with pytest.raises(UserError, match=r"8 experts of layer blocks\.0\.moe cannot be divided over ep 6"):
-        set_dispatch(Transformer(MODEL), _Six(), "alltoall")  # type: ignore[arg-type]
+        set_dispatch(Transformer(MODEL), _six_expert_ranks(), "alltoall")
 
 
 def test_one_expert_rank_needs_no_dispatcher() -> None:

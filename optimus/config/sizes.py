@@ -1,0 +1,16 @@
+"""Numbers of bytes as people write them."""
+
+import re
+
+from optimus.errors import UserError
+
+
+def parse_size(text: str) -> int:
+    """Bytes in a size such as "512MB", "1.5 GB", "64MiB" or "4096". Raises `UserError`."""
+    units = {"": 1, "B": 1}
+    for power, letter in enumerate("KMGT", start=1):
+        units |= {letter: 1000**power, f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
+    if not match or match[2] not in units:
+        raise UserError(f"not a size: {text!r}. Write a number and a unit, such as 512MB, 1.5GB or 64MiB.")
+    return int(float(match[1]) * units[match[2]])

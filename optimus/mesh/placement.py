@@ -1,0 +1,59 @@
+"""Where the groups of a mesh lie: which ranks they are made of, and which of them reach over the borders of nodes.
+
+An axis that talks much should not cross nodes. The order of the ranks decides which do, so it is shown before a run begins.
+"""
+
+from typing import NamedTuple
+
+from optimus.mesh.mesh import DENSE, EXPERT, Mesh
+
+_SHOWN = 8  # ranks of an example; of a longer group the ends
+
+
+class AxisPlacement(NamedTuple):
+    """The groups along one axis: each of `size` ranks, of which `first` is that of rank 0."""
+
+    axis: str
+    size: int
+    groups: int
+    crossing: int  # groups whose ranks are on more than one node
+    first: list[int]
+
+
+def placement(mesh: Mesh) -> list[AxisPlacement]:
+    """The axes of both views that have more than one rank, the outermost of each view first."""
+    axes = dict.fromkeys(axis for axis in DENSE + EXPERT if mesh.axis_size(axis) > 1)
+    return [_along(mesh, axis) for axis in axes]
+
+
+def describe(mesh: Mesh) -> str:
+    """`placement` as a table for people, under the order of the ranks."""
+    nodes = mesh.node(mesh.size - 1) + 1
+    table = [("axis", "ranks", "groups", "across nodes", "group of rank 0")]
+    table += [(p.axis, str(p.size), str(p.groups), str(p.crossing), _few(p.first)) for p in placement(mesh)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [f"{_number(mesh.size, 'rank')} on {_number(nodes, 'node')}; the last axis varies fastest"]
+    lines += [f"  {name}: {_sizes(mesh, view)}" for name, view in (("dense", DENSE), ("expert", EXPERT))]
+    for axis, *numbers, first in table:
+        cells = [axis.ljust(widths[0]), *(text.rjust(width) for text, width in zip(numbers, widths[1:])), first]
+        lines.append("  " + "  ".join(cells))
+    return "\n".join(lines)
+
+
+def _along(mesh: Mesh, axis: str) -> AxisPlacement:
+    groups = list(mesh.groups((axis,)))
+    crossing = sum(len({mesh.node(rank) for rank in group}) > 1 for group in groups)
+    return AxisPlacement(axis, mesh.axis_size(axis), len(groups), crossing, groups[0])
+
+
+def _sizes(mesh: Mesh, view: tuple[str, ...]) -> str:
+    return " x ".join(f"{axis} {mesh.axis_size(axis)}" for axis in view)
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count > 1 else ''}"
+
+
+def _few(ranks: list[int]) -> str:
+    shown = map(str, ranks) if len(ranks) <= _SHOWN else (str(ranks[0]), str(ranks[1]), "...", str(ranks[-1]))
+    return " ".join(shown)

@@ -1,0 +1,71 @@
+"""The least recomputation whose activations fit into a number of bytes.
+
+Candidates are all sets of modules, of every n-th block for every n, and segments of n whole blocks. The dissertation on
+AxoNN (section 3.3.1, equation 3.1) takes n near the root of the number of blocks N: N / n inputs are kept, and n blocks are
+there at a time. That is least if a block keeps no more than its input, but it keeps many times that. So here bytes are
+computed, and the root decides between candidates that recompute equally much.
+"""
+
+from collections.abc import Iterator
+from itertools import chain, combinations
+from math import sqrt
+from typing import Any
+
+from optimus.config import ModelConfig
+from optimus.errors import UserError
+from optimus.parallel.activations import Activations, activation_bytes
+from optimus.parallel.recompute import Recomputation
+
+_MARGIN = 1.01  # for scalars and other crumbs, which are not counted
+_LOAD = 1.5  # tokens of the busiest experts, to the mean: more than routers with a balance loss come to
+
+
+def choose_recomputation(
+    config: ModelConfig, budget: int, *, context: int, layers: int | None = None, **shapes: Any
+) -> tuple[Recomputation, Activations]:
+    """(what to recompute so that the peak is at most `budget` bytes, its activations if experts are busy).
+
+    `shapes` are further arguments of `activation_bytes`. Raises `UserError`, naming the least bytes that are possible, when
+    nothing fits.
+    """
+    count = config.layers if layers is None else layers
+    found = {
+        chosen: activation_bytes(config, chosen, context=context, layers=layers, load=_LOAD, **shapes)
+        for chosen in _candidates(config, count)
+    }
+    fitting = [chosen for chosen, activations in found.items() if activations.peak * _MARGIN <= budget]
+    if not fitting:
+        least = min(found, key=lambda chosen: found[chosen].peak)
+        needed = int(found[least].peak * _MARGIN) + 1
+        raise UserError(
+            f"recompute_budget {budget:,} bytes: the activations of a microbatch take {needed:,} bytes at least, with "
+            f"{least}: raise it, or lower train.micro_batch or train.context"
+        )
+
+    def order(chosen: Recomputation) -> tuple[float, float]:
+        return recomputed_flops(config, chosen, context, count), abs(chosen.every - sqrt(count))
+
+    best = min(fitting, key=order)
+    return best, found[best]
+
+
+def recomputed_flops(config: ModelConfig, chosen: Recomputation, context: int, layers: int) -> float:
+    """Floating point operations per token that are made again, roughly; attention over half a square."""
+    hidden, width = config.hidden, config.intermediate * (config.experts_per_token or 1)
+    cost = {
+        "norm": 20.0 * hidden,
+        "attention": 8.0 * hidden**2 + 2.0 * hidden * context,
+        "mlp": 6.0 * hidden * width,
+        "moe": 6.0 * hidden * width + 2.0 * hidden * (config.experts or 0),
+    }
+    if "block" in chosen.kinds:
+        return layers * (cost["norm"] + cost["attention"] + cost["moe" if config.experts else "mlp"])
+    return layers // chosen.every * sum(cost[kind] for kind in chosen.kinds)
+
+
+def _candidates(config: ModelConfig, layers: int) -> Iterator[Recomputation]:
+    modules = ("norm", "attention", "moe" if config.experts else "mlp")
+    yield Recomputation()
+    for kinds in chain(*(combinations(modules, count) for count in (1, 2, 3)), [("block",)]):
+        for every in range(1, layers + 1):
+            yield Recomputation(kinds, every)

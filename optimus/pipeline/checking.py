@@ -1,0 +1,151 @@
+"""Proof that a schedule is right: complete, in order, its transfers matched, without deadlock."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from optimus.pipeline.replay import ScheduleError
+from optimus.pipeline.schedule import Action, Kind, Schedule, live_changes, partner
+
+__all__ = ["Report", "ScheduleError", "check"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a checked schedule needs. Activations are counted as `schedule.live_changes` says."""
+
+    live_activations: tuple[tuple[int, ...], ...]
+    """Of each rank, all its stages together, after each of its actions."""
+    peak_activations: tuple[int, ...]
+    """Of each rank: the maximum of these."""
+    peak_of_stage: tuple[int, ...]
+    messages: int
+    """From rank to rank, in the whole step."""
+
+
+def check(schedule: Schedule) -> Report:
+    """Prove a schedule.
+
+    - Every rank has the actions of its stages, each exactly once: forward and backward passes of every microbatch, and
+      the transfers between stages of different ranks; nothing else.
+    - Each comes after what it needs on its rank; the microbatches pass a stage in ascending order.
+    - The messages from one rank to another are received in the order in which they are sent.
+    - The ranks come to their ends, even if every send lasts until its receive is reached, one transfer at a time.
+
+    Raises `ScheduleError` that names the rank and the action.
+    """
+    for rank in range(schedule.ranks):
+        _check_complete(schedule, rank)
+        _check_order(schedule, rank)
+    _check_channels(schedule)
+    _check_rendezvous(schedule)
+    live, peaks = [], [0] * schedule.stages
+    for actions in schedule.actions:
+        changes = list(live_changes(actions))
+        live.append(tuple(accumulate(change for _, change in changes)))
+        count = [0] * schedule.stages
+        for stage, change in changes:
+            count[stage] += change
+            peaks[stage] = max(peaks[stage], count[stage])
+    messages = sum(action.kind.sends for actions in schedule.actions for action in actions)
+    return Report(tuple(live), tuple(map(max, live)), tuple(peaks), messages)
+
+
+def _fail(schedule: Schedule, rank: int, text: str) -> ScheduleError:
+    return ScheduleError(f"schedule {schedule.name}: rank {rank} {text}")
+
+
+def _expected(schedule: Schedule, rank: int) -> Iterator[Action]:
+    """The actions that a rank must have, in any order."""
+    backward = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS) if schedule.splits_backward else (Kind.BACKWARD,)
+    for stage in schedule.stages_of(rank):
+        for microbatch in range(schedule.microbatches):
+            for kind in (Kind.FORWARD, *backward):
+                action = Action(kind, stage, microbatch)
+                transfers = (schedule.receive_for(action), schedule.send_of(action))
+                yield from (found for found in (action, *transfers) if found is not None)
+
+
+def _check_complete(schedule: Schedule, rank: int) -> None:
+    expected, seen = dict.fromkeys(_expected(schedule, rank)), set()
+    for action in schedule.actions[rank]:
+        if action not in expected:
+            raise _fail(schedule, rank, f"has {action}, which does not belong there")
+        if action in seen:
+            raise _fail(schedule, rank, f"has {action} twice")
+        seen.add(action)
+    for action in expected:
+        if action not in seen:
+            raise _fail(schedule, rank, f"lacks {action}")
+
+
+def _needs(schedule: Schedule, action: Action) -> Iterator[Action]:
+    """What must come before an action on the same rank."""
+    kind, stage, microbatch = action
+    if not kind.computes:
+        if kind.sends:
+            backward = Kind.BACKWARD_INPUT if schedule.splits_backward else Kind.BACKWARD
+            yield Action(Kind.FORWARD if kind is Kind.SEND_FORWARD else backward, stage, microbatch)
+    else:
+        received = schedule.receive_for(action) or schedule.input_of(action)
+        if received is not None:
+            yield received
+        if kind is not Kind.FORWARD:
+            yield Action(Kind.FORWARD, stage, microbatch)
+    if microbatch:
+        yield Action(kind, stage, microbatch - 1)
+
+
+def _check_order(schedule: Schedule, rank: int) -> None:
+    done: set[Action] = set()
+    for action in schedule.actions[rank]:
+        for needed in _needs(schedule, action):
+            if needed not in done:
+                raise _fail(schedule, rank, f"has {action} before {needed}")
+        done.add(action)
+
+
+def _check_channels(schedule: Schedule) -> None:
+    """Messages carry no names: the nth that a rank receives from another must be the nth that is sent."""
+    sent: dict[tuple[int, int], list[Action]] = {}
+    received: dict[tuple[int, int], list[Action]] = {}
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if action.kind.sends:
+                sent.setdefault((rank, schedule.peer(action)), []).append(action)
+            elif not action.kind.computes:
+                received.setdefault((schedule.peer(action), rank), []).append(action)
+    for (source, target), sends in sent.items():
+        for number, (send, receive) in enumerate(zip(sends, received[source, target])):
+            if partner(send) != receive:
+                text = f"sends rank {target} as message {number} that of {send}, where {receive} stands there"
+                raise _fail(schedule, source, text)
+
+
+def _check_rendezvous(schedule: Schedule) -> None:
+    """Play the lists: a transfer happens when both of its ranks have come to it."""
+    position = [0] * schedule.ranks
+
+    def current(rank: int) -> Action | None:
+        actions = schedule.actions[rank]
+        return actions[position[rank]] if position[rank] < len(actions) else None
+
+    ready = set(range(schedule.ranks))
+    while ready:
+        rank = ready.pop()
+        while (action := current(rank)) is not None:
+            if not action.kind.computes:
+                peer = schedule.peer(action)
+                if current(peer) != partner(action):
+                    break
+                position[peer] += 1
+                ready.add(peer)
+            position[rank] += 1
+    stuck = {rank: action for rank in range(schedule.ranks) if (action := current(rank)) is not None}
+    if stuck:
+        raise ScheduleError(
+            f"schedule {schedule.name}: deadlock: "
+            + "; ".join(
+                f"rank {rank} waits at {action} for rank {schedule.peer(action)}" for rank, action in stuck.items()
+            )
+        )

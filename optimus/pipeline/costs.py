@@ -1,0 +1,94 @@
+"""A model of what a pipeline's actions cost."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from optimus.errors import UserError
+from optimus.pipeline.schedule import Action, Kind
+
+PerStage = float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of actions, in any one unit. What may differ between stages is one number for all, or one per stage.
+
+    Raises `UserError` for a negative number.
+    """
+
+    forward: PerStage = 1.0
+    backward_input: PerStage = 1.0
+    backward_weights: PerStage = 1.0
+    """A backward pass that is not split takes this and `backward_input` together."""
+    link: float = 0.0
+    """From the end of a computation until a rank that waits has the result; messages do not slow each other."""
+    blocking: bool = False
+    """Whether a rank waits for its sends and receives where they stand in its list, those that stand together as one
+    batch; otherwise transfers go on beside computations."""
+    imbalance: Mapping[int, float] = field(default_factory=dict)
+    """Stage -> factor on its times."""
+    jitter: float = 0.0
+    """Every computation takes a random factor longer or shorter: lognormal, of mean 1; this is the deviation of its
+    logarithm."""
+    seed: int = 0
+    """Of the jitter. The same computation has the same jitter in every schedule that does not split backward passes
+    differently."""
+    activation_bytes: PerStage = 0.0
+    """What a stage keeps of one microbatch."""
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward_input", "backward_weights", "activation_bytes"):
+            value = getattr(self, name)
+            if any(number < 0 for number in (value if isinstance(value, Sequence) else [value])):
+                raise UserError(f"pipeline costs: {name} is {value}; give no number below zero")
+        for name in ("link", "jitter"):
+            if getattr(self, name) < 0:
+                raise UserError(f"pipeline costs: {name} is {getattr(self, name)}; give zero or more")
+        if any(factor < 0 for factor in self.imbalance.values()):
+            raise UserError(f"pipeline costs: imbalance is {dict(self.imbalance)}; give no factor below zero")
+
+    def durations(self, stages: int, microbatches: int) -> Callable[[Action], float]:
+        """A function that gives the time of each computation.
+
+        Raises `UserError` when a cost per stage has another number of stages, or a stage of `imbalance` does not exist.
+        """
+        for stage in self.imbalance:
+            if not 0 <= stage < stages:
+                raise UserError(f"pipeline costs: imbalance of stage {stage}; there are stages 0 to {stages - 1}")
+        input_, weights = (per_stage(getattr(self, f"backward_{part}"), stages) for part in ("input", "weights"))
+        times = {
+            Kind.FORWARD: per_stage(self.forward, stages),
+            Kind.BACKWARD_INPUT: input_,
+            Kind.BACKWARD_WEIGHTS: weights,
+            Kind.BACKWARD: [a + b for a, b in zip(input_, weights)],
+        }
+        jitter = self._jitter(stages, microbatches)
+
+        def duration(action: Action) -> float:
+            kind, stage, microbatch = action
+            return times[kind][stage] * self.imbalance.get(stage, 1.0) * jitter(kind, stage, microbatch)
+
+        return duration
+
+    def _jitter(self, stages: int, microbatches: int) -> Callable[[Kind, int, int], float]:
+        if not self.jitter:
+            return lambda kind, stage, microbatch: 1.0
+        import numpy as np
+
+        draws = (
+            np.random.default_rng(self.seed)
+            .lognormal(-(self.jitter**2) / 2, self.jitter, (3, stages, microbatches))
+            .tolist()
+        )
+        row = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHTS: 2}
+        return lambda kind, stage, microbatch: float(draws[row[kind]][stage][microbatch])
+
+
+def per_stage(value: PerStage, stages: int) -> list[float]:
+    """One number per stage. Raises `UserError` when there are more or fewer than stages."""
+    numbers = list(value) if isinstance(value, Sequence) else [value] * stages
+    if len(numbers) != stages:
+        raise UserError(
+            f"pipeline costs: {len(numbers)} numbers for {stages} stages; give one per stage, or one for all"
+        )
+    return numbers

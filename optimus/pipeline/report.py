@@ -1,0 +1,81 @@
+"""A schedule and its timeline for people and for programs: what `optimus schedule` shows."""
+
+from pathlib import Path
+from shutil import get_terminal_size
+from typing import Any
+
+from optimus.disk import write_json
+from optimus.errors import naming_disk_errors
+from optimus.pipeline.checking import check
+from optimus.pipeline.costs import Costs
+from optimus.pipeline.draw import draw, text_timeline
+from optimus.pipeline.schedule import Schedule
+from optimus.pipeline.schedules import make_schedule
+from optimus.pipeline.simulation import simulate
+from optimus.pipeline.timeline import Timeline, read_timeline
+
+_FILE_WIDTH = 220  # characters of a line that no terminal limits
+
+
+def run(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    *,
+    stages_per_rank: int | None = None,
+    warm_up: float = 1.0,
+    costs: Costs | None = None,
+    measured: Path | None = None,
+    plot: Path | None = None,
+    json_file: Path | None = None,
+) -> str:
+    """Make, check and simulate a schedule; write the files that are wanted; return what is to be printed.
+
+    Args:
+        measured: a file of `write_timeline`, which is shown and drawn beside the simulated timeline.
+        plot: the PNG to draw.
+        json_file: where `summary` goes.
+
+    Raises `UserError` for what `make_schedule`, `Costs`, `read_timeline` and `draw` refuse, and for files that cannot be
+    written.
+    """
+    schedule = make_schedule(name, ranks, microbatches, stages_per_rank, warm_up)
+    check(schedule)
+    timeline = simulate(schedule, costs)
+    timelines = {f"{schedule.name}, simulated": timeline}
+    if measured is not None:
+        timelines[f"{measured}, measured"] = read_timeline(measured)
+    if json_file is not None:
+        with naming_disk_errors(json_file, "Make room, or choose another place."):
+            write_json(json_file, summary(schedule, timeline))
+    if plot is not None:
+        draw(timelines, plot)
+    width = get_terminal_size(fallback=(_FILE_WIDTH, 24)).columns
+    return "\n\n".join(describe(title, timeline, width) for title, timeline in timelines.items())
+
+
+def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
+    """What goes to JSON; the lists `bubbles`, `peak_activations` and `actions` are per rank."""
+    return {
+        "schedule": schedule.name,
+        "ranks": schedule.ranks,
+        "stages_per_rank": schedule.stages_per_rank,
+        "placement": schedule.placement,
+        "microbatches": schedule.microbatches,
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "bubbles": timeline.bubbles,
+        "peak_activations": timeline.peak_activations,
+        "actions": schedule.actions,  # [kind, stage, microbatch]
+    }
+
+
+def describe(title: str, timeline: Timeline, width: int) -> str:
+    """Bubble and memory in total and of each rank, and the timeline if it fits into `width` characters."""
+    lines = [f"{title}: bubble {timeline.bubble:.1%} of the computing time, makespan {timeline.makespan:.6g}"]
+    for rank, stages in enumerate(timeline.stages_of):
+        held = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
+        peak = timeline.peak_activations[rank]
+        lines.append(f"rank {rank}: {held}; bubble {timeline.bubbles[rank]:.1%}; peak activations {peak}")
+    picture = text_timeline(timeline, width)
+    return "\n".join([*lines, "", picture or f"(the timeline needs more than {width} columns; --plot draws it)"])

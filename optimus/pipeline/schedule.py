@@ -1,0 +1,162 @@
+"""A pipeline schedule as data: for each rank the list of its actions, in the order in which they begin.
+
+A *stage* is a run of consecutive layers; a rank holds one stage or several. Stage s gets activations from stage s - 1 and
+gradients from stage s + 1. Between stages of different ranks they travel by a send and a receive, which are actions of
+their own; stages that are neighbours on one rank hand over directly.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, NamedTuple, Protocol
+
+Placement = Literal["loop", "v"]
+
+
+class Kind(str, Enum):
+    """What an action does."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    """Gradients of the input and of the weights at once."""
+    BACKWARD_INPUT = "backward_input"
+    BACKWARD_WEIGHTS = "backward_weights"
+    SEND_FORWARD = "send_forward"
+    """Send the stage's output to the next stage."""
+    RECEIVE_FORWARD = "receive_forward"
+    """Receive the stage's input from the stage before it."""
+    SEND_BACKWARD = "send_backward"
+    """Send the gradient of the stage's input to the stage before it."""
+    RECEIVE_BACKWARD = "receive_backward"
+    """Receive the gradient of the stage's output from the next stage."""
+
+    __str__ = str.__str__
+    __hash__ = str.__hash__  # that of Enum is slow, and actions are keys everywhere
+
+    @property
+    def computes(self) -> bool:
+        """Whether it is a computation, no transfer."""
+        return self in _LETTERS
+
+    @property
+    def sends(self) -> bool:
+        return self in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
+
+    @property
+    def letter(self) -> str:
+        """F, B, I (backward of the input) or W (of the weights), as in the papers' pictures."""
+        return _LETTERS[self]
+
+
+_LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHTS: "W"}
+# Half of a transfer -> the other half, and how far away its stage is.
+_PARTNERS = {
+    Kind.SEND_FORWARD: (Kind.RECEIVE_FORWARD, 1),
+    Kind.RECEIVE_FORWARD: (Kind.SEND_FORWARD, -1),
+    Kind.SEND_BACKWARD: (Kind.RECEIVE_BACKWARD, -1),
+    Kind.RECEIVE_BACKWARD: (Kind.SEND_BACKWARD, 1),
+}
+
+
+class Action(NamedTuple):
+    """What a rank does for one microbatch in one of its stages; in a transfer, `stage` is the one on this side."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}(stage {self.stage}, microbatch {self.microbatch})"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who does what in which order, from the first forward pass of a step to its last backward pass.
+
+    The transfers are placed so that every rank's list is a part of one global order in which a send and its receive are
+    one event (`with_transfers`). So no rank waits in a circle even if every send lasts until its receive is reached, and
+    the messages from one rank to another are sent in the order in which they are received. An executor may post receives
+    earlier, and what stands together as one batch: both only make things ready sooner.
+    """
+
+    name: str
+    ranks: int
+    microbatches: int
+    actions: tuple[tuple[Action, ...], ...]
+    """Of each rank."""
+    stages_per_rank: int = 1
+    placement: Placement = "loop"
+    """loop: stage s is on rank s mod ranks. v: there and back, so rank r has stages r and 2 * ranks - 1 - r."""
+    splits_backward: bool = False
+    """Whether the gradients of inputs and of weights are actions of their own."""
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.stages_per_rank
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds a stage."""
+        turn, place = divmod(stage, self.ranks)
+        return self.ranks - 1 - place if self.placement == "v" and turn % 2 else place
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that a rank holds, in ascending order."""
+        return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
+
+    def input_of(self, action: Action) -> Action | None:
+        """The computation, on any rank, whose result this one needs; None for forward passes of the first stage."""
+        kind, stage, microbatch = action
+        if kind is Kind.FORWARD:
+            return Action(kind, stage - 1, microbatch) if stage else None
+        if kind is Kind.BACKWARD_WEIGHTS:
+            return Action(Kind.BACKWARD_INPUT, stage, microbatch)
+        if stage == self.stages - 1:
+            return Action(Kind.FORWARD, stage, microbatch)
+        return Action(kind, stage + 1, microbatch)
+
+    def receive_for(self, action: Action) -> Action | None:
+        """The receive that brings a computation its input; None if the input is made on the same rank."""
+        source = self.input_of(action)
+        if source is None or self.rank_of(source.stage) == self.rank_of(action.stage):
+            return None
+        kind = Kind.RECEIVE_FORWARD if action.kind is Kind.FORWARD else Kind.RECEIVE_BACKWARD
+        return Action(kind, action.stage, action.microbatch)
+
+    def send_of(self, action: Action) -> Action | None:
+        """The send that takes a computation's result to another rank; None if no other rank needs it."""
+        kind, stage, microbatch = action
+        if kind is Kind.BACKWARD_WEIGHTS:
+            return None
+        send, to = (Kind.SEND_FORWARD, stage + 1) if kind is Kind.FORWARD else (Kind.SEND_BACKWARD, stage - 1)
+        if not 0 <= to < self.stages or self.rank_of(to) == self.rank_of(stage):
+            return None
+        return Action(send, stage, microbatch)
+
+    def peer(self, action: Action) -> int:
+        """The rank on the other side of a send or receive."""
+        return self.rank_of(partner(action).stage)
+
+
+def partner(action: Action) -> Action:
+    """The receive of a send, and the send of a receive."""
+    kind, distance = _PARTNERS[action.kind]
+    return Action(kind, action.stage + distance, action.microbatch)
+
+
+class Step(Protocol):
+    """An action, or an event of a timeline."""
+
+    @property
+    def kind(self) -> Kind: ...
+    @property
+    def stage(self) -> int: ...
+
+
+def live_changes(steps: Iterable[Step]) -> Iterator[tuple[int, int]]:
+    """(stage, change of its live activations) of each step of one rank, in their order.
+
+    The unit is what one stage keeps of one microbatch, from the beginning of the forward pass to the end of the backward
+    pass; if that is split, to the end of the part for the weights, which needs the inputs of the layers.
+    """
+    changes = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHTS: -1}
+    return ((step.stage, changes.get(step.kind, 0)) for step in steps)

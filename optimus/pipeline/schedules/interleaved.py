@@ -1,0 +1,31 @@
+"""1F1B with several stages per rank (Megatron-LM, Narayanan et al. 2021, section 2.2 and figure 4 bottom)."""
+
+from collections.abc import Iterable
+
+from optimus.pipeline.schedule import Action, Kind, Schedule
+from optimus.pipeline.schedules.one_f_one_b import take_turns
+from optimus.pipeline.transfers import with_transfers
+
+
+def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+    """Stage s is on rank s mod ranks. Bubble: (ranks - 1) / (stages per rank * microbatches), for whole rounds.
+
+    A rank takes a round of as many microbatches as there are ranks through its first stage, then the same through its
+    second and so on, then the next round; backward passes likewise from the last stage. If the last round is not whole,
+    its missing microbatches are left out of the order of a whole one, which keeps it valid and lengthens the bubble.
+    """
+    rounds = -(-microbatches // ranks)
+
+    def passes(kind: Kind, stages: Iterable[int]) -> list[Action]:
+        turns, order = range(rounds), list(stages)
+        whole = [[turn * ranks + place for place in range(ranks)] for turn in turns]
+        return [Action(kind, stage, microbatch) for round_ in whole for stage in order for microbatch in round_]
+
+    orders = []
+    for rank in range(ranks):
+        stages = range(rank, ranks * stages_per_rank, ranks)
+        live = 2 * (ranks - rank - 1) + (stages_per_rank - 1) * ranks + 1
+        whole = take_turns(passes(Kind.FORWARD, stages), passes(Kind.BACKWARD, reversed(stages)), live)
+        orders.append([action for action in whole if action.microbatch < microbatches])
+    schedule = Schedule("interleaved-1f1b", ranks, microbatches, (), stages_per_rank=stages_per_rank)
+    return with_transfers(schedule, orders)

@@ -1,0 +1,75 @@
+"""The timeline of a schedule under a model of costs."""
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+
+from optimus.pipeline.costs import Costs, per_stage
+from optimus.pipeline.replay import Interval, ScheduleError, replay
+from optimus.pipeline.schedule import Action, Schedule, partner
+from optimus.pipeline.timeline import Event, Timeline
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """When every action of a (checked) schedule begins and ends.
+
+    Default costs: forward pass 1, both parts of a backward pass 1, so together 2; links take no time.
+
+    Raises `UserError` when the costs do not fit the stages.
+    """
+    costs = costs or Costs()
+    duration = costs.durations(schedule.stages, schedule.microbatches)
+    times = (_blocking if costs.blocking else _overlapping)(schedule, duration, costs.link)
+    return Timeline.of(
+        (Event(rank, *action, *times[action]) for rank, actions in enumerate(schedule.actions) for action in actions),
+        schedule.ranks,
+        per_stage(costs.activation_bytes, schedule.stages) if costs.activation_bytes else (),
+    )
+
+
+def _overlapping(schedule: Schedule, duration: Callable[[Action], float], link: float) -> dict[Action, Interval]:
+    """Transfers begin when their content is made and take nobody's time."""
+    orders = [[action for action in actions if action.kind.computes] for actions in schedule.actions]
+    times = replay(schedule, orders, duration, link)
+    for action, (_, end) in list(times.items()):
+        send = schedule.send_of(action)
+        if send is not None:
+            times[send] = times[partner(send)] = (end, end + link)
+    return times
+
+
+def _blocking(schedule: Schedule, duration: Callable[[Action], float], link: float) -> dict[Action, Interval]:
+    """A rank posts the transfers that stand together and waits for all; one begins when both sides have posted it."""
+    runs = [_runs(actions) for actions in schedule.actions]
+    batches: list[list[Action]] = [[] for _ in runs]  # what each rank waits for
+    posted: dict[Action, float] = {}
+    times: dict[Action, Interval] = {}
+    now = [0.0] * schedule.ranks
+    ready = set(range(schedule.ranks))
+
+    while ready:
+        rank = ready.pop()
+        while all(action in times for action in batches[rank]):
+            now[rank] = max([now[rank], *(times[action][1] for action in batches[rank])])
+            batches[rank] = next(runs[rank], [])
+            if not batches[rank]:
+                break
+            for action in batches[rank]:
+                other = None if action.kind.computes else partner(action)
+                if other is None:
+                    times[action] = (now[rank], now[rank] + duration(action))
+                    now[rank] = times[action][1]
+                elif other in posted:
+                    start = max(posted.pop(other), now[rank])
+                    times[action] = times[other] = (start, start + link)
+                    ready.add(schedule.peer(action))
+                else:
+                    posted[action] = now[rank]
+    for rank, batch in enumerate(batches):
+        if batch:
+            raise ScheduleError(f"schedule {schedule.name}: deadlock: rank {rank} waits at {batch[0]}; check it first")
+    return times
+
+
+def _runs(actions: tuple[Action, ...]) -> Iterator[list[Action]]:
+    """The actions in runs of computations and runs of transfers."""
+    return (list(run) for _, run in groupby(actions, key=lambda action: action.kind.computes))

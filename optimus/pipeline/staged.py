@@ -1,0 +1,183 @@
+"""A model cut into the stages of a pipeline: what a rank keeps of it, and what it computes for each of its stages.
+
+A stage's output is the residual stream and the router statistics of all blocks so far. So the losses of the router, which
+are made of the sums over all layers, are found once, by the last stage, and their gradients go back with the others.
+
+Legend: T rows of the residual stream, H columns of it, E experts.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from optimus.comm import Group
+from optimus.model import Losses, Transformer
+from optimus.model.moe.router import RouterStats
+from optimus.model.transformer import Blocks
+from optimus.pipeline.executor import Message, ScheduledExecutor
+from optimus.pipeline.schedule import Kind, Schedule
+
+
+class Cut(NamedTuple):
+    """The blocks of every stage of a pipeline, and the stages that are here."""
+
+    blocks: Sequence[range]
+    here: Sequence[int]
+
+    @property
+    def has_first(self) -> bool:
+        return 0 in self.here
+
+    @property
+    def has_last(self) -> bool:
+        return len(self.blocks) - 1 in self.here
+
+    def stage_of(self, name: str) -> int:
+        """The stage of a parameter; of a tied embedding the first."""
+        if name.startswith("blocks."):
+            block = int(name.split(".")[1])
+            return next(stage for stage, blocks in enumerate(self.blocks) if block in blocks)
+        return 0 if name.startswith("embedding.") else len(self.blocks) - 1
+
+    def stage_here(self, name: str) -> int:
+        """The stage of this rank by which a parameter is held: of a tied embedding the first or the last."""
+        stage = self.stage_of(name)
+        return stage if stage in self.here else len(self.blocks) - 1
+
+
+def keep_stages(model: Transformer, cut: Cut) -> None:
+    """Take from `model` the parameters of stages that are elsewhere; those that stay keep their names."""
+    for i in range(len(model.blocks)):
+        if not any(i in cut.blocks[stage] for stage in cut.here):
+            model.blocks[i] = nn.Module()
+    tied = model.config.tie_embeddings
+    if not (cut.has_first or (tied and cut.has_last)):
+        del model.embedding
+    if not cut.has_last:
+        del model.head, model.final_norm
+
+
+class Staged(nn.Module):
+    """The stages of `model` that are on this rank of `group`, which `model` has been reduced to (`keep_stages`).
+
+    `shape` and `dtype` are those of the residual stream between stages, as this rank holds it.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        cut: Cut,
+        group: Group,
+        schedule: Callable[[int], Schedule],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.cut, self.group, self.shape, self.dtype = cut, group, shape, dtype
+        self.schedule = schedule
+        self.stages = {stage: Blocks(model.blocks[i] for i in cut.blocks[stage]) for stage in cut.here}
+
+    def train_microbatches(
+        self,
+        microbatches: Sequence[Tensor],
+        objective: Callable[[Losses], tuple[Tensor, Tensor]],
+        saving: Callable[[], AbstractContextManager[Any]],
+        through: Callable[[int], None],
+    ) -> list[Tensor]:
+        """Forward and backward passes of a step; on the last stage's rank, what `objective` reports of each microbatch.
+
+        `objective` makes of losses what is minimised and what is reported; `saving` is around every forward pass; `through`
+        is called when a stage of this rank has done its last backward pass.
+        """
+        work = _Work(self, microbatches, objective, saving, through)
+        ScheduledExecutor(self.schedule(len(microbatches)), self.group, work).run()
+        return work.reported
+
+    def router_statistics(self, microbatches: Sequence[Tensor]) -> list[RouterStats]:
+        """On the last stage's rank, the statistics of each microbatch, all layers summed; forward passes only."""
+        work = _Work(self, microbatches, None, nullcontext, lambda stage: None)
+        ScheduledExecutor(_forward_only(self.schedule(len(microbatches))), self.group, work).run()
+        return work.statistics
+
+
+class _Work:
+    """The `Work` of a step. Without an `objective` nothing is kept, and statistics are all that is found."""
+
+    def __init__(
+        self,
+        staged: Staged,
+        microbatches: Sequence[Tensor],
+        objective: Callable[[Losses], tuple[Tensor, Tensor]] | None,
+        saving: Callable[[], AbstractContextManager[Any]],
+        through: Callable[[int], None],
+    ) -> None:
+        self._staged, self._microbatches = staged, microbatches
+        self._objective, self._saving, self._through = objective, saving, through
+        self._kept: dict[tuple[int, int], tuple[Message | None, Message]] = {}
+        self._left = dict.fromkeys(staged.cut.here, len(microbatches))  # backward passes of each stage
+        self.reported: list[Tensor] = []
+        self.statistics: list[RouterStats] = []
+        self._positions, self._places = staged.model.places(microbatches[0])
+
+    def forward(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
+        training = self._objective is not None
+        given = None if received is None else tuple(tensor.requires_grad_(training) for tensor in received)
+        with self._saving() if training else torch.no_grad():
+            made = self._run(stage, microbatch, given)
+        if training:
+            self._kept[stage, microbatch] = given, made
+        return None if stage == len(self._staged.cut.blocks) - 1 else tuple(tensor.detach() for tensor in made)
+
+    def _run(self, stage: int, microbatch: int, given: Message | None) -> Message:
+        model, tokens_BS = self._staged.model, self._microbatches[microbatch]
+        blocks, stats = self._staged.cut.blocks[stage], None
+        if given is None:
+            x_TH = model.embedding(tokens_BS[:, self._positions].flatten())
+        else:
+            x_TH = given[0]
+            stats = _unpacked(given[1], tokens_BS.numel() * blocks.start) if len(given) > 1 else None
+        x_TH, stats = self._staged.stages[stage](x_TH, self._places, None, stats)
+        if stage < len(self._staged.cut.blocks) - 1:
+            return (x_TH,) if stats is None else (x_TH, _packed(stats))
+        if self._objective is None:
+            self.statistics += [] if stats is None else [stats]
+            return ()
+        minimised, reported = self._objective(model.losses_of(x_TH, stats, tokens_BS, self._positions))
+        self.reported.append(reported)
+        return (minimised,)
+
+    def backward(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
+        given, made = self._kept.pop((stage, microbatch))
+        torch.autograd.backward(made, received)
+        self._left[stage] -= 1
+        if not self._left[stage]:
+            self._through(stage)
+        return None if given is None else tuple(_gradient(tensor) for tensor in given)
+
+    def room(self) -> Message:
+        x_TH = torch.empty(self._staged.shape, dtype=self._staged.dtype, device=self._microbatches[0].device)
+        experts = self._staged.model.config.experts
+        return (x_TH,) if experts is None else (x_TH, x_TH.new_empty(2 * experts + 1, dtype=torch.float32))
+
+
+def _forward_only(schedule: Schedule) -> Schedule:
+    kinds = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+    return replace(schedule, actions=tuple(tuple(a for a in each if a.kind in kinds) for each in schedule.actions))
+
+
+def _packed(stats: RouterStats) -> Tensor:
+    return torch.cat([stats.counts_E, stats.probabilities_E, stats.z[None]])
+
+
+def _unpacked(packed: Tensor, tokens: int) -> RouterStats:
+    counts_E, probabilities_E, z_1 = packed.split([len(packed) // 2] * 2 + [1])
+    return RouterStats(counts_E.detach(), probabilities_E, z_1[0], tokens)
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

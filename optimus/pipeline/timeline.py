@@ -1,0 +1,125 @@
+"""What happened when on every rank of a pipeline, simulated or measured, and what follows from it."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+from optimus.disk import write_json
+from optimus.errors import UserError
+from optimus.pipeline.schedule import Kind, live_changes
+
+
+class Event(NamedTuple):
+    """An action with its times, all in one unit."""
+
+    rank: int
+    kind: Kind
+    stage: int
+    microbatch: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The events of one step. Transfers may be missing; a send and its receive have the times of the message."""
+
+    ranks: int
+    events: tuple[Event, ...]
+    activation_bytes: tuple[float, ...] = ()
+    """Of each stage: what it keeps of one microbatch. Empty if unknown."""
+
+    @classmethod
+    def of(cls, events: Iterable[Event], ranks: int, activation_bytes: Sequence[float] = ()) -> "Timeline":
+        """From events in any order. The first begins at time zero."""
+        ordered = sorted(events, key=lambda event: (event.start, event.end))
+        zero = ordered[0].start if ordered else 0.0
+        if zero:
+            ordered = [event._replace(start=event.start - zero, end=event.end - zero) for event in ordered]
+        return cls(ranks, tuple(ordered), tuple(activation_bytes))
+
+    @cached_property
+    def computations(self) -> list[list[Event]]:
+        """Of each rank, by start."""
+        found: list[list[Event]] = [[] for _ in range(self.ranks)]
+        for event in self.events:
+            if event.kind.computes:
+                found[event.rank].append(event)
+        return found
+
+    @cached_property
+    def stages_of(self) -> list[list[int]]:
+        """Of each rank: the stages that it computes, in ascending order."""
+        return [sorted({event.stage for event in events}) for events in self.computations]
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first event to the end of the last."""
+        return max((event.end for event in self.events), default=0.0)
+
+    @property
+    def busy(self) -> list[float]:
+        """Time in which each rank computes."""
+        return [sum(event.end - event.start for event in events) for events in self.computations]
+
+    @property
+    def bubbles(self) -> list[float]:
+        """Of each rank: idle time over computing time, idle being the makespan without the computing time."""
+        return [(self.makespan - busy) / busy if busy else float("inf") for busy in self.busy]
+
+    @property
+    def bubble(self) -> float:
+        """Idle time of all ranks over their computing time. (The literature's: (p - 1) / m for GPipe and 1F1B.)"""
+        busy = sum(self.busy)
+        return (self.ranks * self.makespan - busy) / busy if busy else float("inf")
+
+    @property
+    def peak_activations(self) -> list[int]:
+        """Of each rank: most activations kept at once, counted as `schedule.live_changes` says."""
+        return [int(peak) for peak in self._peaks(None)]
+
+    @property
+    def peak_bytes(self) -> list[float] | None:
+        """Of each rank: most bytes of activations kept at once; None if the bytes of stages are unknown."""
+        return self._peaks(self.activation_bytes) if self.activation_bytes else None
+
+    def _peaks(self, weights: Sequence[float] | None) -> list[float]:
+        return [
+            max(
+                accumulate(change * (weights[stage] if weights else 1) for stage, change in live_changes(events)),
+                default=0,
+            )
+            for events in self.computations
+        ]
+
+
+def write_timeline(path: Path, timeline: Timeline) -> None:
+    """Write a timeline for `read_timeline`: `{"ranks": n, "events": [[rank, kind, stage, microbatch, start, end],
+    ...]}`."""
+    write_json(path, {"ranks": timeline.ranks, "events": timeline.events})
+
+
+def read_timeline(path: Path) -> Timeline:
+    """Read a timeline, as of a measured run. Raises `UserError` when the file is missing or holds something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        events = [
+            Event(int(rank), Kind(kind), int(stage), int(microbatch), float(start), float(end))
+            for rank, kind, stage, microbatch, start, end in content["events"]
+        ]
+        ranks = int(content["ranks"])
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        form = '{"ranks": n, "events": [[rank, kind, stage, microbatch, start, end], ...]}'
+        raise UserError(f"{path} holds no timeline ({error}); a timeline is JSON of the form {form}") from error
+    for event in events:
+        if not 0 <= event.rank < ranks:
+            raise UserError(
+                f"{path}: {event} is of no rank from 0 to {ranks - 1}; correct its rank or the number of ranks"
+            )
+    return Timeline.of(events, ranks)

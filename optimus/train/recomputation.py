@@ -1,0 +1,51 @@
+"""What a run recomputes: as configured, or chosen to fit (`recompute: auto`)."""
+
+from typing import Any
+
+from optimus.comm import Groups
+from optimus.config import RunConfig
+from optimus.mesh import Mesh
+from optimus.parallel.activations import Split
+from optimus.parallel.recompute import Recomputation
+from optimus.parallel.recompute_choice import choose_recomputation
+
+_SHARE = 0.9  # of the free memory
+
+
+def find_recomputation(config: RunConfig, groups: Groups, itemsize: int, free: int) -> tuple[Recomputation, str | None]:
+    """(what to recompute, what the user should know about a choice).
+
+    Computation is in a type of `itemsize` bytes, and `free` bytes are left beside the state on this rank. All ranks must
+    call, and find the same. Raises `UserError` when nothing fits.
+    """
+    if config.recompute != ["auto"]:
+        return Recomputation(tuple(config.recompute), config.recompute_every), None
+    budget = config.recompute_budget or max(0, min(groups.world.collect(int(free * _SHARE))))
+    chosen, activations = choose_recomputation(config.model, budget, **activation_shapes(config, groups.mesh, itemsize))
+    sizes = f"keeps {_mib(activations.kept)} of activations of a microbatch, {_mib(activations.peak)} at the peak"
+    return chosen, f"recompute: auto takes {chosen}, which {sizes}, of {_mib(budget)}"
+
+
+def activation_shapes(config: RunConfig, mesh: Mesh, itemsize: int) -> dict[str, Any]:
+    """What `activation_bytes` is to know of a run, besides the model and what is recomputed."""
+    return {
+        "micro_batch": config.train.micro_batch,
+        "context": config.train.context,
+        "itemsize": itemsize,
+        "keep_collectives": config.recompute_collectives == "keep",
+        "split": Split(
+            tp_out=mesh.tp_out,
+            tp_in=mesh.tp_in,
+            cp=mesh.cp,
+            ep=mesh.ep,
+            etp=mesh.etp,
+            sequence=config.parallel.splits_sequence,
+            duplicates=not config.moe.drop_duplicates,
+            method=config.parallel.context_method,
+            dispatch=config.moe.dispatch,
+        ),
+    }
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

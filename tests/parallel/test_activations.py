@@ -1,0 +1,191 @@
+"""Bytes of activations as computed from shapes, against those kept and allocated; and the choice that they allow."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from optimus.comm import Groups
+from optimus.config import ModelConfig, load_config
+from optimus.errors import UserError
+from optimus.parallel.activations import Activations, activation_bytes
+from optimus.parallel.recompute import Recomputation
+from optimus.parallel.recompute_choice import choose_recomputation, recomputed_flops
+from optimus.testing import run_ranks, tracking
+from optimus.train.recomputation import activation_shapes
+from optimus.train.run import build_model, mesh_of
+from optimus.train.step import terms
+
+DENSE: dict[str, Any] = {"family": "olmo", "hidden": 64, "layers": 4, "heads": 4, "intermediate": 192, "vocab": 256}
+EXPERTS: dict[str, Any] = {**DENSE, "family": "olmoe", "intermediate": 48, "experts": 8, "experts_per_token": 2}
+MICRO_BATCH, CONTEXT = 4, 256
+SHAPES: dict[str, Any] = {"micro_batch": MICRO_BATCH, "context": CONTEXT, "itemsize": 4}
+
+SETS = [[], ["norm"], ["attention"], ["FF"], ["norm", "attention"], ["norm", "FF"], ["attention", "FF"]]
+SETS += [["norm", "attention", "FF"], ["block"]]
+
+
+def tree(model: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    train = {"output": "-", "steps": 1, "global_batch": 32, "micro_batch": MICRO_BATCH, "context": CONTEXT}
+    train["precision"] = sections.pop("precision", "float32")
+    return {"model": model, "data": {"path": "-"}, "train": train, **sections}
+
+
+def measured(source: dict[str, Any], ranks: int) -> tuple[int, Activations, Activations]:
+    """(bytes that a backward pass is shown, (bytes alive, most bytes ever), both as computed) on this rank."""
+    config = load_config(source)
+    groups = Groups(mesh_of(config, ranks))
+    model, state = build_model(config, torch.device("cpu"), groups)
+    state.initialize(0, 0.02)
+    tokens = torch.randint(config.model.vocab, (MICRO_BATCH, CONTEXT), generator=torch.Generator().manual_seed(0))
+    own = {chunk.parameter.untyped_storage()._cdata for chunk in state.chunks}
+    shown: dict[int, torch.UntypedStorage] = {}  # all are held, so no address is used twice
+
+    def forward() -> torch.Tensor:
+        state.begin_step()
+        with state.saving():
+            return terms(model.losses(tokens)).sum()
+
+    with state.watching(lambda tensor: shown.update({tensor.untyped_storage()._cdata: tensor.untyped_storage()})):
+        forward().backward()  # what is made once is there now
+    hooked = sum(storage.nbytes() for key, storage in shown.items() if key not in own)
+    shown.clear()
+    with tracking() as allocations:
+        loss = forward()
+        alive = allocations.current
+        loss.backward()
+    chosen = Recomputation(tuple(config.recompute), config.recompute_every)
+    itemsize = 2 if config.train.precision == "bfloat16" else 4
+    computed = activation_bytes(config.model, chosen, **activation_shapes(config, groups.mesh, itemsize))
+    return hooked, Activations(alive, allocations.peak), computed
+
+
+def measured_all(sources: list[dict[str, Any]], ranks: int) -> list[tuple[int, Activations, Activations]]:
+    return [measured(source, ranks) for source in sources]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kinds", SETS, ids="+".join)
+@pytest.mark.parametrize(("model", "feed_forward"), [(DENSE, "mlp"), (EXPERTS, "moe")], ids=["dense", "experts"])
+def test_computed_is_measured(model: dict[str, Any], feed_forward: str, kinds: list[str], precision: str) -> None:
+    named = [feed_forward if kind == "FF" else kind for kind in kinds]
+    for every in (1, 2) if precision == "float32" and len(kinds) in (1, 3) else (1,):
+        source = tree(model, recompute=named, recompute_every=every, precision=precision)
+        hooked, found, computed = measured(source, 1)
+        assert computed.kept == pytest.approx(found.kept, rel=0.02)
+        assert computed.kept == pytest.approx(hooked, rel=0.05, abs=2**17)  # the rotary table is nobody's saved tensor
+        assert computed.peak == pytest.approx(found.peak, rel=0.05)
+
+
+def test_half_of_the_layers() -> None:
+    """A rank that has some of the blocks keeps what a shorter model would."""
+    config, shorter = ModelConfig(**DENSE), ModelConfig(**{**DENSE, "layers": 2})
+    for chosen in (Recomputation(), Recomputation(("mlp",), 2), Recomputation(("block",), 2)):
+        assert activation_bytes(config, chosen, layers=2, **SHAPES) == activation_bytes(shorter, chosen, **SHAPES)
+
+
+ONE_EACH = {**EXPERTS, "experts_per_token": 1}
+UNIFORM = {"routing": "uniform"}
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "sections"),
+    [
+        (DENSE, 2, {"parallel": {"tensor": 2}}),
+        (DENSE, 4, {"parallel": {"tensor": [2, 2]}}),
+        (DENSE, 2, {"parallel": {"context": 2}}),
+        (EXPERTS, 2, {"parallel": {"context": 2, "context_method": "ulysses"}}),
+        (EXPERTS, 2, {"parallel": {"tensor": 2, "sequence": False}}),
+        (EXPERTS, 2, {"parallel": {"tensor": [1, 2]}}),
+        (EXPERTS, 2, {"parallel": {"expert": 2}, "moe": {**UNIFORM, "dispatch": "allgather"}}),
+        (ONE_EACH, 4, {"parallel": {"expert": 4}, "moe": UNIFORM}),
+        (ONE_EACH, 4, {"parallel": {"tensor": 2, "expert": 2, "expert_tensor": 2}, "moe": UNIFORM}),
+    ],
+    ids=str,
+)
+def test_computed_is_measured_on_ranks(model: dict[str, Any], ranks: int, sections: dict[str, Any]) -> None:
+    """What is kept of collectives is part of it. Their own buffers, which last a moment, are not."""
+    modules = ["norm", "attention", "mlp" if model is DENSE else "moe"]
+    cases = [([], "keep"), (modules, "keep"), (modules, "repeat")]
+    sources = [tree(model, recompute=kinds, recompute_collectives=how, **sections) for kinds, how in cases]
+    for results in run_ranks(measured_all, ranks, sources, ranks):
+        for case, (_, found, computed) in zip(cases, results, strict=True):
+            assert computed.kept == pytest.approx(found.kept, rel=0.05), case
+            assert computed.peak == pytest.approx(found.peak, rel=0.1), case
+
+
+# ---- recompute: auto ----
+
+
+@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("share", [0.999, 0.8, 0.6, 0.5, 0.4])
+def test_auto_stays_within_its_budget(model: dict[str, Any], share: float) -> None:
+    """Of shares of what no recomputation takes."""
+    most = activation_bytes(ModelConfig(**model), Recomputation(), **SHAPES).peak
+    budget = int(share * most)
+    source = tree(model, recompute="auto", recompute_budget=budget)
+    chosen, _ = choose_recomputation(ModelConfig(**model), budget, **SHAPES)
+    assert chosen.kinds
+    _, found, _ = measured(source, 1)
+    _, expected, _ = measured(tree(model, recompute=list(chosen.kinds), recompute_every=chosen.every), 1)
+    assert found == expected  # it has been applied
+    assert found.peak <= budget
+    assert found.peak > 0.5 * budget  # and what there is is used
+
+
+def test_auto_recomputes_more_only_for_less_memory() -> None:
+    config = ModelConfig(**{**DENSE, "layers": 16})
+    most = activation_bytes(config, Recomputation(), **SHAPES).peak
+    budgets = [most * 11 // 10, *(most * share // 20 for share in range(19, 4, -1))]
+    choices = [choose_recomputation(config, budget, **SHAPES)[0] for budget in budgets]
+    flops = [recomputed_flops(config, chosen, CONTEXT, 16) for chosen in choices]
+    assert choices[0] == Recomputation()
+    assert flops == sorted(flops)
+    assert len(set(choices)) > 5
+
+
+def test_of_the_segments_that_fit_the_one_nearest_to_the_root() -> None:
+    """All recompute each block once: equation 3.1 of the dissertation on AxoNN decides, within the budget."""
+    config = ModelConfig(**{**DENSE, "layers": 64})
+    segments = [Recomputation(("block",), every) for every in range(1, 65)]
+    peaks = {chosen: activation_bytes(config, chosen, **SHAPES).peak for chosen in segments}
+    least = min(segments, key=peaks.__getitem__)
+    assert 1 < least.every < 8  # a block keeps more than its input
+    found = set()
+    for share in (1.02, 1.1, 1.2, 1.4):
+        budget = int(share * peaks[least])
+        chosen, _ = choose_recomputation(config, budget, **SHAPES)
+        fitting = [segment for segment in segments if peaks[segment] * 1.01 <= budget]
+        assert chosen == min(fitting, key=lambda segment: abs(segment.every - 8))
+        found.add(chosen)
+    assert len(found) > 2
+
+
+def test_an_impossible_budget_names_the_least() -> None:
+    config = ModelConfig(**DENSE)
+    with pytest.raises(
+        UserError, match=r"^recompute_budget 1,000 bytes: the activations of a microbatch take "
+    ) as error:
+        choose_recomputation(config, 1000, **SHAPES)
+    assert "raise it, or lower train.micro_batch or train.context" in str(error.value)
+    found = re.search(r"take ([\d,]+) bytes at least, with recompute: \[(.*?)\]", str(error.value))
+    assert found is not None
+    least = int(found[1].replace(",", ""))
+    assert choose_recomputation(config, least, **SHAPES)[0].kinds == tuple(found[2].split(", "))
+    with pytest.raises(UserError):
+        choose_recomputation(config, least * 99 // 100, **SHAPES)
+
+
+def test_the_default_budget_is_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine tenths of what the device has free after the state; and the user is told."""
+    config = load_config(tree(EXPERTS, recompute="auto"))
+    groups = Groups(mesh_of(config, 1))
+    state = sum(build_model(config, torch.device("cpu"), groups)[1].bytes_by_kind().values())
+    most = activation_bytes(config.model, Recomputation(), **SHAPES).peak
+    monkeypatch.setattr("optimus.train.run.free_memory", lambda _: state + most)
+    notes: list[str] = []
+    build_model(config, torch.device("cpu"), groups, notes)
+    (note,) = notes
+    assert note.startswith("recompute: auto takes recompute: [")
+    assert note.endswith(f"of {0.9 * most / 2**20:,.1f} MiB")

@@ -1,0 +1,95 @@
+"""Norms of rows whose columns are split over ranks, against the norms of whole rows."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus.comm import Group, Groups
+from optimus.comm.functional import Kept
+from optimus.kernels.rms_norm import rms_norm
+from optimus.mesh import Mesh
+from optimus.model.dense import layer_norm
+from optimus.parallel.norms import SplitLayerNorm, SplitRMSNorm
+from optimus.testing import counting, run_ranks
+
+EPS = 1e-5
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x [B, T, H], weight [H], gradient of the output; columns differ in mean and size, so parts' sums differ."""
+    generator = torch.Generator().manual_seed(0)
+    scale_H = torch.linspace(0.1, 3, 24)
+    x_BTH = torch.randn(2, 5, 24, generator=generator) * scale_H + scale_H
+    w_H, y_grad_BTH = torch.randn(24, generator=generator), torch.randn(2, 5, 24, generator=generator)
+    return x_BTH.to(dtype), w_H.to(dtype), y_grad_BTH.to(dtype)
+
+
+def outputs(norm: Callable[..., Tensor], x: Tensor, w: Tensor, y_grad: Tensor) -> list[Tensor]:
+    """[y, gradient of x] and for a norm with weights theirs."""
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    weighted = norm is rms_norm or isinstance(norm, SplitRMSNorm)
+    y = norm(x, w, EPS) if weighted else norm(x, EPS)
+    return [y.detach(), *torch.autograd.grad(y, [x, w] if weighted else [x], y_grad)]
+
+
+def on_a_rank(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    group = Groups(Mesh(tp=torch.distributed.get_world_size())).along("tp")
+    x, w, y_grad = (value.chunk(group.size, -1)[group.rank].contiguous() for value in inputs(dtype))
+    return outputs(SplitRMSNorm(group), x, w, y_grad), outputs(SplitLayerNorm(group), x, w, y_grad)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_same_as_one_device(ranks: int, dtype: torch.dtype) -> None:
+    whole = [outputs(norm, *inputs(torch.float32)) for norm in (rms_norm, layer_norm)]
+    for rank, found in enumerate(run_ranks(on_a_rank, ranks, dtype)):
+        for ours, theirs in zip(found, whole, strict=True):
+            for value, right in zip(ours, theirs, strict=True):
+                expected = right.chunk(ranks, -1)[rank]
+                assert value.dtype == dtype
+                assert (value - expected).norm() / expected.norm() < TOLERANCE[dtype]
+
+
+def run_again() -> tuple[bool, dict[str, int]]:
+    """Whether a second forward pass with what was kept has the same bits; and its calls of collectives."""
+    group = Groups(Mesh(tp=2)).along("tp")
+    x, w, _ = (value.chunk(2, -1)[group.rank].contiguous().requires_grad_() for value in inputs(torch.float32))
+    kept = Kept()
+    with kept.recording():
+        first = [SplitRMSNorm(group)(x, w, EPS), SplitLayerNorm(group)(x, EPS)]
+    with counting() as traffic, kept.repeating():
+        second = [SplitRMSNorm(group)(x, w, EPS), SplitLayerNorm(group)(x, EPS)]
+    return all(a.equal(b) for a, b in zip(first, second)), dict(traffic.calls)
+
+
+def test_run_again_with_what_was_kept() -> None:
+    assert run_ranks(run_again, 2) == [(True, {})] * 2
+
+
+def test_bytes_are_a_number_a_row() -> None:
+    """Two sums a row at most, in each pass, however wide the rows are."""
+    assert run_ranks(bytes_of_a_row, 2) == [((1, 40), (1, 40), (2, 80), (1, 80))] * 2
+
+
+def bytes_of_a_row() -> tuple[tuple[int, int], ...]:
+    """(calls, bytes) of the forward and backward pass of both norms, 10 rows of fp32."""
+    group = Groups(Mesh(tp=2)).along("tp")
+    x, w, y_grad = (value.chunk(2, -1)[group.rank].contiguous().requires_grad_() for value in inputs(torch.float32))
+    found = []
+    for norm in (lambda: SplitRMSNorm(group)(x, w, EPS), lambda: SplitLayerNorm(group)(x, EPS)):
+        with counting() as forward:
+            y = norm()
+        with counting() as backward:
+            y.backward(y_grad.detach())
+        found += [(t.calls["all_reduce"], t.bytes["all_reduce"]) for t in (forward, backward)]
+    return tuple(found)
+
+
+def test_a_group_of_one_is_the_norm() -> None:
+    x, w, y_grad = inputs(torch.float32)
+    for split, whole in ((SplitRMSNorm(Group([0], 0)), rms_norm), (SplitLayerNorm(Group([0], 0)), layer_norm)):
+        for ours, theirs in zip(outputs(split, x, w, y_grad), outputs(whole, x, w, y_grad), strict=True):
+            torch.testing.assert_close(ours, theirs)

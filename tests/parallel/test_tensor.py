@@ -1,0 +1,203 @@
+"""Projections split over grids of ranks, and a model of them, against one device.
+
+Legend: T rows, L inputs and N outputs of a weight.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optimus.comm import Group, Groups
+from optimus.comm.functional import own_rows
+from optimus.config import ModelConfig
+from optimus.mesh import Mesh
+from optimus.model import Transformer
+from optimus.model.init import initialize
+from optimus.model.linear import Linear, local_product
+from optimus.parallel.layouts import parameter_layouts
+from optimus.parallel.tensor import SplitProduct, set_tensor_parallel
+from optimus.testing import run_ranks
+
+GRIDS = [(2, 1), (1, 2), (4, 1), (2, 2), (3, 1)]  # ranks over outputs, over inputs, of what leaves the residual stream
+T, L, N = 24, 36, 12
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    """Relative, Frobenius."""
+    assert ours.shape == theirs.shape
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def columns(x: Tensor, group: Group, dim: int = -1) -> Tensor:
+    """This rank's part of a dim."""
+    return x.chunk(group.size, dim)[group.rank].contiguous()
+
+
+# ---- One projection ----
+
+
+class Form(NamedTuple):
+    """How a projection is split, and where the gradient of its weight goes."""
+
+    returns: bool  # to the residual stream: its inputs are split over the grid's first axis; else its outputs are
+    sequence: bool
+    overlap: bool
+    sink: bool
+
+
+class Buffer:
+    """A sink that holds ones before anything is added."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.grad, self.closed = torch.ones(shape), 0
+
+    def open(self) -> Tensor:
+        return self.grad
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def split_product(form: Form, outer: Group, inner: Group) -> dict[str, tuple[Tensor, Tensor]]:
+    """(this rank's, the same of one device) by name; two outputs of one input, as gate and up are."""
+    inputs, outputs = (outer, inner) if form.returns else (inner, outer)
+    gathers, scatters = form.sequence and not form.returns, form.sequence and form.returns
+    x_TL, y_grad_TN = normal(0, T, L).requires_grad_(), normal(1, T, 2 * N)
+    w_2NL = nn.Parameter(normal(2, 2, N, L))
+    y_TN = local_product(x_TL, w_2NL)
+    y_TN.backward(y_grad_TN)
+
+    def at_input(x: Tensor) -> Tensor:
+        return columns(own_rows(x, outputs) if gathers else x, inputs)
+
+    def at_output(y: Tensor) -> Tensor:
+        own = columns(y.unflatten(1, (2, N)), outputs).flatten(1)
+        return own_rows(own, inputs) if scatters else own
+
+    def of_weight(w: Tensor) -> Tensor:
+        return columns(columns(w, inputs), outputs, 1)
+
+    x, w = at_input(x_TL.detach()).requires_grad_(), nn.Parameter(of_weight(w_2NL.detach()))
+    sink = Buffer(w.shape)
+    if form.sink:
+        w.sink = sink  # type: ignore[attr-defined]
+    before = x.detach().clone()
+    y = SplitProduct(inputs, outputs, gathers=gathers, scatters=scatters, overlap=form.overlap)(x, w)
+    y.backward(at_output(y_grad_TN))
+    assert x.equal(before)
+    assert (w.grad is None, sink.closed) == ((True, 1) if form.sink else (False, 0))
+    w_grad = sink.grad - 1 if form.sink else w.grad
+    assert x.grad is not None
+    assert w_grad is not None
+    assert x_TL.grad is not None
+    assert w_2NL.grad is not None
+    return {
+        "y": (y.detach(), at_output(y_TN.detach())),
+        "x_grad": (x.grad, at_input(x_TL.grad)),
+        "w_grad": (w_grad, of_weight(w_2NL.grad)),
+    }
+
+
+FORMS = [Form(*choices) for choices in itertools.product([False, True], repeat=4)]
+
+
+def split_products(grid: tuple[int, int]) -> dict[Form, dict[str, tuple[Tensor, Tensor]]]:
+    groups = Groups(Mesh(tp=grid[0] * grid[1], tp_in=grid[1]))
+    outer, inner = groups.along("tp_out"), groups.along("tp_in")
+    return {form: split_product(form, outer, inner) for form in FORMS}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_split_projection_is_the_whole_one(grid: tuple[int, int]) -> None:
+    """Both roles, with and without sequence parallelism, overlap and a sink."""
+    for found in run_ranks(split_products, grid[0] * grid[1], grid):
+        for form, tensors in found.items():
+            for name, (ours, theirs) in tensors.items():
+                assert error(ours, theirs) < 1e-5, (form, name)
+            plain = found[form._replace(overlap=False)]
+            assert all(tensors[name][0].equal(plain[name][0]) for name in tensors), form
+
+
+def without_gradients() -> bool:
+    group = Groups(Mesh(tp=2)).along("tp_out")
+    layer = Linear(L, N // 2)
+    layer.product = SplitProduct(Group([group.rank], 0), group, gathers=True, scatters=False, overlap=True)
+    with torch.no_grad():
+        return layer(normal(0, T // 2, L)).requires_grad
+
+
+def test_no_grad_makes_no_graph() -> None:
+    assert run_ranks(without_gradients, 2) == [False, False]
+
+
+# ---- A whole model ----
+
+MODELS = {
+    "dense": ModelConfig(family="olmo", hidden=24, layers=2, heads=12, intermediate=36, vocab=48),
+    "tied": ModelConfig(family="olmo", hidden=24, layers=2, heads=12, intermediate=36, vocab=48, tie_embeddings=True),
+}
+TOKENS = torch.randint(48, (3, 24), generator=torch.Generator().manual_seed(0))
+
+
+def parts_of(model: Transformer, sequence: bool, groups: Groups) -> None:
+    """Keep this rank's parts of the parameters only; tied ones stay tied."""
+    layouts = parameter_layouts(model, sequence=sequence)
+    parts = {
+        parameter: nn.Parameter(parameter.detach()[layouts[name].region(groups.mesh, groups.rank)].clone())
+        for name, parameter in model.named_parameters()
+    }
+    for module in model.modules():
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, leaf, parts[parameter])
+
+
+def trained(model: Transformer) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Logits of sequences of an odd length, then loss and gradients."""
+    with torch.no_grad():
+        logits_BSV = model(TOKENS[:, :-3])
+    loss = model.losses(TOKENS).cross_entropy
+    loss.backward()
+    return logits_BSV, loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def model_on_a_grid(name: str, grid: tuple[int, int], sequence: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    groups = Groups(Mesh(tp=grid[0] * grid[1], tp_in=grid[1]))
+    model = Transformer(MODELS[name])
+    initialize(model, 0, 0.2)
+    layouts = parameter_layouts(model, sequence=sequence)
+    parts_of(model, sequence, groups)
+    set_tensor_parallel(model, groups, sequence=sequence, overlap=True)
+    logits_BSV, loss, gradients = trained(model)
+    for key, gradient in gradients.items():
+        groups.along(*layouts[key].replicas).sum(gradient)
+    return logits_BSV, loss, gradients
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_model_is_the_one_of_one_device(name: str, grid: tuple[int, int], sequence: bool) -> None:
+    model = Transformer(MODELS[name])
+    initialize(model, 0, 0.2)
+    logits_BSV, loss, gradients = trained(model)
+    layouts = parameter_layouts(model, sequence=sequence)
+    mesh = Mesh(tp=grid[0] * grid[1], tp_in=grid[1])
+    for rank, found in enumerate(run_ranks(model_on_a_grid, mesh.size, name, grid, sequence)):
+        assert error(found[0], logits_BSV) < 1e-5
+        assert error(found[1], loss) < 1e-5
+        assert found[2].keys() == gradients.keys()
+        for key, gradient in found[2].items():
+            assert error(gradient, gradients[key][layouts[key].region(mesh, rank)]) < 1e-5, (rank, key)
+
+
+def test_one_rank_is_left_as_it_is() -> None:
+    model = Transformer(MODELS["dense"])
+    set_tensor_parallel(model, Groups(Mesh()), sequence=True, overlap=True)
+    assert all(module.product is local_product for module in model.modules() if isinstance(module, Linear))

@@ -1,0 +1,140 @@
+"""Which tokens a sparse layer gets on a grid of ranks: each once and whole, and the layer's numbers those of one device.
+
+Legend: T rows of the residual stream, H hidden, E experts.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus.comm import Groups
+from optimus.comm.functional import own_rows
+from optimus.mesh import Mesh
+from optimus.model.init import initialize
+from optimus.model.moe.layer import MoeLayer
+from optimus.parallel.tokens import SplitTokens, set_tokens
+from optimus.testing import run_ranks
+
+T, H = 24, 12
+
+
+class Form(NamedTuple):
+    """Ranks of the grid and of the sequences' parts; how the residual stream lies."""
+
+    rows: int
+    columns: int
+    parts: int
+    sequence: bool
+    duplicates: bool = False
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(cp=self.parts, tp=self.rows * self.columns, tp_in=self.columns)
+
+
+FORMS = [
+    Form(2, 1, 1, False),
+    Form(2, 1, 1, True),
+    Form(2, 1, 1, False, duplicates=True),
+    Form(1, 2, 1, False),
+    Form(2, 2, 1, True),
+    Form(2, 2, 1, False),
+    Form(1, 1, 2, False),
+    Form(2, 1, 2, True),
+    Form(2, 1, 2, False, duplicates=True),
+    Form(1, 2, 2, False),
+    Form(3, 1, 1, True),
+]
+
+
+def residual_stream(x_TH: Tensor, form: Form, groups: Groups) -> Tensor:
+    """This rank's part of it."""
+    rows, columns, parts = (groups.along(axis) for axis in ("tp_out", "tp_in", "cp"))
+    own = own_rows(x_TH, parts)
+    own = own_rows(own, rows) if form.sequence else own
+    return own.chunk(columns.size, 1)[columns.rank].contiguous()
+
+
+def split_of(form: Form, groups: Groups) -> SplitTokens:
+    rows, columns, parts = (groups.along(axis) for axis in ("tp_out", "tp_in", "cp"))
+    return SplitTokens(rows, columns, parts, sequence=form.sequence, duplicates=form.duplicates)
+
+
+def taken(form: Form) -> tuple[Tensor, bool]:
+    """(what this rank works on, whether putting it back gives what there was)."""
+    groups = Groups(form.mesh)
+    x_TH = torch.arange(float(T * H)).view(T, H)
+    own, split = residual_stream(x_TH, form, groups), split_of(form, groups)
+    return split.take(own), split.put_back(split.take(own)).equal(own)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_token_once_and_whole(form: Form) -> None:
+    results = run_ranks(taken, form.mesh.size, form)
+    assert all(there_and_back for _, there_and_back in results)
+    copies = form.rows if form.duplicates else 1
+    tokens = torch.cat([rows for rows, _ in results])
+    whole = torch.arange(float(T * H)).view(T, H)
+    assert tokens[tokens[:, 0].argsort()].equal(whole.repeat_interleave(copies, 0))
+    assert {len(rows) for rows, _ in results} == {T * copies // form.mesh.size}  # an equal share each
+
+
+def layer_of() -> MoeLayer:
+    layer = MoeLayer(H, intermediate=8, experts=4, experts_per_token=2)
+    initialize(layer, 0, 0.5)
+    return layer
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    """x and the gradient of the layer's output."""
+    x_TH, y_grad_TH = torch.randn(2, T, H, generator=torch.Generator().manual_seed(0))
+    return x_TH, y_grad_TH
+
+
+def backward(layer: MoeLayer, x: Tensor, y_grad: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, gradient of x, [balance loss, z-loss]); `share` is what each rank of the sequences' parts counts for."""
+    y, stats = layer(x)
+    losses = torch.stack([stats.balance_loss(), stats.z_loss()])
+    ((y * y_grad).sum() + 5 * share * losses.sum()).backward()
+    assert x.grad is not None
+    return y.detach(), x.grad, losses.detach()
+
+
+def layer_on_a_grid(form: Form) -> dict[str, tuple[Tensor, Tensor]]:
+    """(this rank's, its part of one device's) by name. Experts are whole everywhere."""
+    x_TH, y_grad_TH = inputs()
+    alone, groups = layer_of(), Groups(form.mesh)
+    right = backward(alone, x_TH.clone().requires_grad_(), y_grad_TH, 1.0)
+    layer = layer_of()
+    set_tokens(layer, groups, sequence=form.sequence, duplicates=form.duplicates)
+    own, own_grad = (residual_stream(value, form, groups) for value in (x_TH, y_grad_TH))
+    y, x_grad, losses = backward(layer, own.requires_grad_(), own_grad, 1 / form.parts)
+    found = {
+        "y": (y, residual_stream(right[0], form, groups)),
+        "x_grad": (x_grad, residual_stream(right[1], form, groups)),
+        "losses": (losses, right[2]),
+    }
+    summed = groups.along("cp") if form.duplicates else groups.along("cp", "tp_in", "tp_out")
+    for (name, ours), theirs in zip(layer.named_parameters(), alone.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        summed.sum(ours.grad)
+        found[name] = ours.grad, theirs.grad
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_layer_has_the_numbers_of_one_device(form: Form) -> None:
+    for found in run_ranks(layer_on_a_grid, form.mesh.size, form):
+        for name, (ours, theirs) in found.items():
+            assert ours.shape == theirs.shape, name
+            assert (ours - theirs).norm() / theirs.norm() < 1e-5, name
+
+
+def test_one_rank_is_left_as_it_is() -> None:
+    layer = layer_of()
+    before = layer.tokens
+    set_tokens(layer, Groups(Mesh()), sequence=False, duplicates=False)
+    assert layer.tokens is before

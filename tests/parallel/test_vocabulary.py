@@ -1,0 +1,105 @@
+"""Embedding, logits and loss with a split vocabulary, against the whole weight on one device.
+
+Legend: T rows, H hidden, V vocabulary.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optimus.comm import Groups
+from optimus.comm.functional import own_rows
+from optimus.mesh import Mesh
+from optimus.model.transformer import LocalVocabulary
+from optimus.parallel.vocabulary import SplitVocabulary
+from optimus.testing import run_ranks
+
+T, H, V = 24, 12, 36
+GRIDS = [(2, 1), (1, 2), (4, 1), (2, 2), (3, 1)]
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, targets (some left out), rows of the residual stream and a weight, whose logits spread widely."""
+    generator = torch.Generator().manual_seed(0)
+    tokens_T = torch.randint(V, (T,), generator=generator)
+    target_T = torch.randint(V, (T,), generator=generator)
+    target_T[::5] = -1
+    x_TH, w_VH = (torch.randn(n, H, generator=generator) for n in (T, V))
+    return tokens_T, target_T, x_TH, 3 * w_VH
+
+
+def whole() -> dict[str, Tensor]:
+    tokens_T, target_T, x_TH, w_VH = inputs()
+    vocabulary, weight = LocalVocabulary(), nn.Parameter(w_VH)
+    x_TH.requires_grad_()
+    loss = vocabulary.loss(x_TH, weight, target_T, 7.0)
+    x_grad, w_grad = torch.autograd.grad(loss, [x_TH, weight])
+    embedded = vocabulary.embed(tokens_T, weight)
+    (embedding_grad,) = torch.autograd.grad(embedded, weight, x_TH.detach())
+    tied = vocabulary.loss(vocabulary.embed(tokens_T, weight), weight, target_T, 7.0)
+    (tied_grad,) = torch.autograd.grad(tied, weight)
+    logits = vocabulary.logits(x_TH.detach(), weight)
+    found = {"loss": loss, "x_grad": x_grad, "w_grad": w_grad, "embedded": embedded, "logits": logits}
+    return {k: v.detach() for k, v in {**found, "embedding_grad": embedding_grad, "tied_grad": tied_grad}.items()}
+
+
+def on_a_rank(grid: tuple[int, int], sequence: bool) -> dict[str, tuple[Tensor, Tensor]]:
+    """(this rank's, its part of one device's) by name."""
+    groups = Groups(Mesh(tp=grid[0] * grid[1], tp_in=grid[1]))
+    parts, columns = groups.along("tp_out"), groups.along("tp_in")
+
+    def stream(x: Tensor) -> Tensor:
+        own = x.chunk(columns.size, 1)[columns.rank].contiguous()
+        return own_rows(own, parts) if sequence else own
+
+    def part(w: Tensor) -> Tensor:
+        return own_rows(w, parts).chunk(columns.size, 1)[columns.rank].contiguous()
+
+    tokens_T, target_T, x_TH, w_VH = inputs()
+    vocabulary = SplitVocabulary(parts, columns, V, sequence)
+    weight, x = nn.Parameter(part(w_VH)), stream(x_TH).requires_grad_()
+    loss = vocabulary.loss(x, weight, target_T, 7.0)
+    x_grad, w_grad = torch.autograd.grad(loss, [x, weight])
+    embedded = vocabulary.embed(tokens_T, weight)
+    (embedding_grad,) = torch.autograd.grad(embedded, weight, stream(x_TH))
+    tied = vocabulary.loss(vocabulary.embed(tokens_T, weight), weight, target_T, 7.0)
+    (tied_grad,) = torch.autograd.grad(tied, weight)
+    with torch.no_grad():
+        logits = vocabulary.logits(vocabulary.join(x), weight)
+        unbatched = vocabulary.logits(x_TH.view(2, T // 2, H), weight)
+    right = whole()
+    return {
+        "loss": (loss.detach(), right["loss"]),
+        "x_grad": (x_grad, stream(right["x_grad"])),
+        "w_grad": (w_grad, part(right["w_grad"])),
+        "embedded": (embedded.detach(), stream(right["embedded"])),
+        "embedding_grad": (embedding_grad, part(right["embedding_grad"])),
+        "tied_grad": (tied_grad, part(right["tied_grad"])),
+        "logits": (logits, right["logits"]),
+        "logits of sequences": (unbatched, right["logits"].view(2, T // 2, V)),
+    }
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_same_as_one_device(grid: tuple[int, int], sequence: bool) -> None:
+    for found in run_ranks(on_a_rank, grid[0] * grid[1], grid, sequence):
+        for name, (ours, theirs) in found.items():
+            assert ours.shape == theirs.shape, name
+            assert (ours - theirs).norm() / theirs.norm() < 1e-5, name
+
+
+def large_logits() -> tuple[float, float]:
+    """(loss, the same on one device) where the parts of the vocabulary differ by more than fp32's exponentials can span."""
+    group = Groups(Mesh(tp=2)).along("tp_out")
+    w_VH = torch.cat([torch.full((V // 2, H), 20.0), torch.full((V // 2, H), -20.0)])
+    x_TH, target_T = torch.ones(2, H), torch.tensor([0, V - 1])
+    vocabulary = SplitVocabulary(group, Groups(Mesh(tp=2)).along("tp_in"), V, sequence=False)
+    ours = vocabulary.loss(x_TH, nn.Parameter(own_rows(w_VH, group)), target_T, 2.0)
+    return ours.item(), LocalVocabulary().loss(x_TH, nn.Parameter(w_VH), target_T, 2.0).item()
+
+
+def test_parts_of_very_different_size() -> None:
+    for ours, theirs in run_ranks(large_logits, 2):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+        assert theirs > 200  # half the rows choose what has no probability

@@ -1,0 +1,185 @@
+"""Every generator: proven by `check`, run by threads, and held to the bubble and memory of the papers."""
+
+from queue import Empty, Queue
+from threading import Thread
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from optimus.errors import UserError
+from optimus.pipeline import Action, Costs, Kind, Schedule, ScheduleError, check, make_schedule, simulate
+from optimus.pipeline.schedule import partner
+from optimus.pipeline.schedules import SCHEDULES
+from optimus.pipeline.schedules.interleaved import interleaved
+from optimus.pipeline.transfers import with_transfers
+
+SIZES = [(1, 1), (1, 4), (2, 2), (2, 5), (3, 3), (3, 7), (4, 4), (4, 8), (4, 13), (7, 21), (8, 8), (8, 64)]
+
+
+@given(
+    name=st.sampled_from(SCHEDULES),
+    ranks=st.integers(1, 9),
+    microbatches=st.integers(1, 24),
+    stages_per_rank=st.integers(2, 4),
+    warm_up=st.floats(1, 4),
+)
+@settings(max_examples=80, deadline=None)
+def test_check_passes_on_any_size(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int, warm_up: float
+) -> None:
+    assume(name != "interleaved-1f1b" or microbatches >= ranks)
+    schedule = make_schedule(
+        name,
+        ranks,
+        microbatches,
+        stages_per_rank if name == "interleaved-1f1b" else None,
+        warm_up if name == "1f1b" else 1.0,
+    )
+    report = check(schedule)
+    assert [lives[-1] for lives in report.live_activations] == [0] * ranks
+    assert list(report.peak_activations) == simulate(schedule).peak_activations
+    assert report.messages == 2 * microbatches * sum(
+        schedule.rank_of(stage) != schedule.rank_of(stage + 1) for stage in range(schedule.stages - 1)
+    )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 4), (3, 7), (4, 8)])
+def test_threads_run_it_with_sends_that_wait_for_their_receives(name: str, ranks: int, microbatches: int) -> None:
+    """An executor of the simplest kind. Messages carry what they are, and their receivers look."""
+    schedule = make_schedule(name, ranks, microbatches)
+    pairs = [(source, target) for source in range(ranks) for target in range(ranks)]
+    content: dict[tuple[int, int], Queue[Action]] = {pair: Queue() for pair in pairs}
+    taken: dict[tuple[int, int], Queue[None]] = {pair: Queue() for pair in pairs}
+    ends: list[str] = []
+
+    def run(rank: int) -> None:
+        try:
+            for action in schedule.actions[rank]:
+                if action.kind.sends:
+                    channel = rank, schedule.peer(action)
+                    content[channel].put(action)
+                    taken[channel].get(timeout=10)
+                elif not action.kind.computes:
+                    channel = schedule.peer(action), rank
+                    found = content[channel].get(timeout=10)
+                    taken[channel].put(None)
+                    assert partner(found) == action
+            ends.append("done")
+        except Empty:
+            ends.append(f"rank {rank} hangs")
+
+    threads = [Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ends == ["done"] * ranks
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), SIZES)
+def test_bubble_and_memory_of_gpipe_and_1f1b(ranks: int, microbatches: int) -> None:
+    """Whatever the relation of forward and backward times."""
+    costs = Costs(forward=1.0, backward_input=1.5, backward_weights=0.25)
+    for name in ("gpipe", "1f1b"):
+        timeline = simulate(make_schedule(name, ranks, microbatches), costs)
+        assert timeline.bubble == pytest.approx((ranks - 1) / microbatches)
+        assert timeline.bubbles == pytest.approx([(ranks - 1) / microbatches] * ranks)
+    assert check(make_schedule("gpipe", ranks, microbatches)).peak_activations == (microbatches,) * ranks
+    report = check(make_schedule("1f1b", ranks, microbatches))
+    expected = tuple(min(ranks - rank, microbatches) for rank in range(ranks))
+    assert report.peak_activations == report.peak_of_stage == expected
+
+
+@pytest.mark.parametrize("stages_per_rank", [2, 3, 5])
+@pytest.mark.parametrize(("ranks", "rounds"), [(1, 2), (2, 1), (2, 4), (3, 2), (4, 2), (8, 3)])
+def test_bubble_and_memory_of_interleaving(ranks: int, rounds: int, stages_per_rank: int) -> None:
+    schedule = make_schedule("interleaved-1f1b", ranks, ranks * rounds, stages_per_rank)
+    assert simulate(schedule).bubble == pytest.approx((ranks - 1) / (stages_per_rank * ranks * rounds))
+    most = ranks * rounds * stages_per_rank
+    expected = [min(most, (stages_per_rank + 1) * ranks - 2 * rank - 1) for rank in range(ranks)]
+    assert list(check(schedule).peak_activations) == expected
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (4, 5), (4, 7), (8, 9)])
+def test_interleaving_with_a_round_that_is_not_whole(ranks: int, microbatches: int) -> None:
+    """Valid, and shorter than with the missing microbatches."""
+    timeline = simulate(interleaved(ranks, microbatches, 2))
+    whole = simulate(interleaved(ranks, -(-microbatches // ranks) * ranks, 2))
+    assert (ranks - 1) / (2 * microbatches) < timeline.bubble < (ranks - 1) / microbatches
+    assert timeline.makespan < whole.makespan
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [size for size in SIZES if size[0] > 1])
+def test_zero_bubble_schedules(ranks: int, microbatches: int) -> None:
+    usual = simulate(make_schedule("1f1b", ranks, microbatches))
+    for name, share, memory in (("zb-h1", 3, ranks), ("zbv", 6, 2 * ranks)):
+        schedule = make_schedule(name, ranks, microbatches)
+        timeline = simulate(schedule)
+        assert timeline.bubble == pytest.approx((ranks - 1) / (share * microbatches))
+        assert timeline.bubble < usual.bubble
+        # 1F1B's maximum; a stage of zbv is half as large as the others
+        assert max(check(schedule).peak_activations) == min(memory, memory // ranks * microbatches)
+
+
+@pytest.mark.parametrize("ranks", [2, 5, 8, 12])
+def test_zbv_reaches_its_bubble_for_every_number_from_the_ranks(ranks: int) -> None:
+    for microbatches in range(ranks, 3 * ranks + 2):
+        assert simulate(make_schedule("zbv", ranks, microbatches)).makespan == 6 * microbatches + ranks - 1
+
+
+def test_a_deeper_warm_up_keeps_more_and_hides_links() -> None:
+    usual, deep = make_schedule("1f1b", 4, 32), make_schedule("1f1b", 4, 32, warm_up=2.0)
+    assert check(usual).peak_activations == (4, 3, 2, 1)
+    assert check(deep).peak_activations == (8, 6, 4, 2)
+    assert check(make_schedule("1f1b", 4, 32, warm_up=1.5)).peak_activations == (6, 4, 3, 1)
+    assert simulate(deep).bubble == simulate(usual).bubble
+    links = Costs(link=0.3)
+    assert simulate(deep, links).bubble < 0.5 * simulate(usual, links).bubble
+
+
+def test_what_1f1b_is() -> None:
+    """The last of two stages, written out: a send and a receive of the steady state stand together."""
+    words = [f"{action.kind} {action.microbatch}" for action in make_schedule("1f1b", 2, 3).actions[1]]
+    assert words == [
+        "receive_forward 0", "forward 0", "receive_forward 1", "backward 0", "send_backward 0", "forward 1", "backward 1",
+        "send_backward 1", "receive_forward 2", "forward 2", "backward 2", "send_backward 2",
+    ]  # fmt: skip
+
+
+def test_placement() -> None:
+    loop, v = make_schedule("interleaved-1f1b", 4, 4, 3), make_schedule("zbv", 4, 4)
+    assert [loop.stages_of(rank) for rank in range(4)] == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
+    assert [v.stages_of(rank) for rank in range(4)] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    # The turn of the v hands over on rank 3.
+    assert not [action for action in v.actions[3] if action.kind is Kind.SEND_FORWARD and action.stage == 3]
+
+
+def test_an_order_that_cannot_proceed() -> None:
+    """Backward before forward on the last stage."""
+    orders = [[Action(kind, rank, 0) for kind in (Kind.BACKWARD, Kind.FORWARD)] for rank in range(2)]
+    with pytest.raises(ScheduleError, match=r"schedule x: rank 0 waits at backward\(stage 0, microbatch 0\)"):
+        with_transfers(Schedule("x", 2, 1, ()), orders)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"name": "1f1"}, "schedule '1f1' does not exist; did you mean '1f1b'?"),
+        ({"name": "best"}, "valid: 1f1b, gpipe, interleaved-1f1b, zb-h1, zbv"),
+        ({"ranks": 0}, "0 ranks; give at least one"),
+        ({"microbatches": 0}, "0 microbatches; give at least one"),
+        ({"stages_per_rank": 0}, "0 stages per rank; give at least one"),
+        ({"stages_per_rank": 2}, "2 stages per rank cannot be; take 1, or schedule interleaved-1f1b"),
+        ({"name": "zbv", "stages_per_rank": 3}, "3 stages per rank cannot be; take 2"),
+        ({"name": "interleaved-1f1b", "stages_per_rank": 1}, "nothing to interleave; take 2"),
+        ({"name": "interleaved-1f1b", "microbatches": 3}, "3 microbatches cannot fill 4 ranks; take at least 4"),
+        ({"name": "gpipe", "warm_up": 2.0}, "a deeper warm-up is an option of 1f1b"),
+        ({"warm_up": 0.5}, "warm-up 0.5 is too short to fill the pipeline; take at least 1"),
+    ],
+)
+def test_what_cannot_be(words: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        make_schedule(**{"name": "1f1b", "ranks": 4, "microbatches": 8, **words})  # type: ignore[arg-type]
+    assert message in str(caught.value)

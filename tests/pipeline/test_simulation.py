@@ -1,0 +1,122 @@
+"""Timelines against what can be computed by hand."""
+
+from collections.abc import Callable
+
+import pytest
+
+from optimus.errors import UserError
+from optimus.pipeline import Action, Costs, Event, Kind, Timeline, make_schedule, simulate
+from optimus.pipeline.schedules import SCHEDULES
+
+
+def interval(timeline: Timeline, kind: Kind, stage: int, microbatch: int) -> tuple[float, float]:
+    (found,) = [event for event in timeline.events if event[1:4] == (kind, stage, microbatch)]
+    return found.start, found.end
+
+
+def test_two_stages_written_out() -> None:
+    """Stage 1 takes twice as long; a message takes a half."""
+    costs = Costs(forward=(1, 2), backward_input=(1, 2), backward_weights=(1, 2), link=0.5)
+    timeline = simulate(make_schedule("gpipe", 2, 2), costs)
+    assert interval(timeline, Kind.FORWARD, 0, 1) == (1, 2)
+    assert interval(timeline, Kind.SEND_FORWARD, 0, 1) == interval(timeline, Kind.RECEIVE_FORWARD, 1, 1) == (2, 2.5)
+    assert interval(timeline, Kind.FORWARD, 1, 0) == (1.5, 3.5)
+    assert interval(timeline, Kind.FORWARD, 1, 1) == (3.5, 5.5)
+    assert interval(timeline, Kind.BACKWARD, 1, 0) == (5.5, 9.5)
+    assert interval(timeline, Kind.SEND_BACKWARD, 1, 0) == (9.5, 10)
+    assert interval(timeline, Kind.BACKWARD, 0, 0) == (10, 12)
+    assert interval(timeline, Kind.BACKWARD, 0, 1) == (14, 16)
+    assert timeline.makespan == 16
+    assert timeline.busy == [6, 12]
+    assert timeline.bubbles == [pytest.approx(10 / 6), pytest.approx(4 / 12)]
+    assert timeline.bubble == pytest.approx(14 / 18)
+    assert len(timeline.events) == sum(map(len, make_schedule("gpipe", 2, 2).actions))
+
+
+def test_blocking_transfers_written_out() -> None:
+    """One rank computes nothing while it sends; what stands together goes at once."""
+    timeline = simulate(make_schedule("gpipe", 2, 2), Costs(link=0.5, blocking=True))
+    assert interval(timeline, Kind.FORWARD, 0, 0) == (0, 1)
+    assert interval(timeline, Kind.SEND_FORWARD, 0, 0) == (1, 1.5)
+    assert interval(timeline, Kind.FORWARD, 0, 1) == interval(timeline, Kind.FORWARD, 1, 0) == (1.5, 2.5)
+    assert interval(timeline, Kind.SEND_FORWARD, 0, 1) == (2.5, 3)
+    assert interval(timeline, Kind.FORWARD, 1, 1) == (3, 4)
+    assert interval(timeline, Kind.BACKWARD, 1, 0) == (4, 6)
+    assert interval(timeline, Kind.SEND_BACKWARD, 1, 0) == (6, 6.5)
+    assert interval(timeline, Kind.BACKWARD, 0, 0) == interval(timeline, Kind.BACKWARD, 1, 1) == (6.5, 8.5)
+    assert timeline.makespan == 11
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_blocking_never_gains(name: str) -> None:
+    schedule = make_schedule(name, 3, 6)
+    for link in (0.0, 0.3):
+        beside = simulate(schedule, Costs(link=link, jitter=0.3))
+        waiting = simulate(schedule, Costs(link=link, jitter=0.3, blocking=True))
+        assert waiting.makespan >= beside.makespan - 1e-9
+        assert waiting.busy == pytest.approx(beside.busy)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_links_and_imbalance_cost_what_they_must(name: str) -> None:
+    schedule = make_schedule(name, 4, 8)
+    usual = simulate(schedule)
+    assert simulate(schedule, Costs(link=0.5)).makespan >= usual.makespan + 0.5
+    slow = simulate(schedule, Costs(imbalance={2: 1.5}))
+    rank = schedule.rank_of(2)
+    other = 0.0 if schedule.stages == 4 else 0.5
+    assert slow.busy[rank] == pytest.approx(usual.busy[rank] * (1.5 * (1 - other) + other))
+    assert slow.busy[1 - rank % 2] == usual.busy[1 - rank % 2]
+    assert slow.makespan > usual.makespan
+
+
+def test_jitter_is_lognormal_of_mean_one_and_the_same_in_every_schedule() -> None:
+    durations = {}
+    for name in ("gpipe", "1f1b"):
+        timeline = simulate(make_schedule(name, 4, 500), Costs(jitter=0.2, seed=5))
+        durations[name] = {event[1:4]: event.end - event.start for event in timeline.events if event.kind.computes}
+    assert durations["gpipe"] == pytest.approx(durations["1f1b"])
+    forwards = [time for (kind, _, _), time in durations["gpipe"].items() if kind is Kind.FORWARD]
+    assert sum(forwards) / len(forwards) == pytest.approx(1, abs=0.02)
+    assert sum(0.67 < time < 1.47 for time in forwards) / len(forwards) == pytest.approx(0.95, abs=0.02)  # e^(±0.4)
+    again = simulate(make_schedule("1f1b", 4, 500), Costs(jitter=0.2, seed=6))
+    assert again.makespan != simulate(make_schedule("1f1b", 4, 500), Costs(jitter=0.2, seed=5)).makespan
+
+
+def test_memory_in_bytes() -> None:
+    timeline = simulate(make_schedule("1f1b", 3, 6), Costs(activation_bytes=(10, 20, 40)))
+    assert timeline.peak_activations == [3, 2, 1]
+    assert timeline.peak_bytes == [30, 40, 40]
+    assert simulate(make_schedule("1f1b", 3, 6)).peak_bytes is None
+
+
+def test_a_measured_timeline_begins_at_zero() -> None:
+    events = [Event(0, Kind.BACKWARD, 0, 0, 105.0, 107.0), Event(0, Kind.FORWARD, 0, 0, 103.0, 104.0)]
+    timeline = Timeline.of(events, 1)
+    assert [(event.start, event.end) for event in timeline.events] == [(0, 1), (2, 4)]
+    assert timeline.bubble == pytest.approx(1 / 3)
+    assert timeline.peak_activations == [1]
+    assert Timeline.of([], 2).makespan == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Costs(forward=-1), "forward is -1; give no number below zero"),
+        (lambda: Costs(backward_weights=(1, -2)), "backward_weights is (1, -2)"),
+        (lambda: Costs(link=-0.1), "link is -0.1; give zero or more"),
+        (lambda: Costs(imbalance={0: -1.0}), "imbalance is {0: -1.0}"),
+        (lambda: Costs(forward=(1, 1, 1)), "3 numbers for 4 stages; give one per stage, or one for all"),
+        (lambda: Costs(imbalance={4: 1.3}), "imbalance of stage 4; there are stages 0 to 3"),
+    ],
+)
+def test_costs_that_cannot_be(make: Callable[[], Costs], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        simulate(make_schedule("1f1b", 4, 4), make())
+    assert message in str(caught.value)
+
+
+def test_actions_are_json() -> None:
+    import json
+
+    assert json.loads(json.dumps(Action(Kind.SEND_FORWARD, 1, 2))) == ["send_forward", 1, 2]
