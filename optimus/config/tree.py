@@ -105,7 +105,7 @@ class ParallelConfig(Section):
     warm_up: float = Field(
         1.0,
         ge=1,
-        description="With schedule 1f1b: how many times its usual activations a stage may hold; more hides links and jitter.",
+        description="With schedule 1f1b: how many times its usual activations a stage may hold; more hides jitter.",
     )
     blocks: list[int] | None = Field(
         None, description="With pipeline: blocks of each stage. Default: so that the most expensive stage is cheapest."
@@ -410,6 +410,7 @@ class RunConfig(Section):
         self._recomputation()
         self._parallel_experts()
         self._parallel_shapes()
+        self._pipeline()
         data = self.parallel.data
         if data != "auto" and self.train.global_batch % (data * self.train.micro_batch):
             raise ValueError(
@@ -472,6 +473,31 @@ class RunConfig(Section):
             raise ValueError(
                 "moe.drop_duplicates false sends the tokens of all tensor-parallel ranks: that needs moe.dispatch alltoall, "
                 "parallel.sequence false, parallel.tensor a number above 1 and parallel.expert_tensor equal to it"
+            )
+
+    def _pipeline(self) -> None:
+        """Raise where the blocks cannot be divided into stages as asked."""
+        parallel, layers = self.parallel, self.model.layers
+        if parallel.pipeline == 1:
+            for name in ("stages_per_rank", "blocks", "schedule", "warm_up"):
+                if name in parallel.model_fields_set:
+                    raise ValueError(f"parallel.{name} is about a pipeline, but parallel.pipeline is 1: remove it")
+            return
+        stages = parallel.pipeline * parallel.stages_per_rank
+        if stages > layers:
+            raise ValueError(
+                f"parallel.pipeline {parallel.pipeline} x stages_per_rank {parallel.stages_per_rank} makes {stages} stages, "
+                f"but the model has {layers} layers: use at most one stage per layer"
+            )
+        blocks = parallel.blocks
+        if blocks is not None and (len(blocks) != stages or sum(blocks) != layers or min(blocks) < 1):
+            raise ValueError(
+                f"parallel.blocks {blocks} must be {stages} numbers above 0, one per stage, that sum to model.layers {layers}"
+            )
+        if self.evaluate.every is not None:
+            raise ValueError(
+                "evaluate.every: a pipeline's ranks cannot evaluate while training: remove it, and use `optimus evaluate` "
+                "on the checkpoints"
             )
 
     def _parallel_shapes(self) -> None:

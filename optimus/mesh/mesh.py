@@ -3,8 +3,9 @@
     dense view:   pp x dp  x cp x tp       with tp = tp_in x tp_out
     expert view:  pp x edp x ep x etp      with dp * cp * tp = edp * ep * etp
 
-`ends` is no axis of its own: a group along it joins the first and the last rank along `pp`, which may hold the same embedding.
-`tp` is a grid: a weight's outputs are split over one of its axes and the inputs over the other (AxoNN's G_x and G_y).
+`ends` is no axis of its own: a group along it joins the first and the last rank along `pp`, which may hold the same
+embedding. `tp` is a grid: a weight's outputs are split over one of its axes and the inputs over the other (AxoNN's G_x and
+G_y).
 
 The last axis of a view is innermost: neighbours on it have consecutive ranks, so that the axis that talks most stays inside
 a node. A mesh is handed to what needs it; there is no global one.

@@ -16,13 +16,15 @@ from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory
 from optimus.observe.metrics import check_wandb
 from optimus.state import bytes_by_kind, plan_chunks
-from optimus.train.run import DTYPES, Run, fingerprint, layouts_of, mesh_of
+from optimus.train.run import DTYPES, Run, fingerprint, layouts_of, mesh_of, schedule_of
 from optimus.train.step import accumulate_gradients
 
 
 def check_ranks(config: RunConfig, ranks: int) -> None:
     """Raise `UserError` when the ranks cannot share the work as configured."""
     mesh = mesh_of(config, ranks)
+    if config.parallel.pipeline > 1:
+        schedule_of(config, max(1, config.train.global_batch // (mesh.dp * config.train.micro_batch)))
     if config.train.global_batch % (mesh.dp * config.train.micro_batch):
         raise UserError(
             f"train.global_batch {config.train.global_batch} is not a multiple of {mesh.dp} data-parallel ranks times "

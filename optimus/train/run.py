@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -209,12 +209,14 @@ def _staged(model: Transformer, cut: Cut, config: RunConfig, groups: Groups) -> 
     rows = config.train.micro_batch * config.train.context // mesh.cp
     shape = rows // (mesh.tp_out if parallel.splits_sequence else 1), config.model.hidden // mesh.tp_in
 
-    def schedule(microbatches: int) -> Schedule:
-        return make_schedule(
-            parallel.schedule, parallel.pipeline, microbatches, parallel.stages_per_rank, parallel.warm_up
-        )
+    schedule = cache(partial(schedule_of, config))
+    return Staged(model, cut, groups.along("pp"), schedule, shape, DTYPES[config.train.precision])
 
-    return Staged(model, cut, groups.along("pp"), cache(schedule), shape, DTYPES[config.train.precision])
+
+def schedule_of(config: RunConfig, microbatches: int) -> Schedule:
+    """The schedule of a step of so many microbatches. Raises `UserError` when there is none."""
+    parallel = config.parallel
+    return make_schedule(parallel.schedule, parallel.pipeline, microbatches, parallel.stages_per_rank, parallel.warm_up)
 
 
 def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:

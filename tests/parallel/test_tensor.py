@@ -19,6 +19,7 @@ from optimus.model.init import initialize
 from optimus.model.linear import Linear, local_product
 from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.tensor import SplitProduct, set_tensor_parallel
+from optimus.parallel.tokens import set_tokens
 from optimus.testing import run_ranks
 
 GRIDS = [(2, 1), (1, 2), (4, 1), (2, 2), (3, 1)]  # ranks over outputs, over inputs, of what leaves the residual stream
@@ -139,9 +140,12 @@ def test_no_grad_makes_no_graph() -> None:
 
 # ---- A whole model ----
 
+_DENSE = ModelConfig(family="olmo", hidden=24, layers=2, heads=12, intermediate=36, vocab=48)
+_SPARSE = {"family": "olmoe", "experts": 4, "experts_per_token": 2}
 MODELS = {
-    "dense": ModelConfig(family="olmo", hidden=24, layers=2, heads=12, intermediate=36, vocab=48),
-    "tied": ModelConfig(family="olmo", hidden=24, layers=2, heads=12, intermediate=36, vocab=48, tie_embeddings=True),
+    "dense": _DENSE,
+    "tied": _DENSE.model_copy(update={"tie_embeddings": True}),
+    "sparse": _DENSE.model_copy(update=_SPARSE),
 }
 TOKENS = torch.randint(48, (3, 24), generator=torch.Generator().manual_seed(0))
 
@@ -174,6 +178,7 @@ def model_on_a_grid(name: str, grid: tuple[int, int], sequence: bool) -> tuple[T
     layouts = parameter_layouts(model, sequence=sequence)
     parts_of(model, sequence, groups)
     set_tensor_parallel(model, groups, sequence=sequence, overlap=True)
+    set_tokens(model, groups, sequence=sequence, duplicates=False)
     logits_BSV, loss, gradients = trained(model)
     for key, gradient in gradients.items():
         groups.along(*layouts[key].replicas).sum(gradient)

@@ -1,0 +1,109 @@
+"""A model in stages on the ranks of a pipeline trains with the numbers of one process; what cannot be is refused."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from optimus.config import load_config
+from optimus.errors import UserError
+from optimus.mesh import Mesh
+from optimus.pipeline.stages import divide
+from optimus.testing import Layout, assert_same_as_one_process
+from optimus.train.checks import check_ranks
+from optimus.train.run import cut_of
+
+MODELS: dict[str, dict[str, Any]] = {
+    "moe": {"family": "olmoe", "intermediate": 24, "experts": 8, "experts_per_token": 2},
+    "dense": {"family": "olmo", "intermediate": 48},
+    "tied": {"family": "olmoe", "intermediate": 24, "experts": 8, "experts_per_token": 3, "tie_embeddings": True},
+}
+
+
+def config_of(model: str, layers: int = 4, **sections: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": {"hidden": 16, "layers": layers, "heads": 2, "vocab": 50} | MODELS[model],
+        "data": {"path": ""},
+        "train": {
+            "output": "",
+            "steps": 10,
+            "global_batch": 16,
+            "micro_batch": 2,
+            "context": 12,
+            "precision": "float32",
+        },
+        "schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
+        "state": {"chunk": 2000},
+    } | sections
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "overrides"),
+    [
+        ("dense", 2, ["schedule=gpipe"]),
+        ("tied", 2, []),
+        ("moe", 2, ["schedule=interleaved-1f1b", "stages_per_rank=2"]),
+        ("tied", 2, ["schedule=interleaved-1f1b", "stages_per_rank=2"]),
+        ("moe", 4, ["warm_up=2", "blocks=[1,3]"]),
+        ("tied", 4, ["tensor=2"]),
+        ("moe", 4, ["expert=2", "context=1"]),
+    ],
+)
+def test_stages_train_as_one_process(model: str, ranks: int, overrides: list[str]) -> None:
+    layout = Layout(ranks, ["parallel.pipeline=2", *(f"parallel.{override}" for override in overrides)])
+    assert_same_as_one_process(config_of(model), [layout], 3, rtol=2e-5)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
+def test_state_of_stages_is_shared_out(shard: str) -> None:
+    layout = Layout(4, ["parallel.pipeline=2", f"state.shard={shard}", "moe.balance_scope=global"])
+    assert_same_as_one_process(config_of("tied"), [layout], 3, rtol=2e-5)
+
+
+def test_four_stages_with_all_the_rest() -> None:
+    layout = Layout(8, ["parallel.pipeline=4", "parallel.expert=2", "state.shard=gradients", "recompute=[norm,moe]"])
+    assert_same_as_one_process(config_of("moe"), [layout], 3, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.pipeline=8"], "makes 8 stages, but the model has 4 layers"),
+        (
+            ["parallel.pipeline=2", "parallel.blocks=[1,2]"],
+            r"blocks \[1, 2\] must be 2 numbers .* sum to model.layers 4",
+        ),
+        (["parallel.schedule=gpipe"], "parallel.schedule is about a pipeline, but parallel.pipeline is 1"),
+        (["parallel.pipeline=2", "evaluate.every=1", "evaluate.text=."], "evaluate.every: a pipeline's ranks cannot"),
+    ],
+)
+def test_bad_configurations_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config(config_of("dense"), overrides)
+
+
+def test_schedules_that_cannot_be_are_refused_before_launch() -> None:
+    few = ["parallel.pipeline=4", "parallel.schedule=interleaved-1f1b", "train.global_batch=4"]
+    with pytest.raises(UserError, match="interleaved-1f1b: 1 stage per rank"):
+        check_ranks(load_config(config_of("dense"), few), 4)
+    few += ["parallel.stages_per_rank=2"]
+    with pytest.raises(UserError, match="2 microbatches cannot fill 4 ranks"):
+        check_ranks(load_config(config_of("dense", layers=8), few), 4)
+
+
+def test_blocks_are_divided_so_that_the_most_expensive_stage_is_cheapest() -> None:
+    assert divide([1.0] * 8, 4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
+    assert divide([1.0] * 8, 4, last=1.5) == [range(2), range(2, 4), range(4, 7), range(7, 8)]
+    assert divide([5.0, 1.0, 1.0, 1.0], 2) == [range(1), range(1, 4)]
+    with pytest.raises(UserError, match="2 blocks cannot be divided into 3 pipeline stages"):
+        divide([1.0] * 2, 3)
+
+
+def test_a_large_vocabulary_takes_blocks_from_the_last_stage() -> None:
+    config = load_config(config_of("dense", layers=8), ["parallel.pipeline=2", "model.vocab=5000"])
+    cut = cut_of(config, Mesh(pp=2), 1)
+    assert cut is not None
+    assert len(cut.blocks[0]) > len(cut.blocks[1])
+    assert cut.stage_of("head.weight") == 1
+    assert cut.stage_of("blocks.0.attention.qkv.weight") == 0
+    assert torch.tensor([len(blocks) for blocks in cut.blocks]).sum() == 8
