@@ -245,8 +245,8 @@ def ratios(rows: Sequence[Row]) -> dict[str, float]:
     `vs_best_rival`: time of the fastest contestant but ours over our time, forward and backward with accumulating
     gradients; `fresh.vs_best_rival` and `forward.vs_best_rival` of the other two; `vs_module_list` of that contestant alone,
     `vs_transformers` of the fastest that `transformers` 5 itself offers; `tflops`; `share_of_matmul`, of the rate of the
-    faster large product. All these with the learned load or, where it was not measured, the uniform; `<load>.vs_best_rival` for
-    every load.
+    faster large product. All these with the learned load or, where it was not measured, the uniform; for every load
+    `<load>.vs_best_rival`.
     """
     found: dict[str, float] = {}
     for place, shape, dtype in dict.fromkeys((row["place"], row["shape"], row["dtype"]) for row in rows):

@@ -492,7 +492,7 @@ class RunConfig(Section):
         blocks = parallel.blocks
         if blocks is not None and (len(blocks) != stages or sum(blocks) != layers or min(blocks) < 1):
             raise ValueError(
-                f"parallel.blocks {blocks} must be {stages} numbers above 0, one per stage, that sum to model.layers {layers}"
+                f"parallel.blocks {blocks} must be {stages} numbers above 0, one per stage, of sum model.layers {layers}"
             )
         if self.evaluate.every is not None:
             raise ValueError(

@@ -71,7 +71,7 @@ def test_four_stages_with_all_the_rest() -> None:
         (["parallel.pipeline=8"], "makes 8 stages, but the model has 4 layers"),
         (
             ["parallel.pipeline=2", "parallel.blocks=[1,2]"],
-            r"blocks \[1, 2\] must be 2 numbers .* sum to model.layers 4",
+            r"blocks \[1, 2\] must be 2 numbers .* of sum model.layers 4",
         ),
         (["parallel.schedule=gpipe"], "parallel.schedule is about a pipeline, but parallel.pipeline is 1"),
         (["parallel.pipeline=2", "evaluate.every=1", "evaluate.text=."], "evaluate.every: a pipeline's ranks cannot"),
