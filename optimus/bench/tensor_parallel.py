@@ -136,6 +136,7 @@ def dtensor(config: RunConfig, *, sequence: bool) -> Step:
             for master, weight in zip(masters, weights):
                 if master is not weight:
                     weight.copy_(master)
+        loss = loss.detach()
         return float(loss.full_tensor() if hasattr(loss, "full_tensor") else loss)
 
     return step

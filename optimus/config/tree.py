@@ -480,7 +480,7 @@ class RunConfig(Section):
         parallel, layers = self.parallel, self.model.layers
         if parallel.pipeline == 1:
             for name in ("stages_per_rank", "blocks", "schedule", "warm_up"):
-                if name in parallel.model_fields_set:
+                if getattr(parallel, name) != ParallelConfig.model_fields[name].default:
                     raise ValueError(f"parallel.{name} is about a pipeline, but parallel.pipeline is 1: remove it")
             return
         stages = parallel.pipeline * parallel.stages_per_rank

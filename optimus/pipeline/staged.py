@@ -64,7 +64,7 @@ def keep_stages(model: Transformer, cut: Cut) -> None:
 class Staged(nn.Module):
     """The stages of `model` that are on this rank of `group`, which `model` has been reduced to (`keep_stages`).
 
-    `shape` and `dtype` are those of the residual stream between stages, as this rank holds it.
+    `share`: into how many parts the rows and columns of the residual stream are split over ranks; it is of type `dtype`.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class Staged(nn.Module):
         cut: Cut,
         group: Group,
         schedule: Callable[[int], Schedule],
-        shape: tuple[int, int],
+        share: tuple[int, int],
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.model = model
-        self.cut, self.group, self.shape, self.dtype = cut, group, shape, dtype
+        self.cut, self.group, self.share, self.dtype = cut, group, share, dtype
         self.schedule = schedule
         self.stages = {stage: Blocks(model.blocks[i] for i in cut.blocks[stage]) for stage in cut.here}
 
@@ -160,8 +160,10 @@ class _Work:
         return None if given is None else tuple(_gradient(tensor) for tensor in given)
 
     def room(self) -> Message:
-        x_TH = torch.empty(self._staged.shape, dtype=self._staged.dtype, device=self._microbatches[0].device)
-        experts = self._staged.model.config.experts
+        tokens_BS, config = self._microbatches[0], self._staged.model.config
+        rows, columns = self._staged.share
+        shape = len(tokens_BS) * len(self._positions) // rows, config.hidden // columns
+        x_TH, experts = torch.empty(shape, dtype=self._staged.dtype, device=tokens_BS.device), config.experts
         return (x_TH,) if experts is None else (x_TH, x_TH.new_empty(2 * experts + 1, dtype=torch.float32))
 
 

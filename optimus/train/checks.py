@@ -110,8 +110,12 @@ def dry_run(run: Run) -> str:
     tokens = torch.arange(context, device=run.device).remainder(run.config.model.vocab).expand(micro_batch, -1)
     free = free_memory(run.device)
     try:
-        few = _fewest_sequences(run)
-        one = _saved_bytes(run, tokens[:few]) // few
+        if run.config.parallel.pipeline > 1:  # so many microbatches are under way in it at once
+            under_way = tokens[:1].expand(run.config.parallel.pipeline * micro_batch, -1)
+            one = _saved_bytes(run, under_way) // micro_batch
+        else:
+            few = _fewest_sequences(run)
+            one = _saved_bytes(run, tokens[:few]) // few
     except torch.OutOfMemoryError:
         raise UserError(
             f"a microbatch of one sequence does not fit into the {_gib(free)} that {run.device} has free: "

@@ -206,11 +206,10 @@ def cut_of(config: RunConfig, mesh: Mesh, rank: int) -> Cut | None:
 def _staged(model: Transformer, cut: Cut, config: RunConfig, groups: Groups) -> Staged:
     """The stages of this rank, and how they are run."""
     parallel, mesh = config.parallel, groups.mesh
-    rows = config.train.micro_batch * config.train.context // mesh.cp
-    shape = rows // (mesh.tp_out if parallel.splits_sequence else 1), config.model.hidden // mesh.tp_in
+    share = mesh.tp_out if parallel.splits_sequence else 1, mesh.tp_in
 
     schedule = cache(partial(schedule_of, config))
-    return Staged(model, cut, groups.along("pp"), schedule, shape, DTYPES[config.train.precision])
+    return Staged(model, cut, groups.along("pp"), schedule, share, DTYPES[config.train.precision])
 
 
 def schedule_of(config: RunConfig, microbatches: int) -> Schedule:

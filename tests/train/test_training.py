@@ -266,3 +266,50 @@ def test_a_trace_shows_gradients_on_their_way_during_the_backward_pass(
     assert len(sent) > 5  # chunks
     during = [span for span in sent if any(span[0] < start and end < span[1] for start, end, _ in backward)]
     assert len(during) >= 2  # operations of the backward pass begin and end while they are on their way
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_trace_shows_input_gradients_on_their_way_beside_the_weights_product(
+    small_run: dict[str, Any], sequence: bool, overlap: bool
+) -> None:
+    """In the backward pass of a projection, the second product is made while the first one's result travels (OAR)."""
+    small_run["observe"] |= {"trace": 2}
+    small_run["train"]["stop_at"] = 2
+    small_run["parallel"] = {"tensor": 2, "sequence": sequence, "overlap": overlap}
+    optimus.train(small_run)
+    folder = Path(small_run["train"]["output"])
+    events = json.loads((folder / "trace-rank-0.json").read_text())["traceEvents"]
+    spans = [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("ph") == "X"]
+    projections = [span for span in spans if span[2] == "_SplitProductBackward"]
+    sent = [span for span in spans if span[2].startswith("gloo:")]
+    products = [span for span in spans if span[2] in ("aten::mm", "aten::addmm")]
+    beside = [
+        product
+        for start, end, _ in projections
+        for product in products
+        if start < product[0] < end
+        and any(start < sending[0] < product[0] and product[1] < sending[1] for sending in sent)
+    ]
+    assert len(projections) >= 2 * 2 * 2  # projections of the attention, layers, microbatches
+    assert bool(beside) == overlap
+
+
+@pytest.mark.parametrize(
+    "pipeline", [{}, {"schedule": "interleaved-1f1b", "stages_per_rank": 2}], ids=["1f1b", "interleaved"]
+)
+def test_a_pipelined_run_equals_one_process(
+    small_run: dict[str, Any], tmp_path: Path, pipeline: dict[str, Any]
+) -> None:
+    """From the command's point of view: dry run, steps, checkpoint, and another layout that goes on from there."""
+    small_run["model"]["layers"] = 4
+    small_run["train"] |= {"precision": "float32", "micro_batch": 2}
+    alone = copy.deepcopy(small_run)
+    alone["train"]["output"] = str(tmp_path / "alone")
+    optimus.train(alone)
+    small_run["parallel"] = {"pipeline": 2} | pipeline
+    optimus.train(small_run, ["train.stop_at=3"])
+    del small_run["parallel"]
+    optimus.train(small_run, resume=True)
+    losses = [[record["loss"] for record in read_metrics(Path(run["train"]["output"]))] for run in (small_run, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-5)

@@ -1,0 +1,120 @@
+"""Train the same model on the same text in different layouts and lay their loss curves over each other.
+
+`python benchmarks/layout_curves.py --text FOLDER --plot curves.png --json curves.json` (as in the sources' figures 3.8 and
+7.7). Without --text, Python's own sources are the text. The first layout is one process; of every other the largest
+difference from it is printed.
+"""
+
+import argparse
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import optimus
+from optimus.bench.report import print_table
+from optimus.disk import write_json
+from optimus.observe.metrics import read_metrics
+
+MODEL = {
+    "family": "olmoe",
+    "hidden": 64,
+    "layers": 4,
+    "heads": 4,
+    "intermediate": 64,
+    "vocab": 2048,
+    "experts": 8,
+    "experts_per_token": 2,
+}
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one process": (1, []),
+    "data 2, ZeRO-2": (2, ["state.shard=gradients"]),
+    "expert 4, EPSO": (4, ["parallel.expert=4", "state.shard=optimizer"]),
+    "tensor 2, sequence": (2, ["parallel.tensor=2"]),
+    "tensor 2 x 2, experts over 4": (4, ["parallel.tensor=[2,2]", "parallel.expert=4"]),
+    "ring 2, ZeRO-3": (4, ["parallel.context=2", "state.shard=parameters"]),
+    "Ulysses 2, tensor 2, expert tensor 2": (
+        4,
+        ["parallel.context=2", "parallel.context_method=ulysses", "parallel.tensor=2", "parallel.expert_tensor=2"],
+    ),
+    "pipeline 2, recomputation": (2, ["parallel.pipeline=2", "recompute=[norm,attention,moe]"]),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Loss curves of one model in several layouts.")
+    parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]) / "asyncio")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--plot", type=Path, default=Path("layout-curves.png"))
+    parser.add_argument("--json", type=Path, default=None)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        optimus.prepare([arguments.text], Path(folder) / "data", train_tokenizer=MODEL["vocab"], context=128)
+        curves = {
+            name: curve(Path(folder), number, ranks, arguments.steps, overrides)
+            for number, (name, (ranks, overrides)) in enumerate(LAYOUTS.items())
+        }
+    rows = compare(curves)
+    print_table(rows, f"{arguments.steps} steps of one model in {len(curves)} layouts")
+    draw(curves, arguments.plot)
+    if arguments.json is not None:
+        write_json(arguments.json, {"rows": rows, "curves": curves})
+
+
+def curve(folder: Path, number: int, ranks: int, steps: int, overrides: list[str]) -> list[float]:
+    """The loss of every step."""
+    output = folder / f"run-{number}"
+    config: dict[str, Any] = {
+        "model": MODEL,
+        "data": {"path": str(folder / "data")},
+        "train": {
+            "output": str(output),
+            "steps": steps,
+            "global_batch": 16,
+            "micro_batch": 4,
+            "context": 128,
+            "precision": "float32",
+        },
+        "schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 20},
+        "checkpoint": {"every": 1_000_000},
+        "observe": {"tensorboard": False, "log_every": 1_000_000},
+        "tuning": {"matmul": False},
+    }
+    optimus.train(config, overrides, ranks=ranks)
+    return [record["loss"] for record in read_metrics(output)]
+
+
+def compare(curves: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """A row per layout, with the largest relative difference of any step's loss from one process's."""
+    right = next(iter(curves.values()))
+    return [
+        {
+            "layout": name,
+            "ranks": LAYOUTS[name][0],
+            "first_loss": losses[0],
+            "last_loss": losses[-1],
+            "largest_difference": max(abs(a / b - 1) for a, b in zip(losses, right, strict=True)),
+        }
+        for name, losses in curves.items()
+    ]
+
+
+def draw(curves: dict[str, list[float]], path: Path) -> None:
+    """All curves in one picture."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for number, (name, losses) in enumerate(curves.items()):
+        axes.plot(range(1, len(losses) + 1), losses, label=name, linewidth=8 - number * 0.9, alpha=0.7)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats per token")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
