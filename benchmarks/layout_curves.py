@@ -19,7 +19,7 @@ from optimus.observe.metrics import read_metrics
 MODEL = {
     "family": "olmoe",
     "hidden": 64,
-    "layers": 4,
+    "layers": 2,
     "heads": 4,
     "intermediate": 64,
     "vocab": 2048,
@@ -70,8 +70,8 @@ def curve(folder: Path, number: int, ranks: int, steps: int, overrides: list[str
         "train": {
             "output": str(output),
             "steps": steps,
-            "global_batch": 16,
-            "micro_batch": 4,
+            "global_batch": 8,
+            "micro_batch": 2,
             "context": 128,
             "precision": "float32",
         },

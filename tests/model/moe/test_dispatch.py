@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from optimus.model.moe.dispatch import local_dispatch, local_indices
 from optimus.model.moe.layer import MoeLayer
-from optimus.model.moe.sharding import SPLITS
+from optimus.model.sharding import EXPERTS, splits_of
 
 
 def layer() -> MoeLayer:
@@ -49,6 +49,6 @@ def test_local_indices() -> None:
 
 def test_the_sharding_table_names_parameters_of_the_layer() -> None:
     shapes = {name: parameter.shape for name, parameter in layer().named_parameters()}
-    for name, splits in SPLITS.items():
-        for dim, axis in splits:
-            assert (shapes[name][dim], axis) == (6, "ep")
+    for name in EXPERTS:
+        assert [(shapes[name][dim], axis) for dim, axis in splits_of(name)] == [(6, "ep"), (4, "etp")]
+    assert splits_of("router.weight") == ()
