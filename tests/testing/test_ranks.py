@@ -1,9 +1,11 @@
 """run_ranks: results, failures of one rank in every way, and that nothing of a call is left for the next."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -162,7 +164,7 @@ def test_a_worker_that_died_while_idle_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("end", ["return", "killed"])
-def test_a_plain_script_leaves_no_processes_or_files(tmp_path: Path, end: str) -> None:
+def test_a_plain_script_leaves_no_processes_or_files(tmp_path: Path, request: pytest.FixtureRequest, end: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os, signal, sys\n"
@@ -174,8 +176,8 @@ def test_a_plain_script_leaves_no_processes_or_files(tmp_path: Path, end: str) -
         "    print(*[result.process for result in run_ranks(own, 3)], flush=True)\n"
         "    if sys.argv[1] == 'killed': os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
+    temporary = Path(tempfile.mkdtemp())  # that of the test's own may be too long for the name of a socket
+    request.addfinalizer(lambda: shutil.rmtree(temporary))
     environment = {**os.environ, "TMPDIR": str(temporary)}
     command = [sys.executable, str(script), end]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

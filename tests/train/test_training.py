@@ -137,7 +137,7 @@ def test_two_ranks_equal_one(small_run: dict[str, Any], tmp_path: Path, shard: s
     assert {step: measured[1][step] for step in (3, 6)} == pytest.approx(measured[0], rel=1e-5)
     ends = [load_everything(Path(run["train"]["output"])) for run in (one, two)]
     for key, tensor in ends[0].items():
-        torch.testing.assert_close(tensor, ends[1][key], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(tensor, ends[1][key], rtol=1e-4, atol=1e-5)  # of steps of 3e-3
 
 
 def test_recomputation_changes_no_number(small_run: dict[str, Any], tmp_path: Path) -> None:
