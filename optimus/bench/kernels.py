@@ -20,6 +20,7 @@ from optimus.bench.kernel_cases import Case, Function, Sizes, cases
 from optimus.bench.moe_measure import Stopwatch
 from optimus.config.load import model_config_from, resolve_model
 from optimus.errors import UserError
+from optimus.kernels.sink import TensorSink
 from optimus.observe.machine import find_device
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative, in the Frobenius norm
@@ -27,18 +28,6 @@ _CHECK_TOKENS, _CHECK_EXPERTS = 64, 16  # float64 is slow: as many as make no di
 _SAMPLE = 0.02  # seconds that a timed sample lasts at least
 _WARM_UP = 2  # passes of each contestant beforehand
 _OUT_OF_THE_RACE = 3.0  # times the fastest plain way, in the warm-up: some take minutes a pass
-
-
-class Buffer:
-    """Where a weight's gradient accumulates: a `kernels.sink.Sink` that stays."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._gradient = torch.zeros_like(weight)
-
-    def open(self) -> Tensor:
-        return self._gradient
-
-    def close(self) -> None: ...
 
 
 def run(
@@ -129,7 +118,7 @@ def _row(case: Case, relative_error: float | None, sizes: Sizes, rounds: int) ->
         return row | {"plain": "ours is wrong: not timed"}
     for parameter in case.inputs:
         if isinstance(parameter, nn.Parameter):
-            parameter.sink = Buffer(parameter)  # type: ignore[attr-defined]
+            parameter.sink = TensorSink(torch.zeros_like(parameter))  # type: ignore[attr-defined]
     ways = {"ours": case.ours, **case.plain}
     seconds = _seconds(case, ways, sizes.device, rounds)
     plain = min(seconds.keys() & case.plain.keys(), key=seconds.__getitem__, default="ours")

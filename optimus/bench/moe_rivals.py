@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.bench.moe_inputs import Shape, Weights
+from optimus.kernels.sink import TensorSink
 from optimus.model.moe.layer import MoeLayer
 from optimus.observe.machine import free_memory
 
@@ -69,20 +70,7 @@ class Ours(Block):
     def begin(self, *, accumulating: bool) -> None:
         super().begin(accumulating=accumulating)
         for parameter, buffer in self._experts:
-            parameter.sink = _Buffer(buffer) if accumulating else None  # type: ignore[attr-defined]
-
-
-class _Buffer:
-    """A sink that is always open."""
-
-    def __init__(self, buffer: Tensor) -> None:
-        self._buffer = buffer
-
-    def open(self) -> Tensor:
-        return self._buffer
-
-    def close(self) -> None:
-        pass
+            parameter.sink = TensorSink(buffer) if accumulating else None  # type: ignore[attr-defined]
 
 
 def in_transformers(experts: str, *, compiled: bool = False) -> Make:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optimus.kernels.matmul import matmul
-from optimus.kernels.sink import Sink
+from optimus.kernels.sink import Sink, add_gradient
 
 
 def linear(x: Tensor, w_NL: Tensor, sink: Sink | None = None) -> Tensor:
@@ -39,8 +39,7 @@ class _Linear(torch.autograd.Function):
             return x_grad, None, None
         if ctx.sink is None:
             return x_grad, matmul(y_grad_TN.T, _rows(x)), None
-        matmul(y_grad_TN.T, _rows(x), out=ctx.sink.open().view(w_NL.shape), add=True)
-        ctx.sink.close()
+        add_gradient(ctx.sink, lambda grad: matmul(y_grad_TN.T, _rows(x), out=grad.view(w_NL.shape), add=True))
         return x_grad, None, None
 
 

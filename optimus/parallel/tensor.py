@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from optimus.comm import Group, Groups
 from optimus.comm.functional import gathered, kept, start_gathered, start_summed, start_total
 from optimus.kernels.matmul import matmul
-from optimus.kernels.sink import Sink
+from optimus.kernels.sink import Sink, add_gradient
 from optimus.model.dense import LayerNorm, RMSNorm
 from optimus.model.linear import Linear
 from optimus.model.sharding import splits_of
@@ -79,8 +79,7 @@ class _SplitProduct(torch.autograd.Function):
         x_TL = rows()
         if ctx.sink is None:
             return x_grad(), matmul(y_grad_TN.T, x_TL), None, None
-        matmul(y_grad_TN.T, x_TL, out=ctx.sink.open().view(w_NL.shape), add=True)
-        ctx.sink.close()
+        add_gradient(ctx.sink, lambda grad: matmul(y_grad_TN.T, x_TL, out=grad.view(w_NL.shape), add=True))
         return x_grad(), None, None, None
 
 

@@ -44,7 +44,7 @@ class GradientSink:
 
     def open(self) -> Tensor:
         """The buffer to add to, of the parameter's shape and the gradient type."""
-        self.used = True
+        self.expect()
         self._chunk._before_gradient()
         assert self._parameter.grad is not None
         return self._parameter.grad
@@ -52,6 +52,10 @@ class GradientSink:
     def close(self) -> None:
         """The gradient has been added."""
         self._chunk._after_gradient()
+
+    def expect(self) -> None:
+        """What autograd says of this parameter does not count."""
+        self.used = True
 
 
 class Chunk:

@@ -7,6 +7,7 @@ from torch import Tensor
 from optimus.kernels import matmul as module
 from optimus.kernels.linear import linear, linear_reference
 from optimus.kernels.matmul import Layouts, Product, fastest, form_of, in_form, matmul
+from optimus.kernels.sink import TensorSink
 
 FORMS = ("NN", "NT", "TN")
 
@@ -119,25 +120,12 @@ def test_adding(out_dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.float(), 1 + a.float() @ b.float(), rtol=2e-2, atol=2e-2)
 
 
-class Buffer:
-    """A sink that holds ones before anything is added."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.grad, self.closed = torch.ones(shape), 0
-
-    def open(self) -> Tensor:
-        return self.grad
-
-    def close(self) -> None:
-        self.closed += 1
-
-
 def test_linear_adds_its_weights_gradient_to_the_sink() -> None:
     x, w = torch.randn(3, 7, 4), torch.randn(5, 4, requires_grad=True)
-    sink = Buffer((5, 4))
+    sink = TensorSink(torch.ones(5, 4))
     linear(x, w, sink).square().sum().backward()
     assert w.grad is None
-    assert sink.closed == 1
+    assert sink.added == 1
     expected = w.detach().clone().requires_grad_()
     linear_reference(x, expected).square().sum().backward()
     torch.testing.assert_close(sink.grad - 1, expected.grad)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from optimus.comm import Group, Groups
 from optimus.comm.functional import own_rows
 from optimus.config import ModelConfig
+from optimus.kernels.sink import TensorSink
 from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.init import initialize
@@ -53,19 +54,6 @@ class Form(NamedTuple):
     sink: bool
 
 
-class Buffer:
-    """A sink that holds ones before anything is added."""
-
-    def __init__(self, shape: torch.Size) -> None:
-        self.grad, self.closed = torch.ones(shape), 0
-
-    def open(self) -> Tensor:
-        return self.grad
-
-    def close(self) -> None:
-        self.closed += 1
-
-
 def split_product(form: Form, outer: Group, inner: Group) -> dict[str, tuple[Tensor, Tensor]]:
     """(this rank's, the same of one device) by name; two outputs of one input, as gate and up are."""
     inputs, outputs = (outer, inner) if form.returns else (inner, outer)
@@ -86,14 +74,14 @@ def split_product(form: Form, outer: Group, inner: Group) -> dict[str, tuple[Ten
         return columns(columns(w, inputs), outputs, 1)
 
     x, w = at_input(x_TL.detach()).requires_grad_(), nn.Parameter(of_weight(w_2NL.detach()))
-    sink = Buffer(w.shape)
+    sink = TensorSink(torch.ones(w.shape))
     if form.sink:
         w.sink = sink  # type: ignore[attr-defined]
     before = x.detach().clone()
     y = SplitProduct(inputs, outputs, gathers=gathers, scatters=scatters, overlap=form.overlap)(x, w)
     y.backward(at_output(y_grad_TN))
     assert x.equal(before)
-    assert (w.grad is None, sink.closed) == ((True, 1) if form.sink else (False, 0))
+    assert (w.grad is None, sink.added) == ((True, 1) if form.sink else (False, 0))
     w_grad = sink.grad - 1 if form.sink else w.grad
     assert x.grad is not None
     assert w_grad is not None

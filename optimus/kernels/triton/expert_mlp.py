@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimus.kernels.sink import Sink
+from optimus.kernels.sink import Sink, add_gradient
 from optimus.kernels.triton.expert_down import expert_down, expert_down_backward, expert_down_weight_gradient
 from optimus.kernels.triton.expert_reduce import expert_reduce, expert_reduce_backward
 from optimus.kernels.triton.expert_up import expert_up, expert_up_backward, expert_up_weight_gradient
@@ -80,6 +80,5 @@ def _gradient(weight: Tensor, sink: Sink | None, write: Callable[..., Tensor]) -
     """What autograd is to add: nothing where a sink has it, which can go on its way at once."""
     if sink is None:
         return write(torch.empty_like(weight), accumulate=False)
-    write(sink.open().view(weight.shape), accumulate=True)
-    sink.close()
+    add_gradient(sink, lambda grad: write(grad.view(weight.shape), accumulate=True))
     return None

@@ -85,24 +85,13 @@ def spilled(ptx: str) -> int:
     return int(stores)
 
 
-class Buffer:
-    """Where a weight's gradient accumulates."""
-
-    def __init__(self, gradient: Any) -> None:
-        self._gradient = gradient
-
-    def open(self) -> Any:
-        return self._gradient
-
-    def close(self) -> None: ...
-
-
 def run_all() -> None:
     """Every kernel at the widths of OLMoE, those of the experts at those of the largest Mula as well."""
     import torch
     from torch import Tensor
 
     from optimus.kernels.rotary import rotary_table
+    from optimus.kernels.sink import TensorSink
     from optimus.kernels.triton.adamw import adamw
     from optimus.kernels.triton.expert_mlp import expert_mlp_triton
     from optimus.kernels.triton.linear_cross_entropy import linear_cross_entropy
@@ -120,7 +109,7 @@ def run_all() -> None:
     indices = torch.zeros(T, K, dtype=torch.int64)
     expert_mlp_triton(empty(T, H), empty(T, K), indices, empty(E, 2 * I, H), empty(E, H, I)).sum().backward()
     wide = empty(E, 2 * 1536, 3072), empty(E, 3072, 1536)  # Mula-100B's, adding to fp32 gradients as chunks have them
-    sinks = Buffer(wide[0].float()), Buffer(wide[1].float())
+    sinks = TensorSink(wide[0].float()), TensorSink(wide[1].float())
     expert_mlp_triton(empty(T, 3072), empty(T, K), indices, *wide, sinks).sum().backward()
     token_index(torch.zeros(T, 8, dtype=torch.int64), 240, 128)
     for experts, renormalise in ((64, False), (240, True)):

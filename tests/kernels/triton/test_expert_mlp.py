@@ -104,6 +104,9 @@ class RecordingSink:
     def close(self) -> None:
         self.asked.append("close")
 
+    def expect(self) -> None:
+        self.asked.append("expect")
+
 
 @pytest.mark.parametrize("which", [(True, True), (True, False), (False, True)], ids=["both", "gate_up", "down"])
 @pytest.mark.parametrize("wide", [True, False], ids=["fp32 buffer", "buffer of its type"])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from optimus.kernels.expert_mlp import expert_mlp_reference
+from optimus.kernels.sink import TensorSink
 from optimus.testing.memory import tracking
 
 pytest.importorskip("triton")
@@ -28,18 +29,6 @@ KEPT_PER_TOKEN = 40 * 1024  # bytes at most, of which x is 4 KiB and the pre-act
 
 Random = Callable[..., Tensor]
 Close = Callable[[Tensor, Tensor], None]
-
-
-class Buffer:
-    """Where a weight's gradient accumulates."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.gradient = torch.zeros_like(weight)
-
-    def open(self) -> Tensor:
-        return self.gradient
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture(autouse=True)
@@ -71,13 +60,13 @@ def test_equals_the_definition(device: torch.device, random: Random, close: Clos
     x, weights, gate_up, down = inputs_of(random)
     place = choices(device)
     indices = torch.tensor([*HERE, -1], device=device)[place]
-    sinks = Buffer(gate_up), Buffer(down)
+    sinks = TensorSink(torch.zeros_like(gate_up)), TensorSink(torch.zeros_like(down))
     y = expert_mlp_triton(x, weights, indices, gate_up, down, sinks)
     gradients = list(torch.autograd.grad(y, [x, weights], torch.ones_like(y)))
     for sink in sinks:
-        gradients.append(sink.gradient[HERE].clone())
-        sink.gradient[HERE] = 0
-        assert not sink.gradient.any()
+        gradients.append(sink.grad[HERE].clone())
+        sink.grad[HERE] = 0
+        assert not sink.grad.any()
 
     few = [x, weights, gate_up[HERE], down[HERE]]
     leaves = [value.detach().double().requires_grad_() for value in few]
