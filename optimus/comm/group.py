@@ -31,11 +31,12 @@ class CollectiveError(UserError):
 class Group:
     """`ranks` of the job, in order; `rank` is this process's place among them."""
 
-    def __init__(self, ranks: Sequence[int], rank: int, handle: Any = None) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, handle: Any = None, tag: int = 0) -> None:
         self.ranks = list(ranks)
         self.size = len(self.ranks)
         self.rank = rank
         self._handle = handle
+        self._tag = tag  # of messages
 
     @property
     def _point_to_point(self) -> bool:
@@ -146,11 +147,11 @@ class Group:
 
         Messages between two ranks are received in the order in which they are sent.
         """
-        return self._start(what, tensor, lambda: dist.isend(tensor, self.ranks[to], group=self._handle))
+        return self._start(what, tensor, lambda: dist.isend(tensor, self.ranks[to], self._handle, self._tag))
 
     def start_receive(self, tensor: Tensor, source: int, what: str = "receive") -> Finish:
         """Begin to fill `tensor`, contiguous, with what rank `source` of the group sends next."""
-        return self._start(what, tensor, lambda: dist.irecv(tensor, self.ranks[source], group=self._handle))
+        return self._start(what, tensor, lambda: dist.irecv(tensor, self.ranks[source], self._handle, self._tag))
 
     def broadcast(self, tensor: Tensor, first: int = 0) -> None:
         """Replace `tensor` on every rank by that of the group's `first` rank, in place."""
@@ -224,6 +225,17 @@ class Groups:
             self._along[key] = self.dividing(list(self.mesh.groups(axes)))
         return self._along[key]
 
+    def streams(self, number: int, *axes: str) -> list[Group]:
+        """The group along `axes` so many times; what is sent in one of them waits for nothing sent in another.
+
+        All ranks must ask in the same order. Gloo tells messages apart by a tag; others need groups of their own.
+        """
+        group = self.along(*axes)
+        if group.size > 1 and dist.get_backend() == "gloo":
+            return [Group(group.ranks, group.rank, group._handle, tag) for tag in range(1, number + 1)]
+        parts = list(self.mesh.groups(axes))
+        return [self._make(parts, alone=True) for _ in range(number)]
+
     def dividing(self, parts: Sequence[Sequence[int]]) -> Group:
         """This rank's group where `parts` divide all ranks. All ranks must ask for new groups in the same order."""
         key = tuple(tuple(part) for part in parts)
@@ -231,10 +243,11 @@ class Groups:
             self._made[key] = self._make(key)
         return self._made[key]
 
-    def _make(self, parts: Sequence[Sequence[int]]) -> Group:
+    def _make(self, parts: Sequence[Sequence[int]], alone: bool = False) -> Group:
+        """This rank's group; one of all ranks is torch's own, unless it is to be `alone`."""
         own = next(part for part in parts if self.rank in part)
         # Every rank takes part in making every group, also where its own needs none.
-        needed = [part for part in parts if 1 < len(part) < self.mesh.size]
+        needed = [part for part in parts if len(part) > 1 and (alone or len(part) < self.mesh.size)]
         handles = {part[0]: dist.new_group(list(part), timeout=self._timeout) for part in needed}
         return Group(own, own.index(self.rank), handles.get(own[0]))
 

@@ -4,19 +4,15 @@ Every field carries its description, from which `docs/config.md` is generated. C
 here, by validators that name the fields, so that nothing starts before the whole tree is known to make sense.
 """
 
-import math
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from optimus.config.combinations import check_experts, check_pipeline, check_recomputation, check_shapes
+from optimus.config.parallel import ParallelConfig
+from optimus.config.section import Section
 from optimus.config.sizes import parse_size
 from optimus.errors import UserError
-
-
-class Section(BaseModel):
-    """A node of the tree: unknown keys and wrong types are errors."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class ModelConfig(Section):
@@ -60,89 +56,6 @@ class DataConfig(Section):
     """Where the training tokens are."""
 
     path: str = Field(description="Folder written by `optimus prepare`.")
-
-
-class ParallelConfig(Section):
-    """How the ranks divide the work."""
-
-    data: Annotated[int, Field(gt=0)] | Literal["auto"] = Field(
-        "auto",
-        description="Data-parallel ranks, each with its part of every global batch; auto: what the others leave.",
-    )
-    tensor: Annotated[int, Field(gt=0)] | list[int] = Field(
-        1,
-        description="Tensor-parallel ranks: a number (Megatron-LM), or a grid [outputs, inputs] over which every weight is "
-        "split in both dims (AxoNN's G_x and G_y; its G_z is state.shard_ranks with state.shard: parameters).",
-    )
-    sequence: bool | None = Field(
-        None,
-        description="With tensor: sequence parallelism, norms and residual stream split over tokens. Default: yes.",
-    )
-    overlap: bool = Field(
-        True, description="With tensor: send an input's gradient while that of the weight is computed (AxoNN's OAR)."
-    )
-    context: int = Field(1, gt=0, description="Context-parallel ranks: each has its part of every sequence.")
-    context_method: Literal["ring", "ulysses"] = Field(
-        "ring",
-        description="How the parts attend to each other: keys and values go round (ring attention), or every rank gets some "
-        "heads of whole sequences (Ulysses).",
-    )
-    expert: int = Field(
-        1,
-        gt=0,
-        description="Expert-parallel ranks, folded over the data-, context- and tensor-parallel ones: each holds its part "
-        "of every layer's experts.",
-    )
-    expert_tensor: int = Field(1, gt=0, description="Ranks over which each expert is split, at most as many as tensor.")
-
-    pipeline: int = Field(1, gt=0, description="Pipeline-parallel ranks: each holds some of the blocks.")
-    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b"] = Field(
-        "1f1b", description="With pipeline: the order of forward and backward passes (`optimus schedule` draws them)."
-    )
-    stages_per_rank: int = Field(
-        1, gt=0, description="With pipeline: stages on each rank, for interleaved-1f1b two or more."
-    )
-    warm_up: float = Field(
-        1.0,
-        ge=1,
-        description="With schedule 1f1b: how many times its usual activations a stage may hold; more hides jitter.",
-    )
-    blocks: list[int] | None = Field(
-        None, description="With pipeline: blocks of each stage. Default: so that the most expensive stage is cheapest."
-    )
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Tensor-parallel ranks over which weights' outputs, and inputs, are split."""
-        return (self.tensor, 1) if isinstance(self.tensor, int) else (self.tensor[0], self.tensor[1])
-
-    @property
-    def least_ranks(self) -> int:
-        """The number of ranks that this asks for, or, with data: auto, the least that it can do with."""
-        others = self.context * self.grid[0] * self.grid[1]
-        experts = self.expert * self.expert_tensor
-        return self.pipeline * others * (experts // math.gcd(experts, others) if self.data == "auto" else self.data)
-
-    @property
-    def splits_sequence(self) -> bool:
-        """Whether the residual stream is split over tokens."""
-        return self.grid != (1, 1) if self.sequence is None else self.sequence
-
-    @model_validator(mode="after")
-    def _sizes(self) -> "ParallelConfig":
-        if isinstance(self.tensor, list) and (len(self.tensor) != 2 or min(self.tensor) < 1):
-            raise ValueError(f"tensor {self.tensor} must be a number or two of them, [outputs, inputs]")
-        tensor = self.grid[0] * self.grid[1]
-        if self.sequence and tensor == 1:
-            raise ValueError("sequence splits tokens over the tensor-parallel ranks, but tensor is 1: remove it")
-        if self.expert_tensor > tensor:
-            raise ValueError(
-                f"expert_tensor {self.expert_tensor} is larger than tensor {tensor}: set it to at most {tensor}, and "
-                "expert to the rest"
-            )
-        if tensor % self.expert_tensor:
-            raise ValueError(f"expert_tensor {self.expert_tensor} does not divide tensor {tensor}: choose a divisor")
-        return self
 
 
 class StateConfig(Section):
@@ -407,10 +320,10 @@ class RunConfig(Section):
         dense = self.model.family == "olmo"
         if dense and "moe" in self.model_fields_set:
             raise ValueError("moe: the model is dense (family olmo); remove the section moe")
-        self._recomputation()
-        self._parallel_experts()
-        self._parallel_shapes()
-        self._pipeline()
+        check_recomputation(self)
+        check_experts(self)
+        check_shapes(self)
+        check_pipeline(self)
         data = self.parallel.data
         if data != "auto" and self.train.global_batch % (data * self.train.micro_batch):
             raise ValueError(
@@ -431,103 +344,3 @@ class RunConfig(Section):
             return parse_size(value) if isinstance(value, str) else value
         except UserError as error:
             raise ValueError(str(error)) from None
-
-    def _recomputation(self) -> None:
-        """Raise where what is to be recomputed is not there, or said twice."""
-        absent = "moe" if self.model.experts is None else "mlp"
-        if absent in self.recompute:
-            raise ValueError(f"recompute: a model of family {self.model.family} has no module '{absent}'")
-        alone = next((kind for kind in self.recompute if kind in ("block", "auto")), None)
-        if alone is not None and len(self.recompute) > 1:
-            raise ValueError(f"recompute: {alone} is about all modules, remove the others")
-        if self.recompute_every > 1 and (not self.recompute or alone == "auto"):
-            cure = "auto chooses it: remove it" if alone else "nothing is recomputed: set recompute"
-            raise ValueError(f"recompute_every {self.recompute_every}: {cure}")
-        if self.recompute_every > self.model.layers:
-            raise ValueError(
-                f"recompute_every {self.recompute_every} is more than model.layers {self.model.layers}: lower it"
-            )
-        if self.recompute_budget is not None and alone != "auto":
-            raise ValueError("recompute_budget is what recompute: auto may use: set that, or remove it")
-
-    def _parallel_experts(self) -> None:
-        """Raise where the experts cannot be divided as asked."""
-        model, parallel = self.model, self.parallel
-        if model.experts is None:
-            for name in ("expert", "expert_tensor"):
-                if getattr(parallel, name) > 1:
-                    raise ValueError(
-                        f"parallel.{name} {getattr(parallel, name)}: the model is dense (family olmo), remove it"
-                    )
-            return
-        if model.experts % parallel.expert:
-            raise ValueError(f"model.experts {model.experts} is not a multiple of parallel.expert {parallel.expert}")
-        if model.intermediate % parallel.expert_tensor:
-            raise ValueError(
-                f"model.intermediate {model.intermediate} is not a multiple of parallel.expert_tensor "
-                f"{parallel.expert_tensor}: choose a divisor"
-            )
-        outputs, inputs = parallel.grid
-        baseline = self.moe.dispatch == "alltoall" and inputs == 1 and not parallel.splits_sequence
-        if not self.moe.drop_duplicates and not (baseline and parallel.expert_tensor == outputs > 1):
-            raise ValueError(
-                "moe.drop_duplicates false sends the tokens of all tensor-parallel ranks: that needs moe.dispatch alltoall, "
-                "parallel.sequence false, parallel.tensor a number above 1 and parallel.expert_tensor equal to it"
-            )
-
-    def _pipeline(self) -> None:
-        """Raise where the blocks cannot be divided into stages as asked."""
-        parallel, layers = self.parallel, self.model.layers
-        if parallel.pipeline == 1:
-            for name in ("stages_per_rank", "blocks", "schedule", "warm_up"):
-                if getattr(parallel, name) != ParallelConfig.model_fields[name].default:
-                    raise ValueError(f"parallel.{name} is about a pipeline, but parallel.pipeline is 1: remove it")
-            return
-        stages = parallel.pipeline * parallel.stages_per_rank
-        if stages > layers:
-            raise ValueError(
-                f"parallel.pipeline {parallel.pipeline} x stages_per_rank {parallel.stages_per_rank} makes {stages} stages, "
-                f"but the model has {layers} layers: use at most one stage per layer"
-            )
-        blocks = parallel.blocks
-        if blocks is not None and (len(blocks) != stages or sum(blocks) != layers or min(blocks) < 1):
-            raise ValueError(
-                f"parallel.blocks {blocks} must be {stages} numbers above 0, one per stage, of sum model.layers {layers}"
-            )
-        if self.evaluate.every is not None:
-            raise ValueError(
-                "evaluate.every: a pipeline's ranks cannot evaluate while training: remove it, and use `optimus evaluate` "
-                "on the checkpoints"
-            )
-
-    def _parallel_shapes(self) -> None:
-        """Raise where heads, widths, vocabulary or sequences cannot be divided as asked."""
-        model, parallel = self.model, self.parallel
-        outputs, inputs = parallel.grid
-        for name, size, parts, axis in (
-            ("model.heads", model.heads, outputs, "parallel.tensor"),
-            ("model.vocab", model.vocab, outputs, "parallel.tensor"),
-            ("model.hidden", model.hidden, inputs, "the inputs of parallel.tensor"),
-            ("model.intermediate", model.intermediate if model.experts is None else 0, outputs, "parallel.tensor"),
-        ):
-            if size % parts:
-                cure = f"set it to {-(-size // parts) * parts}" if name == "model.vocab" else "choose a divisor"
-                raise ValueError(f"{name} {size} is not a multiple of {axis} {parts}: {cure}")
-        context, cp = self.train.context, parallel.context
-        pieces = 2 * cp if parallel.context_method == "ring" and cp > 1 else cp
-        if context % pieces:
-            raise ValueError(
-                f"train.context {context} cannot be cut into the {pieces} equal pieces that parallel.context {cp} needs "
-                f"({parallel.context_method}): the nearest that can is {max(1, context // pieces) * pieces}"
-            )
-        if parallel.context_method == "ulysses" and (model.heads // outputs) % cp:
-            raise ValueError(
-                f"parallel.context {cp} by ulysses divides heads, but a rank has {model.heads // outputs} of them: choose a "
-                "divisor, or context_method ring"
-            )
-        rows, ranks = self.train.micro_batch * context // cp, outputs * inputs
-        if rows % ranks and (parallel.splits_sequence or model.experts is not None):
-            raise ValueError(
-                f"the {rows} tokens of a microbatch (train.micro_batch {self.train.micro_batch} x train.context {context} / "
-                f"parallel.context {cp}) cannot be split over the {ranks} ranks of parallel.tensor: change one of them"
-            )

@@ -62,6 +62,7 @@ def deferring() -> Iterator[list[Callable[[], None]]]:
 def add_gradient(sink: Sink, write: Callable[[Tensor], object]) -> None:
     """Have `write` add a gradient to the tensor that it is given, the sink's; later, within `deferring`."""
 
+    @torch.no_grad()
     def add() -> None:
         write(sink.open())
         sink.close()

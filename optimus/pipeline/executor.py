@@ -5,13 +5,14 @@ ahead of the one that needs it, so that a message arrives while something else i
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from optimus.comm import Finish, Group
-from optimus.pipeline.schedule import Action, Kind, Schedule
+from optimus.pipeline.schedule import Action, Kind, Schedule, partner
 
 Message = tuple[Tensor, ...]
 
@@ -22,8 +23,11 @@ class Work(Protocol):
     def forward(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
         """The stage's output for the next one."""
 
-    def backward(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
-        """From the gradient of the output to that of the input; adds the gradients of the weights."""
+    def backward(self, stage: int, microbatch: int, received: Message | None, defer: bool) -> Message | None:
+        """From the gradient of the output to that of the input; adds the gradients of the weights, unless to `defer` it."""
+
+    def backward_weights(self, stage: int, microbatch: int) -> None:
+        """Adds the gradients of the weights that a backward pass has deferred."""
 
     def room(self) -> Message:
         """Empty tensors for what a receive brings."""
@@ -39,38 +43,107 @@ class Happened(NamedTuple):
     end: float
 
 
-class ScheduledExecutor:
-    """Runs the actions of this rank of `group`, whose ranks are those of `schedule`, in order.
+class Links:
+    """Messages between the ranks of a pipeline.
 
-    Backward passes are in one piece.
+    Of `streams` (two per stage), every stage has one for what it gets from the stage before it and one for what it gets from
+    the next. So the order of messages matters only between two stages, and no receive waits for a send.
     """
 
-    def __init__(self, schedule: Schedule, group: Group, work: Work) -> None:
-        self.schedule, self._group, self._work = schedule, group, work
-        self._actions = schedule.actions[group.rank]
-        self._here: dict[Action, Message | None] = {}  # by computation: what it gave, for one on the same rank
-        self._coming: dict[Action, tuple[Message, list[Finish]]] = {}  # by receive
-        self._leaving: list[tuple[Message, list[Finish]]] = []  # what is sent must stay until it is there
+    def __init__(self, schedule: Schedule, streams: Sequence[Group]) -> None:
+        assert len(streams) == 2 * schedule.stages
+        self.rank = streams[0].rank
+        self._schedule, self._streams = schedule, streams
+        self._leaving: deque[tuple[Message, list[Finish]]] = deque()
+
+    def send(self, send: Action, message: Message) -> None:
+        """Begin to send; the message is held until it is there. At most some per stage are under way."""
+        stream, peer = self._stream(partner(send)), self._schedule.peer(send)
+        where = f"{send} to rank {stream.ranks[peer]}"
+        self._leaving.append((message, [stream.start_send(tensor, peer, where) for tensor in message]))
+        while len(self._leaving) > 2 * self._schedule.stages:
+            self._finish_oldest()
+
+    def start_receive(self, receive: Action, room: Message) -> Callable[[], Message]:
+        """Begin to receive into `room`, which the result, that waits for it, returns."""
+        stream, peer = self._stream(receive), self._schedule.peer(receive)
+        where = f"{receive} from rank {stream.ranks[peer]}"
+        finishes = [stream.start_receive(tensor, peer, where) for tensor in room]
+
+        def finish() -> Message:
+            for each in finishes:
+                each()
+            return room
+
+        return finish
+
+    def finish(self) -> None:
+        """Wait until all that was sent is there."""
+        while self._leaving:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        _, finishes = self._leaving.popleft()
+        for finish in finishes:
+            finish()
+
+    def _stream(self, receive: Action) -> Group:
+        return self._streams[2 * receive.stage + (receive.kind is Kind.RECEIVE_BACKWARD)]
+
+
+class Computing:
+    """The computations of one rank in a step, whoever decides their order; and what is handed over on the rank itself."""
+
+    def __init__(self, schedule: Schedule, work: Work) -> None:
+        self.schedule, self._work = schedule, work
+        self.happened: list[Happened] = []
+        self._here: dict[Action, Message] = {}  # by computation: what it gave
+
+    def run(self, action: Action, received: Message | None) -> None:
+        """Do it; `received` is what a receive has brought for it, if it needs one."""
+        kind, stage, microbatch = action
+        source = self.schedule.input_of(action)
+        if received is None and source is not None and source.stage != stage:
+            received = self._here.pop(source)
+        start = time.perf_counter()
+        made = None
+        if kind is Kind.FORWARD:
+            made = self._work.forward(stage, microbatch, received)
+        elif kind is Kind.BACKWARD_WEIGHTS:
+            self._work.backward_weights(stage, microbatch)
+        else:
+            made = self._work.backward(stage, microbatch, received, kind is Kind.BACKWARD_INPUT)
+        self.happened.append(Happened(*action, start, time.perf_counter()))
+        if made is not None:
+            self._here[action] = made
+
+    def take(self, action: Action) -> Message:
+        """What a computation gave, for another rank."""
+        return self._here.pop(action)
+
+
+class ScheduledExecutor:
+    """Runs the actions of this rank of `schedule` in their order."""
+
+    def __init__(self, schedule: Schedule, links: Links, work: Work) -> None:
+        self._actions = schedule.actions[links.rank]
+        self._schedule, self._links, self._work = schedule, links, work
+        self._computing = Computing(schedule, work)
+        self._coming: dict[Action, Callable[[], Message]] = {}  # by receive
 
     def run(self) -> list[Happened]:
         """All actions of a step. Raises `CollectiveError`, which names action and peer, when another rank is lost."""
-        happened = []
         posts = self._posts()
         for action in self._actions:
             if action.kind.computes:
                 for receive in next(posts):
-                    self._post(receive)
-                start = time.perf_counter()
-                self._compute(action)
-                happened.append(Happened(*action, start, time.perf_counter()))
+                    self._coming[receive] = self._links.start_receive(receive, self._work.room())
+                needed = self._schedule.receive_for(action)
+                self._computing.run(action, None if needed is None else self._coming.pop(needed)())
             elif action.kind.sends:
-                self._send(action)
-        for _, finishes in self._leaving:
-            for finish in finishes:
-                finish()
-        self._leaving.clear()
-        self._here.clear()  # what ends here: the loss, and the gradient of what is no parameter
-        return happened
+                self._links.send(action, self._computing.take(self._made(action)))
+        self._links.finish()
+        return self._computing.happened
 
     def _posts(self) -> Iterator[Sequence[Action]]:
         """For each computation the receives to post before it: those that come before the next one."""
@@ -83,38 +156,9 @@ class ScheduledExecutor:
         yield [*waves[0], *waves[1]]
         yield from waves[2:]
 
-    def _post(self, receive: Action) -> None:
-        message = self._work.room()
-        peer = self.schedule.peer(receive)
-        self._coming[receive] = (
-            message,
-            [
-                self._group.start_receive(tensor, peer, f"{receive} from rank {self._group.ranks[peer]}")
-                for tensor in message
-            ],
-        )
-
-    def _send(self, send: Action) -> None:
-        kind = Kind.FORWARD if send.kind is Kind.SEND_FORWARD else Kind.BACKWARD
-        message = self._here.pop(Action(kind, send.stage, send.microbatch))
-        assert message is not None
-        peer = self.schedule.peer(send)
-        where = f"{send} to rank {self._group.ranks[peer]}"
-        self._leaving.append((message, [self._group.start_send(tensor, peer, where) for tensor in message]))
-
-    def _compute(self, action: Action) -> None:
-        kind, stage, microbatch = action
-        compute = self._work.forward if kind is Kind.FORWARD else self._work.backward
-        self._here[action] = compute(stage, microbatch, self._input(action))
-
-    def _input(self, action: Action) -> Message | None:
-        receive = self.schedule.receive_for(action)
-        if receive is not None:
-            message, finishes = self._coming.pop(receive)
-            for finish in finishes:
-                finish()
-            return message
-        source = self.schedule.input_of(action)
-        if source is None or source.stage == action.stage:  # the first forward pass; the last stage's backward pass
-            return None
-        return self._here.pop(source)
+    def _made(self, send: Action) -> Action:
+        """The computation whose result is sent."""
+        if send.kind is Kind.SEND_FORWARD:
+            return Action(Kind.FORWARD, send.stage, send.microbatch)
+        kind = Kind.BACKWARD_INPUT if self._schedule.splits_backward else Kind.BACKWARD
+        return Action(kind, send.stage, send.microbatch)

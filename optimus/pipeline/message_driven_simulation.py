@@ -3,24 +3,11 @@
 
 import heapq
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
 
-from optimus.errors import UserError
 from optimus.pipeline.costs import Costs, per_stage
-from optimus.pipeline.schedule import Action, Kind, Schedule, partner
+from optimus.pipeline.ready import Preference, Ready, find_caps, message_driven
+from optimus.pipeline.schedule import Action, Schedule, partner
 from optimus.pipeline.timeline import Event, Timeline
-
-Preference = Literal["forward", "backward", "arrival"]
-
-
-def caps_like_1f1b(stages: int, factor: float = 1.0) -> list[int]:
-    """The most live activations per stage: `factor` times those of 1F1B, stages - s for stage s, rounded down."""
-    return [int(factor * (stages - stage)) for stage in range(stages)]
-
-
-class _Arrived(NamedTuple):
-    time: float
-    action: Action
 
 
 def simulate_message_driven(
@@ -45,30 +32,17 @@ def simulate_message_driven(
 
     Raises `UserError` for a cap below one and for costs or caps that do not fit the stages.
     """
-    schedule = Schedule("message-driven", ranks, microbatches, (), stages_per_rank=stages_per_rank)
-    stages = schedule.stages
-    if caps is None:
-        caps = stages
-    limits = [caps] * stages if isinstance(caps, int) else list(caps)
-    if len(limits) != stages:
-        raise UserError(
-            f"message-driven pipeline: {len(limits)} caps for {stages} stages; give one per stage, or one for all"
-        )
-    if min(limits) < 1:
-        raise UserError(f"message-driven pipeline: cap {caps} lets no microbatch in; give at least 1 for every stage")
-    costs = costs or Costs()
-    return _Run(schedule, costs, limits, prefer).play()
+    schedule = message_driven(ranks, microbatches, stages_per_rank)
+    return _Run(schedule, costs or Costs(), find_caps(caps, schedule.stages), prefer).play()
 
 
 class _Run:
     """State of one simulation."""
 
     def __init__(self, schedule: Schedule, costs: Costs, caps: Sequence[int], prefer: Preference) -> None:
-        self.schedule, self.costs, self.caps, self.prefer = schedule, costs, caps, prefer
+        self.schedule, self.costs = schedule, costs
         self.duration = costs.durations(schedule.stages, schedule.microbatches)
-        first = [_Arrived(0.0, Action(Kind.FORWARD, 0, number)) for number in range(schedule.microbatches)]
-        self.arrived: list[list[_Arrived]] = [first, *([] for _ in range(schedule.ranks - 1))]
-        self.live = [0] * schedule.stages
+        self.ready = [Ready(schedule, rank, caps, prefer) for rank in range(schedule.ranks)]
         self.free = [True] * schedule.ranks
         self.events: list[Event] = []
         # (time, arrives, rank, what): the end of a computation on the rank, or the arrival of the input of one.
@@ -83,7 +57,7 @@ class _Run:
                 _, arrives, rank, action = heapq.heappop(self.coming)
                 touched.add(rank)
                 if arrives:
-                    self.arrived[rank].append(_Arrived(now, action))
+                    self.ready[rank].arrive(action, now)
                 else:
                     self._end(rank, now, action)
             for rank in touched:
@@ -93,38 +67,18 @@ class _Run:
         return Timeline.of(self.events, self.schedule.ranks, kept)
 
     def _begin(self, rank: int, now: float) -> None:
-        if not self.free[rank]:
+        action = self.ready[rank].choose() if self.free[rank] else None
+        if action is None:
             return
-        able = [item for item in self.arrived[rank] if item.action.kind is Kind.BACKWARD or self._has_room(item.action)]
-        if not able:
-            return
-        chosen = min(able, key=self._order)
-        self.arrived[rank].remove(chosen)
-        action = chosen.action
         end = now + self.duration(action)
         self.free[rank] = False
         self.events.append(Event(rank, *action, now, end))
-        if action.kind is Kind.FORWARD:
-            self.live[action.stage] += 1
         heapq.heappush(self.coming, (end, False, rank, action))
 
-    def _has_room(self, action: Action) -> bool:
-        return self.live[action.stage] < self.caps[action.stage]
-
-    def _order(self, item: _Arrived) -> tuple[float, int, int]:
-        time, (kind, stage, microbatch) = item
-        first = time if self.prefer == "arrival" else float(kind.value != self.prefer)
-        return first, -stage, microbatch
-
     def _end(self, rank: int, now: float, action: Action) -> None:
-        kind, stage, microbatch = action
         self.free[rank] = True
-        if kind is Kind.BACKWARD:
-            self.live[stage] -= 1
-        following = Action(kind, stage + 1 if kind is Kind.FORWARD else stage - 1, microbatch)
-        if kind is Kind.FORWARD and stage == self.schedule.stages - 1:
-            following = Action(Kind.BACKWARD, stage, microbatch)
-        if following.stage < 0:
+        following = self.ready[rank].end(action)
+        if following is None:
             return
         send = self.schedule.send_of(action)
         arrival = now

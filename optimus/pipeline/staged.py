@@ -8,18 +8,16 @@ Legend: T rows of the residual stream, H columns of it, E experts.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from optimus.comm import Group
+from optimus.kernels.sink import deferring
 from optimus.model import Losses, Transformer
 from optimus.model.moe.router import RouterStats
 from optimus.model.transformer import Blocks
-from optimus.pipeline.executor import Message, ScheduledExecutor
-from optimus.pipeline.schedule import Kind, Schedule
+from optimus.pipeline.executor import Happened, Message, Work
 
 
 class Cut(NamedTuple):
@@ -62,24 +60,25 @@ def keep_stages(model: Transformer, cut: Cut) -> None:
 
 
 class Staged(nn.Module):
-    """The stages of `model` that are on this rank of `group`, which `model` has been reduced to (`keep_stages`).
+    """The stages of `model` that are on this rank, which `model` has been reduced to (`keep_stages`).
 
     `share`: into how many parts the rows and columns of the residual stream are split over ranks; it is of type `dtype`.
+    `execute` does the work of so many microbatches, with or without backward passes.
     """
 
     def __init__(
         self,
         model: Transformer,
         cut: Cut,
-        group: Group,
-        schedule: Callable[[int], Schedule],
         share: tuple[int, int],
         dtype: torch.dtype,
+        execute: Callable[[Work, int, bool], list[Happened]],
     ) -> None:
         super().__init__()
         self.model = model
-        self.cut, self.group, self.share, self.dtype = cut, group, share, dtype
-        self.schedule = schedule
+        self.cut, self.share, self.dtype = cut, share, dtype
+        self.execute = execute
+        self.happened: list[Happened] = []  # in the last step
         self.stages = {stage: Blocks(model.blocks[i] for i in cut.blocks[stage]) for stage in cut.here}
 
     def train_microbatches(
@@ -95,13 +94,13 @@ class Staged(nn.Module):
         is called when a stage of this rank has done its last backward pass.
         """
         work = _Work(self, microbatches, objective, saving, through)
-        ScheduledExecutor(self.schedule(len(microbatches)), self.group, work).run()
+        self.happened = self.execute(work, len(microbatches), True)
         return work.reported
 
     def router_statistics(self, microbatches: Sequence[Tensor]) -> list[RouterStats]:
         """On the last stage's rank, the statistics of each microbatch, all layers summed; forward passes only."""
         work = _Work(self, microbatches, None, nullcontext, lambda stage: None)
-        ScheduledExecutor(_forward_only(self.schedule(len(microbatches))), self.group, work).run()
+        self.execute(work, len(microbatches), False)
         return work.statistics
 
 
@@ -119,6 +118,7 @@ class _Work:
         self._staged, self._microbatches = staged, microbatches
         self._objective, self._saving, self._through = objective, saving, through
         self._kept: dict[tuple[int, int], tuple[Message | None, Message]] = {}
+        self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self._left = dict.fromkeys(staged.cut.here, len(microbatches))  # backward passes of each stage
         self.reported: list[Tensor] = []
         self.statistics: list[RouterStats] = []
@@ -151,13 +151,28 @@ class _Work:
         self.reported.append(reported)
         return (minimised,)
 
-    def backward(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
+    def backward(self, stage: int, microbatch: int, received: Message | None, defer: bool) -> Message | None:
         given, made = self._kept.pop((stage, microbatch))
-        torch.autograd.backward(made, received)
+        if defer:
+            with deferring() as deferred:
+                torch.autograd.backward(made, received)
+            self._deferred[stage, microbatch] = deferred
+        else:
+            torch.autograd.backward(made, received)
+            self._count(stage)
+        return None if given is None else tuple(_gradient(tensor) for tensor in given)
+
+    def backward_weights(self, stage: int, microbatch: int) -> None:
+        deferred = self._deferred.pop((stage, microbatch))
+        for add in deferred:
+            add()
+        self._count(stage)
+
+    def _count(self, stage: int) -> None:
+        """A backward pass of the stage is complete."""
         self._left[stage] -= 1
         if not self._left[stage]:
             self._through(stage)
-        return None if given is None else tuple(_gradient(tensor) for tensor in given)
 
     def room(self) -> Message:
         tokens_BS, config = self._microbatches[0], self._staged.model.config
@@ -165,11 +180,6 @@ class _Work:
         shape = len(tokens_BS) * len(self._positions) // rows, config.hidden // columns
         x_TH, experts = torch.empty(shape, dtype=self._staged.dtype, device=tokens_BS.device), config.experts
         return (x_TH,) if experts is None else (x_TH, x_TH.new_empty(2 * experts + 1, dtype=torch.float32))
-
-
-def _forward_only(schedule: Schedule) -> Schedule:
-    kinds = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
-    return replace(schedule, actions=tuple(tuple(a for a in each if a.kind in kinds) for each in schedule.actions))
 
 
 def _packed(stats: RouterStats) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.testing.ranks import run_ranks
+from optimus.train.pipeline import with_microbatches
 from optimus.train.run import build_model, mesh_of
 from optimus.train.step import StepResult, training_step
 
@@ -50,7 +51,7 @@ def assert_same_as_one_process(
     """
     references: dict[str, Trained] = {}
     for layout in layouts:
-        tree = load_config(config, layout.overrides)
+        tree = with_microbatches(load_config(config, layout.overrides), layout.ranks)
         alone = tree.model_dump(exclude=_LAYOUT, exclude_unset=True)
         key = json.dumps(alone, sort_keys=True)
         if key not in references:
@@ -62,8 +63,8 @@ def assert_same_as_one_process(
 
 def train_steps(config: Mapping[str, Any], steps: int) -> Trained:
     """Train on this rank's part of random batches; the whole state is on rank 0 only."""
-    tree = load_config(config)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
+    tree = with_microbatches(load_config(config), ranks)
     groups = Groups(mesh_of(tree, ranks))
     model, state = build_model(tree, torch.device("cpu"), groups)
     state.initialize(tree.train.seed, tree.model.init_std)

@@ -34,6 +34,7 @@ from optimus.observe.metrics import read_metrics
 from optimus.train import checks
 from optimus.train.hooks import Checkpoints, HeldOut, Hook, Interrupt, Metrics, NonFinite, Trace
 from optimus.train.loop import naming_collectives, train_loop
+from optimus.train.pipeline import with_microbatches
 from optimus.train.run import Run, build_run, mesh_of, ranks_per_node
 from optimus.train.tuning import TuneMatmuls
 
@@ -62,6 +63,7 @@ def train(
     tree = load_config(config, overrides, read_model_folder)
     launched = "WORLD_SIZE" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if launched else ranks or tree.parallel.least_ranks
+    tree = with_microbatches(tree, ranks)
     shards = _check(tree, ranks, resume)
     if check:
         shards.verify()

@@ -4,8 +4,6 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass, field
-from functools import cache, partial
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from optimus.hub import load_weights
 from optimus.mesh import Layout, Mesh
 from optimus.mesh.placement import describe
 from optimus.model import Transformer
-from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory
 from optimus.parallel.context import set_sequence
 from optimus.parallel.dispatch import set_dispatch
@@ -31,11 +28,9 @@ from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.recompute import recompute
 from optimus.parallel.tensor import set_tensor_parallel
 from optimus.parallel.tokens import set_tokens
-from optimus.pipeline.schedule import Schedule
-from optimus.pipeline.schedules import make_schedule
-from optimus.pipeline.staged import Cut, Staged, keep_stages
-from optimus.pipeline.stages import divide
+from optimus.pipeline.staged import Staged, keep_stages
 from optimus.state import ModelState, divisions
+from optimus.train.pipeline import cut_of, stages_of, tied_ends
 from optimus.train.recomputation import find_recomputation
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -133,7 +128,7 @@ def layouts_of(model: Transformer, config: RunConfig) -> dict[str, Layout]:
         model,
         sequence=config.parallel.splits_sequence,
         duplicates=not config.moe.drop_duplicates,
-        tied_ends=config.model.tie_embeddings and config.parallel.pipeline > 1,
+        tied_ends=tied_ends(config),
     )
 
 
@@ -177,45 +172,10 @@ def build_model(
     chosen, note = find_recomputation(config, groups, DTYPES[config.train.precision].itemsize, free)
     if notes is not None and note:
         notes.append(note)
-    staged = None if cut is None else _staged(model, cut, config, groups)
+    staged = None if cut is None else stages_of(model, cut, config, groups, DTYPES[config.train.precision])
     for blocks in [model.blocks] if staged is None else staged.stages.values():
         recompute(blocks, *chosen, keep_collectives=config.recompute_collectives == "keep")
     return staged or model, state
-
-
-def cut_of(config: RunConfig, mesh: Mesh, rank: int) -> Cut | None:
-    """How the model is cut into stages, and which are on `rank`; None without a pipeline.
-
-    Raises `UserError` when there are too few blocks.
-    """
-    parallel, model = config.parallel, config.model
-    if parallel.pipeline == 1:
-        return None
-    number = parallel.pipeline * parallel.stages_per_rank
-    ends = parallel.blocks and list(accumulate(parallel.blocks, initial=0))
-    if ends:
-        blocks = [range(start, end) for start, end in pairwise(ends)]
-    else:
-        vocabulary = model.vocab * model.hidden
-        active = (count_parameters(model).active - vocabulary * (1 if model.tie_embeddings else 2)) / model.layers
-        blocks = divide([active] * model.layers, number, last=vocabulary)
-    stage = mesh.coordinate(rank, "pp")
-    return Cut(blocks, range(stage, number, parallel.pipeline))
-
-
-def _staged(model: Transformer, cut: Cut, config: RunConfig, groups: Groups) -> Staged:
-    """The stages of this rank, and how they are run."""
-    parallel, mesh = config.parallel, groups.mesh
-    share = mesh.tp_out if parallel.splits_sequence else 1, mesh.tp_in
-
-    schedule = cache(partial(schedule_of, config))
-    return Staged(model, cut, groups.along("pp"), schedule, share, DTYPES[config.train.precision])
-
-
-def schedule_of(config: RunConfig, microbatches: int) -> Schedule:
-    """The schedule of a step of so many microbatches. Raises `UserError` when there is none."""
-    parallel = config.parallel
-    return make_schedule(parallel.schedule, parallel.pipeline, microbatches, parallel.stages_per_rank, parallel.warm_up)
 
 
 def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:

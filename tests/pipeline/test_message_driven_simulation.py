@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from optimus.errors import UserError
 from optimus.pipeline import Costs, Kind, Timeline, make_schedule, simulate, simulate_message_driven
-from optimus.pipeline.message_driven_simulation import Preference, caps_like_1f1b
+from optimus.pipeline.ready import Preference, caps_like_1f1b
 
 MICROBATCHES, DRAWS = 64, 8
 Run = Callable[[int, Costs], Timeline]

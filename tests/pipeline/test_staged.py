@@ -11,7 +11,7 @@ from optimus.mesh import Mesh
 from optimus.pipeline.stages import divide
 from optimus.testing import Layout, assert_same_as_one_process
 from optimus.train.checks import check_ranks
-from optimus.train.run import cut_of
+from optimus.train.pipeline import cut_of
 
 MODELS: dict[str, dict[str, Any]] = {
     "moe": {"family": "olmoe", "intermediate": 24, "experts": 8, "experts_per_token": 2},

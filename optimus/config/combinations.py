@@ -1,0 +1,127 @@
+"""Combinations of sections that cannot work, refused with `ValueError`s that name the fields."""
+
+from typing import TYPE_CHECKING
+
+from optimus.config.parallel import ParallelConfig
+
+if TYPE_CHECKING:
+    from optimus.config.tree import RunConfig
+
+
+def check_recomputation(config: "RunConfig") -> None:
+    """Raise where what is to be recomputed is not there, or said twice."""
+    absent = "moe" if config.model.experts is None else "mlp"
+    if absent in config.recompute:
+        raise ValueError(f"recompute: a model of family {config.model.family} has no module '{absent}'")
+    alone = next((kind for kind in config.recompute if kind in ("block", "auto")), None)
+    if alone is not None and len(config.recompute) > 1:
+        raise ValueError(f"recompute: {alone} is about all modules, remove the others")
+    if config.recompute_every > 1 and (not config.recompute or alone == "auto"):
+        cure = "auto chooses it: remove it" if alone else "nothing is recomputed: set recompute"
+        raise ValueError(f"recompute_every {config.recompute_every}: {cure}")
+    if config.recompute_every > config.model.layers:
+        raise ValueError(
+            f"recompute_every {config.recompute_every} is more than model.layers {config.model.layers}: lower it"
+        )
+    if config.recompute_budget is not None and alone != "auto":
+        raise ValueError("recompute_budget is what recompute: auto may use: set that, or remove it")
+
+
+def check_experts(config: "RunConfig") -> None:
+    """Raise where the experts cannot be divided as asked."""
+    model, parallel = config.model, config.parallel
+    if model.experts is None:
+        for name in ("expert", "expert_tensor"):
+            if getattr(parallel, name) > 1:
+                raise ValueError(
+                    f"parallel.{name} {getattr(parallel, name)}: the model is dense (family olmo), remove it"
+                )
+        return
+    if model.experts % parallel.expert:
+        raise ValueError(f"model.experts {model.experts} is not a multiple of parallel.expert {parallel.expert}")
+    if model.intermediate % parallel.expert_tensor:
+        raise ValueError(
+            f"model.intermediate {model.intermediate} is not a multiple of parallel.expert_tensor "
+            f"{parallel.expert_tensor}: choose a divisor"
+        )
+    outputs, inputs = parallel.grid
+    baseline = config.moe.dispatch == "alltoall" and inputs == 1 and not parallel.splits_sequence
+    if not config.moe.drop_duplicates and not (baseline and parallel.expert_tensor == outputs > 1):
+        raise ValueError(
+            "moe.drop_duplicates false sends the tokens of all tensor-parallel ranks: that needs moe.dispatch alltoall, "
+            "parallel.sequence false, parallel.tensor a number above 1 and parallel.expert_tensor equal to it"
+        )
+
+
+_ABOUT_PIPELINES = ("stages_per_rank", "blocks", "schedule", "warm_up", "microbatches", "executor", "in_flight")
+
+
+def check_pipeline(config: "RunConfig") -> None:
+    """Raise where the blocks cannot be divided into stages as asked."""
+    parallel, layers = config.parallel, config.model.layers
+    if parallel.pipeline == 1:
+        for name in _ABOUT_PIPELINES:
+            if getattr(parallel, name) != ParallelConfig.model_fields[name].default:
+                raise ValueError(f"parallel.{name} is about a pipeline, but parallel.pipeline is 1: remove it")
+        return
+    stages = parallel.stages
+    if parallel.executor == "message-driven":
+        caps = parallel.in_flight
+        if isinstance(caps, list) and (len(caps) != stages or min(caps) < 1):
+            raise ValueError(f"parallel.in_flight {caps} must be a number, or {stages} above 0, one per stage")
+        for name in ("schedule", "warm_up"):
+            if getattr(parallel, name) != ParallelConfig.model_fields[name].default:
+                raise ValueError(
+                    f"parallel.{name} is about a fixed order, but with executor message-driven what arrives decides: "
+                    "remove it (in_flight says how much is kept)"
+                )
+    elif parallel.in_flight is not None:
+        raise ValueError("parallel.in_flight is about executor: message-driven: set that, or remove it")
+    if stages > layers:
+        raise ValueError(
+            f"parallel.pipeline {parallel.pipeline} x stages_per_rank {parallel.stages_per_rank} makes {stages} stages, "
+            f"but the model has {layers} layers: use at most one stage per layer"
+        )
+    blocks = parallel.blocks
+    if blocks is not None and (len(blocks) != stages or sum(blocks) != layers or min(blocks) < 1):
+        raise ValueError(
+            f"parallel.blocks {blocks} must be {stages} numbers above 0, one per stage, of sum model.layers {layers}"
+        )
+    if config.evaluate.every is not None:
+        raise ValueError(
+            "evaluate.every: a pipeline's ranks cannot evaluate while training: remove it, and use `optimus evaluate` "
+            "on the checkpoints"
+        )
+
+
+def check_shapes(config: "RunConfig") -> None:
+    """Raise where heads, widths, vocabulary or sequences cannot be divided as asked."""
+    model, parallel = config.model, config.parallel
+    outputs, inputs = parallel.grid
+    for name, size, parts, axis in (
+        ("model.heads", model.heads, outputs, "parallel.tensor"),
+        ("model.vocab", model.vocab, outputs, "parallel.tensor"),
+        ("model.hidden", model.hidden, inputs, "the inputs of parallel.tensor"),
+        ("model.intermediate", model.intermediate if model.experts is None else 0, outputs, "parallel.tensor"),
+    ):
+        if size % parts:
+            cure = f"set it to {-(-size // parts) * parts}" if name == "model.vocab" else "choose a divisor"
+            raise ValueError(f"{name} {size} is not a multiple of {axis} {parts}: {cure}")
+    context, cp = config.train.context, parallel.context
+    pieces = 2 * cp if parallel.context_method == "ring" and cp > 1 else cp
+    if context % pieces:
+        raise ValueError(
+            f"train.context {context} cannot be cut into the {pieces} equal pieces that parallel.context {cp} needs "
+            f"({parallel.context_method}): the nearest that can is {max(1, context // pieces) * pieces}"
+        )
+    if parallel.context_method == "ulysses" and (model.heads // outputs) % cp:
+        raise ValueError(
+            f"parallel.context {cp} by ulysses divides heads, but a rank has {model.heads // outputs} of them: choose a "
+            "divisor, or context_method ring"
+        )
+    rows, ranks = config.train.micro_batch * context // cp, outputs * inputs
+    if rows % ranks and (parallel.splits_sequence or model.experts is not None):
+        raise ValueError(
+            f"the {rows} tokens of a microbatch (train.micro_batch {config.train.micro_batch} x train.context {context} / "
+            f"parallel.context {cp}) cannot be split over the {ranks} ranks of parallel.tensor: change one of them"
+        )

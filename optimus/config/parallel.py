@@ -1,0 +1,111 @@
+"""The section that says how the ranks divide the work."""
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from optimus.config.section import Section
+
+
+class ParallelConfig(Section):
+    """How the ranks divide the work."""
+
+    data: Annotated[int, Field(gt=0)] | Literal["auto"] = Field(
+        "auto",
+        description="Data-parallel ranks, each with its part of every global batch; auto: what the others leave.",
+    )
+    tensor: Annotated[int, Field(gt=0)] | list[int] = Field(
+        1,
+        description="Tensor-parallel ranks: a number (Megatron-LM), or a grid [outputs, inputs] over which every weight is "
+        "split in both dims (AxoNN's G_x and G_y; its G_z is state.shard_ranks with state.shard: parameters).",
+    )
+    sequence: bool | None = Field(
+        None,
+        description="With tensor: sequence parallelism, norms and residual stream split over tokens. Default: yes.",
+    )
+    overlap: bool = Field(
+        True, description="With tensor: send an input's gradient while that of the weight is computed (AxoNN's OAR)."
+    )
+    context: int = Field(1, gt=0, description="Context-parallel ranks: each has its part of every sequence.")
+    context_method: Literal["ring", "ulysses"] = Field(
+        "ring",
+        description="How the parts attend to each other: keys and values go round (ring attention), or every rank gets some "
+        "heads of whole sequences (Ulysses).",
+    )
+    expert: int = Field(
+        1,
+        gt=0,
+        description="Expert-parallel ranks, folded over the data-, context- and tensor-parallel ones: each holds its part "
+        "of every layer's experts.",
+    )
+    expert_tensor: int = Field(1, gt=0, description="Ranks over which each expert is split, at most as many as tensor.")
+
+    pipeline: int = Field(1, gt=0, description="Pipeline-parallel ranks: each holds some of the blocks.")
+    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"] = Field(
+        "1f1b", description="With pipeline: the order of forward and backward passes (`optimus schedule` draws them)."
+    )
+    stages_per_rank: int = Field(
+        1, gt=0, description="With pipeline: stages on each rank, for interleaved-1f1b two or more, for zbv two."
+    )
+    microbatches: Annotated[int, Field(gt=0)] | Literal["auto"] | None = Field(
+        None,
+        description="With pipeline: microbatches of a step on each data-parallel rank, none larger than train.micro_batch; "
+        "auto: the fewest with which the schedule leaves its ranks idle for at most a tenth of their computing time. "
+        "Default: as train.micro_batch says.",
+    )
+    executor: Literal["scheduled", "message-driven"] = Field(
+        "scheduled",
+        description="With pipeline: whether the schedule decides what is computed next, or what has arrived (AxoNN).",
+    )
+    in_flight: Annotated[int, Field(gt=0)] | list[int] | None = Field(
+        None,
+        description="With executor: message-driven: microbatches in the pipeline at once (AxoNN's pipeline_limit), or for "
+        "each stage the most whose activations it keeps. Default: the number of stages.",
+    )
+    warm_up: float = Field(
+        1.0,
+        ge=1,
+        description="With schedule 1f1b: how many times its usual activations a stage may hold; more hides jitter.",
+    )
+    blocks: list[int] | None = Field(
+        None, description="With pipeline: blocks of each stage. Default: so that the most expensive stage is cheapest."
+    )
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Tensor-parallel ranks over which weights' outputs, and inputs, are split."""
+        return (self.tensor, 1) if isinstance(self.tensor, int) else (self.tensor[0], self.tensor[1])
+
+    @property
+    def least_ranks(self) -> int:
+        """The number of ranks that this asks for, or, with data: auto, the least that it can do with."""
+        others = self.context * self.grid[0] * self.grid[1]
+        experts = self.expert * self.expert_tensor
+        return self.pipeline * others * (experts // math.gcd(experts, others) if self.data == "auto" else self.data)
+
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether the residual stream is split over tokens."""
+        return self.grid != (1, 1) if self.sequence is None else self.sequence
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.pipeline * self.stages_per_rank
+
+    @model_validator(mode="after")
+    def _sizes(self) -> "ParallelConfig":
+        if isinstance(self.tensor, list) and (len(self.tensor) != 2 or min(self.tensor) < 1):
+            raise ValueError(f"tensor {self.tensor} must be a number or two of them, [outputs, inputs]")
+        tensor = self.grid[0] * self.grid[1]
+        if self.sequence and tensor == 1:
+            raise ValueError("sequence splits tokens over the tensor-parallel ranks, but tensor is 1: remove it")
+        if self.expert_tensor > tensor:
+            raise ValueError(
+                f"expert_tensor {self.expert_tensor} is larger than tensor {tensor}: set it to at most {tensor}, and "
+                "expert to the rest"
+            )
+        if tensor % self.expert_tensor:
+            raise ValueError(f"expert_tensor {self.expert_tensor} does not divide tensor {tensor}: choose a divisor")
+        return self

@@ -1,0 +1,101 @@
+"""What a rank of a message-driven pipeline does next: of all whose input has arrived, the one it prefers."""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from optimus.errors import UserError
+from optimus.pipeline.schedule import Action, Kind, Schedule
+
+Preference = Literal["forward", "backward", "arrival"]
+
+
+def caps_like_1f1b(stages: int, factor: float = 1.0) -> list[int]:
+    """The most live activations per stage: `factor` times those of 1F1B, stages - s for stage s, rounded down."""
+    return [int(factor * (stages - stage)) for stage in range(stages)]
+
+
+def find_caps(caps: int | Sequence[int] | None, stages: int) -> list[int]:
+    """One cap per stage: as given, one number for all, or by default the number of stages (AxoNN's `pipeline_limit`).
+
+    Raises `UserError` for a cap below one and for more or fewer caps than stages.
+    """
+    if caps is None:
+        caps = stages
+    limits = [caps] * stages if isinstance(caps, int) else list(caps)
+    if len(limits) != stages:
+        raise UserError(
+            f"message-driven pipeline: {len(limits)} caps for {stages} stages; give one per stage, or one for all"
+        )
+    if min(limits) < 1:
+        raise UserError(f"message-driven pipeline: cap {caps} lets no microbatch in; give at least 1 for every stage")
+    return limits
+
+
+def message_driven(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedule:
+    """Where the stages are; what is done when, nobody says. Stage s is on rank s mod ranks."""
+    return Schedule("message-driven", ranks, microbatches, (), stages_per_rank=stages_per_rank)
+
+
+class _Arrived(NamedTuple):
+    time: float
+    action: Action
+
+
+class Ready:
+    """The computations of `rank` that could be done now, and how many activations its stages keep.
+
+    `caps`: the most live activations of each stage. `prefer`: forward: a forward pass as long as its stage is below its cap;
+    backward: a backward pass; arrival: what came first. Of several stages the last takes precedence.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, caps: Sequence[int], prefer: Preference) -> None:
+        self._caps, self._prefer = caps, prefer
+        self._live = dict.fromkeys(schedule.stages_of(rank), 0)
+        self._last_stage = schedule.stages - 1
+        first = range(schedule.microbatches if 0 in self._live else 0)
+        self._arrived = [_Arrived(0.0, Action(Kind.FORWARD, 0, number)) for number in first]
+
+    def arrive(self, action: Action, time: float) -> None:
+        """The input of `action` is there."""
+        self._arrived.append(_Arrived(time, action))
+
+    def choose(self) -> Action | None:
+        """What to do now, which has then begun; None if there is nothing."""
+        able = [item for item in self._arrived if item.action.kind is Kind.BACKWARD or self._has_room(item.action)]
+        if not able:
+            return None
+        chosen = min(able, key=self._order)
+        self._arrived.remove(chosen)
+        return self._begin(chosen.action)
+
+    def has(self, action: Action) -> bool:
+        """Whether the input of `action` is there."""
+        return any(item.action == action for item in self._arrived)
+
+    def begin(self, action: Action) -> None:
+        """Do `action`, as another rank has chosen."""
+        self._arrived = [item for item in self._arrived if item.action != action]
+        self._begin(action)
+
+    def end(self, action: Action) -> Action | None:
+        """`action` is done; returns what needs what it made, here or on another rank."""
+        kind, stage, microbatch = action
+        if kind is Kind.BACKWARD:
+            self._live[stage] -= 1
+        following = Action(kind, stage + 1 if kind is Kind.FORWARD else stage - 1, microbatch)
+        if kind is Kind.FORWARD and stage == self._last_stage:
+            following = Action(Kind.BACKWARD, stage, microbatch)
+        return None if following.stage < 0 else following
+
+    def _begin(self, action: Action) -> Action:
+        if action.kind is Kind.FORWARD:
+            self._live[action.stage] += 1
+        return action
+
+    def _has_room(self, action: Action) -> bool:
+        return self._live[action.stage] < self._caps[action.stage]
+
+    def _order(self, item: _Arrived) -> tuple[float, int, int]:
+        time, (kind, stage, microbatch) = item
+        first = time if self._prefer == "arrival" else float(kind.value != self._prefer)
+        return first, -stage, microbatch

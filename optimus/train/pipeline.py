@@ -1,0 +1,128 @@
+"""The pipeline of a run, from its configuration: which stage is where, and in what order they are run."""
+
+from functools import cache, partial
+from itertools import accumulate, pairwise
+
+import torch
+
+from optimus.comm import Groups
+from optimus.config import RunConfig
+from optimus.errors import UserError
+from optimus.mesh import Mesh
+from optimus.model import Transformer
+from optimus.model.count import count_parameters
+from optimus.pipeline.executor import Happened, Links, ScheduledExecutor, Work
+from optimus.pipeline.message_driven import MessageDrivenExecutor
+from optimus.pipeline.message_driven_simulation import simulate_message_driven
+from optimus.pipeline.ready import find_caps
+from optimus.pipeline.schedule import Placement, Schedule
+from optimus.pipeline.schedules import gpipe, make_schedule
+from optimus.pipeline.simulation import simulate
+from optimus.pipeline.staged import Cut, Staged
+from optimus.pipeline.stages import divide
+
+_IDLE = 0.1  # of a rank's computing time: what `microbatches: auto` allows
+
+
+def cut_of(config: RunConfig, mesh: Mesh, rank: int) -> Cut | None:
+    """How the model is cut into stages, and which are on `rank`; None without a pipeline.
+
+    Raises `UserError` when there are too few blocks.
+    """
+    parallel, model = config.parallel, config.model
+    if parallel.pipeline == 1:
+        return None
+    ends = parallel.blocks and list(accumulate(parallel.blocks, initial=0))
+    if ends:
+        blocks = [range(start, end) for start, end in pairwise(ends)]
+    else:
+        vocabulary = model.vocab * model.hidden
+        active = (count_parameters(model).active - vocabulary * (1 if model.tie_embeddings else 2)) / model.layers
+        blocks = divide([active] * model.layers, parallel.stages, last=vocabulary)
+    return Cut(blocks, placement_of(config).stages_of(mesh.coordinate(rank, "pp")))
+
+
+def stages_of(model: Transformer, cut: Cut, config: RunConfig, groups: Groups, dtype: torch.dtype) -> Staged:
+    """The stages of this rank, and how they are run."""
+    parallel, mesh = config.parallel, groups.mesh
+    streams = groups.streams(2 * parallel.stages, "pp")
+    team = groups.along("dp", "cp", "tp")
+    schedule = cache(partial(schedule_of, config))
+
+    def execute(work: Work, microbatches: int, backward: bool) -> list[Happened]:
+        plan = schedule(microbatches)
+        links = Links(plan, streams)
+        if not backward:
+            return ScheduledExecutor(plan.forward_only, links, work).run()
+        if parallel.executor == "scheduled":
+            return ScheduledExecutor(plan, links, work).run()
+        caps = find_caps(parallel.in_flight, parallel.stages)
+        return MessageDrivenExecutor(plan, links, work, caps=caps, team=team, device=work.room()[0].device).run()
+
+    share = mesh.tp_out if parallel.splits_sequence else 1, mesh.tp_in
+    return Staged(model, cut, share, dtype, execute)
+
+
+def placement_of(config: RunConfig) -> Schedule:
+    """Which rank of the pipeline has which stages; without actions."""
+    parallel = config.parallel
+    placement: Placement = "v" if parallel.schedule == "zbv" else "loop"
+    return Schedule(parallel.schedule, parallel.pipeline, 0, (), parallel.stages_per_rank, placement)
+
+
+def schedule_of(config: RunConfig, microbatches: int) -> Schedule:
+    """The schedule of a step of so many microbatches. Raises `UserError` when there is none.
+
+    With the message-driven executor, that of its forward passes alone.
+    """
+    parallel = config.parallel
+    if parallel.executor == "message-driven":
+        return gpipe(parallel.pipeline, microbatches, parallel.stages_per_rank)
+    return make_schedule(parallel.schedule, parallel.pipeline, microbatches, parallel.stages_per_rank, parallel.warm_up)
+
+
+def tied_ends(config: RunConfig) -> bool:
+    """Whether two ranks of the pipeline hold the embedding, one as the output layer."""
+    place = placement_of(config)
+    return config.model.tie_embeddings and place.rank_of(0) != place.rank_of(place.stages - 1)
+
+
+def with_microbatches(config: RunConfig, ranks: int) -> RunConfig:
+    """`config` with the train.micro_batch that parallel.microbatches stands for.
+
+    Raises `UserError` when the sequences of a step cannot be divided so, or the mesh does not fit.
+    """
+    number, parallel, train = config.parallel.microbatches, config.parallel, config.train
+    if number is None:
+        return config
+    data = ranks // (parallel.pipeline * parallel.context * parallel.grid[0] * parallel.grid[1])
+    sequences = train.global_batch // max(1, data)
+    options = [size for size in range(1, min(train.micro_batch, sequences) + 1) if sequences % size == 0]
+    if number == "auto":
+        found = [(size, _idle(config, sequences // size)) for size in reversed(options)]
+        size = next((size for size, idle in found if idle <= _IDLE), min(found, key=lambda each: each[1])[0])
+    elif number in (fits := {sequences // size: size for size in options}):
+        size = fits[number]
+    else:
+        able = ", ".join(map(str, sorted(fits)))
+        raise UserError(
+            f"parallel.microbatches {number}: the {sequences} sequences of a step on each data-parallel rank can be divided "
+            f"into {able} microbatches of at most train.micro_batch {train.micro_batch}: choose one of them, or auto"
+        )
+    changed = {"train": {"micro_batch": size}, "parallel": {"microbatches": None}}
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=section) for name, section in changed.items()}
+    )
+
+
+def _idle(config: RunConfig, microbatches: int) -> float:
+    """Idle over computing time if all stages are alike."""
+    try:
+        if config.parallel.executor == "message-driven":
+            caps, per_rank = config.parallel.in_flight, config.parallel.stages_per_rank
+            return simulate_message_driven(
+                config.parallel.pipeline, microbatches, caps=caps, stages_per_rank=per_rank
+            ).bubble
+        return simulate(schedule_of(config, microbatches)).bubble
+    except UserError:  # too few for the schedule
+        return float("inf")
