@@ -142,6 +142,23 @@ class Group:
             return _nothing
         return self._start("shift", tensor, shifting(tensor, out, self.ranks, self.rank, self._handle))
 
+    def start_broadcast(self, tensor: Tensor, first: int) -> Finish:
+        """Begin to replace `tensor` on every rank by that of the group's `first` rank."""
+        if self.size == 1:
+            return _nothing
+        call = dist.broadcast
+        return self._start(
+            "broadcast", tensor, lambda: call(tensor, src=self.ranks[first], group=self._handle, async_op=True)
+        )
+
+    def start_sum_at(self, tensor: Tensor, target: int) -> Finish:
+        """Begin to replace `tensor` on the rank `target` by the sum over the ranks; elsewhere it is used up (reduce)."""
+        if self.size == 1:
+            return _nothing
+        return self._start(
+            "reduce", tensor, lambda: dist.reduce(tensor, self.ranks[target], group=self._handle, async_op=True)
+        )
+
     def start_send(self, tensor: Tensor, to: int, what: str = "send") -> Finish:
         """Begin to send `tensor`, contiguous, to rank `to` of the group; it must stay as it is until the result is called.
 
@@ -155,10 +172,7 @@ class Group:
 
     def broadcast(self, tensor: Tensor, first: int = 0) -> None:
         """Replace `tensor` on every rank by that of the group's `first` rank, in place."""
-        if self.size > 1:
-            source = self.ranks[first]
-            call = dist.broadcast
-            self._start("broadcast", tensor, lambda: call(tensor, src=source, group=self._handle, async_op=True))()
+        self.start_broadcast(tensor, first)()
 
     def any(self, flag: bool, device: torch.device) -> bool:
         """Whether `flag` is set on any rank, so that all ranks take the same turn; `device` is what the group moves."""
@@ -233,6 +247,11 @@ class Groups:
         group = self.along(*axes)
         if group.size > 1 and dist.get_backend() == "gloo":
             return [Group(group.ranks, group.rank, group._handle, tag) for tag in range(1, number + 1)]
+        return self.apart(number, *axes)
+
+    def apart(self, number: int, *axes: str) -> list[Group]:
+        """The group along `axes` so many times, each apart from all others: ranks may enter one of them before or after
+        another. All ranks must ask in the same order."""
         parts = list(self.mesh.groups(axes))
         return [self._make(parts, alone=True) for _ in range(number)]
 

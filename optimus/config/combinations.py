@@ -53,7 +53,16 @@ def check_experts(config: "RunConfig") -> None:
         )
 
 
-_ABOUT_PIPELINES = ("stages_per_rank", "blocks", "schedule", "warm_up", "microbatches", "executor", "in_flight")
+_ABOUT_PIPELINES = (
+    "stages_per_rank",
+    "blocks",
+    "schedule",
+    "warm_up",
+    "microbatches",
+    "executor",
+    "in_flight",
+    "vocabulary",
+)
 
 
 def check_pipeline(config: "RunConfig") -> None:
@@ -75,6 +84,11 @@ def check_pipeline(config: "RunConfig") -> None:
                     f"parallel.{name} is about a fixed order, but with executor message-driven what arrives decides: "
                     "remove it (in_flight says how much is kept)"
                 )
+        if parallel.vocabulary:
+            raise ValueError(
+                "parallel.vocabulary needs an order that all ranks know, but with executor message-driven what arrives "
+                "decides: remove one of them"
+            )
     elif parallel.in_flight is not None:
         raise ValueError("parallel.in_flight is about executor: message-driven: set that, or remove it")
     if stages > layers:
@@ -101,6 +115,12 @@ def check_shapes(config: "RunConfig") -> None:
     for name, size, parts, axis in (
         ("model.heads", model.heads, outputs, "parallel.tensor"),
         ("model.vocab", model.vocab, outputs, "parallel.tensor"),
+        (
+            "model.vocab",
+            model.vocab,
+            outputs * (parallel.pipeline if parallel.vocabulary else 1),
+            "parallel.tensor x parallel.pipeline, which divide the vocabulary:",
+        ),
         ("model.hidden", model.hidden, inputs, "the inputs of parallel.tensor"),
         ("model.intermediate", model.intermediate if model.experts is None else 0, outputs, "parallel.tensor"),
     ):

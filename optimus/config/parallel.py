@@ -72,6 +72,12 @@ class ParallelConfig(Section):
         None, description="With pipeline: blocks of each stage. Default: so that the most expensive stage is cheapest."
     )
 
+    vocabulary: bool = Field(
+        False,
+        description="With pipeline: whether embedding and output layer are divided over all its ranks (vocabulary "
+        "parallelism), so that every rank has as much to hold and to compute; two microbatches more are then in flight.",
+    )
+
     @property
     def grid(self) -> tuple[int, int]:
         """Tensor-parallel ranks over which weights' outputs, and inputs, are split."""

@@ -9,7 +9,7 @@ The vocabulary may be divided: a device then has some of the weight's rows, and 
 Legend: T rows (tokens), H hidden, V rows of the weight that are here.
 """
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -105,25 +105,51 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _probabilities(
     logits_TV: Tensor, target_T: Tensor, wide: torch.dtype, part: VocabularyPart | None
 ) -> tuple[Tensor, Tensor]:
-    """(probabilities minus 1 at the target, 0 in rows that are left out [T, V]; their losses [T]).
+    """(probabilities minus 1 at the target, 0 in rows that are left out [T, V]; their losses [T])."""
+    if part is not None:
+        part.complete(logits_TV)
+    softmax = partial_softmax(logits_TV, target_T, wide, 0 if part is None else part.first)
+    lse_T, chosen_T = softmax.lse_T, softmax.chosen_T
+    if part is not None:
+        lse_T, chosen_T = part.combine(lse_T, chosen_T)
+    return complete_softmax(softmax, lse_T), (lse_T - chosen_T) * (target_T >= 0)
+
+
+class PartialSoftmax(NamedTuple):
+    """Softmax over a part of the vocabulary, with what it takes to make that of the whole of it."""
+
+    p_TV: Tensor
+    lse_T: Tensor
+    chosen_T: Tensor  # the target's logit; 0 where it is elsewhere
+    target_T: Tensor
+    first: int  # the token of the first column
+
+
+def partial_softmax(logits_TV: Tensor, target_T: Tensor, wide: torch.dtype, first: int) -> PartialSoftmax:
+    """Softmax over the tokens from `first` on, in the type `wide`.
 
     The normaliser comes from the largest probability: that of the target may be too small for fp32.
     """
-    if part is not None:
-        part.complete(logits_TV)
-    row_T = target_T - (0 if part is None else part.first)
+    row_T = target_T - first
     here_T = (row_T >= 0) & (row_T < logits_TV.shape[1])
     row_T1 = row_T.clamp(0, logits_TV.shape[1] - 1)[:, None]
     p_TV = logits_TV.softmax(-1, dtype=wide)
     top_T1, best_T1 = p_TV.max(-1, keepdim=True)
     lse_T = (logits_TV.gather(1, best_T1).to(wide) - top_T1.log())[:, 0]
     chosen_T = logits_TV.gather(1, row_T1)[:, 0].to(wide).masked_fill(~here_T, 0)
-    if part is not None:
-        own_T = lse_T
-        lse_T, chosen_T = part.combine(own_T, chosen_T)
+    return PartialSoftmax(p_TV, lse_T, chosen_T, target_T, first)
+
+
+def complete_softmax(part: PartialSoftmax, lse_T: Tensor) -> Tensor:
+    """The gradient of the losses' sum with respect to the logits [T, V], in place of `p_TV`: with the normaliser `lse_T` of
+    the whole vocabulary, probabilities minus 1 at the target, and 0 in rows that are left out."""
+    p_TV, own_T, _, target_T, first = part
+    if lse_T is not own_T:
         p_TV *= (own_T - lse_T).exp_()[:, None]
-    p_TV.scatter_add_(1, row_T1, -here_T[:, None].to(wide))
+    row_T = target_T - first
+    here_T = (row_T >= 0) & (row_T < p_TV.shape[1])
+    p_TV.scatter_add_(1, row_T.clamp(0, p_TV.shape[1] - 1)[:, None], -here_T[:, None].to(p_TV.dtype))
     counted_T = target_T >= 0
     if not counted_T.all():
         p_TV *= counted_T[:, None]
-    return p_TV, (lse_T - chosen_T) * counted_T
+    return p_TV

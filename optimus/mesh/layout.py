@@ -8,10 +8,10 @@ from optimus.mesh.mesh import Mesh
 
 @dataclass(frozen=True)
 class Layout:
-    """`shape` is global. `splits` pairs a tensor dim with the mesh axis that it is split over; along the axes of
-    `replicas` every rank holds the same part (Elixir's parallel pattern: a group of replicas and a group of parts), and
-    the part's gradient is the sum of what they have. Along the axes of `same` they hold the same part, and find the same
-    gradient by themselves; those along `ends` add theirs up at the end of a step."""
+    """`shape` is global. `splits` pairs a tensor dim with the mesh axis that it is split over, the coarser split of a dim
+    first; along the axes of `replicas` every rank holds the same part (Elixir's parallel pattern: a group of replicas and a
+    group of parts), and the part's gradient is the sum of what they have. Along the axes of `same` they hold the same part,
+    and find the same gradient by themselves; those along `ends` add theirs up at the end of a step."""
 
     shape: tuple[int, ...]
     splits: tuple[tuple[int, str], ...] = ()
@@ -22,15 +22,15 @@ class Layout:
         """The part of the global tensor that `rank` holds. Raises `UserError` when a dim cannot be split evenly."""
         slices = [slice(0, size) for size in self.shape]
         for dim, axis in self.splits:
-            parts = mesh.axis_size(axis)
-            if self.shape[dim] % parts:
+            parts, whole = mesh.axis_size(axis), slices[dim]
+            size, left = divmod(whole.stop - whole.start, parts)
+            if left:
                 raise UserError(
                     f"dim {dim} of a parameter of shape {list(self.shape)} cannot be split over {axis} {parts}: "
-                    f"{self.shape[dim]} is not a multiple of {parts}"
+                    f"{whole.stop - whole.start} is not a multiple of {parts}"
                 )
-            size = self.shape[dim] // parts
-            index = mesh.coordinate(rank, axis)
-            slices[dim] = slice(index * size, (index + 1) * size)
+            start = whole.start + mesh.coordinate(rank, axis) * size
+            slices[dim] = slice(start, start + size)
         return tuple(slices)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:

@@ -201,9 +201,13 @@ class Transformer(nn.Module):
 
     def losses_of(self, x_TH: Tensor, stats: RouterStats | None, tokens_BS: Tensor, positions_S: Tensor) -> Losses:
         """`losses` from the output of the blocks at these positions of the sequences."""
-        target_T = F.pad(tokens_BS[:, 1:], (0, 1), value=-1)[:, positions_S].flatten()
+        target_T = self.targets(tokens_BS, positions_S)
         predicted = tokens_BS[:, 1:].numel() / self.sequence.parts
         return Losses(self.head(self.final_norm(x_TH), target_T, predicted), stats)
+
+    def targets(self, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
+        """What follows these positions [T], -1 where nothing does."""
+        return F.pad(tokens_BS[:, 1:], (0, 1), value=-1)[:, positions_S].flatten()
 
     def router_statistics(self, tokens_BS: Tensor) -> RouterStats | None:
         """What `losses` would find for the router's losses, all layers summed."""

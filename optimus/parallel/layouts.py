@@ -11,18 +11,27 @@ _TENSOR = ("tp_in", "tp_out")
 
 
 def parameter_layouts(
-    model: nn.Module, *, sequence: bool = False, duplicates: bool = False, tied_ends: bool = False
+    model: nn.Module,
+    *,
+    sequence: bool = False,
+    duplicates: bool = False,
+    tied_ends: bool = False,
+    vocabulary: bool = False,
 ) -> dict[str, Layout]:
     """By name, of a model that holds every parameter whole (best on the meta device).
 
     What is not an expert is replicated over the data axes. Along a tensor-parallel axis that does not split it, its gradient
     is made of other tokens on every rank (and summed) or of the same: `sequence` says which for the norms, `duplicates` for
-    the router (TED without duplicate token dropping). `tied_ends`: both ends of a pipeline hold the embedding.
+    the router (TED without duplicate token dropping). `tied_ends`: both ends of a pipeline hold the embedding; `vocabulary`:
+    all its ranks have a part of the vocabulary.
     """
     found = {name: _layout(name, tuple(value.shape), sequence, duplicates) for name, value in model.named_parameters()}
     if tied_ends:
         layout = found["embedding.weight"]
         found["embedding.weight"] = replace(layout, same=(*layout.same, "ends"))
+    for name in ("embedding.weight", "head.weight") if vocabulary else ():
+        if name in found:
+            found[name] = replace(found[name], splits=((0, "pp"), *found[name].splits))
     return found
 
 

@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimus.comm import Group
+from optimus.comm import Group, Groups
 from optimus.comm.functional import gather_rows, gathered, share, sum_rows, sum_shared, total
+from optimus.kernels.linear import linear
 from optimus.kernels.linear_cross_entropy import linear_cross_entropy
+from optimus.model.transformer import Embedding, Head, Transformer, Vocabulary
 
 
-class SplitVocabulary:
+class SplitVocabulary(Vocabulary):
     """A `Vocabulary` of `size` tokens, split over `parts`, with the hidden dim split over `columns`.
 
     `sequence`: the rows of the residual stream are split over `parts`; else every rank has all of them.
@@ -51,6 +53,28 @@ class SplitVocabulary:
     def combine(self, lse_T: Tensor, chosen_T: Tensor) -> tuple[Tensor, Tensor]:
         all_P2T = gathered(torch.stack([lse_T, chosen_T])[None], self.parts)
         return all_P2T[:, 0].logsumexp(0), all_P2T[:, 1].sum(0)
+
+
+class VocabularyOfPipeline(SplitVocabulary):
+    """`SplitVocabulary` of which every rank of `pipeline` has a part besides; nothing is summed over these."""
+
+    def __init__(self, pipeline: Group, parts: Group, columns: Group, size: int, sequence: bool) -> None:
+        super().__init__(parts, columns, size, sequence)
+        self.first = (pipeline.rank * parts.size + parts.rank) * (size // (pipeline.size * parts.size))
+
+    def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
+        """All rows of the residual stream against the tokens that are here; in the backward pass, what x owes to them."""
+        rows_TH = gather_rows(x, self.parts) if self.sequence else share(x, self.parts)
+        return sum_shared(linear(rows_TH, weight), self.columns)
+
+
+def set_vocabulary(model: Transformer, groups: Groups, *, sequence: bool) -> None:
+    """Have embedding and output layer of `model` give what the part of the vocabulary that is here contributes."""
+    pipeline, parts, columns = (groups.along(axis) for axis in ("pp", "tp_out", "tp_in"))
+    vocabulary = VocabularyOfPipeline(pipeline, parts, columns, model.config.vocab, sequence)
+    for module in (model.embedding, model.head):
+        assert isinstance(module, Embedding | Head)
+        module.vocabulary = vocabulary
 
 
 def _whole_columns(x_TC: Tensor, group: Group) -> Tensor:

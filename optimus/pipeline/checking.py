@@ -1,11 +1,11 @@
 """Proof that a schedule is right: complete, in order, its transfers matched, without deadlock."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
 from optimus.pipeline.replay import ScheduleError
-from optimus.pipeline.schedule import Action, Kind, Schedule, live_changes, partner
+from optimus.pipeline.schedule import VOCABULARY, Action, Kind, Schedule, live_changes, partner
 
 __all__ = ["Report", "ScheduleError", "check"]
 
@@ -58,6 +58,8 @@ def _fail(schedule: Schedule, rank: int, text: str) -> ScheduleError:
 def _expected(schedule: Schedule, rank: int) -> Iterator[Action]:
     """The actions that a rank must have, in any order."""
     backward = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS) if schedule.splits_backward else (Kind.BACKWARD,)
+    if schedule.splits_vocabulary:
+        yield from (Action(kind, rank, number) for kind in VOCABULARY for number in range(schedule.microbatches))
     for stage in schedule.stages_of(rank):
         for microbatch in range(schedule.microbatches):
             for kind in (Kind.FORWARD, *backward):
@@ -84,13 +86,15 @@ def _needs(schedule: Schedule, action: Action) -> Iterator[Action]:
     kind, stage, microbatch = action
     if not kind.computes:
         if kind.sends:
-            backward = Kind.BACKWARD_INPUT if schedule.splits_backward else Kind.BACKWARD
-            yield Action(Kind.FORWARD if kind is Kind.SEND_FORWARD else backward, stage, microbatch)
+            made = Kind.FORWARD if kind is Kind.SEND_FORWARD else schedule.first_backward
+            yield Action(made, stage, microbatch)
     else:
-        received = schedule.receive_for(action) or schedule.input_of(action)
+        received = schedule.receive_for(action)
         if received is not None:
             yield received
-        if kind is not Kind.FORWARD:
+        rank = schedule.rank_of(stage)
+        yield from (needed for needed in schedule.inputs_of(action) if schedule.rank_of(needed.stage) == rank)
+        if kind is not Kind.FORWARD and not kind.of_vocabulary:
             yield Action(Kind.FORWARD, stage, microbatch)
     if microbatch:
         yield Action(kind, stage, microbatch - 1)
@@ -123,7 +127,9 @@ def _check_channels(schedule: Schedule) -> None:
 
 
 def _check_rendezvous(schedule: Schedule) -> None:
-    """Play the lists: a transfer happens when both of its ranks have come to it."""
+    """Play the lists: a transfer happens when both of its ranks have come to it; what is done with the vocabulary, when what
+    it needs of other ranks is done."""
+    done: set[Action] = set()
     position = [0] * schedule.ranks
 
     def current(rank: int) -> Action | None:
@@ -134,7 +140,13 @@ def _check_rendezvous(schedule: Schedule) -> None:
     while ready:
         rank = ready.pop()
         while (action := current(rank)) is not None:
-            if not action.kind.computes:
+            if action.kind.computes:
+                if not all(needed in done for needed in _by_collectives(schedule, action)):
+                    break
+                done.add(action)
+                if schedule.splits_vocabulary:  # whoever waits looks again
+                    ready.update(range(schedule.ranks))
+            else:
                 peer = schedule.peer(action)
                 if current(peer) != partner(action):
                     break
@@ -145,7 +157,17 @@ def _check_rendezvous(schedule: Schedule) -> None:
     if stuck:
         raise ScheduleError(
             f"schedule {schedule.name}: deadlock: "
-            + "; ".join(
-                f"rank {rank} waits at {action} for rank {schedule.peer(action)}" for rank, action in stuck.items()
-            )
+            + "; ".join(f"rank {rank} waits at {action}{_for_whom(schedule, action)}" for rank, action in stuck.items())
         )
+
+
+def _by_collectives(schedule: Schedule, action: Action) -> Iterable[Action]:
+    """What an action needs that no receive brings."""
+    if not schedule.splits_vocabulary:
+        return ()
+    source = schedule.input_of(action)
+    return (needed for needed in schedule.inputs_of(action) if needed != source)
+
+
+def _for_whom(schedule: Schedule, action: Action) -> str:
+    return " for other ranks" if action.kind.computes else f" for rank {schedule.peer(action)}"

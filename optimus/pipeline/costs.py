@@ -20,6 +20,10 @@ class Costs:
     backward_input: PerStage = 1.0
     backward_weights: PerStage = 1.0
     """A backward pass that is not split takes this and `backward_input` together."""
+    logits: float = 0.0
+    """Of a part of the vocabulary on every rank; the gradients of both its factors take twice as much."""
+    embedding: float = 0.0
+    """Of a look-up in a part of the vocabulary; the gradient takes as much."""
     link: float = 0.0
     """From the end of a computation until a rank that waits has the result; messages do not slow each other."""
     blocking: bool = False
@@ -41,7 +45,7 @@ class Costs:
             value = getattr(self, name)
             if any(number < 0 for number in (value if isinstance(value, Sequence) else [value])):
                 raise UserError(f"pipeline costs: {name} is {value}; give no number below zero")
-        for name in ("link", "jitter"):
+        for name in ("logits", "embedding", "link", "jitter"):
             if getattr(self, name) < 0:
                 raise UserError(f"pipeline costs: {name} is {getattr(self, name)}; give zero or more")
         if any(factor < 0 for factor in self.imbalance.values()):
@@ -61,6 +65,10 @@ class Costs:
             Kind.BACKWARD_INPUT: input_,
             Kind.BACKWARD_WEIGHTS: weights,
             Kind.BACKWARD: [a + b for a, b in zip(input_, weights)],
+            Kind.LOGITS: [self.logits] * stages,
+            Kind.LOSS: [2 * self.logits] * stages,
+            Kind.EMBED: [self.embedding] * stages,
+            Kind.EMBED_BACKWARD: [self.embedding] * stages,
         }
         jitter = self._jitter(stages, microbatches)
 
@@ -81,7 +89,7 @@ class Costs:
             .tolist()
         )
         row = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHTS: 2}
-        return lambda kind, stage, microbatch: float(draws[row[kind]][stage][microbatch])
+        return lambda kind, stage, microbatch: float(draws[row[kind]][stage][microbatch]) if kind in row else 1.0
 
 
 def per_stage(value: PerStage, stages: int) -> list[float]:

@@ -19,6 +19,10 @@ _COLOURS = {
     Kind.BACKWARD: "#f2b880",
     Kind.BACKWARD_INPUT: "#f2d479",
     Kind.BACKWARD_WEIGHTS: "#9fce9f",
+    Kind.EMBED: "#c9c9c9",
+    Kind.LOGITS: "#c8a2c8",
+    Kind.LOSS: "#a880b8",
+    Kind.EMBED_BACKWARD: "#a9a9a9",
 }
 _WIDTH, _ROW, _REST = 14.0, 0.35, 1.3  # inches: the picture's width, a rank's height, and a panel's title and axis
 

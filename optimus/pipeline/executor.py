@@ -29,6 +29,9 @@ class Work(Protocol):
     def backward_weights(self, stage: int, microbatch: int) -> None:
         """Adds the gradients of the weights that a backward pass has deferred."""
 
+    def vocabulary(self, kind: Kind, microbatch: int) -> None:
+        """What this rank does with its part of the vocabulary."""
+
     def room(self) -> Message:
         """Empty tensors for what a receive brings."""
 
@@ -109,6 +112,8 @@ class Computing:
         made = None
         if kind is Kind.FORWARD:
             made = self._work.forward(stage, microbatch, received)
+        elif kind.of_vocabulary:
+            self._work.vocabulary(kind, microbatch)
         elif kind is Kind.BACKWARD_WEIGHTS:
             self._work.backward_weights(stage, microbatch)
         else:
@@ -160,5 +165,4 @@ class ScheduledExecutor:
         """The computation whose result is sent."""
         if send.kind is Kind.SEND_FORWARD:
             return Action(Kind.FORWARD, send.stage, send.microbatch)
-        kind = Kind.BACKWARD_INPUT if self._schedule.splits_backward else Kind.BACKWARD
-        return Action(kind, send.stage, send.microbatch)
+        return Action(self._schedule.first_backward, send.stage, send.microbatch)

@@ -17,8 +17,8 @@ def replay(
 ) -> dict[Action, Interval]:
     """(start, end) of every computation.
 
-    A computation begins when the one before it on its rank has ended and its input is there: at the end of the
-    computation that made it, and `link` later if that was on another rank.
+    A computation begins when the one before it on its rank has ended and its inputs are there: at the end of the
+    computations that made them, and `link` later if that was on another rank.
 
     Args:
         orders: the computations of each rank, in order.
@@ -29,27 +29,27 @@ def replay(
     done: dict[Action, Interval] = {}
     position = [0] * schedule.ranks
     free = [0.0] * schedule.ranks
-    waiting: dict[Action, int] = {}  # what a rank waits for -> the rank
+    waiting: dict[Action, list[int]] = {}  # what ranks wait for -> the ranks
     ready = list(range(schedule.ranks))
     while ready:
         rank = ready.pop()
         while position[rank] < len(orders[rank]):
             action = orders[rank][position[rank]]
-            source = schedule.input_of(action)
-            if source is not None and source not in done:
-                waiting[source] = rank
+            sources = schedule.inputs_of(action)
+            missing = next((source for source in sources if source not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
                 break
             start = free[rank]
-            if source is not None:
+            for source in sources:
                 away = schedule.rank_of(source.stage) != rank
                 start = max(start, done[source][1] + (link if away else 0.0))
             free[rank] = start + duration(action)
             done[action] = (start, free[rank])
             position[rank] += 1
-            if action in waiting:
-                ready.append(waiting.pop(action))
+            ready += waiting.pop(action, [])
     if waiting:
-        rank, source = min((rank, source) for source, rank in waiting.items())
+        rank, source = min((min(ranks), source) for source, ranks in waiting.items())
         stuck = orders[rank][position[rank]]
         raise ScheduleError(f"schedule {schedule.name}: rank {rank} waits at {stuck} for {source}, which never comes")
     return done

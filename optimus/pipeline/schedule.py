@@ -29,6 +29,14 @@ class Kind(str, Enum):
     """Send the gradient of the stage's input to the stage before it."""
     RECEIVE_BACKWARD = "receive_backward"
     """Receive the gradient of the stage's output from the next stage."""
+    EMBED = "embed"
+    """Look up the tokens of this rank's part of the vocabulary; the first stage gets the sum."""
+    LOGITS = "logits"
+    """The logits of this rank's part of the vocabulary from the last stage's output, which it sends to all ranks."""
+    LOSS = "loss"
+    """With the normaliser from all ranks, the loss and its gradients; the last stage gets the sum."""
+    EMBED_BACKWARD = "embed_backward"
+    """The gradient of the embedding's part, from that of the first stage's input, which it sends to all ranks."""
 
     __str__ = str.__str__
     __hash__ = str.__hash__  # that of Enum is slow, and actions are keys everywhere
@@ -39,16 +47,32 @@ class Kind(str, Enum):
         return self in _LETTERS
 
     @property
+    def of_vocabulary(self) -> bool:
+        """Whether every rank does it with its part of the vocabulary; its stage then is the rank's first."""
+        return self in VOCABULARY
+
+    @property
     def sends(self) -> bool:
         return self in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
 
     @property
     def letter(self) -> str:
-        """F, B, I (backward of the input) or W (of the weights), as in the papers' pictures."""
+        """F, B, I (backward of the input) or W (of the weights), S (logits) or T (loss), as in the papers' pictures."""
         return _LETTERS[self]
 
 
-_LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.BACKWARD_INPUT: "I", Kind.BACKWARD_WEIGHTS: "W"}
+_LETTERS = {
+    Kind.FORWARD: "F",
+    Kind.BACKWARD: "B",
+    Kind.BACKWARD_INPUT: "I",
+    Kind.BACKWARD_WEIGHTS: "W",
+    Kind.EMBED: "E",
+    Kind.LOGITS: "S",
+    Kind.LOSS: "T",
+    Kind.EMBED_BACKWARD: "G",
+}
+VOCABULARY = (Kind.EMBED, Kind.LOGITS, Kind.LOSS, Kind.EMBED_BACKWARD)
+EMBEDDED_AHEAD = 2  # microbatches whose embeddings are there before the first stage needs them
 # Half of a transfer -> the other half, and how far away its stage is.
 _PARTNERS = {
     Kind.SEND_FORWARD: (Kind.RECEIVE_FORWARD, 1),
@@ -89,6 +113,8 @@ class Schedule:
     """loop: stage s is on rank s mod ranks. v: there and back, so rank r has stages r and 2 * ranks - 1 - r."""
     splits_backward: bool = False
     """Whether the gradients of inputs and of weights are actions of their own."""
+    splits_vocabulary: bool = False
+    """Whether every rank has a part of the vocabulary, and so actions of its own for it."""
 
     @property
     def stages(self) -> int:
@@ -97,7 +123,7 @@ class Schedule:
     @property
     def forward_only(self) -> "Schedule":
         """Without backward passes."""
-        kinds = (Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+        kinds = (Kind.EMBED, Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
         return replace(self, actions=tuple(tuple(a for a in each if a.kind in kinds) for each in self.actions))
 
     def rank_of(self, stage: int) -> int:
@@ -110,8 +136,11 @@ class Schedule:
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
     def input_of(self, action: Action) -> Action | None:
-        """The computation, on any rank, whose result this one needs; None for forward passes of the first stage."""
+        """The stage's computation, on any rank, whose result this one is handed; None for forward passes of the first
+        stage, and for what is done with the vocabulary, which ranks do together."""
         kind, stage, microbatch = action
+        if kind.of_vocabulary:
+            return None
         if kind is Kind.FORWARD:
             return Action(kind, stage - 1, microbatch) if stage else None
         if kind is Kind.BACKWARD_WEIGHTS:
@@ -119,6 +148,36 @@ class Schedule:
         if stage == self.stages - 1:
             return Action(Kind.FORWARD, stage, microbatch)
         return Action(kind, stage + 1, microbatch)
+
+    @property
+    def first_backward(self) -> Kind:
+        """What the gradient of a stage's input comes of."""
+        return Kind.BACKWARD_INPUT if self.splits_backward else Kind.BACKWARD
+
+    def inputs_of(self, action: Action) -> list[Action]:
+        """All computations, on any ranks, that must end before this one can begin."""
+        kind, stage, microbatch = action
+        source = self.input_of(action)
+        found = [] if source is None else [source]
+        if not self.splits_vocabulary:
+            return found
+        last = self.stages - 1
+        if kind is Kind.EMBED:
+            return [Action(Kind.FORWARD, 0, microbatch - EMBEDDED_AHEAD)] if microbatch >= EMBEDDED_AHEAD else []
+        if kind is Kind.LOGITS:
+            return [Action(Kind.FORWARD, last, microbatch)]
+        if kind is Kind.EMBED_BACKWARD:
+            return [Action(self.first_backward, 0, microbatch)]
+        needed = None
+        if kind is Kind.LOSS:
+            needed = Kind.LOGITS
+        elif kind is Kind.FORWARD and stage == 0:
+            needed = Kind.EMBED
+        elif kind is self.first_backward and stage == last:
+            needed = Kind.LOSS
+        if needed is not None:
+            found += [Action(needed, rank, microbatch) for rank in range(self.ranks)]
+        return found
 
     def receive_for(self, action: Action) -> Action | None:
         """The receive that brings a computation its input; None if the input is made on the same rank."""
@@ -131,7 +190,7 @@ class Schedule:
     def send_of(self, action: Action) -> Action | None:
         """The send that takes a computation's result to another rank; None if no other rank needs it."""
         kind, stage, microbatch = action
-        if kind is Kind.BACKWARD_WEIGHTS:
+        if kind is Kind.BACKWARD_WEIGHTS or kind.of_vocabulary:
             return None
         send, to = (Kind.SEND_FORWARD, stage + 1) if kind is Kind.FORWARD else (Kind.SEND_BACKWARD, stage - 1)
         if not 0 <= to < self.stages or self.rank_of(to) == self.rank_of(stage):

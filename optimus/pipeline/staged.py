@@ -18,6 +18,8 @@ from optimus.model import Losses, Transformer
 from optimus.model.moe.router import RouterStats
 from optimus.model.transformer import Blocks
 from optimus.pipeline.executor import Happened, Message, Work
+from optimus.pipeline.schedule import Kind
+from optimus.pipeline.vocabulary import VocabularyLinks, VocabularyPasses
 
 
 class Cut(NamedTuple):
@@ -25,6 +27,8 @@ class Cut(NamedTuple):
 
     blocks: Sequence[range]
     here: Sequence[int]
+    vocabulary: bool = False
+    """Whether every rank has a part of the vocabulary; its parameters are then of no stage, which is -1."""
 
     @property
     def has_first(self) -> bool:
@@ -36,6 +40,8 @@ class Cut(NamedTuple):
 
     def stage_of(self, name: str) -> int:
         """The stage of a parameter; of a tied embedding the first."""
+        if self.vocabulary and name.startswith(("embedding.", "head.")):
+            return -1
         if name.startswith("blocks."):
             block = int(name.split(".")[1])
             return next(stage for stage, blocks in enumerate(self.blocks) if block in blocks)
@@ -44,7 +50,7 @@ class Cut(NamedTuple):
     def stage_here(self, name: str) -> int:
         """The stage of this rank by which a parameter is held: of a tied embedding the first or the last."""
         stage = self.stage_of(name)
-        return stage if stage in self.here else len(self.blocks) - 1
+        return stage if stage in (-1, *self.here) else len(self.blocks) - 1
 
 
 def keep_stages(model: Transformer, cut: Cut) -> None:
@@ -52,18 +58,23 @@ def keep_stages(model: Transformer, cut: Cut) -> None:
     for i in range(len(model.blocks)):
         if not any(i in cut.blocks[stage] for stage in cut.here):
             model.blocks[i] = nn.Module()
+    if not cut.has_last:
+        del model.final_norm
+    if cut.vocabulary:
+        return
     tied = model.config.tie_embeddings
     if not (cut.has_first or (tied and cut.has_last)):
         del model.embedding
     if not cut.has_last:
-        del model.head, model.final_norm
+        del model.head
 
 
 class Staged(nn.Module):
     """The stages of `model` that are on this rank, which `model` has been reduced to (`keep_stages`).
 
     `share`: into how many parts the rows and columns of the residual stream are split over ranks; it is of type `dtype`.
-    `execute` does the work of so many microbatches, with or without backward passes.
+    `execute` does the work of so many microbatches, with or without backward passes. `links`: where every rank has a part of
+    the vocabulary.
     """
 
     def __init__(
@@ -73,11 +84,12 @@ class Staged(nn.Module):
         share: tuple[int, int],
         dtype: torch.dtype,
         execute: Callable[[Work, int, bool], list[Happened]],
+        links: VocabularyLinks | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.cut, self.share, self.dtype = cut, share, dtype
-        self.execute = execute
+        self.execute, self.links = execute, links
         self.happened: list[Happened] = []  # in the last step
         self.stages = {stage: Blocks(model.blocks[i] for i in cut.blocks[stage]) for stage in cut.here}
 
@@ -95,12 +107,14 @@ class Staged(nn.Module):
         """
         work = _Work(self, microbatches, objective, saving, through)
         self.happened = self.execute(work, len(microbatches), True)
+        work.finish()
         return work.reported
 
     def router_statistics(self, microbatches: Sequence[Tensor]) -> list[RouterStats]:
         """On the last stage's rank, the statistics of each microbatch, all layers summed; forward passes only."""
         work = _Work(self, microbatches, None, nullcontext, lambda stage: None)
         self.execute(work, len(microbatches), False)
+        work.finish()
         return work.statistics
 
 
@@ -122,16 +136,27 @@ class _Work:
         self._left = dict.fromkeys(staged.cut.here, len(microbatches))  # backward passes of each stage
         self.reported: list[Tensor] = []
         self.statistics: list[RouterStats] = []
+        self._router: dict[int, RouterStats | None] = {}  # of the last stage, until the loss is known
         self._positions, self._places = staged.model.places(microbatches[0])
+        self._last_stage = len(staged.cut.blocks) - 1
+        self._vocabulary: VocabularyPasses | None = None
+        if staged.links is not None:
+            around = saving if objective is not None else torch.no_grad
+            scale = 0.0 if objective is None else _scale(objective)
+            self._vocabulary = VocabularyPasses(
+                staged.links, staged.model, microbatches, lambda: self.room()[0], scale, around
+            )
 
     def forward(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
         training = self._objective is not None
+        if stage == 0 and self._vocabulary is not None:
+            received = (self._vocabulary.embedded(microbatch),)
         given = None if received is None else tuple(tensor.requires_grad_(training) for tensor in received)
         with self._saving() if training else torch.no_grad():
             made = self._run(stage, microbatch, given)
         if training:
             self._kept[stage, microbatch] = given, made
-        return None if stage == len(self._staged.cut.blocks) - 1 else tuple(tensor.detach() for tensor in made)
+        return None if stage == self._last_stage else tuple(tensor.detach() for tensor in made)
 
     def _run(self, stage: int, microbatch: int, given: Message | None) -> Message:
         model, tokens_BS = self._staged.model, self._microbatches[microbatch]
@@ -142,25 +167,59 @@ class _Work:
             x_TH = given[0]
             stats = _unpacked(given[1], tokens_BS.numel() * blocks.start) if len(given) > 1 else None
         x_TH, stats = self._staged.stages[stage](x_TH, self._places, None, stats)
-        if stage < len(self._staged.cut.blocks) - 1:
+        if stage < self._last_stage:
             return (x_TH,) if stats is None else (x_TH, _packed(stats))
         if self._objective is None:
             self.statistics += [] if stats is None else [stats]
             return ()
+        if self._vocabulary is not None:
+            x_TH = model.final_norm(x_TH)
+            self._router[microbatch] = stats
+            self._vocabulary.send_output(microbatch, x_TH.detach())
+            return (x_TH,)
         minimised, reported = self._objective(model.losses_of(x_TH, stats, tokens_BS, self._positions))
         self.reported.append(reported)
         return (minimised,)
 
     def backward(self, stage: int, microbatch: int, received: Message | None, defer: bool) -> Message | None:
         given, made = self._kept.pop((stage, microbatch))
+        grads: Sequence[Tensor | None] | None = received
+        if stage == self._last_stage and self._vocabulary is not None:
+            made, grads = self._with_loss(self._vocabulary, microbatch, made)
         if defer:
             with deferring() as deferred:
-                torch.autograd.backward(made, received)
+                torch.autograd.backward(made, grads)
             self._deferred[stage, microbatch] = deferred
         else:
-            torch.autograd.backward(made, received)
+            torch.autograd.backward(made, grads)
             self._count(stage)
-        return None if given is None else tuple(_gradient(tensor) for tensor in given)
+        gradients = None if given is None else tuple(_gradient(tensor) for tensor in given)
+        if stage == 0 and self._vocabulary is not None:
+            assert gradients is not None
+            self._vocabulary.send_input_gradient(microbatch, gradients[0])
+            return None
+        return gradients
+
+    def vocabulary(self, kind: Kind, microbatch: int) -> None:
+        assert self._vocabulary is not None
+        self._vocabulary.run(kind, microbatch)
+        if kind is Kind.EMBED_BACKWARD and microbatch == len(self._microbatches) - 1:
+            self._through(-1)
+
+    def finish(self) -> None:
+        """Wait for what is under way at the end of a step."""
+        if self._vocabulary is not None:
+            self._vocabulary.finish()
+
+    def _with_loss(
+        self, vocabulary: VocabularyPasses, microbatch: int, made: Message
+    ) -> tuple[Message, tuple[Tensor, Tensor | None]]:
+        """What the last stage's backward pass begins with, and the gradients of it: its output and the router's losses."""
+        assert self._objective is not None
+        loss, x_grad_TH = vocabulary.output_gradient(microbatch)
+        minimised, reported = self._objective(Losses(loss.requires_grad_(), self._router.pop(microbatch)))
+        self.reported.append(reported)
+        return (*made, minimised), (x_grad_TH, None)
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
         deferred = self._deferred.pop((stage, microbatch))
@@ -180,6 +239,13 @@ class _Work:
         shape = len(tokens_BS) * len(self._positions) // rows, config.hidden // columns
         x_TH, experts = torch.empty(shape, dtype=self._staged.dtype, device=tokens_BS.device), config.experts
         return (x_TH,) if experts is None else (x_TH, x_TH.new_empty(2 * experts + 1, dtype=torch.float32))
+
+
+def _scale(objective: Callable[[Losses], tuple[Tensor, Tensor]]) -> float:
+    """The gradient of what is minimised with respect to the cross-entropy."""
+    cross_entropy = torch.zeros((), requires_grad=True)
+    minimised, _ = objective(Losses(cross_entropy, None))
+    return float(torch.autograd.grad(minimised, cross_entropy)[0])
 
 
 def _packed(stats: RouterStats) -> Tensor:

@@ -7,7 +7,16 @@ from optimus.pipeline.replay import replay
 from optimus.pipeline.schedule import Action, Kind, Schedule, partner
 
 # A usual relation of times. It decides which of several safe places a transfer gets.
-_UNITS = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHTS: 1.0}
+UNITS = {
+    Kind.FORWARD: 1.0,
+    Kind.BACKWARD: 2.0,
+    Kind.BACKWARD_INPUT: 1.0,
+    Kind.BACKWARD_WEIGHTS: 1.0,
+    Kind.EMBED: 0.0,
+    Kind.LOGITS: 0.25,
+    Kind.LOSS: 0.5,
+    Kind.EMBED_BACKWARD: 0.0,
+}
 
 
 def with_transfers(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> Schedule:
@@ -24,7 +33,7 @@ def with_transfers(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> Sc
 
     Raises `ScheduleError` when ranks wait for each other in a circle.
     """
-    times = replay(schedule, orders, lambda action: _UNITS[action.kind])
+    times = replay(schedule, orders, lambda action: UNITS[action.kind])
     events: list[tuple[float, bool, Action]] = []  # a transfer is named by its send
     for action, (start, end) in times.items():
         events.append((start, True, action))

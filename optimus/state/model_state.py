@@ -1,7 +1,7 @@
 """All chunks of a model: what the training step calls."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
@@ -146,13 +146,16 @@ class ModelState:
 
         All ranks must go through it together; each may drop what it does not need.
         """
+        common = [chunk for chunk in self.chunks if _on_all_stages(chunk)]
+        yield from self._tensors_of(common)
+        rest = [chunk for chunk in self.chunks if not _on_all_stages(chunk)]
         if self.groups.mesh.pp == 1:
-            yield from self._own_tensors()
+            yield from self._tensors_of(rest)
             return
-        pipeline, own = self.groups.along("pp"), self._own_tensors()
+        pipeline, own = self.groups.along("pp"), self._tensors_of(rest)
         shapes = [
             (f"{kind}.{slot.name}", slot.layout.shape)
-            for chunk in self.chunks
+            for chunk in rest
             for kind in chunk.buffers
             for slot in chunk.plan.slots
         ]
@@ -165,9 +168,9 @@ class ModelState:
                     yield key, tensor
                 sent.add(key)
 
-    def _own_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """`tensors` of this rank's stage, by its ranks together."""
-        for chunk in self.chunks:
+    def _tensors_of(self, chunks: Sequence[Chunk]) -> Iterator[tuple[str, Tensor]]:
+        """`tensors` of chunks, by all ranks together that have a part of them."""
+        for chunk in chunks:
             for kind, part in chunk.buffers.items():
                 views = chunk.views(chunk.whole(part))
                 for slot in chunk.plan.slots:
@@ -215,12 +218,17 @@ class ModelState:
 
     def _join(self, layout: Layout, part: Tensor) -> Tensor:
         """The global tensor from the parts of the ranks that it is split over."""
-        for dim, axis in layout.splits:
+        for dim, axis in reversed(layout.splits):
             group = self.groups.along(axis)
             parts = part.new_empty(group.size * len(part), *part.shape[1:])
             group.gather(parts, part.contiguous())
             part = torch.cat(parts.chunk(group.size), dim)
         return part
+
+
+def _on_all_stages(chunk: Chunk) -> bool:
+    """Whether it holds parameters of which every rank of a pipeline has a part."""
+    return any(axis == "pp" for _, axis in chunk.plan.slots[0].layout.splits)
 
 
 def _replace_parameters(module: nn.Module, made: Mapping[str, nn.Parameter]) -> None:

@@ -20,6 +20,7 @@ from optimus.pipeline.schedules import gpipe, make_schedule
 from optimus.pipeline.simulation import simulate
 from optimus.pipeline.staged import Cut, Staged
 from optimus.pipeline.stages import divide
+from optimus.pipeline.vocabulary import VocabularyLinks
 
 _IDLE = 0.1  # of a rank's computing time: what `microbatches: auto` allows
 
@@ -38,8 +39,8 @@ def cut_of(config: RunConfig, mesh: Mesh, rank: int) -> Cut | None:
     else:
         vocabulary = model.vocab * model.hidden
         active = (count_parameters(model).active - vocabulary * (1 if model.tie_embeddings else 2)) / model.layers
-        blocks = divide([active] * model.layers, parallel.stages, last=vocabulary)
-    return Cut(blocks, placement_of(config).stages_of(mesh.coordinate(rank, "pp")))
+        blocks = divide([active] * model.layers, parallel.stages, last=0 if parallel.vocabulary else vocabulary)
+    return Cut(blocks, placement_of(config).stages_of(mesh.coordinate(rank, "pp")), parallel.vocabulary)
 
 
 def stages_of(model: Transformer, cut: Cut, config: RunConfig, groups: Groups, dtype: torch.dtype) -> Staged:
@@ -47,6 +48,7 @@ def stages_of(model: Transformer, cut: Cut, config: RunConfig, groups: Groups, d
     parallel, mesh = config.parallel, groups.mesh
     streams = groups.streams(2 * parallel.stages, "pp")
     team = groups.along("dp", "cp", "tp")
+    links = VocabularyLinks.along(groups, placement_of(config)) if parallel.vocabulary else None
     schedule = cache(partial(schedule_of, config))
 
     def execute(work: Work, microbatches: int, backward: bool) -> list[Happened]:
@@ -60,7 +62,7 @@ def stages_of(model: Transformer, cut: Cut, config: RunConfig, groups: Groups, d
         return MessageDrivenExecutor(plan, links, work, caps=caps, team=team, device=work.room()[0].device).run()
 
     share = mesh.tp_out if parallel.splits_sequence else 1, mesh.tp_in
-    return Staged(model, cut, share, dtype, execute)
+    return Staged(model, cut, share, dtype, execute, links)
 
 
 def placement_of(config: RunConfig) -> Schedule:
@@ -78,13 +80,15 @@ def schedule_of(config: RunConfig, microbatches: int) -> Schedule:
     parallel = config.parallel
     if parallel.executor == "message-driven":
         return gpipe(parallel.pipeline, microbatches, parallel.stages_per_rank)
-    return make_schedule(parallel.schedule, parallel.pipeline, microbatches, parallel.stages_per_rank, parallel.warm_up)
+    sizes = parallel.pipeline, microbatches, parallel.stages_per_rank, parallel.warm_up
+    return make_schedule(parallel.schedule, *sizes, vocabulary=parallel.vocabulary)
 
 
 def tied_ends(config: RunConfig) -> bool:
     """Whether two ranks of the pipeline hold the embedding, one as the output layer."""
     place = placement_of(config)
-    return config.model.tie_embeddings and place.rank_of(0) != place.rank_of(place.stages - 1)
+    alone = config.model.tie_embeddings and not config.parallel.vocabulary
+    return alone and place.rank_of(0) != place.rank_of(place.stages - 1)
 
 
 def with_microbatches(config: RunConfig, ranks: int) -> RunConfig:

@@ -28,6 +28,7 @@ from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.recompute import recompute
 from optimus.parallel.tensor import set_tensor_parallel
 from optimus.parallel.tokens import set_tokens
+from optimus.parallel.vocabulary import set_vocabulary
 from optimus.pipeline.staged import Staged, keep_stages
 from optimus.state import ModelState, divisions
 from optimus.train.pipeline import cut_of, stages_of, tied_ends
@@ -129,6 +130,7 @@ def layouts_of(model: Transformer, config: RunConfig) -> dict[str, Layout]:
         sequence=config.parallel.splits_sequence,
         duplicates=not config.moe.drop_duplicates,
         tied_ends=tied_ends(config),
+        vocabulary=config.parallel.vocabulary,
     )
 
 
@@ -165,6 +167,8 @@ def build_model(
     )
     duplicates = not config.moe.drop_duplicates
     set_tensor_parallel(model, groups, sequence=config.parallel.splits_sequence, overlap=config.parallel.overlap)
+    if config.parallel.vocabulary:
+        set_vocabulary(model, groups, sequence=config.parallel.splits_sequence)
     set_sequence(model, groups, config.parallel.context_method)
     set_tokens(model, groups, sequence=config.parallel.splits_sequence, duplicates=duplicates)
     set_dispatch(model, groups, config.moe.dispatch, duplicates=duplicates)

@@ -8,15 +8,22 @@ from optimus.pipeline.schedule import Schedule
 from optimus.pipeline.schedules.gpipe import gpipe
 from optimus.pipeline.schedules.interleaved import interleaved
 from optimus.pipeline.schedules.one_f_one_b import one_f_one_b
+from optimus.pipeline.schedules.vocabulary import AHEAD, with_vocabulary
 from optimus.pipeline.schedules.zero_bubble import zb_h1, zbv
 
-__all__ = ["SCHEDULES", "gpipe", "interleaved", "make_schedule", "one_f_one_b", "zb_h1", "zbv"]
+__all__ = ["SCHEDULES", "gpipe", "interleaved", "make_schedule", "one_f_one_b", "with_vocabulary", "zb_h1", "zbv"]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv")
 
 
 def make_schedule(
-    name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None, warm_up: float = 1.0
+    name: str,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int | None = None,
+    warm_up: float = 1.0,
+    *,
+    vocabulary: bool = False,
 ) -> Schedule:
     """The schedule of that name.
 
@@ -26,6 +33,8 @@ def make_schedule(
         microbatches: of a step.
         stages_per_rank: default: 2 for interleaved-1f1b and zbv, else 1.
         warm_up: for 1f1b: how many times its usual live activations a stage may hold.
+        vocabulary: every rank has a part of the vocabulary; 1f1b and interleaved-1f1b are then two microbatches further
+            ahead.
 
     Raises `UserError` for an unknown name and for numbers that the schedule cannot take.
     """
@@ -34,18 +43,25 @@ def make_schedule(
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("stages per rank", stages_per_rank)):
         if value is not None and value < 1:
             raise UserError(f"schedule {name}: {value} {what}; give at least one")
+    made = _make(name, ranks, microbatches, stages_per_rank, warm_up, AHEAD if vocabulary else 0)
+    return with_vocabulary(made) if vocabulary else made
+
+
+def _make(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int | None, warm_up: float, ahead: int
+) -> Schedule:
     if warm_up != 1.0 and name != "1f1b":
         raise UserError(f"schedule {name}: a deeper warm-up is an option of 1f1b; leave it out or choose 1f1b")
     usual = 2 if name in ("interleaved-1f1b", "zbv") else 1
     per_rank = usual if stages_per_rank is None else stages_per_rank
     if name == "interleaved-1f1b":
         _check_interleaving(ranks, microbatches, per_rank)
-        return interleaved(ranks, microbatches, per_rank)
+        return interleaved(ranks, microbatches, per_rank, ahead)
     if per_rank != usual:
         cure = f"take {usual}, or schedule interleaved-1f1b, which takes any number from 2"
         raise UserError(f"schedule {name}: {per_rank} stages per rank cannot be; {cure}")
     if name == "1f1b":
-        return one_f_one_b(ranks, microbatches, warm_up)
+        return one_f_one_b(ranks, microbatches, warm_up, ahead)
     return {"gpipe": gpipe, "zb-h1": zb_h1, "zbv": zbv}[name](ranks, microbatches)
 
 

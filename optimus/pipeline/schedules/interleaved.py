@@ -7,12 +7,13 @@ from optimus.pipeline.schedules.one_f_one_b import take_turns
 from optimus.pipeline.transfers import with_transfers
 
 
-def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+def interleaved(ranks: int, microbatches: int, stages_per_rank: int, ahead: int = 0) -> Schedule:
     """Stage s is on rank s mod ranks. Bubble: (ranks - 1) / (stages per rank * microbatches), for whole rounds.
 
     A rank takes a round of as many microbatches as there are ranks through its first stage, then the same through its
     second and so on, then the next round; backward passes likewise from the last stage. If the last round is not whole,
-    its missing microbatches are left out of the order of a whole one, which keeps it valid and lengthens the bubble.
+    its missing microbatches are left out of the order of a whole one, which keeps it valid and lengthens the bubble. With
+    `ahead`, a rank begins so many more forward passes before its first backward pass.
     """
     rounds = -(-microbatches // ranks)
 
@@ -24,7 +25,7 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Schedule
     orders = []
     for rank in range(ranks):
         stages = range(rank, ranks * stages_per_rank, ranks)
-        live = 2 * (ranks - rank - 1) + (stages_per_rank - 1) * ranks + 1
+        live = 2 * (ranks - rank - 1) + (stages_per_rank - 1) * ranks + 1 + ahead
         whole = take_turns(passes(Kind.FORWARD, stages), passes(Kind.BACKWARD, reversed(stages)), live)
         orders.append([action for action in whole if action.microbatch < microbatches])
     schedule = Schedule("interleaved-1f1b", ranks, microbatches, (), stages_per_rank=stages_per_rank)

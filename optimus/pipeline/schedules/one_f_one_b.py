@@ -8,11 +8,12 @@ from optimus.pipeline.schedule import Action, Kind, Schedule
 from optimus.pipeline.transfers import with_transfers
 
 
-def one_f_one_b(ranks: int, microbatches: int, warm_up: float = 1.0) -> Schedule:
+def one_f_one_b(ranks: int, microbatches: int, warm_up: float = 1.0, ahead: int = 0) -> Schedule:
     """Stage s keeps the activations of ranks - s microbatches. Bubble: (ranks - 1) / microbatches, as GPipe.
 
     With `warm_up` c > 1, a stage begins c times as many microbatches, c * (ranks - s) rounded down, before its first
-    backward pass, and keeps as many. That changes nothing if all times are equal; it hides times of links and jitter.
+    backward pass, and keeps as many; with `ahead`, so many more. That changes nothing if all times are equal; it hides times
+    of links and jitter.
 
     Raises `UserError` for a warm-up below 1, with which stages would wait for each other in a circle.
     """
@@ -24,7 +25,7 @@ def one_f_one_b(ranks: int, microbatches: int, warm_up: float = 1.0) -> Schedule
             [Action(kind, rank, microbatch) for microbatch in range(microbatches)]
             for kind in (Kind.FORWARD, Kind.BACKWARD)
         )
-        orders.append(take_turns(forwards, backwards, live=int(warm_up * (ranks - rank))))
+        orders.append(take_turns(forwards, backwards, live=int(warm_up * (ranks - rank)) + ahead))
     return with_transfers(Schedule("1f1b", ranks, microbatches, ()), orders)
 
 

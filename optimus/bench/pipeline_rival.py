@@ -1,0 +1,142 @@
+"""The stages of a pipeline run by us and by torch.distributed.pipelining, for `bench pipeline`.
+
+Both run the very same modules with the same kernels, and accumulate gradients in the same tensors; only what runs the stages
+differs. Torch is given what ours puts off of a split backward pass by its own hook for that (`dw_builder`), since its way of
+splitting one would compute fused operations twice.
+
+Legend: B sequences of a step, S positions, T rows of the residual stream, H columns of it.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from optimus.comm import Groups
+from optimus.config import RunConfig
+from optimus.kernels.sink import TensorSink, deferring
+from optimus.model import Losses, Transformer
+from optimus.model.attention import Places
+from optimus.model.init import initialize
+from optimus.pipeline.staged import Staged, keep_stages
+from optimus.train.pipeline import cut_of, stages_of
+from optimus.train.run import mesh_of
+
+Step = Callable[[Tensor], Tensor]  # tokens [B, S] of a step to the losses of its microbatches, on the last stage's rank
+
+# Ours -> torch's. Its interleaved zero-bubble schedule with one stage per rank is ZB-H1.
+TORCH: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "zb-h1": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+
+
+def make_stages(config: RunConfig) -> Staged:
+    """This rank's stages, initialised, in fp32. Gradients accumulate in `.grad` of the parameters."""
+    groups = Groups(mesh_of(config, dist.get_world_size()))
+    model = Transformer(config.model)
+    initialize(model, config.train.seed, config.model.init_std)
+    cut = cut_of(config, groups.mesh, groups.rank)
+    assert cut is not None
+    keep_stages(model, cut)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.sink = TensorSink(parameter.grad)  # type: ignore[attr-defined]
+    return stages_of(model, cut, config, groups, torch.float32)
+
+
+def ours(staged: Staged, config: RunConfig) -> Step:
+    """By our executor, as configured."""
+    microbatches = _microbatches(config)
+
+    def objective(losses: Losses) -> tuple[Tensor, Tensor]:
+        return losses.cross_entropy / microbatches, losses.cross_entropy.detach()
+
+    def step(tokens_BS: Tensor) -> Tensor:
+        each = tokens_BS.split(config.train.micro_batch)
+        reported = staged.train_microbatches(each, objective, nullcontext, lambda stage: None)
+        return torch.stack(reported) if reported else torch.empty(0)
+
+    return step
+
+
+def torchs(staged: Staged, config: RunConfig) -> Step:
+    """By torch's executor, in its schedule of the configured name."""
+    model, last, microbatches = staged.model, len(staged.cut.blocks) - 1, _microbatches(config)
+    positions_S, places = model.places(torch.empty(1, config.train.context))
+
+    def loss_of(x_TH: Tensor, tokens_BS: Tensor) -> Tensor:
+        return model.losses_of(x_TH, None, tokens_BS, positions_S).cross_entropy / microbatches
+
+    modules = {
+        stage: _Module(staged.stages[stage], places, model.embedding if stage == 0 else None)
+        for stage in staged.cut.here
+    }
+    stages = [_TorchStage(module, stage, last + 1) for stage, module in modules.items()]
+    kind = TORCH[config.parallel.schedule]
+    given: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+    schedule = kind(given, microbatches, loss_fn=loss_of, scale_grads=False)
+
+    def step(tokens_BS: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        inputs = (tokens_BS,) if staged.cut.has_first else ()
+        target = tokens_BS if staged.cut.has_last else None
+        schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
+        return torch.stack(losses).detach() * microbatches if losses else torch.empty(0)
+
+    return step
+
+
+def _microbatches(config: RunConfig) -> int:
+    return config.train.global_batch // config.train.micro_batch
+
+
+class _Module(nn.Module):
+    """A stage as torch wants it: one tensor in, one out. The first has an `embedding`."""
+
+    def __init__(self, blocks: nn.Module, places: Places, embedding: nn.Module | None) -> None:
+        super().__init__()
+        self.blocks, self.embedding, self._places = blocks, embedding, places
+
+    def forward(self, given: Tensor) -> Tensor:
+        x_TH = given if self.embedding is None else self.embedding(given.flatten())
+        return self.blocks(x_TH, self._places)[0]
+
+
+class _TorchStage(PipelineStage):
+    """One whose weight gradients can be put off as ours are."""
+
+    def __init__(self, module: _Module, stage: int, stages: int) -> None:
+        super().__init__(module, stage, stages, torch.device("cpu"), dw_builder=self._take_deferred)
+        self._deferred: list[Callable[[], None]] = []
+
+    def backward_one_chunk(self, *args: Any, full_backward: bool = True, **kwargs: Any) -> None:
+        if full_backward:
+            super().backward_one_chunk(*args, full_backward=True, **kwargs)
+            return
+        with deferring() as self._deferred:
+            super().backward_one_chunk(*args, full_backward=False, **kwargs)
+
+    def _take_deferred(self) -> Callable[[], None]:
+        deferred, self._deferred = self._deferred, []
+
+        def run() -> None:
+            for add in deferred:
+                add()
+
+        return run

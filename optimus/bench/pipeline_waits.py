@@ -1,0 +1,142 @@
+"""Pipelines on real ranks whose computations and links are stood in for by timed waits, for `bench pipeline`.
+
+The executors are the real ones, and so are the processes and the messages between them; only what takes time is a wait, so
+that two cores can show what eight ranks would do. A simulation of the same draws stands beside each measurement.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from optimus.comm import Group, Groups
+from optimus.mesh import Mesh
+from optimus.pipeline.costs import Costs
+from optimus.pipeline.executor import Happened, Links, Message, ScheduledExecutor
+from optimus.pipeline.message_driven import MessageDrivenExecutor
+from optimus.pipeline.message_driven_simulation import simulate_message_driven
+from optimus.pipeline.schedule import Action, Kind, Schedule
+from optimus.pipeline.simulation import simulate
+from optimus.pipeline.timeline import Event, Timeline
+
+
+class Contestant(NamedTuple):
+    """A way to run a pipeline."""
+
+    name: str
+    schedule: Schedule
+    caps: tuple[int, ...] | None = None
+    """Of message-driven execution: the most live activations per stage. None: the schedule is followed."""
+
+
+class Job(NamedTuple):
+    """One step: who runs it, and what it costs in units of `unit` seconds."""
+
+    who: Contestant
+    costs: Costs
+    unit: float
+
+
+class WaitingWork:
+    """A `Work` that waits as long as a computation takes. Its messages are empty."""
+
+    def __init__(self, job: Job) -> None:
+        schedule = job.who.schedule
+        self._duration = job.costs.durations(schedule.stages, schedule.microbatches)
+        self._unit, self._last = job.unit, schedule.stages - 1
+
+    def forward(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
+        self._wait(Kind.FORWARD, stage, microbatch)
+        return None if stage == self._last else ()
+
+    def backward(self, stage: int, microbatch: int, received: Message | None, defer: bool) -> Message | None:
+        self._wait(Kind.BACKWARD_INPUT if defer else Kind.BACKWARD, stage, microbatch)
+        return None if stage == 0 else ()
+
+    def backward_weights(self, stage: int, microbatch: int) -> None:
+        self._wait(Kind.BACKWARD_WEIGHTS, stage, microbatch)
+
+    def room(self) -> Message:
+        return ()
+
+    def _wait(self, kind: Kind, stage: int, microbatch: int) -> None:
+        start = time.perf_counter()
+        wait_until(start + self._unit * self._duration(Action(kind, stage, microbatch)))
+
+
+class TimedLinks(Links):
+    """Links on which a message is there `seconds` after it was sent: it carries that moment, and its receive waits.
+
+    For processes of one machine, whose `time.perf_counter` is one clock.
+    """
+
+    def __init__(self, schedule: Schedule, streams: Sequence[Group], seconds: float) -> None:
+        super().__init__(schedule, streams)
+        self._seconds = seconds
+
+    def send(self, send: Action, message: Message) -> None:
+        super().send(send, (torch.tensor([time.perf_counter()], dtype=torch.float64), *message))
+
+    def start_receive(self, receive: Action, room: Message) -> Callable[[], Message]:
+        sent_1 = torch.empty(1, dtype=torch.float64)
+        finish_receive = super().start_receive(receive, (sent_1, *room))
+
+        def finish() -> Message:
+            finish_receive()
+            wait_until(sent_1.item() + self._seconds)
+            return room
+
+        return finish
+
+
+def wait_until(moment: float) -> None:
+    """Sleep until `time.perf_counter` has come to `moment`."""
+    while (left := moment - time.perf_counter()) > 0:
+        time.sleep(left)
+
+
+def simulated(job: Job) -> Timeline:
+    """What should happen; in units of the costs."""
+    who = job.who
+    if who.caps is None:
+        return simulate(who.schedule, job.costs)
+    return simulate_message_driven(
+        who.schedule.ranks,
+        who.schedule.microbatches,
+        job.costs,
+        caps=who.caps,
+        stages_per_rank=who.schedule.stages_per_rank,
+    )
+
+
+def run_jobs(jobs: Sequence[Job]) -> list[list[Happened]]:
+    """On every rank of a process group: this rank's computations in each of the steps, one after the other."""
+    ranks = dist.get_world_size()
+    groups = Groups(Mesh(pp=ranks))
+    streams = groups.streams(2 * max(job.who.schedule.stages for job in jobs), "pp")
+    _run(jobs[0]._replace(unit=0.0), streams, groups)  # makes the connections
+    found = []
+    for job in jobs:
+        groups.world.sum(torch.zeros(1))
+        found.append(_run(job, streams, groups))
+    return found
+
+
+def _run(job: Job, streams: Sequence[Group], groups: Groups) -> list[Happened]:
+    schedule, caps = job.who.schedule, job.who.caps
+    links = TimedLinks(schedule, streams[: 2 * schedule.stages], job.costs.link * job.unit)
+    work = WaitingWork(job)
+    if caps is None:
+        return ScheduledExecutor(schedule, links, work).run()
+    team, device = groups.along("dp", "cp", "tp"), torch.device("cpu")
+    return MessageDrivenExecutor(schedule, links, work, caps=caps, team=team, device=device).run()
+
+
+def timelines(happened: Sequence[Sequence[Sequence[Happened]]]) -> list[Timeline]:
+    """Of each step, from what `run_jobs` has given by rank; in seconds."""
+    return [
+        Timeline.of((Event(rank, *one) for rank, mine in enumerate(step) for one in mine), len(step))
+        for step in zip(*happened)
+    ]

@@ -1,0 +1,174 @@
+"""The embedding and the output layer of a pipeline whose ranks all have a part of the vocabulary.
+
+Balancing Pipeline Parallelism with Vocabulary Parallelism, Yeung et al. 2024, algorithm 1. What goes between the ranks
+does so beside other computations: the schedule says what is computed in between.
+
+Legend: T rows of the residual stream, H columns of it, V tokens whose rows of the weight are here.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from optimus.comm import Finish, Group, Groups
+from optimus.kernels.backend import compute_dtype
+from optimus.kernels.linear_cross_entropy import PartialSoftmax, complete_softmax, partial_softmax
+from optimus.model import Transformer
+from optimus.pipeline.schedule import EMBEDDED_AHEAD, Kind, Schedule
+
+
+class VocabularyLinks(NamedTuple):
+    """What the ranks of a pipeline exchange, each in a group of its own, since its order differs from rank to rank."""
+
+    first: int  # the rank of the pipeline that has the first stage
+    last: int
+    outputs: Group  # of the last stage
+    output_gradients: Group
+    embeddings: Group
+    embedding_gradients: Group
+    normalisers: Group  # all ranks that have other parts of the vocabulary
+
+    @classmethod
+    def along(cls, groups: Groups, place: Schedule) -> "VocabularyLinks":
+        """All ranks must call. `place` says where the stages are."""
+        ends = place.rank_of(0), place.rank_of(place.stages - 1)
+        return cls(*ends, *groups.apart(4, "pp"), *groups.apart(1, "pp", "tp_out"))
+
+
+class _Logits(NamedTuple):
+    x_TH: Tensor
+    edge: GradientEdge
+    softmax: PartialSoftmax
+    all_P2T: Tensor  # normalisers and chosen logits of all parts
+    finish: Finish
+
+
+class VocabularyPasses:
+    """What a rank does for the vocabulary in one step.
+
+    `room` gives an empty tensor of the shape of a stage's output. The gradient of the loss is `scale`.
+    """
+
+    def __init__(
+        self,
+        links: VocabularyLinks,
+        model: Transformer,
+        microbatches: Sequence[Tensor],
+        room: Callable[[], Tensor],
+        scale: float,
+        saving: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._links, self._model, self._microbatches = links, model, microbatches
+        self._room, self._scale, self._saving = room, scale, saving
+        self._rank = links.outputs.rank
+        self._positions_S = model.places(microbatches[0])[0]
+        self._embedded: dict[int, tuple[Tensor, Finish]] = {}  # on the first stage's rank
+        self._embedding_edges: dict[int, GradientEdge] = {}
+        self._input_gradients: dict[int, Tensor] = {}  # on the first stage's rank
+        self._outputs: dict[int, Tensor] = {}  # on the last stage's rank
+        self._logits: dict[int, _Logits] = {}
+        self._given_back: dict[int, tuple[Tensor, Tensor, Finish]] = {}  # loss, gradient; on the last stage's rank
+        self._under_way: deque[tuple[Tensor, Finish]] = deque()  # what others will have
+
+    def run(self, kind: Kind, microbatch: int) -> None:
+        """One pass."""
+        passes = {Kind.EMBED: self._embed, Kind.LOGITS: self._find_logits, Kind.LOSS: self._find_loss}
+        passes.get(kind, self._embed_backward)(microbatch)
+
+    def embedded(self, microbatch: int) -> Tensor:
+        """On the first stage's rank, its input [T, H]."""
+        x_TH, finish = self._embedded.pop(microbatch)
+        finish()
+        return x_TH
+
+    def send_output(self, microbatch: int, x_TH: Tensor) -> None:
+        """On the last stage's rank: begin to give its output, normalised, to all."""
+        self._outputs[microbatch] = x_TH
+        self._let_go(x_TH, self._links.outputs.start_broadcast(x_TH, self._links.last))
+
+    def output_gradient(self, microbatch: int) -> tuple[Tensor, Tensor]:
+        """On the last stage's rank: (loss, gradient [T, H] of what `send_output` has sent)."""
+        loss, x_grad_TH, finish = self._given_back.pop(microbatch)
+        finish()
+        return loss, x_grad_TH
+
+    def send_input_gradient(self, microbatch: int, x_grad_TH: Tensor) -> None:
+        """On the first stage's rank: begin to give the gradient of its input to all."""
+        self._input_gradients[microbatch] = x_grad_TH
+        self._let_go(x_grad_TH, self._links.embedding_gradients.start_broadcast(x_grad_TH, self._links.first))
+
+    def finish(self) -> None:
+        """Wait for all that is under way."""
+        while self._under_way:
+            self._under_way.popleft()[1]()
+
+    def _embed(self, microbatch: int) -> None:
+        tokens_BS = self._microbatches[microbatch]
+        with self._saving():
+            x_TH = self._model.embedding(tokens_BS[:, self._positions_S].flatten())
+        if x_TH.requires_grad:
+            self._embedding_edges[microbatch] = get_gradient_edge(x_TH)
+        x_TH = x_TH.detach()
+        finish = self._links.embeddings.start_sum_at(x_TH, self._links.first)
+        if self._rank == self._links.first:
+            self._embedded[microbatch] = x_TH, finish
+        else:
+            self._let_go(x_TH, finish)
+
+    def _find_logits(self, microbatch: int) -> None:
+        if self._rank == self._links.last:
+            x_TH = self._outputs.pop(microbatch)
+        else:
+            x_TH = self._room()
+            self._links.outputs.start_broadcast(x_TH, self._links.last)()
+        x_TH = x_TH.detach().requires_grad_()
+        with self._saving():
+            logits_TV = self._model.head(x_TH)
+        edge, logits_TV = get_gradient_edge(logits_TV), logits_TV.detach()
+        group = self._links.normalisers
+        first = group.rank * logits_TV.shape[1]
+        softmax = partial_softmax(logits_TV, self._targets(microbatch), compute_dtype(logits_TV.dtype), first)
+        own_2T = torch.stack([softmax.lse_T, softmax.chosen_T])
+        all_P2T = own_2T.new_empty(group.size, *own_2T.shape)
+        finish = group.start_gather(all_P2T, own_2T[None])
+        self._logits[microbatch] = _Logits(x_TH, edge, softmax, all_P2T, finish)
+
+    def _find_loss(self, microbatch: int) -> None:
+        x_TH, edge, softmax, all_P2T, finish = self._logits.pop(microbatch)
+        finish()
+        lse_T, chosen_T = all_P2T[:, 0].logsumexp(0), all_P2T[:, 1].sum(0)
+        count = self._microbatches[microbatch][:, 1:].numel() / self._model.sequence.parts
+        loss = ((lse_T - chosen_T) * (softmax.target_T >= 0)).sum() / count
+        grad_TV = complete_softmax(softmax, lse_T).mul_(self._scale / count)
+        torch.autograd.backward(edge, grad_TV.to(x_TH.dtype))
+        x_grad_TH = x_TH.grad
+        assert x_grad_TH is not None
+        finish = self._links.output_gradients.start_sum_at(x_grad_TH, self._links.last)
+        if self._rank == self._links.last:
+            self._given_back[microbatch] = loss, x_grad_TH, finish
+        else:
+            self._let_go(x_grad_TH, finish)
+
+    def _embed_backward(self, microbatch: int) -> None:
+        if self._rank == self._links.first:
+            x_grad_TH = self._input_gradients.pop(microbatch)
+        else:
+            x_grad_TH = self._room()
+            self._links.embedding_gradients.start_broadcast(x_grad_TH, self._links.first)()
+        edge = self._embedding_edges.pop(microbatch, None)
+        if edge is not None:
+            torch.autograd.backward(edge, x_grad_TH)
+
+    def _targets(self, microbatch: int) -> Tensor:
+        return self._model.targets(self._microbatches[microbatch], self._positions_S)
+
+    def _let_go(self, tensor: Tensor, finish: Finish) -> None:
+        """Hold what is on its way, of which little is at any time."""
+        self._under_way.append((tensor, finish))
+        while len(self._under_way) > 4 * (EMBEDDED_AHEAD + self._links.outputs.size):
+            self._under_way.popleft()[1]()
