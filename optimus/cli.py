@@ -301,6 +301,21 @@ def bench_tensor_parallel(
     report.publish("tensor-parallel", *result, path=json_file)
 
 
+@bench_app.command(name="pipeline")
+def bench_pipeline(
+    microbatches: Annotated[int, typer.Option(help="Microbatches of a step of timed waits.")] = 64,
+    forward_ms: Annotated[float, typer.Option(help="Timed wait that stands for a forward pass.")] = 10.0,
+    seeds: Annotated[int, typer.Option(help="Draws of the jitter that are measured.")] = 3,
+    steps: Annotated[int, typer.Option(help="Timed training steps of us and of torch.")] = 10,
+    json_file: JsonFile = None,
+) -> None:
+    """Message-driven pipelines against 1F1B, and schedules against torch.distributed.pipelining."""
+    from optimus.bench import pipeline
+
+    result = pipeline.run(microbatches=microbatches, forward_ms=forward_ms, seeds=seeds, steps=steps)
+    pipeline.publish(*result, path=json_file)
+
+
 @bench_app.command(name="moe")
 def bench_moe(
     shape: Annotated[

@@ -125,12 +125,11 @@ class _TorchStage(PipelineStage):
         super().__init__(module, stage, stages, torch.device("cpu"), dw_builder=self._take_deferred)
         self._deferred: list[Callable[[], None]] = []
 
-    def backward_one_chunk(self, *args: Any, full_backward: bool = True, **kwargs: Any) -> None:
-        if full_backward:
-            super().backward_one_chunk(*args, full_backward=True, **kwargs)
-            return
-        with deferring() as self._deferred:
-            super().backward_one_chunk(*args, full_backward=False, **kwargs)
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        with nullcontext([]) if full_backward else deferring() as self._deferred:
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def _take_deferred(self) -> Callable[[], None]:
         deferred, self._deferred = self._deferred, []

@@ -58,6 +58,9 @@ class WaitingWork:
     def backward_weights(self, stage: int, microbatch: int) -> None:
         self._wait(Kind.BACKWARD_WEIGHTS, stage, microbatch)
 
+    def vocabulary(self, kind: Kind, microbatch: int) -> None:
+        self._wait(kind, 0, microbatch)  # as long on every rank
+
     def room(self) -> Message:
         return ()
 

@@ -101,11 +101,6 @@ def check_pipeline(config: "RunConfig") -> None:
         raise ValueError(
             f"parallel.blocks {blocks} must be {stages} numbers above 0, one per stage, of sum model.layers {layers}"
         )
-    if config.evaluate.every is not None:
-        raise ValueError(
-            "evaluate.every: a pipeline's ranks cannot evaluate while training: remove it, and use `optimus evaluate` "
-            "on the checkpoints"
-        )
 
 
 def check_shapes(config: "RunConfig") -> None:

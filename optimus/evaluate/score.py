@@ -6,18 +6,36 @@ B, C, D after one question) are one row of a batch; only the predicted positions
 Legend: B rows, S positions, H hidden, N predicted tokens of a batch, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from optimus.model import Transformer
-from optimus.model.transformer import Head
+from optimus.config import ModelConfig
 
 TOKENS_PER_BATCH = 8192
 _LOGITS_AT_ONCE = 1 << 24  # elements, in fp32 64 MB: a vocabulary of 50304 times a batch of tokens would be gigabytes
+
+
+class Scored(Protocol):
+    """What can be scored: a `Transformer`, or the part of one that is on this rank of a pipeline."""
+
+    training: bool
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def head(self) -> Callable[[Tensor], Tensor]:
+        """[N, H], whole, to logits [N, V], whole."""
+
+    def hidden_states(self, tokens_BS: Tensor) -> Tensor:
+        """Output of the final norm [B, S, H], whole."""
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def eval(self) -> Any: ...
+    def train(self, mode: bool) -> Any: ...
 
 
 class Window(NamedTuple):
@@ -35,7 +53,7 @@ class Score(NamedTuple):
 
 
 @contextmanager
-def evaluating(model: Transformer) -> Iterator[None]:
+def evaluating(model: Scored) -> Iterator[None]:
     """No gradients and evaluation mode inside; the mode is as before afterwards."""
     training = model.training
     model.eval()
@@ -60,7 +78,7 @@ def split_long(context: Sequence[int], continuation: Sequence[int], limit: int) 
     return windows
 
 
-def score(model: Transformer, windows: Sequence[Window], tokens_per_batch: int = TOKENS_PER_BATCH) -> list[Score]:
+def score(model: Scored, windows: Sequence[Window], tokens_per_batch: int = TOKENS_PER_BATCH) -> list[Score]:
     """The score of each window, in order. A batch holds at most `tokens_per_batch` inputs (at least one row).
 
     Probabilities are computed in fp32 from logits of the model's type, and summed in fp64.
@@ -82,9 +100,9 @@ def score(model: Transformer, windows: Sequence[Window], tokens_per_batch: int =
     return [scores[index] for index in range(len(windows))]
 
 
-def _score_batch(model: Transformer, inputs: list[tuple[int, ...]], asked: list[tuple[int, Window]]) -> Iterator[Score]:
+def _score_batch(model: Scored, inputs: list[tuple[int, ...]], asked: list[tuple[int, Window]]) -> Iterator[Score]:
     """Scores of windows, each with the row of `inputs` that it reads."""
-    device = model.embedding.weight.device
+    device = next(model.parameters()).device
     # Padding comes last, where a causal model's predictions do not see it.
     tokens_BS = torch.zeros(len(inputs), len(inputs[0]), dtype=torch.long)
     for row, tokens in enumerate(inputs):
@@ -96,18 +114,18 @@ def _score_batch(model: Transformer, inputs: list[tuple[int, ...]], asked: list[
         targets += continuation
     hidden_BSH = model.hidden_states(tokens_BS.to(device))
     hidden_NH = hidden_BSH[torch.tensor(rows, device=device), torch.tensor(positions, device=device)]
-    log_p_N, greedy_N = _predictions(hidden_NH, model.head, torch.tensor(targets, device=device))
+    log_p_N, greedy_N = _predictions(hidden_NH, model, torch.tensor(targets, device=device))
     lengths = [len(continuation) for _, (_, continuation) in asked]
     for log_p, greedy in zip(log_p_N.split(lengths), greedy_N.split(lengths)):
         yield Score(log_p.sum().item(), bool(greedy.all()))
 
 
-def _predictions(hidden_NH: Tensor, head: Head, target_N: Tensor) -> tuple[Tensor, Tensor]:
+def _predictions(hidden_NH: Tensor, model: Scored, target_N: Tensor) -> tuple[Tensor, Tensor]:
     """On the CPU: the log-probability of each target in fp64, and whether it is the most probable token."""
     log_p, greedy = [], []
-    block = max(1, _LOGITS_AT_ONCE // len(head.weight))
+    block = max(1, _LOGITS_AT_ONCE // model.config.vocab)
     for hidden, target in zip(hidden_NH.split(block), target_N.split(block)):
-        logits_NV = head(hidden).float()
+        logits_NV = model.head(hidden).float()
         log_p.append(torch.log_softmax(logits_NV, -1).gather(1, target[:, None])[:, 0].cpu().double())
         greedy.append((logits_NV.argmax(-1) == target).cpu())
     return torch.cat(log_p), torch.cat(greedy)

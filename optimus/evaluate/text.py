@@ -15,14 +15,13 @@ from optimus.data.documents import Position, parse_line, read_batches
 from optimus.data.files import resolve
 from optimus.data.tokenizer import encoder
 from optimus.errors import UserError
-from optimus.evaluate.score import TOKENS_PER_BATCH, Window, score
-from optimus.model import Transformer
+from optimus.evaluate.score import TOKENS_PER_BATCH, Scored, Window, score
 
 _TOKENS_AT_ONCE = 1 << 16  # windows held and sorted by length together; bounds the memory whatever the text's size
 
 
 def bits_per_byte(
-    model: Transformer,
+    model: Scored,
     tokenizer: Any,
     text_path: str | Path,
     *,

@@ -106,6 +106,9 @@ class Vocabulary(Protocol):
     def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
         """[..., H], whole, to [..., V] in the type of the weight."""
 
+    def part_logits(self, x_TH: Tensor, weight: nn.Parameter) -> Tensor:
+        """The logits of the tokens whose rows of the weight are here, of all rows of the residual stream."""
+
     def loss(self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float) -> Tensor:
         """Sum of the cross-entropies of the residual stream against targets, over `count`; targets below 0 are left out."""
 
@@ -123,6 +126,8 @@ class LocalVocabulary:
 
     def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
         return linear(x, weight)
+
+    part_logits = logits
 
     def loss(self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float) -> Tensor:
         return linear_cross_entropy(x_TH, weight, target_T, count)
@@ -151,8 +156,13 @@ class Head(nn.Module):
         self.weight = weight
         self.vocabulary: Vocabulary = LocalVocabulary()
 
-    def forward(self, x: Tensor, target_T: Tensor | None = None, count: float = 1.0) -> Tensor:
-        """[..., H] to [..., V]; with `target_T`, x [T, H] to an fp32 scalar, their summed cross-entropy over `count`."""
+    def forward(self, x: Tensor, target_T: Tensor | None = None, count: float = 1.0, part: bool = False) -> Tensor:
+        """[..., H] to [..., V]; with `target_T`, x [T, H] to an fp32 scalar, their summed cross-entropy over `count`.
+
+        With `part`, the residual stream [T, H] as the blocks hold it to the logits of the tokens that are here.
+        """
+        if part:
+            return self.vocabulary.part_logits(x, self.weight)
         if target_T is None:
             return self.vocabulary.logits(x, self.weight)
         return self.vocabulary.loss(x, self.weight, target_T, count)
@@ -183,8 +193,7 @@ class Transformer(nn.Module):
         """Output of the final norm [B, S, H], whole on every device; for evaluation, without gradients."""
         length, start = tokens_BS.shape[1], cache.length if cache is not None else 0
         tokens_BS = F.pad(tokens_BS, (0, -length % self.head.vocabulary.multiple))  # a causal model does not see it
-        positions = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
-        places = Places(*self._table(positions), WholeSequence())
+        places = self.whole_places(tokens_BS, start)
         x_TH = self.final_norm(self.blocks(self.embedding(tokens_BS.flatten()), places, cache)[0])
         if cache is not None:
             cache.length += length
@@ -218,6 +227,11 @@ class Transformer(nn.Module):
         """The positions [S] of these sequences that this device trains on, as numbers and for the blocks."""
         positions_S = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
         return positions_S, Places(*self._table(positions_S), self.sequence)
+
+    def whole_places(self, tokens_BS: Tensor, start: int = 0) -> Places:
+        """For the blocks: all positions of these sequences, which begin at `start`, on every device."""
+        positions = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
+        return Places(*self._table(positions), WholeSequence())
 
     def _table(self, positions_S: Tensor) -> tuple[Tensor, Tensor]:
         return rotary_table(positions_S, self.config.hidden // self.config.heads, self.config.rope_theta)

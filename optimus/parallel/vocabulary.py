@@ -39,9 +39,16 @@ class SplitVocabulary(Vocabulary):
         return _whole_columns(rows_TH, self.columns)
 
     def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
+        return self._logits(x, weight, self.parts)
+
+    def _logits(self, x: Tensor, weight: nn.Parameter, parts: Group) -> Tensor:
         own = x.flatten(0, -2).chunk(self.columns.size, -1)[self.columns.rank]
-        whole_TV = _whole_columns(total(F.linear(own, weight), self.columns), self.parts)
+        whole_TV = _whole_columns(total(F.linear(own, weight), self.columns), parts)
         return whole_TV.view(*x.shape[:-1], -1)
+
+    def part_logits(self, x_TH: Tensor, weight: nn.Parameter) -> Tensor:
+        rows_TH = gather_rows(x_TH, self.parts) if self.sequence else share(x_TH, self.parts)
+        return sum_shared(linear(rows_TH, weight), self.columns)
 
     def loss(self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float) -> Tensor:
         rows_TH = gather_rows(x_TH, self.parts) if self.sequence else share(x_TH, self.parts)
@@ -56,22 +63,24 @@ class SplitVocabulary(Vocabulary):
 
 
 class VocabularyOfPipeline(SplitVocabulary):
-    """`SplitVocabulary` of which every rank of `pipeline` has a part besides; nothing is summed over these."""
+    """`SplitVocabulary` of which every rank of a pipeline has a part besides; nothing but `logits` adds these up.
 
-    def __init__(self, pipeline: Group, parts: Group, columns: Group, size: int, sequence: bool) -> None:
+    `everyone`: all ranks that have other tokens, those of `parts` next to each other.
+    """
+
+    def __init__(self, everyone: Group, parts: Group, columns: Group, size: int, sequence: bool) -> None:
         super().__init__(parts, columns, size, sequence)
-        self.first = (pipeline.rank * parts.size + parts.rank) * (size // (pipeline.size * parts.size))
+        self.everyone = everyone
+        self.first = everyone.rank * (size // everyone.size)
 
     def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
-        """All rows of the residual stream against the tokens that are here; in the backward pass, what x owes to them."""
-        rows_TH = gather_rows(x, self.parts) if self.sequence else share(x, self.parts)
-        return sum_shared(linear(rows_TH, weight), self.columns)
+        return self._logits(x, weight, self.everyone)
 
 
 def set_vocabulary(model: Transformer, groups: Groups, *, sequence: bool) -> None:
     """Have embedding and output layer of `model` give what the part of the vocabulary that is here contributes."""
-    pipeline, parts, columns = (groups.along(axis) for axis in ("pp", "tp_out", "tp_in"))
-    vocabulary = VocabularyOfPipeline(pipeline, parts, columns, model.config.vocab, sequence)
+    everyone, parts, columns = groups.along("pp", "tp_out"), groups.along("tp_out"), groups.along("tp_in")
+    vocabulary = VocabularyOfPipeline(everyone, parts, columns, model.config.vocab, sequence)
     for module in (model.embedding, model.head):
         assert isinstance(module, Embedding | Head)
         module.vocabulary = vocabulary

@@ -6,7 +6,7 @@ their own; stages that are neighbours on one rank hand over directly.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple, Protocol
 
@@ -119,12 +119,6 @@ class Schedule:
     @property
     def stages(self) -> int:
         return self.ranks * self.stages_per_rank
-
-    @property
-    def forward_only(self) -> "Schedule":
-        """Without backward passes."""
-        kinds = (Kind.EMBED, Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
-        return replace(self, actions=tuple(tuple(a for a in each if a.kind in kinds) for each in self.actions))
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage."""

@@ -8,15 +8,18 @@ Legend: T rows of the residual stream, H columns of it, E experts.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from optimus.comm import Group
+from optimus.config import ModelConfig
 from optimus.kernels.sink import deferring
 from optimus.model import Losses, Transformer
 from optimus.model.moe.router import RouterStats
 from optimus.model.transformer import Blocks
+from optimus.pipeline.evaluation import EvaluationWork
 from optimus.pipeline.executor import Happened, Message, Work
 from optimus.pipeline.schedule import Kind
 from optimus.pipeline.vocabulary import VocabularyLinks, VocabularyPasses
@@ -73,8 +76,9 @@ class Staged(nn.Module):
     """The stages of `model` that are on this rank, which `model` has been reduced to (`keep_stages`).
 
     `share`: into how many parts the rows and columns of the residual stream are split over ranks; it is of type `dtype`.
-    `execute` does the work of so many microbatches, with or without backward passes. `links`: where every rank has a part of
-    the vocabulary.
+    `execute` does the work of so many microbatches, with or without backward passes. `pipeline` are its ranks, of which
+    `last` has the last stage. Sequences must have a length that is a multiple of `multiple`. `links`: where every rank has a
+    part of the vocabulary.
     """
 
     def __init__(
@@ -84,14 +88,38 @@ class Staged(nn.Module):
         share: tuple[int, int],
         dtype: torch.dtype,
         execute: Callable[[Work, int, bool], list[Happened]],
+        pipeline: Group,
+        last: int,
+        multiple: int,
         links: VocabularyLinks | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.cut, self.share, self.dtype = cut, share, dtype
-        self.execute, self.links = execute, links
+        self.execute, self.pipeline, self.last, self.multiple, self.links = execute, pipeline, last, multiple, links
         self.happened: list[Happened] = []  # in the last step
         self.stages = {stage: Blocks(model.blocks[i] for i in cut.blocks[stage]) for stage in cut.here}
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of the whole model."""
+        return self.model.config
+
+    def hidden_states(self, tokens_BS: Tensor) -> Tensor:
+        """`Transformer.hidden_states` of the whole model; all ranks must call."""
+        work = EvaluationWork(self, tokens_BS)
+        self.execute(work, 1, False)
+        self.pipeline.broadcast(work.hidden_TH, self.last)
+        return work.hidden_BSH
+
+    def head(self, x: Tensor) -> Tensor:
+        """Logits [N, V] of the whole model from hidden states [N, H]; all ranks must call."""
+        all_have = self.links is not None
+        here = all_have or self.cut.has_last
+        logits_NV = cast(Tensor, self.model.head(x)) if here else x.new_empty(len(x), self.config.vocab)
+        if not all_have:
+            self.pipeline.broadcast(logits_NV, self.last)
+        return logits_NV
 
     def train_microbatches(
         self,

@@ -128,7 +128,7 @@ class VocabularyPasses:
             self._links.outputs.start_broadcast(x_TH, self._links.last)()
         x_TH = x_TH.detach().requires_grad_()
         with self._saving():
-            logits_TV = self._model.head(x_TH)
+            logits_TV = self._model.head(x_TH, part=True)
         edge, logits_TV = get_gradient_edge(logits_TV), logits_TV.detach()
         group = self._links.normalisers
         first = group.rank * logits_TV.shape[1]

@@ -1,6 +1,6 @@
 """The pipeline of a run, from its configuration: which stage is where, and in what order they are run."""
 
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -14,9 +14,9 @@ from optimus.model.count import count_parameters
 from optimus.pipeline.executor import Happened, Links, ScheduledExecutor, Work
 from optimus.pipeline.message_driven import MessageDrivenExecutor
 from optimus.pipeline.message_driven_simulation import simulate_message_driven
-from optimus.pipeline.ready import find_caps
+from optimus.pipeline.ready import find_caps, message_driven
 from optimus.pipeline.schedule import Placement, Schedule
-from optimus.pipeline.schedules import gpipe, make_schedule
+from optimus.pipeline.schedules import forward_only, make_schedule
 from optimus.pipeline.simulation import simulate
 from optimus.pipeline.staged import Cut, Staged
 from optimus.pipeline.stages import divide
@@ -48,21 +48,26 @@ def stages_of(model: Transformer, cut: Cut, config: RunConfig, groups: Groups, d
     parallel, mesh = config.parallel, groups.mesh
     streams = groups.streams(2 * parallel.stages, "pp")
     team = groups.along("dp", "cp", "tp")
-    links = VocabularyLinks.along(groups, placement_of(config)) if parallel.vocabulary else None
-    schedule = cache(partial(schedule_of, config))
+    place = placement_of(config)
+    exchange = VocabularyLinks.along(groups, place) if parallel.vocabulary else None
+
+    @cache
+    def planned(microbatches: int, backward: bool) -> Schedule:
+        if backward:
+            return schedule_of(config, microbatches)
+        return forward_only(place, microbatches, vocabulary=parallel.vocabulary)
 
     def execute(work: Work, microbatches: int, backward: bool) -> list[Happened]:
-        plan = schedule(microbatches)
+        plan = planned(microbatches, backward)
         links = Links(plan, streams)
-        if not backward:
-            return ScheduledExecutor(plan.forward_only, links, work).run()
-        if parallel.executor == "scheduled":
+        if not backward or parallel.executor == "scheduled":
             return ScheduledExecutor(plan, links, work).run()
         caps = find_caps(parallel.in_flight, parallel.stages)
         return MessageDrivenExecutor(plan, links, work, caps=caps, team=team, device=work.room()[0].device).run()
 
     share = mesh.tp_out if parallel.splits_sequence else 1, mesh.tp_in
-    return Staged(model, cut, share, dtype, execute, links)
+    last = place.rank_of(place.stages - 1)
+    return Staged(model, cut, share, dtype, execute, groups.along("pp"), last, mesh.tp, exchange)
 
 
 def placement_of(config: RunConfig) -> Schedule:
@@ -73,13 +78,13 @@ def placement_of(config: RunConfig) -> Schedule:
 
 
 def schedule_of(config: RunConfig, microbatches: int) -> Schedule:
-    """The schedule of a step of so many microbatches. Raises `UserError` when there is none.
+    """The schedule of a step of so many microbatches; with the message-driven executor, where the stages are.
 
-    With the message-driven executor, that of its forward passes alone.
+    Raises `UserError` when there is none.
     """
     parallel = config.parallel
     if parallel.executor == "message-driven":
-        return gpipe(parallel.pipeline, microbatches, parallel.stages_per_rank)
+        return message_driven(parallel.pipeline, microbatches, parallel.stages_per_rank)
     sizes = parallel.pipeline, microbatches, parallel.stages_per_rank, parallel.warm_up
     return make_schedule(parallel.schedule, *sizes, vocabulary=parallel.vocabulary)
 

@@ -71,7 +71,7 @@ class Run:
     def forward_is_collective(self) -> bool:
         """Whether all ranks must run a forward pass together: some of what it needs is on other ranks."""
         mesh = self.groups.mesh
-        return self.state.gathers_on_use or mesh.ep * mesh.tp * mesh.cp > 1
+        return self.state.gathers_on_use or mesh.pp * mesh.ep * mesh.tp * mesh.cp > 1
 
     def batches(self) -> TokenLoader:
         """This rank's part of every global batch from the next step on."""

@@ -9,7 +9,7 @@ import pytest
 from optimus.testing import Layout, assert_same_as_one_process, run_ranks
 from optimus.testing.equality import train_steps
 
-SIZES = {"hidden": 16, "layers": 2, "heads": 4, "vocab": 52}
+SIZES = {"hidden": 16, "layers": 2, "heads": 4, "vocab": 56}
 SPARSE = {"family": "olmoe", "intermediate": 24, "experts": 8, "experts_per_token": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "moe": SIZES | SPARSE,
@@ -18,7 +18,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied dense": SIZES | {"family": "olmo", "intermediate": 32, "layers": 3, "tie_embeddings": True},
     "thirds": SPARSE | {"hidden": 24, "layers": 2, "heads": 6, "vocab": 54, "experts": 6},
 }
-DRAWS = range(112)
+DRAWS = range(176)
+STEPS = 3
+RANKS = {1: (1, 2, 4, 4, 8, 8), 2: (1, 2, 2, 4), 4: (1, 2)}  # that share a stage, by ranks of the pipeline
 PAIRS = [
     ("parallel.tensor=", "parallel.context=2"),
     ("parallel.tensor=[", "parallel.context_method=ulysses"),
@@ -35,6 +37,47 @@ PAIRS = [
     ("parallel.context=", "recompute_collectives=keep"),
     ("parallel.context=", "recompute_collectives=repeat"),
     ("state.shard=parameters", "recompute=[block]"),
+    *itertools.product(
+        ("parallel.executor=scheduled", "parallel.executor=message-driven"),
+        (
+            "parallel.tensor=[",
+            "parallel.sequence=true",
+            "parallel.context=2",
+            "parallel.expert=2",
+            "parallel.expert_tensor=2",
+            "moe.balance_scope=global",
+            "moe.dispatch=allgather",
+            "state.shard=gradients",
+            "state.shard=parameters",
+            "state.shard=optimizer",
+            "state.coarsening=3",
+            "recompute=[block]",
+            "recompute_collectives=keep",
+            "parallel.blocks=",
+            "parallel.microbatches=auto",
+        ),
+    ),
+    *itertools.product(
+        ("parallel.schedule=zb-h1", "parallel.schedule=zbv"),
+        ("parallel.tensor=", "parallel.expert=2", "state.shard=parameters", "recompute=[", "parallel.pipeline=4"),
+    ),
+    *itertools.product(
+        ("parallel.vocabulary=true",),
+        (
+            "parallel.schedule=gpipe",
+            "parallel.schedule=1f1b",
+            "parallel.schedule=interleaved-1f1b",
+            "parallel.schedule=zb-h1",
+            "parallel.schedule=zbv",
+            "parallel.tensor=",
+            "parallel.context=",
+            "parallel.pipeline=4",
+            "state.shard=parameters",
+            "moe.balance_scope=global",
+        ),
+    ),
+    ("parallel.schedule=interleaved-1f1b", "parallel.pipeline=4"),
+    ("parallel.executor=message-driven", "parallel.stages_per_rank=2 parallel.in_flight=["),
 ]
 
 
@@ -79,21 +122,64 @@ def drawn(number: int) -> tuple[str, Layout]:
     draw = Draw(number)
     model = draw.of(*MODELS)
     shape = MODELS[model]
-    ranks = draw.of(3, 6, 6) if model == "thirds" else draw.of(1, 2, 4, 4, 8, 8, 8, 8)
-    grids = [(m, n) for m in (1, 2, 3, 4) for n in (1, 2, 3) if ranks % (m * n) == 0 == shape["heads"] % m]
+    pipeline = draw.of(1, 1, 2) if model == "thirds" else draw.of(1, 1, 2, 2, 4, 4)
+    here = draw.of(3, 6 // pipeline) if model == "thirds" else draw.of(*RANKS[pipeline])  # ranks that share a stage
+    grids = [(m, n) for m in (1, 2, 3, 4) for n in (1, 2, 3) if here % (m * n) == 0 == shape["heads"] % m]
     outputs, inputs = draw.of((1, 1), *grids)
     tensor = outputs * inputs
-    contexts = [n for n in (1, 2, 3, 4) if ranks // tensor % n == 0 == 16 * tensor * n % ranks]
+    contexts = [n for n in (1, 2, 3, 4) if here // tensor % n == 0 == 16 * tensor * n % here]
     context = draw.of(contexts[0], *contexts)
-    data = ranks // (tensor * context)
+    data = here // (tensor * context)
     _draw_parallel(draw, shape, (outputs, inputs), context)
-    microbatches = [n for n in (1, 2, 4) if 16 % (data * n) == 0 == 16 // (data * n) * 24 // context % tensor]
-    draw.set("train.micro_batch", *(16 // (data * n) for n in microbatches))
+    microbatches = [n for n in (1, 2, 4, 8) if 16 % (data * n) == 0 == 16 // (data * n) * 24 // context % tensor]
+    if pipeline > 1:
+        layers = _draw_pipeline(draw, pipeline, 16 // data, microbatches, shape["vocab"] % (outputs * pipeline) == 0)
+    else:
+        layers = shape["layers"]
+        draw.set("train.micro_batch", *(16 // (data * n) for n in microbatches if n < 8))
     _draw_state(draw, data * context)
     if "experts" in shape:
-        _draw_experts(draw, shape, (outputs, inputs), ranks)
-    _draw_recomputation(draw, "moe" if "experts" in shape else "mlp", shape["layers"])
-    return model, Layout(ranks, draw.overrides)
+        _draw_experts(draw, shape, (outputs, inputs), here)
+    _draw_recomputation(draw, "moe" if "experts" in shape else "mlp", layers)
+    return model, Layout(pipeline * here, draw.overrides)
+
+
+def _draw_pipeline(draw: Draw, ranks: int, sequences: int, microbatches: list[int], divides_vocabulary: bool) -> int:
+    """Draws all about the pipeline, and returns the number of layers. `sequences` of a step are for these ranks."""
+    draw.set("parallel.pipeline", ranks)
+    stages = ranks * _draw_order(draw, ranks, max(microbatches))
+    if divides_vocabulary and "parallel.executor=scheduled" in draw.overrides:
+        draw.set("parallel.vocabulary", True, False)
+    layers: int = draw.set("model.layers", stages, stages + 1)
+    if draw.of(True, False):
+        blocks = [1] * stages
+        blocks[draw.of(*range(stages))] += layers - stages
+        draw.set("parallel.blocks", blocks)
+    least = ranks if "parallel.schedule=interleaved-1f1b" in draw.overrides else 1
+    number = draw.of(*(n for n in microbatches if n >= least))
+    if draw.of(True, False):
+        draw.set("train.micro_batch", sequences // number)
+    else:  # what train.micro_batch says is an upper limit then
+        draw.set("train.micro_batch", sequences)
+        draw.set("parallel.microbatches", number, number, "auto")
+    return layers
+
+
+def _draw_order(draw: Draw, ranks: int, most: int) -> int:
+    """Draws who decides the order, and what order, of at most so many microbatches; returns the stages per rank."""
+    if draw.set("parallel.executor", "scheduled", "scheduled", "message-driven") == "message-driven":
+        per_rank: int = draw.set("parallel.stages_per_rank", 1, 2)
+        cap = draw.of(None, "number", "list", "list")
+        if cap == "number":
+            draw.set("parallel.in_flight", 1, 2, 5)
+        elif cap == "list":
+            draw.set("parallel.in_flight", [draw.of(1, 2, 3) for _ in range(ranks * per_rank)])
+        return per_rank
+    interleaved = ["interleaved-1f1b"] if most >= ranks else []
+    schedule = draw.set("parallel.schedule", "gpipe", "1f1b", "1f1b", "zb-h1", "zbv", *interleaved)
+    if schedule == "1f1b":
+        draw.set("parallel.warm_up", 1, 2)
+    return draw.set("parallel.stages_per_rank", 2) if schedule in ("interleaved-1f1b", "zbv") else 1
 
 
 def _draw_parallel(draw: Draw, shape: dict[str, Any], grid: tuple[int, int], context: int) -> None:
@@ -131,7 +217,7 @@ def _draw_experts(draw: Draw, shape: dict[str, Any], grid: tuple[int, int], rank
         "parallel.expert_tensor", outputs * inputs, *(n for n in (1, 2, 3, 4) if outputs * inputs % n == 0)
     )
     fits = [n for n in (1, 2, 3, 4, 6, 8) if ranks % (n * split) == 0 and shape["experts"] % n == 0]
-    draw.set("parallel.expert", max(fits), *fits)
+    draw.set("parallel.expert", max(fits), max(fits), *fits)
     dispatch = draw.set("moe.dispatch", "alltoall", "alltoall", "allgather")
     draw.set("moe.balance_scope", "microbatch", "global")
     if dispatch == "alltoall" and inputs == 1 and split == outputs > 1 and "parallel.sequence=false" in draw.overrides:
@@ -154,7 +240,7 @@ def combinations_of(*options: str) -> list[list[str]]:
 @pytest.mark.parametrize("number", DRAWS)
 def test_random_layouts(number: int) -> None:
     model, layout = drawn(number)
-    assert_same_as_one_process(config_of(model), [layout], 4, rtol=2e-5)
+    assert_same_as_one_process(config_of(model), [layout], STEPS, rtol=2e-5)
 
 
 def test_the_draws_meet_everything() -> None:
@@ -190,6 +276,15 @@ def test_the_draws_meet_everything() -> None:
         ),
         "recompute_every": ("1", "2"),
         "recompute_collectives": ("keep", "repeat"),
+        "parallel.pipeline": ("2", "4"),
+        "parallel.schedule": ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"),
+        "parallel.warm_up": ("1", "2"),
+        "parallel.stages_per_rank": ("1", "2"),
+        "parallel.executor": ("scheduled", "message-driven"),
+        "parallel.in_flight": ("1", "2", "5"),
+        "parallel.blocks": ("[1,1]", "[1,2]", "[2,1]", "[1,1,1,1]"),
+        "parallel.vocabulary": ("true", "false"),
+        "parallel.microbatches": ("1", "2", "4", "8", "auto"),
     }
     assert {f"{key}={value}" for key, values in options.items() for value in values} - said == set()
     assert {model for model, _ in drawings} == set(MODELS)

@@ -5,13 +5,23 @@ Each generator lists the computations of every rank; `transfers.with_transfers` 
 
 from optimus.errors import UserError, nearest
 from optimus.pipeline.schedule import Schedule
-from optimus.pipeline.schedules.gpipe import gpipe
+from optimus.pipeline.schedules.gpipe import forward_only, gpipe
 from optimus.pipeline.schedules.interleaved import interleaved
 from optimus.pipeline.schedules.one_f_one_b import one_f_one_b
 from optimus.pipeline.schedules.vocabulary import AHEAD, with_vocabulary
 from optimus.pipeline.schedules.zero_bubble import zb_h1, zbv
 
-__all__ = ["SCHEDULES", "gpipe", "interleaved", "make_schedule", "one_f_one_b", "with_vocabulary", "zb_h1", "zbv"]
+__all__ = [
+    "SCHEDULES",
+    "forward_only",
+    "gpipe",
+    "interleaved",
+    "make_schedule",
+    "one_f_one_b",
+    "with_vocabulary",
+    "zb_h1",
+    "zbv",
+]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv")
 

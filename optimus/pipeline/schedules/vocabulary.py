@@ -19,8 +19,10 @@ AHEAD = 2
 for, S and then T on all ranks, is done beside its forward passes of the next ones (section 5.2: p + 2 activations)."""
 
 
-def with_vocabulary(schedule: Schedule) -> Schedule:
+def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
     """`schedule` with the passes of the vocabulary put where they can be done soonest: its own order stays as it is.
+
+    Without `backward`, where it has forward passes alone, that is the embedding.
 
     The computations are played with usual times. Whenever a rank is free, what others wait for comes first; the gradients of
     the embedding, for which nobody waits, come last.
@@ -29,21 +31,22 @@ def with_vocabulary(schedule: Schedule) -> Schedule:
     orders: list[list[Action]] = [[] for _ in range(schedule.ranks)]
     own = [[action for action in actions if action.kind.computes] for actions in schedule.actions]
     position = [0] * schedule.ranks
-    following = [dict.fromkeys((*_BEFORE, Kind.EMBED_BACKWARD), 0) for _ in own]
+    before, after = (_BEFORE, [Kind.EMBED_BACKWARD]) if backward else ((Kind.EMBED,), [])
+    following = [dict.fromkeys((*before, *after), 0) for _ in own]
     free = [0.0] * schedule.ranks
     ends: dict[Action, float] = {}
 
     def options(rank: int) -> Iterator[tuple[float, int, int, Action]]:
         """(start, priority, rank, action) of each that could be next on `rank`."""
-        candidates = [Action(kind, rank, following[rank][kind]) for kind in _BEFORE]
+        candidates = [Action(kind, rank, following[rank][kind]) for kind in before]
         candidates += own[rank][position[rank] : position[rank] + 1]
-        candidates.append(Action(Kind.EMBED_BACKWARD, rank, following[rank][Kind.EMBED_BACKWARD]))
+        candidates += [Action(kind, rank, following[rank][kind]) for kind in after]
         for priority, action in enumerate(candidates):
             inputs = result.inputs_of(action)
             if action.microbatch < schedule.microbatches and all(needed in ends for needed in inputs):
                 yield max([free[rank], *(ends[needed] for needed in inputs)]), priority, rank, action
 
-    left = sum(map(len, own)) + 4 * schedule.ranks * schedule.microbatches
+    left = sum(map(len, own)) + len(following[0]) * schedule.ranks * schedule.microbatches
     while left:
         found = min((option for rank in range(schedule.ranks) for option in options(rank)), default=None)
         if found is None:

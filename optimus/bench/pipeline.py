@@ -1,0 +1,202 @@
+"""Pipelines: message-driven execution against 1F1B, and our executor of schedules against torch.distributed.pipelining.
+
+The first with computations and links as timed waits on real ranks (`pipeline_waits`), beside a simulation of the same draws.
+Contestants at one point take turns within a seed, and have the same draws.
+
+The second in training steps without an optimizer, fp32, one thread per rank, on the same stages (`pipeline_rival`); both
+take turns step by step, in the same processes.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from optimus.bench.fresh_ranks import run_fresh
+from optimus.bench.pipeline_rival import TORCH, make_stages, ours, torchs
+from optimus.bench.pipeline_waits import Contestant, Job, run_jobs, simulated, timelines
+from optimus.bench.report import print_table, report
+from optimus.config import RunConfig, load_config
+from optimus.disk import write_json
+from optimus.pipeline.costs import Costs
+from optimus.pipeline.ready import caps_like_1f1b, message_driven
+from optimus.pipeline.schedules import make_schedule
+
+_DRAWS = 20  # of the mean of simulations
+_WARM_UP = 2  # training steps that are not counted
+_BASE, _DEEP, _DRIVEN = "1F1B", "1F1B, deeper warm-up", "message-driven"
+
+Rows = list[dict[str, Any]]
+
+
+class Point(NamedTuple):
+    """Where message-driven execution is compared. Times are in forward passes; a backward pass takes two."""
+
+    stages: int = 4
+    link: float = 0.1
+    jitter: float = 0.2
+    live: float = 2.0
+    """Most live activations of message-driven execution, and of the deeper warm-up, as a multiple of 1F1B's."""
+    imbalance: float = 1.0
+    """Factor on the times of stage 1."""
+
+    def costs(self, seed: int) -> Costs:
+        imbalance = {} if self.imbalance == 1 else {1: self.imbalance}
+        return Costs(link=self.link, jitter=self.jitter, imbalance=imbalance, seed=seed)
+
+    def contestants(self, microbatches: int) -> list[Contestant]:
+        shallow, deep = (make_schedule("1f1b", self.stages, microbatches, warm_up=live) for live in (1.0, self.live))
+        driven = message_driven(self.stages, microbatches)
+        found = [Contestant(_BASE, shallow)]
+        if self.live > 1:
+            found.append(Contestant(_DEEP, deep))
+        return [*found, Contestant(_DRIVEN, driven, tuple(caps_like_1f1b(self.stages, self.live)))]
+
+
+POINTS = {
+    "stages4.link10": Point(),
+    "stages8.link10": Point(stages=8),
+    "stages4.link30": Point(link=0.3),
+    "stages4.imbalance": Point(imbalance=1.3),
+    "stages4.equal_memory": Point(live=1.0),
+    "stages4.live1.5": Point(live=1.5),
+    "stages4.live3": Point(live=3.0),
+    "stages4.jitter0": Point(jitter=0.0),
+    "stages4.jitter10": Point(jitter=0.1),
+    "stages4.jitter50": Point(jitter=0.5),
+}
+
+
+def run(
+    *,
+    microbatches: int = 64,
+    forward_ms: float = 10.0,
+    seeds: int = 3,
+    steps: int = 10,
+    ranks: Sequence[int] = (2, 4),
+) -> tuple[Rows, Rows, dict[str, float]]:
+    """Rows of the waits, rows of training, and ratios of speed; above one, the first named is the faster.
+
+    `message_driven.vs_1f1b.POINT`, and `vs_deep_1f1b` with the same cap, for every point of `POINTS`; `scheduled.vs_torch.`
+    of each schedule and number of `ranks`, and the smallest of these.
+    """
+    waits = [
+        row
+        for stages in sorted({point.stages for point in POINTS.values()})
+        for row in _measure_waits(stages, microbatches, forward_ms / 1e3, range(seeds))
+    ]
+    training = [_measure_training(name, number, steps) for number in ranks for name in TORCH]
+    return waits, training, _ratios(waits, training)
+
+
+def publish(waits: Rows, training: Rows, ratios: dict[str, float], *, path: Path | None) -> None:
+    """Print the tables and the ratios, and write the report to `path` if there is one."""
+    print_table(waits, "optimus bench pipeline: timed waits; speed relative to 1F1B")
+    print_table(training, "optimus bench pipeline: training steps")
+    for ratio, value in ratios.items():
+        print(f"{ratio}: {value:.3f}")
+    if path is not None:
+        write_json(path, report("pipeline", [*waits, *training], ratios))
+
+
+def _measure_waits(stages: int, microbatches: int, unit: float, seeds: Sequence[int]) -> Rows:
+    """A row per point with so many stages, and contestant."""
+    points = {name: point for name, point in POINTS.items() if point.stages == stages}
+    keys = [
+        (name, who, seed) for seed in seeds for name, point in points.items() for who in point.contestants(microbatches)
+    ]
+    jobs = [Job(who, points[name].costs(seed), unit) for name, who, seed in keys]
+    found = timelines(run_fresh(run_jobs, stages, jobs))
+    measured = {(name, who.name, seed): each.makespan for (name, who, seed), each in zip(keys, found)}
+    rows: Rows = []
+    for name, point in points.items():
+        contestants = point.contestants(microbatches)
+        expected = {
+            (who.name, seed): simulated(Job(who, point.costs(seed), unit)).makespan
+            for who in contestants
+            for seed in {*seeds, *range(_DRAWS)}
+        }
+        for who in contestants:
+            faster = [measured[name, _BASE, seed] / measured[name, who.name, seed] for seed in seeds]
+            simulations = [expected[_BASE, seed] / expected[who.name, seed] for seed in range(_DRAWS)]
+            rows.append(
+                {"point": name, **point._asdict(), "contestant": who.name}
+                | {"step_seconds": statistics.median(measured[name, who.name, seed] for seed in seeds)}
+                | {"simulated_seconds": unit * statistics.median(expected[who.name, seed] for seed in seeds)}
+                | {"speed": statistics.median(faster)}
+                | {"simulated_speed": statistics.median(expected[_BASE, s] / expected[who.name, s] for s in seeds)}
+                | {"simulated_20_draws": statistics.fmean(simulations)}
+            )
+    return rows
+
+
+def training_config(schedule: str, ranks: int, *, layers: int = 8, sequences: int = 16, context: int = 64) -> RunConfig:
+    """`mula-tiny` with so many layers, in microbatches of two sequences."""
+    tree = {
+        "model": "mula-tiny",
+        "data": {"path": ""},
+        "train": {
+            "output": "",
+            "steps": 1,
+            "global_batch": sequences,
+            "micro_batch": 2,
+            "context": context,
+            "precision": "float32",
+        },
+        "parallel": {
+            "pipeline": ranks,
+            "schedule": schedule,
+            "stages_per_rank": 2 if schedule in ("interleaved-1f1b", "zbv") else 1,
+        },
+    }
+    return load_config(tree, [f"model.layers={layers}"])
+
+
+def _measure_training(schedule: str, ranks: int, steps: int) -> dict[str, Any]:
+    by_rank = run_fresh(_turns, ranks, training_config(schedule, ranks), steps)
+    seconds = [statistics.median(max(each) for each in zip(*(turns[who][0] for turns in by_rank))) for who in (0, 1)]
+    losses = [max(turns[who][1] for turns in by_rank) for who in (0, 1)]  # ranks without the last stage give zero
+    return (
+        {"schedule": schedule, "ranks": ranks}
+        | {
+            f"{who}_{what}": value
+            for what, values in (("step_seconds", seconds), ("loss", losses))
+            for who, value in zip(("optimus", "torch"), values)
+        }
+        | {"speed": seconds[1] / seconds[0]}
+    )
+
+
+def _turns(config: RunConfig, steps: int) -> list[tuple[list[float], float]]:
+    """On a rank, of ours and of torch: the seconds of each counted step, and the loss."""
+    torch.set_num_threads(1)
+    draws = torch.Generator().manual_seed(0)
+    shape = config.train.global_batch, config.train.context
+    tokens_BS = torch.randint(config.model.vocab, shape, generator=draws)
+    staged = make_stages(config)
+    sides = [ours(staged, config), torchs(staged, config)]
+    seconds: list[list[float]] = [[], []]
+    losses = [0.0, 0.0]
+    for number in range(_WARM_UP + steps):
+        for who in (0, 1) if number % 2 else (1, 0):
+            dist.barrier()
+            start = time.perf_counter()
+            found = sides[who](tokens_BS)
+            if number >= _WARM_UP:
+                seconds[who].append(time.perf_counter() - start)
+            losses[who] = float(found.mean()) if len(found) else 0.0
+    return list(zip(seconds, losses))
+
+
+def _ratios(waits: Rows, training: Rows) -> dict[str, float]:
+    speeds = {(row["point"], row["contestant"]): row["speed"] for row in waits}
+    ratios = {f"message_driven.vs_1f1b.{point}": speeds[point, _DRIVEN] for point in POINTS}
+    for point in POINTS:
+        if (point, _DEEP) in speeds:
+            ratios[f"message_driven.vs_deep_1f1b.{point}"] = speeds[point, _DRIVEN] / speeds[point, _DEEP]
+    by_schedule = {f"scheduled.vs_torch.{row['schedule']}.ranks{row['ranks']}": row["speed"] for row in training}
+    return ratios | by_schedule | {"scheduled.vs_torch": min(by_schedule.values())}
