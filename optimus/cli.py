@@ -202,6 +202,12 @@ def schedule(
         int | None, typer.Option(help="Default: 2 for interleaved-1f1b and zbv, else 1.")
     ] = None,
     warm_up: Annotated[float, typer.Option(help="1f1b: times its usual activations that a stage may keep.")] = 1.0,
+    vocabulary: Annotated[
+        bool, typer.Option("--vocabulary", help="Every rank has a part of embedding and output layer (S and T).")
+    ] = False,
+    output_layer: Annotated[
+        float, typer.Option(help="Time of its forward pass: the last stage's, or shared out with --vocabulary.")
+    ] = 0.0,
     jitter: Annotated[float, typer.Option(help="Lognormal deviation of every computation's time.")] = 0.0,
     link: Annotated[float, typer.Option(help="Time of a message between ranks; a stage's forward pass takes 1.")] = 0.0,
     blocking: Annotated[bool, typer.Option("--blocking", help="Ranks wait for their sends and receives.")] = False,
@@ -226,6 +232,8 @@ def schedule(
             microbatches,
             stages_per_rank=stages_per_rank,
             warm_up=warm_up,
+            vocabulary=vocabulary,
+            output_layer=output_layer,
             costs=Costs(jitter=jitter, link=link, blocking=blocking, seed=seed),
             measured=measured,
             plot=plot,
@@ -306,13 +314,14 @@ def bench_pipeline(
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step of timed waits.")] = 64,
     forward_ms: Annotated[float, typer.Option(help="Timed wait that stands for a forward pass.")] = 10.0,
     seeds: Annotated[int, typer.Option(help="Draws of the jitter that are measured.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Rounds of each, the contestants taking turns; the best counts.")] = 2,
     steps: Annotated[int, typer.Option(help="Timed training steps of us and of torch.")] = 10,
     json_file: JsonFile = None,
 ) -> None:
     """Message-driven pipelines against 1F1B, and schedules against torch.distributed.pipelining."""
     from optimus.bench import pipeline
 
-    result = pipeline.run(microbatches=microbatches, forward_ms=forward_ms, seeds=seeds, steps=steps)
+    result = pipeline.run(microbatches=microbatches, forward_ms=forward_ms, seeds=seeds, rounds=rounds, steps=steps)
     pipeline.publish(*result, path=json_file)
 
 

@@ -1,7 +1,8 @@
 """Pipelines: message-driven execution against 1F1B, and our executor of schedules against torch.distributed.pipelining.
 
 The first with computations and links as timed waits on real ranks (`pipeline_waits`), beside a simulation of the same draws.
-Contestants at one point take turns within a seed, and have the same draws.
+Contestants at one point take turns, and have the same draws; of the rounds of one seed the best counts, since whatever
+else the machine does can only make a wait longer.
 
 The second in training steps without an optimizer, fp32, one thread per rank, on the same stages (`pipeline_rival`); both
 take turns step by step, in the same processes.
@@ -76,6 +77,7 @@ def run(
     microbatches: int = 64,
     forward_ms: float = 10.0,
     seeds: int = 3,
+    rounds: int = 2,
     steps: int = 10,
     ranks: Sequence[int] = (2, 4),
 ) -> tuple[Rows, Rows, dict[str, float]]:
@@ -87,7 +89,7 @@ def run(
     waits = [
         row
         for stages in sorted({point.stages for point in POINTS.values()})
-        for row in _measure_waits(stages, microbatches, forward_ms / 1e3, range(seeds))
+        for row in _measure_waits(stages, microbatches, forward_ms / 1e3, range(seeds), rounds)
     ]
     training = [_measure_training(name, number, steps) for number in ranks for name in TORCH]
     return waits, training, _ratios(waits, training)
@@ -103,15 +105,21 @@ def publish(waits: Rows, training: Rows, ratios: dict[str, float], *, path: Path
         write_json(path, report("pipeline", [*waits, *training], ratios))
 
 
-def _measure_waits(stages: int, microbatches: int, unit: float, seeds: Sequence[int]) -> Rows:
+def _measure_waits(stages: int, microbatches: int, unit: float, seeds: Sequence[int], rounds: int) -> Rows:
     """A row per point with so many stages, and contestant."""
     points = {name: point for name, point in POINTS.items() if point.stages == stages}
     keys = [
-        (name, who, seed) for seed in seeds for name, point in points.items() for who in point.contestants(microbatches)
+        (name, who, seed)
+        for seed in seeds
+        for name, point in points.items()
+        for _ in range(rounds)
+        for who in point.contestants(microbatches)
     ]
     jobs = [Job(who, points[name].costs(seed), unit) for name, who, seed in keys]
-    found = timelines(run_fresh(run_jobs, stages, jobs))
-    measured = {(name, who.name, seed): each.makespan for (name, who, seed), each in zip(keys, found)}
+    measured: dict[tuple[str, str, int], float] = {}
+    for (name, who, seed), found in zip(keys, timelines(run_fresh(run_jobs, stages, jobs))):
+        key = name, who.name, seed
+        measured[key] = min(found.makespan, measured.get(key, found.makespan))
     rows: Rows = []
     for name, point in points.items():
         contestants = point.contestants(microbatches)

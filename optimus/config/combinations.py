@@ -72,6 +72,10 @@ def check_pipeline(config: "RunConfig") -> None:
         for name in _ABOUT_PIPELINES:
             if getattr(parallel, name) != ParallelConfig.model_fields[name].default:
                 raise ValueError(f"parallel.{name} is about a pipeline, but parallel.pipeline is 1: remove it")
+        if config.observe.timeline is not None:
+            raise ValueError(
+                "observe.timeline is about a pipeline, but parallel.pipeline is 1: remove it (or use trace)"
+            )
         return
     stages = parallel.stages
     if parallel.executor == "message-driven":

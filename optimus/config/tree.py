@@ -258,6 +258,11 @@ class ObserveConfig(Section):
         gt=0,
         description="Profile this step: each rank writes trace-rank-N.json, for chrome://tracing or Perfetto.",
     )
+    timeline: int | None = Field(
+        None,
+        gt=0,
+        description="Write to timeline.json what the pipeline did when in this step, for `optimus schedule --measured`.",
+    )
 
 
 class TuningConfig(Section):

@@ -68,10 +68,11 @@ def _in_segments(blocks: Blocks, length: int, keep: bool) -> Callable[..., tuple
     checkpointed = [_checkpointed(segment, keep) for segment in segments]
     whole = blocks.forward
 
-    def forward(x_TH: Tensor, places: Places, cache: KVCache | None = None) -> tuple[Tensor, RouterStats | None]:
+    def forward(
+        x_TH: Tensor, places: Places, cache: KVCache | None = None, stats: RouterStats | None = None
+    ) -> tuple[Tensor, RouterStats | None]:
         if cache is not None:  # generation, which has no backward pass
-            return whole(x_TH, places, cache)
-        stats: RouterStats | None = None
+            return whole(x_TH, places, cache, stats)
         for segment in checkpointed:
             x_TH, stats = segment(x_TH, places, None, stats)
         return x_TH, stats

@@ -1,5 +1,6 @@
 """A schedule and its timeline for people and for programs: what `optimus schedule` shows."""
 
+from dataclasses import replace
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from optimus.disk import write_json
 from optimus.errors import naming_disk_errors
 from optimus.pipeline.checking import check
-from optimus.pipeline.costs import Costs
+from optimus.pipeline.costs import Costs, PerStage, per_stage
 from optimus.pipeline.draw import draw, text_timeline
 from optimus.pipeline.schedule import Schedule
 from optimus.pipeline.schedules import make_schedule
@@ -24,6 +25,8 @@ def run(
     *,
     stages_per_rank: int | None = None,
     warm_up: float = 1.0,
+    vocabulary: bool = False,
+    output_layer: float = 0.0,
     costs: Costs | None = None,
     measured: Path | None = None,
     plot: Path | None = None,
@@ -32,6 +35,9 @@ def run(
     """Make, check and simulate a schedule; write the files that are wanted; return what is to be printed.
 
     Args:
+        vocabulary: every rank has a part of the vocabulary.
+        output_layer: time of its forward pass, in which `costs` have none yet; it is the last stage's, or with `vocabulary`
+            all ranks'.
         measured: a file of `write_timeline`, which is shown and drawn beside the simulated timeline.
         plot: the PNG to draw.
         json_file: where `summary` goes.
@@ -39,9 +45,9 @@ def run(
     Raises `UserError` for what `make_schedule`, `Costs`, `read_timeline` and `draw` refuse, and for files that cannot be
     written.
     """
-    schedule = make_schedule(name, ranks, microbatches, stages_per_rank, warm_up)
+    schedule = make_schedule(name, ranks, microbatches, stages_per_rank, warm_up, vocabulary=vocabulary)
     check(schedule)
-    timeline = simulate(schedule, costs)
+    timeline = simulate(schedule, _with_output_layer(costs or Costs(), schedule, output_layer))
     timelines = {f"{schedule.name}, simulated": timeline}
     if measured is not None:
         timelines[f"{measured}, measured"] = read_timeline(measured)
@@ -52,6 +58,22 @@ def run(
         draw(timelines, plot)
     width = get_terminal_size(fallback=(_FILE_WIDTH, 24)).columns
     return "\n\n".join(describe(title, timeline, width) for title, timeline in timelines.items())
+
+
+def _with_output_layer(costs: Costs, schedule: Schedule, forward: float) -> Costs:
+    if schedule.splits_vocabulary:
+        return replace(costs, logits=forward / schedule.ranks)
+
+    def longer(time: PerStage) -> list[float]:
+        *others, last = per_stage(time, schedule.stages)
+        return [*others, last + forward]
+
+    return replace(
+        costs,
+        forward=longer(costs.forward),
+        backward_input=longer(costs.backward_input),
+        backward_weights=longer(costs.backward_weights),
+    )
 
 
 def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What happens around the steps, each with a name for when it runs."""
 
 import signal
+import time
 from types import FrameType
 from typing import Any
 
@@ -13,6 +14,8 @@ from optimus.model.count import flops_per_token
 from optimus.observe.machine import peak_flops
 from optimus.observe.metrics import MetricsWriter
 from optimus.observe.progress import Progress
+from optimus.pipeline.staged import Staged
+from optimus.pipeline.timeline import Event, Timeline, write_timeline
 from optimus.train.run import Run
 from optimus.train.step import StepResult
 
@@ -174,6 +177,23 @@ class Trace(Hook):
     def after_training(self, run: Run) -> None:
         if self._profile is not None:  # the step failed
             self._profile.stop()
+
+
+class PipelineTimeline(Hook):
+    """Writes what the ranks of the first pipeline computed when in one step."""
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if run.step != run.config.observe.timeline or not isinstance(run.model, Staged):
+            return
+        offset = time.time() - time.perf_counter()  # nodes have one time of day, but each its own counter
+        happened = [each._replace(start=each.start + offset, end=each.end + offset) for each in run.model.happened]
+        pipeline = run.groups.along("pp")
+        events = [Event(rank, *each) for rank, theirs in enumerate(pipeline.collect(happened)) for each in theirs]
+        if run.groups.rank == 0:
+            path = run.folder / "timeline.json"
+            with naming_disk_errors(path, "Make room or leave observe.timeline away"):
+                write_timeline(path, Timeline.of(events, pipeline.size))
+            run.notes.append(f"step {run.step}: what the pipeline computed when is in {path}")
 
 
 class Checkpoints(Hook):

@@ -32,7 +32,7 @@ from optimus.mesh.placement import describe
 from optimus.observe.machine import find_device
 from optimus.observe.metrics import read_metrics
 from optimus.train import checks
-from optimus.train.hooks import Checkpoints, HeldOut, Hook, Interrupt, Metrics, NonFinite, Trace
+from optimus.train.hooks import Checkpoints, HeldOut, Hook, Interrupt, Metrics, NonFinite, PipelineTimeline, Trace
 from optimus.train.loop import naming_collectives, train_loop
 from optimus.train.pipeline import with_microbatches
 from optimus.train.run import Run, build_run, mesh_of, ranks_per_node
@@ -112,7 +112,8 @@ def _launch(config: str, resume: bool, ranks: int) -> None:
         nproc_per_node=ranks,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
         max_restarts=0,
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -236,6 +237,7 @@ def _hooks(run: Run) -> list[Hook]:
     """Metrics follow what measures for them and precede the checkpoint, which must not be newer than they are."""
     first = run.groups.rank == 0
     measuring: list[Hook] = [HeldOut()] if first or run.forward_is_collective else []
+    measuring += [PipelineTimeline()] if run.config.observe.timeline else []
     reporting: list[Hook] = [Metrics()] if first else []
     tuning: list[Hook] = [TuneMatmuls()] if run.config.tuning.matmul else []
     return [Interrupt(), *tuning, *measuring, *reporting, Checkpoints(), NonFinite(), Trace()]

@@ -12,7 +12,7 @@ from optimus.testing import run_ranks
 
 @pytest.mark.slow
 def test_rows_and_ratios() -> None:
-    waits, training, ratios = pipeline.run(microbatches=8, forward_ms=1, seeds=1, steps=1, ranks=(2,))
+    waits, training, ratios = pipeline.run(microbatches=8, forward_ms=1, seeds=1, rounds=1, steps=1, ranks=(2,))
     seen = {(row["point"], row["contestant"]) for row in waits}
     assert seen == {
         (name, who.name) for name, point in pipeline.POINTS.items() for who in point.contestants(microbatches=8)

@@ -102,7 +102,7 @@ class Draw:
     """Choices that a number decides, and what they make of the configuration."""
 
     def __init__(self, number: int) -> None:
-        self._random = random.Random(number)
+        self._random = random.Random(23_000 + number)  # from where on the draws meet everything below
         self.overrides: list[str] = []
 
     def of(self, *options: Any) -> Any:

@@ -1,0 +1,177 @@
+"""Gradients of weights that are put off: the same bits as those added at once, and nothing is added before."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optimus.comm import Group, Groups
+from optimus.config.tree import StateConfig
+from optimus.kernels.expert_mlp import expert_mlp
+from optimus.kernels.linear import linear
+from optimus.kernels.rms_norm import rms_norm
+from optimus.kernels.sink import TensorSink, add_gradient, deferring
+from optimus.mesh import Layout, Mesh
+from optimus.parallel.tensor import SplitProduct
+from optimus.state.chunk import Chunk
+from optimus.state.plan import plan_chunks
+from optimus.testing import run_ranks
+
+BF16, FP32 = torch.bfloat16, torch.float32
+TYPES = [(FP32, FP32), (BF16, BF16), (BF16, FP32)]  # of weights and of gradients
+Function = Callable[..., Tensor]
+
+
+def normal(seed: int, *shape: int, dtype: torch.dtype = FP32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def at_once_and_later(
+    function: Function, inputs: Sequence[Sequence[Tensor]], weights: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    """All gradients after a pass for each of `inputs`, the weights' being put off until the last pass or not.
+
+    `function` takes the inputs of a pass, the weights and their sinks.
+    """
+    found = []
+    for later in (False, True):
+        sinks = [TensorSink(torch.ones(w.shape, dtype=dtype)) for w in weights]
+        put_off: list[Callable[[], None]] = []
+        gradients = []
+        for seed, given in enumerate(inputs):
+            leaves = [x.clone().requires_grad_() for x in given]
+            parameters = [w.clone().requires_grad_() for w in weights]
+            y = function(*leaves, *parameters, sinks)
+            if later:
+                with deferring() as deferred:
+                    y.backward(normal(seed, *y.shape, dtype=y.dtype))
+                put_off += deferred
+                assert all(bool((sink.grad == 1).all()) and sink.added == 0 for sink in sinks)
+            else:
+                y.backward(normal(seed, *y.shape, dtype=y.dtype))
+            assert all(w.grad is None for w in parameters)
+            gradients += [x.grad for x in leaves if x.grad is not None]
+        assert len(put_off) == (len(weights) * len(inputs) if later else 0)
+        for add in put_off:
+            add()
+        assert [sink.added for sink in sinks] == [len(inputs)] * len(sinks)
+        assert all(bool((sink.grad != 1).any()) for sink in sinks)
+        found.append([*gradients, *(sink.grad for sink in sinks)])
+    return found[0], found[1]
+
+
+def same_bits(found: tuple[list[Tensor], list[Tensor]]) -> bool:
+    return all(a.equal(b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(("weight", "gradient"), TYPES)
+def test_linear(weight: torch.dtype, gradient: torch.dtype) -> None:
+    inputs = [[normal(seed, 3, 7, 24, dtype=weight)] for seed in (1, 2)]
+
+    def function(x: Tensor, w: Tensor, sinks: list[TensorSink]) -> Tensor:
+        return linear(x, w, sinks[0])
+
+    assert same_bits(at_once_and_later(function, inputs, [normal(3, 40, 24, dtype=weight)], gradient))
+
+
+@pytest.mark.parametrize(("weight", "gradient"), TYPES)
+@pytest.mark.parametrize("candidates", [8, 2, 1])
+def test_expert_mlp(weight: torch.dtype, gradient: torch.dtype, candidates: int) -> None:
+    """Also where some experts are chosen by none and some choices are skipped; experts share what is overwritten."""
+    experts, hidden, inner, tokens = 8, 24, 16, 50
+    inputs = [[normal(seed, tokens, hidden, dtype=weight), normal(seed + 9, tokens, 2).to(weight)] for seed in (1, 2)]
+    chosen_TK = torch.randint(-1, candidates, (tokens, 2), generator=torch.Generator().manual_seed(0))
+    weights = [normal(3, experts, 2 * inner, hidden, dtype=weight), normal(4, experts, hidden, inner, dtype=weight)]
+
+    def function(x: Tensor, share: Tensor, up: Tensor, down: Tensor, sinks: list[TensorSink]) -> Tensor:
+        return expert_mlp(x, share, chosen_TK, up, down, (sinks[0], sinks[1]))
+
+    assert same_bits(at_once_and_later(function, inputs, weights, gradient))
+
+
+def split_products(inputs: int) -> list[bool]:
+    """Whether the bits are the same, for each way to split tokens and to overlap."""
+    groups = Groups(Mesh(tp=2, tp_in=inputs))
+    outer, inner = groups.along("tp_out"), groups.along("tp_in")
+    found = []
+    for sequence, overlap in ((False, True), (True, True), (True, False)):
+        split = SplitProduct(inner, outer, gathers=sequence and inputs == 1, scatters=False, overlap=overlap)
+
+        def function(x: Tensor, w: Tensor, sinks: list[TensorSink], split: SplitProduct = split) -> Tensor:
+            weight = nn.Parameter(w.detach())
+            weight.sink = sinks[0]  # type: ignore[attr-defined]
+            return split(x, weight)
+
+        given = [[normal(10 * groups.rank + seed, 12, 36)] for seed in (1, 2)]
+        found.append(same_bits(at_once_and_later(function, given, [normal(groups.rank, 20, 36)], FP32)))
+    return found
+
+
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_a_product_split_over_ranks(inputs: int) -> None:
+    assert run_ranks(split_products, 2, inputs) == [[True] * 3] * 2
+
+
+def test_only_what_is_inside_is_put_off() -> None:
+    sink = TensorSink(torch.zeros(2))
+
+    def add(value: float) -> None:
+        add_gradient(sink, lambda grad: grad.add_(value))
+
+    add(1.0)
+    with deferring() as outer:
+        add(10.0)
+        with deferring() as inner:
+            add(100.0)
+        add(1000.0)
+    with pytest.raises(ZeroDivisionError), deferring():
+        raise ZeroDivisionError
+    add(2.0)
+    assert sink.grad.tolist() == [3.0, 3.0]
+    assert (len(outer), len(inner)) == (2, 1)
+    for each in (*inner, *outer):
+        each()
+    assert sink.grad.tolist() == [1113.0, 1113.0]
+    assert sink.added == 5
+
+
+def test_without_a_sink_nothing_is_put_off() -> None:
+    w = normal(0, 5, 4).requires_grad_()
+    with deferring() as deferred:
+        linear(normal(1, 3, 4), w).sum().backward()
+    assert not deferred
+    assert w.grad is not None
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_chunk_waits_for_the_gradients_that_are_put_off(later: bool) -> None:
+    """Autograd calls its hooks for a weight whose sink has been given nothing yet; that must not count as arrived."""
+    layouts = {"norm": Layout((4,)), "w": Layout((5, 4))}
+    (plan,) = plan_chunks(layouts, Mesh(), 0, StateConfig())
+    one, reduced = Group([0], 0), []
+    chunk = Chunk(plan, one, one, FP32, FP32, torch.device("cpu"), started=reduced.append)
+    parameters = dict(chunk.make_parameters())
+    chunk.initialize(0, 0.5)
+    chunk.begin_step()
+    for last in (False, True):
+        if last:
+            chunk.reduce_on_arrival()
+        w = parameters["w"]
+        y = linear(rms_norm(normal(1, 3, 4), parameters["norm"], 1e-5), w, w.sink)  # type: ignore[attr-defined]
+        if later:
+            with deferring() as deferred:
+                y.square().sum().backward()
+            assert not reduced
+            assert w.grad is not None
+            for add in deferred:
+                add()
+        else:
+            y.square().sum().backward()
+        assert len(reduced) == last
+    expected = [parameter.detach().clone().requires_grad_() for parameter in parameters.values()]
+    found = dict(zip(parameters, expected, strict=True))
+    y = rms_norm(normal(1, 3, 4), found["norm"], 1e-5) @ found["w"].T
+    (2 * y.square().sum()).backward()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter.grad, found[name].grad)
