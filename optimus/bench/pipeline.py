@@ -91,7 +91,7 @@ def run(
         for stages in sorted({point.stages for point in POINTS.values()})
         for row in _measure_waits(stages, microbatches, forward_ms / 1e3, range(seeds), rounds)
     ]
-    training = [_measure_training(name, number, steps) for number in ranks for name in TORCH]
+    training = [row for number in ranks for row in _measure_training(number, steps)]
     return waits, training, _ratios(waits, training)
 
 
@@ -164,19 +164,24 @@ def training_config(schedule: str, ranks: int, *, layers: int = 8, sequences: in
     return load_config(tree, [f"model.layers={layers}"])
 
 
-def _measure_training(schedule: str, ranks: int, steps: int) -> dict[str, Any]:
-    by_rank = run_fresh(_turns, ranks, training_config(schedule, ranks), steps)
-    seconds = [statistics.median(max(each) for each in zip(*(turns[who][0] for turns in by_rank))) for who in (0, 1)]
-    losses = [max(turns[who][1] for turns in by_rank) for who in (0, 1)]  # ranks without the last stage give zero
-    return (
-        {"schedule": schedule, "ranks": ranks}
-        | {
-            f"{who}_{what}": value
-            for what, values in (("step_seconds", seconds), ("loss", losses))
-            for who, value in zip(("optimus", "torch"), values)
-        }
-        | {"speed": seconds[1] / seconds[0]}
-    )
+def _measure_training(ranks: int, steps: int) -> Rows:
+    """A row per schedule."""
+    by_rank = run_fresh(_turns_of_all, ranks, [training_config(name, ranks) for name in TORCH], steps)
+    rows: Rows = []
+    for name, turns in zip(TORCH, zip(*by_rank)):
+        # A step lasts until the last rank is through; ranks without the last stage give the loss zero.
+        seconds = [statistics.median(max(each) for each in zip(*(turn[who][0] for turn in turns))) for who in (0, 1)]
+        losses = [max(turn[who][1] for turn in turns) for who in (0, 1)]
+        rows.append(
+            {"schedule": name, "ranks": ranks}
+            | {"optimus_step_seconds": seconds[0], "torch_step_seconds": seconds[1], "speed": seconds[1] / seconds[0]}
+            | {"optimus_loss": losses[0], "torch_loss": losses[1]}
+        )
+    return rows
+
+
+def _turns_of_all(configs: Sequence[RunConfig], steps: int) -> list[list[tuple[list[float], float]]]:
+    return [_turns(config, steps) for config in configs]
 
 
 def _turns(config: RunConfig, steps: int) -> list[tuple[list[float], float]]:

@@ -128,8 +128,11 @@ class _TorchStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        with nullcontext([]) if full_backward else deferring() as self._deferred:
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if full_backward:
+            super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
+            return
+        with deferring() as self._deferred:
+            super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
 
     def _take_deferred(self) -> Callable[[], None]:
         deferred, self._deferred = self._deferred, []

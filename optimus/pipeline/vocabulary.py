@@ -6,7 +6,6 @@ does so beside other computations: the schedule says what is computed in between
 Legend: T rows of the residual stream, H columns of it, V tokens whose rows of the weight are here.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from optimus.comm import Finish, Group, Groups
 from optimus.kernels.backend import compute_dtype
 from optimus.kernels.linear_cross_entropy import PartialSoftmax, complete_softmax, partial_softmax
 from optimus.model import Transformer
-from optimus.pipeline.schedule import EMBEDDED_AHEAD, Kind, Schedule
+from optimus.pipeline.schedule import Kind, Schedule
 
 
 class VocabularyLinks(NamedTuple):
@@ -73,7 +72,7 @@ class VocabularyPasses:
         self._outputs: dict[int, Tensor] = {}  # on the last stage's rank
         self._logits: dict[int, _Logits] = {}
         self._given_back: dict[int, tuple[Tensor, Tensor, Finish]] = {}  # loss, gradient; on the last stage's rank
-        self._under_way: deque[tuple[Tensor, Finish]] = deque()  # what others will have
+        self._under_way: dict[tuple[str, int], tuple[Tensor, Finish]] = {}  # what others will have, by its name
 
     def run(self, kind: Kind, microbatch: int) -> None:
         """One pass."""
@@ -89,23 +88,28 @@ class VocabularyPasses:
     def send_output(self, microbatch: int, x_TH: Tensor) -> None:
         """On the last stage's rank: begin to give its output, normalised, to all."""
         self._outputs[microbatch] = x_TH
-        self._let_go(x_TH, self._links.outputs.start_broadcast(x_TH, self._links.last))
+        finish = _start_giving(x_TH, self._links.outputs, f"output of microbatch {microbatch}")
+        self._under_way["output", microbatch] = x_TH, finish
 
     def output_gradient(self, microbatch: int) -> tuple[Tensor, Tensor]:
         """On the last stage's rank: (loss, gradient [T, H] of what `send_output` has sent)."""
         loss, x_grad_TH, finish = self._given_back.pop(microbatch)
         finish()
+        self._finish("output", microbatch)  # what the others have made of it is here
         return loss, x_grad_TH
 
     def send_input_gradient(self, microbatch: int, x_grad_TH: Tensor) -> None:
         """On the first stage's rank: begin to give the gradient of its input to all."""
         self._input_gradients[microbatch] = x_grad_TH
-        self._let_go(x_grad_TH, self._links.embedding_gradients.start_broadcast(x_grad_TH, self._links.first))
+        what = f"gradient of the embeddings of microbatch {microbatch}"
+        finish = _start_giving(x_grad_TH, self._links.embedding_gradients, what)
+        self._under_way["embedding gradient", microbatch] = x_grad_TH, finish
 
     def finish(self) -> None:
         """Wait for all that is under way."""
-        while self._under_way:
-            self._under_way.popleft()[1]()
+        for _, finish in self._under_way.values():
+            finish()
+        self._under_way.clear()
 
     def _embed(self, microbatch: int) -> None:
         tokens_BS = self._microbatches[microbatch]
@@ -118,14 +122,14 @@ class VocabularyPasses:
         if self._rank == self._links.first:
             self._embedded[microbatch] = x_TH, finish
         else:
-            self._let_go(x_TH, finish)
+            self._under_way["embedding", microbatch] = x_TH, finish
 
     def _find_logits(self, microbatch: int) -> None:
         if self._rank == self._links.last:
             x_TH = self._outputs.pop(microbatch)
         else:
             x_TH = self._room()
-            self._links.outputs.start_broadcast(x_TH, self._links.last)()
+            _receive(x_TH, self._links.outputs, self._links.last, f"output of microbatch {microbatch}")
         x_TH = x_TH.detach().requires_grad_()
         with self._saving():
             logits_TV = self._model.head(x_TH, part=True)
@@ -152,14 +156,17 @@ class VocabularyPasses:
         if self._rank == self._links.last:
             self._given_back[microbatch] = loss, x_grad_TH, finish
         else:
-            self._let_go(x_grad_TH, finish)
+            self._under_way["output gradient", microbatch] = x_grad_TH, finish
 
     def _embed_backward(self, microbatch: int) -> None:
         if self._rank == self._links.first:
             x_grad_TH = self._input_gradients.pop(microbatch)
         else:
             x_grad_TH = self._room()
-            self._links.embedding_gradients.start_broadcast(x_grad_TH, self._links.first)()
+            what = f"gradient of the embeddings of microbatch {microbatch}"
+            _receive(x_grad_TH, self._links.embedding_gradients, self._links.first, what)
+        for what in ("embedding", "output gradient"):  # from which this gradient has come
+            self._finish(what, microbatch)
         edge = self._embedding_edges.pop(microbatch, None)
         if edge is not None:
             torch.autograd.backward(edge, x_grad_TH)
@@ -167,8 +174,32 @@ class VocabularyPasses:
     def _targets(self, microbatch: int) -> Tensor:
         return self._model.targets(self._microbatches[microbatch], self._positions_S)
 
-    def _let_go(self, tensor: Tensor, finish: Finish) -> None:
-        """Hold what is on its way, of which little is at any time."""
-        self._under_way.append((tensor, finish))
-        while len(self._under_way) > 4 * (EMBEDDED_AHEAD + self._links.outputs.size):
-            self._under_way.popleft()[1]()
+    def _finish(self, what: str, microbatch: int) -> None:
+        """Let go of what this rank has given to others, if it has, and what they have certainly taken.
+
+        To wait any earlier is to wait in a circle: it is the schedule that says when they take it.
+        """
+        _, finish = self._under_way.pop((what, microbatch), (None, None))
+        if finish is not None:
+            finish()
+
+
+def _start_giving(tensor: Tensor, group: Group, what: str) -> Finish:
+    """Begin to send `tensor` to every other rank of `group`.
+
+    No broadcast, in which one rank's part waits for another's, through which it comes: these are in other passes, and wait
+    for each other in a circle.
+    """
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    finishes = [group.start_send(tensor, rank, f"send of the {what} to rank {group.ranks[rank]}") for rank in others]
+
+    def finish() -> None:
+        for each in finishes:
+            each()
+
+    return finish
+
+
+def _receive(tensor: Tensor, group: Group, source: int, what: str) -> None:
+    """Fill `tensor` with what rank `source` of `group` gives next."""
+    group.start_receive(tensor, source, f"receive of the {what} from rank {group.ranks[source]}")()

@@ -5,6 +5,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule:
 
 
 def run_steps(
-    schedules: Sequence[Schedule], mesh: Mesh, factor: float
+    schedules: Sequence[Schedule], mesh: Mesh, caps: Sequence[int] | None = None
 ) -> list[tuple[list[Action], Counter[int], int, int]]:
     """On a rank, for each schedule: what was done in order, peaks of live activations, and sends and their bytes."""
     groups = Groups(mesh)
@@ -106,16 +107,16 @@ def run_steps(
     for schedule in schedules:
         work = Numbers(schedule, groups.rank, team)
         with counting() as traffic:
-            execute(schedule, Links(schedule, streams[: 2 * schedule.stages]), work, team, factor)
+            execute(schedule, Links(schedule, streams[: 2 * schedule.stages]), work, team, caps)
         found.append((work.done, work.peak, traffic.calls["send"], traffic.bytes["send"]))
         groups.world.sum(torch.zeros(1))
     return found
 
 
-def execute(schedule: Schedule, links: Links, work: Numbers, team: Group, factor: float) -> list[Happened]:
+def execute(schedule: Schedule, links: Links, work: Numbers, team: Group, caps: Sequence[int] | None) -> list[Happened]:
     if schedule.name != "message-driven":
         return ScheduledExecutor(schedule, links, work).run()
-    caps, device = caps_like_1f1b(schedule.stages, factor), torch.device("cpu")
+    caps, device = caps or caps_like_1f1b(schedule.stages, 2), torch.device("cpu")
     return MessageDrivenExecutor(schedule, links, work, caps=caps, team=team, device=device).run()
 
 
@@ -133,7 +134,7 @@ def all_of(schedule: Schedule, rank: int) -> Counter[Action]:
 def test_every_computation_once_with_the_right_messages_and_bytes() -> None:
     microbatches = 7
     schedules = {name: schedule_of(name, 3, microbatches) for name in PLACES}
-    by_rank = run_ranks(run_steps, 3, list(schedules.values()), Mesh(pp=3), 2.0)
+    by_rank = run_ranks(run_steps, 3, list(schedules.values()), Mesh(pp=3))
     for rank, steps in enumerate(by_rank):
         for (name, schedule), (done, peak, sends, sent) in zip(schedules.items(), steps):
             assert Counter(done) == all_of(schedule, rank), name
@@ -143,8 +144,8 @@ def test_every_computation_once_with_the_right_messages_and_bytes() -> None:
                 caps = caps_like_1f1b(schedule.stages, 2)
                 assert all(peak[stage] <= caps[stage] for stage in schedule.stages_of(rank))
             places = PLACES[name]
-            forward = sum(here == rank != there for here, there in zip(places, places[1:]))
-            backward = sum(here == rank != there for there, here in zip(places, places[1:]))
+            forward = sum(here == rank != there for here, there in pairwise(places))
+            backward = sum(here == rank != there for there, here in pairwise(places))
             assert sends == 2 * (forward + backward) * microbatches, name  # a message is two tensors
             assert sent == (forward + backward) * microbatches * BYTES, name
 
@@ -152,7 +153,7 @@ def test_every_computation_once_with_the_right_messages_and_bytes() -> None:
 @pytest.mark.parametrize("name", ["message-driven", "message-driven, two stages"])
 def test_ranks_that_share_a_stage_do_as_the_first_of_them_chooses(name: str) -> None:
     schedule = schedule_of(name, 2, 9)
-    by_rank = run_ranks(run_steps, 4, [schedule], Mesh(pp=2, dp=2), 1.5)
+    by_rank = run_ranks(run_steps, 4, [schedule], Mesh(pp=2, dp=2))
     orders = [steps[0][0] for steps in by_rank]
     assert orders[0] == orders[1]
     assert orders[2] == orders[3]
@@ -162,8 +163,8 @@ def test_ranks_that_share_a_stage_do_as_the_first_of_them_chooses(name: str) -> 
 
 def test_a_cap_of_one_lets_one_microbatch_in() -> None:
     schedule = message_driven(2, 4)
-    (done, peak, _, _), _ = (steps[0] for steps in run_ranks(run_steps, 2, [schedule], Mesh(pp=2), 0.5))
-    assert peak[0] == 1  # half of 1F1B's two
+    (done, peak, _, _), _ = (steps[0] for steps in run_ranks(run_steps, 2, [schedule], Mesh(pp=2), [1, 1]))
+    assert peak[0] == 1
     assert [action.kind for action in done] == [Kind.FORWARD, Kind.BACKWARD] * 4
 
 
