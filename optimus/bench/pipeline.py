@@ -10,7 +10,7 @@ take turns step by step, in the same processes.
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,20 +79,21 @@ def run(
     seeds: int = 3,
     rounds: int = 2,
     steps: int = 10,
+    points: Mapping[str, Point] = POINTS,
     ranks: Sequence[int] = (2, 4),
 ) -> tuple[Rows, Rows, dict[str, float]]:
     """Rows of the waits, rows of training, and ratios of speed; above one, the first named is the faster.
 
-    `message_driven.vs_1f1b.POINT`, and `vs_deep_1f1b` with the same cap, for every point of `POINTS`; `scheduled.vs_torch.`
+    `message_driven.vs_1f1b.POINT`, and `vs_deep_1f1b` with the same cap, for every point; `scheduled.vs_torch.`
     of each schedule and number of `ranks`, and the smallest of these.
     """
     waits = [
         row
-        for stages in sorted({point.stages for point in POINTS.values()})
-        for row in _measure_waits(stages, microbatches, forward_ms / 1e3, range(seeds), rounds)
+        for stages in sorted({point.stages for point in points.values()})
+        for row in _measure_waits(_of_size(points, stages), microbatches, forward_ms / 1e3, range(seeds), rounds)
     ]
     training = [row for number in ranks for row in _measure_training(number, steps)]
-    return waits, training, _ratios(waits, training)
+    return waits, training, _ratios(list(points), waits, training)
 
 
 def publish(waits: Rows, training: Rows, ratios: dict[str, float], *, path: Path | None) -> None:
@@ -105,9 +106,15 @@ def publish(waits: Rows, training: Rows, ratios: dict[str, float], *, path: Path
         write_json(path, report("pipeline", [*waits, *training], ratios))
 
 
-def _measure_waits(stages: int, microbatches: int, unit: float, seeds: Sequence[int], rounds: int) -> Rows:
-    """A row per point with so many stages, and contestant."""
-    points = {name: point for name, point in POINTS.items() if point.stages == stages}
+def _of_size(points: Mapping[str, Point], stages: int) -> dict[str, Point]:
+    return {name: point for name, point in points.items() if point.stages == stages}
+
+
+def _measure_waits(
+    points: Mapping[str, Point], microbatches: int, unit: float, seeds: Sequence[int], rounds: int
+) -> Rows:
+    """A row per point and contestant; the points have one number of stages."""
+    (stages,) = {point.stages for point in points.values()}
     keys = [
         (name, who, seed)
         for seed in seeds
@@ -205,10 +212,10 @@ def _turns(config: RunConfig, steps: int) -> list[tuple[list[float], float]]:
     return list(zip(seconds, losses))
 
 
-def _ratios(waits: Rows, training: Rows) -> dict[str, float]:
+def _ratios(points: Sequence[str], waits: Rows, training: Rows) -> dict[str, float]:
     speeds = {(row["point"], row["contestant"]): row["speed"] for row in waits}
-    ratios = {f"message_driven.vs_1f1b.{point}": speeds[point, _DRIVEN] for point in POINTS}
-    for point in POINTS:
+    ratios = {f"message_driven.vs_1f1b.{point}": speeds[point, _DRIVEN] for point in points}
+    for point in points:
         if (point, _DEEP) in speeds:
             ratios[f"message_driven.vs_deep_1f1b.{point}"] = speeds[point, _DRIVEN] / speeds[point, _DEEP]
     by_schedule = {f"scheduled.vs_torch.{row['schedule']}.ranks{row['ranks']}": row["speed"] for row in training}

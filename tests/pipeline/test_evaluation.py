@@ -1,0 +1,49 @@
+"""Every rank of a pipeline gets the scores of one process, and its training goes on as if there had been no evaluation."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from optimus.comm import Groups
+from optimus.config import load_config
+from optimus.evaluate.score import Score, Window, score
+from optimus.testing import run_ranks
+from optimus.train.run import build_model, mesh_of
+
+MODEL = {"hidden": 16, "layers": 4, "heads": 2, "vocab": 52, "intermediate": 24}
+EXPERTS = {"family": "olmoe", "experts": 4, "experts_per_token": 2}
+WINDOWS = [Window([1, 2, 3], [4, 5]), Window([1], [9, 8, 7, 6]), Window([2, 2, 2, 2, 2], [3])]
+
+
+def config_of(model: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    train = {"output": "", "steps": 1, "global_batch": 8, "micro_batch": 1, "context": 12, "precision": "float32"}
+    return {"model": MODEL | model, "data": {"path": ""}, "train": train, **sections}
+
+
+def scores(config: dict[str, Any], ranks: int) -> list[Score]:
+    tree = load_config(config)
+    groups = Groups(mesh_of(tree, ranks))
+    model, state = build_model(tree, torch.device("cpu"), groups)
+    state.initialize(0, 0.2)
+    return score(model, WINDOWS, tokens_per_batch=8)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "parallel"),
+    [
+        (EXPERTS | {"tie_embeddings": True}, 2, {}),
+        (EXPERTS, 2, {"vocabulary": True}),
+        (EXPERTS, 4, {"vocabulary": True, "tensor": 2, "schedule": "zbv", "stages_per_rank": 2}),
+        ({"family": "olmo"}, 4, {"context": 2, "schedule": "interleaved-1f1b", "stages_per_rank": 2}),
+        ({"family": "olmo"}, 4, {"tensor": [1, 2], "executor": "message-driven"}),
+        (EXPERTS, 4, {"expert": 2, "pipeline": 2}),
+    ],
+    ids=str,
+)
+def test_scores_are_those_of_one_process(model: dict[str, Any], ranks: int, parallel: dict[str, Any]) -> None:
+    shard = {"shard": "parameters"} if parallel.get("expert") else {}
+    right = scores(config_of(model), 1)
+    for found in run_ranks(scores, ranks, config_of(model, parallel={"pipeline": 2, **parallel}, state=shard), ranks):
+        assert [each.greedy for each in found] == [each.greedy for each in right]
+        assert [each.log_likelihood for each in found] == pytest.approx([e.log_likelihood for e in right], rel=1e-5)

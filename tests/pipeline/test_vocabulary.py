@@ -1,0 +1,133 @@
+"""Embedding and output layer over all ranks of a pipeline: the passes in any schedule, exact numbers, and balance."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optimus.comm import Groups
+from optimus.config import load_config
+from optimus.errors import UserError
+from optimus.pipeline import Costs, Kind, check, make_schedule, simulate
+from optimus.pipeline.schedule import VOCABULARY, Action
+from optimus.testing import Layout, assert_same_as_one_process, run_ranks
+from optimus.train.run import build_model, mesh_of
+
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("zb-h1", 1), ("zbv", 2)]
+MODEL: dict[str, Any] = {"family": "olmo", "hidden": 16, "layers": 4, "heads": 2, "vocab": 56, "intermediate": 24}
+EXPERTS: dict[str, Any] = {**MODEL, "family": "olmoe", "experts": 4, "experts_per_token": 2}
+
+
+def config_of(model: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": model,
+        "data": {"path": ""},
+        "train": {
+            "output": "",
+            "steps": 10,
+            "global_batch": 16,
+            "micro_batch": 2,
+            "context": 12,
+            "precision": "float32",
+        },
+        "schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
+        "state": {"chunk": 2000},
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(kind=st.sampled_from(SCHEDULES), ranks=st.integers(2, 5), microbatches=st.integers(1, 12))
+def test_every_schedule_takes_the_passes(kind: tuple[str, int], ranks: int, microbatches: int) -> None:
+    """`check` proves that all are there, after what they need, without deadlock; what was there keeps its order."""
+    name, stages_per_rank = kind
+    microbatches = max(microbatches, ranks) if name == "interleaved-1f1b" else microbatches
+    schedule = make_schedule(name, ranks, microbatches, stages_per_rank, vocabulary=True)
+    check(schedule)
+    for rank, actions in enumerate(schedule.actions):
+        passes = [action for action in actions if action.kind.of_vocabulary]
+        assert len(passes) == 4 * microbatches
+        assert all(action.stage == rank for action in passes)
+        for kind_ in VOCABULARY:
+            assert [each.microbatch for each in passes if each.kind is kind_] == list(range(microbatches))
+
+
+@pytest.mark.parametrize("fault", ["without", "late"])
+def test_broken_schedules_are_found(fault: str) -> None:
+    from dataclasses import replace
+
+    schedule = make_schedule("1f1b", 2, 4, vocabulary=True)
+    first, second = schedule.actions
+    loss = Action(Kind.LOSS, 0, 1)
+    without = tuple(action for action in first if action != loss)
+    broken = without if fault == "without" else (*without, loss)
+    expected = "lacks loss" if fault == "without" else "before loss|deadlock"
+    with pytest.raises(UserError, match=expected):
+        check(replace(schedule, actions=(broken, second)))
+
+
+@pytest.mark.parametrize(("name", "stages_per_rank"), SCHEDULES)
+def test_the_output_layer_is_no_bottleneck(name: str, stages_per_rank: int) -> None:
+    """A head of half a stage's time costs all ranks an equal share, not the last one everything."""
+    ranks, microbatches, head = 4, 32, 0.5
+    unit = 1 / stages_per_rank
+    shared = Costs(unit, unit, unit, logits=head / ranks)
+    times = [unit] * (ranks * stages_per_rank - 1) + [unit + head]
+    alone = Costs(times, times, times)
+    spread = simulate(make_schedule(name, ranks, microbatches, stages_per_rank, vocabulary=True), shared).makespan
+    usual = simulate(make_schedule(name, ranks, microbatches, stages_per_rank), alone).makespan
+    assert spread < 0.85 * usual
+    assert spread > microbatches * (3 + 3 * head / ranks)  # what each rank computes
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "overrides"),
+    [
+        (MODEL, 2, ["schedule=gpipe"]),
+        (EXPERTS | {"tie_embeddings": True}, 2, ["schedule=interleaved-1f1b", "stages_per_rank=2"]),
+        (EXPERTS, 4, ["schedule=zbv", "stages_per_rank=2", "tensor=2"]),
+        (MODEL | {"tie_embeddings": True}, 4, ["schedule=zb-h1", "tensor=[1,2]", "context=1"]),
+        (EXPERTS, 4, ["pipeline=4", "warm_up=2"]),
+        (EXPERTS, 4, ["expert=2", "context=2"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+def test_numbers_are_those_of_one_process(model: dict[str, Any], ranks: int, overrides: list[str], shard: str) -> None:
+    keys = ["parallel.pipeline=2", "parallel.vocabulary=true", *(f"parallel.{each}" for each in overrides)]
+    layout = Layout(
+        ranks, [*keys, f"state.shard={shard}", "moe.balance_scope=global"][: None if "experts" in model else -1]
+    )
+    assert_same_as_one_process(config_of(model), [layout], 3, rtol=2e-5)
+
+
+def parameter_bytes(config: dict[str, Any], ranks: int) -> int:
+    tree = load_config(config)
+    _, state = build_model(tree, torch.device("cpu"), Groups(mesh_of(tree, ranks)))
+    return state.bytes_by_kind()["parameters"]
+
+
+def test_stages_hold_as_much() -> None:
+    """Within 5 %, of a model whose vocabulary is larger than its blocks; without it nothing balances it."""
+    config = config_of(MODEL | {"vocab": 4096})
+    spread = run_ranks(parameter_bytes, 4, config | {"parallel": {"pipeline": 4, "vocabulary": True}}, 4)
+    usual = run_ranks(parameter_bytes, 4, config | {"parallel": {"pipeline": 4}}, 4)
+    assert max(spread) < 1.05 * min(spread)
+    assert max(usual) > 5 * min(usual)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.vocabulary=true"], "parallel.vocabulary is about a pipeline, but parallel.pipeline is 1"),
+        (
+            ["parallel.pipeline=2", "parallel.vocabulary=true", "parallel.executor=message-driven"],
+            "parallel.vocabulary needs an order .* remove one of them",
+        ),
+        (["parallel.pipeline=3", "parallel.vocabulary=true", "model.vocab=55"], "model.vocab 55 .* set it to 57"),
+    ],
+)
+def test_bad_configurations_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config(config_of(MODEL), overrides)
