@@ -1,45 +1,84 @@
 """Which blocks of a model each stage of a pipeline holds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import inf
+from typing import NamedTuple
 
 from optimus.errors import UserError
 
+_MORE = 1 + 1e-9  # a limit that is met exactly is met
 
-def divide(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Blocks of each stage, in order, so that the most expensive stage is as cheap as it can be.
 
-    `costs` are those of the blocks; `first` and `last` those of what the first and the last stage hold besides
-    (embedding, output layer). Of equal divisions the one that is even takes precedence. Every stage has a block at least.
+class _Division(NamedTuple):
+    largest: float
+    summed: float
+    ends: tuple[int, ...]
+
+
+class Weights(NamedTuple):
+    """What the blocks of a model take of something, and what its first and its last stage take of it besides."""
+
+    blocks: Sequence[float]
+    first: float = 0.0
+    last: float = 0.0
+
+
+def divide(time: Weights, stages: int, memory: Weights | None = None) -> list[range]:
+    """Blocks of each stage, in order, so that the stage that takes most time takes as little as it can.
+
+    Of the divisions with which it does, one whose fullest stage holds as little as it can; of those again the most even one
+    in time. Every stage has a block at least.
 
     Raises:
         UserError: there are fewer blocks than stages.
     """
-    blocks = len(costs)
+    blocks = len(time.blocks)
     if blocks < stages:
         raise UserError(
             f"a model of {blocks} blocks cannot be divided into {stages} pipeline stages: use at most {blocks} "
             "(parallel.pipeline times parallel.stages_per_rank)"
         )
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
+    taken = _Sums(time, stages).of
+    held = taken if memory is None else _Sums(memory, stages).of
+    longest = _search(blocks, stages, lambda *stage: (taken(*stage), 0.0)).largest * _MORE
+    fullest = _search(blocks, stages, lambda *stage: (held(*stage) if taken(*stage) <= longest else inf, 0.0)).largest
+    fullest *= _MORE
 
-    def stage_cost(stage: int, start: int, end: int) -> float:
-        return sums[end] - sums[start] + first * (stage == 0) + last * (stage == stages - 1)
+    def unevenness(*stage: int) -> tuple[float, float]:
+        fits = taken(*stage) <= longest and held(*stage) <= fullest
+        return (0.0, taken(*stage) ** 2) if fits else (inf, 0.0)
 
-    # best[n]: (the largest cost, sum of the squares, ends) of the first stages over the first n blocks
-    best: list[tuple[float, float, tuple[int, ...]] | None] = [(0.0, 0.0, ()), *([None] * blocks)]
+    ends = _search(blocks, stages, unevenness).ends
+    return [range(start, end) for start, end in zip((0, *ends), ends)]
+
+
+class _Sums:
+    def __init__(self, weights: Weights, stages: int) -> None:
+        self._sums = list(accumulate(weights.blocks, initial=0.0))
+        self._besides = {0: weights.first} | {stages - 1: weights.last + (weights.first if stages == 1 else 0.0)}
+
+    def of(self, stage: int, start: int, end: int) -> float:
+        return self._sums[end] - self._sums[start] + self._besides.get(stage, 0.0)
+
+
+def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[float, float]]) -> _Division:
+    """The division whose largest cost is smallest, and of those with no larger one on the way, whose sum is smallest.
+
+    `cost` of a stage from block `start` to `end` is a pair: the cost, and what is summed.
+    """
+    best: list[_Division | None] = [_Division(0.0, 0.0, ()), *([None] * blocks)]  # of the first stages
     for stage in range(stages):
-        following: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (blocks + 1)
+        following: list[_Division | None] = [None] * (blocks + 1)
         for end in range(stage + 1, blocks - (stages - stage - 1) + 1):
             options = []
             for start in range(stage, end):
                 before = best[start]
                 if before is not None:
-                    cost = stage_cost(stage, start, end)
-                    options.append((max(before[0], cost), before[1] + cost * cost, (*before[2], end)))
+                    own, summed = cost(stage, start, end)
+                    options.append(_Division(max(before.largest, own), before.summed + summed, (*before.ends, end)))
             following[end] = min(options)
         best = following
     found = best[blocks]
     assert found is not None
-    return [range(start, end) for start, end in zip((0, *found[2]), found[2])]
+    return found

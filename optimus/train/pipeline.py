@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from optimus.comm import Groups
-from optimus.config import RunConfig
+from optimus.config import ModelConfig, RunConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.model import Transformer
@@ -19,7 +19,7 @@ from optimus.pipeline.schedule import Placement, Schedule
 from optimus.pipeline.schedules import forward_only, make_schedule
 from optimus.pipeline.simulation import simulate
 from optimus.pipeline.staged import Cut, Staged
-from optimus.pipeline.stages import divide
+from optimus.pipeline.stages import Weights, divide
 from optimus.pipeline.vocabulary import VocabularyLinks
 
 _IDLE = 0.1  # of a rank's computing time: what `microbatches: auto` allows
@@ -37,10 +37,21 @@ def cut_of(config: RunConfig, mesh: Mesh, rank: int) -> Cut | None:
     if ends:
         blocks = [range(start, end) for start, end in pairwise(ends)]
     else:
-        vocabulary = model.vocab * model.hidden
-        active = (count_parameters(model).active - vocabulary * (1 if model.tie_embeddings else 2)) / model.layers
-        blocks = divide([active] * model.layers, parallel.stages, last=0 if parallel.vocabulary else vocabulary)
+        time, memory = _weights(model, divided=parallel.vocabulary)
+        blocks = divide(time, parallel.stages, memory)
     return Cut(blocks, placement_of(config).stages_of(mesh.coordinate(rank, "pp")), parallel.vocabulary)
+
+
+def _weights(model: ModelConfig, *, divided: bool) -> tuple[Weights, Weights]:
+    """Parameters that a token meets in each block and in the output layer, as is their time; and those that are held.
+
+    With the vocabulary `divided` over all ranks, its share is everywhere the same.
+    """
+    vocabulary, counted = model.vocab * model.hidden, count_parameters(model)
+    ends = vocabulary * (1 if model.tie_embeddings else 2)
+    met, held = ((number - ends) / model.layers for number in (counted.active, counted.total))
+    besides = 0 if divided else vocabulary
+    return Weights([met] * model.layers, last=besides), Weights([held] * model.layers, besides, besides)
 
 
 def stages_of(model: Transformer, cut: Cut, config: RunConfig, groups: Groups, dtype: torch.dtype) -> Staged:

@@ -8,7 +8,7 @@ import torch
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.mesh import Mesh
-from optimus.pipeline.stages import divide
+from optimus.pipeline.stages import Weights, divide
 from optimus.testing import Layout, assert_same_as_one_process
 from optimus.train.checks import check_ranks
 from optimus.train.pipeline import cut_of
@@ -92,11 +92,26 @@ def test_schedules_that_cannot_be_are_refused_before_launch() -> None:
 
 
 def test_blocks_are_divided_so_that_the_most_expensive_stage_is_cheapest() -> None:
-    assert divide([1.0] * 8, 4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
-    assert divide([1.0] * 8, 4, last=1.5) == [range(2), range(2, 4), range(4, 7), range(7, 8)]
-    assert divide([5.0, 1.0, 1.0, 1.0], 2) == [range(1), range(1, 4)]
+    assert divide(Weights([1.0] * 8), 4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
+    assert divide(Weights([1.0] * 8, last=1.5), 4) == [range(2), range(2, 4), range(4, 7), range(7, 8)]
+    assert divide(Weights([5.0, 1.0, 1.0, 1.0]), 2) == [range(1), range(1, 4)]
     with pytest.raises(UserError, match="2 blocks cannot be divided into 3 pipeline stages"):
-        divide([1.0] * 2, 3)
+        divide(Weights([1.0] * 2), 3)
+
+
+def test_among_divisions_that_are_as_fast_memory_decides() -> None:
+    """Nine blocks on four stages: one has three, but none that holds more besides; what is left is made even in time."""
+
+    def sizes(time: Weights, **besides: float) -> list[int]:
+        return [len(blocks) for blocks in divide(time, 4, Weights([1.0] * 9, **besides))]
+
+    time = Weights([1.0] * 9)
+    assert sorted(sizes(time)) == [2, 2, 2, 3]
+    assert sizes(time, first=2.0)[0] == 1
+    assert sizes(time, last=2.0)[3] == 1
+    assert sizes(time, first=2.0, last=2.0)[::3] == [2, 2]
+    assert sorted(sizes(Weights([1.0] * 9, last=2.0), first=50.0)) == [1, 2, 3, 3]
+    assert sizes(Weights([1.0] * 9, last=2.0), last=50.0)[3] == 1
 
 
 def test_a_large_vocabulary_takes_blocks_from_the_last_stage() -> None:
