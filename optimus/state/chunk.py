@@ -30,6 +30,8 @@ from optimus.model.init import initialize_parameter
 from optimus.optim.adamw import AdamW, adamw
 from optimus.state.plan import ChunkPlan, _aligned
 
+_PIECE = 1024  # numbers whose squares are added up one after the other
+
 
 class GradientSink:
     """Lets a kernel add a parameter's gradient to the chunk's buffer by itself, in place of autograd.
@@ -293,8 +295,7 @@ class Chunk:
 
     def gradient_square_sum(self, tile: int) -> Tensor:
         """Sum of squares of the reduced gradients of this rank's part, fp32 scalar."""
-        norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in self.reduced.split(_aligned(tile))]
-        return torch.stack(norms).square().sum()
+        return torch.stack([_square_sum(part) for part in self.reduced.split(_aligned(tile))]).sum()
 
     # ---- The optimizer ----
 
@@ -350,3 +351,15 @@ def _allocate(buffer: Tensor) -> None:
 def _release(buffer: Tensor) -> None:
     """Give the buffer's memory back; views of it stay valid for when it has memory again."""
     buffer.untyped_storage().resize_(0)
+
+
+def _square_sum(part: Tensor) -> Tensor:
+    """Sum of squares, fp32 scalar, by way of short pieces.
+
+    On the CPU torch adds up squares one after the other, and many small ones behind a few large ones are lost: of 84,000
+    gradients the norm was off by 2e-5.
+    """
+    rows = len(part) // _PIECE * _PIECE
+    norms = torch.linalg.vector_norm(part[:rows].view(-1, _PIECE), dim=1, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(part[rows:], dtype=torch.float32)
+    return norms.square().sum() + rest.square()

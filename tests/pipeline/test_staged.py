@@ -74,7 +74,6 @@ def test_four_stages_with_all_the_rest() -> None:
             r"blocks \[1, 2\] must be 2 numbers .* of sum model.layers 4",
         ),
         (["parallel.schedule=gpipe"], "parallel.schedule is about a pipeline, but parallel.pipeline is 1"),
-        (["parallel.pipeline=2", "evaluate.every=1", "evaluate.text=."], "evaluate.every: a pipeline's ranks cannot"),
     ],
 )
 def test_bad_configurations_are_refused(overrides: list[str], message: str) -> None:

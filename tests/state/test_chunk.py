@@ -83,3 +83,14 @@ def test_the_step_needs_one_tile_of_fp32_gradients(gradient: torch.dtype, scale:
     small = 512  # of numbers: the norms of tiles, the step count
     assert peaks[0] <= 4 * tile + small
     assert peaks[1] <= 4 * tile + 2 * 4 * 500_000 // tile + small  # and a norm per tile, twice
+
+
+@pytest.mark.parametrize("gradient", [BF16, FP32])
+@pytest.mark.parametrize("tile", [1 << 20, 1000])
+def test_small_gradients_behind_large_ones_count(gradient: torch.dtype, tile: int) -> None:
+    """Added up one after the other in fp32, the small ones would be lost."""
+    chunk = chunk_of(16 * 1024, 300_003, compute=BF16, gradient=gradient)
+    chunk.gradient.fill_(0.003)
+    chunk.gradient[: 16 * 1024] = 3.0
+    exact = float(chunk.gradient.double().square().sum())
+    assert float(chunk.gradient_square_sum(tile)) == pytest.approx(exact, rel=1e-6)

@@ -18,9 +18,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied dense": SIZES | {"family": "olmo", "intermediate": 32, "layers": 3, "tie_embeddings": True},
     "thirds": SPARSE | {"hidden": 24, "layers": 2, "heads": 6, "vocab": 54, "experts": 6},
 }
-DRAWS = range(176)
-STEPS = 3
-RANKS = {1: (1, 2, 4, 4, 8, 8), 2: (1, 2, 2, 4), 4: (1, 2)}  # that share a stage, by ranks of the pipeline
+DRAWS = range(160)
+STEPS = 2
+RANKS = {1: (1, 2, 4, 4, 8), 2: (1, 2, 2, 4), 4: (1, 1, 1, 2)}  # that share a stage, by ranks of the pipeline
 PAIRS = [
     ("parallel.tensor=", "parallel.context=2"),
     ("parallel.tensor=[", "parallel.context_method=ulysses"),
@@ -95,6 +95,8 @@ def config_of(model: str, **sections: dict[str, Any]) -> dict[str, Any]:
         },
         "schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
         "state": {"chunk": 2000},
+        # Not 1e-8: where gradients are hardly more than what rounding leaves, it would make their noise as large as any.
+        "optimizer": {"eps": 3e-6},
     } | sections
 
 
@@ -102,7 +104,7 @@ class Draw:
     """Choices that a number decides, and what they make of the configuration."""
 
     def __init__(self, number: int) -> None:
-        self._random = random.Random(23_000 + number)  # from where on the draws meet everything below
+        self._random = random.Random(3_000 + number)  # from where on the draws meet everything below
         self.overrides: list[str] = []
 
     def of(self, *options: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimus.kernels.expert_mlp import expert_mlp_reference
+from optimus.kernels.sink import deferring
 
 pytest.importorskip("triton")
 
@@ -132,6 +133,26 @@ def test_gradients_are_added_to_sinks(
             assert parameter.grad is None
             assert sink.asked == ["open", "close"]
             close(sink.buffer.flatten(1, 2).to(dtype), b.double() + gradient.double())
+
+
+def test_gradients_that_are_put_off(random: Random, dtype: torch.dtype) -> None:
+    """The same bits as at once; until then the sinks are told to expect something, and nothing is added."""
+    indices, inputs = inputs_of(CASES["sizes that no tile divides, K = 3"], random, dtype)
+    found = []
+    for later in (False, True):
+        x, weights, *parameters = (value.detach().clone().requires_grad_() for value in inputs)
+        sinks = [RecordingSink(torch.ones_like(p).unflatten(1, (1, -1))) for p in parameters]
+        y = expert_mlp_triton(x, weights, indices, *parameters, (sinks[0], sinks[1]))
+        if later:
+            with deferring() as deferred:
+                torch.autograd.backward(y, torch.ones_like(y))
+            assert all(sink.asked == ["expect"] and bool((sink.buffer == 1).all()) for sink in sinks)
+            for add in deferred:
+                add()
+        else:
+            torch.autograd.backward(y, torch.ones_like(y))
+        found.append([x.grad, weights.grad, *(sink.buffer for sink in sinks)])
+    assert all(a is not None and a.equal(b) for a, b in zip(*found))
 
 
 @pytest.mark.parametrize("poison", [torch.inf, torch.nan])
