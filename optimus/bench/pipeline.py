@@ -5,7 +5,7 @@ Contestants at one point take turns, and have the same draws; of the rounds of o
 else the machine does can only make a wait longer.
 
 The second in training steps without an optimizer, fp32, one thread per rank, on the same stages (`pipeline_rival`); both
-take turns step by step, in the same processes.
+take turns step by step, in the same processes, and the median step of the best round counts.
 """
 
 import statistics
@@ -92,7 +92,7 @@ def run(
         for stages in sorted({point.stages for point in points.values()})
         for row in _measure_waits(_of_size(points, stages), microbatches, forward_ms / 1e3, range(seeds), rounds)
     ]
-    training = [row for number in ranks for row in _measure_training(number, steps)]
+    training = [row for number in ranks for row in _measure_training(number, steps, rounds)]
     return waits, training, _ratios(list(points), waits, training)
 
 
@@ -171,13 +171,15 @@ def training_config(schedule: str, ranks: int, *, layers: int = 8, sequences: in
     return load_config(tree, [f"model.layers={layers}"])
 
 
-def _measure_training(ranks: int, steps: int) -> Rows:
+def _measure_training(ranks: int, steps: int, rounds: int) -> Rows:
     """A row per schedule."""
-    by_rank = run_fresh(_turns_of_all, ranks, [training_config(name, ranks) for name in TORCH], steps)
+    by_rank = run_fresh(_turns_of_all, ranks, [training_config(name, ranks) for name in TORCH], steps * rounds)
     rows: Rows = []
     for name, turns in zip(TORCH, zip(*by_rank)):
         # A step lasts until the last rank is through; ranks without the last stage give the loss zero.
-        seconds = [statistics.median(max(each) for each in zip(*(turn[who][0] for turn in turns))) for who in (0, 1)]
+        lasting = [[max(each) for each in zip(*(turn[who][0] for turn in turns))] for who in (0, 1)]
+        starts = range(0, steps * rounds, steps)
+        seconds = [min(statistics.median(each[start : start + steps]) for start in starts) for each in lasting]
         losses = [max(turn[who][1] for turn in turns) for who in (0, 1)]
         rows.append(
             {"schedule": name, "ranks": ranks}

@@ -14,6 +14,8 @@ from optimus.pipeline.transfers import UNITS, with_transfers
 
 _BEFORE = (Kind.LOSS, Kind.LOGITS, Kind.EMBED)  # others wait for these
 
+_HELD = 2  # gradients for the embedding that wait until a rank has time, at most
+
 AHEAD = 2
 """Microbatches by which the forward passes of 1F1B must be further ahead, so that what the last stage's backward pass waits
 for, S and then T on all ranks, is done beside its forward passes of the next ones (section 5.2: p + 2 activations)."""
@@ -25,7 +27,7 @@ def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
     Without `backward`, where it has forward passes alone, that is the embedding.
 
     The computations are played with usual times. Whenever a rank is free, what others wait for comes first; the gradients of
-    the embedding, for which nobody waits, come last.
+    the embedding, for which nobody waits, come last, unless more than a few of them are held.
     """
     result = replace(schedule, splits_vocabulary=True)
     orders: list[list[Action]] = [[] for _ in range(schedule.ranks)]
@@ -40,7 +42,10 @@ def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
         """(start, priority, rank, action) of each that could be next on `rank`."""
         candidates = [Action(kind, rank, following[rank][kind]) for kind in before]
         candidates += own[rank][position[rank] : position[rank] + 1]
-        candidates += [Action(kind, rank, following[rank][kind]) for kind in after]
+        for kind in after:
+            number = following[rank][kind]
+            late = Action(result.first_backward, 0, number + _HELD) in ends
+            candidates.insert(0 if late else len(candidates), Action(kind, rank, number))
         for priority, action in enumerate(candidates):
             inputs = result.inputs_of(action)
             if action.microbatch < schedule.microbatches and all(needed in ends for needed in inputs):
