@@ -321,8 +321,8 @@ def bench_pipeline(
     """Message-driven pipelines against 1F1B, and schedules against torch.distributed.pipelining."""
     from optimus.bench import pipeline
 
-    result = pipeline.run(microbatches=microbatches, forward_ms=forward_ms, seeds=seeds, rounds=rounds, steps=steps)
-    pipeline.publish(*result, path=json_file)
+    found = pipeline.run(microbatches=microbatches, forward_ms=forward_ms, seeds=seeds, rounds=rounds, steps=steps)
+    pipeline.publish(found, path=json_file)
 
 
 @bench_app.command(name="moe")

@@ -8,6 +8,7 @@ The second in training steps without an optimizer, fp32, one thread per rank, on
 take turns step by step, in the same processes, and the median step of the best round counts.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,19 @@ _DRAWS = 20  # of the mean of simulations
 _WARM_UP = 2  # training steps that are not counted
 _BASE, _DEEP, _DRIVEN = "1F1B", "1F1B, deeper warm-up", "message-driven"
 
+_CURVES = {"jitter": (0.0, 0.1, 0.2, 0.5), "live": (1.0, 1.5, 2.0, 3.0)}
+_CURVE_DRAWS = 10
+
 Rows = list[dict[str, Any]]
+
+
+class Found(NamedTuple):
+    """What was measured and simulated, and the ratios of speed."""
+
+    waits: Rows
+    curves: Rows
+    training: Rows
+    ratios: dict[str, float]
 
 
 class Point(NamedTuple):
@@ -81,8 +94,8 @@ def run(
     steps: int = 10,
     points: Mapping[str, Point] = POINTS,
     ranks: Sequence[int] = (2, 4),
-) -> tuple[Rows, Rows, dict[str, float]]:
-    """Rows of the waits, rows of training, and ratios of speed; above one, the first named is the faster.
+) -> Found:
+    """Timed waits, simulated curves over cap and jitter, and training; above one, the first named of a ratio is the faster.
 
     `message_driven.vs_1f1b.POINT`, and `vs_deep_1f1b` with the same cap, for every point; `scheduled.vs_torch.`
     of each schedule and number of `ranks`, and the smallest of these.
@@ -93,17 +106,35 @@ def run(
         for row in _measure_waits(_of_size(points, stages), microbatches, forward_ms / 1e3, range(seeds), rounds)
     ]
     training = [row for number in ranks for row in _measure_training(number, steps, rounds)]
-    return waits, training, _ratios(list(points), waits, training)
+    curves = [row for stages in (4, 8) for row in simulate_curves(stages, microbatches, _CURVE_DRAWS)]
+    return Found(waits, curves, training, _ratios(list(points), waits, training))
 
 
-def publish(waits: Rows, training: Rows, ratios: dict[str, float], *, path: Path | None) -> None:
+def publish(found: Found, *, path: Path | None) -> None:
     """Print the tables and the ratios, and write the report to `path` if there is one."""
-    print_table(waits, "optimus bench pipeline: timed waits; speed relative to 1F1B")
-    print_table(training, "optimus bench pipeline: training steps")
-    for ratio, value in ratios.items():
+    print_table(found.waits, "optimus bench pipeline: timed waits; speed relative to 1F1B")
+    print_table(found.curves, "optimus bench pipeline: simulated speed relative to 1F1B")
+    print_table(found.training, "optimus bench pipeline: training steps")
+    for ratio, value in found.ratios.items():
         print(f"{ratio}: {value:.3f}")
     if path is not None:
-        write_json(path, report("pipeline", [*waits, *training], ratios))
+        write_json(path, report("pipeline", [*found.waits, *found.curves, *found.training], found.ratios))
+
+
+def simulate_curves(stages: int, microbatches: int, draws: int) -> Rows:
+    """A row per jitter and cap: mean speed relative to 1F1B, over so many draws, links at a tenth of a forward pass."""
+    rows: Rows = []
+    for jitter, live in itertools.product(*_CURVES.values()):
+        point = Point(stages=stages, jitter=jitter, live=live)
+        who = point.contestants(microbatches)
+        seconds = [[simulated(Job(each, point.costs(seed), 1.0)).makespan for each in who] for seed in range(draws)]
+        faster = {
+            each.name: statistics.fmean(draw[0] / draw[place] for draw in seconds) for place, each in enumerate(who)
+        }
+        rows.append(
+            {"stages": stages, "jitter": jitter, "live": live, **{name: faster.get(name) for name in (_DEEP, _DRIVEN)}}
+        )
+    return rows
 
 
 def _of_size(points: Mapping[str, Point], stages: int) -> dict[str, Point]:

@@ -13,7 +13,7 @@ from optimus.testing import run_ranks
 @pytest.mark.slow
 def test_rows_and_ratios() -> None:
     points = {"usual": pipeline.Point(stages=2), "equal": pipeline.Point(stages=2, live=1.0)}
-    waits, training, ratios = pipeline.run(
+    waits, curves, training, ratios = pipeline.run(
         microbatches=8, forward_ms=1, seeds=1, rounds=1, steps=1, points=points, ranks=(2,)
     )
     speeds = {(row["point"], row["contestant"]): row["speed"] for row in waits}
@@ -24,6 +24,7 @@ def test_rows_and_ratios() -> None:
         ("equal", "1F1B"),
         ("equal", "message-driven"),
     ]
+    assert len(curves) == 32
     for row in waits:
         assert row["step_seconds"] > 0.9 * row["simulated_seconds"]
     for name in points:
@@ -36,6 +37,15 @@ def test_rows_and_ratios() -> None:
         assert row["optimus_loss"] == pytest.approx(row["torch_loss"], rel=1e-6)
         assert 8 < row["optimus_loss"] < 9  # of random tokens it is log(4096) = 8.3 at first
     assert ratios["scheduled.vs_torch"] == min(row["speed"] for row in training)
+
+
+def test_curves_over_cap_and_jitter() -> None:
+    """More room and more jitter both make going by arrival worth more."""
+    rows = {(row["jitter"], row["live"]): row for row in pipeline.simulate_curves(4, microbatches=32, draws=4)}
+    speeds = {key: row["message-driven"] for key, row in rows.items()}
+    assert speeds[0.0, 1.0] == pytest.approx(1.0, abs=0.02)
+    assert speeds[0.2, 1.0] < 1.02 < speeds[0.2, 2.0] < speeds[0.5, 3.0]
+    assert rows[0.2, 1.0]["1F1B, deeper warm-up"] is None
 
 
 def test_points_are_what_their_names_say() -> None:
