@@ -1,6 +1,9 @@
 """Fixtures for every test: where the optional real data lies; and how Triton runs."""
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,22 @@ import torch
 if not torch.accelerator.is_available():
     # Triton then runs kernels in its interpreter. It asks once, when it is first imported, by whatever part of torch.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_in_turn(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where tests run in several processes, the ranks of one test at a time."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    from optimus.testing import ranks
+
+    @contextmanager
+    def turn() -> Iterator[None]:
+        with (tmp_path_factory.getbasetemp().parent / "ranks.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    ranks.turn = turn
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ The optimizer goes over the chunk tile by tile: gradients become fp32, and are s
 and the working set of a tile stays in cache.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
@@ -123,8 +124,10 @@ class Chunk:
                 parameter.grad_dtype = self.gradient.dtype
             parameter.grad = gradients[name]
             sink = GradientSink(self, parameter)
-            parameter.register_hook(lambda gradient: None if gradient is None else self._before_gradient())
-            parameter.register_post_accumulate_grad_hook(partial(self._after_accumulation, sink))
+            # Hooks are held where no garbage collector looks: with strong references a chunk would never be freed.
+            own = weakref.ref(self)
+            parameter.register_hook(partial(_before_accumulation, own))
+            parameter.register_post_accumulate_grad_hook(partial(_after_accumulation, own, weakref.ref(sink)))
             parameter.sink = sink  # type: ignore[attr-defined]
             self._sinks.append(sink)
             yield name, parameter
@@ -247,11 +250,6 @@ class Chunk:
             _allocate(self.gradient)
             self.gradient.zero_()
 
-    def _after_accumulation(self, sink: GradientSink, parameter: Tensor) -> None:
-        """Autograd is through with a parameter."""
-        if not sink.used:
-            self._after_gradient()
-
     def _after_gradient(self) -> None:
         """A gradient of this chunk has been added."""
         self._arrived += 1
@@ -337,6 +335,20 @@ class Chunk:
             "master": count(self.master),
             "moments": count(self.m, self.v),
         }
+
+
+def _before_accumulation(own: "weakref.ref[Chunk]", gradient: Tensor | None) -> None:
+    """Autograd has a gradient for a parameter of a chunk."""
+    chunk = own()
+    if chunk is not None and gradient is not None:
+        chunk._before_gradient()
+
+
+def _after_accumulation(own: "weakref.ref[Chunk]", sink: "weakref.ref[GradientSink]", parameter: Tensor) -> None:
+    """Autograd is through with a parameter of a chunk."""
+    chunk, to = own(), sink()
+    if chunk is not None and to is not None and not to.used:
+        chunk._after_gradient()
 
 
 def _allocated(buffer: Tensor) -> bool:

@@ -42,6 +42,10 @@ from optimus.testing import functions
 
 T = TypeVar("T")
 
+turn: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+"""Around every call. Where several processes run tests, theirs can let one at a time have its ranks: on few cores those of
+two calls keep each other waiting."""
+
 
 class RankError(Exception):
     """Ranks failed. `ranks` are those at fault; the message holds their tracebacks."""
@@ -62,9 +66,9 @@ def run_ranks(fn: Callable[..., T], n: int, *args: Any, timeout: float = 60.0) -
     """
     if n < 1:
         raise ValueError(f"run_ranks needs at least one rank, not {n}")
-    deadline = time.monotonic() + timeout
     work = functions.dumps((fn, args))
-    with _pool().lend(n) as (workers, store):
+    with turn(), _pool().lend(n) as (workers, store):
+        deadline = time.monotonic() + timeout
         calls = [_Call(rank, n, store, timeout, os.getcwd(), sys.path, dict(os.environ), work) for rank in range(n)]
         results = _exchange(workers, calls, deadline, timeout)
         # Only when all are done: a rank that closes its connections early could break its peers' last collective.

@@ -9,7 +9,7 @@ from torch import nn
 from optimus.comm import Groups
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
-from optimus.mesh import Mesh
+from optimus.mesh import Layout, Mesh
 from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.optim.adamw import AdamW
@@ -167,3 +167,27 @@ def test_bytes_by_kind_sum_over_the_chunks() -> None:
     p = sum(parameter.numel() for parameter in module.parameters())
     assert len(state.chunks) == len(list(module.parameters()))
     assert state.bytes_by_kind() == {"parameters": 2 * p, "gradients": 4 * p, "moments": 8 * p, "master": 4 * p}
+
+
+def test_state_that_nobody_holds_is_freed() -> None:
+    """With the process groups that it knows, of which the backend would keep the threads and connections."""
+    import gc
+    import weakref
+
+    module = nn.Linear(3, 2)
+    layouts = {name: Layout(tuple(parameter.shape)) for name, parameter in module.named_parameters()}
+    state = ModelState(
+        module,
+        layouts,
+        Groups(Mesh()),
+        StateConfig(),
+        compute_dtype=torch.float32,
+        gradient_dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    state.begin_step()
+    module(torch.ones(1, 3)).sum().backward()
+    left = [weakref.ref(state), *(weakref.ref(chunk) for chunk in state.chunks)]
+    del state, module
+    gc.collect()
+    assert [each() for each in left] == [None] * len(left)

@@ -19,7 +19,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "thirds": SPARSE | {"hidden": 24, "layers": 2, "heads": 6, "vocab": 54, "experts": 6},
 }
 DRAWS = range(160)
-STEPS = 2
+STEPS = 4
 RANKS = {1: (1, 2, 4, 4, 8), 2: (1, 2, 2, 4), 4: (1, 1, 1, 2)}  # that share a stage, by ranks of the pipeline
 PAIRS = [
     ("parallel.tensor=", "parallel.context=2"),
