@@ -261,6 +261,6 @@ def test_disk_that_is_really_full(
     for _ in range(2):
         with pytest.raises(UserError, match=r"disk full while writing .*out\.partial.*run the same command again"):
             run(small_disk)
-    assert (small_disk / "out.partial" / "shard-00000.npy").exists() == shards
+    assert any((small_disk / "out.partial").glob("shard-*.npy")) == shards  # whichever of the workers was first
     subprocess.run(["mount", "-o", "remount,size=20m", small_disk], check=True)
     assert run(small_disk) == whole
