@@ -111,15 +111,11 @@ def check_shapes(config: "RunConfig") -> None:
     """Raise where heads, widths, vocabulary or sequences cannot be divided as asked."""
     model, parallel = config.model, config.parallel
     outputs, inputs = parallel.grid
+    divided = parallel.vocabulary and parallel.pipeline > 1
+    vocabulary, by = outputs * (parallel.pipeline if divided else 1), "parallel.tensor" + " x pipeline" * divided
     for name, size, parts, axis in (
         ("model.heads", model.heads, outputs, "parallel.tensor"),
-        ("model.vocab", model.vocab, outputs, "parallel.tensor"),
-        (
-            "model.vocab",
-            model.vocab,
-            outputs * (parallel.pipeline if parallel.vocabulary else 1),
-            "parallel.tensor x parallel.pipeline, which divide the vocabulary:",
-        ),
+        ("model.vocab", model.vocab, vocabulary, by),
         ("model.hidden", model.hidden, inputs, "the inputs of parallel.tensor"),
         ("model.intermediate", model.intermediate if model.experts is None else 0, outputs, "parallel.tensor"),
     ):

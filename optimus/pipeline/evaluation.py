@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class EvaluationWork:
-    """The `Work` of one batch. All ranks of a stage have all positions of its sequences."""
+    """The `ForwardWork` of one batch. All ranks of a stage have all positions of its sequences."""
 
     def __init__(self, staged: "Staged", tokens_BS: Tensor) -> None:
         self._staged, self._length = staged, tokens_BS.shape[1]
@@ -50,9 +50,3 @@ class EvaluationWork:
         rows, columns = self._staged.share
         length, width = self.hidden_TH.shape
         return (self.hidden_TH.new_empty(length // rows, width // columns),)
-
-    def backward(self, stage: int, microbatch: int, received: Message | None, defer: bool) -> Message | None:
-        raise NotImplementedError("an evaluation has no backward passes")
-
-    def backward_weights(self, stage: int, microbatch: int) -> None:
-        raise NotImplementedError("an evaluation has no backward passes")

@@ -7,7 +7,7 @@ ahead of the one that needs it, so that a message arrives while something else i
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 
@@ -17,23 +17,28 @@ from optimus.pipeline.schedule import Action, Kind, Schedule, partner
 Message = tuple[Tensor, ...]
 
 
-class Work(Protocol):
-    """What a rank computes for its stages. None stands for what the first stage gets and the last one gives."""
+class ForwardWork(Protocol):
+    """What a rank computes for its stages in forward passes alone. None stands for what the first stage gets and
+    the last one gives."""
 
     def forward(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
         """The stage's output for the next one."""
-
-    def backward(self, stage: int, microbatch: int, received: Message | None, defer: bool) -> Message | None:
-        """From the gradient of the output to that of the input; adds the gradients of the weights, unless to `defer` it."""
-
-    def backward_weights(self, stage: int, microbatch: int) -> None:
-        """Adds the gradients of the weights that a backward pass has deferred."""
 
     def vocabulary(self, kind: Kind, microbatch: int) -> None:
         """What this rank does with its part of the vocabulary."""
 
     def room(self) -> Message:
         """Empty tensors for what a receive brings."""
+
+
+class Work(ForwardWork, Protocol):
+    """What a rank computes for its stages."""
+
+    def backward(self, stage: int, microbatch: int, received: Message | None, defer: bool) -> Message | None:
+        """From the gradient of the output to that of the input; adds the gradients of the weights, unless to `defer` it."""
+
+    def backward_weights(self, stage: int, microbatch: int) -> None:
+        """Adds the gradients of the weights that a backward pass has deferred."""
 
 
 class Happened(NamedTuple):
@@ -95,9 +100,12 @@ class Links:
 
 
 class Computing:
-    """The computations of one rank in a step, whoever decides their order; and what is handed over on the rank itself."""
+    """The computations of one rank in a step, whoever decides their order; and what is handed over on the rank itself.
 
-    def __init__(self, schedule: Schedule, work: Work) -> None:
+    Where there are backward passes, `work` must be a `Work`.
+    """
+
+    def __init__(self, schedule: Schedule, work: ForwardWork) -> None:
         self.schedule, self._work = schedule, work
         self.happened: list[Happened] = []
         self._here: dict[Action, Message] = {}  # by computation: what it gave
@@ -115,9 +123,9 @@ class Computing:
         elif kind.of_vocabulary:
             self._work.vocabulary(kind, microbatch)
         elif kind is Kind.BACKWARD_WEIGHTS:
-            self._work.backward_weights(stage, microbatch)
+            cast(Work, self._work).backward_weights(stage, microbatch)
         else:
-            made = self._work.backward(stage, microbatch, received, kind is Kind.BACKWARD_INPUT)
+            made = cast(Work, self._work).backward(stage, microbatch, received, kind is Kind.BACKWARD_INPUT)
         self.happened.append(Happened(*action, start, time.perf_counter()))
         if made is not None:
             self._here[action] = made
@@ -130,7 +138,7 @@ class Computing:
 class ScheduledExecutor:
     """Runs the actions of this rank of `schedule` in their order."""
 
-    def __init__(self, schedule: Schedule, links: Links, work: Work) -> None:
+    def __init__(self, schedule: Schedule, links: Links, work: ForwardWork) -> None:
         self._actions = schedule.actions[links.rank]
         self._schedule, self._links, self._work = schedule, links, work
         self._computing = Computing(schedule, work)

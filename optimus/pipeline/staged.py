@@ -20,7 +20,7 @@ from optimus.model import Losses, Transformer
 from optimus.model.moe.router import RouterStats
 from optimus.model.transformer import Blocks
 from optimus.pipeline.evaluation import EvaluationWork
-from optimus.pipeline.executor import Happened, Message, Work
+from optimus.pipeline.executor import ForwardWork, Happened, Message
 from optimus.pipeline.schedule import Kind
 from optimus.pipeline.vocabulary import VocabularyLinks, VocabularyPasses
 
@@ -87,7 +87,7 @@ class Staged(nn.Module):
         cut: Cut,
         share: tuple[int, int],
         dtype: torch.dtype,
-        execute: Callable[[Work, int, bool], list[Happened]],
+        execute: Callable[[ForwardWork, int, bool], list[Happened]],
         pipeline: Group,
         last: int,
         multiple: int,

@@ -2,6 +2,7 @@
 
 from functools import cache
 from itertools import accumulate, pairwise
+from typing import cast
 
 import torch
 
@@ -11,7 +12,7 @@ from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.count import count_parameters
-from optimus.pipeline.executor import Happened, Links, ScheduledExecutor, Work
+from optimus.pipeline.executor import ForwardWork, Happened, Links, ScheduledExecutor, Work
 from optimus.pipeline.message_driven import MessageDrivenExecutor
 from optimus.pipeline.message_driven_simulation import simulate_message_driven
 from optimus.pipeline.ready import find_caps, message_driven
@@ -68,13 +69,15 @@ def stages_of(model: Transformer, cut: Cut, config: RunConfig, groups: Groups, d
             return schedule_of(config, microbatches)
         return forward_only(place, microbatches, vocabulary=parallel.vocabulary)
 
-    def execute(work: Work, microbatches: int, backward: bool) -> list[Happened]:
+    def execute(work: ForwardWork, microbatches: int, backward: bool) -> list[Happened]:
         plan = planned(microbatches, backward)
         links = Links(plan, streams)
         if not backward or parallel.executor == "scheduled":
             return ScheduledExecutor(plan, links, work).run()
         caps = find_caps(parallel.in_flight, parallel.stages)
-        return MessageDrivenExecutor(plan, links, work, caps=caps, team=team, device=work.room()[0].device).run()
+        return MessageDrivenExecutor(
+            plan, links, cast(Work, work), caps=caps, team=team, device=work.room()[0].device
+        ).run()
 
     share = mesh.tp_out if parallel.splits_sequence else 1, mesh.tp_in
     last = place.rank_of(place.stages - 1)
