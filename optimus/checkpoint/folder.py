@@ -1,10 +1,13 @@
 """The folder of a checkpoint and its description.
 
-    checkpoint.json    what it is: model, step, precision, data; written last
-    tokenizer.json     the tokenizer of its data
-    .metadata, *.distcp    the tensors, in the format of torch.distributed.checkpoint
+    checkpoint.json         what it is: model, step, precision, data, configuration
+    tokenizer.json          the tokenizer of its data
+    .metadata, *.distcp     the tensors; see `format.py`
+    manifest.json           sizes and sums of all that; written last; see `manifest.py`
 
-A folder appears under its name only when it is complete: it is written as `.NAME.partial` and renamed.
+A run keeps in `checkpoints/` full checkpoints `step-N`, of which the newest can be resumed, and `weights-N`, which are
+weights only. A folder appears under its name only when it is complete: it is written as `.NAME.partial` and renamed. What a
+run leaves behind when it goes back is kept in `checkpoints/abandoned-K`.
 """
 
 import json
@@ -17,8 +20,18 @@ from optimus.config import ModelConfig
 from optimus.config.load import model_config_from
 from optimus.errors import UserError
 
-FORMAT, VERSION = "optimus-checkpoint", 1
-_STEP_FOLDER = re.compile(r"^step-(\d+)$")
+FORMAT, VERSION = "optimus-checkpoint", 2
+DESCRIPTION, MANIFEST = "checkpoint.json", "manifest.json"
+_NAME = re.compile(r"^(step|weights)-(\d+)$")
+
+
+class DamagedError(UserError):
+    """A checkpoint is not what was written: another one may be."""
+
+
+def damaged(folder: Path, reason: str) -> DamagedError:
+    """The error that says so."""
+    return DamagedError(f"checkpoint {folder} is damaged: {reason}. Use another one")
 
 
 @dataclass(frozen=True)
@@ -33,18 +46,37 @@ class Description:
     eos_id: int | None = None
     tokenizer: Path | None = None  # the file inside the folder
     run: dict[str, Any] = field(default_factory=dict)  # what a resumed run must share: seed, batch, data fingerprint
-    progress: dict[str, Any] = field(default_factory=dict)  # counters that a resumed run continues
+    progress: dict[str, Any] = field(default_factory=dict)  # what a resumed run continues: counters, place in the data
+    config: dict[str, Any] = field(default_factory=dict)  # the whole configuration of the run, as it was
+    random: dict[str, str] = field(default_factory=dict)  # states of torch's generators, by device type, in base 64
+    written: dict[str, Any] = field(default_factory=dict)  # by how many ranks, and how many of them were on a node
 
 
 def step_folder(run: Path, step: int) -> Path:
-    """Where a run keeps the checkpoint of `step`."""
+    """Where a run keeps the full checkpoint of `step`."""
     return run / "checkpoints" / f"step-{step:08d}"
 
 
-def list_checkpoints(run: Path) -> list[Path]:
-    """Complete checkpoints of a run folder, oldest first."""
-    folders = [p for p in (run / "checkpoints").glob("step-*") if _STEP_FOLDER.match(p.name)]
-    return sorted((p for p in folders if (p / "checkpoint.json").is_file()), key=lambda p: int(p.name[5:]))
+def weights_folder(run: Path, step: int) -> Path:
+    """Where a run keeps the weights of `step`."""
+    return run / "checkpoints" / f"weights-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(path.name.rpartition("-")[2])
+
+
+def list_checkpoints(run: Path, *kinds: str) -> list[Path]:
+    """Complete checkpoints of a run folder, oldest first: `step` (the default), full ones, and `weights`."""
+    wanted = kinds or ("step",)
+    found = [path for path in all_folders(run) if path.name.partition("-")[0] in wanted and (path / MANIFEST).is_file()]
+    return sorted(found, key=lambda path: (step_of(path), path.name))
+
+
+def all_folders(run: Path) -> list[Path]:
+    """What has the name of a checkpoint in a run folder, complete or not."""
+    return [path for path in (run / "checkpoints").glob("*-*") if _NAME.match(path.name)]
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -53,11 +85,11 @@ def find_checkpoint(path: str | Path) -> Path:
     Raises `UserError` when there is none.
     """
     path = Path(path)
-    if (path / "checkpoint.json").is_file():
+    if (path / DESCRIPTION).is_file() or (path / MANIFEST).is_file():
         return path
-    found = list_checkpoints(path)
+    found = list_checkpoints(path, "step", "weights")
     if found:
-        return found[-1]
+        return max(found, key=lambda path: (step_of(path), path.name < "t"))
     if (path / "config.json").is_file():
         raise UserError(f"{path} is a Hugging Face folder: turn it into a checkpoint with `optimus import {path} ...`")
     if not path.exists():
@@ -66,27 +98,32 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def read_description(path: Path) -> Description:
-    """The description of the checkpoint folder `path`. Raises `UserError` when it is damaged or newer than this code."""
-    file = path / "checkpoint.json"
+    """The description of the checkpoint folder `path`.
+
+    Raises `UserError` when it is newer than this code, `DamagedError` when it cannot be read.
+    """
+    file = path / DESCRIPTION
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         if raw["format"] != FORMAT:
             raise KeyError("format")
         if raw["version"] > VERSION:
             raise UserError(f"{file} has version {raw['version']}, this Optimus reads up to {VERSION}: update Optimus")
+        if raw["version"] < VERSION:
+            raise UserError(f"{file} has version {raw['version']}, which had no sums and is not read any more")
         del raw["format"], raw["version"]
         tokenizer = path / "tokenizer.json" if raw.pop("tokenizer") else None
         model = model_config_from(raw.pop("model"), f"{file}: model")
         return Description(model=model, tokenizer=tokenizer, **raw)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} is damaged or not a checkpoint's description ({error!r}): use another one") from None
+        raise damaged(path, f"{DESCRIPTION} is damaged or no checkpoint's description ({error!r})") from None
 
 
 def write_description(folder: Path, description: Description) -> None:
     """Write `checkpoint.json` into `folder`."""
     raw = {"format": FORMAT, "version": VERSION, **asdict(description), "model": description.model.model_dump()}
     raw["tokenizer"] = description.tokenizer is not None
-    (folder / "checkpoint.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    (folder / DESCRIPTION).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
 def differences(there: dict[str, Any], here: dict[str, Any]) -> str:

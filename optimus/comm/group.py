@@ -191,6 +191,29 @@ class Group:
             dist.all_gather_object(values, value, group=self._handle)
         return values
 
+    def collect_on_first(self, value: T) -> list[T] | None:
+        """As `collect`, on the group's first rank alone; None on the others."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with self._naming("gather of an object", torch.empty(0)):
+            dist.gather_object(value, values, dst=self.ranks[0], group=self._handle)
+        return values
+
+    def tell(self, value: T | None) -> T:
+        """What the group's first rank gives, on all ranks; a Python object, rarely."""
+        values: list[Any] = [value]
+        if self.size > 1:
+            with self._naming("broadcast of an object", torch.empty(0)):
+                dist.broadcast_object_list(values, src=self.ranks[0], group=self._handle)
+        told: T = values[0]
+        return told
+
+    def agree(self, failure: UserError | None, device: torch.device) -> None:
+        """Raise the first rank's failure that has one on all ranks; `device` is what the group moves."""
+        if self.any(failure is not None, device):
+            raise next(found for found in self.collect(failure) if found is not None)
+
     def _start(self, name: str, tensor: Tensor, call: Callable[[], Any]) -> Finish:
         with self._naming(name, tensor):
             started = call()

@@ -207,15 +207,32 @@ class TrainConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the state is saved."""
+    """When the state is saved, and how."""
 
-    every: int = Field(1000, gt=0, description="Steps between checkpoints; one more is written at the end.")
-    keep: int | None = Field(2, gt=0, description="Newest checkpoints kept; null keeps all.")
+    every: int = Field(1000, gt=0, description="Steps between full checkpoints; one more is written at the end.")
+    keep: int | None = Field(
+        2, gt=0, description="Full checkpoints kept, the one being written included (2: dual); null keeps all."
+    )
+    weights_every: int | None = Field(
+        None, gt=0, description="Steps between checkpoints of the weights alone, which are kept for ever."
+    )
+    weights_keep: int = Field(
+        1, gt=0, description="Keep every k-th of those for ever, the others until the next one is written."
+    )
+    asynchronous: bool = Field(
+        False, description="Write beside the training, from copies in host memory (12 bytes per parameter of a rank)."
+    )
+    scattered: bool = Field(
+        True,
+        description="Let the ranks that hold the same take turns in writing, so that the nodes share it (DP-scattered). "
+        "False: the first of them writes.",
+    )
     initial: str | None = Field(
         None, description="Start from the weights of this checkpoint or Hugging Face folder, with a fresh optimizer."
     )
-    broadcast: Literal["broadcast", "allreduce"] = Field(
-        "broadcast", description="How the one rank that reads a parameter sends it to the others that hold it."
+    broadcast: Literal["broadcast", "allreduce", "none"] = Field(
+        "broadcast",
+        description="How the one rank that reads a parameter sends it to the others that hold it. none: each of them reads.",
     )
 
 

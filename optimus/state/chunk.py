@@ -104,16 +104,23 @@ class Chunk:
         self._summed = False  # `reduced` is, or is being, summed over the copies
         self._pending: Finish | None = None  # the reduction under way
         self._gathering: Finish | None = None  # the gathering of parameters under way
+        self._reader: Finish | None = None  # waits for whoever copies this rank's part beside the training
         self.gathered = True
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
-        """What a checkpoint holds of this chunk, by the prefix of its keys: this rank's part of fp32 buffers.
-
-        They may be written to; `publish` must follow.
-        """
+        """`kept`, which may be written to; `publish` must follow."""
         self.settle()
+        return self.kept
+
+    @property
+    def kept(self) -> Mapping[str, Tensor]:
+        """What a checkpoint holds of this chunk, by the prefix of its keys: this rank's part of fp32 buffers."""
         return {"model": self.master, "adamw.m": self.m, "adamw.v": self.v}
+
+    def hold(self, until: Finish) -> None:
+        """Call `until`, once, before the optimizer changes this rank's part: it returns when that has been copied."""
+        self._reader = until
 
     def make_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) for every slot; the parameters and their gradients are views of the buffers."""
@@ -304,6 +311,9 @@ class Chunk:
         update, and the numbers must not depend on the tile.
         """
         self.settle()
+        if self._reader is not None:
+            self._reader()
+            self._reader = None
         parts = (buffer.split(_aligned(tile)) for buffer in (self.master, self.own, self.reduced, self.m, self.v))
         for master, own, reduced, m, v in zip(*parts):
             copy = own if self._copies_master else None

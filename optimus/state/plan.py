@@ -3,6 +3,7 @@
 `ModelState` allocates what is planned here; checks and the planner ask the same plan for bytes without allocating anything.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -209,6 +210,33 @@ def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> tupl
         shards += parts
         copies += [list(same) for same in zip(*parts)]
     return shards, copies
+
+
+def holders(plan: ChunkPlan, mesh: Mesh, rank: int, options: StateConfig) -> list[int]:
+    """The ranks that keep the same part of a chunk of `rank` as it does itself, in order."""
+    found = []
+    for alike in mesh.group(rank, plan.slots[0].layout.same):
+        replicas = mesh.group(alike, plan.replicas)
+        parts = shard_groups(mesh, replicas, options)
+        found += [part[plan.index] for part in parts]
+    return sorted(found)
+
+
+def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool) -> list[int]:
+    """For each chunk of `rank`, which of those that keep the same part of it writes it into a checkpoint.
+
+    `scattered`: that of part m is rank m % n of the n that have it (the Optimus paper, section 4: DP-scattered), so that the
+    nodes share the writing; else the first. Where no axis splits the parameters, their chunks are the parts that take turns.
+    """
+    found, seen = [], Counter[tuple[tuple[str, ...], tuple[str, ...]]]()
+    for plan in plans:
+        there = holders(plan, mesh, rank, options)
+        axes = plan.replicas, plan.slots[0].layout.same
+        split = len(there) * plan.parts < mesh.size // mesh.pp
+        number = mesh.place(rank, (*plan.replicas, *plan.slots[0].layout.same)) if split else seen[axes]
+        seen[axes] += 1
+        found.append(there[(number * plan.parts + plan.index) % len(there)] if scattered else there[0])
+    return found
 
 
 def bytes_by_kind(plans: Sequence[ChunkPlan], compute: torch.dtype, gradient: torch.dtype) -> dict[str, int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.testing.ranks import run_ranks
+from optimus.testing.whole import whole_state
 from optimus.train.pipeline import with_microbatches
 from optimus.train.run import build_model, mesh_of
 from optimus.train.step import StepResult, training_step
@@ -73,8 +74,7 @@ def train_steps(config: Mapping[str, Any], steps: int) -> Trained:
     for step in range(1, steps + 1):
         tokens_BS = random_batch(tree, step).chunk(data.size)[data.rank]
         results.append(training_step(model, state, tokens_BS, tree, step))
-    tensors = {key: tensor.clone() for key, tensor in state.tensors()}
-    return Trained(results, tensors if groups.rank == 0 else {})
+    return Trained(results, whole_state(state, everywhere=False))
 
 
 def random_batch(config: RunConfig, step: int) -> Tensor:

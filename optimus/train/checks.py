@@ -1,11 +1,13 @@
 """Everything that can be known to be wrong before the first step, found before the first step."""
 
 import math
+import os
 from pathlib import Path
 
 import torch
 
-from optimus.checkpoint.folder import find_checkpoint, list_checkpoints, read_description
+from optimus.checkpoint.folder import DamagedError, find_checkpoint, list_checkpoints, read_description, step_of
+from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import check_same_model, check_same_run
 from optimus.config import ModelConfig, RunConfig, load_config
 from optimus.data import Shards
@@ -53,11 +55,12 @@ def check_output(config: RunConfig, resume: bool, shards: Shards) -> None:
     folder = Path(config.train.output)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"train.output: {folder} is a file; name a folder")
+    _check_writable(folder)
     found = list_checkpoints(folder)
     if resume:
-        _check_resumable(config, folder, found, shards)
+        _check_resumable(config, folder, shards)
     elif found or (folder / "metrics.jsonl").exists():
-        step = f" (saved at step {int(found[-1].name[5:])})" if found else ""
+        step = f" (saved at step {step_of(found[-1])})" if found else ""
         raise UserError(
             f"train.output: {folder} already holds a run{step}: continue it with --resume or choose another train.output"
         )
@@ -65,13 +68,27 @@ def check_output(config: RunConfig, resume: bool, shards: Shards) -> None:
         raise UserError(f"train.output: {folder} is not empty and holds no run: choose another train.output")
 
 
-def _check_resumable(config: RunConfig, folder: Path, found: list[Path], shards: Shards) -> None:
-    saved = folder / "config.yaml"
-    if found:
-        description = read_description(found[-1])
-        check_same_model(description.model, config.model, found[-1])
-        check_same_run(description, fingerprint(config, shards), found[-1])
-    elif saved.exists() and load_config(saved).model != config.model:
+def _check_writable(folder: Path) -> None:
+    """Raise `UserError` when checkpoints could not be written."""
+    there = next(path for path in (folder / "checkpoints", folder, *folder.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"train.output: {there} is not yours to write: change its permissions or choose another folder")
+
+
+def _check_resumable(config: RunConfig, folder: Path, shards: Shards) -> None:
+    """The newest checkpoint that can be read must be of this run; that it is whole will be seen when it is loaded."""
+    saved, points = folder / "config.yaml", resume_points(folder)
+    for point in points:
+        try:
+            description = read_description(point.path)
+        except DamagedError:
+            if point is points[-1]:
+                raise
+            continue
+        check_same_model(description.model, config.model, point.path)
+        check_same_run(description, fingerprint(config, shards), point.path)
+        return
+    if saved.exists() and load_config(saved).model != config.model:
         raise UserError(f"train.output: {folder} is the folder of a run of another model: choose another train.output")
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from optimus.checkpoint import list_checkpoints
-from optimus.checkpoint.store import remove
 from optimus.errors import UserError, naming_disk_errors
 from optimus.model.count import flops_per_token
 from optimus.observe.machine import peak_flops
@@ -125,6 +123,7 @@ class Metrics(Hook):
                 "tokens_per_second": rate,
                 "step_seconds": run.step_seconds,
                 "data_seconds": run.data_seconds,
+                "checkpoint_seconds": run.checkpoint_seconds,
                 "model_flops_utilization": rate * self._flops / (self._peak * run.groups.world.size)
                 if self._peak
                 else None,
@@ -136,6 +135,7 @@ class Metrics(Hook):
         for name, value in run.measured.items():
             self._progress.print(f"step {run.step}: held-out {name} {value:.4f}")
         run.measured.clear()
+        run.checkpoint_seconds = 0.0
         if result.skipped:
             self._progress.print(f"step {run.step} was skipped: its gradients are not finite")
         self._progress.update("training", run.step, run.last_step, f"loss {result.loss:.3f}  {rate:,.0f} tokens/s")
@@ -194,26 +194,3 @@ class PipelineTimeline(Hook):
             with naming_disk_errors(path, "Make room or leave observe.timeline away"):
                 write_timeline(path, Timeline.of(events, pipeline.size))
             run.notes.append(f"step {run.step}: what the pipeline computed when is in {path}")
-
-
-class Checkpoints(Hook):
-    """Saves every so many steps, at the end and on an error, and keeps the newest; all ranks take part."""
-
-    def before_training(self, run: Run) -> None:
-        self._saved = run.step
-
-    def after_step(self, run: Run, result: StepResult) -> None:
-        if run.step % run.config.checkpoint.every == 0 or run.step == run.last_step or run.stop_requested:
-            self._save(run)
-
-    def after_error(self, run: Run) -> None:
-        if run.step > self._saved:
-            self._save(run)
-
-    def _save(self, run: Run) -> None:
-        run.save()
-        self._saved = run.step
-        keep = run.config.checkpoint.keep
-        if keep is not None and run.groups.rank == 0:
-            for old in list_checkpoints(run.folder)[:-keep]:
-                remove(old)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from optimus.checkpoint.folder import list_checkpoints, read_description
+from optimus.checkpoint.folder import list_checkpoints, step_of
 from optimus.comm import CollectiveError
 from optimus.config import RunConfig, dump_config, load_config
 from optimus.data import Shards
@@ -32,10 +32,11 @@ from optimus.mesh.placement import describe
 from optimus.observe.machine import find_device
 from optimus.observe.metrics import read_metrics
 from optimus.train import checks
-from optimus.train.hooks import Checkpoints, HeldOut, Hook, Interrupt, Metrics, NonFinite, PipelineTimeline, Trace
+from optimus.train.checkpoints import Checkpoints, build_run
+from optimus.train.hooks import HeldOut, Hook, Interrupt, Metrics, NonFinite, PipelineTimeline, Trace
 from optimus.train.loop import naming_collectives, train_loop
 from optimus.train.pipeline import with_microbatches
-from optimus.train.run import Run, build_run, mesh_of, ranks_per_node
+from optimus.train.run import Run, mesh_of, ranks_per_node
 from optimus.train.tuning import TuneMatmuls
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def train(
             _launch(dump_config(tree), resume, ranks)
     except UserError as error:
         found = list_checkpoints(Path(tree.train.output))
-        saved = f" (the run is saved up to step {read_description(found[-1]).step})" if found else ""
+        saved = f" (the run is saved up to step {step_of(found[-1])})" if found else ""
         raise type(error)(f"{error}{saved}") from error
     return _summary(Path(tree.train.output))
 

@@ -10,14 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from optimus.checkpoint import find_checkpoint
-from optimus.checkpoint.folder import Description, list_checkpoints, step_folder
-from optimus.checkpoint.store import WEIGHTS, load_state, save_state
 from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.data import Shards, TokenLoader
 from optimus.errors import UserError
-from optimus.hub import load_weights
 from optimus.mesh import Layout, Mesh
 from optimus.mesh.placement import describe
 from optimus.model import Transformer
@@ -53,6 +49,7 @@ class Run:
     step_seconds: float = 0.0  # of the last step, waiting for data included
     data_seconds: float = 0.0  # of them, waiting for data
     stop_requested: bool = False
+    checkpoint_seconds: float = 0.0  # since the last record of metrics, waiting for checkpoints
     failure: UserError | None = None  # what ends the run; set on every rank alike
     measured: dict[str, float] = field(default_factory=dict)  # by hooks after this step, for its record of metrics
     notes: list[str] = field(default_factory=list)  # what the user should read next
@@ -84,23 +81,6 @@ class Run:
             start_step=self.step,
             seed=self.config.train.seed,
         )
-
-    def save(self) -> Path:
-        """Write a checkpoint of the whole state after the step just completed; all ranks must call, rank 0 writes."""
-        path = step_folder(self.folder, self.step)
-        description = Description(
-            model=self.config.model,
-            context=self.config.train.context,
-            step=self.step,
-            full=True,
-            precision=self.config.train.precision,
-            eos_id=self.shards.eos_id,
-            tokenizer=self.shards.tokenizer_path,
-            run=fingerprint(self.config, self.shards),
-            progress={"updates": self.state.steps, "skipped": self.skipped},
-        )
-        save_state(self.state, path, description)
-        return path
 
 
 def ranks_per_node(ranks: int) -> int:
@@ -182,70 +162,13 @@ def build_model(
     return staged or model, state
 
 
-def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
-    """Make model and state on `device`, initialised, or loaded from the newest checkpoint when `resume`."""
-    folder = Path(config.train.output)
+def new_run(config: RunConfig, device: torch.device) -> Run:
+    """A run on `device` whose state has no values yet; all ranks must call."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     groups = Groups(mesh_of(config, ranks, ranks_per_node(ranks)), config.resilience.timeout)
     notes = [describe(groups.mesh)] if ranks > 1 else []
     model, state = build_model(config, device, groups, notes)
-    run = Run(config, folder, device, groups, model, state, Shards(config.data.path), notes=notes)
-    found = list_checkpoints(folder) if resume else []
-    if found:
-        _resume(run, found[-1])
-    else:
-        _start(run, resume)
-    return run
-
-
-def _resume(run: Run, path: Path) -> None:
-    description, readers = load_state(
-        run.state,
-        path,
-        model=run.config.model,
-        run=fingerprint(run.config, run.shards),
-        send=run.config.checkpoint.broadcast,
-    )
-    run.step = description.step
-    run.state.steps = description.progress["updates"]
-    run.skipped = description.progress["skipped"]
-    run.notes.append(f"resumed from {path} (step {run.step}){_readers(run, readers)}")
-
-
-def _start(run: Run, resume: bool) -> None:
-    initial = run.config.checkpoint.initial
-    if resume:
-        run.notes.append(f"nothing to resume in {run.folder}: starting at step 0")
-    if initial is None:
-        run.state.initialize(run.config.train.seed, run.config.model.init_std)
-        return
-    send = run.config.checkpoint.broadcast
-    if (Path(initial) / "config.json").is_file():
-        readers = _load_folder(run, Path(initial))
-    else:
-        path = find_checkpoint(initial)
-        _, readers = load_state(run.state, path, model=run.config.model, run=None, send=send)
-    run.notes.append(f"starting from the weights of {initial}{_readers(run, readers)}")
-
-
-def _load_folder(run: Run, path: Path) -> int:
-    """Read a Hugging Face folder into the fp32 master weights; returns how many ranks have read it."""
-    weights: dict[str, torch.Tensor] = {}
-
-    def copy(wanted: dict[str, torch.Tensor]) -> None:
-        if not weights:
-            model = Transformer(run.config.model)
-            load_weights(model, path)
-            weights.update({f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()})
-        for key, view in wanted.items():
-            view.copy_(weights[key])
-
-    return run.state.load(copy, WEIGHTS, run.config.checkpoint.broadcast)
-
-
-def _readers(run: Run, readers: int) -> str:
-    size = run.groups.world.size
-    return f", read by {readers} of {size} ranks" if size > 1 else ""
+    return Run(config, Path(config.train.output), device, groups, model, state, Shards(config.data.path), notes=notes)
 
 
 def fingerprint(config: RunConfig, shards: Shards) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Which folder is a checkpoint, what it says of itself, and the message when it is none."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from optimus.checkpoint import Description, find_checkpoint, list_checkpoints, read_description
 from optimus.checkpoint.folder import differences, write_description
+from optimus.checkpoint.manifest import write_manifest
 from optimus.config import ModelConfig
 from optimus.errors import UserError
 
@@ -17,6 +19,7 @@ MODEL = ModelConfig(family="olmo", hidden=16, layers=1, heads=2, intermediate=24
 def described(folder: Path, **fields: Any) -> Path:
     folder.mkdir(parents=True)
     write_description(folder, Description(**{"model": MODEL, "context": 8, "step": 3, "full": True, **fields}))
+    write_manifest(folder, [])
     return folder
 
 
@@ -42,10 +45,10 @@ def test_damaged_descriptions(tmp_path: Path) -> None:
     for text in ("", right[:40], "[]", '"x"', "{}", json.dumps(without_step), json.dumps({**raw, "format": "other"}),
                  json.dumps({**raw, "colour": "red"}), json.dumps({**raw, "model": 5}), "\udcff"):  # fmt: skip
         file.write_bytes(text.encode("utf-8", "surrogateescape"))
-        with pytest.raises(UserError, match=r"checkpoint\.json is damaged or not a checkpoint's description"):
+        with pytest.raises(UserError, match=r"checkpoint\.json is damaged or no checkpoint's description"):
             read_description(folder)
     file.unlink()
-    with pytest.raises(UserError, match=r"checkpoint\.json is damaged or not a checkpoint's description"):
+    with pytest.raises(UserError, match=r"checkpoint\.json is damaged or no checkpoint's description"):
         read_description(folder)
 
 
@@ -57,7 +60,7 @@ def test_a_wrong_model_in_the_description_names_the_field(tmp_path: Path) -> Non
 
 
 def test_a_newer_version_asks_for_an_update(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has version 99, this Optimus reads up to 1: update Optimus"):
+    with pytest.raises(UserError, match=r"has version 99, this Optimus reads up to 2: update Optimus"):
         read_description(changed(described(tmp_path / "c"), version=99))
 
 
@@ -67,10 +70,20 @@ def test_finding(tmp_path: Path) -> None:
         described(run / "checkpoints" / f"step-{step:08d}", step=step)
     described(run / "checkpoints" / ".step-00000011.partial")
     described(run / "checkpoints" / "step-of-another-kind")
-    (run / "checkpoints" / "step-00000012").mkdir()  # without a description
+    (described(run / "checkpoints" / "step-00000012") / "manifest.json").unlink()
     assert [path.name for path in list_checkpoints(run)] == ["step-00000002", "step-00000009", "step-00000010"]
     assert find_checkpoint(run) == run / "checkpoints" / "step-00000010"
     assert find_checkpoint(str(run / "checkpoints" / "step-00000002")) == run / "checkpoints" / "step-00000002"
+
+
+def test_weights_are_found_where_they_are_newer(tmp_path: Path) -> None:
+    for name in ("step-00000002", "weights-00000002", "weights-00000003"):
+        described(tmp_path / "checkpoints" / name)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
+    assert [path.name for path in list_checkpoints(tmp_path, "weights")] == ["weights-00000002", "weights-00000003"]
+    assert find_checkpoint(tmp_path).name == "weights-00000003"
+    shutil.rmtree(tmp_path / "checkpoints" / "weights-00000003")
+    assert find_checkpoint(tmp_path).name == "step-00000002"  # of one step the whole state
 
 
 def test_finding_nothing(tmp_path: Path) -> None:

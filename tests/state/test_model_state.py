@@ -15,6 +15,7 @@ from optimus.model.init import initialize
 from optimus.optim.adamw import AdamW
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state import ModelState
+from optimus.testing.whole import whole_state
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CONFIG = ModelConfig(
@@ -59,7 +60,7 @@ def test_initial_weights_are_those_of_a_plain_module(compute: torch.dtype, limit
     assert [name for name, _ in module.named_parameters()] == list(expected)
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, expected[name].to(compute)), name
-    tensors = dict(state.tensors())
+    tensors = whole_state(state)
     for name, weight in expected.items():
         assert torch.equal(tensors[f"model.{name}"], weight), name  # the master weights, unrounded
     assert set(tensors) == {f"{kind}.{name}" for kind in ("model", "adamw.m", "adamw.v") for name in expected}

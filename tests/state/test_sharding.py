@@ -14,6 +14,7 @@ from optimus.optim.adamw import AdamW
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state import ModelState
 from optimus.testing import counting, run_ranks
+from optimus.testing.whole import whole_state
 
 RULE = AdamW(0.9, 0.99, 1e-8, 0.1)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -65,7 +66,7 @@ def updated(ranks: int, shard: str, compute: torch.dtype, gradient: torch.dtype,
     for chunk in state.chunks:
         chunk.gather()
     parameters = {name: v.clone() for c in state.chunks for name, v in c.views(c.parameter).items()}
-    tensors = {name: tensor.clone() for name, tensor in state.tensors()}
+    tensors = whole_state(state)
     return {"norms": norms, "parameters": parameters, "tensors": tensors, "bytes": state.bytes_by_kind()}
 
 
@@ -92,7 +93,7 @@ def test_ranks_equal_one_process(ranks: int, shard: str, limit: int) -> None:
     for result in results:
         for name, weight in weights.items():
             torch.testing.assert_close(result["parameters"][name], weight, rtol=1e-5, atol=1e-7)
-        for name, tensor in right.tensors():
+        for name, tensor in whole_state(right).items():
             torch.testing.assert_close(result["tensors"][name], tensor, rtol=1e-4, atol=1e-7)
         assert result["norms"] == pytest.approx(results[0]["norms"])
     whole = run_ranks(updated, ranks, ranks, "none", FP32, FP32, limit)[0]
@@ -160,7 +161,7 @@ def trained(ranks: int, shard: str, limit: int, on_arrival: bool) -> tuple[list[
             loss.backward()
         norms.append(state.reduce_gradients())
         state.step(RULE, 1e-2, 1.0)
-    return norms, {name: tensor.clone() for name, tensor in state.tensors()}
+    return norms, whole_state(state)
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])

@@ -20,7 +20,7 @@ from optimus.checkpoint import list_checkpoints, read_description
 from optimus.config import load_config
 from optimus.observe.metrics import read_metrics
 from optimus.train import checks
-from optimus.train.run import build_run
+from optimus.train.checkpoints import build_run
 
 GIB = 2**30
 

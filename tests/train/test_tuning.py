@@ -15,8 +15,8 @@ from optimus.kernels import matmul
 from optimus.kernels.matmul import Product
 from optimus.observe.metrics import read_metrics
 from optimus.testing import run_ranks
+from optimus.train.checkpoints import build_run
 from optimus.train.loop import train_loop
-from optimus.train.run import build_run
 from optimus.train.tuning import TuneMatmuls, cache_file, describe, read_seconds, write_seconds
 
 FORMS = ("NN", "NT", "TN")

@@ -1,0 +1,167 @@
+"""The files of tensors, in the format of torch.distributed.checkpoint (DCP): any of its tools reads them.
+
+Each writing rank has one file, `__RANK_0.distcp`, of boxes end to end, each an archive as `torch.save` makes it. `.metadata`
+says where every box of every global tensor lies. We write and read the format ourselves, because DCP's own writer neither
+sums what it writes nor lets each rank offer boxes of one global tensor without a collective, and its reader neither checks
+sums nor whether everything wanted was there.
+"""
+
+import io
+import math
+import pickle
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from optimus.state import Box
+
+METADATA = ".metadata"
+
+
+class Stored(NamedTuple):
+    """A box in a file: which part of which global tensor, and the bytes that it takes."""
+
+    key: str
+    dtype: str  # of torch, without its name in front
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+    crc: int
+
+
+class _Summing(io.RawIOBase):
+    """A file that sums what is written to it (CRC-32, which sees every flipped bit and costs a tenth of the writing)."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.crc = self.length = 0
+
+    def write(self, content: Any) -> int:
+        view = memoryview(content).cast("B")
+        self.crc = zlib.crc32(view, self.crc)
+        self._file.write(view)
+        self.length += len(view)
+        return len(view)
+
+    def writable(self) -> bool:
+        return True
+
+
+def file_of(rank: int) -> str:
+    """The name of the file that `rank` writes, as DCP names it."""
+    return f"__{rank}_0.distcp"
+
+
+def write_boxes(file: BinaryIO, name: str, boxes: Iterable[Box]) -> list[Stored]:
+    """Append `boxes` to a new file of that name; returns where each one lies."""
+    stored, start = [], 0
+    for box in boxes:
+        summing = _Summing(file)
+        own = box.tensor.detach().to("cpu", copy=True)  # a view would be saved with all that it is a view of
+        torch.save(own, summing)  # type: ignore[arg-type]
+        dtype = str(box.tensor.dtype).removeprefix("torch.")
+        sizes = tuple(box.tensor.shape)
+        stored.append(Stored(box.key, dtype, box.shape, box.offsets, sizes, name, start, summing.length, summing.crc))
+        start += summing.length
+    return stored
+
+
+def read_box(content: bytes) -> Tensor:
+    """The tensor of a box's bytes. Nothing but a tensor is admitted."""
+    tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"a {type(tensor).__name__} where a tensor should be")
+    return tensor
+
+
+def by_key(stored: Iterable[Stored]) -> dict[str, list[Stored]]:
+    """Boxes by the tensor that they are of."""
+    found: dict[str, list[Stored]] = {}
+    for each in stored:
+        found.setdefault(each.key, []).append(each)
+    return found
+
+
+def pack_metadata(stored: Iterable[Stored]) -> bytes:
+    """What `.metadata` holds."""
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for key, boxes in by_key(stored).items():
+        chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+        properties = TensorProperties(getattr(torch, boxes[0].dtype))
+        tensors[key] = TensorStorageMetadata(properties, torch.Size(boxes[0].shape), chunks)
+        for index, box in enumerate(boxes):
+            places[MetadataIndex(key, box.offsets, index)] = _StorageInfo(box.file, box.start, box.length)
+    return pickle.dumps(
+        Metadata(
+            tensors,
+            planner_data={key: (key,) for key in tensors},
+            storage_data=places,
+            storage_meta=StorageMeta(),
+            version=CURRENT_DCP_VERSION,
+        )
+    )
+
+
+def unpack_metadata(content: bytes) -> Iterator[Stored]:
+    """The boxes that `.metadata` tells of, sums still zero. Raises `pickle.UnpicklingError` at whatever is not DCP's."""
+    metadata = _Unpickler(io.BytesIO(content)).load()
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"a {type(metadata).__name__} is no metadata")
+    for key, tensor in metadata.state_dict_metadata.items():
+        if not isinstance(tensor, TensorStorageMetadata):
+            raise pickle.UnpicklingError(f"{key} is no tensor")
+        dtype = str(tensor.properties.dtype).removeprefix("torch.")
+        for chunk in tensor.chunks:
+            place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            at = tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length
+            yield Stored(key, dtype, tuple(tensor.size), *at, 0)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Admits the classes that `.metadata` is made of, none of which does anything when it is made."""
+
+    _METADATA = (
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )
+    _ADMITTED = frozenset(
+        {
+            *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) not in self._ADMITTED:
+            raise pickle.UnpicklingError(f"{module}.{name} has no business in it")
+        return super().find_class(module, name)
+
+
+def missing(stored: Sequence[Stored], shape: Sequence[int]) -> int:
+    """Elements of a tensor of `shape` that are in none of its boxes, which do not overlap."""
+    return math.prod(shape) - sum(math.prod(box.sizes) for box in stored)

@@ -1,0 +1,76 @@
+"""The manifest of a checkpoint: every file with its size and sums, written last.
+
+A folder without one is not complete. Sums are CRC-32: of each box of a file of tensors, so that who reads a box can check it
+without reading the rest of the file; of any other file as a whole; and of the manifest itself.
+"""
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from optimus.checkpoint.folder import MANIFEST, damaged
+from optimus.checkpoint.format import Stored
+
+_FORMAT, _VERSION = "optimus-manifest", 1
+
+
+def write_manifest(folder: Path, stored: Iterable[Stored]) -> None:
+    """Write the manifest of all files in `folder`; `stored` are the boxes of its files of tensors."""
+    boxes: dict[str, list[list[int]]] = {}
+    for each in stored:
+        boxes.setdefault(each.file, []).append([each.start, each.length, each.crc])
+    files: dict[str, Any] = {}
+    for path in sorted(folder.iterdir()):
+        if path.name in boxes:
+            files[path.name] = {"bytes": path.stat().st_size, "boxes": sorted(boxes[path.name])}
+        else:
+            small = path.read_bytes()
+            files[path.name] = {"bytes": len(small), "crc": zlib.crc32(small)}
+    content = {"format": _FORMAT, "version": _VERSION, "files": files}
+    (folder / MANIFEST).write_text(_text(content | {"crc": zlib.crc32(_text(content).encode())}), encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The files of the checkpoint in `folder` as its manifest has them, all there and of their sizes.
+
+    Raises `DamagedError` naming what is not as it was written.
+    """
+    path = folder / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
+        crc = content.pop("crc")
+        if (
+            content["format"] != _FORMAT
+            or zlib.crc32(_text(content).encode()) != crc
+            or _text(content | {"crc": crc}) != text
+        ):
+            raise ValueError("its sum is wrong")
+        files: dict[str, Any] = content["files"]
+    except FileNotFoundError:
+        raise damaged(folder, f"it has no {MANIFEST}, so it was never completed") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise damaged(folder, f"{MANIFEST} cannot be read ({error})") from error
+    for name, file in files.items():
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size != file["bytes"]:
+            how = "is not there" if size is None else f"has {size:,} bytes"
+            raise damaged(folder, f"{name} {how}, of {file['bytes']:,} that were written")
+    return files
+
+
+def read_checked(folder: Path, name: str, files: Mapping[str, Any]) -> bytes:
+    """The content of a file that is no file of tensors. Raises `DamagedError` when it is not what was written."""
+    try:
+        content = (folder / name).read_bytes()
+    except OSError as error:
+        raise damaged(folder, f"{name} cannot be read ({error})") from error
+    if zlib.crc32(content) != files.get(name, {}).get("crc"):
+        raise damaged(folder, f"{name} is not what was written: its sum is wrong")
+    return content
+
+
+def _text(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, separators=(",", ":")) + "\n"

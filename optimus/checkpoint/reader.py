@@ -1,0 +1,125 @@
+"""Reading a checkpoint: every byte that is read is checked, and everything that is wanted must be there."""
+
+import pickle
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from optimus.checkpoint.folder import Description, damaged, read_description
+from optimus.checkpoint.format import METADATA, Stored, by_key, missing, read_box, unpack_metadata
+from optimus.checkpoint.manifest import read_checked, read_manifest
+from optimus.errors import UserError
+from optimus.state import Box
+
+
+@dataclass
+class Reader:
+    """Fills boxes from the checkpoint in `path`, of which it knows what lies where."""
+
+    path: Path
+    description: Description
+    stored: Mapping[str, list[Stored]]
+    bytes_read: int = field(default=0, compare=False)  # of files of tensors
+
+    @classmethod
+    def open(cls, path: Path) -> "Reader":
+        """Read all but the tensors. Raises `DamagedError` where anything is not as it was written."""
+        description = read_description(path)  # first: a newer version is to be told as such
+        files = read_manifest(path)
+        for name, file in files.items():
+            if "crc" in file and name != METADATA:
+                read_checked(path, name, files)
+        content = read_checked(path, METADATA, files)
+        crcs = {(name, box[0], box[1]): box[2] for name, file in files.items() for box in file.get("boxes", [])}
+        try:
+            boxes = [box._replace(crc=crcs[box.file, box.start, box.length]) for box in unpack_metadata(content)]
+        except (pickle.UnpicklingError, KeyError, AttributeError, EOFError, TypeError, ValueError) as error:
+            raise damaged(path, f"{METADATA} cannot be read ({error})") from error
+        stored = by_key(boxes)
+        for key, there in stored.items():
+            if lacking := missing(there, there[0].shape):
+                raise damaged(path, f"{key} lacks {lacking:,} of its elements")
+        return cls(path, description, stored)
+
+    def fill(self, boxes: Iterable[Box]) -> None:
+        """Fill the tensors of `boxes` in place, whatever their type and device.
+
+        Raises `UserError` when the checkpoint lacks any of them, and `DamagedError` when bytes are not as they were written.
+        """
+        wanted: dict[str, list[Box]] = {}
+        for box in boxes:
+            wanted.setdefault(box.key, []).append(box)
+        for key, targets in wanted.items():
+            there = self.stored.get(key)
+            if there is None or there[0].shape != tuple(targets[0].shape):
+                others = sum(other not in self.stored for other in wanted)
+                raise UserError(
+                    f"checkpoint {self.path} lacks {key} (and {max(0, others - 1)} more): it is of another model"
+                )
+            self._fill(there, targets)
+
+    def read(self, stored: Stored) -> Tensor:
+        """The tensor of a box in a file. Raises `DamagedError` when its bytes are not as they were written."""
+        where = f"{stored.file}, bytes {stored.start:,} to {stored.start + stored.length:,} ({stored.key})"
+        try:
+            with (self.path / stored.file).open("rb") as file:
+                file.seek(stored.start)
+                content = file.read(stored.length)
+        except OSError as error:
+            raise damaged(self.path, f"{where}: {error}") from error
+        self.bytes_read += len(content)
+        if len(content) != stored.length or zlib.crc32(content) != stored.crc:
+            raise damaged(self.path, f"{where}: not what was written")
+        try:
+            tensor = read_box(content)
+        except (RuntimeError, ValueError, pickle.UnpicklingError) as error:
+            raise damaged(self.path, f"{where}: no tensor ({str(error).splitlines()[0]})") from error
+        if tuple(tensor.shape) != stored.sizes:
+            raise damaged(self.path, f"{where}: of another shape than {METADATA} says")
+        return tensor
+
+    def _fill(self, there: list[Stored], targets: list[Box]) -> None:
+        filled = 0
+        for stored in there:
+            both = [(target, _overlap(stored, target)) for target in targets]
+            met = [(target, overlap) for target, overlap in both if overlap is not None]
+            if not met:
+                continue
+            tensor = self.read(stored)
+            for target, overlap in met:
+                source = tensor[tuple(slice(a - o, b - o) for (a, b), o in zip(overlap, stored.offsets))]
+                place = target.tensor[tuple(slice(a - o, b - o) for (a, b), o in zip(overlap, target.offsets))]
+                place.copy_(source)
+                filled += source.numel()
+        if filled != sum(target.tensor.numel() for target in targets):
+            raise damaged(self.path, f"{targets[0].key} is not whole in it")
+
+
+def verify(path: Path) -> list[str]:
+    """What is wrong with the checkpoint in `path`, everything read again: a line each, none if it is whole."""
+    try:
+        reader = Reader.open(path)
+    except UserError as error:
+        return [str(error)]
+    problems = []
+    for boxes in reader.stored.values():
+        for stored in boxes:
+            try:
+                reader.read(stored)
+            except UserError as error:
+                problems.append(str(error))
+    return problems
+
+
+def _overlap(stored: Stored, target: Box) -> list[tuple[int, int]] | None:
+    """For each dim, from where to where both are; None if there is none."""
+    found = []
+    for a, length, b, target_length in zip(stored.offsets, stored.sizes, target.offsets, target.tensor.shape):
+        start, end = max(a, b), min(a + length, b + target_length)
+        if start >= end:
+            return None
+        found.append((start, end))
+    return found

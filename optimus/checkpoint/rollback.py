@@ -1,0 +1,71 @@
+"""Where a run goes on: at its newest checkpoint, or at the weights that it has been rolled back to.
+
+A rolled back run restarts from weights with fresh moments (the Optimus paper, section 4: persistent model checkpoints). What
+it had done after them is moved to `checkpoints/abandoned-K`, not deleted.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from optimus.checkpoint.folder import all_folders, list_checkpoints, step_folder, step_of, weights_folder
+from optimus.checkpoint.reader import verify
+from optimus.disk import write_json
+from optimus.errors import UserError, naming_disk_errors
+
+_FILE = "rollback.json"
+
+
+class Point(NamedTuple):
+    """A checkpoint to go on from: with all its state, or with its weights only."""
+
+    path: Path
+    full: bool
+
+
+def resume_points(run: Path) -> list[Point]:
+    """Where `run` can go on, the newest first; whether they are whole is not known yet."""
+    points = [Point(path, full=True) for path in list_checkpoints(run)]
+    marker = run / "checkpoints" / _FILE
+    if marker.exists():
+        try:
+            path = marker.parent / json.loads(marker.read_text(encoding="utf-8"))["checkpoint"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{marker} cannot be read ({error}): run `optimus rollback` again, or delete it") from error
+        points.append(Point(path, full=False))
+    return sorted(points, key=lambda point: (step_of(point.path), not point.full), reverse=True)
+
+
+def rollback(run: str | Path, step: int) -> dict[str, Any]:
+    """Set up `run` so that `--resume` restarts it from the weights of `step`, with fresh moments.
+
+    Returns `checkpoint`, `step`, `moved` (what is newer, with the metrics so far) and `to`, where that is now. Raises
+    `UserError`, nothing having been touched, when there are no weights of that step or they are damaged.
+    """
+    run = Path(run)
+    path = next((path for path in (weights_folder(run, step), step_folder(run, step)) if path.is_dir()), None)
+    if path is None:
+        steps = sorted({step_of(path) for path in list_checkpoints(run, "step", "weights")})
+        there = f"there are: {', '.join(map(str, steps))}" if steps else f"{run} has none at all"
+        raise UserError(f"{run} has no checkpoint of step {step}; {there}")
+    if problems := verify(path):
+        raise UserError(problems[0])
+    newer = sorted(path for path in all_folders(run) if step_of(path) > step)
+    with naming_disk_errors(run, "Mend the folder's permissions and run `optimus rollback` again"):
+        write_json(path.parent / _FILE, {"checkpoint": path.name, "step": step})
+        place = _abandoned(path.parent)
+        if newer or (run / "metrics.jsonl").exists():
+            place.mkdir()
+        if (run / "metrics.jsonl").exists():
+            shutil.copyfile(run / "metrics.jsonl", place / "metrics.jsonl")
+        for each in newer:
+            each.rename(place / each.name)
+    return {"checkpoint": str(path), "step": step, "moved": [each.name for each in newer], "to": str(place)}
+
+
+def _abandoned(folder: Path) -> Path:
+    number = 1
+    while (folder / f"abandoned-{number}").exists():
+        number += 1
+    return folder / f"abandoned-{number}"

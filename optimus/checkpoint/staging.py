@@ -1,0 +1,65 @@
+"""Copies of state in host memory, made beside the training and finished before the optimizer changes the originals.
+
+What lies between two updates is immutable, so nothing has to be copied while the training waits; the optimizer waits for a
+chunk only where its copy is late (DataStates-LLM: lazy asynchronous checkpoints).
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from optimus.state.chunk import Chunk
+
+
+class Staging:
+    """Host memory for copies of buffers; it is kept and used again."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, Tensor] = {}  # by the identity of the buffer
+        self._plan: list[tuple[list[Tensor], threading.Event]] = []
+        self._ready: torch.Event | None = None
+
+    def begin(self, buffers: Mapping[Chunk, Sequence[Tensor]], waiting: Callable[[Callable[[], object]], None]) -> None:
+        """Promise the copies of `buffers`, as they are now; the chunks will wait for them, by way of `waiting`."""
+        self._plan = []
+        for chunk, those in buffers.items():
+            copied = threading.Event()
+            chunk.hold(lambda copied=copied: waiting(copied.wait))  # type: ignore[misc]
+            self._plan.append((list(those), copied))
+        first = next(iter(buffers), None)
+        on_device = first is not None and first.master.device.type != "cpu"
+        self._ready = torch.accelerator.current_stream().record_event() if on_device else None
+
+    def run(self) -> None:
+        """Make the copies, in the order of the chunks; in another thread than the training's."""
+        try:
+            for buffers, copied in self._plan:
+                for buffer in buffers:
+                    self._copy(buffer)
+                copied.set()
+        finally:
+            for _, copied in self._plan:  # after a failure too, or the training would wait for ever
+                copied.set()
+
+    def copy_of(self, buffer: Tensor) -> Tensor:
+        """The copy of a buffer."""
+        return self._copies[id(buffer)]
+
+    def _copy(self, buffer: Tensor) -> None:
+        on_device = buffer.device.type != "cpu"
+        copy = self._copies.get(id(buffer))
+        if copy is None:
+            copy = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=on_device)
+            self._copies[id(buffer)] = copy
+        if not on_device:  # by one thread: torch would take the cores that compute
+            np.copyto(copy.view(torch.uint8).numpy(), buffer.detach().view(torch.uint8).numpy())
+            return
+        stream = torch.Stream(buffer.device)
+        with stream:
+            if self._ready is not None:
+                stream.wait_event(self._ready)
+            copy.copy_(buffer.detach(), non_blocking=True)
+        stream.synchronize()

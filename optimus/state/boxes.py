@@ -1,0 +1,76 @@
+"""Parts of flat buffers as boxes of global tensors: how state is described to whoever writes it, reads it or compares it.
+
+A contiguous range of a row-major block of d dims is at most 2d - 1 boxes, each contiguous itself. So every rank's part of a
+chunk, whatever its borders, is a few boxes per parameter, and what one layout has written another can read.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from optimus.state.plan import ChunkPlan
+
+LONGEST = 1 << 23  # elements of a box: a reader must take the whole of each box that it needs anything of
+
+
+class Box(NamedTuple):
+    """A part of the global tensor `key`, of `shape`: what lies there from `offsets` on, in `tensor`'s shape."""
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: Tensor  # a view of a flat buffer
+
+
+def boxes(plan: ChunkPlan, kind: str, buffer: Tensor, longest: int = LONGEST) -> Iterator[Box]:
+    """The boxes of a flat `buffer` [plan.length or plan.size] of a chunk: this rank's part of it, or the whole of it.
+
+    `kind` is the prefix of their keys. The padding between parameters is in no box.
+    """
+    first = plan.part.start if len(buffer) < plan.size else 0
+    for slot in plan.slots:
+        start, end = max(slot.start, first), min(slot.end, first + len(buffer))
+        for offsets, sizes in _capped(slot.shape, start - slot.start, end - slot.start, longest):
+            length = math.prod(sizes)
+            view = buffer[start - first : start - first + length].view(sizes)
+            place = tuple(part.start + offset for part, offset in zip(slot.region, offsets))
+            yield Box(f"{kind}.{slot.name}", slot.layout.shape, place, view)
+            start += length
+
+
+def range_boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of the boxes that elements `start` to `end` of a row-major block are, in order; none if empty."""
+    if start >= end:
+        return
+    if len(shape) <= 1:
+        yield ((start,), (end - start,)) if shape else ((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), end // row  # rows of which everything is there
+    if first > last:  # begins and ends in one row
+        yield from _in_row(shape, last, start, end)
+        return
+    yield from _in_row(shape, first - 1, start, first * row)
+    if first < last:
+        yield (first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])
+    yield from _in_row(shape, last, last * row, end)
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    first = row * math.prod(shape[1:])
+    for offsets, sizes in range_boxes(shape[1:], start - first, end - first):
+        yield (row, *offsets), (1, *sizes)
+
+
+def _capped(
+    shape: Sequence[int], start: int, end: int, longest: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The boxes of a range, none of more than `longest` elements: it is cut first, at whole rows where they are short."""
+    row = next(size for size in (math.prod(shape[dim:]) for dim in range(len(shape) + 1)) if size <= longest)
+    step = longest // row * row
+    while start < end:
+        cut = min(end, (start // step + 1) * step)
+        yield from range_boxes(shape, start, cut)
+        start = cut

@@ -1,0 +1,123 @@
+"""Filling the state from boxes that somebody can read: once for all ranks that hold the same, or by each of them."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimus.comm import Group
+from optimus.errors import UserError
+from optimus.state.boxes import Box, boxes
+from optimus.state.chunk import Chunk
+from optimus.state.model_state import ModelState
+
+Send = Literal["broadcast", "allreduce", "none"]
+Read = Callable[[Iterable[Box]], None]
+
+
+class _Transfer(NamedTuple):
+    """One kind of buffer of a chunk on its way from the rank of `group` that reads it."""
+
+    chunk: Chunk
+    kind: str
+    part: Tensor
+    group: Group
+    reader: int
+
+    @property
+    def reads(self) -> bool:
+        return self.group.rank == self.reader
+
+
+def load_boxes(state: ModelState, read: Read, kinds: Sequence[str], send: Send = "broadcast") -> int:
+    """Fill the buffers of `kinds` (prefixes of the boxes' keys), set others to zero, make the compute copies anew.
+
+    All ranks must call. Of those that hold the same parameters, one reads each chunk, in turns, and sends it to the others,
+    by broadcast or by all-reduce (the Optimus paper, section 4: model broadcasting). With "none" every rank reads its own
+    part. `read` fills the tensors of boxes.
+
+    Returns how many ranks have read anything. Raises what `read` raises, of type `UserError`, on all ranks alike; the
+    state is of no use then.
+    """
+    device, world = state.chunks[0].parameter.device, state.groups.world
+    transfers = _transfers(state, kinds)
+    for chunk in state.chunks:
+        for kind, part in chunk.buffers.items():
+            if kind not in kinds:
+                part.zero_()
+    failure = _read_own(transfers, read) if send == "none" else _read_and_send(transfers, read, send)
+    world.agree(failure, device)
+    for chunk in state.chunks:
+        chunk.publish()
+    readers = torch.tensor(float(send == "none" or any(each.reads for each in transfers)), device=device)
+    world.sum(readers)
+    return int(readers)
+
+
+def _transfers(state: ModelState, kinds: Sequence[str]) -> list[_Transfer]:
+    turns: Counter[tuple[str, ...]] = Counter()
+    found = []
+    for chunk in state.chunks:
+        replicas = state.groups.along(*chunk.plan.replicas)
+        reader = turns[chunk.plan.replicas] % replicas.size
+        turns[chunk.plan.replicas] += 1
+        parts = [(kind, part) for kind, part in chunk.buffers.items() if kind in kinds]
+        found += [_Transfer(chunk, kind, part, replicas, reader) for kind, part in parts]
+    return found
+
+
+def _read_own(transfers: Sequence[_Transfer], read: Read) -> UserError | None:
+    try:
+        for each in transfers:
+            read(boxes(each.chunk.plan, each.kind, each.part))
+    except UserError as error:
+        return error
+    return None
+
+
+def _read_and_send(transfers: Sequence[_Transfer], read: Read, send: Send) -> UserError | None:
+    """A rank that fails goes on sending, so that none waits for it; returns its first failure.
+
+    Each rank reads its next chunk while others are sent.
+    """
+    failure = None
+    with ThreadPoolExecutor(1) as pool:
+        waiting = deque(each for each in transfers if each.reads)
+        ahead: deque[Future[UserError | None]] = deque()
+        wholes: deque[Tensor] = deque()
+
+        def read_next() -> None:
+            if waiting:
+                each = waiting.popleft()
+                wholes.append(_whole(each))
+                ahead.append(pool.submit(_read_whole, each, wholes[-1], read))
+
+        read_next()
+        for each in transfers:
+            if each.reads:
+                failure = ahead.popleft().result() or failure
+                whole = wholes.popleft()
+                read_next()
+            else:
+                whole = _whole(each)
+            if send == "broadcast":
+                each.group.broadcast(whole, each.reader)
+            else:
+                each.group.sum(whole.view(torch.int32))  # a sum of floats would lose the sign of zeros
+            each.part.copy_(whole[each.chunk.plan.part])
+    return failure
+
+
+def _whole(each: _Transfer) -> Tensor:
+    return torch.zeros(each.chunk.plan.size, dtype=each.part.dtype, device=each.part.device)
+
+
+def _read_whole(each: _Transfer, whole: Tensor, read: Read) -> UserError | None:
+    try:
+        read(boxes(each.chunk.plan, each.kind, whole))
+    except UserError as error:
+        return error
+    return None

@@ -1,0 +1,184 @@
+"""The checkpoints of a run: what a new or resumed run begins with, and the hook that writes them."""
+
+import base64
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from optimus.checkpoint import DamagedError, Description, Saver, Target, find_checkpoint, load_state
+from optimus.checkpoint.folder import step_folder, weights_folder
+from optimus.checkpoint.rollback import Point, resume_points
+from optimus.checkpoint.slots import set_newer_aside
+from optimus.checkpoint.store import WEIGHTS
+from optimus.config import RunConfig
+from optimus.errors import naming_disk_errors
+from optimus.hub import load_weights
+from optimus.model import Transformer
+from optimus.state import Box, load_boxes
+from optimus.train.hooks import Hook
+from optimus.train.run import Run, fingerprint, new_run
+from optimus.train.step import StepResult
+
+
+def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
+    """Make model and state on `device`, initialised, or loaded from the newest checkpoint that is whole when `resume`."""
+    run = new_run(config, device)
+    points = run.groups.world.tell(resume_points(run.folder) if resume and run.groups.rank == 0 else [])
+    if points:
+        _resume(run, points)
+    else:
+        _start(run, resume)
+    return run
+
+
+class Checkpoints(Hook):
+    """Saves every so many steps, at the end and on an error; all ranks take part."""
+
+    def before_training(self, run: Run) -> None:
+        section = run.config.checkpoint
+        self._saver = Saver(run.state, scattered=section.scattered, beside=section.asynchronous)
+        self._saved = run.step
+        self._waited = 0.0
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        section = run.config.checkpoint
+        ends = run.step == run.last_step or run.stop_requested
+        self._saver.poll()
+        targets = []
+        if run.step % section.every == 0 or ends:
+            targets.append(Target(step_folder(run.folder, run.step), describe(run, full=True), keep=section.keep))
+        if section.weights_every is not None and run.step % section.weights_every == 0:
+            every = section.weights_every * section.weights_keep
+            targets.append(Target(weights_folder(run.folder, run.step), describe(run, full=False), every=every))
+        self._save(run, targets)
+        if ends:
+            self._saver.finish()
+        run.checkpoint_seconds += self._saver.seconds - self._waited
+        self._waited = self._saver.seconds
+
+    def after_error(self, run: Run) -> None:
+        self._saver.finish()
+        if run.step > self._saved:
+            keep = run.config.checkpoint.keep
+            self._save(run, [Target(step_folder(run.folder, run.step), describe(run, full=True), keep=keep)])
+            self._saver.finish()
+
+    def _save(self, run: Run, targets: list[Target]) -> None:
+        if targets:
+            self._saver.save(*targets)
+        if any(target.description.full for target in targets):
+            self._saved = run.step
+
+
+def describe(run: Run, *, full: bool) -> Description:
+    """The description of a checkpoint of `run` as it is now."""
+    mesh, config = run.groups.mesh, run.config
+    return Description(
+        model=config.model,
+        context=config.train.context,
+        step=run.step,
+        full=full,
+        precision=config.train.precision,
+        eos_id=run.shards.eos_id,
+        tokenizer=run.shards.tokenizer_path,
+        run=fingerprint(config, run.shards),
+        progress={
+            "updates": run.state.steps,
+            "skipped": run.skipped,
+            "sequences": run.step * config.train.global_batch,  # read of the data, the next one's number
+        },
+        config=config.model_dump(mode="json"),
+        random=_random_states(run.device),
+        written={
+            "ranks": mesh.size,
+            "ranks_per_node": mesh.ranks_per_node or mesh.size,
+            "scattered": config.checkpoint.scattered,
+        },
+    )
+
+
+def _resume(run: Run, points: Sequence[Point]) -> None:
+    """Load the first of `points`, the newest first, that is whole; what is newer is set aside."""
+    broken = []
+    for point in points:
+        try:
+            description, readers = load_state(
+                run.state,
+                point.path,
+                model=run.config.model,
+                run=fingerprint(run.config, run.shards),
+                full=point.full,
+                send=run.config.checkpoint.broadcast,
+            )
+            break
+        except DamagedError as error:
+            broken.append(str(error))
+    else:
+        raise DamagedError("; ".join(broken))
+    run.step = description.step
+    run.state.steps = description.progress["updates"] if point.full else 0
+    run.skipped = description.progress["skipped"]
+    _restore_random(description, run.device)
+    how = "" if point.full else ", its weights with fresh moments"
+    run.notes += broken
+    run.notes.append(f"resumed from {point.path} (step {run.step}){how}{_readers(run, readers)}")
+    if run.groups.rank == 0:
+        with naming_disk_errors(run.folder, "Mend the folder's permissions"):
+            run.notes += [f"set aside as {path}" for path in set_newer_aside(run.folder, run.step)]
+
+
+def _start(run: Run, resume: bool) -> None:
+    initial = run.config.checkpoint.initial
+    if resume:
+        run.notes.append(f"nothing to resume in {run.folder}: starting at step 0")
+    if initial is None:
+        run.state.initialize(run.config.train.seed, run.config.model.init_std)
+        return
+    send = run.config.checkpoint.broadcast
+    if (Path(initial) / "config.json").is_file():
+        readers = _load_folder(run, Path(initial))
+    else:
+        path = run.groups.world.tell(find_checkpoint(initial) if run.groups.rank == 0 else None)
+        _, readers = load_state(run.state, path, model=run.config.model, full=False, send=send)
+    run.notes.append(f"starting from the weights of {initial}{_readers(run, readers)}")
+
+
+def _load_folder(run: Run, path: Path) -> int:
+    """Read a Hugging Face folder into the fp32 master weights; returns how many ranks have read it."""
+    weights: dict[str, Tensor] = {}
+
+    def read(boxes: Iterable[Box]) -> None:
+        if not weights:
+            model = Transformer(run.config.model)
+            load_weights(model, path)
+            weights.update({f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()})
+        for box in boxes:
+            region = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.tensor.shape))
+            box.tensor.copy_(weights[box.key][region])
+
+    return load_boxes(run.state, read, WEIGHTS, run.config.checkpoint.broadcast)
+
+
+def _readers(run: Run, readers: int) -> str:
+    size = run.groups.world.size
+    return f", read by {readers} of {size} ranks" if size > 1 else ""
+
+
+def _random_states(device: torch.device) -> dict[str, str]:
+    """States of rank 0's generators. Nothing here draws from them; a user's code in the model may, on all ranks alike."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return {kind: base64.b64encode(bytes(state.tolist())).decode() for kind, state in states.items()}
+
+
+def _restore_random(description: Description, device: torch.device) -> None:
+    """Go on with the generators as they were; one of a type of device that is not here stays as it is."""
+    for kind, text in description.random.items():
+        state = torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)
+        if kind == "cpu":
+            torch.set_rng_state(state)
+        elif kind == device.type:
+            torch.get_device_module(device).set_rng_state(state, device)
