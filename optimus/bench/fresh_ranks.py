@@ -17,7 +17,9 @@ from optimus.testing import functions
 
 T = TypeVar("T")
 
-_PRELOADED = [f"optimus.bench.{name}" for name in ("data_parallel", "optimizer", "pipeline", "tensor_parallel")]
+_PRELOADED = [
+    f"optimus.bench.{name}" for name in ("checkpoint", "data_parallel", "optimizer", "pipeline", "tensor_parallel")
+]
 
 
 def run_fresh(function: Callable[..., T], ranks: int, *args: Any) -> list[T]:

@@ -1,7 +1,7 @@
 """The form of every benchmark's result: a table for people, JSON for programs."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +11,34 @@ from optimus.observe.machine import describe_machine, versions
 _FILE_WIDTH = 220  # characters of a table that no terminal limits
 
 
-def report(name: str, rows: Sequence[dict[str, Any]], ratios: dict[str, float]) -> dict[str, Any]:
-    """`{"bench", "machine", "versions", "rows", "ratios"}`."""
+def report(
+    name: str, rows: Sequence[dict[str, Any]], ratios: dict[str, float], more: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """`{"bench", "machine", "versions", "rows", "ratios"}`, and what is in `more`."""
     return {
         "bench": name,
         "machine": describe_machine(),
         "versions": versions("transformers", "tokenizers", "numpy", "triton"),
         "rows": list(rows),
         "ratios": ratios,
+        **(more or {}),
     }
 
 
-def publish(name: str, rows: Sequence[dict[str, Any]], ratios: dict[str, float], *, path: Path | None) -> None:
+def publish(
+    name: str,
+    rows: Sequence[dict[str, Any]],
+    ratios: dict[str, float],
+    *,
+    path: Path | None,
+    more: Mapping[str, Any] | None = None,
+) -> None:
     """Print the table and the ratios, and write the report to `path` if there is one."""
     print_table(rows, f"optimus bench {name}")
     for ratio, value in ratios.items():
         print(f"{ratio}: {value:.3f}")
     if path is not None:
-        write_json(path, report(name, rows, ratios))
+        write_json(path, report(name, rows, ratios, more))
 
 
 def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:

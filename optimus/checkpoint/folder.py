@@ -12,7 +12,7 @@ run leaves behind when it goes back is kept in `checkpoints/abandoned-K`.
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,10 @@ class Description:
     config: dict[str, Any] = field(default_factory=dict)  # the whole configuration of the run, as it was
     random: dict[str, str] = field(default_factory=dict)  # states of torch's generators, by device type, in base 64
     written: dict[str, Any] = field(default_factory=dict)  # by how many ranks, and how many of them were on a node
+
+    def weights_only(self, precision: str) -> "Description":
+        """That of a checkpoint of the same weights in `precision`, and of nothing else."""
+        return replace(self, full=False, precision=precision, random={}, written={})
 
 
 def step_folder(run: Path, step: int) -> Path:

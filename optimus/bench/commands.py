@@ -1,0 +1,204 @@
+"""The commands `optimus bench ...`. Each is a thin call of a function beside it; heavy imports wait until a command runs."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+bench_app = typer.Typer(help="Measure Optimus and its rivals in one run.", no_args_is_help=True, rich_markup_mode=None)
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report to this JSON file.")]
+
+
+@bench_app.command(name="train")
+def bench_train(
+    model: Annotated[str, typer.Option(help="Preset.")] = "mula-tiny-moe",
+    steps: Annotated[int, typer.Option(help="Timed steps per contestant and round.")] = 8,
+    rounds: Annotated[int, typer.Option(help="Rounds, the contestants taking turns.")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """Training speed against the Hugging Face Trainer on the same model and data."""
+    from optimus.bench import kernels, report
+    from optimus.bench.train import run
+
+    report.publish("train", *run(model=model, steps=steps, rounds=rounds), path=json_file)
+    rows, _ = kernels.run(model=model, tokens=2048, context=256)
+    report.print_table(kernels.shares(rows), "each kernel's share of the step, with plain PyTorch and with ours")
+
+
+@bench_app.command(name="tokenise")
+def bench_tokenise(
+    inputs: Annotated[list[str] | None, typer.Argument(metavar="[INPUT]...", help="Default: Python's library.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Default: one trained on the input.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes. Default: one per core.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Tokenisation speed against `tokenizers.encode_batch` on the same cores."""
+    from optimus.bench import report
+    from optimus.bench.tokenise import run
+
+    report.publish("tokenise", *run(inputs or (), tokenizer, workers), path=json_file)
+
+
+@bench_app.command(name="data-parallel")
+def bench_data_parallel(
+    model: Annotated[str, typer.Option(help="Preset.")] = "mula-tiny-moe",
+    steps: Annotated[int, typer.Option(help="Timed steps per contestant and round.")] = 10,
+    rounds: Annotated[int, typer.Option(help="Rounds, the contestants taking turns.")] = 3,
+    gradients: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Type in which all reduce their gradients.")
+    ] = "float32",
+    json_file: JsonFile = None,
+) -> None:
+    """Data-parallel training against torch DDP and FSDP2, and DeepSpeed where installed, on 2 and 4 ranks."""
+    from optimus.bench import report
+    from optimus.bench.data_parallel import run
+    from optimus.bench.data_parallel_rivals import DEEPSPEED
+
+    result = run(model=model, steps=steps, rounds=rounds, gradients=gradients)
+    report.publish("data-parallel", *result, path=json_file)
+    if DEEPSPEED is None:
+        print("DeepSpeed is not installed: its rows are left out")
+
+
+@bench_app.command(name="tensor-parallel")
+def bench_tensor_parallel(
+    model: Annotated[str, typer.Option(help="Dense preset.")] = "mula-tiny",
+    steps: Annotated[int, typer.Option(help="Timed steps per contestant and round.")] = 10,
+    rounds: Annotated[int, typer.Option(help="Rounds, the contestants taking turns.")] = 3,
+    precision: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the computation.")] = "float32",
+    json_file: JsonFile = None,
+) -> None:
+    """Tensor-parallel training on 2 ranks against torch's parallelize_module (DTensor)."""
+    from optimus.bench import report
+    from optimus.bench.tensor_parallel import run
+
+    result = run(model=model, steps=steps, rounds=rounds, precision=precision)
+    report.publish("tensor-parallel", *result, path=json_file)
+
+
+@bench_app.command(name="pipeline")
+def bench_pipeline(
+    microbatches: Annotated[int, typer.Option(help="Microbatches of a step of timed waits.")] = 64,
+    forward_ms: Annotated[float, typer.Option(help="Timed wait that stands for a forward pass.")] = 10.0,
+    seeds: Annotated[int, typer.Option(help="Draws of the jitter that are measured.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Rounds of each, the contestants taking turns; the best counts.")] = 2,
+    steps: Annotated[int, typer.Option(help="Timed training steps of us and of torch.")] = 10,
+    json_file: JsonFile = None,
+) -> None:
+    """Message-driven pipelines against 1F1B, and schedules against torch.distributed.pipelining."""
+    from optimus.bench import pipeline
+
+    found = pipeline.run(microbatches=microbatches, forward_ms=forward_ms, seeds=seeds, rounds=rounds, steps=steps)
+    pipeline.publish(found, path=json_file)
+
+
+@bench_app.command(name="moe")
+def bench_moe(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="olmoe, small, a preset with experts, or H/I/E/K. Repeat for more. Default: olmoe and small."
+        ),
+    ] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens per pass. Repeat for more. Default: 1024; accelerator: 8192, 16384."),
+    ] = None,
+    load: Annotated[
+        list[str] | None,
+        typer.Option(help="learned, uniform, zipf or one-hot: how tokens spread. Repeat for more. Default: learned."),
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="bf16 or fp32. Repeat for more. Default: bf16.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
+    threads: Annotated[int, typer.Option(help="CPU threads; with one, times are those of the process.")] = 1,
+    rounds: Annotated[
+        int | None, typer.Option(help="Rounds, the contestants taking turns. Default: 3; accelerator: 30.")
+    ] = None,
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot to this PNG file.")] = None,
+) -> None:
+    """The sparse block, forward and backward, against transformers' and every kernel package that is installed."""
+    from optimus.bench import moe, moe_output
+    from optimus.disk import check_plot
+
+    if plot is not None:
+        check_plot(plot)
+    rows, ratios = moe.run(
+        shapes=shape or ("olmoe", "small"),
+        tokens=tokens or (),
+        loads=load or ("learned",),
+        dtypes=dtype or ("bf16",),
+        device=device,
+        threads=threads,
+        rounds=rounds,
+        done=moe_output.print_case,
+    )
+    moe_output.publish(rows, ratios, path=json_file)
+    if plot is not None:
+        moe_output.draw(rows, plot)
+
+
+@bench_app.command(name="optimizer")
+def bench_optimizer(
+    ranks: Annotated[int, typer.Option(help="Data-parallel ranks at most; a power of two up to 8.")] = 4,
+    steps: Annotated[int, typer.Option(help="Timed steps of either way of sharding.")] = 15,
+    json_file: JsonFile = None,
+) -> None:
+    """Optimizer step with expert parallelism: the standard sharded optimizer against EPSO."""
+    from optimus.bench import report
+    from optimus.bench.optimizer import run
+
+    report.publish("optimizer", *run(ranks=ranks, steps=steps), path=json_file)
+
+
+@bench_app.command(name="kernels")
+def bench_kernels(
+    model: Annotated[str, typer.Option(help="Preset whose layers' sizes are used.")] = "mula-7b-a1b",
+    tokens: Annotated[int, typer.Option(help="Tokens of a microbatch.")] = 1024,
+    context: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 1024,
+    microbatches: Annotated[int, typer.Option(help="Microbatches of a training step.")] = 4,
+    dtype: Annotated[Literal["bf16", "fp32"], typer.Option(help="Type of activations and weights.")] = "bf16",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
+    rounds: Annotated[int, typer.Option(help="Rounds, the contestants taking turns.")] = 5,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Instead: find the fastest tiles of the experts' products on an accelerator.")
+    ] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Every operation of a training step: correct, how fast against plain PyTorch, and its share of the step."""
+    import torch
+
+    from optimus.bench import kernels, report, tiles
+
+    precision = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    if tune:
+        found = tiles.run(model=model, tokens=tokens, dtype=precision, device=device)
+        report.publish("kernels --tune", found, {}, path=json_file)
+        return
+    rows, ratios = kernels.run(
+        model=model,
+        tokens=tokens,
+        context=context,
+        microbatches=microbatches,
+        dtype=precision,
+        device=device,
+        rounds=rounds,
+    )
+    report.publish("kernels", rows, ratios, path=json_file)
+
+
+@bench_app.command(name="checkpoint")
+def bench_checkpoint(
+    ranks: Annotated[int, typer.Option(help="Ranks that load a model which all of them hold.")] = 4,
+    rounds: Annotated[int, typer.Option(help="Rounds, the contestants taking turns.")] = 2,
+    json_file: JsonFile = None,
+) -> None:
+    """Checkpoints at once, beside the training and by DCP; loading once or on every rank; bytes per node."""
+    from optimus.bench import report
+    from optimus.bench.checkpoint import run
+
+    saving, loading, nodes, ratios = run(ranks=ranks, rounds=rounds)
+    report.print_table(loading, "loading")
+    report.print_table(nodes, "who writes, on paper: 4 nodes of 12 ranks")
+    report.publish("checkpoint", saving, ratios, more={"loading": loading, "nodes": nodes}, path=json_file)

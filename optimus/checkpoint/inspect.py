@@ -1,0 +1,155 @@
+"""What the commands `optimus checkpoint ...` do: list a run's checkpoints, check, describe and convert one."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from optimus.checkpoint.folder import find_checkpoint, list_checkpoints, read_description, step_of
+from optimus.checkpoint.manifest import read_manifest
+from optimus.checkpoint.reader import Reader, verify
+from optimus.checkpoint.rollback import resume_points
+from optimus.checkpoint.store import write_model
+from optimus.disk import sync
+from optimus.errors import UserError, naming_disk_errors
+from optimus.model import Transformer
+from optimus.state import Box
+
+To = Literal["weights", "torch", "safetensors"]
+
+
+def list_run(run: str | Path) -> list[dict[str, Any]]:
+    """The checkpoints of a run, oldest first: `path`, `step`, `kind` (full or weights), `bytes`, `problem` (None where all
+    files are there, of their sizes and readable) and `resumes` (whether `--resume` would begin with it).
+
+    Raises `UserError` when `run` is no run folder.
+    """
+    run = Path(run)
+    if not run.is_dir():
+        raise UserError(f"{run} is no run folder")
+    rows = [_row(path) for path in list_checkpoints(run, "step", "weights")]
+    points = [str(point.path) for point in resume_points(run)]
+    whole = [path for path in points if any(row["path"] == path and row["problem"] is None for row in rows)]
+    return [row | {"resumes": row["path"] in whole[:1]} for row in rows]
+
+
+def verify_all(path: str | Path) -> dict[str, list[str]]:
+    """What is wrong with a checkpoint, or with each of a run's, everything being read; nothing where it is whole.
+
+    Raises `UserError` when there is no checkpoint at `path`.
+    """
+    path = Path(path)
+    found = list_checkpoints(path, "step", "weights") or [find_checkpoint(path)]
+    return {str(each): verify(each) for each in found}
+
+
+def show(path: str | Path) -> dict[str, Any]:
+    """What a checkpoint (or the newest of a run) says of itself, and who wrote how much of it.
+
+    Besides the description: `bytes`, `tensors` (global ones), `parameters`, `boxes`, `writers` (ranks that wrote a file) and
+    `bytes_by_node`. Raises `UserError` when it cannot be read.
+    """
+    path = find_checkpoint(path)
+    reader = Reader.open(path)
+    about, files = reader.description, read_manifest(path)
+    written = {_rank(name): file["bytes"] for name, file in files.items() if "boxes" in file}
+    nodes: Counter[int] = Counter()
+    for rank, size in written.items():
+        nodes[rank // about.written.get("ranks_per_node", rank + 1)] += size
+    weights = [boxes[0].shape for key, boxes in reader.stored.items() if key.startswith("model.")]
+    return {
+        "path": str(path),
+        "step": about.step,
+        "kind": "full" if about.full else "weights",
+        "model": about.model.model_dump(),
+        "precision": about.precision,
+        "context": about.context,
+        "progress": about.progress,
+        "written": about.written,
+        "bytes": sum(file["bytes"] for file in files.values()),
+        "tensors": len(reader.stored),
+        "parameters": sum(torch.Size(shape).numel() for shape in weights),
+        "boxes": sum(map(len, reader.stored.values())),
+        "writers": len(written),
+        "bytes_by_node": dict(sorted(nodes.items())),
+    }
+
+
+def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str | None = None) -> dict[str, Any]:
+    """Turn a checkpoint (or the newest of a run) into another form; returns `output`, `bytes` and `tensors`.
+
+    weights: a checkpoint of the weights alone, as a run keeps it; torch: one file that `torch.load(weights_only=True)`
+    reads, of all tensors by key; safetensors: likewise. `dtype` (float32, bfloat16) is that of the weights; by default
+    they stay as they are. Everything is held in memory. Raises `UserError`; nothing that exists is touched.
+    """
+    path, output = find_checkpoint(path), Path(output)
+    if output.exists():
+        raise UserError(f"{output} exists already: choose another name or remove it")
+    reader = Reader.open(path)
+    if to == "weights":
+        about = reader.description
+        type_ = getattr(torch, dtype or about.precision)
+        model = Transformer(about.model).to(type_)
+        reader.fill(_boxes({f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}))
+        name = str(type_).removeprefix("torch.")
+        write_model(model, output, about.weights_only(name))
+        count = len(list(model.parameters()))
+    else:
+        tensors = _tensors(reader, dtype)
+        _write_file(tensors, output, to)
+        count = len(tensors)
+    files = [output] if output.is_file() else list(output.iterdir())
+    return {"output": str(output), "bytes": sum(file.stat().st_size for file in files), "tensors": count}
+
+
+def _row(path: Path) -> dict[str, Any]:
+    problem = None
+    try:
+        read_description(path)
+        read_manifest(path)
+    except UserError as error:
+        problem = str(error)
+    return {
+        "path": str(path),
+        "step": step_of(path),
+        "kind": "full" if path.name.startswith("step") else "weights",
+        "bytes": sum(file.stat().st_size for file in path.iterdir()),
+        "problem": problem,
+    }
+
+
+def _rank(file: str) -> int:
+    return int(file.removeprefix("__").partition("_")[0])
+
+
+def _boxes(tensors: dict[str, Tensor]) -> list[Box]:
+    return [Box(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor) for key, tensor in tensors.items()]
+
+
+def _tensors(reader: Reader, dtype: str | None) -> dict[str, Tensor]:
+    """All global tensors by key, the weights in `dtype`."""
+    tensors = {}
+    for key, stored in reader.stored.items():
+        type_ = dtype if dtype and key.startswith("model.") else stored[0].dtype
+        tensors[key] = torch.empty(stored[0].shape, dtype=getattr(torch, type_))
+    reader.fill(_boxes(tensors))
+    return tensors
+
+
+def _write_file(tensors: dict[str, Tensor], output: Path, to: To) -> None:
+    partial = output.with_name(f".{output.name}.partial")
+    with naming_disk_errors(output, "Make room or choose another place"):
+        try:
+            if to == "torch":
+                torch.save(tensors, partial)
+            else:
+                from safetensors.torch import save_file
+
+                save_file(tensors, partial)
+            sync(partial)
+            partial.rename(output)
+            sync(output.absolute().parent)
+        finally:
+            partial.unlink(missing_ok=True)
