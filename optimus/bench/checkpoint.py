@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -263,15 +263,15 @@ def _drop_cache(place: Path) -> None:
 def _nodes() -> list[Row]:
     """Bytes per node, on paper, of a full checkpoint of two models on 48 ranks of 4 nodes, nothing being sharded."""
     rows = []
-    cases: list[tuple[str, Iterable[str]]] = [
-        ("mula-1b", ("parallel.tensor=12", "model.heads=24", "model.hidden=3072", "model.intermediate=9216")),
-        ("mula-20b-a2b", ("parallel.expert=12",)),
+    cases: list[tuple[str, Any, str]] = [
+        ("dense", LARGE | {"hidden": 3072, "heads": 24, "intermediate": 9216}, "parallel.tensor=12"),
+        ("mula-20b-a2b", "mula-20b-a2b", "parallel.expert=12"),
     ]
-    for preset, overrides in cases:
-        config = load_config(_tree(preset, 4), overrides)
+    for name, model, layout in cases:
+        config = load_config(_tree(model, 4), [layout])
         mesh = mesh_of(config, 48, 12)
         for scattered in (True, False):
-            rows.append({"model": preset, "layout": next(iter(overrides))} | _spread(config, mesh, scattered))
+            rows.append({"model": name, "layout": layout} | _spread(config, mesh, scattered))
     return rows
 
 

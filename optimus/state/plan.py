@@ -225,17 +225,21 @@ def holders(plan: ChunkPlan, mesh: Mesh, rank: int, options: StateConfig) -> lis
 def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool) -> list[int]:
     """For each chunk of `rank`, which of those that keep the same part of it writes it into a checkpoint.
 
-    `scattered`: that of part m is rank m % n of the n that have it (the Optimus paper, section 4: DP-scattered), so that the
-    nodes share the writing; else the first. Where no axis splits the parameters, their chunks are the parts that take turns.
+    `scattered`: that of part m is number m % n of the n that have it (the Optimus paper, section 4: DP-scattered), counted
+    from node to node, so that the nodes share the writing; else the first. The chunks of a part take turns as well, since
+    the parts may be fewer than the nodes.
     """
-    found, seen = [], Counter[tuple[tuple[str, ...], tuple[str, ...]]]()
+    found, seen = [], Counter[tuple[str, ...]]()
+    on_node = mesh.ranks_per_node or mesh.size
     for plan in plans:
-        there = holders(plan, mesh, rank, options)
-        axes = plan.replicas, plan.slots[0].layout.same
-        split = len(there) * plan.parts < mesh.size // mesh.pp
-        number = mesh.place(rank, (*plan.replicas, *plan.slots[0].layout.same)) if split else seen[axes]
-        seen[axes] += 1
-        found.append(there[(number * plan.parts + plan.index) % len(there)] if scattered else there[0])
+        there, number = holders(plan, mesh, rank, options), 0
+        if scattered:
+            there.sort(key=lambda holder: (holder % on_node, holder))
+            axes = (*plan.replicas, *plan.slots[0].layout.same)
+            shards = max(1, mesh.size // mesh.pp // (len(there) * plan.parts))  # of the model, on the ranks of a stage
+            number = mesh.place(rank, axes) % shards + seen[axes] * shards + plan.index
+            seen[axes] += 1
+        found.append(there[number % len(there)])
     return found
 
 

@@ -3,12 +3,13 @@
 import base64
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from optimus.checkpoint import DamagedError, Description, Saver, Target, find_checkpoint, load_state
-from optimus.checkpoint.folder import step_folder, weights_folder
+from optimus.checkpoint.folder import differences, step_folder, weights_folder
 from optimus.checkpoint.rollback import Point, resume_points
 from optimus.checkpoint.slots import set_newer_aside
 from optimus.checkpoint.store import WEIGHTS
@@ -47,11 +48,12 @@ class Checkpoints(Hook):
         ends = run.step == run.last_step or run.stop_requested
         self._saver.poll()
         targets = []
-        if run.step % section.every == 0 or ends:
-            targets.append(Target(step_folder(run.folder, run.step), describe(run, full=True), keep=section.keep))
+        # Weights first: a run that is killed between the two goes on behind this step, and would never write them.
         if section.weights_every is not None and run.step % section.weights_every == 0:
             every = section.weights_every * section.weights_keep
             targets.append(Target(weights_folder(run.folder, run.step), describe(run, full=False), every=every))
+        if run.step % section.every == 0 or ends:
+            targets.append(Target(step_folder(run.folder, run.step), describe(run, full=True), keep=section.keep))
         self._save(run, targets)
         if ends:
             self._saver.finish()
@@ -101,7 +103,7 @@ def describe(run: Run, *, full: bool) -> Description:
 
 def _resume(run: Run, points: Sequence[Point]) -> None:
     """Load the first of `points`, the newest first, that is whole; what is newer is set aside."""
-    broken = []
+    notes = []
     for point in points:
         try:
             description, readers = load_state(
@@ -114,19 +116,29 @@ def _resume(run: Run, points: Sequence[Point]) -> None:
             )
             break
         except DamagedError as error:
-            broken.append(str(error))
+            notes.append(str(error))
     else:
-        raise DamagedError("; ".join(broken))
+        raise DamagedError("; ".join(notes))
     run.step = description.step
     run.state.steps = description.progress["updates"] if point.full else 0
     run.skipped = description.progress["skipped"]
     _restore_random(description, run.device)
     how = "" if point.full else ", its weights with fresh moments"
-    run.notes += broken
+    if changed := differences(_numbers(description.config), _numbers(run.config.model_dump(mode="json"))):
+        notes.append(f"going on with another configuration: {changed}")
+    run.notes += notes
     run.notes.append(f"resumed from {point.path} (step {run.step}){how}{_readers(run, readers)}")
     if run.groups.rank == 0:
         with naming_disk_errors(run.folder, "Mend the folder's permissions"):
             run.notes += [f"set aside as {path}" for path in set_newer_aside(run.folder, run.step)]
+
+
+def _numbers(config: dict[str, Any]) -> dict[str, Any]:
+    """By `section.key`, what of a configuration decides which numbers a run computes."""
+    sections = {name: config.get(name, {}) for name in ("train", "optimizer", "schedule", "moe")}
+    elsewhere = ("train.output", "train.stop_at", "train.device", "moe.dispatch", "moe.drop_duplicates")
+    flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    return {key: value for key, value in flat.items() if key not in elsewhere}
 
 
 def _start(run: Run, resume: bool) -> None:

@@ -97,11 +97,14 @@ def check_memory(config: RunConfig, device: torch.device, ranks: int) -> None:
     total = count_parameters(config.model).total
     each = sum(state_bytes(config, ranks, 0).values())
     sharers = ranks if device.type == "cpu" else 1
-    needed, free = each * sharers, free_memory(device)
+    copies = 12 * total if config.checkpoint.asynchronous and device.type == "cpu" else 0  # each part has one writer
+    needed, free = each * sharers + copies, free_memory(device)
     if needed > free:
         raise UserError(
             f"the state of this model ({total / 1e9:.2f} B parameters, {each / total:.3g} bytes each"
-            f"{f', {sharers} ranks' if sharers > 1 else ''}) needs {_gib(needed)}, but {device} has {_gib(free)} free: "
+            f"{f', {sharers} ranks' if sharers > 1 else ''}{', and 12 to be copied for checkpoints' if copies else ''}) "
+            f"needs {_gib(needed)}, but {device} has {_gib(free)} free: "
+            f"{'set checkpoint.asynchronous=false, ' if copies else ''}"
             "choose a smaller model, state.gradient_dtype=bfloat16, a state.shard over more ranks, or another machine"
         )
 

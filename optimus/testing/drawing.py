@@ -1,0 +1,177 @@
+"""Random combinations of all that says how work and state are divided, each decided by a number."""
+
+import itertools
+import random
+from typing import Any
+
+from optimus.testing.equality import Layout
+
+SIZES = {"hidden": 16, "layers": 2, "heads": 4, "vocab": 56}
+SPARSE = {"family": "olmoe", "intermediate": 24, "experts": 8, "experts_per_token": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "moe": SIZES | SPARSE,
+    "tied": SIZES | SPARSE | {"experts_per_token": 3, "tie_embeddings": True},
+    "dense": SIZES | {"family": "olmo", "intermediate": 48},
+    "tied dense": SIZES | {"family": "olmo", "intermediate": 32, "layers": 3, "tie_embeddings": True},
+    "thirds": SPARSE | {"hidden": 24, "layers": 2, "heads": 6, "vocab": 54, "experts": 6},
+}
+RANKS = {1: (1, 2, 4, 4, 8), 2: (1, 2, 2, 4), 4: (1, 1, 1, 2)}  # that share a stage, by ranks of the pipeline
+
+
+def config_of(model: str, **sections: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a short run of one of `MODELS`, with `sections` added or in the place of its own."""
+    return {
+        "model": MODELS[model],
+        "data": {"path": ""},
+        "train": {
+            "output": "",
+            "steps": 10,
+            "global_batch": 16,
+            "micro_batch": 2,
+            "context": 24,
+            "precision": "float32",
+        },
+        "schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
+        "state": {"chunk": 2000},
+        # Not 1e-8: where gradients are hardly more than what rounding leaves, it would make their noise as large as any.
+        "optimizer": {"eps": 3e-6},
+    } | sections
+
+
+class Draw:
+    """Choices that a number decides, and what they make of the configuration."""
+
+    def __init__(self, number: int) -> None:
+        self._random = random.Random(3_000 + number)  # from where on the draws meet everything below
+        self.overrides: list[str] = []
+
+    def of(self, *options: Any) -> Any:
+        """One of `options`, with nothing said about it."""
+        return self._random.choice(options)
+
+    def set(self, key: str, *options: Any) -> Any:
+        """One of `options`, for `key`."""
+        chosen = self.of(*options)
+        text = str(chosen).lower() if isinstance(chosen, bool) else str(chosen).replace(" ", "").replace("'", "")
+        self.overrides.append(f"{key}={text}")
+        return chosen
+
+
+def drawn(number: int) -> tuple[str, Layout]:
+    """A model and a layout; the number decides everything."""
+    draw = Draw(number)
+    model = draw.of(*MODELS)
+    shape = MODELS[model]
+    pipeline = draw.of(1, 1, 2) if model == "thirds" else draw.of(1, 1, 2, 2, 4, 4)
+    here = draw.of(3, 6 // pipeline) if model == "thirds" else draw.of(*RANKS[pipeline])  # ranks that share a stage
+    grids = [(m, n) for m in (1, 2, 3, 4) for n in (1, 2, 3) if here % (m * n) == 0 == shape["heads"] % m]
+    outputs, inputs = draw.of((1, 1), *grids)
+    tensor = outputs * inputs
+    contexts = [n for n in (1, 2, 3, 4) if here // tensor % n == 0 == 16 * tensor * n % here]
+    context = draw.of(contexts[0], *contexts)
+    data = here // (tensor * context)
+    _draw_parallel(draw, shape, (outputs, inputs), context)
+    microbatches = [n for n in (1, 2, 4, 8) if 16 % (data * n) == 0 == 16 // (data * n) * 24 // context % tensor]
+    if pipeline > 1:
+        layers = _draw_pipeline(draw, pipeline, 16 // data, microbatches, shape["vocab"] % (outputs * pipeline) == 0)
+    else:
+        layers = shape["layers"]
+        draw.set("train.micro_batch", *(16 // (data * n) for n in microbatches if n < 8))
+    _draw_state(draw, data * context)
+    if "experts" in shape:
+        _draw_experts(draw, shape, (outputs, inputs), here)
+    _draw_recomputation(draw, "moe" if "experts" in shape else "mlp", layers)
+    return model, Layout(pipeline * here, draw.overrides)
+
+
+def _draw_pipeline(draw: Draw, ranks: int, sequences: int, microbatches: list[int], divides_vocabulary: bool) -> int:
+    """Draws all about the pipeline, and returns the number of layers. `sequences` of a step are for these ranks."""
+    draw.set("parallel.pipeline", ranks)
+    stages = ranks * _draw_order(draw, ranks, max(microbatches))
+    if divides_vocabulary and "parallel.executor=scheduled" in draw.overrides:
+        draw.set("parallel.vocabulary", True, False)
+    layers: int = draw.set("model.layers", stages, stages + 1)
+    if draw.of(True, False):
+        blocks = [1] * stages
+        blocks[draw.of(*range(stages))] += layers - stages
+        draw.set("parallel.blocks", blocks)
+    least = ranks if "parallel.schedule=interleaved-1f1b" in draw.overrides else 1
+    number = draw.of(*(n for n in microbatches if n >= least))
+    if draw.of(True, False):
+        draw.set("train.micro_batch", sequences // number)
+    else:  # what train.micro_batch says is an upper limit then
+        draw.set("train.micro_batch", sequences)
+        draw.set("parallel.microbatches", number, number, "auto")
+    return layers
+
+
+def _draw_order(draw: Draw, ranks: int, most: int) -> int:
+    """Draws who decides the order, and what order, of at most so many microbatches; returns the stages per rank."""
+    if draw.set("parallel.executor", "scheduled", "scheduled", "message-driven") == "message-driven":
+        per_rank: int = draw.set("parallel.stages_per_rank", 1, 2)
+        cap = draw.of(None, "number", "list", "list")
+        if cap == "number":
+            draw.set("parallel.in_flight", 1, 2, 5)
+        elif cap == "list":
+            draw.set("parallel.in_flight", [draw.of(1, 2, 3) for _ in range(ranks * per_rank)])
+        return per_rank
+    interleaved = ["interleaved-1f1b"] if most >= ranks else []
+    schedule = draw.set("parallel.schedule", "gpipe", "1f1b", "1f1b", "zb-h1", "zbv", *interleaved)
+    if schedule == "1f1b":
+        draw.set("parallel.warm_up", 1, 2)
+    return draw.set("parallel.stages_per_rank", 2) if schedule in ("interleaved-1f1b", "zbv") else 1
+
+
+def _draw_parallel(draw: Draw, shape: dict[str, Any], grid: tuple[int, int], context: int) -> None:
+    outputs, inputs = grid
+    if outputs * inputs > 1:
+        draw.set("parallel.tensor", outputs if inputs == 1 else list(grid))
+        draw.set("parallel.sequence", True, False)
+        draw.set("parallel.overlap", True, False)
+    if context > 1:
+        draw.set("parallel.context", context)
+        fits = ["ring"] if 24 % (2 * context) == 0 else []
+        fits += ["ulysses"] if shape["heads"] // outputs % context == 0 else []
+        draw.set("parallel.context_method", *fits)
+
+
+def _draw_state(draw: Draw, replicas: int) -> None:
+    shard = draw.set("state.shard", "none", "optimizer", "gradients", "parameters")
+    draw.set("state.chunk", 500, 2000, 100_000)
+    draw.set("state.tile", 64, 1000, 1 << 20)
+    draw.set("state.overlap", True, True, False)
+    if shard != "none":
+        draw.set("state.shard_over", "replicas", "data")
+        if draw.of(True, False):
+            draw.set("state.shard_ranks", *(n for n in (1, 2, 4) if replicas % n == 0))
+    elif draw.of(True, False):
+        draw.set("state.coarsening", 1, 3)
+    if shard == "parameters":
+        draw.set("state.release", True, False)
+        draw.set("state.prefetch", 0, 1, 3)
+
+
+def _draw_experts(draw: Draw, shape: dict[str, Any], grid: tuple[int, int], ranks: int) -> None:
+    outputs, inputs = grid
+    split = draw.set(
+        "parallel.expert_tensor", outputs * inputs, *(n for n in (1, 2, 3, 4) if outputs * inputs % n == 0)
+    )
+    fits = [n for n in (1, 2, 3, 4, 6, 8) if ranks % (n * split) == 0 and shape["experts"] % n == 0]
+    draw.set("parallel.expert", max(fits), max(fits), *fits)
+    dispatch = draw.set("moe.dispatch", "alltoall", "alltoall", "allgather")
+    draw.set("moe.balance_scope", "microbatch", "global")
+    if dispatch == "alltoall" and inputs == 1 and split == outputs > 1 and "parallel.sequence=false" in draw.overrides:
+        draw.set("moe.drop_duplicates", True, False)
+
+
+def _draw_recomputation(draw: Draw, feed_forward: str, layers: int) -> None:
+    kinds = draw.of([], ["block"], ["block"], *combinations_of("norm", "attention", feed_forward))
+    if kinds:
+        draw.set("recompute", kinds)
+        draw.set("recompute_every", *range(1, layers + 1))
+        draw.set("recompute_collectives", "keep", "repeat")
+
+
+def combinations_of(*options: str) -> list[list[str]]:
+    """All subsets but the empty one."""
+    return [list(chosen) for n in range(1, len(options) + 1) for chosen in itertools.combinations(options, n)]

@@ -1,0 +1,280 @@
+"""kill -9 of a run, at chosen moments of writing and at a hundred random ones: it goes on from what is whole, to the same end.
+
+Processes are forked from one that has imported everything, or a hundred starts would take a quarter of an hour.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import optimus
+from optimus.checkpoint import Reader, list_checkpoints, saving, slots, verify
+from optimus.checkpoint.folder import step_of
+from optimus.checkpoint.staging import Staging
+from optimus.config import load_config
+from optimus.observe.metrics import read_metrics
+from optimus.testing import RankError, run_ranks
+from optimus.train.checkpoints import build_run
+from optimus.train.launch import _claim_folder, _hooks
+from optimus.train.loop import train_loop
+from optimus.train.pipeline import with_microbatches
+
+# ---- At chosen moments ----
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until(config: dict[str, Any], moment: str) -> None:
+    """Train in this process, and die while the checkpoint of step 4 is written."""
+
+    def at_step_4(right: Callable[..., Any], *, before: bool) -> Callable[..., Any]:
+        def patched(path: Path, *rest: Any) -> Any:
+            if before and "step-00000004" in str(path):
+                die()
+            found = right(path, *rest)
+            if "step-00000004" in str(path):
+                die()
+            return found
+
+        return patched
+
+    match moment:
+        case "in the middle of the tensors":
+            write = saving.write_boxes
+
+            def write_some(file: Any, name: str, boxes: Any) -> Any:
+                if "step-00000004" not in str(file.name):
+                    return write(file, name, boxes)
+                write(file, name, list(boxes)[:7])
+                file.write(b"PK and the beginning of another")
+                file.flush()
+                die()
+
+            saving.write_boxes = write_some
+        case "before the manifest":
+            saving.write_manifest = at_step_4(saving.write_manifest, before=True)
+        case "before the rename":
+            saving.write_manifest = at_step_4(saving.write_manifest, before=False)
+        case "while the oldest is retired":
+
+            def rmtree(path: Path, **_: object) -> None:
+                if path.suffix == ".old":
+                    next(path.glob("*.distcp")).unlink()
+                    die()
+
+            slots.shutil = type("", (), {"rmtree": staticmethod(rmtree)})  # type: ignore[assignment]
+    optimus.train(config)
+
+
+@pytest.mark.parametrize(
+    ("moment", "left"),
+    [
+        ("in the middle of the tensors", {".step-00000004.partial", "step-00000002"}),
+        ("before the manifest", {".step-00000004.partial", "step-00000002"}),
+        ("before the rename", {".step-00000004.partial", "step-00000002"}),
+        ("while the oldest is retired", {".step-00000002.old", ".step-00000006.partial", "step-00000004"}),
+    ],
+)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_killed_while_writing(
+    small_run: dict[str, Any], tmp_path: Path, moment: str, left: set[str], asynchronous: bool
+) -> None:
+    small_run["checkpoint"] = {"every": 2, "asynchronous": asynchronous}
+    with pytest.raises(RankError, match="killed by SIGKILL"):
+        run_ranks(train_until, 1, small_run, moment)
+    folder = Path(small_run["train"]["output"])
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == left
+    assert [verify(path) for path in list_checkpoints(folder)] == [[]]
+    assert optimus.train(small_run, resume=True)["step"] == 6
+    small_run["train"]["output"] = str(tmp_path / "undisturbed")
+    optimus.train(small_run)
+    runs = folder, tmp_path / "undisturbed"
+    losses = [[record["loss"] for record in read_metrics(run)] for run in runs]
+    assert losses[0] == losses[1]
+    for run in runs:
+        assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-00000004", "step-00000006"}
+    assert same(*(list_checkpoints(run)[-1] for run in runs))
+
+
+def same(a: Path, b: Path) -> bool:
+    """Whether two checkpoints hold the same bits, those of every box that was written by the same layout."""
+    ours, theirs = Reader.open(a), Reader.open(b)
+    assert ours.stored.keys() == theirs.stored.keys()
+    return all(
+        torch.equal(ours.read(x), theirs.read(y))
+        for key in ours.stored
+        for x, y in zip(ours.stored[key], theirs.stored[key])
+    )
+
+
+# ---- At random moments ----
+
+KILLS = {True: 100, False: 20}  # by whether it is asynchronous
+EVERY, WEIGHTS_EVERY = 3, 6
+LAYOUTS: list[dict[str, Any]] = [{"parallel": {"expert": 2}}, {"state": {"shard": "optimizer"}}]
+
+
+def train_slowly_written(config: dict[str, Any], resume: bool, signs: Path) -> None:
+    """One rank of a run, as the launcher would have it; it tells its process, and the step at which it began."""
+    slow_down()
+    rank = dist.get_rank()
+    (signs / f"pid-{rank}").write_text(str(os.getpid()))
+    run = build_run(with_microbatches(load_config(config), dist.get_world_size()), torch.device("cpu"), resume)
+    if rank == 0:
+        _claim_folder(run)
+        (signs / "began").write_text(str(run.step))
+    train_loop(run, _hooks(run))
+    run.state.finish()
+
+
+def slow_down() -> None:
+    """Let every phase of a checkpoint take a part of the time that is worth a kill. (This process is used once.)"""
+
+    def slowed(right: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        def slow(*arguments: Any) -> Any:
+            time.sleep(seconds)
+            return right(*arguments)
+
+        return slow
+
+    Staging._copy = slowed(Staging._copy, 0.003)  # type: ignore[method-assign]
+    saving.write_boxes = slowed(saving.write_boxes, 0.02)
+    saving.sync = slowed(saving.sync, 0.002)
+    slots.shutil = type("", (), {"rmtree": staticmethod(slowed(shutil.rmtree, 0.004))})  # type: ignore[assignment]
+
+
+class Killer:
+    """Kills both ranks together, `seconds` after they have begun, unless told before that they are through."""
+
+    def __init__(self, signs: Path, seconds: float) -> None:
+        shutil.rmtree(signs, ignore_errors=True)
+        signs.mkdir()
+        self._signs, self._seconds = signs, seconds
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        files = [self._signs / f"pid-{rank}" for rank in range(2)]
+        while not all(file.exists() and file.read_text() for file in files):
+            if self._over.wait(0.002):
+                return
+        if not self._over.wait(self._seconds):
+            for file in files:
+                os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+def phase_of(checkpoints: Path) -> str:
+    """Where in its making a checkpoint was, by what is left of it."""
+    if list(checkpoints.glob(".*.old")):
+        return "retiring"
+    partial = [{path.name for path in folder.iterdir()} for folder in checkpoints.glob(".*.partial")]
+    if not partial:
+        return "training"
+    if any(".metadata" in names for names in partial):
+        return "committing"
+    return "writing" if any(partial) else "copying"
+
+
+class Watch:
+    """What must hold after every kill."""
+
+    def __init__(self, run: Path, lost: int) -> None:
+        self.run, self.most_lost = run, lost
+        self.newest = 0  # full checkpoint that was complete
+        self.phases: Counter[str] = Counter()
+        self._verified: set[tuple[str, int]] = set()
+
+    def after_start(self, signs: Path) -> None:
+        began = signs / "began"
+        if began.exists() and began.read_text():
+            assert int(began.read_text()) == self.newest  # of what was there, the newest
+
+    def after_kill(self) -> None:
+        self.phases[phase_of(self.run / "checkpoints")] += 1
+        found = list_checkpoints(self.run)
+        newest = step_of(found[-1]) if found else 0
+        assert newest >= self.newest
+        assert len(found) <= 3  # two, and for a moment the oldest beside them
+        assert sum(step % EVERY for step in map(step_of, found)) == 0
+        for path in list_checkpoints(self.run, "step", "weights"):
+            identity = path.name, (path / "manifest.json").stat().st_mtime_ns
+            if identity not in self._verified:
+                assert verify(path) == []
+                self._verified.add(identity)
+        metrics = self.run / "metrics.jsonl"
+        done = read_metrics(self.run)[-1]["step"] if metrics.exists() and metrics.stat().st_size else 0
+        assert done - newest <= self.most_lost
+        self.newest = newest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
+def test_killed_at_random_moments(small_run: dict[str, Any], tmp_path: Path, asynchronous: bool) -> None:
+    """Runs are killed and resumed until they end, each then compared with one that nobody has disturbed."""
+    draw = random.Random(7)
+    kills, phases = 0, Counter[str]()
+    small_run["train"] |= {"steps": 60, "precision": "bfloat16", "micro_batch": 4}
+    small_run["checkpoint"] = {
+        "every": EVERY,
+        "keep": 2,
+        "weights_every": WEIGHTS_EVERY,
+        "asynchronous": asynchronous,
+    }
+    seed = 0
+    while kills < KILLS[asynchronous]:
+        small_run["train"] |= {"seed": seed, "output": str(tmp_path / f"{seed}")}
+        config = small_run | LAYOUTS[seed % 2]
+        # Beside the training, one is begun when the one before it is complete; the step that waits for it is done.
+        watch = Watch(tmp_path / f"{seed}", 2 * EVERY if asynchronous else EVERY)
+        ended = False
+        while not ended:
+            seconds = draw.uniform(0.0, 0.8) if kills < KILLS[asynchronous] else 60.0
+            try:
+                with Killer(tmp_path / "signs", seconds):
+                    run_ranks(train_slowly_written, 2, config, True, tmp_path / "signs")
+                ended = True
+            except RankError as error:
+                assert "killed by SIGKILL" in str(error), error
+                kills += 1
+            watch.after_start(tmp_path / "signs")
+            watch.after_kill()
+        phases += watch.phases
+        undisturbed = tmp_path / f"{seed}-undisturbed"
+        run_ranks(train_slowly_written, 2, config | {"train": config["train"] | {"output": str(undisturbed)}}, False, tmp_path)
+        check_equal(watch.run, undisturbed)
+        shutil.rmtree(watch.run)
+        seed += 1
+    print(f"{kills} kills of {seed} runs, {dict(phases)}")
+    assert phases.keys() >= {"training", "writing", "committing"} | ({"copying"} if asynchronous else set())
+
+
+def check_equal(run: Path, undisturbed: Path) -> None:
+    """Every step's loss, the checkpoints that are there, and all their bits."""
+    losses = [[record["loss"] for record in read_metrics(folder)] for folder in (run, undisturbed)]
+    assert losses[0] == losses[1]
+    kept = [list_checkpoints(folder, "step", "weights") for folder in (run, undisturbed)]
+    assert [path.name for path in kept[0]] == [path.name for path in kept[1]]
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {path.name for path in kept[0]}
+    assert all(same(a, b) for a, b in zip(*kept))
+    assert json.loads((kept[0][0] / "checkpoint.json").read_text())["progress"]["skipped"] == 0
