@@ -183,6 +183,93 @@ def import_(
 
 
 @app.command()
+def launch(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...")] = None,
+    nodes: Annotated[int, typer.Option(help="Nodes that train.")] = 1,
+    spares: Annotated[int, typer.Option(help="Nodes beyond them that wait to take a place.")] = 0,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks on each node.")] = 1,
+    rendezvous: Annotated[str, typer.Option(help="HOST:PORT of `optimus rendezvous`.")] = "127.0.0.1:29400",
+    node: Annotated[str | None, typer.Option(help="Name of this node. Default: that of the machine.")] = None,
+    name: Annotated[str, typer.Option(help="Name of the launch, where several use one store.")] = "optimus",
+    keep_alive: Annotated[str, typer.Option(help="Seconds between heartbeats x how many may be missing.")] = "5x3",
+    wait: Annotated[float, typer.Option(help="Seconds for enough nodes to come together.")] = 600.0,
+    max_restarts: Annotated[int, typer.Option(help="Restarts in a row without a new checkpoint.")] = 5,
+    inject: Annotated[Path | None, typer.Option(help="YAML list of faults to rehearse.")] = None,
+) -> None:
+    """Run a node of a training that survives its nodes; to be started on every node and every spare alike."""
+    from optimus.train.nodes import launch as run
+    from optimus.train.nodes import parse_keep_alive
+
+    outcome = run(
+        config,
+        overrides or [],
+        nodes=nodes,
+        spares=spares,
+        ranks_per_node=ranks_per_node,
+        rendezvous=rendezvous,
+        node=node,
+        name=name,
+        keep_alive=parse_keep_alive(keep_alive),
+        wait=wait,
+        max_restarts=max_restarts,
+        inject=inject,
+    )
+    if outcome is not None:
+        raise typer.Exit(1)
+
+
+@app.command()
+def rendezvous(port: Annotated[int, typer.Option(help="Port to listen on.")] = 29400) -> None:
+    """Serve the store where the nodes of a launch meet; on a machine that is none of them."""
+    from optimus.resilience.store import serve_until_ended
+
+    serve_until_ended(port)
+
+
+@app.command()
+def lab(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...")] = None,
+    nodes: Annotated[int, typer.Option(help="Nodes that train.")] = 3,
+    spares: Annotated[int, typer.Option(help="Nodes beyond them that wait to take a place.")] = 2,
+    ranks_per_node: Annotated[int, typer.Option(help="Ranks on each node.")] = 1,
+    bandwidth: Annotated[str | None, typer.Option(help="What each node may send, such as 1Gbit.")] = None,
+    inject: Annotated[Path | None, typer.Option(help="YAML list of faults to rehearse.")] = None,
+    keep_alive: Annotated[str, typer.Option(help="Seconds between heartbeats x how many may be missing.")] = "1x3",
+    wait: Annotated[float, typer.Option(help="Seconds for enough nodes to come together.")] = 30.0,
+    limit: Annotated[float, typer.Option(help="Seconds after which everything is taken down.")] = 600.0,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Processes on one network instead of network namespaces (no root).")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Rehearse failures of nodes on this machine, with network namespaces for nodes."""
+    from optimus.train.nodes import parse_keep_alive
+    from optimus.train.nodes import rehearse as run
+
+    result = run(
+        config,
+        overrides or [],
+        nodes=nodes,
+        spares=spares,
+        ranks_per_node=ranks_per_node,
+        bandwidth=bandwidth,
+        inject=inject,
+        keep_alive=parse_keep_alive(keep_alive),
+        wait=wait,
+        limit=limit,
+        plain=plain,
+    )
+    lines = [f"{event['kind']:10} {event['node'] or '-':8} {event['detail']}" for event in result["events"]]
+    codes = ", ".join(f"{host} {'no answer' if code is None else code}" for host, code in result["exit_codes"].items())
+    ended = "finished" if result["finished"] else "did not finish"
+    _show(result, as_json, "\n".join([*lines, f"exit codes: {codes}", f"the run {ended} in {result['output']}"]))
+    if not result["finished"]:
+        raise typer.Exit(1)
+
+
+@app.command()
 def rollback(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
     step: Annotated[int, typer.Option(help="Step to go back to, of which there is a checkpoint.")],

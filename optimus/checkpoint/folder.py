@@ -74,13 +74,14 @@ def step_of(path: Path) -> int:
 def list_checkpoints(run: Path, *kinds: str) -> list[Path]:
     """Complete checkpoints of a run folder, oldest first: `step` (the default), full ones, and `weights`."""
     wanted = kinds or ("step",)
-    found = [path for path in all_folders(run) if path.name.partition("-")[0] in wanted and (path / MANIFEST).is_file()]
-    return sorted(found, key=lambda path: (step_of(path), path.name))
+    return [path for path in all_folders(run, *wanted) if (path / MANIFEST).is_file()]
 
 
-def all_folders(run: Path) -> list[Path]:
-    """What has the name of a checkpoint in a run folder, complete or not."""
-    return [path for path in (run / "checkpoints").glob("*-*") if _NAME.match(path.name)]
+def all_folders(run: Path, *kinds: str) -> list[Path]:
+    """What has the name of a checkpoint (of these kinds) in a run folder, oldest first; a damaged one may have lost all."""
+    found = [path for path in (run / "checkpoints").glob("*-*") if _NAME.match(path.name)]
+    wanted = [path for path in found if not kinds or path.name.partition("-")[0] in kinds]
+    return sorted(wanted, key=lambda path: (step_of(path), path.name))
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -91,6 +92,8 @@ def find_checkpoint(path: str | Path) -> Path:
     path = Path(path)
     if (path / DESCRIPTION).is_file() or (path / MANIFEST).is_file():
         return path
+    if path.is_dir() and _NAME.match(path.name) and not (path / "checkpoints").is_dir():
+        return path  # and damaged, as will be said
     found = list_checkpoints(path, "step", "weights")
     if found:
         return max(found, key=lambda path: (step_of(path), path.name < "t"))

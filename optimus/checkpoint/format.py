@@ -50,11 +50,16 @@ class _Summing(io.RawIOBase):
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.crc = self.length = 0
+        self.failure: OSError | None = None
 
     def write(self, content: Any) -> int:
         view = memoryview(content).cast("B")
         self.crc = zlib.crc32(view, self.crc)
-        self._file.write(view)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self.failure = error
+            raise
         self.length += len(view)
         return len(view)
 
@@ -73,7 +78,10 @@ def write_boxes(file: BinaryIO, name: str, boxes: Iterable[Box]) -> list[Stored]
     for box in boxes:
         summing = _Summing(file)
         own = box.tensor.detach().to("cpu", copy=True)  # a view would be saved with all that it is a view of
-        torch.save(own, summing)  # type: ignore[arg-type]
+        try:
+            torch.save(own, summing)  # type: ignore[arg-type]
+        except RuntimeError as error:  # its archive cannot be ended, it says, and not that the disk is full
+            raise summing.failure or error from None
         dtype = str(box.tensor.dtype).removeprefix("torch.")
         sizes = tuple(box.tensor.shape)
         stored.append(Stored(box.key, dtype, box.shape, box.offsets, sizes, name, start, summing.length, summing.crc))

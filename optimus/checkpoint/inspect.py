@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.folder import find_checkpoint, list_checkpoints, read_description, step_of
-from optimus.checkpoint.manifest import read_manifest
+from optimus.checkpoint.folder import all_folders, find_checkpoint, step_of
+from optimus.checkpoint.manifest import read_checked_description, read_manifest
 from optimus.checkpoint.reader import Reader, verify
 from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import write_model
@@ -29,7 +29,7 @@ def list_run(run: str | Path) -> list[dict[str, Any]]:
     run = Path(run)
     if not run.is_dir():
         raise UserError(f"{run} is no run folder")
-    rows = [_row(path) for path in list_checkpoints(run, "step", "weights")]
+    rows = [_row(path) for path in all_folders(run)]
     points = [str(point.path) for point in resume_points(run)]
     whole = [path for path in points if any(row["path"] == path and row["problem"] is None for row in rows)]
     return [row | {"resumes": row["path"] in whole[:1]} for row in rows]
@@ -41,7 +41,7 @@ def verify_all(path: str | Path) -> dict[str, list[str]]:
     Raises `UserError` when there is no checkpoint at `path`.
     """
     path = Path(path)
-    found = list_checkpoints(path, "step", "weights") or [find_checkpoint(path)]
+    found = all_folders(path) or [find_checkpoint(path)]
     return {str(each): verify(each) for each in found}
 
 
@@ -107,15 +107,14 @@ def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str
 def _row(path: Path) -> dict[str, Any]:
     problem = None
     try:
-        read_description(path)
-        read_manifest(path)
+        read_checked_description(path)
     except UserError as error:
         problem = str(error)
     return {
         "path": str(path),
         "step": step_of(path),
         "kind": "full" if path.name.startswith("step") else "weights",
-        "bytes": sum(file.stat().st_size for file in path.iterdir()),
+        "bytes": sum(file.stat().st_size for file in path.glob("*")),
         "problem": problem,
     }
 

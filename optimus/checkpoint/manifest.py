@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from optimus.checkpoint.folder import MANIFEST, damaged
+from optimus.checkpoint.folder import DESCRIPTION, MANIFEST, DamagedError, Description, damaged, read_description
 from optimus.checkpoint.format import Stored
+from optimus.errors import UserError
 
 _FORMAT, _VERSION = "optimus-manifest", 1
 
@@ -59,6 +60,26 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             how = "is not there" if size is None else f"has {size:,} bytes"
             raise damaged(folder, f"{name} {how}, of {file['bytes']:,} that were written")
     return files
+
+
+def read_checked_description(folder: Path) -> tuple[Description, dict[str, Any]]:
+    """The description of the checkpoint in `folder`, as it was written, and the files that its manifest names.
+
+    Raises `DamagedError` where that is not so, and `UserError` when it is so and newer than this code.
+    """
+    try:
+        description = read_description(folder)
+    except DamagedError:
+        raise
+    except UserError as error:  # of another version or kind of model: was it written so?
+        try:
+            read_checked(folder, DESCRIPTION, read_manifest(folder))
+        except DamagedError:
+            raise damaged(folder, f"{DESCRIPTION} is not what was written: {error}") from error
+        raise
+    files = read_manifest(folder)
+    read_checked(folder, DESCRIPTION, files)
+    return description, files
 
 
 def read_checked(folder: Path, name: str, files: Mapping[str, Any]) -> bytes:

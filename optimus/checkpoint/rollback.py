@@ -25,8 +25,8 @@ class Point(NamedTuple):
 
 
 def resume_points(run: Path) -> list[Point]:
-    """Where `run` can go on, the newest first; whether they are whole is not known yet."""
-    points = [Point(path, full=True) for path in list_checkpoints(run)]
+    """Where `run` could go on, the newest first; whether they are whole is not known yet."""
+    points = [Point(path, full=True) for path in all_folders(run, "step")]
     marker = run / "checkpoints" / _FILE
     if marker.exists():
         try:

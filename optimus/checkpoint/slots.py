@@ -47,5 +47,4 @@ def set_aside(path: Path) -> Path:
 
 def set_newer_aside(run: Path, step: int) -> list[Path]:
     """Set aside what claims to be a full checkpoint of a later step than the one that is resumed; returns the new names."""
-    newer = [path for path in all_folders(run) if path.name.startswith("step-") and step_of(path) > step]
-    return [set_aside(path) for path in newer]
+    return [set_aside(path) for path in all_folders(run, "step") if step_of(path) > step]

@@ -212,35 +212,48 @@ def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> tupl
     return shards, copies
 
 
-def holders(plan: ChunkPlan, mesh: Mesh, rank: int, options: StateConfig) -> list[int]:
-    """The ranks that keep the same part of a chunk of `rank` as it does itself, in order."""
-    found = []
-    for alike in mesh.group(rank, plan.slots[0].layout.same):
-        replicas = mesh.group(alike, plan.replicas)
-        parts = shard_groups(mesh, replicas, options)
-        found += [part[plan.index] for part in parts]
-    return sorted(found)
+def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]:
+    """All ranks divided into those that keep the same part of a chunk of such parameters; each in order.
+
+    The stages of a pipeline that do not hold the parameters are divided likewise.
+    """
+    _, copies = divisions(mesh, layout.replicas, options)
+    of_rank = {rank: ranks for ranks in copies for rank in ranks}
+    alike = ([rank for other in mesh.group(ranks[0], layout.same) for rank in of_rank[other]] for ranks in copies)
+    return sorted({min(ranks): sorted(ranks) for ranks in alike}.values())
 
 
 def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool) -> list[int]:
     """For each chunk of `rank`, which of those that keep the same part of it writes it into a checkpoint.
 
-    `scattered`: that of part m is number m % n of the n that have it (the Optimus paper, section 4: DP-scattered), counted
-    from node to node, so that the nodes share the writing; else the first. The chunks of a part take turns as well, since
-    the parts may be fewer than the nodes.
+    `scattered`: one on the node that has least to write so far, so that the nodes share the writing (the Optimus paper,
+    section 4: DP-scattered, where part m is written by rank m % DP of those that have it); else the first. All ranks of a
+    stage have other parts of the same chunks, so that each of them knows what the others will write.
     """
-    found, seen = [], Counter[tuple[str, ...]]()
-    on_node = mesh.ranks_per_node or mesh.size
-    for plan in plans:
-        there, number = holders(plan, mesh, rank, options), 0
-        if scattered:
-            there.sort(key=lambda holder: (holder % on_node, holder))
-            axes = (*plan.replicas, *plan.slots[0].layout.same)
-            shards = max(1, mesh.size // mesh.pp // (len(there) * plan.parts))  # of the model, on the ranks of a stage
-            number = mesh.place(rank, axes) % shards + seen[axes] * shards + plan.index
-            seen[axes] += 1
-        found.append(there[number % len(there)])
+    stage, found = mesh.coordinate(rank, "pp"), [0] * len(plans)
+    known: dict[tuple[tuple[str, ...], tuple[str, ...]], list[list[int]]] = {}
+    of_node, of_rank = Counter[int](), Counter[int]()  # elements to write
+    for number, plan in sorted(enumerate(plans), key=lambda each: -each[1].length):
+        layout = plan.slots[0].layout
+        axes = layout.replicas, layout.same
+        if axes not in known:
+            known[axes] = [ranks for ranks in holders(mesh, layout, options) if _on_stage(mesh, ranks, stage)]
+        for place, ranks in enumerate(known[axes]):
+            if not scattered:
+                writer = ranks[0]
+            elif "ends" in layout.same:  # on stages whose other chunks differ
+                writer = ranks[place * len(ranks) // len(known[axes])]
+            else:
+                writer = min(ranks, key=lambda each: (of_node[mesh.node(each)], of_rank[each], each))
+            of_node[mesh.node(writer)] += plan.length
+            of_rank[writer] += plan.length
+            if rank in ranks:
+                found[number] = writer
     return found
+
+
+def _on_stage(mesh: Mesh, ranks: Sequence[int], stage: int) -> bool:
+    return stage in (mesh.coordinate(ranks[0], "pp"), mesh.coordinate(ranks[-1], "pp"))
 
 
 def bytes_by_kind(plans: Sequence[ChunkPlan], compute: torch.dtype, gradient: torch.dtype) -> dict[str, int]:

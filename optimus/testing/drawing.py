@@ -42,7 +42,9 @@ class Draw:
     """Choices that a number decides, and what they make of the configuration."""
 
     def __init__(self, number: int) -> None:
-        self._random = random.Random(3_000 + number)  # from where on the first few meet everything that is asked of them
+        self._random = random.Random(
+            3_000 + number
+        )  # from where on the first few meet everything that is asked of them
         self.overrides: list[str] = []
 
     def of(self, *options: Any) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from optimus.checkpoint.folder import DamagedError, find_checkpoint, list_checkpoints, read_description, step_of
+from optimus.checkpoint.manifest import read_checked_description
 from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import check_same_model, check_same_run
 from optimus.config import ModelConfig, RunConfig, load_config
@@ -78,16 +79,26 @@ def _check_writable(folder: Path) -> None:
 def _check_resumable(config: RunConfig, folder: Path, shards: Shards) -> None:
     """The newest checkpoint that can be read must be of this run; that it is whole will be seen when it is loaded."""
     saved, points = folder / "config.yaml", resume_points(folder)
+    broken = []
     for point in points:
         try:
-            description = read_description(point.path)
-        except DamagedError:
-            if point is points[-1]:
-                raise
+            description, _ = read_checked_description(point.path)
+        except DamagedError as error:
+            broken.append(str(error))
             continue
         check_same_model(description.model, config.model, point.path)
         check_same_run(description, fingerprint(config, shards), point.path)
         return
+    if broken:
+        raise DamagedError("; ".join(broken))
+    others = sorted(
+        path.name for path in (folder / "checkpoints").glob("[!.]*") if not path.name.startswith("weights-")
+    )
+    if others:  # else the run was ended before its first checkpoint
+        raise UserError(
+            f"{folder / 'checkpoints'} holds no checkpoint step-N to resume, but {', '.join(others)}: give one its name "
+            "back, or choose another train.output"
+        )
     if saved.exists() and load_config(saved).model != config.model:
         raise UserError(f"train.output: {folder} is the folder of a run of another model: choose another train.output")
 

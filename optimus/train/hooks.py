@@ -14,6 +14,7 @@ from optimus.observe.metrics import MetricsWriter
 from optimus.observe.progress import Progress
 from optimus.pipeline.staged import Staged
 from optimus.pipeline.timeline import Event, Timeline, write_timeline
+from optimus.resilience.events import EventLog
 from optimus.train.run import Run
 from optimus.train.step import StepResult
 
@@ -23,6 +24,9 @@ class Hook:
 
     def before_training(self, run: Run) -> None:
         """Before the first step of this process."""
+
+    def before_step(self, run: Run) -> None:
+        """Before a step, its data being there."""
 
     def after_step(self, run: Run, result: StepResult) -> None:
         """After a step; `run.step` counts it already."""
@@ -55,6 +59,22 @@ class Interrupt(Hook):
     def after_training(self, run: Run) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+
+class Recovered(Hook):
+    """Writes into the event log, after the first step, that the run goes on after a failure; on rank 0."""
+
+    def before_training(self, run: Run) -> None:
+        self._events = EventLog(run.folder)
+        self._failures = self._events.unrecovered()
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if self._failures:
+            seconds = time.time() - self._failures[0]["time"]
+            what = "; ".join(failure["detail"] for failure in self._failures)
+            self._events.write("recovered", step=run.step, seconds=seconds, detail=what)
+            run.notes.append(f"step {run.step}: recovered {seconds:.1f} s after: {what}")
+        self._failures = []
 
 
 class NonFinite(Hook):

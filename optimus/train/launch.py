@@ -8,6 +8,7 @@ though TorchElastic sends SIGTERM to all as soon as the first has ended, and non
 import atexit
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from optimus.checkpoint.folder import list_checkpoints, step_of
+from optimus.checkpoint.folder import DamagedError, list_checkpoints, step_of
 from optimus.comm import CollectiveError
 from optimus.config import RunConfig, dump_config, load_config
 from optimus.data import Shards
@@ -31,9 +32,12 @@ from optimus.hub import read_model_folder
 from optimus.mesh.placement import describe
 from optimus.observe.machine import find_device
 from optimus.observe.metrics import read_metrics
+from optimus.resilience.exits import Exit
+from optimus.resilience.faults import FaultPlan
 from optimus.train import checks
 from optimus.train.checkpoints import Checkpoints, build_run
-from optimus.train.hooks import HeldOut, Hook, Interrupt, Metrics, NonFinite, PipelineTimeline, Trace
+from optimus.train.hooks import HeldOut, Hook, Interrupt, Metrics, NonFinite, PipelineTimeline, Recovered, Trace
+from optimus.train.injection import Inject
 from optimus.train.loop import naming_collectives, train_loop
 from optimus.train.pipeline import with_microbatches
 from optimus.train.run import Run, mesh_of, ranks_per_node
@@ -59,13 +63,13 @@ def train(
 
     Raises `UserError` for anything that the user can mend, before any process is started wherever that is possible. When
     another rank is lost under such a launcher, it is a `CollectiveError`, after which this process cannot train again: it
-    ignores SIGTERM, by which the launcher would cut the message short, and exits with code 2 without waiting for anything.
+    ignores SIGTERM, by which the launcher would cut the message short, and exits with code 75 without waiting for anything.
     """
     tree = load_config(config, overrides, read_model_folder)
     launched = "WORLD_SIZE" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if launched else ranks or tree.parallel.least_ranks
     tree = with_microbatches(tree, ranks)
-    shards = _check(tree, ranks, resume)
+    shards = check_run(tree, ranks, resume)
     if check:
         shards.verify()
         placement = describe(mesh_of(tree, ranks, ranks_per_node(ranks)))
@@ -82,13 +86,14 @@ def train(
         else:
             _launch(dump_config(tree), resume, ranks)
     except UserError as error:
-        found = list_checkpoints(Path(tree.train.output))
+        found = [] if isinstance(error, DamagedError) else list_checkpoints(Path(tree.train.output))
         saved = f" (the run is saved up to step {step_of(found[-1])})" if found else ""
         raise type(error)(f"{error}{saved}") from error
     return _summary(Path(tree.train.output))
 
 
-def _check(config: RunConfig, ranks: int, resume: bool) -> Shards:
+def check_run(config: RunConfig, ranks: int, resume: bool) -> Shards:
+    """Raise `UserError` for whatever would keep `ranks` ranks from running; returns the data."""
     device = find_device(config.train.device, "train.device")
     shards = Shards(config.data.path)
     shards.check_model(config.train.context, config.model.vocab)
@@ -141,7 +146,7 @@ def explain(failures: Mapping[int, "ProcessFailure"]) -> str:
         rank = min(lost or silent, key=lambda rank: failures[rank].timestamp)
         head = f"rank {rank} was lost ({_how_ended(failures[rank].exitcode)})"
     elif causes:
-        return f"rank {causes[0]} failed: {said[causes[0]].removeprefix('UserError: ')}"
+        return f"rank {causes[0]} failed: {re.sub(r'^(User|Damaged)Error: ', '', said[causes[0]])}"
     elif hung := [rank for rank in silent if failures[rank].exitcode == -signal.SIGKILL]:
         head = f"rank {hung[0]} did not answer and was ended"
     else:
@@ -163,8 +168,8 @@ def _how_ended(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
-def _run_rank(config_text: str, resume: bool) -> None:
-    """One rank's whole run, under the launcher's environment where there is one."""
+def _run_rank(config_text: str, resume: bool, plan: FaultPlan | None = None) -> None:
+    """One rank's whole run, under the launcher's environment where there is one; `plan` is what goes wrong in it."""
     config = load_config(yaml.safe_load(config_text))
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = find_device(config.train.device, "train.device", local_rank)
@@ -180,7 +185,7 @@ def _run_rank(config_text: str, resume: bool) -> None:
         if run.groups.rank == 0:
             _claim_folder(run)
         with _last_words() if ranks > 1 else nullcontext():
-            train_loop(run, _hooks(run))
+            train_loop(run, [*([Inject(plan)] if plan is not None else []), *_hooks(run)])
             run.state.finish()
 
 
@@ -196,24 +201,24 @@ def _ranks_together(device: torch.device, timeout: timedelta) -> Iterator[None]:
         dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timeout)
     except RuntimeError as error:
         raise CollectiveError(f"the ranks have not come together within {seconds}: {error}") from error
-    together = False
+    together, code = False, 1
     try:
         yield
         together = True
     except UserError as error:
-        together = not isinstance(error, CollectiveError)
+        together, code = not isinstance(error, CollectiveError), Exit.LOST
         raise
     finally:
         if together:
             dist.destroy_process_group()
         else:
-            atexit.register(_leave)
+            atexit.register(_leave, code)
 
 
-def _leave() -> None:
+def _leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(2)
+    os._exit(code)
 
 
 @contextmanager
@@ -239,7 +244,7 @@ def _hooks(run: Run) -> list[Hook]:
     first = run.groups.rank == 0
     measuring: list[Hook] = [HeldOut()] if first or run.forward_is_collective else []
     measuring += [PipelineTimeline()] if run.config.observe.timeline else []
-    reporting: list[Hook] = [Metrics()] if first else []
+    reporting: list[Hook] = [Recovered(), Metrics()] if first else []
     tuning: list[Hook] = [TuneMatmuls()] if run.config.tuning.matmul else []
     return [Interrupt(), *tuning, *measuring, *reporting, Checkpoints(), NonFinite(), Trace()]
 
@@ -269,13 +274,17 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def _main() -> None:
-    """A rank that `_launch` started: its error goes to the launcher, which tells the user."""
+    """A rank that a launcher started: CONFIG [--resume] [--inject PLAN]. Its error goes to the launcher."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    config, *options = sys.argv[1:]
+    plan = FaultPlan.read(options[options.index("--inject") + 1]) if "--inject" in options else None
     try:
-        record(_run_rank)(Path(sys.argv[1]).read_text(encoding="utf-8"), "--resume" in sys.argv)
+        record(_run_rank)(Path(config).read_text(encoding="utf-8"), "--resume" in options, plan)
+    except CollectiveError:
+        sys.exit(Exit.LOST)
     except UserError:
-        sys.exit(2)
+        sys.exit(Exit.USER)
 
 
 if __name__ == "__main__":

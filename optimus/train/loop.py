@@ -57,6 +57,8 @@ def _step(run: Run, loader: TokenLoader, hooks: Sequence[Hook]) -> None:
     if tokens_BS is None:
         return
     run.data_seconds = time.perf_counter() - began
+    for hook in hooks:
+        hook.before_step(run)
     result = training_step(run.model, run.state, tokens_BS, run.config, run.step + 1)
     run.step += 1
     run.skipped += result.skipped

@@ -1,4 +1,5 @@
-"""kill -9 of a run, at chosen moments of writing and at a hundred random ones: it goes on from what is whole, to the same end.
+"""kill -9 of a run, at chosen moments of writing and at a hundred random ones: it goes on from what is whole, to the same
+end.
 
 Processes are forked from one that has imported everything, or a hundred starts would take a quarter of an hour.
 """
@@ -130,7 +131,7 @@ LAYOUTS: list[dict[str, Any]] = [{"parallel": {"expert": 2}}, {"state": {"shard"
 
 def train_slowly_written(config: dict[str, Any], resume: bool, signs: Path) -> None:
     """One rank of a run, as the launcher would have it; it tells its process, and the step at which it began."""
-    slow_down()
+    slow_down(0.02 if config["checkpoint"]["asynchronous"] else 0.08)
     rank = dist.get_rank()
     (signs / f"pid-{rank}").write_text(str(os.getpid()))
     run = build_run(with_microbatches(load_config(config), dist.get_world_size()), torch.device("cpu"), resume)
@@ -141,7 +142,7 @@ def train_slowly_written(config: dict[str, Any], resume: bool, signs: Path) -> N
     run.state.finish()
 
 
-def slow_down() -> None:
+def slow_down(writing: float) -> None:
     """Let every phase of a checkpoint take a part of the time that is worth a kill. (This process is used once.)"""
 
     def slowed(right: Callable[..., Any], seconds: float) -> Callable[..., Any]:
@@ -152,7 +153,7 @@ def slow_down() -> None:
         return slow
 
     Staging._copy = slowed(Staging._copy, 0.003)  # type: ignore[method-assign]
-    saving.write_boxes = slowed(saving.write_boxes, 0.02)
+    saving.write_boxes = slowed(saving.write_boxes, writing)
     saving.sync = slowed(saving.sync, 0.002)
     slots.shutil = type("", (), {"rmtree": staticmethod(slowed(shutil.rmtree, 0.004))})  # type: ignore[assignment]
 
@@ -247,26 +248,36 @@ def test_killed_at_random_moments(small_run: dict[str, Any], tmp_path: Path, asy
         config = small_run | LAYOUTS[seed % 2]
         # Beside the training, one is begun when the one before it is complete; the step that waits for it is done.
         watch = Watch(tmp_path / f"{seed}", 2 * EVERY if asynchronous else EVERY)
+        undisturbed = tmp_path / f"{seed}-undisturbed"
+        began = time.monotonic()
+        assert not killed(config | {"train": config["train"] | {"output": str(undisturbed)}}, tmp_path / "signs", 60.0)
+        duration = time.monotonic() - began
         ended = False
         while not ended:
-            seconds = draw.uniform(0.0, 0.8) if kills < KILLS[asynchronous] else 60.0
-            try:
-                with Killer(tmp_path / "signs", seconds):
-                    run_ranks(train_slowly_written, 2, config, True, tmp_path / "signs")
-                ended = True
-            except RankError as error:
-                assert "killed by SIGKILL" in str(error), error
-                kills += 1
+            seconds = draw.uniform(0.0, duration / 4) if kills < KILLS[asynchronous] else 60.0
+            ended = not killed(config, tmp_path / "signs", seconds)
+            kills += not ended
             watch.after_start(tmp_path / "signs")
             watch.after_kill()
         phases += watch.phases
-        undisturbed = tmp_path / f"{seed}-undisturbed"
-        run_ranks(train_slowly_written, 2, config | {"train": config["train"] | {"output": str(undisturbed)}}, False, tmp_path)
         check_equal(watch.run, undisturbed)
         shutil.rmtree(watch.run)
         seed += 1
     print(f"{kills} kills of {seed} runs, {dict(phases)}")
-    assert phases.keys() >= {"training", "writing", "committing"} | ({"copying"} if asynchronous else set())
+    assert phases.keys() >= ({"training", "copying", "writing", "committing"} if asynchronous else {"training"})
+    assert phases["training"] < kills
+
+
+def killed(config: dict[str, Any], signs: Path, seconds: float) -> bool:
+    """Go on with a run; whether it was killed before its end."""
+    try:
+        with Killer(signs, seconds):
+            run_ranks(train_slowly_written, 2, config, True, signs)
+    except RankError as error:
+        if "killed by SIGKILL" not in str(error):
+            raise
+        return True
+    return False
 
 
 def check_equal(run: Path, undisturbed: Path) -> None:

@@ -1,15 +1,17 @@
-"""What one layout has saved, any other loads: chains of random layouts, each of which goes on where the one before has saved.
+"""What one layout has saved, any other loads: chains of random layouts, each going on where the one before has saved.
 
 Every two neighbours of a chain are a pair. After each step the state is compared bit for bit, and what is trained from it is
 compared with one process that was never disturbed.
 """
 
+import itertools
 import json
 import random
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -36,16 +38,20 @@ from optimus.train.run import build_model, mesh_of
 from optimus.train.step import StepResult, training_step
 
 CHAINS = range(16)
+SEED = 3072  # from where on the chains meet everything
 LENGTH = 5  # layouts of a chain
 FIRST_STEPS = 2  # of the first layout; of every other one less one
 STEPS = FIRST_STEPS + LENGTH + 1  # that a chain takes at most
+BESIDE_THE_POINT = ("recompute", "state.coarsening", "state.tile")  # they cost time, and no state knows of them
 MIXED = (3, 7, 11)  # chains of which some layouts compute in bf16
 RTOL = {False: 2e-5, True: 5e-2}  # of losses and norms; with bf16
 WORLDS = {  # of sizes that are not drawn
     "dense": [
         Layout(7, ["parallel.pipeline=7", "parallel.schedule=1f1b", "train.micro_batch=4", "state.shard=optimizer"]),
         Layout(2, ["parallel.tensor=2", "parallel.sequence=true"]),
-        Layout(5, ["parallel.pipeline=5", "parallel.schedule=zb-h1", "train.micro_batch=2", "parallel.vocabulary=false"]),
+        Layout(
+            5, ["parallel.pipeline=5", "parallel.schedule=zb-h1", "train.micro_batch=2", "parallel.vocabulary=false"]
+        ),
         Layout(8, ["state.shard=parameters", "state.shard_ranks=4", "state.chunk=500"]),
         Layout(1),
     ],
@@ -53,24 +59,21 @@ WORLDS = {  # of sizes that are not drawn
         Layout(4, ["parallel.expert=2", "state.shard=gradients"]),
         Layout(3, ["parallel.tensor=3", "parallel.expert=3", "state.shard=parameters"]),
         Layout(1),
-        Layout(6, ["parallel.expert=6", "state.shard=optimizer", "state.shard_over=data"]),
+        Layout(6, ["parallel.tensor=3", "parallel.expert=6", "state.shard=optimizer", "state.shard_over=data"]),
         Layout(2, ["parallel.context=2", "state.shard=parameters"]),
     ],
 }
 
 
-class Job(NamedTuple):
-    """What the ranks of a layout do: begin or load, train some steps, and save."""
+class How(NamedTuple):
+    """What a layout does: load (the first one begins anew), train some steps, and save (the last one does not)."""
 
-    config: dict[str, Any]
     steps: int
-    run: Path  # where they save
-    source: Path | None = None  # what they load
-    full: bool = True
-    send: Send = "broadcast"
-    scattered: bool = True
-    beside: bool = False  # one more step is trained while it is written
-    saves: bool = True
+    take: Literal["everything", "weights", "weights alone"]  # of what was saved; the last: of that without moments
+    send: Send
+    scattered: bool
+    beside: bool  # one more step is trained while it is written
+    saves: bool
 
 
 class Visit(NamedTuple):
@@ -86,7 +89,7 @@ class Chain(NamedTuple):
 
     model: str
     layouts: Sequence[Layout]
-    jobs: Sequence[dict[str, Any]]  # how each one loads and saves
+    hows: Sequence[How]
     mixed: bool
 
     @property
@@ -96,49 +99,40 @@ class Chain(NamedTuple):
 
 def chain(number: int) -> Chain:
     """The chain that `number` decides."""
-    choice, model = random.Random(number), [*MODELS][number % len(MODELS)]
+    choice, model = random.Random(SEED + number), [*MODELS][number % len(MODELS)]
     layers = choice.choice((2, 3, 4, 4, 5, 8) if number % 2 else (2, 4, 4, 5))
     plain, cut = [], []
     for of, layout in map(drawn, range(600)):
-        if of == model and not _said(layout, "model.layers"):
-            plain.append(Layout(layout.ranks, [*layout.overrides, f"model.layers={layers}"]))
-        elif of == model and f"model.layers={layers}" in layout.overrides:
-            cut.append(layout)
+        said = [override for override in layout.overrides if not override.startswith(BESIDE_THE_POINT)]
+        if of == model and not any(override.startswith("model.layers=") for override in said):
+            plain.append(Layout(layout.ranks, [*said, f"model.layers={layers}"]))
+        elif of == model and f"model.layers={layers}" in said:
+            cut.append(Layout(layout.ranks, said))
     kinds = [choice.choice((plain, cut, cut)) for _ in range(LENGTH)]
     layouts = [choice.choice(kind or plain) for kind in kinds]
     if number in MIXED:
         layouts = [
             Layout(n, [*said, f"train.precision={choice.choice(('float32', 'bfloat16'))}"]) for n, said in layouts
         ]
-    return Chain(model, layouts, _jobs(choice), number in MIXED)
+    return Chain(model, layouts, _hows(choice), number in MIXED)
 
 
 def world_chain(model: str) -> Chain:
     """The chain of world sizes that are not drawn."""
     layers = 7 if model == "dense" else 2
     layouts = [Layout(n, [*said, f"model.layers={layers}"]) for n, said in WORLDS[model]]
-    return Chain(model, layouts, _jobs(random.Random(model)), False)
+    return Chain(model, layouts, _hows(random.Random(model)), False)
 
 
-def _jobs(choice: random.Random) -> list[dict[str, Any]]:
-    jobs: list[dict[str, Any]] = []
+def _hows(choice: random.Random) -> list[How]:
+    found = []
     for place in range(LENGTH):
-        full = place < LENGTH - 1 or choice.random() < 0.6
-        jobs.append(
-            {
-                "steps": FIRST_STEPS if place == 0 else FIRST_STEPS if place == LENGTH - 1 and full else 1,
-                "full": full,
-                "send": choice.choice(("broadcast", "allreduce", "none")),
-                "scattered": choice.random() < 0.7,
-                "beside": choice.random() < 0.4,
-                "saves": place < LENGTH - 1,
-            }
-        )
-    return jobs
-
-
-def _said(layout: Layout, key: str) -> bool:
-    return any(override.startswith(f"{key}=") for override in layout.overrides)
+        last = place == LENGTH - 1
+        take = choice.choice(("everything", "weights", "weights alone")) if last else "everything"
+        steps = FIRST_STEPS if place == 0 or (last and take == "everything") else 1
+        send = choice.choice(("broadcast", "allreduce", "none"))
+        found.append(How(steps, take, send, choice.random() < 0.7, choice.random() < 0.4, not last))
+    return found
 
 
 def configured(model: str, layout: Layout) -> dict[str, Any]:
@@ -158,29 +152,29 @@ def alone(model: str, layers: str, steps: int) -> Trained:
     return train_steps(tree.model_dump(exclude_unset=True), steps)
 
 
-def visit(job: Job) -> Visit:
+def visit(config: dict[str, Any], how: How, run: Path, source: Path | None) -> Visit:
     """Called on every rank of a layout."""
-    tree, model, state = _made(job.config)
+    tree, model, state = _made(config)
     step = 0
-    if job.source is None:
+    if source is None:
         state.initialize(tree.train.seed, tree.model.init_std)
     else:
-        description, readers = load_state(state, job.source, model=tree.model, full=job.full, send=job.send)
-        assert readers == state.groups.world.size if job.send == "none" else readers >= 1
-        state.steps = description.progress["updates"] if job.full else 0
+        full = how.take == "everything"
+        description, readers = load_state(state, source, model=tree.model, full=full, send=how.send)
+        assert readers == state.groups.world.size if how.send == "none" else readers >= 1
+        state.steps = description.progress["updates"] if full else 0
         step = description.step
     loaded = whole_state(state, everywhere=False)
-    results = [_train(tree, model, state, step + i) for i in range(1, job.steps + 1)]
+    results = [_train(tree, model, state, step + i) for i in range(1, how.steps + 1)]
+    step += how.steps
     saved = whole_state(state, everywhere=False)
-    if job.saves:
-        step += job.steps
-        saver = Saver(state, scattered=job.scattered, beside=job.beside)
-        full, weights = step_folder(job.run, step), weights_folder(job.run, step)
-        done = saver.save(Target(full, _description(tree, state, step)), Target(weights, _description(tree, state, step, False)))
-        assert done == ([] if job.beside else [full, weights])
-        if job.beside:
+    if how.saves:
+        saver = Saver(state, scattered=how.scattered, beside=how.beside)
+        targets = [_target(run, tree, state, step, full) for full in (True, False)]
+        done = saver.save(*targets)
+        if how.beside:
             results.append(_train(tree, model, state, step + 1))
-            assert saver.finish() == [full, weights]
+        assert done + saver.finish() == [target.folder for target in targets]
     state.finish()
     return Visit(loaded, results, saved)
 
@@ -197,30 +191,168 @@ def _train(tree: RunConfig, model: Transformer | Staged, state: ModelState, step
     return training_step(model, state, random_batch(tree, step).chunk(data.size)[data.rank], tree, step)
 
 
-def _description(tree: RunConfig, state: ModelState, step: int, full: bool = True) -> Description:
-    return Description(tree.model, tree.train.context, step, full, tree.train.precision, progress={"updates": state.steps})
+def _target(run: Path, tree: RunConfig, state: ModelState, step: int, full: bool) -> Target:
+    progress = {"updates": state.steps}
+    about = Description(tree.model, tree.train.context, step, full, tree.train.precision, progress=progress)
+    return Target((step_folder if full else weights_folder)(run, step), about)
 
 
 def travel(chain: Chain, run: Path) -> None:
     """Go along a chain, and check all that is said at the top of this file."""
     layers = next(override for override in chain.layouts[0].overrides if override.startswith("model.layers="))
+    rtol = RTOL[chain.mixed]
     right = alone(chain.model, layers, STEPS)
-    saved: dict[str, Tensor] = {}
-    source, step = None, 0
-    for place, (layout, how) in enumerate(zip(chain.layouts, chain.jobs)):
-        where = f"{layout.ranks} ranks, {list(layout.overrides)}, {how}, after {chain.layouts[place - 1]}"
-        weights = weights_folder(run, step) if not how["full"] and how["beside"] else None  # of these, or of the full one
-        job = Job(configured(chain.model, layout), run=run, source=weights or source, **how)
-        found = run_ranks(visit, layout.ranks, job)
+    source, step, saved = None, 0, {}
+    for place, (layout, how) in enumerate(zip(chain.layouts, chain.hows)):
+        where = f"{layout.ranks} ranks, {list(layout.overrides)}, {how}, after {chain.layouts[max(0, place - 1)]}"
+        if how.take == "weights alone":
+            source = weights_folder(run, step)
+        found = run_ranks(visit, layout.ranks, configured(chain.model, layout), how, run, source)
+        visited = found[0]
         if source is None:
-            compare(Trained(found[0].steps[:FIRST_STEPS], found[0].saved), alone(chain.model, layers, FIRST_STEPS), where, RTOL[chain.mixed])
+            begun = Trained(visited.steps[:FIRST_STEPS], visited.saved)
+            compare(begun, alone(chain.model, layers, FIRST_STEPS), where, rtol)
         else:
-            _assert_loaded(found[0].loaded, saved, job, where)
-        assert all(theirs.steps == found[0].steps for theirs in found), where
-        steps = found[0].steps
-        compare(Trained(steps, {}), Trained(right.steps[step : step + len(steps)], {}), where, RTOL[chain.mixed])
-        if job.saves:
-            step += job.steps
-            source, saved = step_folder(run, step), found[0].saved
-            assert_universal(source, saved, plain=place == 0)
-            assert_universal(weights_folder(run, step), {key: saved[key] for key in saved if key.startswith("model.")})
+            assert_loaded(visited.loaded, saved, how, where)
+        for rank, theirs in enumerate(found):
+            expected = right.steps[step : step + len(theirs.steps)]
+            compare(Trained(theirs.steps, {}), Trained(expected, {}), f"{where}, rank {rank}", rtol)
+        if how.saves:
+            step, saved = step + how.steps, visited.saved
+            source = step_folder(run, step)
+            assert_universal(source, saved)
+            weights = {key: tensor for key, tensor in saved.items() if key.startswith("model.")}
+            if "train.precision=bfloat16" in layout.overrides:
+                weights = {key: tensor.bfloat16() for key, tensor in weights.items()}
+            assert_universal(weights_folder(run, step), weights)
+            saved = weights if chain.hows[place + 1].take == "weights alone" else saved
+
+
+def assert_loaded(loaded: dict[str, Tensor], saved: dict[str, Tensor], how: How, where: str) -> None:
+    """The state is what was saved, bit for bit; without moments they are zero."""
+    assert {key.removeprefix("model.") for key in loaded if key.startswith("model.")} == {
+        key.removeprefix("model.") for key in saved if key.startswith("model.")
+    }
+    for key, tensor in loaded.items():
+        if key.startswith("model.") or how.take == "everything":
+            assert torch.equal(tensor, saved[key].float()), f"{where}: {key}"
+        else:
+            assert not tensor.any(), f"{where}: {key}"
+
+
+def assert_universal(path: Path, right: dict[str, Tensor]) -> None:
+    """Every element of every tensor is stored once, every file is in the manifest, and plain DCP reads what was saved."""
+    assert verify(path) == []
+    stored = Reader.open(path).stored
+    assert set(stored) == set(right)
+    for key, boxes in stored.items():
+        times = torch.zeros(boxes[0].shape)
+        for box in boxes:
+            times[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes))] += 1
+        assert (times == 1).all(), f"{path}: {key}"
+    files = {file.name for file in path.iterdir()}
+    assert files == {box.file for boxes in stored.values() for box in boxes} | {DESCRIPTION, METADATA, MANIFEST}
+    assert set(json.loads((path / MANIFEST).read_text())["files"]) == files - {MANIFEST}
+    assert_same(plain_read(path, right), right)
+
+
+def plain_read(path: Path, like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as torch.distributed.checkpoint alone reads them."""
+    tensors = {key: torch.full_like(tensor, torch.nan) for key, tensor in like.items()}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(tensors, checkpoint_id=path, no_dist=True)
+    return tensors
+
+
+def assert_same(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert found.keys() == right.keys()
+    for key, tensor in found.items():
+        assert tensor.dtype == right[key].dtype, key
+        assert torch.equal(tensor, right[key]), key
+
+
+@pytest.mark.parametrize("number", CHAINS)
+def test_random_layouts(number: int, tmp_path: Path) -> None:
+    travel(chain(number), tmp_path)
+
+
+@pytest.mark.parametrize("model", WORLDS)
+def test_other_sizes_of_the_world(model: str, tmp_path: Path) -> None:
+    travel(world_chain(model), tmp_path)
+
+
+def test_the_pairs_meet_everything() -> None:
+    """Whatever divides state or work is on either side of a pair, and changes in one."""
+    chains = [chain(number) for number in CHAINS] + [world_chain(model) for model in WORLDS]
+    pairs = [pair for each in chains for pair in each.pairs]
+    assert len(pairs) >= 60
+    options = {
+        "parallel.tensor": ("2", "4", "[2,2]", "[1,2]"),
+        "parallel.context": ("2",),
+        "parallel.expert": ("2", "4", "8"),
+        "parallel.expert_tensor": ("2",),
+        "parallel.pipeline": ("2", "4"),
+        "parallel.schedule": ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"),
+        "parallel.stages_per_rank": ("2",),
+        "parallel.executor": ("message-driven",),
+        "parallel.vocabulary": ("true",),
+        "state.shard": ("none", "optimizer", "gradients", "parameters"),
+        "state.shard_over": ("data",),
+        "state.shard_ranks": ("2", "4"),
+        "state.chunk": ("500", "2000", "100000"),
+        "train.precision": ("bfloat16",),
+    }
+    for side in zip(*pairs):
+        said = {override for layout in side for override in layout.overrides}
+        assert {f"{key}={value}" for key, values in options.items() for value in values} - said == set()
+    grown = [after.ranks - before.ranks for before, after in pairs]
+    assert sum(change > 0 for change in grown) >= 15
+    assert sum(change < 0 for change in grown) >= 15
+    assert {layout.ranks for pair in pairs for layout in pair} == set(range(1, 9))
+    hows = [how for each in chains for how in each.hows]
+    assert {how.take for how in hows} == {"everything", "weights", "weights alone"}
+    assert {(how.send, how.scattered, how.beside) for how in hows} == {
+        *itertools.product(("broadcast", "allreduce", "none"), (True, False), (True, False))
+    }
+
+
+SAVE = How(1, "everything", "broadcast", True, False, True)
+
+
+def saved_by(model: str, layout: Layout, run: Path) -> tuple[Path, dict[str, Tensor]]:
+    """The full checkpoint of a layout after one step, and what it should hold."""
+    found = run_ranks(visit, layout.ranks, configured(model, layout), SAVE, run, None)[0]
+    return step_folder(run, 1), found.saved
+
+
+def test_dcp_makes_one_file_of_it(tmp_path: Path) -> None:
+    """Of parts that are cut in the middle of rows."""
+    layout = Layout(6, ["parallel.expert=3", "parallel.context=3", "state.shard=parameters", "state.chunk=2000"])
+    path, right = saved_by("thirds", layout, tmp_path)
+    stored = Reader.open(path).stored
+    assert any(box.sizes[-1] < box.shape[-1] for box in stored["adamw.v.embedding.weight"])
+    dcp_to_torch_save(path, tmp_path / "one.pt")
+    assert_same(torch.load(tmp_path / "one.pt", weights_only=True), right)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("moe", Layout(4, ["parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2"])),
+        ("tied", Layout(4, ["parallel.pipeline=2", "state.shard=optimizer", "state.chunk=500"])),
+        ("dense", Layout(8, ["parallel.pipeline=2", "parallel.tensor=[2,2]", "state.shard=parameters"])),
+    ],
+    ids=["ep x tp", "pipeline with ZeRO-1, tied", "pipeline with a grid"],
+)
+def test_any_layout_is_exported_alike(model: str, layout: Layout, tmp_path: Path) -> None:
+    """To Hugging Face: as from the checkpoint of one process with the same state, byte for byte."""
+    path, _ = saved_by(model, layout, tmp_path / "spread")
+    visit(configured(model, Layout(1)), SAVE._replace(steps=0), tmp_path / "alone", path)
+    export_checkpoint(path, tmp_path / "a")
+    export_checkpoint(step_folder(tmp_path / "alone", 1), tmp_path / "b")
+    names = sorted(file.name for file in (tmp_path / "a").iterdir())
+    assert "model.safetensors" in names
+    assert names == sorted(file.name for file in (tmp_path / "b").iterdir())
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name

@@ -1,0 +1,65 @@
+"""The event log of a run, `events.jsonl`: every failure, exclusion, restart and recovery, whoever sees it."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+Kind = Literal["failure", "exclusion", "restart", "recovered", "rollback", "finished"]
+
+
+class EventLog:
+    """`events.jsonl` of a run folder on a file system that all nodes share; every line is one write at its end."""
+
+    def __init__(self, run: str | Path) -> None:
+        self.path = Path(run) / "events.jsonl"
+
+    def write(
+        self,
+        kind: Kind,
+        *,
+        node: str | None = None,
+        rank: int | None = None,
+        step: int | None = None,
+        seconds: float | None = None,
+        detail: str = "",
+    ) -> None:
+        """Append an event. `seconds` is the time that it took, such as from a failure to the next step."""
+        event = {
+            "time": time.time(),
+            "kind": kind,
+            "node": node,
+            "rank": rank,
+            "step": step,
+            "seconds": seconds,
+            "detail": detail,
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab", buffering=0) as file:
+            file.write((json.dumps(event) + "\n").encode())
+            os.fsync(file.fileno())
+
+    def read(self) -> list[dict[str, Any]]:
+        """All events so far; a line that is not complete yet is left out."""
+        return list(self._lines())
+
+    def unrecovered(self) -> list[dict[str, Any]]:
+        """Failures and rollbacks since the run last went on."""
+        found: list[dict[str, Any]] = []
+        for event in self._lines():
+            if event["kind"] in ("recovered", "finished"):
+                found = []
+            elif event["kind"] in ("failure", "rollback"):
+                found.append(event)
+        return found
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        if not self.path.exists():
+            return
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue

@@ -1,0 +1,22 @@
+"""Nodes that take no part in a run any more: `excluded.txt` in its folder, a name a line, for people and batch scripts."""
+
+from pathlib import Path
+
+from optimus.disk import sync
+
+_FILE = "excluded.txt"
+
+
+def excluded(run: str | Path) -> list[str]:
+    """The names of the nodes that are excluded from `run`."""
+    path = Path(run) / _FILE
+    return path.read_text(encoding="utf-8").split() if path.exists() else []
+
+
+def exclude(run: str | Path, node: str) -> None:
+    """Exclude a node from now on."""
+    if node not in excluded(run):
+        path = Path(run) / _FILE
+        with path.open("a", encoding="utf-8") as file:
+            file.write(f"{node}\n")
+        sync(path)

@@ -1,0 +1,13 @@
+"""What the exit code of a rank tells the launcher."""
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """Codes that a rank ends with; any other, or a signal, is a crash."""
+
+    DONE = 0
+    USER = 2  # bad input: running it again will not help
+    LOST = 75  # another rank is lost; nothing is wrong here
+    BAD_NODE = 76  # this rank's node is at fault
+    DIVERGED = 77  # the training is at fault, no node

@@ -1,0 +1,187 @@
+"""A cluster on one machine, to try what a run does when nodes fail: hosts are network namespaces joined by a bridge.
+
+Each host has an address of its own, a link that can be shaped or cut, and runs `optimus launch` as a node would. The store
+where they meet is a host of its own. This needs root on Linux; where namespaces are not allowed, the hosts are plain groups
+of processes on this machine, whose links can be neither shaped nor cut.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from optimus.errors import UserError
+from optimus.resilience.events import EventLog
+
+_NETWORK = "10.77.0"
+_PORT = 29400
+
+
+@dataclass
+class Lab:
+    """Hosts of a cluster; `prefix` is what the words of a command on one of them begin with."""
+
+    hosts: list[str]
+    endpoint: str
+    isolated: bool  # in network namespaces
+    _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, host: str, command: Sequence[str], log: Path) -> None:
+        """Run a command on a host; what it prints goes to `log`."""
+        prefix = ["ip", "netns", "exec", host] if self.isolated else []
+        with log.open("ab") as file:
+            self._processes[host] = subprocess.Popen(
+                [*prefix, *command], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait(self, hosts: Sequence[str], seconds: float) -> dict[str, int | None]:
+        """Exit codes of the commands on `hosts`, None where one has not ended within `seconds`."""
+        deadline = time.monotonic() + seconds
+        codes: dict[str, int | None] = {}
+        for host in hosts:
+            try:
+                codes[host] = self._processes[host].wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                codes[host] = None
+        return codes
+
+    def stop(self) -> None:
+        """Kill everything on every host."""
+        for host, process in self._processes.items():
+            pids = _output("ip", "netns", "pids", host).split() if self.isolated else []
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run in the lab ended: exit codes by host (None: killed at the end, as it did not answer) and its events."""
+
+    codes: dict[str, int | None]
+    finished: bool
+    events: EventLog
+
+
+def rehearse(
+    launch: Callable[[str, str], Sequence[str]],
+    run: Path,
+    *,
+    hosts: int,
+    isolated: bool,
+    bandwidth: str | None = None,
+    limit: float = 600.0,
+    grace: float = 30.0,
+) -> Outcome:
+    """Run on so many hosts what `launch` gives for a node's name and the HOST:PORT of the rendezvous.
+
+    `run` is the run folder, where `lab/HOST.log` has what each of them prints. It ends when all hosts have, or `grace`
+    seconds after the run has finished, or after `limit` seconds.
+    """
+    logs, events = run / "lab", EventLog(run)
+    logs.mkdir(parents=True, exist_ok=True)
+    before = len(events.read())
+    with lab(hosts, isolated=isolated, bandwidth=bandwidth) as cluster:
+        for number, host in enumerate(cluster.hosts):
+            node = f"node{number}"
+            cluster.start(host, launch(node, cluster.endpoint), logs / f"{node}.log")
+        deadline, finished = time.monotonic() + limit, False
+        while time.monotonic() < deadline and None in cluster.wait(cluster.hosts, 0.0).values():
+            time.sleep(0.2)
+            if not finished and any(event["kind"] == "finished" for event in events.read()[before:]):
+                finished, deadline = True, min(deadline, time.monotonic() + grace)
+        codes = cluster.wait(cluster.hosts, 0.0)
+    finished = any(event["kind"] == "finished" for event in events.read()[before:])
+    return Outcome({f"node{number}": codes[host] for number, host in enumerate(cluster.hosts)}, finished, events)
+
+
+def namespaces_allowed() -> bool:
+    """Whether this machine lets us make network namespaces."""
+    if shutil.which("ip") is None:
+        return False
+    name = f"optimus-try-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True)
+    if made.returncode == 0:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return made.returncode == 0
+
+
+@contextmanager
+def lab(nodes: int, *, isolated: bool, bandwidth: str | None = None) -> Iterator[Lab]:
+    """A cluster of so many nodes and a host for the store, inside the context; all of it is taken down after it.
+
+    `bandwidth`, such as 1Gbit, limits what each host sends. Raises `UserError` when hosts cannot be made so.
+    """
+    if bandwidth is not None and not isolated:
+        raise UserError("--bandwidth needs network namespaces (Linux, root); leave it out")
+    tag = f"o{os.getpid() % 100000}"
+    hosts = [f"{tag}n{number}" for number in range(nodes)]
+    made = Lab(hosts, f"{_NETWORK}.1:{_PORT}" if isolated else f"127.0.0.1:{_free_port()}", isolated)
+    names, switch = [f"{tag}store", *hosts], f"{tag}switch"
+    try:
+        if isolated:
+            _join_all(names, switch, bandwidth)
+        port = made.endpoint.rpartition(":")[2]
+        made.start(names[0], [sys.executable, "-m", "optimus.resilience.store", port], Path(os.devnull))
+        yield made
+    finally:
+        made.stop()
+        for name in [*names, switch] if isolated else []:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+
+
+def _join_all(names: Sequence[str], switch: str, bandwidth: str | None) -> None:
+    """Make the namespaces, each with its link to the bridge."""
+    addresses = {name: f"{_NETWORK}.{number}" for number, name in enumerate(names, start=1)}
+    _ip("netns", "add", switch)
+    _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+    _ip("-n", switch, "link", "set", "bridge", "up")
+    for number, (name, address) in enumerate(addresses.items(), start=1):
+        _ip("netns", "add", name)
+        _ip("-n", switch, "link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
+        _ip("-n", switch, "link", "set", f"port{number}", "master", "bridge", "up")
+        _ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+        for device in ("eth0", "lo"):
+            _ip("-n", name, "link", "set", device, "up")
+        if bandwidth is not None:
+            _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", bandwidth,
+                 "burst", "256kb", "latency", "100ms")  # fmt: skip
+        own = Path("/etc/netns") / name  # what a namespace sees as /etc: names without a name server
+        own.mkdir(parents=True, exist_ok=True)
+        (own / "resolv.conf").write_text("")
+        known = "".join(f"{address} {name}\n" for name, address in addresses.items())
+        (own / "hosts").write_text(f"127.0.0.1 localhost\n{known}{address} {socket.gethostname()}\n")
+
+
+def _ip(*words: str) -> None:
+    _run("ip", *words)
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(
+            f"the lab cannot make its hosts: `{' '.join(words)}` says: {done.stderr.strip()}. It needs Linux and root; "
+            "without, use --plain"
+        )
+
+
+def _output(*words: str) -> str:
+    return subprocess.run(words, capture_output=True, text=True).stdout
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,170 @@
+"""One node of a launch: meets the others, runs its ranks, and decides with the others what to do when some have ended."""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import Store
+from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+
+from optimus.checkpoint.folder import list_checkpoints, step_of
+from optimus.errors import UserError, naming_disk_errors
+from optimus.resilience.events import EventLog
+from optimus.resilience.exclusion import exclude, excluded
+from optimus.resilience.policy import Do, decide
+from optimus.resilience.store import connect, own_address
+from optimus.resilience.torch_elastic import Agent, ProcessFailure, Rendezvous, World
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What all nodes of a launch are started with alike, but for `node`, this one's name."""
+
+    run: Path
+    node: str
+    nodes: int
+    spares: int
+    ranks_per_node: int
+    endpoint: str
+    name: str = "optimus"  # tells apart launches that use one store
+    interval: int = 5  # seconds between heartbeats
+    attempts: int = 3  # heartbeats missing, after which a node is dead
+    wait: float = 600.0  # seconds for enough nodes to come together
+    max_restarts: int = 5  # in a row without a new checkpoint in between
+
+
+def run_node(launch: Launch, command: Sequence[str]) -> Do | None:
+    """Run this node's ranks, each as `command`, until the job is done (None), or this node has left or stopped.
+
+    Raises `UserError` when the node is excluded, nobody answers at the rendezvous, clocks are too far apart, or too few
+    nodes come together.
+    """
+    if launch.node in excluded(launch.run):
+        raise UserError(
+            f"node {launch.node} is excluded from {launch.run}: start another one, or take it out of "
+            f"{launch.run / 'excluded.txt'} when it is mended"
+        )
+    store = connect(launch.endpoint, launch.wait)
+    _check_clocks(launch, store)
+    member = _Member(launch, store)
+    return member.run(command)
+
+
+class _Member:
+    """This node among the others."""
+
+    def __init__(self, launch: Launch, store: Store) -> None:
+        self._launch, self._store = launch, store
+        self._events = EventLog(launch.run)
+        self._rendezvous = Rendezvous.of(
+            store,
+            launch.name,
+            launch.nodes,
+            own_address(launch.endpoint),
+            interval=launch.interval,
+            attempts=launch.attempts,
+            wait=launch.wait,
+            died=lambda member: store.set(self._key(f"died/{member}"), "1"),
+        )
+        self._first = False  # of the world, now or before
+
+    def run(self, command: Sequence[str]) -> Do | None:
+        agent = Agent(self._rendezvous, command, self._launch.ranks_per_node, joined=self._joined, failed=self._failed)
+        try:
+            outcome = agent.until_the_end()
+        except RendezvousTimeoutError as error:
+            raise UserError(
+                f"{self._rendezvous.present()} of {self._launch.nodes} nodes have come together within "
+                f"{self._launch.wait:g} s: start more, or with fewer --nodes"
+            ) from error
+        if outcome is None and self._first:
+            self._events.write("finished", node=self._launch.node)
+        return outcome
+
+    def _joined(self, world: World, store: Store) -> None:
+        """Say who is here; the first node says who was here before and is not any more."""
+        store.set(f"member/{world.rank}", json.dumps([self._launch.node, self._rendezvous.member]))
+        self._first = world.rank == 0
+        if not self._first:
+            return
+        here = [json.loads(store.get(f"member/{rank}")) for rank in range(world.size)]
+        before = self._told("world")
+        self._tell("world", here)
+        if before is None:
+            return
+        silent = self._launch.interval * self._launch.attempts
+        for name, member in before:
+            if self._store.check([self._key(f"died/{member}")]):
+                self._events.write("failure", node=name, detail=f"node {name} has been silent for {silent} s")
+        self._events.write("restart", node=self._launch.node, detail=f"on nodes {', '.join(name for name, _ in here)}")
+        self._check_progress()
+
+    def _failed(self, failures: dict[int, ProcessFailure]) -> Do:
+        crashes = int(self._store.add(self._key(f"crashes/{self._launch.node}"), 0))
+        codes = {rank: failure.exitcode for rank, failure in failures.items()}
+        decision = decide(codes, crashes, self._rendezvous.spares())
+        said = [text for failure in failures.values() if (text := _said(failure))]
+        detail = f"{decision.detail}: {said[0]}" if said else decision.detail
+        if decision.blamed:
+            self._store.add(self._key(f"crashes/{self._launch.node}"), 1)
+        if decision.blamed or decision.do is Do.STOP:
+            self._events.write("failure", node=self._launch.node, rank=decision.rank, detail=detail)
+        if decision.do is Do.LEAVE:
+            exclude(self._launch.run, self._launch.node)
+            self._events.write("exclusion", node=self._launch.node, rank=decision.rank, detail=decision.detail)
+        return decision.do
+
+    def _check_progress(self) -> None:
+        """Raise `UserError` after too many restarts in a row that have led to nothing."""
+        found = list_checkpoints(self._launch.run)
+        newest = step_of(found[-1]) if found else 0
+        step, restarts = self._told("progress") or (-1, 0)
+        restarts = restarts + 1 if step == newest else 1
+        self._tell("progress", (newest, restarts))
+        if restarts > self._launch.max_restarts:
+            self._rendezvous.shutdown()
+            raise UserError(
+                f"{self._launch.run} has been restarted {self._launch.max_restarts} times without getting beyond step "
+                f"{newest}: see {self._events.path} for what happened"
+            )
+
+    def _key(self, name: str) -> str:
+        return f"{self._launch.name}/{name}"
+
+    def _tell(self, name: str, value: object) -> None:
+        self._store.set(self._key(name), json.dumps(value))
+
+    def _told(self, name: str) -> Any:
+        key = self._key(name)
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+
+def _check_clocks(launch: Launch, store: Store) -> None:
+    """Raise `UserError` when this node's clock is too far from another's: heartbeats are compared by the time of day.
+
+    The clock that all have in common is that of the file system of the run folder.
+    """
+    with naming_disk_errors(launch.run, "Name a folder that all nodes share"):
+        launch.run.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=launch.run, prefix=".clock-") as file:
+            file.write(b"x")
+            file.flush()
+            ahead = time.time() - os.stat(file.name).st_mtime
+    key = f"{launch.name}/clock"
+    other, theirs = json.loads(store.compare_set(key, "", json.dumps([launch.node, ahead])))
+    limit = launch.interval * launch.attempts / 2
+    if abs(ahead - theirs) > limit:
+        raise UserError(
+            f"the clock of node {launch.node} is {abs(ahead - theirs):.0f} s {'ahead of' if ahead > theirs else 'behind'} "
+            f"that of node {other}, more than half of the {2 * limit:g} s after which a silent node is dead: set both by NTP"
+        )
+
+
+def _said(failure: ProcessFailure) -> str | None:
+    message = failure.message
+    return str(message["message"]) if isinstance(message, dict) else None

@@ -1,0 +1,50 @@
+"""What a node does when ranks of its own have ended: arithmetic on exit codes, apart from whoever carries it out."""
+
+import signal
+from collections.abc import Mapping
+from enum import Enum
+from typing import NamedTuple
+
+from optimus.resilience.exits import Exit
+
+CRASHES = 2  # of a node's own ranks, after which it is taken to be at fault
+
+
+class Do(Enum):
+    """What to do."""
+
+    RESTART = "restart"  # together with the other nodes, from the newest checkpoint
+    LEAVE = "leave"  # and let a spare take the place
+    STOP = "stop"  # for all nodes
+
+
+class Decision(NamedTuple):
+    """What a node does; `blamed`: whether this node is at fault; `detail`: what happened, for people."""
+
+    do: Do
+    blamed: bool
+    rank: int | None
+    detail: str
+
+
+def decide(codes: Mapping[int, int], crashes: int, spares: int) -> Decision:
+    """Of a node's own ranks that failed, by exit code (negative: signal), and its own crashes before.
+
+    A node is excluded only where a spare can take its place: numbers that are not finite, or a second crash. An ordinary
+    crash alone is no reason: most are of software.
+    """
+    by_code = {code: rank for rank, code in sorted(codes.items(), reverse=True)}
+    if Exit.USER in by_code:
+        return Decision(Do.STOP, False, by_code[Exit.USER], "the run cannot go on as it is configured")
+    if Exit.BAD_NODE in by_code:
+        do = Do.LEAVE if spares > 0 else Do.RESTART
+        return Decision(do, True, by_code[Exit.BAD_NODE], "its numbers are not finite, or it does not answer")
+    if Exit.DIVERGED in by_code:
+        return Decision(Do.RESTART, False, by_code[Exit.DIVERGED], "the training has diverged")
+    own = {code: rank for code, rank in by_code.items() if code != Exit.LOST}
+    if not own:
+        return Decision(Do.RESTART, False, None, "another rank was lost")
+    code, rank = next(iter(own.items()))
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    do = Do.LEAVE if crashes + 1 >= CRASHES and spares > 0 else Do.RESTART
+    return Decision(do, True, rank, f"rank {rank} crashed ({how})")

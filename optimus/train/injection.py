@@ -1,0 +1,82 @@
+"""The hook that lets the faults of a plan happen on this rank."""
+
+import errno
+import math
+import os
+import signal
+import subprocess
+import time
+from typing import Any
+
+import psutil
+
+from optimus.checkpoint import saving
+from optimus.checkpoint.folder import step_folder
+from optimus.checkpoint.format import file_of
+from optimus.pipeline.staged import Staged
+from optimus.resilience.faults import FaultPlan, happens_now
+from optimus.train.hooks import Hook
+from optimus.train.run import Run
+from optimus.train.step import StepResult
+
+
+class Inject(Hook):
+    """Carries out a `FaultPlan`."""
+
+    def __init__(self, plan: FaultPlan) -> None:
+        self._plan = plan
+        self._factor = 1.0
+        self._began = 0.0
+
+    def before_training(self, run: Run) -> None:
+        self._own = self._plan.of(run.groups.rank)
+
+    def before_step(self, run: Run) -> None:
+        self._began = time.perf_counter()
+        for number, fault in self._own:
+            if fault.kind == "slow":
+                self._factor = max(self._factor, fault.factor if run.step + 1 >= fault.step else 1.0)
+            elif fault.kind != "tear_checkpoint" and run.step + 1 == fault.step and happens_now(run.folder, number):
+                getattr(self, f"_{fault.kind}")(run)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        time.sleep((self._factor - 1) * (time.perf_counter() - self._began))
+        for number, fault in self._own:
+            if fault.kind == "tear_checkpoint":
+                file = step_folder(run.folder, fault.step) / file_of(fault.rank)
+                if file.exists() and happens_now(run.folder, number):
+                    os.truncate(file, file.stat().st_size // 2)
+
+    def _kill(self, run: Run) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _kill_agent(self, run: Run) -> None:
+        agent = psutil.Process(os.getppid())
+        for process in [agent, *(child for child in agent.children() if child.pid != os.getpid())]:
+            process.kill()
+        self._kill(run)
+
+    def _cut(self, run: Run) -> None:
+        device = os.environ["GLOO_SOCKET_IFNAME"]  # the launcher has set it
+        subprocess.run(["ip", "link", "set", device, "down"], check=True)
+
+    def _hang(self, run: Run) -> None:
+        while True:
+            time.sleep(3600)
+
+    def _nan(self, run: Run) -> None:
+        blocks = next(iter(run.model.stages.values())) if isinstance(run.model, Staged) else run.model.blocks
+        handle = next(iter(blocks)).register_forward_hook(lambda _module, _inputs, output: poison(output))
+
+        def poison(output: Any) -> Any:
+            handle.remove()
+            return (output[0] * math.nan, *output[1:]) if isinstance(output, tuple) else output * math.nan
+
+    def _fill_disk(self, run: Run) -> None:
+        right = saving.write_boxes
+
+        def refuse(*_: Any) -> Any:
+            saving.write_boxes = right
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        saving.write_boxes = refuse  # type: ignore[assignment]

@@ -1,0 +1,169 @@
+"""A run on several nodes with spares: what `optimus launch` does on each of them."""
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from optimus.config import dump_config, load_config
+from optimus.errors import UserError
+from optimus.hub import read_model_folder
+from optimus.resilience import lab as resilience_lab
+from optimus.resilience.events import EventLog
+from optimus.resilience.faults import FaultPlan
+from optimus.resilience.lab import namespaces_allowed
+from optimus.resilience.node import Launch, run_node
+from optimus.resilience.policy import Do
+from optimus.resilience.store import own_address
+from optimus.train.launch import check_run
+from optimus.train.pipeline import with_microbatches
+
+
+def launch(
+    config: str | Path,
+    overrides: Iterable[str] = (),
+    *,
+    nodes: int,
+    spares: int = 0,
+    ranks_per_node: int = 1,
+    rendezvous: str,
+    node: str | None = None,
+    name: str = "optimus",
+    keep_alive: tuple[int, int] = (5, 3),
+    wait: float = 600.0,
+    max_restarts: int = 5,
+    inject: str | Path | None = None,
+) -> Do | None:
+    """This node's part of the run that `config` describes, from the newest checkpoint on where there is one.
+
+    To be called on `nodes` + `spares` nodes alike, which share the file system of `train.output`. `rendezvous` is the
+    HOST:PORT of a store that all of them reach; `node` is this one's name, by default that of the machine; `keep_alive`:
+    seconds between heartbeats, and how many may be missing before a node is taken for dead. The other arguments are those
+    of `resilience.node.Launch`. `inject` is a file of faults that are to happen.
+
+    Returns None when the job is done, `Do.LEAVE` when this node has been excluded, `Do.STOP` when the run ended by a
+    failure that no restart mends. Raises `UserError` for what can be mended here.
+    """
+    ranks = nodes * ranks_per_node
+    tree = with_microbatches(load_config(config, overrides, read_model_folder), ranks)
+    check_run(tree, ranks, resume=True)
+    if inject is not None:
+        _read_plan(inject, ranks)
+    _name_interface(own_address(rendezvous))
+    launch = Launch(
+        run=Path(tree.train.output),
+        node=node or platform.node(),
+        nodes=nodes,
+        spares=spares,
+        ranks_per_node=ranks_per_node,
+        endpoint=rendezvous,
+        name=name,
+        interval=keep_alive[0],
+        attempts=keep_alive[1],
+        wait=wait,
+        max_restarts=max_restarts,
+    )
+    with tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(dump_config(tree), encoding="utf-8")
+        command = [sys.executable, "-m", "optimus.train.launch", str(file), "--resume"]
+        if inject is not None:
+            command += ["--inject", str(Path(inject).absolute())]
+        return run_node(launch, command)
+
+
+def rehearse(
+    config: str | Path,
+    overrides: Iterable[str] = (),
+    *,
+    nodes: int = 3,
+    spares: int = 2,
+    ranks_per_node: int = 1,
+    bandwidth: str | None = None,
+    inject: str | Path | None = None,
+    keep_alive: tuple[int, int] = (1, 3),
+    wait: float = 30.0,
+    limit: float = 600.0,
+    plain: bool = False,
+) -> dict[str, Any]:
+    """Run `launch` on nodes and spares that are made on this machine (see `resilience.lab`).
+
+    Returns `output`, `finished`, `exit_codes` by node, `events` and `isolated` (whether the nodes were network namespaces).
+    Raises `UserError` before anything is started when the run is impossible as configured.
+    """
+    overrides = list(overrides)
+    ranks = nodes * ranks_per_node
+    tree = with_microbatches(load_config(config, overrides, read_model_folder), ranks)
+    check_run(tree, ranks, resume=True)
+    if inject is not None:
+        _read_plan(inject, ranks)
+    isolated = not plain and namespaces_allowed()
+    run = Path(tree.train.output)
+    arguments = {
+        "config": str(Path(config).absolute()),
+        "overrides": overrides,
+        "nodes": nodes,
+        "spares": spares,
+        "ranks_per_node": ranks_per_node,
+        "keep_alive": keep_alive,
+        "wait": wait,
+        "inject": None if inject is None else str(Path(inject).absolute()),
+    }
+
+    def words(node: str, rendezvous: str) -> list[str]:
+        told = json.dumps(arguments | {"node": node, "rendezvous": rendezvous})
+        return [sys.executable, "-m", "optimus.train.nodes", told]
+
+    before = len(EventLog(run).read())
+    outcome = resilience_lab.rehearse(
+        words, run, hosts=nodes + spares, isolated=isolated, bandwidth=bandwidth, limit=limit
+    )
+    return {
+        "output": str(run),
+        "finished": outcome.finished,
+        "exit_codes": outcome.codes,
+        "events": outcome.events.read()[before:],
+        "isolated": isolated,
+    }
+
+
+def parse_keep_alive(text: str) -> tuple[int, int]:
+    """Seconds and number of SECONDSxNUMBER. Raises `UserError`."""
+    seconds, _, number = text.partition("x")
+    if not (seconds.isdigit() and number.isdigit() and int(seconds) and int(number)):
+        raise UserError(f"--keep-alive {text}: give SECONDSxNUMBER, such as 5x3")
+    return int(seconds), int(number)
+
+
+def _read_plan(inject: str | Path, ranks: int) -> None:
+    """Raise `UserError` when the plan cannot be read or is of ranks that are not there."""
+    plan = FaultPlan.read(inject)
+    if far := [fault for fault in plan.faults if fault.rank >= ranks]:
+        raise UserError(f"fault plan {inject}: there is no rank {far[0].rank}, the run has ranks 0 to {ranks - 1}")
+
+
+def _name_interface(address: str) -> None:
+    """Let the ranks' Gloo use the network by which this node reaches the others; left to itself it looks up the machine's
+    name, which may be of another one."""
+    for device, found in psutil.net_if_addrs().items():
+        if any(each.address == address for each in found):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
+
+
+def _main() -> None:
+    """A node in the lab: its arguments are JSON."""
+    try:
+        outcome = launch(**json.loads(sys.argv[1]))
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    sys.exit(0 if outcome is None else 1)
+
+
+if __name__ == "__main__":
+    _main()

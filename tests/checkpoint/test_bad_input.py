@@ -1,0 +1,159 @@
+"""Checkpoints of another run or gone, a folder that may not be written, a full disk: clear messages, nothing deleted."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import optimus
+from optimus.checkpoint import list_checkpoints, verify
+from optimus.checkpoint.folder import step_folder
+from optimus.config import load_config
+from optimus.errors import UserError
+from optimus.testing import run_ranks
+from optimus.train.checkpoints import build_run
+from optimus.train.launch import _hooks
+from optimus.train.loop import train_loop
+from optimus.train.run import Run
+
+
+def folder_of(config: dict[str, Any]) -> Path:
+    return Path(config["train"]["output"])
+
+
+def resumed(config: dict[str, Any]) -> Run:
+    return build_run(load_config(config), torch.device("cpu"), True)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_missing_checkpoints(run: dict[str, Any]) -> None:
+    """Somebody has renamed them: the other one is used; without one, no new run begins in the place of the old."""
+    newest, older = step_folder(folder_of(run), 4), step_folder(folder_of(run), 2)
+    newest.rename(newest.with_name("my-best"))
+    found = resumed(run)
+    assert found.step == 2
+    assert not any("damaged" in note for note in found.notes)
+    older.rename(older.with_name("step-2.backup"))
+    before = contents(folder_of(run))
+    with pytest.raises(
+        UserError, match=r"checkpoints holds no checkpoint step-N to resume, but my-best, step-2.backup: "
+    ):
+        optimus.train(run, resume=True)
+    assert contents(folder_of(run)) == before
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("model", {"hidden": 32}, r"step-00000004 is of another model: hidden is 16 there and 32 here"),
+        ("model", {"vocab": 330, "heads": 1}, r"is of another model: heads is 2 there and 1 here.*vocab is 320 there"),
+        ("train", {"seed": 5}, r"step-00000004 belongs to another run: seed is 0 there and 5 here"),
+        ("train", {"global_batch": 8}, r"belongs to another run: global_batch is 4 there and 8 here"),
+    ],
+)
+def test_another_run(run: dict[str, Any], section: str, values: dict[str, Any], message: str) -> None:
+    run[section] |= values
+    before = contents(folder_of(run))
+    with pytest.raises(UserError, match=message):
+        optimus.train(run, resume=True)
+    assert contents(folder_of(run)) == before
+
+
+def test_other_data(run: dict[str, Any], prepared: Path, tmp_path: Path) -> None:
+    sources = Path(__file__).resolve().parents[2] / "optimus" / "checkpoint"
+    optimus.prepare([sources], tmp_path / "other", tokenizer=prepared, context=32, workers=1)
+    run["data"]["path"] = str(tmp_path / "other")
+    before = contents(folder_of(run))
+    with pytest.raises(
+        UserError, match=r"step-00000004 belongs to another run: data is '\w+' there and '\w+' here\. Use"
+    ):
+        optimus.train(run, resume=True)
+    assert contents(folder_of(run)) == before
+
+
+def test_no_permission(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = os.access
+    locked = folder_of(run) / "checkpoints"
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != locked and right(path, mode))
+    before = contents(folder_of(run))
+    with pytest.raises(UserError, match=r"train\.output: .*checkpoints is not yours to write: change its permissions"):
+        optimus.train(run, resume=True)
+    assert contents(folder_of(run)) == before
+
+
+def mount(*arguments: str | Path) -> None:
+    if not shutil.which("mount") or subprocess.run(["mount", *arguments], capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root")
+
+
+@pytest.mark.root
+def test_a_read_only_folder(run: dict[str, Any]) -> None:
+    """Where even root may not write: before the run, and when a damaged checkpoint is to be set aside."""
+    os.truncate(step_folder(folder_of(run), 4) / "__0_0.distcp", 9)
+    place = folder_of(run) / "checkpoints"
+    before = contents(folder_of(run))
+    mount("--bind", place, place)
+    try:
+        mount("-o", "remount,bind,ro", place)
+        with pytest.raises(
+            UserError, match=r"train\.output: .*checkpoints is not yours to write: change its permissions"
+        ):
+            optimus.train(run, resume=True)
+        with pytest.raises(UserError, match=r"cannot write .*: Read-only file system\. Mend the folder's permissions"):
+            resumed(run)
+        assert contents(folder_of(run)) == before
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+# ---- A full disk ----
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount("-t", "tmpfs", "-o", "size=8m", "tmpfs", disk)
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def train_here(config: dict[str, Any]) -> str:
+    """One rank of a run; what it ends with."""
+    run = resumed(config)
+    try:
+        train_loop(run, _hooks(run))
+    except UserError as error:
+        return str(error)
+    return "the end"
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("room", [0.05, 0.5, 0.97])
+def test_a_full_disk(run: dict[str, Any], small_disk: Path, asynchronous: bool, room: float) -> None:
+    """In the middle of writing: every rank is told, and ends; the older one is whole; with room, the run goes on."""
+    shutil.rmtree(folder_of(run))
+    folder_of(run).mkdir()
+    (folder_of(run) / "checkpoints").symlink_to(small_disk)
+    run |= {"checkpoint": {"every": 2, "asynchronous": asynchronous}, "state": {"shard": "optimizer"}}
+    assert run_ranks(train_here, 2, run | {"train": run["train"] | {"stop_at": 2}}) == ["the end", "the end"]
+    pages = [-(-path.stat().st_size // 4096) for path in (small_disk / "step-00000002").iterdir()]
+    free = os.statvfs(small_disk)
+    (small_disk / "ballast").write_bytes(b"x" * (free.f_bavail * free.f_bsize - int(sum(pages) * room) * 4096))
+    said = run_ranks(train_here, 2, run)
+    assert said[0] == said[1]
+    assert "step-00000004: No space left on device. Earlier checkpoints are untouched: make room or mend" in said[0]
+    assert {path.name for path in small_disk.iterdir()} == {"ballast", "step-00000002"}
+    assert verify(small_disk / "step-00000002") == []
+    (small_disk / "ballast").unlink()
+    assert optimus.train(run, resume=True)["step"] == 6
+    assert [path.name for path in list_checkpoints(folder_of(run))] == ["step-00000004", "step-00000006"]

@@ -1,0 +1,305 @@
+"""Whatever part of a checkpoint is damaged: it is detected and named, another one is used, and nothing is deleted.
+
+And nothing that could run is loaded, even where all sums are right.
+"""
+
+import copy
+import io
+import os
+import shutil
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import optimus
+from optimus.checkpoint import DamagedError, Description, Reader, Saver, Target, load_state, verify
+from optimus.checkpoint.folder import step_folder
+from optimus.comm import Groups
+from optimus.config import ModelConfig, load_config
+from optimus.config.tree import StateConfig
+from optimus.mesh import Mesh
+from optimus.model import Transformer
+from optimus.observe.metrics import read_metrics
+from optimus.parallel.layouts import parameter_layouts
+from optimus.state import ModelState
+from optimus.testing import run_ranks
+from optimus.train.checkpoints import build_run
+from optimus.train.run import Run
+
+MODEL = ModelConfig(family="olmo", hidden=8, layers=1, heads=2, intermediate=8, vocab=20)
+SMALL = ["checkpoint.json", "tokenizer.json", ".metadata", "manifest.json"]
+TENSORS = ["__0_0.distcp", "__1_0.distcp"]
+
+
+def made(ranks: int = 1) -> ModelState:
+    with torch.device("meta"):
+        module = Transformer(MODEL)
+    return ModelState(
+        module,
+        parameter_layouts(module),
+        Groups(Mesh.of(ranks)),
+        StateConfig(shard="optimizer"),
+        compute_dtype=torch.bfloat16,
+        gradient_dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+def write_slots(run: Path) -> None:
+    """Two full checkpoints of different states, each by two ranks."""
+    for step in (3, 6):
+        state = made(2)
+        for chunk in state.chunks:
+            for buffer in chunk.buffers.values():
+                buffer.normal_()
+        about = Description(MODEL, 8, step, True, tokenizer=run / "tokenizer.json", run={"seed": 0})
+        Saver(state).save(Target(step_folder(run, step), about, keep=2))
+
+
+@pytest.fixture(scope="module")
+def slots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder with two checkpoints; who damages one mends it again."""
+    run = tmp_path_factory.mktemp("slots")
+    (run / "tokenizer.json").write_text('{"a tokenizer": "of some kind"}')
+    run_ranks(write_slots, 2, run)
+    assert sorted(path.name for path in step_folder(run, 6).iterdir()) == sorted(SMALL + TENSORS)
+    return run
+
+
+@pytest.fixture
+def slot(slots: Path) -> Path:
+    return step_folder(slots, 6)
+
+
+def check_detected(slot: Path, *named: str, load: bool = True) -> None:
+    """Verifying says so, loading refuses it, both by these names; the other checkpoint is whole."""
+    problems = verify(slot)
+    assert problems
+    for text in (str(slot), *named):
+        assert text in problems[0], (text, problems)
+    if load:
+        with pytest.raises(DamagedError) as caught:
+            load_state(made(), slot, model=MODEL)
+        for text in (str(slot), *named):
+            assert text in str(caught.value)
+
+
+def check_changes(file: Path, contents: Iterator[bytes] | list[bytes], *named: str, load: bool = True) -> int:
+    """Each of these contents in place of the file's is detected. Returns how many there were."""
+    right, count = file.read_bytes(), 0
+    try:
+        for content in contents:
+            assert content != right
+            file.write_bytes(content)
+            check_detected(file.parent, *(named or (file.name,)), load=load)
+            count += 1
+    finally:
+        file.write_bytes(right)
+    return count
+
+
+def flipped(content: bytes, at: int, bit: int = 0) -> bytes:
+    return content[:at] + bytes([content[at] ^ (1 << bit)]) + content[at + 1 :]
+
+
+def test_what_is_whole_is_whole(slot: Path) -> None:
+    assert verify(slot) == []
+    load_state(made(), slot, model=MODEL, run={"seed": 0})
+
+
+@pytest.mark.parametrize("name", SMALL + TENSORS)
+def test_truncated_extended_deleted(slot: Path, name: str) -> None:
+    file = slot / name
+    right = file.read_bytes()
+    other = (step_folder(slot.parents[1], 3) / name).read_bytes()
+    wrong = [
+        right[:0],
+        right[:1],
+        right[: len(right) // 2],
+        right[:-1],
+        right + b"\n",
+        right + right,
+        b"\0" * len(right),
+    ]
+    if other != right:
+        wrong.append(other)
+    # The manifest of another checkpoint is whole; it is the other files that are not what it says.
+    assert check_changes(file, wrong, str(slot)) == len(wrong)
+    assert check_changes(file, wrong[:-1]) == len(wrong) - 1
+    file.unlink()
+    check_detected(slot, name)
+    file.mkdir()
+    check_detected(slot, name)
+    file.rmdir()
+    file.write_bytes(right)
+    assert verify(slot) == []
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_byte_of_small_files(slot: Path, name: str) -> None:
+    """One bit of each; of long files, of every seventh byte."""
+    right = (slot / name).read_bytes()
+    places = range(0, len(right), 7 if len(right) > 1000 else 1)
+    assert check_changes(slot / name, (flipped(right, at, at % 8) for at in places), load=False) == len(places)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_every_region_of_every_box(slot: Path, name: str) -> None:
+    """Of the archive that a box is: headers, pickle, numbers, directory. The box and its bytes are named."""
+    file = slot / name
+    right = file.read_bytes()
+    own = [box for boxes in Reader.open(slot).stored.values() for box in boxes if box.file == name]
+    assert sum(box.length for box in own) == len(right)  # nothing lies beside them
+    for box in own:
+        where = f"{name}, bytes {box.start:,} to {box.start + box.length:,} ({box.key})"
+        archive = right[box.start : box.start + box.length]
+        places = {0, box.length - 1, archive.index(b"PK\1\2")}  # the first header, the last byte, the directory
+        for entry in zipfile.ZipFile(io.BytesIO(archive)).infolist():
+            places.add(archive.index(entry.filename.encode()))
+            places.add(archive.index(zipfile.ZipFile(io.BytesIO(archive)).read(entry), entry.header_offset))
+        assert len(places) > 10
+        some = sorted(places)[:: 1 if box is own[0] else 5]  # loading takes longer than finding
+        wrong = (flipped(right, box.start + at, at % 8) for at in some)
+        check_changes(file, wrong, where, load=box is own[0])
+
+
+def test_an_emptied_folder_and_a_lost_manifest(slot: Path, tmp_path: Path) -> None:
+    away = slot.rename(tmp_path / "away")
+    slot.mkdir()
+    check_detected(slot, "checkpoint.json")
+    slot.rmdir()
+    slot.write_text("")
+    check_detected(slot)
+    slot.unlink()
+    away.rename(slot)
+
+
+# ---- A run goes on from the other one ----
+
+
+def folder_of(config: dict[str, Any]) -> Path:
+    return Path(config["train"]["output"])
+
+
+def resumed(config: dict[str, Any]) -> Run:
+    return build_run(load_config(config), torch.device("cpu"), True)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def flip(file: Path, at: int) -> None:
+    file.write_bytes(flipped(file.read_bytes(), at))
+
+
+def replace(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+HARMS: dict[str, Callable[[Path], object]] = {
+    "a byte of a tensor": lambda slot: flip(slot / "__0_0.distcp", 70_000),
+    "a truncated file": lambda slot: os.truncate(slot / "__0_0.distcp", 9),
+    "no file of tensors": lambda slot: (slot / "__0_0.distcp").unlink(),
+    "no metadata": lambda slot: (slot / ".metadata").unlink(),
+    "no description": lambda slot: (slot / "checkpoint.json").unlink(),
+    "a digit of the model": lambda slot: replace(slot / "checkpoint.json", '"hidden": 16', '"hidden": 18'),
+    "a key of the model": lambda slot: replace(slot / "checkpoint.json", '"hidden"', '"hiddeo"'),
+    "a digit of the seed": lambda slot: replace(slot / "checkpoint.json", '"seed": 0', '"seed": 1'),
+    "a digit of the version": lambda slot: replace(slot / "checkpoint.json", '"version": 2', '"version": 3'),
+    "a digit of the old version": lambda slot: replace(slot / "checkpoint.json", '"version": 2', '"version": 0'),
+    "an empty manifest": lambda slot: os.truncate(slot / "manifest.json", 0),
+    "no manifest": lambda slot: (slot / "manifest.json").unlink(),
+    "an empty folder": lambda slot: [file.unlink() for file in slot.iterdir()],
+    "a file of the other": lambda slot: shutil.copy(slot.with_name("step-00000002") / "__0_0.distcp", slot),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_the_other_one_is_resumed(run: dict[str, Any], harm: str) -> None:
+    newest, older = step_folder(folder_of(run), 4), step_folder(folder_of(run), 2)
+    HARMS[harm](newest)
+    damaged, whole = contents(newest), contents(older)
+    assert verify(newest)
+    found = resumed(run)
+    assert found.step == 2
+    assert any(f"checkpoint {newest} is damaged: " in note for note in found.notes), found.notes
+    assert any(f"resumed from {older} (step 2)" in note for note in found.notes)
+    aside = newest.with_name("step-00000004.aside")
+    assert f"set aside as {aside}" in found.notes
+    assert contents(aside) == damaged
+    assert contents(older) == whole
+    assert {path.name for path in newest.parent.iterdir()} == {older.name, aside.name}
+
+
+@pytest.mark.parametrize("harm", ["a byte of a tensor", "no manifest", "a digit of the seed"])
+def test_a_run_with_a_damaged_checkpoint_ends_as_if_nothing_had_been(
+    run: dict[str, Any], stopped: dict[str, Any], tmp_path: Path, harm: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    HARMS[harm](step_folder(folder_of(run), 4))
+    assert optimus.train(run, resume=True)["step"] == 6
+    said = "".join(capfd.readouterr())
+    assert "step-00000004 is damaged" in said
+    assert "set aside as" in said
+    undisturbed = copy.deepcopy(stopped)
+    undisturbed["train"]["output"] = str(tmp_path / "undisturbed")
+    optimus.train(undisturbed)
+    losses = [[record["loss"] for record in read_metrics(folder_of(each))] for each in (run, undisturbed)]
+    assert losses[0] == losses[1]
+    assert (folder_of(run) / "checkpoints" / "step-00000004.aside").is_dir()
+
+
+def resume_on_ranks(config: dict[str, Any]) -> tuple[int, list[str]]:
+    found = resumed(config)
+    return found.step, found.notes
+
+
+def test_ranks_agree_on_the_other_one(run: dict[str, Any]) -> None:
+    """Also where only one of them has met the damage."""
+    flip(step_folder(folder_of(run), 4) / "__0_0.distcp", 70_000)
+    found = run_ranks(resume_on_ranks, 2, run)
+    assert [step for step, _ in found] == [2, 2]
+    assert all(any("is damaged: __0_0.distcp, bytes" in note for note in notes) for _, notes in found)
+
+
+@pytest.mark.parametrize("harm", ["a byte of a tensor", "no manifest", "a digit of the model", "an empty folder"])
+def test_all_damaged(run: dict[str, Any], harm: str) -> None:
+    """One message that names all; nothing is touched."""
+    both = [step_folder(folder_of(run), step) for step in (4, 2)]
+    for slot in both:
+        if harm == "an empty folder" or slot == both[0]:
+            HARMS[harm](slot)
+        else:
+            os.truncate(slot / "manifest.json", 5)
+    before = contents(folder_of(run))
+    for resume in (lambda: optimus.train(run, resume=True), lambda: resumed(run)):
+        with pytest.raises(
+            DamagedError, match=rf"{both[0]} is damaged: .*; checkpoint {both[1]} is damaged: "
+        ) as caught:
+            resume()
+        assert "is saved up to" not in str(caught.value)
+        assert contents(folder_of(run)) == before
+        assert {path.name for path in both[0].parent.iterdir()} == {path.name for path in both}
+
+
+def test_commands_name_what_is_damaged(run: dict[str, Any]) -> None:
+    from optimus.checkpoint.inspect import list_run, verify_all
+
+    newest, older = step_folder(folder_of(run), 4), step_folder(folder_of(run), 2)
+    HARMS["no manifest"](newest)
+    assert {path: bool(problems) for path, problems in verify_all(folder_of(run)).items()} == {
+        str(older): False,
+        str(newest): True,
+    }
+    assert [(row["resumes"], row["problem"] is None) for row in list_run(folder_of(run))] == [
+        (True, True),
+        (False, False),
+    ]
+    HARMS["an empty folder"](newest)
+    assert "checkpoint.json" in verify_all(newest)[str(newest)][0]

@@ -1,0 +1,382 @@
+"""What is written is the state of the moment, whatever the optimizer does meanwhile; failures are told to all ranks."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import optimus
+from optimus.checkpoint import Description, Saver, Target, list_checkpoints, load_state, saving, verify
+from optimus.checkpoint.folder import step_folder, step_of, weights_folder
+from optimus.checkpoint.staging import Staging
+from optimus.comm import Groups
+from optimus.config import ModelConfig
+from optimus.config.tree import StateConfig
+from optimus.errors import UserError
+from optimus.mesh import Mesh
+from optimus.model import Transformer
+from optimus.observe.metrics import read_metrics
+from optimus.optim.adamw import AdamW
+from optimus.parallel.layouts import parameter_layouts
+from optimus.state import ModelState
+from optimus.testing import run_ranks
+from optimus.testing.whole import whole_state
+
+MODEL = ModelConfig(family="olmo", hidden=8, layers=2, heads=2, intermediate=8, vocab=20)
+RULE = AdamW(0.9, 0.95, 1e-8, 0.1)
+
+
+def made(ranks: int = 1, **options: Any) -> tuple[Transformer, ModelState]:
+    """A model of many chunks, and its state, in which every number is different."""
+    with torch.device("meta"):
+        module = Transformer(MODEL)
+    state = ModelState(
+        module,
+        parameter_layouts(module),
+        Groups(Mesh.of(ranks)),
+        StateConfig(**{"chunk": 300, **options}),
+        compute_dtype=torch.bfloat16,
+        gradient_dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    generator = torch.Generator().manual_seed(1)
+    for chunk in state.chunks:
+        for buffer in chunk.buffers.values():
+            buffer.copy_(torch.rand(buffer.shape, generator=generator))
+        chunk.publish()
+    assert len(state.chunks) > 3
+    return module, state
+
+
+def update(state: ModelState) -> None:
+    """One step of the optimizer, which changes every number."""
+    for chunk in state.chunks:
+        chunk.reduced.fill_(0.5)
+    state.step(RULE, 0.1, 1.0)
+
+
+def full(run: Path, step: int, keep: int | None = 2) -> Target:
+    return Target(step_folder(run, step), Description(MODEL, 8, step, True), keep=keep)
+
+
+def weights(run: Path, step: int, every: int | None = 1) -> Target:
+    return Target(weights_folder(run, step), Description(MODEL, 8, step, False, "bfloat16"), every=every)
+
+
+def read_back(folder: Path) -> dict[str, Tensor]:
+    _, state = made()
+    load_state(state, folder, model=MODEL, full=folder.name.startswith("step"))
+    return whole_state(state)
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
+
+
+class Gate:
+    """Calls of `right` wait until it is opened; their names are noted."""
+
+    def __init__(self, right: Callable[..., Any], name: Callable[..., str] = lambda *_: "") -> None:
+        self.right, self.name = right, name
+        self.open = threading.Event()
+        self.calls: list[str] = []
+
+    def __get__(self, instance: object, owner: object) -> Callable[..., Any]:
+        return lambda *arguments: self(instance, *arguments)  # as a method
+
+    def __call__(self, *arguments: Any) -> Any:
+        assert threading.current_thread().name == "checkpoint"
+        self.calls.append(f"begin {self.name(*arguments)}")
+        assert self.open.wait(30)
+        found = self.right(*arguments)
+        self.calls.append(f"end {self.name(*arguments)}")
+        return found
+
+
+@pytest.fixture
+def writing(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    gate = Gate(saving.write_boxes, lambda file, *_: Path(file.name).parent.name.strip(".").removesuffix(".partial"))
+    monkeypatch.setattr(saving, "write_boxes", gate)
+    return gate
+
+
+# ---- What is written ----
+
+
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+def test_it_is_the_state_at_the_moment_of_saving(tmp_path: Path, writing: Gate, shard: str) -> None:
+    """Both kinds at once, while the optimizer goes on and on."""
+    module, state = made(shard=shard)
+    before = whole_state(state)
+    compute = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    saver = Saver(state, beside=True)
+    assert saver.save(full(tmp_path, 5), weights(tmp_path, 5)) == []
+    for _ in range(3):
+        update(state)
+        assert saver.poll() == []
+    assert list_checkpoints(tmp_path, "step", "weights") == []
+    after = whole_state(state)
+    assert not any(torch.equal(before[key], after[key]) for key in before)
+    writing.open.set()
+    assert saver.finish() == [step_folder(tmp_path, 5), weights_folder(tmp_path, 5)]
+    assert_equal(read_back(step_folder(tmp_path, 5)), before)
+    kept = optimus.load_model(weights_folder(tmp_path, 5))
+    for name, parameter in kept.named_parameters():
+        assert torch.equal(parameter, compute[name].float()), name
+    assert saver.poll() == saver.finish() == []
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path, writing: Gate) -> None:
+    _, state = made()
+    saver = Saver(state, beside=True)
+    first = whole_state(state)
+    saver.save(full(tmp_path, 1))
+    update(state)
+    second = whole_state(state)
+    timer = threading.Timer(0.2, writing.open.set)
+    timer.start()
+    assert saver.save(full(tmp_path, 2)) == [step_folder(tmp_path, 1)]  # which is complete only now
+    update(state)
+    assert saver.finish() == [step_folder(tmp_path, 2)]
+    names = [step_folder(tmp_path, step).name for step in (1, 2)]
+    assert writing.calls == [f"{what} {name}" for name in names for what in ("begin", "end")]
+    assert_equal(read_back(step_folder(tmp_path, 1)), first)
+    assert_equal(read_back(step_folder(tmp_path, 2)), second)
+
+
+def test_poll_completes_what_is_written(tmp_path: Path) -> None:
+    """By and by, without anybody waiting."""
+    _, state = made()
+    saver = Saver(state, beside=True)
+    saver.save(full(tmp_path, 1))
+    done: list[Path] = []
+    for _ in range(3000):
+        done += saver.poll()
+        if done:
+            break
+        threading.Event().wait(0.01)
+    assert done == [step_folder(tmp_path, 1)]
+    assert verify(done[0]) == []
+
+
+# ---- The fence ----
+
+
+def test_the_optimizer_waits_for_what_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a chunk only when it comes to it, and no longer than for that."""
+    _, state = made()
+    before = whole_state(state)
+    copying = Gate(Staging._copy)
+    monkeypatch.setattr(Staging, "_copy", copying)
+    saver = Saver(state, beside=True)
+    saver.save(full(tmp_path, 1))
+    waited = saver.seconds
+    stepping = threading.Thread(target=update, args=(state,))
+    stepping.start()
+    stepping.join(0.3)
+    assert stepping.is_alive()
+    assert_equal(whole_state(state), before)
+    copying.open.set()
+    stepping.join(30)
+    assert not stepping.is_alive()
+    assert saver.seconds > waited
+    waited = saver.seconds
+    update(state)  # nothing is held any more
+    assert saver.seconds == waited
+    saver.finish()
+    assert_equal(read_back(step_folder(tmp_path, 1)), before)
+
+
+def test_the_optimizer_goes_on_where_copies_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last chunk's copy is late; all others are updated meanwhile."""
+    _, state = made()
+    before = whole_state(state)
+    right, last, late = Staging._copy, state.chunks[-1], threading.Event()
+
+    def copy(self: Staging, buffer: Tensor) -> None:
+        if buffer is last.master:
+            assert late.wait(30)
+        right(self, buffer)
+
+    monkeypatch.setattr(Staging, "_copy", copy)
+    saver = Saver(state, beside=True)
+    saver.save(full(tmp_path, 1))
+    old = [chunk.master.clone() for chunk in state.chunks]
+    stepping = threading.Thread(target=update, args=(state,))
+    stepping.start()
+    stepping.join(0.3)
+    changed = [not torch.equal(chunk.master, was) for chunk, was in zip(state.chunks, old)]
+    assert changed == [True] * (len(old) - 1) + [False]
+    late.set()
+    stepping.join(30)
+    saver.finish()
+    assert_equal(read_back(step_folder(tmp_path, 1)), before)
+
+
+def test_metrics_tell_how_long_the_training_waited(small_run: dict[str, Any]) -> None:
+    small_run["checkpoint"] = {"every": 2}
+    optimus.train(small_run)
+    waited = [record["checkpoint_seconds"] for record in read_metrics(Path(small_run["train"]["output"]))]
+    assert [seconds > 0 for seconds in waited] == [False, False, True, False, True, False]
+
+
+# ---- Failures ----
+
+
+def fail_and_go_on(run: Path, where: str, culprit: int, beside: bool, kind: str) -> tuple[str, list[str], float]:
+    """What a rank is told where `where` fails on one rank, what is left then; afterwards it works again."""
+    _, state = made(2, shard="optimizer")
+    saver = Saver(state, beside=beside)
+    saver.save(full(run, 1))
+    saver.finish()
+    update(state)
+    place, name = (Staging, where) if where == "_copy" else (saving, where)
+    right = getattr(place, name)
+
+    def fail(*arguments: Any) -> Any:
+        if "step-00000002" not in str(arguments) + str(getattr(arguments[0], "name", "")) and where != "_copy":
+            return right(*arguments)
+        raise OSError(28, "No space left on device") if kind == "disk" else ValueError("a bug")
+
+    if dist.get_rank() == culprit:
+        setattr(place, name, fail)
+    try:
+        with pytest.raises(UserError) as caught:
+            save_and_update(saver, state, full(run, 2))
+    finally:
+        setattr(place, name, right)
+    left = sorted(path.name for path in (run / "checkpoints").iterdir()) if dist.get_rank() == 0 else []
+    assert saver.poll() == saver.finish() == []
+    state.groups.world.collect(None)
+    expected = whole_state(state)
+    saver.save(full(run, 3))
+    update(state)
+    saver.finish()
+    load_state(state, step_folder(run, 3), model=MODEL)
+    assert_equal(whole_state(state), expected)
+    return str(caught.value), left, saver.seconds
+
+
+def save_and_update(saver: Saver, state: ModelState, target: Target) -> None:
+    saver.save(target)
+    update(state)  # it must not wait for what will never be copied
+    while not saver.poll():
+        pass
+
+
+@pytest.mark.parametrize("kind", ["disk", "bug"])
+@pytest.mark.parametrize(
+    ("where", "culprit", "beside"),
+    [
+        ("write_boxes", 0, True),
+        ("write_boxes", 1, True),
+        ("write_boxes", 1, False),
+        ("write_manifest", 0, True),
+        ("write_manifest", 0, False),
+        ("_copy", 1, True),
+    ],
+)
+def test_a_failure_of_one_rank_is_told_to_all(
+    tmp_path: Path, where: str, culprit: int, beside: bool, kind: str
+) -> None:
+    found = run_ranks(fail_and_go_on, 2, tmp_path, where, culprit, beside, kind)
+    messages = {message for message, _, _ in found}
+    assert len(messages) == 1
+    (message,) = messages
+    assert message.endswith(
+        "Earlier checkpoints are untouched: make room or mend the path, then run again with --resume"
+    )
+    if kind == "disk" and where != "_copy":
+        assert message.startswith(f"cannot write {step_folder(tmp_path, 2)}: No space left on device. ")
+    else:
+        assert message.startswith("a checkpoint could not be written: ")
+        assert ("a bug" if kind == "bug" else "No space left on device") in message
+    assert found[0][1] == ["step-00000001"]
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-00000001", "step-00000003"}
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("not a folder")
+    _, state = made()
+    for beside in (False, True):
+        with pytest.raises(UserError, match=r"cannot write .*step-00000001: (Not a directory|File exists)\. Earlier"):
+            Saver(state, beside=beside).save(full(tmp_path, 1))
+    assert (tmp_path / "checkpoints").read_text() == "not a folder"
+
+
+# ---- What is kept ----
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("keep", [1, 2, 3, None])
+def test_how_many_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int | None, beside: bool) -> None:
+    """While one is written, the newest is there, and never more than there may be."""
+    _, state = made()
+    saver = Saver(state, beside=beside)
+    right, meanwhile = saving.write_boxes, []
+
+    def write(*arguments: Any) -> Any:
+        meanwhile.append([step_of(path) for path in list_checkpoints(tmp_path)])
+        return right(*arguments)
+
+    monkeypatch.setattr(saving, "write_boxes", write)
+    for step in range(1, 6):
+        saver.save(full(tmp_path, step, keep))
+        saver.finish()
+        assert verify(step_folder(tmp_path, step)) == []
+    kept = [step_of(path) for path in list_checkpoints(tmp_path)]
+    assert kept == list(range(1, 6))[-(keep or 5) :]
+    room = max(keep - 1, 1) if keep else 5
+    assert meanwhile == [list(range(1, step))[-room:] for step in range(1, 6)]
+
+
+@pytest.mark.parametrize(("every", "kept"), [(1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (3, [3, 6]), (4, [4, 6])])
+def test_which_weights_are_kept(tmp_path: Path, every: int, kept: list[int]) -> None:
+    """And full ones are not counted among them."""
+    _, state = made()
+    saver = Saver(state, beside=True)
+    for step in range(1, 7):
+        saver.save(weights(tmp_path, step, every), *([full(tmp_path, step, 1)] if step == 2 else []))
+    saver.finish()
+    assert [step_of(path) for path in list_checkpoints(tmp_path, "weights")] == kept
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [2]
+
+
+def test_leftovers_of_a_killed_run_are_cleared(tmp_path: Path) -> None:
+    """Those of checkpoints, and nothing else."""
+    place = tmp_path / "checkpoints"
+    for name in (".step-00000001.partial", ".weights-00000001.partial", ".step-00000001.old", ".mine", "mine.partial",
+                 "step-00000001.aside", "abandoned-1"):  # fmt: skip
+        (place / name).mkdir(parents=True)
+        (place / name / "file").write_text("something")
+    _, state = made()
+    Saver(state).save(full(tmp_path, 1))
+    left = {path.name for path in place.iterdir()}
+    assert left == {".mine", "mine.partial", "step-00000001.aside", "abandoned-1", "step-00000001"}
+    assert verify(step_folder(tmp_path, 1)) == []
+
+
+# ---- Who writes ----
+
+
+def save_by_one(run: Path, writer: int) -> None:
+    _, state = made(2)
+    state.writers = lambda *, scattered: [writer] * len(state.chunks)  # type: ignore[method-assign]
+    saver = Saver(state, beside=True)
+    saver.save(full(run, 1))
+    update(state)
+    saver.finish()
+
+
+@pytest.mark.parametrize("writer", [0, 1])
+def test_a_rank_that_is_no_writer_writes_nothing(tmp_path: Path, writer: int) -> None:
+    run_ranks(save_by_one, 2, tmp_path, writer)
+    assert [path.name for path in step_folder(tmp_path, 1).glob("*.distcp")] == [f"__{writer}_0.distcp"]
+    assert_equal(read_back(step_folder(tmp_path, 1)), whole_state(made()[1]))

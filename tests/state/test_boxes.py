@@ -1,0 +1,157 @@
+"""Ranges as boxes, parts as boxes of global tensors: they tile what they are of, in order, and say where they lie."""
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optimus.config.tree import StateConfig
+from optimus.mesh import Layout, Mesh
+from optimus.state import Box, boxes
+from optimus.state.boxes import range_boxes
+from optimus.state.plan import ChunkPlan, plan_chunks
+
+
+@st.composite
+def ranges(draw: st.DrawFn) -> tuple[list[int], int, int]:
+    """A shape of up to 4 dims, and from where to where in its row-major order."""
+    shape = draw(st.lists(st.integers(1, 6), max_size=4))
+    ends = st.integers(0, prod(shape))
+    start, end = sorted((draw(ends), draw(ends)))
+    return shape, start, end
+
+
+@given(ranges())
+def test_a_range_is_a_few_boxes(drawn: tuple[list[int], int, int]) -> None:
+    shape, start, end = drawn
+    positions = torch.arange(prod(shape)).view(shape)
+    found = []
+    for offsets, sizes in range_boxes(shape, start, end):
+        assert len(offsets) == len(sizes) == len(shape)
+        inside = positions[tuple(slice(at, at + size) for at, size in zip(offsets, sizes))]
+        assert tuple(inside.shape) == sizes  # it reaches over no border
+        assert inside.is_contiguous()
+        found.append(inside.flatten())
+    assert torch.cat([torch.arange(0), *found]).tolist() == [*range(start, end)]
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+def test_as_few_boxes_as_can_be() -> None:
+    assert [*range_boxes([4, 5], 3, 17)] == [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]
+    assert [*range_boxes([4, 5], 5, 15)] == [((1, 0), (2, 5))]
+    assert [*range_boxes([4, 5], 6, 9)] == [((1, 1), (1, 3))]
+    assert [*range_boxes([2, 2, 2], 0, 8)] == [((0, 0, 0), (2, 2, 2))]
+    assert [*range_boxes([7], 2, 5)] == [((2,), (3,))]
+    assert [*range_boxes([], 0, 1)] == [((), ())]
+    assert [*range_boxes([4, 5], 7, 7)] == []
+
+
+LAYOUTS = {
+    "norm": Layout((6,)),
+    "embedding": Layout((12, 6), ((0, "tp_out"), (1, "tp_in"))),
+    "qkv": Layout((3, 8, 6), ((1, "tp_out"), (2, "tp_in"))),
+    "experts": Layout((4, 5, 8), ((0, "ep"), (2, "etp")), replicas=("edp",)),
+    "head": Layout((16, 6), ((0, "pp"), (0, "tp_out"), (1, "tp_in"))),
+    "router": Layout((4, 6), replicas=("dp", "cp", "tp_in", "tp_out")),
+    "scale": Layout(()),
+}
+MESHES = [
+    Mesh(),
+    Mesh(dp=3),
+    Mesh(dp=2, tp=4, tp_in=2, ep=2, etp=2),
+    Mesh(pp=2, dp=2, cp=2, tp=2, ep=4),
+    Mesh(dp=2, tp=2, ep=2, etp=2),
+]
+OPTIONS = [
+    {},
+    {"shard": "optimizer", "chunk": 100},
+    {"shard": "parameters", "shard_over": "data", "chunk": 50},
+    {"shard": "gradients", "shard_ranks": 2, "chunk": 1000},
+]
+
+
+def numbered(name: str) -> torch.Tensor:
+    """A global tensor in which every element is its own position, after 1000 times the parameter's number."""
+    shape = LAYOUTS[name].shape
+    return 1000 * [*LAYOUTS].index(name) + torch.arange(prod(shape)).view(shape)
+
+
+def filled(plan: ChunkPlan) -> torch.Tensor:
+    """The whole buffer of a chunk that holds those tensors; the padding is -1."""
+    buffer = torch.full((plan.size,), -1)
+    for slot in plan.slots:
+        buffer[slot.start : slot.end] = numbered(slot.name)[slot.region].flatten()
+    return buffer
+
+
+def put(box: Box, whole: dict[str, torch.Tensor]) -> None:
+    """Note where a box lies, checking that it holds what is there."""
+    kind, _, name = box.key.partition(".")
+    assert kind == "model"
+    assert box.shape == LAYOUTS[name].shape
+    region = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.tensor.shape))
+    assert torch.equal(box.tensor, numbered(name)[region])
+    whole[name][region] += 1
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_parts_tile_every_tensor(mesh: Mesh, options: dict[str, object]) -> None:
+    """Over all ranks every element is in as many boxes as ranks keep it, and each box holds the elements that it says."""
+    if "shard_ranks" in options and mesh.dp * mesh.cp % 2:
+        options = options | {"shard_ranks": mesh.dp}
+    state = StateConfig.model_validate(options)
+    counted = {name: torch.zeros(layout.shape, dtype=torch.int) for name, layout in LAYOUTS.items()}
+    kept = {name: torch.zeros(layout.shape, dtype=torch.int) for name, layout in LAYOUTS.items()}
+    for rank in range(mesh.size):
+        for plan in plan_chunks(LAYOUTS, mesh, rank, state):
+            for box in boxes(plan, "model", filled(plan)[plan.part]):
+                put(box, counted)
+            whole = {name: torch.zeros(layout.shape, dtype=torch.int) for name, layout in LAYOUTS.items()}
+            for box in boxes(plan, "model", filled(plan)):  # a buffer of the whole chunk
+                put(box, whole)
+            for slot in plan.slots:
+                assert (whole[slot.name][slot.region] == 1).all()
+                kept[slot.name][slot.region] += 1
+            assert sum(int(each.sum()) for each in whole.values()) == sum(slot.end - slot.start for slot in plan.slots)
+    plans = {slot.name: plan for plan in plan_chunks(LAYOUTS, mesh, 0, state) for slot in plan.slots}
+    for name, times in counted.items():
+        assert (times * plans[name].parts == kept[name]).all(), name
+        assert (times > 0).all(), name
+
+
+@pytest.mark.parametrize("longest", [1, 5, 6, 7, 16, 1 << 20])
+def test_boxes_are_capped(longest: int) -> None:
+    mesh = Mesh(dp=2, tp=2, ep=2)
+    state = StateConfig(shard="optimizer")
+    for rank in range(mesh.size):
+        for plan in plan_chunks(LAYOUTS, mesh, rank, state):
+            part = filled(plan)[plan.part]
+            found = [*boxes(plan, "model", part, longest)]
+            assert all(0 < box.tensor.numel() <= longest for box in found)
+            together = torch.cat([torch.arange(0), *(box.tensor.flatten() for box in found)])
+            assert torch.equal(together, part[part >= 0])  # in order, and nothing of the padding
+
+
+def test_short_rows_are_not_cut() -> None:
+    """A cap cuts at whole rows where they fit, so that most boxes are whole blocks."""
+    (plan,) = plan_chunks({"w": Layout((10, 6))}, Mesh(), 0, StateConfig())
+    found = [*boxes(plan, "m", torch.zeros(plan.size), 20)]
+    assert [(box.offsets, tuple(box.tensor.shape)) for box in found] == [
+        ((0, 0), (3, 6)),
+        ((3, 0), (3, 6)),
+        ((6, 0), (3, 6)),
+        ((9, 0), (1, 6)),
+    ]
+
+
+def test_boxes_are_views() -> None:
+    """What is written into them is in the buffer."""
+    (plan,) = plan_chunks({"a": Layout((3,)), "b": Layout((2, 2))}, Mesh(), 0, StateConfig())
+    buffer = torch.zeros(plan.size)
+    for number, box in enumerate(boxes(plan, "adamw.m", buffer), start=1):
+        assert box.key == f"adamw.m.{'ab'[number - 1]}"
+        box.tensor.fill_(number)
+    assert buffer.tolist() == [1.0] * 3 + [0.0] * 29 + [2.0] * 4 + [0.0] * (plan.size - 36)
