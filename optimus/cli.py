@@ -184,6 +184,7 @@ def import_(
 
 @app.command()
 def launch(
+    context: typer.Context,
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...")] = None,
     nodes: Annotated[int, typer.Option(help="Nodes that train.")] = 1,
@@ -196,11 +197,45 @@ def launch(
     wait: Annotated[float, typer.Option(help="Seconds for enough nodes to come together.")] = 600.0,
     max_restarts: Annotated[int, typer.Option(help="Restarts in a row without a new checkpoint.")] = 5,
     inject: Annotated[Path | None, typer.Option(help="YAML list of faults to rehearse.")] = None,
+    scheduler: Annotated[
+        Literal["slurm", "pbs"] | None, typer.Option(help="Start nothing; write a batch script for this system.")
+    ] = None,
+    write: Annotated[Path | None, typer.Option(help="Batch script to write.")] = None,
+    time: Annotated[str, typer.Option(help="Time limit in the batch script, HOURS:MINUTES:SECONDS.")] = "12:00:00",
+    directive: Annotated[
+        list[str] | None, typer.Option(help="Line for the batch system, such as '--account=physics'; repeated.")
+    ] = None,
 ) -> None:
     """Run a node of a training that survives its nodes; to be started on every node and every spare alike."""
+    from optimus.resilience.policy import Do
     from optimus.train.nodes import launch as run
-    from optimus.train.nodes import parse_keep_alive
+    from optimus.train.nodes import parse_keep_alive, write_batch_script
 
+    other = ("node", "name", "rendezvous") if scheduler is not None else ("write", "time", "directive")
+    sources = {name: context.get_parameter_source(name) for name in other}
+    if given := [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]:
+        why = "leave it out with --scheduler: the batch script chooses it" if scheduler else "it needs --scheduler"
+        raise UserError(f"--{given[0]}: {why}")
+    if scheduler is not None:
+        if write is None:
+            raise UserError("--scheduler needs --write PATH, where the batch script goes")
+        submit = write_batch_script(
+            config,
+            overrides or [],
+            scheduler=scheduler,
+            path=write,
+            time=time,
+            directives=directive or [],
+            nodes=nodes,
+            spares=spares,
+            ranks_per_node=ranks_per_node,
+            keep_alive=parse_keep_alive(keep_alive),
+            wait=wait,
+            max_restarts=max_restarts,
+            inject=inject,
+        )
+        print(f"{write}: {nodes} nodes and {spares} spares; submit it with: {submit}")
+        return
     outcome = run(
         config,
         overrides or [],
@@ -216,7 +251,7 @@ def launch(
         inject=inject,
     )
     if outcome is not None:
-        raise typer.Exit(1)
+        raise typer.Exit(2 if outcome is Do.STOP else 1)  # 2: as bad input, it will be no better next time
 
 
 @app.command()

@@ -8,9 +8,11 @@ sums nor whether everything wanted was there.
 
 import io
 import math
+import os
 import pickle
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -73,19 +75,31 @@ def file_of(rank: int) -> str:
 
 
 def write_boxes(file: BinaryIO, name: str, boxes: Iterable[Box]) -> list[Stored]:
-    """Append `boxes` to a new file of that name; returns where each one lies."""
+    """Append `boxes` to a new file of that name, and bring them onto the disk; returns where each one lies.
+
+    While a box is copied and summed, those before it are already on their way to the disk.
+    """
     stored, start = [], 0
-    for box in boxes:
-        summing = _Summing(file)
-        own = box.tensor.detach().to("cpu", copy=True)  # a view would be saved with all that it is a view of
-        try:
-            torch.save(own, summing)  # type: ignore[arg-type]
-        except RuntimeError as error:  # its archive cannot be ended, it says, and not that the disk is full
-            raise summing.failure or error from None
-        dtype = str(box.tensor.dtype).removeprefix("torch.")
-        sizes = tuple(box.tensor.shape)
-        stored.append(Stored(box.key, dtype, box.shape, box.offsets, sizes, name, start, summing.length, summing.crc))
-        start += summing.length
+    with ThreadPoolExecutor(1) as pool:
+        flushing: Future[None] | None = None
+        for box in boxes:
+            summing = _Summing(file)
+            own = box.tensor.detach().to("cpu", copy=True)  # a view would be saved with all that it is a view of
+            try:
+                torch.save(own, summing)  # type: ignore[arg-type]
+            except RuntimeError as error:  # its archive cannot be ended, it says, and not that the disk is full
+                raise summing.failure or error from None
+            dtype = str(box.tensor.dtype).removeprefix("torch.")
+            at = tuple(box.tensor.shape), name, start, summing.length, summing.crc
+            stored.append(Stored(box.key, dtype, box.shape, box.offsets, *at))
+            start += summing.length
+            if flushing is None or flushing.done():
+                file.flush()
+                flushing = pool.submit(os.fsync, file.fileno())
+        file.flush()
+        os.fsync(file.fileno())
+        if flushing is not None:
+            flushing.result()
     return stored
 
 

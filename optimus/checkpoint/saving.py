@@ -176,9 +176,7 @@ class Saver:
         )
         path = target.partial / self._file
         with path.open("xb") as file:
-            stored = write_boxes(file, path.name, found)
-        sync(path)
-        return stored
+            return write_boxes(file, path.name, found)
 
     def _commit(self, stored: Sequence[Sequence[Stored]]) -> None:
         for target, of_it in zip(self._targets, stored):

@@ -12,7 +12,6 @@ from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import complete
 from optimus.comm import Group
 from optimus.config import ModelConfig
-from optimus.disk import sync
 from optimus.errors import UserError, naming_disk_errors
 from optimus.model import Transformer
 from optimus.state import Box, ModelState, Send, load_boxes
@@ -38,7 +37,6 @@ def write_model(model: Transformer, folder: Path, description: Description) -> N
         partial.mkdir(parents=True, exist_ok=True)
         with (partial / file_of(0)).open("wb") as file:
             stored = write_boxes(file, file_of(0), boxes)
-        sync(partial / file_of(0))
         complete(partial, folder, stored, description)
 
 

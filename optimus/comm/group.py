@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from optimus.comm.exchange import add_up, gathering, scattering, shifting
+from optimus.comm.recorder import Recorder
+from optimus.comm.watch import Watch
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 
@@ -31,12 +34,29 @@ class CollectiveError(UserError):
 class Group:
     """`ranks` of the job, in order; `rank` is this process's place among them."""
 
-    def __init__(self, ranks: Sequence[int], rank: int, handle: Any = None, tag: int = 0) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        handle: Any = None,
+        tag: int = 0,
+        *,
+        recorder: Recorder | None = None,
+        watch: Watch | None = None,
+    ) -> None:
         self.ranks = list(ranks)
+        self.watch = watch  # of what leaves and comes
+        self._recorder = recorder or Recorder()
+        self._name = f"{_few(self.ranks)}{f' ({tag})' if tag else ''}"
         self.size = len(self.ranks)
         self.rank = rank
         self._handle = handle
         self._tag = tag  # of messages
+
+    @property
+    def unwatched(self) -> "Group":
+        """The same group, of which nothing is noted."""
+        return Group(self.ranks, self.rank, self._handle, self._tag, recorder=self._recorder)
 
     @property
     def _point_to_point(self) -> bool:
@@ -48,7 +68,10 @@ class Group:
             return _nothing
         if self._point_to_point and tensor.numel() >= _LONG and tensor.numel() % self.size == 0:
             return self._start_long_sum(tensor.view(-1))
-        return self._start("all_reduce", tensor, lambda: dist.all_reduce(tensor, group=self._handle, async_op=True))
+        call = dist.all_reduce
+        return self._start(
+            "all_reduce", tensor, lambda: call(tensor, group=self._handle, async_op=True), tensor, tensor
+        )
 
     def _start_long_sum(self, tensor: Tensor) -> Finish:
         """An all-reduce as reduce-scatter and all-gather; the gather begins when the result is called."""
@@ -75,12 +98,15 @@ class Group:
         if self._point_to_point:
             return self._start_scattering(tensor, out)
         call = _newest("reduce_scatter_single", "reduce_scatter_tensor")
-        return self._start("reduce_scatter", tensor, lambda: call(out, tensor, group=self._handle, async_op=True))
+        return self._start(
+            "reduce_scatter", tensor, lambda: call(out, tensor, group=self._handle, async_op=True), tensor, out
+        )
 
     def _start_scattering(self, tensor: Tensor, out: Tensor) -> Finish:
         own = tensor.chunk(self.size)[self.rank]
         received = own.new_empty(self.size - 1, *own.shape)
-        wait = self._start("reduce_scatter", tensor, scattering(tensor, received, self.ranks, self.rank, self._handle))
+        call = scattering(tensor, received, self.ranks, self.rank, self._handle)
+        wait = self._start("reduce_scatter", tensor, call, tensor, received)
 
         def finish() -> None:
             wait()
@@ -98,9 +124,12 @@ class Group:
                 tensor.copy_(part)
             return _nothing
         if self._point_to_point:
-            return self._start("all_gather", tensor, gathering(tensor, part, self.ranks, self.rank, self._handle))
+            exchange = gathering(tensor, part, self.ranks, self.rank, self._handle)
+            return self._start("all_gather", tensor, exchange, part, tensor)
         call = _newest("all_gather_single", "all_gather_into_tensor")
-        return self._start("all_gather", tensor, lambda: call(tensor, part, group=self._handle, async_op=True))
+        return self._start(
+            "all_gather", tensor, lambda: call(tensor, part, group=self._handle, async_op=True), part, tensor
+        )
 
     def sum(self, tensor: Tensor) -> None:
         """Replace `tensor` on every rank by its sum over the ranks, in place."""
@@ -128,6 +157,8 @@ class Group:
             lambda: dist.all_to_all_single(
                 out, rows.contiguous(), list(receive), list(send), group=self._handle, async_op=True
             ),
+            rows,
+            out,
         )()
         return out
 
@@ -140,7 +171,8 @@ class Group:
         if self.size == 1:
             out.copy_(tensor)
             return _nothing
-        return self._start("shift", tensor, shifting(tensor, out, self.ranks, self.rank, self._handle))
+        call = shifting(tensor, out, self.ranks, self.rank, self._handle)
+        return self._start("shift", tensor, call, tensor, out)
 
     def start_broadcast(self, tensor: Tensor, first: int) -> Finish:
         """Begin to replace `tensor` on every rank by that of the group's `first` rank."""
@@ -148,7 +180,11 @@ class Group:
             return _nothing
         call = dist.broadcast
         return self._start(
-            "broadcast", tensor, lambda: call(tensor, src=self.ranks[first], group=self._handle, async_op=True)
+            "broadcast",
+            tensor,
+            lambda: call(tensor, src=self.ranks[first], group=self._handle, async_op=True),
+            tensor if self.rank == first else None,
+            None if self.rank == first else tensor,
         )
 
     def start_sum_at(self, tensor: Tensor, target: int) -> Finish:
@@ -156,7 +192,11 @@ class Group:
         if self.size == 1:
             return _nothing
         return self._start(
-            "reduce", tensor, lambda: dist.reduce(tensor, self.ranks[target], group=self._handle, async_op=True)
+            "reduce",
+            tensor,
+            lambda: dist.reduce(tensor, self.ranks[target], group=self._handle, async_op=True),
+            tensor,
+            tensor if self.rank == target else None,
         )
 
     def start_send(self, tensor: Tensor, to: int, what: str = "send") -> Finish:
@@ -164,11 +204,14 @@ class Group:
 
         Messages between two ranks are received in the order in which they are sent.
         """
-        return self._start(what, tensor, lambda: dist.isend(tensor, self.ranks[to], self._handle, self._tag))
+        return self._start(what, tensor, lambda: dist.isend(tensor, self.ranks[to], self._handle, self._tag), tensor)
 
     def start_receive(self, tensor: Tensor, source: int, what: str = "receive") -> Finish:
         """Begin to fill `tensor`, contiguous, with what rank `source` of the group sends next."""
-        return self._start(what, tensor, lambda: dist.irecv(tensor, self.ranks[source], self._handle, self._tag))
+        call = dist.irecv
+        return self._start(
+            what, tensor, lambda: call(tensor, self.ranks[source], self._handle, self._tag), None, tensor
+        )
 
     def broadcast(self, tensor: Tensor, first: int = 0) -> None:
         """Replace `tensor` on every rank by that of the group's `first` rank, in place."""
@@ -187,7 +230,7 @@ class Group:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        with self._naming("all_gather of an object", torch.empty(0)):
+        with self._talking("all_gather of an object"):
             dist.all_gather_object(values, value, group=self._handle)
         return values
 
@@ -196,7 +239,7 @@ class Group:
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        with self._naming("gather of an object", torch.empty(0)):
+        with self._talking("gather of an object"):
             dist.gather_object(value, values, dst=self.ranks[0], group=self._handle)
         return values
 
@@ -204,7 +247,7 @@ class Group:
         """What the group's first rank gives, on all ranks; a Python object, rarely."""
         values: list[Any] = [value]
         if self.size > 1:
-            with self._naming("broadcast of an object", torch.empty(0)):
+            with self._talking("broadcast of an object"):
                 dist.broadcast_object_list(values, src=self.ranks[0], group=self._handle)
         told: T = values[0]
         return told
@@ -214,17 +257,36 @@ class Group:
         if self.any(failure is not None, device):
             raise next(found for found in self.collect(failure) if found is not None)
 
-    def _start(self, name: str, tensor: Tensor, call: Callable[[], Any]) -> Finish:
+    def _start(
+        self,
+        name: str,
+        tensor: Tensor,
+        call: Callable[[], Any],
+        leaves: Tensor | None = None,
+        comes: Tensor | None = None,
+    ) -> Finish:
+        if self.watch is not None and leaves is not None:
+            self.watch.leaves(leaves, name)
+        number = self._recorder.begins(self._name)
         with self._naming(name, tensor):
             started = call()
         works = started if isinstance(started, list) else [started]
 
         def finish() -> None:
-            with self._naming(name, tensor):
+            with self._naming(name, tensor), self._recorder.waits(self._name, name, number):
                 for work in works:
                     work.wait()
+            if self.watch is not None and comes is not None:
+                self.watch.comes(comes, name)
 
         return finish
+
+    @contextmanager
+    def _talking(self, what: str) -> Iterator[None]:
+        """A collective of Python objects."""
+        number = self._recorder.begins(self._name)
+        with self._naming(what, torch.empty(0)), self._recorder.waits(self._name, what, number):
+            yield
 
     @contextmanager
     def _naming(self, name: str, tensor: Tensor) -> Iterator[None]:
@@ -245,6 +307,7 @@ class Groups:
 
     def __init__(self, mesh: Mesh, timeout: float | None = None) -> None:
         self.mesh = mesh
+        self.watch, self.recorder = Watch(), Recorder()
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._made: dict[tuple[tuple[int, ...], ...], Group] = {}
@@ -269,7 +332,8 @@ class Groups:
         """
         group = self.along(*axes)
         if group.size > 1 and dist.get_backend() == "gloo":
-            return [Group(group.ranks, group.rank, group._handle, tag) for tag in range(1, number + 1)]
+            noted = partial(Group, recorder=self.recorder, watch=self.watch)
+            return [noted(group.ranks, group.rank, group._handle, tag) for tag in range(1, number + 1)]
         return self.apart(number, *axes)
 
     def apart(self, number: int, *axes: str) -> list[Group]:
@@ -291,7 +355,7 @@ class Groups:
         # Every rank takes part in making every group, also where its own needs none.
         needed = [part for part in parts if len(part) > 1 and (alone or len(part) < self.mesh.size)]
         handles = {part[0]: dist.new_group(list(part), timeout=self._timeout) for part in needed}
-        return Group(own, own.index(self.rank), handles.get(own[0]))
+        return Group(own, own.index(self.rank), handles.get(own[0]), recorder=self.recorder, watch=self.watch)
 
 
 def _newest(new: str, old: str) -> Callable[..., Any]:

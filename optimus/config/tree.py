@@ -256,6 +256,24 @@ class ResilienceConfig(Section):
     max_skipped: int = Field(
         3, ge=0, description="Steps in a row with a non-finite gradient norm that are skipped before the run ends."
     )
+    max_rollbacks: int = Field(
+        2,
+        ge=0,
+        description="Under `optimus launch`: how often a run whose gradients are not finite on several nodes goes back to "
+        "weights that it has kept (checkpoint.weights_every), each time further, before it ends.",
+    )
+    hang: float = Field(
+        300.0,
+        gt=0,
+        description="Under `optimus launch`: seconds without a completed step (a checkpoint written at once included) after "
+        "which the rank that keeps the others waiting is sought and its node replaced.",
+    )
+    slow: float = Field(
+        50.0,
+        gt=0,
+        description="Per cent by which a rank's own part of a step must persistently exceed that of its peers to be named.",
+    )
+    exclude_slow: bool = Field(False, description="Under `optimus launch`: replace the node of such a rank.")
     timeout: float = Field(
         600.0,
         gt=0,

@@ -142,14 +142,6 @@ class Mesh:
         for place in product(*ranges):
             yield self.group(self._rank(view, place), axes)
 
-    def place(self, rank: int, axes: Sequence[str]) -> int:
-        """The number of the group of `rank` along `axes` among all of them; 0 where that is along `ends`."""
-        number = 0
-        for axis in _view(axes):
-            if axis not in _single(axes):
-                number = number * self.axis_size(axis) + self.coordinate(rank, axis)
-        return 0 if "ends" in axes else number
-
     def node(self, rank: int) -> int:
         """The node that holds `rank`."""
         return rank // (self.ranks_per_node or self.size)

@@ -16,6 +16,7 @@ from optimus.checkpoint.folder import list_checkpoints, step_of
 from optimus.errors import UserError, naming_disk_errors
 from optimus.resilience.events import EventLog
 from optimus.resilience.exclusion import exclude, excluded
+from optimus.resilience.exits import Exit
 from optimus.resilience.policy import Do, decide
 from optimus.resilience.store import connect, own_address
 from optimus.resilience.torch_elastic import Agent, ProcessFailure, Rendezvous, World
@@ -112,7 +113,9 @@ class _Member:
         detail = f"{decision.detail}: {said[0]}" if said else decision.detail
         if decision.blamed:
             self._store.add(self._key(f"crashes/{self._launch.node}"), 1)
-        if decision.blamed or decision.do is Do.STOP:
+        if (
+            decision.blamed or decision.do is Do.STOP
+        ) and Exit.BAD_NODE not in codes.values():  # which its rank has told
             self._events.write("failure", node=self._launch.node, rank=decision.rank, detail=detail)
         if decision.do is Do.LEAVE:
             exclude(self._launch.run, self._launch.node)

@@ -85,7 +85,9 @@ class Chunk:
         piece: int | None = None,
         started: Callable[["Chunk"], None] = lambda chunk: None,
     ) -> None:
-        self.plan, self.group, self.copies = plan, group, copies
+        self.plan, self._watch = plan, group.watch
+        # What is summed and gathered here may be of others: only what enters the sums is watched.
+        self.group, self.copies = group.unwatched, copies.unwatched
         self._keep, self._piece, self._started = keep, piece, started
         self.parameter = torch.zeros(plan.size, dtype=compute_dtype, device=device)
         self.gradient = torch.zeros(plan.size, dtype=gradient_dtype, device=device)
@@ -271,6 +273,8 @@ class Chunk:
     def _start_reduction(self) -> None:
         """Sum over the group, each rank its part; then over the copies, if nothing can be added any more."""
         part, last = self.gradient[self.plan.part], self._last  # when it ends, a later microbatch may be the last
+        if self._watch is not None:
+            self._watch.leaves(self.gradient, f"reduction of the gradients of {self.plan.slots[0].name} ...")
         wait = self.group.start_sum_part(self.gradient, part)
 
         def finish() -> None:

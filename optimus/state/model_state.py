@@ -123,10 +123,10 @@ class ModelState:
         for chunk in self.chunks:
             chunk.reduce_gradients()
             if "ends" in chunk.plan.slots[0].layout.same:
-                self.groups.along("ends").sum(chunk.reduced)
+                self.groups.along("ends").unwatched.sum(chunk.reduced)
             square += chunk.gradient_square_sum(self.tile) / (chunk.plan.copies if self._parted else 1)
         if self._parted:
-            self.groups.world.sum(square)
+            self.groups.world.unwatched.sum(square)
         return float(square.sqrt())
 
     def step(self, rule: AdamW, lr: float, gradient_scale: float) -> None:

@@ -26,21 +26,25 @@ class Inject(Hook):
     def __init__(self, plan: FaultPlan) -> None:
         self._plan = plan
         self._factor = 1.0
-        self._began = 0.0
+        self._usual = 0.0  # seconds of a step that this rank does not wait
+        self._began = self._waited = 0.0
 
     def before_training(self, run: Run) -> None:
         self._own = self._plan.of(run.groups.rank)
 
     def before_step(self, run: Run) -> None:
-        self._began = time.perf_counter()
+        self._began, self._waited = time.perf_counter(), run.groups.recorder.seconds
         for number, fault in self._own:
             if fault.kind == "slow":
                 self._factor = max(self._factor, fault.factor if run.step + 1 >= fault.step else 1.0)
             elif fault.kind != "tear_checkpoint" and run.step + 1 == fault.step and happens_now(run.folder, number):
                 getattr(self, f"_{fault.kind}")(run)
 
+        time.sleep((self._factor - 1) * self._usual)
+
     def after_step(self, run: Run, result: StepResult) -> None:
-        time.sleep((self._factor - 1) * (time.perf_counter() - self._began))
+        waited = run.groups.recorder.seconds - self._waited
+        self._usual = max(0.0, time.perf_counter() - self._began - waited) / self._factor
         for number, fault in self._own:
             if fault.kind == "tear_checkpoint":
                 file = step_folder(run.folder, fault.step) / file_of(fault.rank)

@@ -32,15 +32,17 @@ from optimus.hub import read_model_folder
 from optimus.mesh.placement import describe
 from optimus.observe.machine import find_device
 from optimus.observe.metrics import read_metrics
-from optimus.resilience.exits import Exit
+from optimus.resilience.exits import EndedError, Exit
 from optimus.resilience.faults import FaultPlan
 from optimus.train import checks
 from optimus.train.checkpoints import Checkpoints, build_run
+from optimus.train.health import Hangs, SlowRanks
 from optimus.train.hooks import HeldOut, Hook, Interrupt, Metrics, NonFinite, PipelineTimeline, Recovered, Trace
 from optimus.train.injection import Inject
 from optimus.train.loop import naming_collectives, train_loop
 from optimus.train.pipeline import with_microbatches
 from optimus.train.run import Run, mesh_of, ranks_per_node
+from optimus.train.soft_failures import SoftFailures
 from optimus.train.tuning import TuneMatmuls
 
 if TYPE_CHECKING:
@@ -168,8 +170,11 @@ def _how_ended(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
-def _run_rank(config_text: str, resume: bool, plan: FaultPlan | None = None) -> None:
-    """One rank's whole run, under the launcher's environment where there is one; `plan` is what goes wrong in it."""
+def _run_rank(config_text: str, resume: bool, plan: FaultPlan | None = None, node: str | None = None) -> None:
+    """One rank's whole run, under the launcher's environment where there is one.
+
+    `plan` is what goes wrong in it. `node` is the name of the node where a launcher watches nodes.
+    """
     config = load_config(yaml.safe_load(config_text))
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = find_device(config.train.device, "train.device", local_rank)
@@ -185,7 +190,7 @@ def _run_rank(config_text: str, resume: bool, plan: FaultPlan | None = None) -> 
         if run.groups.rank == 0:
             _claim_folder(run)
         with _last_words() if ranks > 1 else nullcontext():
-            train_loop(run, [*([Inject(plan)] if plan is not None else []), *_hooks(run)])
+            train_loop(run, [*([Inject(plan)] if plan is not None else []), *_hooks(run, node)])
             run.state.finish()
 
 
@@ -206,7 +211,7 @@ def _ranks_together(device: torch.device, timeout: timedelta) -> Iterator[None]:
         yield
         together = True
     except UserError as error:
-        together, code = not isinstance(error, CollectiveError), Exit.LOST
+        together, code = not isinstance(error, CollectiveError | EndedError), code_of(error)
         raise
     finally:
         if together:
@@ -221,6 +226,13 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
+def code_of(error: UserError) -> Exit:
+    """The exit code of a rank that ends with this error."""
+    if isinstance(error, EndedError):
+        return error.code
+    return Exit.LOST if isinstance(error, CollectiveError) else Exit.USER
+
+
 @contextmanager
 def _last_words() -> Iterator[None]:
     """Ignore SIGTERM where hooks do not handle it, and from then on if a collective fails.
@@ -231,7 +243,7 @@ def _last_words() -> Iterator[None]:
     speaking = False
     try:
         yield
-    except CollectiveError:
+    except (CollectiveError, EndedError):
         speaking = True
         raise
     finally:
@@ -239,14 +251,18 @@ def _last_words() -> Iterator[None]:
             signal.signal(signal.SIGTERM, previous)
 
 
-def _hooks(run: Run) -> list[Hook]:
+def _hooks(run: Run, node: str | None = None) -> list[Hook]:
     """Metrics follow what measures for them and precede the checkpoint, which must not be newer than they are."""
     first = run.groups.rank == 0
     measuring: list[Hook] = [HeldOut()] if first or run.forward_is_collective else []
     measuring += [PipelineTimeline()] if run.config.observe.timeline else []
     reporting: list[Hook] = [Recovered(), Metrics()] if first else []
     tuning: list[Hook] = [TuneMatmuls()] if run.config.tuning.matmul else []
-    return [Interrupt(), *tuning, *measuring, *reporting, Checkpoints(), NonFinite(), Trace()]
+    slow: list[Hook] = [SlowRanks(node)] if run.groups.world.size > 2 else []
+    if node is None:
+        return [*slow, Interrupt(), *tuning, *measuring, *reporting, Checkpoints(), NonFinite(), Trace()]
+    watching = [*slow, Hangs(node), SoftFailures(node)]
+    return [*watching, Interrupt(), *tuning, *measuring, *reporting, Checkpoints(), Trace()]
 
 
 def _claim_folder(run: Run) -> None:
@@ -274,17 +290,16 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 def _main() -> None:
-    """A rank that a launcher started: CONFIG [--resume] [--inject PLAN]. Its error goes to the launcher."""
+    """A rank that a launcher started: CONFIG [--resume] [--inject PLAN] [--node NAME]. Its error goes to the launcher."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     config, *options = sys.argv[1:]
-    plan = FaultPlan.read(options[options.index("--inject") + 1]) if "--inject" in options else None
+    inject, node = (options[options.index(name) + 1] if name in options else None for name in ("--inject", "--node"))
+    plan = None if inject is None else FaultPlan.read(inject)
     try:
-        record(_run_rank)(Path(config).read_text(encoding="utf-8"), "--resume" in options, plan)
-    except CollectiveError:
-        sys.exit(Exit.LOST)
-    except UserError:
-        sys.exit(Exit.USER)
+        record(_run_rank)(Path(config).read_text(encoding="utf-8"), "--resume" in options, plan, node)
+    except UserError as error:
+        sys.exit(code_of(error))
 
 
 if __name__ == "__main__":

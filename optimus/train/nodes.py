@@ -20,7 +20,9 @@ from optimus.resilience.faults import FaultPlan
 from optimus.resilience.lab import namespaces_allowed
 from optimus.resilience.node import Launch, run_node
 from optimus.resilience.policy import Do
+from optimus.resilience.scheduler import BatchJob, Scheduler, write_script
 from optimus.resilience.store import own_address
+from optimus.train.checks import check_ranks
 from optimus.train.launch import check_run
 from optimus.train.pipeline import with_microbatches
 
@@ -72,7 +74,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(tree), encoding="utf-8")
-        command = [sys.executable, "-m", "optimus.train.launch", str(file), "--resume"]
+        command = [sys.executable, "-m", "optimus.train.launch", str(file), "--resume", "--node", launch.node]
         if inject is not None:
             command += ["--inject", str(Path(inject).absolute())]
         return run_node(launch, command)
@@ -131,6 +133,56 @@ def rehearse(
         "events": outcome.events.read()[before:],
         "isolated": isolated,
     }
+
+
+def write_batch_script(
+    config: str | Path,
+    overrides: Iterable[str] = (),
+    *,
+    scheduler: Scheduler,
+    path: Path,
+    time: str = "12:00:00",
+    directives: Iterable[str] = (),
+    nodes: int,
+    spares: int = 0,
+    ranks_per_node: int = 1,
+    keep_alive: tuple[int, int] = (5, 3),
+    wait: float = 600.0,
+    max_restarts: int = 5,
+    inject: str | Path | None = None,
+) -> str:
+    """Write a batch script that runs `launch` on the nodes of a job, again and again until the run has finished.
+
+    `time` is the job's, as HOURS:MINUTES:SECONDS; `directives` are further lines for the batch system. Paths count from
+    where this is called. Returns the command that submits the script. Raises `UserError` where ranks cannot share the work
+    as configured, or the script cannot be written; what the nodes of the job will have is not checked.
+    """
+    overrides = list(overrides)
+    ranks = nodes * ranks_per_node
+    if ranks < 1:
+        raise UserError(f"--nodes {nodes} --ranks-per-node {ranks_per_node}: give at least 1 of each")
+    tree = with_microbatches(load_config(config, overrides, read_model_folder), ranks)
+    check_ranks(tree, ranks)
+    if inject is not None:
+        _read_plan(inject, ranks)
+    command = [
+        *("optimus", "launch", str(config), *overrides),
+        *("--nodes", str(nodes), "--ranks-per-node", str(ranks_per_node)),
+        *("--keep-alive", "{}x{}".format(*keep_alive), "--wait", f"{wait:g}", "--max-restarts", str(max_restarts)),
+        *([] if inject is None else ["--inject", str(inject)]),
+    ]
+    job = BatchJob(
+        scheduler,
+        command,
+        run=Path(tree.train.output).absolute(),
+        folder=Path.cwd(),
+        programs=Path(sys.executable).parent,
+        nodes=nodes,
+        spares=spares,
+        time=time,
+        directives=tuple(directives),
+    )
+    return write_script(job, path)
 
 
 def parse_keep_alive(text: str) -> tuple[int, int]:

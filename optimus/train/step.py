@@ -34,10 +34,13 @@ def training_step(
 ) -> StepResult:
     """Train on this rank's part of a global batch; `step` counts from 1."""
     state.begin_step()
-    losses = accumulate_gradients(model, state, tokens_BS, config)
-    data = state.groups.along(*DATA)
-    finish = state.groups.along("pp", *DATA).start_sum(losses)  # one stage of a pipeline has them
-    norm = state.reduce_gradients()
+    watch = state.groups.watch
+    watch.begin()
+    with watch.on():
+        losses = accumulate_gradients(model, state, tokens_BS, config)
+        data = state.groups.along(*DATA)
+        finish = state.groups.along("pp", *DATA).start_sum(losses)  # one stage of a pipeline has them
+        norm = state.reduce_gradients()
     finish()
     loss, balance, z = (losses / data.size).tolist()
     lr = step_learning_rate(config, step)

@@ -254,7 +254,7 @@ def test_killed_at_random_moments(small_run: dict[str, Any], tmp_path: Path, asy
         duration = time.monotonic() - began
         ended = False
         while not ended:
-            seconds = draw.uniform(0.0, duration / 4) if kills < KILLS[asynchronous] else 60.0
+            seconds = draw.uniform(0.0, duration / 5) if kills < KILLS[asynchronous] else 60.0
             ended = not killed(config, tmp_path / "signs", seconds)
             kills += not ended
             watch.after_start(tmp_path / "signs")

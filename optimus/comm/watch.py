@@ -1,0 +1,56 @@
+"""Where numbers that are not finite come from: what leaves a rank and what comes to it, looked at in passing.
+
+A faulty device gives NaN or Inf, and after the next collective every rank has them: tensor, expert and pipeline
+parallelism reduce inside the forward pass. So each rank sums what it is about to send and what it has received, which costs
+one pass over either and no synchronisation, and looks at the sums only when the step has gone wrong: a rank from which
+something not finite left before anything not finite had come is where it began.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class Watch:
+    """The sums of what left and what came, in order, since `begin`; nothing is looked at outside of `on`."""
+
+    def __init__(self) -> None:
+        self._sums: list[Tensor] = []
+        self._what: list[tuple[bool, str]] = []  # left, in which collective
+        self._on = False
+
+    def begin(self) -> None:
+        """Forget what was; a step begins."""
+        self._sums, self._what = [], []
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Look at what leaves and comes inside the context."""
+        self._on = True
+        try:
+            yield
+        finally:
+            self._on = False
+
+    def leaves(self, tensor: Tensor, what: str) -> None:
+        """`tensor` is about to be sent."""
+        self._note(tensor, True, what)
+
+    def comes(self, tensor: Tensor, what: str) -> None:
+        """`tensor` has been received."""
+        self._note(tensor, False, what)
+
+    def origin(self) -> str | None:
+        """In which collective something not finite left this rank before any had come; None if it did not."""
+        if not self._sums:
+            return None
+        finite = torch.isfinite(torch.stack([each.to(self._sums[0].device) for each in self._sums])).tolist()
+        first = next((what for fine, what in zip(finite, self._what) if not fine), None)
+        return first[1] if first is not None and first[0] else None
+
+    def _note(self, tensor: Tensor, left: bool, what: str) -> None:
+        if self._on and tensor.is_floating_point():
+            self._sums.append(tensor.detach().sum(dtype=torch.float32))
+            self._what.append((left, what))

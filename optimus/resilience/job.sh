@@ -1,0 +1,190 @@
+#!/bin/bash
+@DIRECTIVES@
+#
+# Written by `optimus launch --scheduler @SCHEDULER@`; submit it with @SUBMIT@. It starts a training again, on the nodes
+# that are left, until it has finished. Load modules here, if `optimus` needs any.
+
+set -u
+cd -- @FOLDER@ || exit 1
+PATH=$PATH:@BIN@   # for jobs that do not inherit the environment; an `optimus` found before it is taken first
+
+run=@RUN@
+nodes=@NODES@      # that train; any others of the job are spares
+attempts=10        # to run the training, in this job
+command=(@COMMAND@)
+
+say() { printf 'job %s: %s\n' "$id" "$*"; }
+
+@SYSTEM@
+mkdir -p -- "$run" && scratch=$(mktemp -d -- "$run/.job-$id-XXXXXX") || exit 1
+store='' timer='' stopping=''
+
+clean_up() {
+    [ -z "$timer" ] || kill "$timer" 2>/dev/null
+    [ -z "$store" ] || kill "$store" 2>/dev/null
+    rm -rf -- "$scratch"
+}
+trap clean_up EXIT
+
+# The end of the job's time is near, or somebody wants it to stop. Not every launcher passes signals on, so each node looks
+# for a file; its ranks then finish their step and save.
+stop() {
+    stopping=yes
+    : >"$scratch/stop"
+}
+trap stop TERM INT
+@WARNING@
+# What runs on every node, around its agent. It ends with 0, because some launchers end all when one has failed; the code
+# that counts is in a file, which a node that has died does not write.
+cat >"$scratch/node.sh" <<'END'
+scratch=$1 attempt=$2
+shift 2
+node=${SLURMD_NODENAME:-$(hostname)}
+node=${node%%.*}
+"$@" --node "$node" &
+agent=$!
+trap 'kill -TERM "$agent"' TERM
+(
+    until [ -e "$scratch/stop" ]; do sleep 2; done
+    kill -TERM "$agent"
+) >/dev/null 2>&1 &
+watcher=$!
+while :; do # a signal to this shell ends `wait` early
+    wait "$agent"
+    code=$?
+    kill -0 "$agent" 2>/dev/null || break
+done
+kill "$watcher"
+echo "$code" >"$scratch/$attempt/code-$node"
+exit 0
+END
+
+# The store where the nodes meet runs here, on the node that runs this script: the job ends with that node anyway, so nothing
+# more can fail than without it. It is started again where it has died.
+start_store() {
+    local try
+    for try in 0 1 2 3 4; do
+        port=$((20000 + (id + 1009 * try) % 10000))
+        : >"$scratch/store"
+        optimus rendezvous --port "$port" >>"$scratch/store" &
+        store=$!
+        while kill -0 "$store" 2>/dev/null; do
+            [ ! -s "$scratch/store" ] || return 0 # it says when it listens
+            sleep 0.1
+        done
+    done
+    say "\`optimus rendezvous\` does not start here, see above"
+    exit 1
+}
+
+# This node by its address: its name may stand for 127.0.1.1 on the node itself.
+own_address() {
+    local address
+    for address in $(getent ahostsv4 "$(hostname)" | cut -d ' ' -f 1) $(hostname -I); do
+        case $address in
+            127.* | *:*) ;;
+            *) echo "$address" && return ;;
+        esac
+    done
+    hostname
+}
+
+# Nodes of the job that left no exit code in the attempt before, and now do not answer either: `silent`.
+find_silent() {
+    local before=$1 node asked=()
+    rm -f -- "$scratch"/silent-*
+    for node in "${allocated[@]}"; do
+        if [ -n "${excluded[${node%%.*}]-}" ] || [ -e "$before/code-${node%%.*}" ]; then
+            continue
+        fi
+        { answers "$node" >/dev/null 2>&1 || : >"$scratch/silent-${node%%.*}"; } &
+        asked+=("$!")
+        if ((${#asked[@]} == 16)); then
+            wait "${asked[@]}"
+            asked=()
+        fi
+    done
+    ((${#asked[@]} == 0)) || wait "${asked[@]}"
+}
+
+# The nodes of the job that are neither excluded nor silent, `here`, and the others, `out`.
+choose_nodes() {
+    local name node
+    declare -gA excluded=()
+    here=() out=()
+    if [ -e "$run/excluded.txt" ]; then
+        while read -r name || [ -n "$name" ]; do
+            [ -z "$name" ] || excluded[${name%%.*}]=yes
+        done <"$run/excluded.txt"
+    fi
+    ((attempt == 1)) || find_silent "$scratch/$((attempt - 1))"
+    for node in "${allocated[@]}"; do
+        if [ -n "${excluded[${node%%.*}]-}" ] || [ -e "$scratch/silent-${node%%.*}" ]; then
+            out+=("$node")
+        else
+            here+=("$node")
+        fi
+    done
+}
+
+# How often the run's event log says that it has finished. Exit codes do not tell: that of an excluded node is 1.
+times_finished() {
+    local found=0
+    [ ! -e "$run/events.jsonl" ] || found=$(grep -c '"kind": "finished"' "$run/events.jsonl")
+    echo "$found"
+}
+
+# Whether all nodes have ended, and those with an error because of bad input (2), which will be no better next time.
+is_bad_input() {
+    local files file code found=''
+    for file in "$scratch/$attempt"/code-*; do
+        [ -e "$file" ] || return 1
+        read -r code <"$file"
+        case $code in
+            0) ;;
+            2) found=yes ;;
+            *) return 1 ;;
+        esac
+    done
+    files=("$scratch/$attempt"/code-*)
+    [ -n "$found" ] && ((${#files[@]} == ${#here[@]}))
+}
+
+for ((attempt = 1; attempt <= attempts; attempt++)); do
+    choose_nodes
+    if ((${#here[@]} < nodes)); then
+        say "${#here[@]} of ${#allocated[@]} nodes are left and $nodes are needed (out: ${out[*]}):" \
+            "see $run/events.jsonl and $run/excluded.txt, and submit the job again"
+        exit 1
+    fi
+    if [ -z "$store" ] || ! kill -0 "$store" 2>/dev/null; then
+        start_store
+    fi
+    [ -z "$stopping" ] || break
+    mkdir -- "$scratch/$attempt" || exit 1
+    before=$(times_finished)
+    say "attempt $attempt of $attempts on ${#here[@]} nodes, $((${#here[@]} - nodes)) of them spares${out[*]:+; without ${out[*]}}"
+    on_all bash "$scratch/node.sh" "$scratch" "$attempt" "${command[@]}" --spares $((${#here[@]} - nodes)) \
+        --rendezvous "$(own_address):$port" --name "$id-$attempt" &
+    launcher=$!
+    while :; do # a signal to this shell ends `wait` early
+        wait "$launcher"
+        kill -0 "$launcher" 2>/dev/null || break
+    done
+    [ -z "$stopping" ] || break
+    if (($(times_finished) > before)); then
+        say "the run has finished: $run"
+        exit 0
+    fi
+    if is_bad_input; then
+        say "the run cannot go on as it is configured, see above"
+        exit 2
+    fi
+    say "attempt $attempt ended before the run did"
+done
+if [ -n "$stopping" ]; then
+    say "told to stop; submit it again to go on from the newest checkpoint"
+else
+    say "$attempts attempts used up: see $run/events.jsonl"
+fi
+exit 1

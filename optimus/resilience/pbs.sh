@@ -1,0 +1,14 @@
+id=${PBS_JOBID:?submit this script with qsub}
+id=${id%%[!0-9]*}
+mapfile -t allocated < <(awk '!seen[$0]++' "$PBS_NODEFILE")
+
+# The command on every node that is in.
+on_all() {
+    printf '%s\n' "${here[@]}" >"$scratch/hosts"
+    mpiexec -n "${#here[@]}" --ppn 1 --hostfile "$scratch/hosts" "$@"
+}
+
+answers() {
+    printf '%s\n' "$1" >"$scratch/host-$1"
+    timeout 60 mpiexec -n 1 --ppn 1 --hostfile "$scratch/host-$1" true
+}

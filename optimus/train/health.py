@@ -1,0 +1,109 @@
+"""Hooks that find out which rank keeps the others waiting: for ever, or in every step."""
+
+import os
+import time
+from collections.abc import Sequence
+
+from optimus.mesh import Mesh
+from optimus.resilience.events import EventLog
+from optimus.resilience.exits import EndedError, Exit
+from optimus.resilience.hangs import Verdict, Watchdog
+from optimus.resilience.slow import Persistence, Slow, find_slow
+from optimus.train.hooks import Hook
+from optimus.train.run import Run
+from optimus.train.step import StepResult
+
+WINDOW = 10  # steps over which a rank's own time is averaged
+OFTEN = 3  # windows in a row after which a slow rank is named
+_TURN = 3.0  # seconds in which a rank at fault ends before the others
+
+
+class Hangs(Hook):
+    """Ends all ranks when no step has been completed for `resilience.hang` seconds; the node at fault with `BAD_NODE`."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+
+    def before_training(self, run: Run) -> None:
+        world = run.groups.world
+        self._run, self._mesh, self._rank = run, run.groups.mesh, run.groups.rank
+        self._names = world.collect(self._node)
+        # A restarted run must not find what was written before it.
+        self._folder = run.folder / ".hang" / world.tell(f"{self._node}-{os.getpid()}")
+        hang = run.config.resilience.hang
+        self._dog = Watchdog(run.groups.recorder, self._folder, world.ranks, self._rank, hang, self._end)
+        self._dog.start()
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        self._dog.progress()
+
+    def after_training(self, run: Run) -> None:
+        self._dog.stop()
+
+    def _end(self, verdict: Verdict) -> None:
+        """In the watchdog's thread, as the main one does not go on; the launcher reads the exit code.
+
+        First one of the others says who is at fault, then the culprit ends, and the others last: when a rank has ended, the
+        others' collectives fail, and their launchers end those of its node.
+        """
+        told = self._folder / "told"
+        blamed = {self._names[rank] for rank in verdict.culprits}
+        speaker = next((rank for rank in range(self._mesh.size) if rank not in verdict.culprits), 0)
+        if self._rank == speaker:
+            self._tell(verdict)
+            told.touch()
+        at_fault = self._node in blamed and len(blamed) == 1
+        deadline = time.monotonic() + _TURN
+        while time.monotonic() < deadline and not (at_fault and told.exists()):
+            time.sleep(0.05)
+        os._exit(Exit.BAD_NODE if at_fault else Exit.LOST)
+
+    def _tell(self, verdict: Verdict) -> None:
+        ranks = ", ".join(map(str, verdict.culprits)) or "unknown"
+        first = verdict.culprits[0] if verdict.culprits else None
+        EventLog(self._run.folder).write(
+            "failure",
+            node=None if first is None else self._names[first],
+            rank=first,
+            step=self._run.step + 1,
+            seconds=self._run.config.resilience.hang,
+            detail=f"rank {ranks} did not go on; the others waited in {verdict.collective}",
+        )
+
+
+class SlowRanks(Hook):
+    """Names ranks whose own part of a step takes persistently longer than that of their peers."""
+
+    def __init__(self, node: str | None = None) -> None:
+        self._node = node
+        self._persistence = Persistence(OFTEN)
+        self._seconds = self._before = 0.0
+
+    def before_step(self, run: Run) -> None:
+        self._before = run.groups.recorder.seconds
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        self._seconds += run.step_seconds - (run.groups.recorder.seconds - self._before)
+        if run.step % WINDOW:
+            return
+        told = run.groups.world.collect((self._seconds / WINDOW, self._node))
+        self._seconds = 0.0
+        seconds = {rank: mean for rank, (mean, _) in enumerate(told)}
+        found = find_slow(seconds, peers_of(run.groups.mesh), run.config.resilience.slow)
+        for slow in self._persistence.note(found):
+            self._tell(run, slow, told[slow.rank][1])
+
+    def _tell(self, run: Run, slow: Slow, node: str | None) -> None:
+        detail = f"rank {slow.rank} takes {slow.times:.2f} times as long for its part of a step as its peers"
+        run.notes.append(f"step {run.step}: {detail}" + (f" (node {node})" if node is not None else ""))
+        if self._node is None:
+            return
+        if run.groups.rank == 0:
+            EventLog(run.folder).write("failure", node=node, rank=slow.rank, step=run.step, detail=detail)
+        if run.config.resilience.exclude_slow:
+            raise EndedError(Exit.BAD_NODE if node == self._node else Exit.LOST, f"step {run.step}: {detail}")
+
+
+def peers_of(mesh: Mesh) -> Sequence[Sequence[int]]:
+    """Ranks that compute alike: those of a stage."""
+    return list(mesh.groups(("dp", "cp", "tp")))

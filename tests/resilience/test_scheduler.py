@@ -1,0 +1,409 @@
+"""Batch scripts in a dry run: stand-in programs, first on PATH, record how they are called and play the nodes of a job."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from optimus import cli
+from optimus.errors import UserError
+from optimus.resilience.scheduler import BatchJob, Scheduler, script, write_script
+
+SCHEDULERS: list[Scheduler] = ["slurm", "pbs"]
+NODES = ["n1", "n2", "n3", "n4"]  # of the job: 2 that train and 2 spares
+
+# `$PLAY` is a folder: `play` says what an agent does, `dead` names nodes that do not answer, `launches` is what was run.
+PROGRAMS = {
+    "optimus": """
+        if [ "$1" = rendezvous ]; then
+            echo "$@" >>"$PLAY/stores"
+            [ ! -e "$PLAY/taken-$3" ] || exit 2
+            echo $$ >"$PLAY/store"
+            echo listening
+            exec sleep 300
+        fi
+        line=$(printf '%q ' "$@")
+        echo "$line" >>"$PLAY/launches" # at once: other nodes write there too
+        while [ $# -gt 0 ]; do
+            case $1 in --node) node=$2 ;; --name) name=$2 ;; esac
+            shift
+        done
+        attempt=${name#*-} finished='{"time": 1.0, "kind": "finished", "node": "n1"}'
+        . "$PLAY/play"
+    """,
+    "srun": """
+        line=$(printf '%q ' "$@")
+        echo "$line" >>"$PLAY/launchers"
+        out=" $(cat "$PLAY/dead" 2>/dev/null) " chosen=
+        while [[ $1 == --* ]]; do
+            case $1 in
+                --exclude=*) excluded=${1#*=}; out+="${excluded//,/ } " ;;
+                --nodelist=*) chosen=${1#*=} ;;
+            esac
+            shift
+        done
+        [ -z "$chosen" ] || [[ $out != *" $chosen "* ]] || exit 1
+        for node in ${chosen:-n1 n2 n3 n4}; do
+            [[ $out == *" $node "* ]] || SLURMD_NODENAME=$node "$@" &
+        done
+        wait
+    """,
+    "mpiexec": """
+        line=$(printf '%q ' "$@")
+        echo "$line" >>"$PLAY/launchers"
+        hosts=$(cat "$6")
+        shift 6
+        [[ " $(cat "$PLAY/dead" 2>/dev/null) " != *" $hosts "* ]] || exit 1
+        for node in $hosts; do HOST=$node "$@" & done
+        wait
+    """,
+    "hostname": """
+        [ "${1-}" != -I ] || { echo '127.0.1.1 fe80::1 10.0.0.7 '; exit; }
+        echo "${HOST:-head}.cluster"
+    """,
+    "getent": "echo '127.0.1.1 STREAM head'",
+    "scontrol": """
+        [ "$*" = "show hostnames n[1-4]" ] || exit 1
+        printf '%s\\n' n1 n2 n3 n4
+    """,
+    "sbatch": """SLURM_JOB_ID=4711 SLURM_JOB_NODELIST='n[1-4]' exec bash "$1" """,
+    "qsub": """
+        printf '%s\\n' n1.cluster n1.cluster n2.cluster n3.cluster n4.cluster >"$PLAY/nodefile"
+        PBS_JOBID=4711.server PBS_NODEFILE=$PLAY/nodefile exec bash "$1"
+    """,
+}
+FINISH = 'echo "$finished" >>"$RUN/events.jsonl"\n'
+
+
+@dataclass
+class Stage:
+    """Where a script is played; blanks and quotes are in every path."""
+
+    job: BatchJob
+    path: Path  # of the script
+    play: Path
+    environment: dict[str, str]
+
+    def command(self, play: str) -> str:
+        """Write the script, whose agents will do `play` ($attempt, $node, $RUN); returns what submits it."""
+        (self.play / "play").write_text(play)
+        return write_script(self.job, self.path)
+
+    def submit(self, play: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(play), shell=True, capture_output=True, text=True, env=self.environment, timeout=60
+        )
+
+    def launches(self) -> dict[str, list[dict[str, str]]]:
+        """What every agent was called with, by the name of the launch: `words` before the options, and each option."""
+        found: dict[str, list[dict[str, str]]] = {}
+        for line in (self.play / "launches").read_text().splitlines():
+            before, *_ = line.split(" --", 1)
+            words = shlex.split(line)[len(shlex.split(before)) :]
+            options = dict(zip(words[::2], words[1::2]))
+            found.setdefault(options["--name"], []).append({"words": before, **options})
+        return found
+
+    def launchers(self) -> list[str]:
+        return (self.play / "launchers").read_text().splitlines()
+
+
+@pytest.fixture(params=SCHEDULERS)
+def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Stage:
+    home = tmp_path / "it's a home"
+    programs, play, run = home / "bin", home / "play", home / "a $run"
+    for folder in (programs, play, run):
+        folder.mkdir(parents=True)
+    for name, text in PROGRAMS.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}")
+        (programs / name).chmod(0o755)
+    command = ["optimus", "launch", "my config.yaml", "data.path=/d/a b", "--nodes", "2", "--ranks-per-node", "8"]
+    job = BatchJob(request.param, command, run, home, programs, nodes=2, spares=2)
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PLAY": str(play), "RUN": str(run)}
+    return Stage(job, home / "my job.sh", play, environment)
+
+
+def names(launch: list[dict[str, str]]) -> list[str]:
+    return sorted(agent["--node"] for agent in launch)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("checker", [("bash", "-n"), ("shellcheck", "-s", "bash")])
+def test_the_shell_has_nothing_against_it(scheduler: Scheduler, checker: tuple[str, ...], tmp_path: Path) -> None:
+    if shutil.which(checker[0]) is None:
+        pytest.skip(f"{checker[0]} is not installed")
+    path = tmp_path / "job.sh"
+    write_script(BatchJob(scheduler, ["optimus"], tmp_path / "a 'b", tmp_path, tmp_path, nodes=2, spares=1), path)
+    done = subprocess.run([*checker, str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not re.search("@[A-Z]+@", path.read_text())
+    assert os.access(path, os.X_OK)
+
+
+def test_success_at_once(stage: Stage) -> None:
+    """One agent on each node, spares counted, the store's address that of the head node; nothing is left behind."""
+    done = stage.submit('[ "$node" != n1 ] || ' + FINISH)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "finished" in done.stdout
+    launches = stage.launches()
+    assert list(launches) == ["4711-1"]
+    assert names(launches["4711-1"]) == NODES
+    for agent in launches["4711-1"]:
+        assert shlex.split(agent["words"]) == ["launch", "my config.yaml", "data.path=/d/a b"]
+        assert {"--nodes": "2", "--spares": "2", "--ranks-per-node": "8"}.items() <= agent.items()
+        assert agent["--rendezvous"] == "10.0.0.7:24711"
+    (launcher,) = stage.launchers()
+    assert re.match(r"(--nodes=4 --ntasks=4 --ntasks-per-node=1 --kill-on-bad-exit=0 |-n 4 --ppn 1 )", launcher)
+    assert [path.name for path in stage.job.run.iterdir()] == ["events.jsonl"]
+    assert not running(stage)
+
+
+def test_a_bad_node_is_left_out_of_the_next_attempt(stage: Stage) -> None:
+    """The agents of the first attempt fail, an older run's end is in the event log, and a node has been excluded."""
+    (stage.job.run / "events.jsonl").write_text('{"time": 0.5, "kind": "finished", "node": "n1"}\n')
+    (stage.job.run / "excluded.txt").write_text("elsewhere\n")
+    done = stage.submit(f"""
+        if [ "$attempt" = 1 ]; then [ "$node" != n2 ] || echo n2 >>"$RUN/excluded.txt"; exit 1; fi
+        [ "$node" != n1 ] || {FINISH}
+        [ "$node" != n3 ] || exit 1 # its node was excluded, and yet the run goes on
+    """)
+    assert (done.returncode, done.stderr) == (0, "")
+    launches = stage.launches()
+    assert list(launches) == ["4711-1", "4711-2"]
+    assert names(launches["4711-1"]) == NODES
+    assert names(launches["4711-2"]) == ["n1", "n3", "n4"]
+    assert {agent["--spares"] for agent in launches["4711-2"]} == {"1"}
+    assert len(stage.launchers()) == 2  # every node has left its code: none is asked whether it is alive
+    if stage.job.scheduler == "slurm":
+        assert "--nodes=3 --ntasks=3 --ntasks-per-node=1 --exclude=n2 " in stage.launchers()[1]
+    assert "without n2" in done.stdout
+
+
+def test_a_node_that_dies_with_its_launcher_is_left_out(stage: Stage) -> None:
+    """The launcher kills everything as a node is gone; of the nodes without a code, those that answer take part again."""
+    done = stage.submit(f"""
+        if [ "$attempt" = 1 ]; then
+            if [ "$node" = n1 ]; then exit 1; fi
+            echo n3 n3.cluster >"$PLAY/dead"
+            kill -KILL "$PPID"
+            exit 1
+        fi
+        [ "$node" != n1 ] || {FINISH}
+    """)
+    assert done.returncode == 0, done.stderr
+    assert names(stage.launches()["4711-2"]) == ["n1", "n2", "n4"]
+    asked = [line for line in stage.launchers() if line.endswith("true ")]
+    assert len(asked) == 3  # not n1
+
+
+@pytest.mark.parametrize("play", ["exit 2", '[ "$node" = n1 ] || exit 0; exit 2'], ids=["all", "one, others let go"])
+def test_bad_input_is_not_tried_again(stage: Stage, play: str) -> None:
+    done = stage.submit(play)
+    assert done.returncode == 2
+    assert "cannot go on as it is configured" in done.stdout
+    assert list(stage.launches()) == ["4711-1"]
+
+
+def test_a_crash_beside_bad_input_is_tried_again(stage: Stage) -> None:
+    done = stage.submit(f'[ "$attempt" = 1 ] || {FINISH} [ "$node" = n1 ] || exit 2; exit 1')
+    assert done.returncode == 0
+    assert list(stage.launches()) == ["4711-1", "4711-2"]
+
+
+def test_too_few_nodes(stage: Stage) -> None:
+    done = stage.submit('[ "$node" = n4 ] || echo "$node" >>"$RUN/excluded.txt"; exit 1')
+    assert done.returncode == 1
+    assert list(stage.launches()) == ["4711-1"]
+    assert "1 of 4 nodes are left and 2 are needed (out: n1" in done.stdout
+    assert "events.jsonl" in done.stdout
+    assert not running(stage)
+
+
+def test_attempts_are_used_up(stage: Stage) -> None:
+    done = stage.submit("exit 1")
+    assert done.returncode == 1
+    assert list(stage.launches()) == [f"4711-{attempt}" for attempt in range(1, 11)]
+    assert "10 attempts used up" in done.stdout
+
+
+def test_a_store_that_dies_or_finds_its_port_taken_is_started_again(stage: Stage) -> None:
+    (stage.play / "taken-24711").touch()
+    done = stage.submit(f"""
+        [ "$attempt" = 1 ] || {FINISH}
+        [ "$node" != n1 ] || kill "$(cat "$PLAY/store")"
+        exit 1
+    """)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[-1] for line in (stage.play / "stores").read_text().splitlines()] == [
+        "24711", "25720", "24711", "25720"
+    ]  # fmt: skip
+    assert stage.launches()["4711-1"][0]["--rendezvous"] == "10.0.0.7:25720"
+
+
+def test_the_warning_reaches_the_agents(stage: Stage) -> None:
+    """A signal to the script: every agent has SIGTERM and may take its time, and no further attempt is made."""
+    command = stage.command("""
+        trap 'sleep 0.3; echo "$node" >>"$PLAY/saved"; exit 1' TERM
+        echo "$node" >>"$PLAY/ready"
+        while :; do sleep 0.1; done
+    """)
+    job = subprocess.Popen(["bash", "-c", f"exec {command}"], stdout=subprocess.PIPE, text=True, env=stage.environment)
+    ready = stage.play / "ready"
+    deadline = time.monotonic() + 30
+    while not ready.exists() or len(ready.read_text().split()) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)
+    out, _ = job.communicate(timeout=30)
+    assert job.returncode == 1
+    assert "submit it again" in out
+    assert sorted((stage.play / "saved").read_text().split()) == NODES
+    assert list(stage.launches()) == ["4711-1"]
+    assert not running(stage)
+
+
+def test_pbs_warns_by_a_clock_and_slurm_by_itself(stage: Stage) -> None:
+    text = script(replace(stage.job, time="1:00:30"), "submit")
+    if stage.job.scheduler == "pbs":
+        assert "sleep 3510 &" in text
+    else:
+        assert "#SBATCH --signal=B:TERM@120\n" in text
+        assert "timer=$!" not in text
+
+
+def test_directives(stage: Stage) -> None:
+    """Nodes and spares are asked for, and what the user gives takes the place of ours."""
+    slurm = stage.job.scheduler == "slurm"
+    given = ["--exclusive=user", "--account=physics"] if slurm else ["-l select=4:ncpus=64", "-A physics"]
+    lines = script(replace(stage.job, time="24:00:00", directives=given), "submit").splitlines()
+    head = "#SBATCH" if slurm else "#PBS"
+    found = [line.removeprefix(head).strip() for line in lines if line.startswith(f"{head} ")]
+    assert set(given) <= set(found)
+    if slurm:
+        assert {"--job-name=o-a-run", "--nodes=4", "--ntasks-per-node=1", "--time=24:00:00", "--no-kill"} <= set(found)
+        assert "--exclusive" not in found
+    else:
+        assert {"-N o-a-run", "-l walltime=24:00:00", "-W tolerate_node_failures=all", "-S /bin/bash"} <= set(found)
+        assert "-l select=4" not in found
+        assert "-l select=4" in script(stage.job, "submit")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"spares": -1}, "--spares -1"),
+        ({"nodes": 0}, "--nodes 0"),
+        ({"time": "90"}, "--time 90: give HOURS:MINUTES:SECONDS"),
+        ({"time": "0:04:00"}, "--time 0:04:00: give more than 240 s"),
+        ({"directives": ["#SBATCH -A x"]}, "without #SBATCH"),
+        ({"directives": ["-A x\nrm -rf ."]}, "one line"),
+        ({"directives": ["--time=1:00:00"]}, "give --time instead"),
+        ({"directives": ["-l walltime=1:00:00"]}, "give --time instead"),
+    ],
+)
+def test_bad_jobs(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    job = BatchJob("slurm", ["optimus"], tmp_path, tmp_path, tmp_path, nodes=2, spares=1)
+    with pytest.raises(UserError) as found:
+        write_script(replace(job, **changes), tmp_path / "job.sh")
+    assert message in str(found.value)
+    assert not (tmp_path / "job.sh").exists()
+
+
+def test_a_file_is_not_overwritten(tmp_path: Path) -> None:
+    job = BatchJob("pbs", ["optimus"], tmp_path, tmp_path, tmp_path, nodes=2, spares=1)
+    path = tmp_path / "job.sh"
+    path.write_text("mine")
+    with pytest.raises(UserError, match="exists already"):
+        write_script(job, path)
+    assert path.read_text() == "mine"
+    with pytest.raises(UserError, match="cannot write"):
+        write_script(job, tmp_path / "none" / "job.sh")
+
+
+def command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: object
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["optimus", "launch", *map(str, words)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    code = end.value.code
+    printed = capsys.readouterr()
+    return (code if isinstance(code, int) else 0), printed.out, printed.err
+
+
+def test_the_command_line(
+    small_run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run folder is the configuration's, seen from here; options of the launch go into the script."""
+    monkeypatch.chdir(tmp_path)
+    Path("a run.yaml").write_text(yaml.dump(small_run))
+    words = ("a run.yaml", "train.output=my runs/x", "--nodes", 2, "--spares", 1, "--keep-alive", "2x4",
+             "--scheduler", "slurm", "--write", "my job.sh", "--directive", "--mem=0")  # fmt: skip
+    code, out, _ = command_line(monkeypatch, capsys, *words)
+    assert code == 0
+    assert out == "my job.sh: 2 nodes and 1 spares; submit it with: sbatch 'my job.sh'\n"
+    text = Path("my job.sh").read_text()
+    assert f"run='{tmp_path}/my runs/x'\n" in text
+    assert f"cd -- {shlex.quote(str(tmp_path))} ||" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("command=(")]
+    assert shlex.split(line.removeprefix("command=(").removesuffix(")")) == [
+        "optimus", "launch", "a run.yaml", "train.output=my runs/x", "--nodes", "2", "--ranks-per-node", "1",
+        "--keep-alive", "2x4", "--wait", "600", "--max-restarts", "5",
+    ]  # fmt: skip
+    assert "#SBATCH --nodes=3\n" in text
+    assert "#SBATCH --mem=0\n" in text
+    assert not Path("my runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--scheduler", "slurm"], "--scheduler needs --write PATH"),
+        (["--write", "job.sh"], "--write: it needs --scheduler"),
+        (["--time", "1:00:00"], "--time: it needs --scheduler"),
+        (["--scheduler", "pbs", "--write", "job.sh", "--node", "n1"], "--node: leave it out with --scheduler"),
+        (["--scheduler", "pbs", "--write", "job.sh", "--spares", "-1"], "--spares -1"),
+        (["--scheduler", "pbs", "--write", "job.sh", "--nodes", "0"], "--nodes 0"),
+        (["--scheduler", "pbs", "--write", "job.sh", "--nodes", "7"], "train.global_batch"),
+    ],
+)
+def test_bad_options(
+    words: list[str],
+    message: str,
+    small_run: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(yaml.dump(small_run))
+    code, _, err = command_line(monkeypatch, capsys, "run.yaml", *words)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert not Path("job.sh").exists()
+
+
+def running(stage: Stage) -> list[str]:
+    """Programs that have not ended with the script: those whose PLAY is this one's."""
+    marker = f"PLAY={stage.play}".encode()
+    found = []
+    for process in Path("/proc").iterdir() if Path("/proc").is_dir() else []:
+        try:
+            if process.name.isdigit() and marker in (process / "environ").read_bytes().split(b"\0"):
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found += [command] if command and command != "sleep 2 " else []  # that of a watcher, for 2 s
+        except OSError:
+            continue
+    return found
