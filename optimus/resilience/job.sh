@@ -21,7 +21,7 @@ store='' timer='' stopping=''
 
 clean_up() {
     [ -z "$timer" ] || kill "$timer" 2>/dev/null
-    [ -z "$store" ] || kill "$store" 2>/dev/null
+    true
     rm -rf -- "$scratch"
 }
 trap clean_up EXIT
