@@ -17,15 +17,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from optimus.state import Box
 
@@ -121,20 +112,23 @@ def by_key(stored: Iterable[Stored]) -> dict[str, list[Stored]]:
 
 def pack_metadata(stored: Iterable[Stored]) -> bytes:
     """What `.metadata` holds."""
+    from torch.distributed.checkpoint import metadata as dcp  # a second to import, which not every process needs
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+
     tensors: dict[str, Any] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
+    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for key, boxes in by_key(stored).items():
-        chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
-        properties = TensorProperties(getattr(torch, boxes[0].dtype))
-        tensors[key] = TensorStorageMetadata(properties, torch.Size(boxes[0].shape), chunks)
+        chunks = [dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+        properties = dcp.TensorProperties(getattr(torch, boxes[0].dtype))
+        tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(boxes[0].shape), chunks)
         for index, box in enumerate(boxes):
-            places[MetadataIndex(key, box.offsets, index)] = _StorageInfo(box.file, box.start, box.length)
+            places[dcp.MetadataIndex(key, box.offsets, index)] = _StorageInfo(box.file, box.start, box.length)
     return pickle.dumps(
-        Metadata(
+        dcp.Metadata(
             tensors,
             planner_data={key: (key,) for key in tensors},
             storage_data=places,
-            storage_meta=StorageMeta(),
+            storage_meta=dcp.StorageMeta(),
             version=CURRENT_DCP_VERSION,
         )
     )
@@ -142,15 +136,17 @@ def pack_metadata(stored: Iterable[Stored]) -> bytes:
 
 def unpack_metadata(content: bytes) -> Iterator[Stored]:
     """The boxes that `.metadata` tells of, sums still zero. Raises `pickle.UnpicklingError` at whatever is not DCP's."""
+    from torch.distributed.checkpoint import metadata as dcp
+
     metadata = _Unpickler(io.BytesIO(content)).load()
-    if not isinstance(metadata, Metadata):
+    if not isinstance(metadata, dcp.Metadata):
         raise pickle.UnpicklingError(f"a {type(metadata).__name__} is no metadata")
     for key, tensor in metadata.state_dict_metadata.items():
-        if not isinstance(tensor, TensorStorageMetadata):
+        if not isinstance(tensor, dcp.TensorStorageMetadata):
             raise pickle.UnpicklingError(f"{key} is no tensor")
         dtype = str(tensor.properties.dtype).removeprefix("torch.")
         for chunk in tensor.chunks:
-            place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            place = metadata.storage_data[dcp.MetadataIndex(key, chunk.offsets)]
             at = tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length
             yield Stored(key, dtype, tuple(tensor.size), *at, 0)
 

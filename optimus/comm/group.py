@@ -6,7 +6,7 @@ group and its size; `start_*` begin one and return what finishes it, so that wor
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -48,6 +48,7 @@ class Group:
         self.watch = watch  # of what leaves and comes
         self._recorder = recorder or Recorder()
         self._name = f"{_few(self.ranks)}{f' ({tag})' if tag else ''}"
+        self._recorder.begun.setdefault(self._name, 0)  # who has begun none yet is behind those that have
         self.size = len(self.ranks)
         self.rank = rank
         self._handle = handle
@@ -204,14 +205,19 @@ class Group:
 
         Messages between two ranks are received in the order in which they are sent.
         """
-        return self._start(what, tensor, lambda: dist.isend(tensor, self.ranks[to], self._handle, self._tag), tensor)
+        call, link = dist.isend, self._link(self.rank, to)
+        return self._start(what, tensor, lambda: call(tensor, self.ranks[to], self._handle, self._tag), tensor, at=link)
 
     def start_receive(self, tensor: Tensor, source: int, what: str = "receive") -> Finish:
         """Begin to fill `tensor`, contiguous, with what rank `source` of the group sends next."""
-        call = dist.irecv
+        call, link = dist.irecv, self._link(source, self.rank)
         return self._start(
-            what, tensor, lambda: call(tensor, self.ranks[source], self._handle, self._tag), None, tensor
+            what, tensor, lambda: call(tensor, self.ranks[source], self._handle, self._tag), None, tensor, at=link
         )
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """This rank waits inside the context for what others of the group do, but not in a collective."""
+        return self._recorder.waits(self._name, what, self._recorder.begun[self._name])
 
     def broadcast(self, tensor: Tensor, first: int = 0) -> None:
         """Replace `tensor` on every rank by that of the group's `first` rank, in place."""
@@ -264,22 +270,29 @@ class Group:
         call: Callable[[], Any],
         leaves: Tensor | None = None,
         comes: Tensor | None = None,
+        at: str | None = None,
     ) -> Finish:
+        """`at`: whom it is of, as the recorder knows it; by default the group."""
+        at = at or self._name
         if self.watch is not None and leaves is not None:
             self.watch.leaves(leaves, name)
-        number = self._recorder.begins(self._name)
+        number = self._recorder.begins(at)
         with self._naming(name, tensor):
             started = call()
         works = started if isinstance(started, list) else [started]
 
         def finish() -> None:
-            with self._naming(name, tensor), self._recorder.waits(self._name, name, number):
+            with self._naming(name, tensor), self._recorder.waits(at, name, number):
                 for work in works:
                     work.wait()
             if self.watch is not None and comes is not None:
                 self.watch.comes(comes, name)
 
         return finish
+
+    def _link(self, source: int, target: int) -> str:
+        """The way of messages from one rank to another: both count those of theirs, and nobody else takes part."""
+        return f"{self.ranks[source]} to {self.ranks[target]}{f' ({self._tag})' if self._tag else ''}"
 
     @contextmanager
     def _talking(self, what: str) -> Iterator[None]:

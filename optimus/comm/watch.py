@@ -17,13 +17,14 @@ class Watch:
     """The sums of what left and what came, in order, since `begin`; nothing is looked at outside of `on`."""
 
     def __init__(self) -> None:
-        self._sums: list[Tensor] = []
-        self._what: list[tuple[bool, str]] = []  # left, in which collective
+        self._noted: list[
+            tuple[Tensor, bool, str]
+        ] = []  # sum, whether it left, in which collective; by several threads
         self._on = False
 
     def begin(self) -> None:
         """Forget what was; a step begins."""
-        self._sums, self._what = [], []
+        self._noted = []
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -44,13 +45,12 @@ class Watch:
 
     def origin(self) -> str | None:
         """In which collective something not finite left this rank before any had come; None if it did not."""
-        if not self._sums:
+        if not self._noted:
             return None
-        finite = torch.isfinite(torch.stack([each.to(self._sums[0].device) for each in self._sums])).tolist()
-        first = next((what for fine, what in zip(finite, self._what) if not fine), None)
-        return first[1] if first is not None and first[0] else None
+        sums, left, what = zip(*self._noted)
+        finite = torch.isfinite(torch.stack([each.to(sums[0].device) for each in sums])).tolist()
+        return next((what[i] if left[i] else None for i, fine in enumerate(finite) if not fine), None)
 
     def _note(self, tensor: Tensor, left: bool, what: str) -> None:
         if self._on and tensor.is_floating_point():
-            self._sums.append(tensor.detach().sum(dtype=torch.float32))
-            self._what.append((left, what))
+            self._noted.append((tensor.detach().sum(dtype=torch.float32), left, what))

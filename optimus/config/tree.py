@@ -256,11 +256,19 @@ class ResilienceConfig(Section):
     max_skipped: int = Field(
         3, ge=0, description="Steps in a row with a non-finite gradient norm that are skipped before the run ends."
     )
+    on_spike: Literal["nothing", "skip", "rollback"] = Field(
+        "nothing",
+        description="When a step's loss is far above those before: leave its update out, or go back to weights that are "
+        "kept (checkpoint.weights_every).",
+    )
+    spike: float = Field(
+        8.0, gt=0, description="Standard deviations of the last 64 losses above their mean that are a spike."
+    )
     max_rollbacks: int = Field(
         2,
         ge=0,
-        description="Under `optimus launch`: how often a run whose gradients are not finite on several nodes goes back to "
-        "weights that it has kept (checkpoint.weights_every), each time further, before it ends.",
+        description="How often a run goes back to weights that it has kept, each time further, before it ends; under "
+        "`optimus launch` also when gradients are not finite on several nodes.",
     )
     hang: float = Field(
         300.0,

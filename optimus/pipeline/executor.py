@@ -7,6 +7,7 @@ ahead of the one that needs it, so that a message arrives while something else i
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
@@ -84,6 +85,10 @@ class Links:
             return room
 
         return finish
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Whichever message comes first is waited for inside the context."""
+        return self._streams[0].waiting("receive of a message")
 
     def finish(self) -> None:
         """Wait until all that was sent is there."""

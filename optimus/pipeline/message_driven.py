@@ -96,7 +96,8 @@ class MessageDrivenExecutor:
 
     def _take_in(self) -> None:
         """Wait for the next arrival."""
-        action, message, error = self._queue.get()
+        with self._links.waiting():
+            action, message, error = self._queue.get()
         if error is not None:
             raise error
         if self._device.type != "cpu":

@@ -37,8 +37,12 @@ class EventLog:
             "detail": detail,
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab", buffering=0) as file:
-            file.write((json.dumps(event) + "\n").encode())
+        with self.path.open("a+b", buffering=0) as file:
+            # What a dying node has written in part must not take this event with it.
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            whole = file.read(1) in (b"", b"\n")
+            file.write((("" if whole else "\n") + json.dumps(event) + "\n").encode())
             os.fsync(file.fileno())
 
     def read(self) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 Every fault of a plan happens once in the life of a run, also when the step is run again after a restart.
 """
 
+import math
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -108,9 +109,9 @@ def _fault(entry: Any, where: str) -> Fault:
     if entry.get("kind") not in _KINDS:
         raise UserError(f"{where}: kind is '{entry.get('kind')}': {nearest(str(entry.get('kind')), _KINDS)}")
     for key, least in (("rank", 0), ("step", 1)):
-        if not isinstance(entry.get(key), int) or entry[key] < least:
+        if type(entry.get(key)) is not int or entry[key] < least:
             raise UserError(f"{where}: {key} is {entry.get(key)!r}: give a number from {least} on")
     factor = entry.get("factor", 1.0)
-    if not isinstance(factor, int | float) or factor < 1:
+    if type(factor) not in (int, float) or not 1 <= factor < math.inf:
         raise UserError(f"{where}: factor is {factor!r}: give a number from 1 on")
     return Fault(entry["kind"], entry["rank"], entry["step"], float(factor))

@@ -32,8 +32,8 @@ def find_culprits(states: Mapping[int, Mapping[str, Any] | None]) -> Verdict:
     what = next(
         (f"{name} (number {number} of ranks {group})" for group, name, number in waiting.values()), "no collective"
     )
-    if silent:
-        return Verdict(silent, what)
+    if silent:  # most of them: it is who asks that nobody reaches any more
+        return Verdict(silent if len(silent) <= len(states) / 2 else [], what)
     idle = [rank for rank in states if rank not in waiting]
     if idle and waiting:
         return Verdict(idle, what)

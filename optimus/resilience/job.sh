@@ -21,7 +21,7 @@ store='' timer='' stopping=''
 
 clean_up() {
     [ -z "$timer" ] || kill "$timer" 2>/dev/null
-    true
+    [ -z "$store" ] || kill "$store" 2>/dev/null
     rm -rf -- "$scratch"
 }
 trap clean_up EXIT
@@ -54,7 +54,7 @@ while :; do # a signal to this shell ends `wait` early
     code=$?
     kill -0 "$agent" 2>/dev/null || break
 done
-kill "$watcher"
+kill "$watcher" 2>/dev/null
 echo "$code" >"$scratch/$attempt/code-$node"
 exit 0
 END

@@ -17,11 +17,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from optimus.errors import UserError
 from optimus.resilience.events import EventLog
 
 _NETWORK = "10.77.0"
 _PORT = 29400
+_ETC = Path("/etc/netns")
 
 
 @dataclass
@@ -55,13 +58,20 @@ class Lab:
     def stop(self) -> None:
         """Kill everything on every host."""
         for host, process in self._processes.items():
-            pids = _output("ip", "netns", "pids", host).split() if self.isolated else []
-            for pid in pids:
+            for pid in self._pids(host):
                 with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+    def _pids(self, host: str) -> list[int]:
+        """Of all that runs on a host; its ranks are in sessions of their own."""
+        if self.isolated:
+            return [int(pid) for pid in _output("ip", "netns", "pids", host).split()]
+        with suppress(psutil.NoSuchProcess):
+            return [child.pid for child in psutil.Process(self._processes[host].pid).children(recursive=True)]
+        return []
 
 
 @dataclass(frozen=True)
@@ -138,7 +148,9 @@ def lab(nodes: int, *, isolated: bool, bandwidth: str | None = None) -> Iterator
         made.stop()
         for name in [*names, switch] if isolated else []:
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
-            shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+            shutil.rmtree(_ETC / name, ignore_errors=True)
+        with suppress(OSError):  # others are in it
+            _ETC.rmdir()
 
 
 def _join_all(names: Sequence[str], switch: str, bandwidth: str | None) -> None:
@@ -157,10 +169,11 @@ def _join_all(names: Sequence[str], switch: str, bandwidth: str | None) -> None:
         if bandwidth is not None:
             _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", bandwidth,
                  "burst", "256kb", "latency", "100ms")  # fmt: skip
-        own = Path("/etc/netns") / name  # what a namespace sees as /etc: names without a name server
+        own = _ETC / name  # what a namespace sees as /etc: names without a name server
         own.mkdir(parents=True, exist_ok=True)
         (own / "resolv.conf").write_text("")
-        known = "".join(f"{address} {name}\n" for name, address in addresses.items())
+        # Torch asks for the names of its peers, by addresses that are mapped into IPv6, and warns when it gets none.
+        known = "".join(f"{address} {name}\n::ffff:{address} {name}\n" for name, address in addresses.items())
         (own / "hosts").write_text(f"127.0.0.1 localhost\n{known}{address} {socket.gethostname()}\n")
 
 

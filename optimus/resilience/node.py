@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import Store
-from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+from torch.distributed import DistError, Store
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 
 from optimus.checkpoint.folder import list_checkpoints, step_of
 from optimus.errors import UserError, naming_disk_errors
@@ -40,10 +40,10 @@ class Launch:
 
 
 def run_node(launch: Launch, command: Sequence[str]) -> Do | None:
-    """Run this node's ranks, each as `command`, until the job is done (None), or this node has left or stopped.
+    """Run this node's ranks, each as `command`, until the job is done (None), this node has left, or all have stopped.
 
-    Raises `UserError` when the node is excluded, nobody answers at the rendezvous, clocks are too far apart, or too few
-    nodes come together.
+    Raises `UserError` when the node is excluded, nobody answers at the rendezvous (any more), clocks are too far apart, too
+    few nodes come together, or the run does not get on.
     """
     if launch.node in excluded(launch.run):
         raise UserError(
@@ -52,8 +52,13 @@ def run_node(launch: Launch, command: Sequence[str]) -> Do | None:
         )
     store = connect(launch.endpoint, launch.wait)
     _check_clocks(launch, store)
-    member = _Member(launch, store)
-    return member.run(command)
+    try:
+        return _Member(launch, store).run(command)
+    except (RendezvousConnectionError, DistError) as error:
+        raise UserError(
+            f"node {launch.node} has lost the rendezvous {launch.endpoint}: its link is broken, or the store has ended "
+            f"({str(error).splitlines()[0]})"
+        ) from error
 
 
 class _Member:
@@ -79,10 +84,14 @@ class _Member:
         try:
             outcome = agent.until_the_end()
         except RendezvousTimeoutError as error:
-            raise UserError(
-                f"{self._rendezvous.present()} of {self._launch.nodes} nodes have come together within "
-                f"{self._launch.wait:g} s: start more, or with fewer --nodes"
-            ) from error
+            why = f"fewer than {self._launch.nodes} nodes have come together within {self._launch.wait:g} s"
+            if self._store.add(self._key("few"), 1) == 1:  # no node is the first of a world that is not
+                self._note_silent(self._told("world") or [])
+                self._events.write("failure", node=self._launch.node, detail=why)
+            raise UserError(f"{why}: start more, or with fewer --nodes") from error
+        if (why := self._told("stopped")) is not None:
+            print(f"the run has been stopped: {why}; see {self._events.path}", flush=True)
+            return Do.STOP
         if outcome is None and self._first:
             self._events.write("finished", node=self._launch.node)
         return outcome
@@ -98,12 +107,17 @@ class _Member:
         self._tell("world", here)
         if before is None:
             return
+        self._note_silent(before)
+        self._events.write("restart", node=self._launch.node, detail=f"on nodes {', '.join(name for name, _ in here)}")
+        self._check_progress()
+
+    def _note_silent(self, before: Sequence[tuple[str, str]]) -> None:
         silent = self._launch.interval * self._launch.attempts
         for name, member in before:
             if self._store.check([self._key(f"died/{member}")]):
-                self._events.write("failure", node=name, detail=f"node {name} has been silent for {silent} s")
-        self._events.write("restart", node=self._launch.node, detail=f"on nodes {', '.join(name for name, _ in here)}")
-        self._check_progress()
+                detail = f"node {name} has been silent for {silent} s"
+                self._events.write("failure", node=name, seconds=silent, detail=detail)
+                self._store.delete_key(self._key(f"died/{member}"))  # it may only have been slow, and come back
 
     def _failed(self, failures: dict[int, ProcessFailure]) -> Do:
         crashes = int(self._store.add(self._key(f"crashes/{self._launch.node}"), 0))
@@ -117,6 +131,8 @@ class _Member:
             decision.blamed or decision.do is Do.STOP
         ) and Exit.BAD_NODE not in codes.values():  # which its rank has told
             self._events.write("failure", node=self._launch.node, rank=decision.rank, detail=detail)
+        if decision.do is Do.STOP:
+            self._tell("stopped", detail)
         if decision.do is Do.LEAVE:
             exclude(self._launch.run, self._launch.node)
             self._events.write("exclusion", node=self._launch.node, rank=decision.rank, detail=decision.detail)
@@ -130,11 +146,14 @@ class _Member:
         restarts = restarts + 1 if step == newest else 1
         self._tell("progress", (newest, restarts))
         if restarts > self._launch.max_restarts:
-            self._rendezvous.shutdown()
-            raise UserError(
+            why = (
                 f"{self._launch.run} has been restarted {self._launch.max_restarts} times without getting beyond step "
-                f"{newest}: see {self._events.path} for what happened"
+                f"{newest}"
             )
+            self._events.write("failure", node=self._launch.node, step=newest, detail=why)
+            self._tell("stopped", why)
+            self._rendezvous.shutdown()
+            raise UserError(f"{why}: see {self._events.path} for what happened")
 
     def _key(self, name: str) -> str:
         return f"{self._launch.name}/{name}"

@@ -41,10 +41,18 @@ def decide(codes: Mapping[int, int], crashes: int, spares: int) -> Decision:
         return Decision(do, True, by_code[Exit.BAD_NODE], "its numbers are not finite, or it does not answer")
     if Exit.DIVERGED in by_code:
         return Decision(Do.RESTART, False, by_code[Exit.DIVERGED], "the training has diverged")
-    own = {code: rank for code, rank in by_code.items() if code != Exit.LOST}
-    if not own:
+    # A rank that was ended by SIGTERM beside others is one that the launcher has ended after them.
+    own = {code: rank for code, rank in by_code.items() if code not in (Exit.LOST, -signal.SIGTERM)}
+    if not own and Exit.LOST in by_code:
         return Decision(Do.RESTART, False, None, "another rank was lost")
-    code, rank = next(iter(own.items()))
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    code, rank = min((own or by_code).items(), key=lambda item: item[1])
+    how = f"exit code {code}" if code >= 0 else f"killed by {_name(-code)}"
     do = Do.LEAVE if crashes + 1 >= CRASHES and spares > 0 else Do.RESTART
     return Decision(do, True, rank, f"rank {rank} crashed ({how})")
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal, which has none
+        return f"signal {number}"

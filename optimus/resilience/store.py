@@ -14,13 +14,15 @@ from optimus.errors import UserError
 def parse(endpoint: str) -> tuple[str, int]:
     """Host and port of HOST:PORT. Raises `UserError`."""
     host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"--rendezvous {endpoint}: give HOST:PORT, where `optimus rendezvous --port PORT` runs")
     return host, int(port)
 
 
 def serve(port: int) -> TCPStore:
     """A store that others reach on this port, for as long as it is held. Raises `UserError` when it is taken."""
+    if not 0 <= port < 65536:
+        raise UserError(f"--port {port}: give a number from 1 to 65535")
     try:
         return TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
     except (RuntimeError, ValueError) as error:
@@ -55,11 +57,14 @@ def connect(endpoint: str, wait: float) -> TCPStore:
 
 
 def own_address(endpoint: str) -> str:
-    """The address by which this machine reaches the store, and others may reach it."""
+    """The address by which this machine reaches the store, and others may reach it. Raises `UserError`."""
     host, port = parse(endpoint)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing
-        return str(probe.getsockname()[0])
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UserError(f"there is no way from here to the rendezvous {endpoint} ({error}): check its name") from error
 
 
 if __name__ == "__main__":

@@ -103,15 +103,14 @@ class Rendezvous(DynamicRendezvousHandler):
         waiting = super().num_nodes_waiting()
         return 0 if len(self._state_holder.state.participants) >= self._settings.max_nodes else waiting
 
-    def present(self) -> int:
-        """Nodes that take part or would like to, so far as is known; it asks nobody."""
-        state = self._state_holder.state
-        return len(state.participants) + len(state.wait_list) + len(state.redundancy_list)
-
     def spares(self) -> int:
-        """Nodes that wait for a place."""
+        """Nodes that are left over, so far as is known; it asks nobody.
+
+        Those that wait are not all spares: a node that has lost another one waits, too, until the world is made anew.
+        """
         state = self._state_holder.state
-        return len(state.wait_list) + len(state.redundancy_list)
+        present = len(state.participants) + len(state.wait_list) + len(state.redundancy_list)
+        return max(0, present - self._settings.max_nodes)
 
     def leave(self) -> None:
         """Give up this node's place, which leaves the rendezvous open."""

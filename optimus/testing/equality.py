@@ -4,17 +4,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from optimus.comm import Groups
-from optimus.config import RunConfig, load_config
+from optimus.config import load_config
 from optimus.testing.ranks import run_ranks
+from optimus.testing.steps import Steps
 from optimus.testing.whole import whole_state
 from optimus.train.pipeline import with_microbatches
-from optimus.train.run import build_model, mesh_of
-from optimus.train.step import StepResult, training_step
+from optimus.train.step import StepResult
 
 # What says how the numbers are computed, but not which: one process needs none of it.
 _LAYOUT: dict[str, Any] = {
@@ -64,24 +61,9 @@ def assert_same_as_one_process(
 
 def train_steps(config: Mapping[str, Any], steps: int) -> Trained:
     """Train on this rank's part of random batches; the whole state is on rank 0 only."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    tree = with_microbatches(load_config(config), ranks)
-    groups = Groups(mesh_of(tree, ranks))
-    model, state = build_model(tree, torch.device("cpu"), groups)
-    state.initialize(tree.train.seed, tree.model.init_std)
-    data = groups.along("dp")
-    results = []
-    for step in range(1, steps + 1):
-        tokens_BS = random_batch(tree, step).chunk(data.size)[data.rank]
-        results.append(training_step(model, state, tokens_BS, tree, step))
-    return Trained(results, whole_state(state, everywhere=False))
-
-
-def random_batch(config: RunConfig, step: int) -> Tensor:
-    """The global batch of a step [global_batch, context], the same on every rank. Low tokens are more frequent."""
-    generator = torch.Generator().manual_seed(step)
-    shape = config.train.global_batch, config.train.context
-    return (torch.rand(shape, generator=generator).square() * config.model.vocab).long()
+    trained = Steps(config)
+    results = [trained.train() for _ in range(steps)]
+    return Trained(results, whole_state(trained.state, everywhere=False))
 
 
 def compare(found: Trained, right: Trained, where: str, rtol: float) -> None:

@@ -39,7 +39,7 @@ class Checkpoints(Hook):
 
     def before_training(self, run: Run) -> None:
         section = run.config.checkpoint
-        self._saver = Saver(run.state, scattered=section.scattered, beside=section.asynchronous)
+        self._saver = run.saver = Saver(run.state, scattered=section.scattered, beside=section.asynchronous)
         self._saved = run.step
         self._waited = 0.0
 

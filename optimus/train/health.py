@@ -1,6 +1,7 @@
 """Hooks that find out which rank keeps the others waiting: for ever, or in every step."""
 
 import os
+import statistics
 import time
 from collections.abc import Sequence
 
@@ -8,12 +9,12 @@ from optimus.mesh import Mesh
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import EndedError, Exit
 from optimus.resilience.hangs import Verdict, Watchdog
-from optimus.resilience.slow import Persistence, Slow, find_slow
+from optimus.resilience.slow import Persistence, Slow, alone, find_slow
 from optimus.train.hooks import Hook
 from optimus.train.run import Run
 from optimus.train.step import StepResult
 
-WINDOW = 10  # steps over which a rank's own time is averaged
+WINDOW = 10  # steps of which a rank's own time is the median: what else a node does now and then must not count
 OFTEN = 3  # windows in a row after which a slow rank is named
 _TURN = 3.0  # seconds in which a rank at fault ends before the others
 
@@ -77,19 +78,24 @@ class SlowRanks(Hook):
     def __init__(self, node: str | None = None) -> None:
         self._node = node
         self._persistence = Persistence(OFTEN)
-        self._seconds = self._before = 0.0
+        self._steps: list[float] = []  # seconds of this rank's own in each step of the window
+        self._usual: dict[int, float] = {}  # of ranks without peers
+        self._before = 0.0
 
     def before_step(self, run: Run) -> None:
         self._before = run.groups.recorder.seconds
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        self._seconds += run.step_seconds - (run.groups.recorder.seconds - self._before)
+        self._steps.append(run.step_seconds - (run.groups.recorder.seconds - self._before))
         if run.step % WINDOW:
             return
-        told = run.groups.world.collect((self._seconds / WINDOW, self._node))
-        self._seconds = 0.0
-        seconds = {rank: mean for rank, (mean, _) in enumerate(told)}
-        found = find_slow(seconds, peers_of(run.groups.mesh), run.config.resilience.slow)
+        told = run.groups.world.collect((statistics.median(self._steps), self._node))
+        self._steps.clear()
+        seconds = {rank: own for rank, (own, _) in enumerate(told)}
+        peers = peers_of(run.groups.mesh)
+        found = find_slow(seconds, peers, run.config.resilience.slow, self._usual)
+        for rank, relation in alone(seconds, peers).items():
+            self._usual[rank] = min(relation, self._usual.get(rank, relation))
         for slow in self._persistence.note(found):
             self._tell(run, slow, told[slow.rank][1])
 

@@ -1,5 +1,6 @@
 """What happens around the steps, each with a name for when it runs."""
 
+import math
 import signal
 import time
 from types import FrameType
@@ -70,7 +71,8 @@ class Recovered(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         if self._failures:
-            seconds = time.time() - self._failures[0]["time"]
+            first = self._failures[0]  # which was noticed so many seconds after it had happened
+            seconds = time.time() - first["time"] + (first["seconds"] or 0.0)
             what = "; ".join(failure["detail"] for failure in self._failures)
             self._events.write("recovered", step=run.step, seconds=seconds, detail=what)
             run.notes.append(f"step {run.step}: recovered {seconds:.1f} s after: {what}")
@@ -84,7 +86,8 @@ class NonFinite(Hook):
         self._in_a_row = 0
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        self._in_a_row = self._in_a_row + 1 if result.skipped else 0
+        finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+        self._in_a_row = 0 if finite else self._in_a_row + 1
         if self._in_a_row > run.config.resilience.max_skipped:
             run.failure = UserError(
                 f"step {run.step}: loss {result.loss} or gradient norm {result.grad_norm} is not finite, for "
@@ -157,7 +160,7 @@ class Metrics(Hook):
         run.measured.clear()
         run.checkpoint_seconds = 0.0
         if result.skipped:
-            self._progress.print(f"step {run.step} was skipped: its gradients are not finite")
+            self._progress.print(f"step {run.step} was skipped: no update was applied")
         self._progress.update("training", run.step, run.last_step, f"loss {result.loss:.3f}  {rate:,.0f} tokens/s")
 
     def _print_notes(self, run: Run) -> None:

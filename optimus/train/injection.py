@@ -9,10 +9,12 @@ import time
 from typing import Any
 
 import psutil
+from torch.utils.hooks import RemovableHandle
 
 from optimus.checkpoint import saving
 from optimus.checkpoint.folder import step_folder
 from optimus.checkpoint.format import file_of
+from optimus.errors import UserError
 from optimus.pipeline.staged import Staged
 from optimus.resilience.faults import FaultPlan, happens_now
 from optimus.train.hooks import Hook
@@ -28,6 +30,7 @@ class Inject(Hook):
         self._factor = 1.0
         self._usual = 0.0  # seconds of a step that this rank does not wait
         self._began = self._waited = 0.0
+        self._poison: RemovableHandle | None = None
 
     def before_training(self, run: Run) -> None:
         self._own = self._plan.of(run.groups.rank)
@@ -43,6 +46,8 @@ class Inject(Hook):
         time.sleep((self._factor - 1) * self._usual)
 
     def after_step(self, run: Run, result: StepResult) -> None:
+        if self._poison is not None:
+            self._poison.remove()
         waited = run.groups.recorder.seconds - self._waited
         self._usual = max(0.0, time.perf_counter() - self._began - waited) / self._factor
         for number, fault in self._own:
@@ -61,6 +66,8 @@ class Inject(Hook):
         self._kill(run)
 
     def _cut(self, run: Run) -> None:
+        if os.path.samefile("/proc/self/ns/net", "/proc/1/ns/net"):
+            raise UserError("links can be cut in the lab only: this is the network of the machine itself")
         device = os.environ["GLOO_SOCKET_IFNAME"]  # the launcher has set it
         subprocess.run(["ip", "link", "set", device, "down"], check=True)
 
@@ -70,11 +77,15 @@ class Inject(Hook):
 
     def _nan(self, run: Run) -> None:
         blocks = next(iter(run.model.stages.values())) if isinstance(run.model, Staged) else run.model.blocks
-        handle = next(iter(blocks)).register_forward_hook(lambda _module, _inputs, output: poison(output))
 
-        def poison(output: Any) -> Any:
-            handle.remove()
-            return (output[0] * math.nan, *output[1:]) if isinstance(output, tuple) else output * math.nan
+        def poison(_module: Any, _inputs: Any, output: Any) -> Any:
+            x, *others = output if isinstance(output, tuple) else (output,)
+            if not x.requires_grad:
+                return None  # in a pass that only counts or evaluates: nothing of it reaches the gradients
+            return (x * math.nan, *others) if isinstance(output, tuple) else x * math.nan
+
+        # Until the end of the step: where activations are recomputed, they must come out alike.
+        self._poison = next(iter(blocks)).register_forward_hook(poison)
 
     def _fill_disk(self, run: Run) -> None:
         right = saving.write_boxes

@@ -43,6 +43,7 @@ from optimus.train.loop import naming_collectives, train_loop
 from optimus.train.pipeline import with_microbatches
 from optimus.train.run import Run, mesh_of, ranks_per_node
 from optimus.train.soft_failures import SoftFailures
+from optimus.train.spikes import Spikes
 from optimus.train.tuning import TuneMatmuls
 
 if TYPE_CHECKING:
@@ -259,6 +260,7 @@ def _hooks(run: Run, node: str | None = None) -> list[Hook]:
     reporting: list[Hook] = [Recovered(), Metrics()] if first else []
     tuning: list[Hook] = [TuneMatmuls()] if run.config.tuning.matmul else []
     slow: list[Hook] = [SlowRanks(node)] if run.groups.world.size > 2 else []
+    measuring += [] if run.config.resilience.on_spike == "nothing" else [Spikes(node)]
     if node is None:
         return [*slow, Interrupt(), *tuning, *measuring, *reporting, Checkpoints(), NonFinite(), Trace()]
     watching = [*slow, Hangs(node), SoftFailures(node)]

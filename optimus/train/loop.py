@@ -59,7 +59,7 @@ def _step(run: Run, loader: TokenLoader, hooks: Sequence[Hook]) -> None:
     run.data_seconds = time.perf_counter() - began
     for hook in hooks:
         hook.before_step(run)
-    result = training_step(run.model, run.state, tokens_BS, run.config, run.step + 1)
+    result = training_step(run.model, run.state, tokens_BS, run.config, run.step + 1, run.loss_limit)
     run.step += 1
     run.skipped += result.skipped
     run.step_seconds = time.perf_counter() - began

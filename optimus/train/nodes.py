@@ -103,9 +103,9 @@ def rehearse(
     ranks = nodes * ranks_per_node
     tree = with_microbatches(load_config(config, overrides, read_model_folder), ranks)
     check_run(tree, ranks, resume=True)
-    if inject is not None:
-        _read_plan(inject, ranks)
     isolated = not plain and namespaces_allowed()
+    if inject is not None and any(fault.kind == "cut" for fault in _read_plan(inject, ranks).faults) and not isolated:
+        raise UserError(f"fault plan {inject}: links can be cut in network namespaces only (Linux, root, no --plain)")
     run = Path(tree.train.output)
     arguments = {
         "config": str(Path(config).absolute()),
@@ -193,11 +193,12 @@ def parse_keep_alive(text: str) -> tuple[int, int]:
     return int(seconds), int(number)
 
 
-def _read_plan(inject: str | Path, ranks: int) -> None:
-    """Raise `UserError` when the plan cannot be read or is of ranks that are not there."""
+def _read_plan(inject: str | Path, ranks: int) -> FaultPlan:
+    """The plan. Raises `UserError` when it cannot be read or is of ranks that are not there."""
     plan = FaultPlan.read(inject)
     if far := [fault for fault in plan.faults if fault.rank >= ranks]:
         raise UserError(f"fault plan {inject}: there is no rank {far[0].rank}, the run has ranks 0 to {ranks - 1}")
+    return plan
 
 
 def _name_interface(address: str) -> None:

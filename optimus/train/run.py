@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optimus.checkpoint.saving import Saver
 from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.data import Shards, TokenLoader
@@ -49,6 +51,8 @@ class Run:
     step_seconds: float = 0.0  # of the last step, waiting for data included
     data_seconds: float = 0.0  # of them, waiting for data
     stop_requested: bool = False
+    saver: Saver | None = None  # of its checkpoints, while it trains
+    loss_limit: float = math.inf  # above which the next step's update is left out
     checkpoint_seconds: float = 0.0  # since the last record of metrics, waiting for checkpoints
     failure: UserError | None = None  # what ends the run; set on every rank alike
     measured: dict[str, float] = field(default_factory=dict)  # by hooks after this step, for its record of metrics

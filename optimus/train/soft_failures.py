@@ -1,15 +1,14 @@
 """What a run on several nodes does about numbers that are not finite (the Optimus paper, section 4: soft node failures)."""
 
+import math
 from collections.abc import Mapping
 from typing import NoReturn
 
 import torch
 
-from optimus.checkpoint.folder import list_checkpoints, step_of
-from optimus.checkpoint.rollback import rollback
-from optimus.errors import UserError
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import EndedError, Exit
+from optimus.train.going_back import go_back
 from optimus.train.hooks import Hook
 from optimus.train.run import Run
 from optimus.train.step import StepResult
@@ -30,17 +29,26 @@ class SoftFailures(Hook):
         self._node = node
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        if not result.skipped:
+        if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
             return
         events = EventLog(run.folder)
         before = events.read() if run.groups.rank == 0 else []
-        told = run.groups.world.collect((_origin(run), self._node))
+        told = run.groups.world.collect((*_origin(run), self._node))
         earlier = run.groups.world.tell([event for event in before if _SIGN in event["detail"]])
-        origins = {rank: (what, node) for rank, (what, node) in enumerate(told) if what is not None}
+        # Damaged parameters that others gather are where theirs come from.
+        damaged = any(of_parameters for _, of_parameters, _ in told)
+        origins = {
+            rank: (what, node)
+            for rank, (what, of_parameters, node) in enumerate(told)
+            if what is not None and of_parameters == damaged
+        }
         repeated = any(event["step"] == run.step and event["kind"] == "failure" for event in earlier)
         if len({node for _, node in origins.values()}) == 1 and not repeated:
             self._blame(run, events, origins)
-        self._diverged(run, events, sum(event["kind"] == "rollback" for event in earlier), origins)
+        where = f"on ranks {', '.join(map(str, sorted(origins)))}" if origins else "on no rank by itself"
+        detail = f"step {run.step}: gradients are {_SIGN}, {where}: the training has diverged"
+        go_back(run, detail)
+        raise EndedError(Exit.DIVERGED, detail)
 
     def _blame(self, run: Run, events: EventLog, origins: Mapping[int, tuple[str, str]]) -> NoReturn:
         rank, (what, node) = min(origins.items())
@@ -49,30 +57,10 @@ class SoftFailures(Hook):
             events.write("failure", node=node, rank=rank, step=run.step, detail=detail)
         raise EndedError(Exit.BAD_NODE if node == self._node else Exit.LOST, f"step {run.step}: {detail}")
 
-    def _diverged(self, run: Run, events: EventLog, rollbacks: int, origins: Mapping[int, tuple[str, str]]) -> NoReturn:
-        where = f"on ranks {', '.join(map(str, sorted(origins)))}" if origins else "on no rank by itself"
-        detail = f"step {run.step}: gradients are {_SIGN}, {where}: the training has diverged"
-        kept = run.groups.world.tell([step_of(path) for path in list_checkpoints(run.folder, "weights")])
-        steps = [step for step in kept if step < run.step]
-        limit = run.config.resilience.max_rollbacks
-        if rollbacks >= limit or not steps:
-            why = (
-                f"it has gone back {rollbacks} times already (resilience.max_rollbacks)"
-                if rollbacks >= limit
-                else "there are no weights to go back to (checkpoint.weights_every)"
-            )
-            if run.groups.rank == 0:
-                events.write("failure", step=run.step, detail=f"{detail}; {why}")
-            raise UserError(f"{detail}; {why}. Lower schedule.peak, or look at the data of that step")
-        if run.groups.rank == 0:
-            events.write("failure", step=run.step, detail=detail)
-            back = steps[max(0, len(steps) - 1 - rollbacks)]
-            rollback(run.folder, back)
-            events.write("rollback", step=back, detail=f"back to the weights of step {back}, as gradients were {_SIGN}")
-        raise EndedError(Exit.DIVERGED, detail)
 
-
-def _origin(run: Run) -> str | None:
-    """Where what is not finite left this rank, if it began here; its own parameters may be damaged, too."""
-    damaged = any(not bool(torch.isfinite(chunk.master.sum())) for chunk in run.state.chunks)
-    return "parameter of its own" if damaged else run.groups.watch.origin()
+def _origin(run: Run) -> tuple[str | None, bool]:
+    """Where what is not finite left this rank, if it began here; and whether that is its own part of the parameters."""
+    parts = [part for chunk in run.state.chunks for part in (chunk.master, chunk.own)]
+    if all(bool(torch.isfinite(part.sum(dtype=torch.float32))) for part in parts):
+        return run.groups.watch.origin(), False
+    return "parameter of its own", True

@@ -19,7 +19,8 @@ DATA = ("dp", "cp")  # axes along which the tokens of a global batch are divided
 
 
 class StepResult(NamedTuple):
-    """Means over the tokens of the global batch; `skipped`: the gradients were not finite and nothing was applied."""
+    """Means over the tokens of the global batch; `skipped`: nothing was applied, as the gradients were not finite or
+    the loss above its limit."""
 
     loss: float
     balance_loss: float
@@ -30,9 +31,14 @@ class StepResult(NamedTuple):
 
 
 def training_step(
-    model: Transformer | Staged, state: ModelState, tokens_BS: Tensor, config: RunConfig, step: int
+    model: Transformer | Staged,
+    state: ModelState,
+    tokens_BS: Tensor,
+    config: RunConfig,
+    step: int,
+    loss_limit: float = math.inf,
 ) -> StepResult:
-    """Train on this rank's part of a global batch; `step` counts from 1."""
+    """Train on this rank's part of a global batch; `step` counts from 1. Above `loss_limit` nothing is applied."""
     state.begin_step()
     watch = state.groups.watch
     watch.begin()
@@ -44,7 +50,7 @@ def training_step(
     finish()
     loss, balance, z = (losses / data.size).tolist()
     lr = step_learning_rate(config, step)
-    skipped = not (math.isfinite(norm) and math.isfinite(loss))
+    skipped = not (math.isfinite(norm) and math.isfinite(loss)) or loss > loss_limit
     if not skipped:
         state.step(update_rule(config), lr, clip_scale(config, step, norm))
     return StepResult(loss, balance, z, norm, lr, skipped)

@@ -31,7 +31,8 @@ from optimus.pipeline.staged import Staged
 from optimus.state import ModelState, Send
 from optimus.testing import Layout, run_ranks
 from optimus.testing.drawing import MODELS, config_of, drawn
-from optimus.testing.equality import Trained, compare, random_batch, train_steps
+from optimus.testing.equality import Trained, compare, train_steps
+from optimus.testing.steps import random_batch
 from optimus.testing.whole import whole_state
 from optimus.train.pipeline import with_microbatches
 from optimus.train.run import build_model, mesh_of

@@ -21,7 +21,7 @@ from optimus.config import load_config
 from optimus.mesh import Mesh
 from optimus.parallel.tensor import SplitProduct
 from optimus.testing import Traffic, counting, run_ranks
-from optimus.testing.equality import random_batch
+from optimus.testing.steps import random_batch
 from optimus.train.run import build_model, mesh_of
 from optimus.train.step import objective, terms, training_step
 

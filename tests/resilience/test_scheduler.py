@@ -214,8 +214,9 @@ def test_bad_input_is_not_tried_again(stage: Stage, play: str) -> None:
     assert list(stage.launches()) == ["4711-1"]
 
 
-def test_a_crash_beside_bad_input_is_tried_again(stage: Stage) -> None:
-    done = stage.submit(f'[ "$attempt" = 1 ] || {FINISH} [ "$node" = n1 ] || exit 2; exit 1')
+@pytest.mark.parametrize("crash", ["exit 1", 'kill -KILL "$PPID"'], ids=["agent", "node"])
+def test_a_crash_beside_bad_input_is_tried_again(stage: Stage, crash: str) -> None:
+    done = stage.submit(f'[ "$attempt" = 1 ] || {FINISH} [ "$node" = n1 ] || exit 2; {crash}')
     assert done.returncode == 0
     assert list(stage.launches()) == ["4711-1", "4711-2"]
 

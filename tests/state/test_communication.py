@@ -16,7 +16,7 @@ from optimus.model.count import count_parameters
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state import Box, ModelState, bytes_by_kind, load_boxes, plan_chunks
 from optimus.testing import Traffic, counting, run_ranks, tracking
-from optimus.testing.equality import random_batch
+from optimus.testing.steps import random_batch
 from optimus.testing.whole import whole_state
 from optimus.train.checks import state_bytes
 from optimus.train.run import build_model, mesh_of

@@ -8,7 +8,8 @@ import torch
 from optimus.comm import Groups
 from optimus.config import load_config
 from optimus.testing import run_ranks
-from optimus.testing.equality import random_batch, train_steps
+from optimus.testing.equality import train_steps
+from optimus.testing.steps import random_batch
 from optimus.train.run import build_model, mesh_of
 
 CONTEXT = 16_384

@@ -1,0 +1,48 @@
+"""Steps of training on random tokens, one after the other, on one rank of any layout."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from optimus.comm import Groups
+from optimus.config import RunConfig, load_config
+from optimus.pipeline.staged import Staged
+from optimus.train.pipeline import with_microbatches
+from optimus.train.run import build_model, mesh_of
+from optimus.train.step import StepResult, training_step
+
+
+class Steps:
+    """The model and the state of a configuration on this rank, and how many steps they have been trained."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.config = with_microbatches(load_config(config), ranks)
+        self.groups = Groups(mesh_of(self.config, ranks))
+        self.model, self.state = build_model(self.config, torch.device("cpu"), self.groups)
+        self.state.initialize(self.config.train.seed, self.config.model.init_std)
+        self.done = 0
+
+    def train(self) -> StepResult:
+        """The next step, on this rank's part of a random batch."""
+        self.done += 1
+        data = self.groups.along("dp")
+        tokens_BS = random_batch(self.config, self.done).chunk(data.size)[data.rank]
+        return training_step(self.model, self.state, tokens_BS, self.config, self.done)
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The blocks of the model that are on this rank."""
+        if isinstance(self.model, Staged):
+            return [block for blocks in self.model.stages.values() for block in blocks]
+        return list(self.model.blocks)
+
+
+def random_batch(config: RunConfig, step: int) -> Tensor:
+    """The global batch of a step [global_batch, context], the same on every rank. Low tokens are more frequent."""
+    generator = torch.Generator().manual_seed(step)
+    shape = config.train.global_batch, config.train.context
+    return (torch.rand(shape, generator=generator).square() * config.model.vocab).long()

@@ -1,0 +1,41 @@
+"""Going back to weights that a run has kept, when its training has gone wrong and no node is at fault."""
+
+from optimus.checkpoint.folder import list_checkpoints, step_of
+from optimus.checkpoint.rollback import rollback
+from optimus.errors import UserError
+from optimus.resilience.events import EventLog
+from optimus.train.run import Run
+
+
+def go_back(run: Run, detail: str) -> int:
+    """Set the run up to restart from weights that it has kept, each time further back; all ranks must call and then end.
+
+    `detail` says why. Returns the step. Raises `UserError` on all ranks when there are no weights to go back to, or it has
+    gone back `resilience.max_rollbacks` times.
+    """
+    if run.saver is not None:
+        run.saver.finish()  # else what is being written would be the newest checkpoint
+    events, first = EventLog(run.folder), run.groups.rank == 0
+    told = (_rollbacks(events), [step_of(path) for path in list_checkpoints(run.folder, "weights")]) if first else None
+    rollbacks, kept = run.groups.world.tell(told)
+    steps = [step for step in kept if step < run.step]
+    limit = run.config.resilience.max_rollbacks
+    if rollbacks >= limit or not steps:
+        why = (
+            f"it has gone back {rollbacks} times already (resilience.max_rollbacks)"
+            if rollbacks >= limit
+            else "there are no weights to go back to (checkpoint.weights_every)"
+        )
+        if first:
+            events.write("failure", step=run.step, detail=f"{detail}; {why}")
+        raise UserError(f"{detail}; {why}. Lower schedule.peak, or look at the data of that step")
+    back = steps[max(0, len(steps) - 1 - rollbacks)]
+    if first:
+        events.write("failure", step=run.step, detail=detail)
+        rollback(run.folder, back)
+        events.write("rollback", step=back, detail=f"back to the weights of step {back}: {detail}")
+    return back
+
+
+def _rollbacks(events: EventLog) -> int:
+    return sum(event["kind"] == "rollback" for event in events.read())

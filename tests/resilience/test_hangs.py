@@ -1,0 +1,193 @@
+"""Who keeps the others waiting is found, whatever the layout and wherever in a step a rank stops."""
+
+import json
+import random
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from optimus.comm.recorder import Recorder
+from optimus.resilience import hangs
+from optimus.resilience.hangs import Verdict, Watchdog, find_culprits
+from optimus.testing import run_ranks
+from optimus.testing.drawing import config_of
+from optimus.testing.steps import Steps
+
+# ---- By the states of all ranks ----
+
+SUM = ("0, 1, 2", "all_reduce", 7)
+
+
+def state(begun: int, waiting: tuple[str, str, int] | None = None, **others: int) -> dict[str, Any]:
+    return {"begun": {"0, 1, 2": begun} | others, "waiting": waiting}
+
+
+def test_who_does_not_answer_is_at_fault() -> None:
+    states = {0: state(7, SUM), 1: None, 2: state(7, SUM)}
+    assert find_culprits(states) == Verdict([1], "all_reduce (number 7 of ranks 0, 1, 2)")
+
+
+def test_who_waits_for_nobody_is_at_fault() -> None:
+    assert find_culprits({0: state(7, SUM), 1: state(7, SUM), 2: state(6)}).culprits == [2]
+    assert find_culprits({0: state(7), 1: state(7, SUM), 2: state(6)}).culprits == [0, 2]
+
+
+def test_where_all_or_none_wait_it_is_who_is_behind() -> None:
+    for waiting in (SUM, None):
+        states = {0: state(7, waiting), 1: state(6, waiting), 2: state(7, waiting)}
+        assert find_culprits(states).culprits == [1]
+        # In a group of its own a rank is behind nobody; and in one that it is not in.
+        states = {rank: each | {"begun": each["begun"] | {str(rank): rank}} for rank, each in states.items()}
+        assert find_culprits(states).culprits == [1]
+        assert find_culprits({0: state(7, waiting), 1: state(7, waiting)}).culprits == []
+    links = {0: state(7, **{"0 to 1": 4}), 1: state(7, **{"0 to 1": 5, "1 to 2": 5}), 2: state(7, **{"1 to 2": 5})}
+    assert find_culprits(links).culprits == [0]
+
+
+def test_a_rank_that_has_begun_nothing_is_behind() -> None:
+    assert find_culprits({0: state(1), 1: state(0), 2: state(1)}).culprits == [1]
+
+
+def test_a_recorder_says_what_is_waited_for() -> None:
+    recorder = Recorder()
+    with recorder.waits("0, 1", "all_reduce", recorder.begins("0, 1")):
+        time.sleep(0.01)
+        assert json.loads(json.dumps(recorder.state())) == {"begun": {"0, 1": 1}, "waiting": ["0, 1", "all_reduce", 1]}
+    assert recorder.state() == {"begun": {"0, 1": 1}, "waiting": None}
+    assert recorder.seconds >= 0.01
+    waited = recorder.seconds
+
+    def beside() -> None:
+        with recorder.waits("0, 1", "receive", 2):
+            assert recorder.waiting is None
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    thread.join()
+    assert recorder.seconds == waited
+
+
+# ---- The watchdog alone ----
+
+
+def test_a_watchdog_is_silent_while_there_is_progress(tmp_path: Path) -> None:
+    found: list[Verdict] = []
+    dog = Watchdog(Recorder(), tmp_path, [0], 0, 0.5, found.append)
+    dog.start()
+    for _ in range(15):
+        time.sleep(0.05)
+        dog.progress()
+    assert not found
+    wait_for(lambda: found)
+    assert found == [Verdict([0], "no collective")] or found == [Verdict([], "no collective")]
+
+
+def test_a_stopped_watchdog_says_nothing(tmp_path: Path) -> None:
+    found: list[Verdict] = []
+    dog = Watchdog(Recorder(), tmp_path, [0], 0, 0.1, found.append)
+    dog.start()
+    dog.stop()
+    time.sleep(0.3)
+    assert not found
+
+
+def test_a_rank_whose_process_is_stopped_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hangs, "_GATHERING", 0.2)
+    found: list[Verdict] = []
+    Watchdog(Recorder(), tmp_path, [0, 1], 0, 0.1, found.append).start()
+    wait_for(lambda: found)
+    assert found[0].culprits == [1]
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# ---- Ranks that stop ----
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data": {"state": {"shard": "parameters", "chunk": 2000}},
+    "expert": {"parallel": {"expert": 8}, "state": {"shard": "gradients", "chunk": 2000}},
+    "tensor": {"parallel": {"tensor": [2, 2], "expert": 2, "expert_tensor": 1}},
+    "pipeline": {"parallel": {"pipeline": 4, "microbatches": 4}},
+    "message-driven": {"parallel": {"pipeline": 4, "tensor": 2, "executor": "message-driven", "microbatches": 4}},
+}
+WHERE = ("before", "forward", "backward")
+
+
+class Stop:
+    """Holds the main thread of this rank until it is let go."""
+
+    def __init__(self, rank: int, ranks: int, folder: Path) -> None:
+        self._rank, self._ranks, self._folder = rank, ranks, folder
+        self._over = threading.Event()
+        folder.mkdir(exist_ok=True)
+
+    def here(self, *_: Any) -> None:
+        assert self._over.wait(30)
+
+    def tell(self, verdict: Verdict) -> None:
+        """Write the verdict, and let go when all ranks have."""
+        (self._folder / f"{self._rank}.verdict").touch()
+        wait_for(lambda: len(list(self._folder.glob("*.verdict"))) == self._ranks)
+        self._over.set()
+
+
+def stop_in(block: nn.Module, where: str, stop: Stop) -> None:
+    """Stop in the next forward pass of `block`, or the backward pass of that."""
+
+    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if first.requires_grad:
+            handle.remove()
+            stop.here() if where == "forward" else first.register_hook(stop.here)
+
+    handle = block.register_forward_hook(hook)
+
+
+def train_stopping(config: dict[str, Any], plan: Sequence[tuple[int, str, int]], folder: Path) -> list[Verdict]:
+    """A step for each of `plan` (rank, where, number of its block); the verdicts of this rank."""
+    steps, found = Steps(config), []
+    world = steps.groups.world
+    steps.train()  # makes connections
+    began = time.perf_counter()
+    steps.train()
+    limit = 0.3 + 4 * max(world.collect(time.perf_counter() - began))
+    for number, (rank, where, block) in enumerate(plan):
+        stop = Stop(steps.groups.rank, world.size, folder / f"{number}")
+
+        def ended(verdict: Verdict, stop: Stop = stop) -> None:
+            found.append(verdict)
+            stop.tell(verdict)
+
+        dog = Watchdog(steps.groups.recorder, folder / f"{number}", world.ranks, world.rank, limit, ended)
+        dog.start()
+        if rank == world.rank and where == "before":
+            stop.here()
+        elif rank == world.rank:
+            stop_in(steps.blocks[block % len(steps.blocks)], where, stop)
+        steps.train()
+        dog.stop()
+        world.collect(None)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_rank_that_stops_is_named(layout: str, tmp_path: Path) -> None:
+    draw = random.Random(layout)
+    config = config_of("moe", **LAYOUTS[layout])
+    config["model"] |= {"layers": 4 if "pipeline" in LAYOUTS[layout].get("parallel", {}) else 2}
+    config["train"] |= {"micro_batch": 8}
+    plan = [(draw.randrange(8), draw.choice(WHERE), draw.randrange(4)) for _ in range(4)]
+    found = run_ranks(train_stopping, 8, config, plan, tmp_path)
+    for rank, verdicts in enumerate(found):
+        assert [verdict.culprits for verdict in verdicts] == [[culprit] for culprit, *_ in plan], (rank, plan, verdicts)
+        assert all(" of ranks " in verdict.collective for verdict in verdicts)

@@ -1,0 +1,216 @@
+"""What a node does when its ranks end, and what it writes down: decisions, the event log, exclusion, and plans of faults."""
+
+import json
+import re
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from optimus.errors import UserError
+from optimus.resilience.events import EventLog
+from optimus.resilience.exclusion import exclude, excluded
+from optimus.resilience.exits import Exit
+from optimus.resilience.faults import Fault, FaultPlan, happens_now
+from optimus.resilience.policy import CRASHES, Decision, Do, decide
+
+LEAVE, RESTART, STOP = Do.LEAVE, Do.RESTART, Do.STOP
+TERM, KILL = -signal.SIGTERM, -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("codes", "crashes", "spares", "expected"),
+    [
+        # bad input stops everybody, whatever else has happened
+        ({0: Exit.USER}, 0, 2, (STOP, False, 0)),
+        ({0: KILL, 1: Exit.BAD_NODE, 2: Exit.USER}, 5, 2, (STOP, False, 2)),
+        # numbers that are not finite: the node goes where a spare is there
+        ({1: Exit.BAD_NODE, 0: Exit.LOST}, 0, 1, (LEAVE, True, 1)),
+        ({1: Exit.BAD_NODE, 0: Exit.LOST}, 0, 0, (RESTART, True, 1)),
+        # of two ranks, the first
+        ({2: Exit.BAD_NODE, 1: Exit.BAD_NODE}, 0, 1, (LEAVE, True, 1)),
+        # divergence is nobody's fault
+        ({0: Exit.DIVERGED, 1: Exit.DIVERGED}, 0, 2, (RESTART, False, 0)),
+        # nor is it to have lost another
+        ({0: Exit.LOST, 1: Exit.LOST}, 1, 2, (RESTART, False, None)),
+        # ranks that the launcher has ended beside them
+        ({0: TERM, 1: Exit.LOST}, 1, 2, (RESTART, False, None)),
+        ({0: TERM, 1: KILL}, 0, 2, (RESTART, True, 1)),
+        # a crash: the first time the node stays, then it goes where a spare is there
+        ({1: KILL, 0: Exit.LOST}, CRASHES - 2, 2, (RESTART, True, 1)),
+        ({1: KILL, 0: Exit.LOST}, CRASHES - 1, 2, (LEAVE, True, 1)),
+        ({1: KILL, 0: Exit.LOST}, CRASHES - 1, 0, (RESTART, True, 1)),
+        ({0: 1}, 0, 2, (RESTART, True, 0)),
+        ({0: TERM, 1: TERM}, 0, 2, (RESTART, True, 0)),
+    ],
+)
+def test_decisions(codes: dict[int, int], crashes: int, spares: int, expected: tuple[Do, bool, int | None]) -> None:
+    assert decide(codes, crashes, spares)[:3] == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "detail"),
+    [
+        (1, "rank 3 crashed (exit code 1)"),
+        (KILL, "rank 3 crashed (killed by SIGKILL)"),
+        (-40, "rank 3 crashed (killed by signal 40)"),  # it has no name
+        (Exit.USER, "the run cannot go on as it is configured"),
+        (Exit.BAD_NODE, "its numbers are not finite, or it does not answer"),
+        (Exit.DIVERGED, "the training has diverged"),
+        (Exit.LOST, "another rank was lost"),
+    ],
+)
+def test_people_are_told_what_happened(code: int, detail: str) -> None:
+    decision = decide({3: code}, 0, 0)
+    assert isinstance(decision, Decision)
+    assert decision.detail == detail
+
+
+def test_an_event_has_all_its_fields(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "run")
+    assert log.read() == log.unrecovered() == []
+    log.write("failure", node="n1", rank=2, step=3, seconds=4.5, detail="it is gone")
+    log.write("finished")
+    first, second = log.read()
+    assert first.pop("time") <= second.pop("time")
+    assert first == {"kind": "failure", "node": "n1", "rank": 2, "step": 3, "seconds": 4.5, "detail": "it is gone"}
+    assert second == {"kind": "finished", "node": None, "rank": None, "step": None, "seconds": None, "detail": ""}
+
+
+def test_many_write_at_once(tmp_path: Path) -> None:
+    def write(number: int) -> None:
+        log = EventLog(tmp_path)
+        for step in range(20):
+            log.write("failure", rank=number, step=step, detail="x" * 300)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    events = EventLog(tmp_path).read()
+    assert {(event["rank"], event["step"]) for event in events} == {(n, step) for n in range(8) for step in range(20)}
+    assert len(events) == len((tmp_path / "events.jsonl").read_text().splitlines()) == 160
+
+
+def test_a_line_that_was_cut_off_takes_no_other_with_it(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    log.write("failure", node="n1", detail="before")
+    whole = log.path.read_bytes()
+    log.path.write_bytes(whole + whole[:25])
+    assert [event["detail"] for event in log.read()] == ["before"]
+    log.write("restart", detail="after")
+    assert [event["detail"] for event in log.read()] == ["before", "after"]
+
+
+def test_what_has_not_been_recovered_from(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+
+    def pending() -> list[str]:
+        return [event["detail"] for event in log.unrecovered()]
+
+    log.write("failure", detail="a")
+    log.write("exclusion", detail="b")
+    log.write("restart", detail="c")
+    log.write("rollback", detail="d")
+    assert pending() == ["a", "d"]
+    log.write("recovered")
+    assert pending() == []
+    log.write("failure", detail="e")
+    assert pending() == ["e"]
+    log.write("finished")
+    assert pending() == []
+
+
+def test_exclusion(tmp_path: Path) -> None:
+    assert excluded(tmp_path) == []
+    for node in ("n1", "n2", "n1"):
+        exclude(tmp_path, node)
+    assert excluded(tmp_path) == ["n1", "n2"]
+    (tmp_path / "excluded.txt").write_text("n2\n\n")  # by hand, n1 being mended
+    assert excluded(tmp_path) == ["n2"]
+    exclude(tmp_path, "n1")
+    assert excluded(tmp_path) == ["n2", "n1"]
+
+
+EVERY = (
+    FaultPlan()
+    .kill(0, 1)
+    .kill_agent(1, 2)
+    .cut(2, 3)
+    .nan(3, 4)
+    .hang(4, 5)
+    .slow(5, 2.5)
+    .slow(5, 1.5, step=9)
+    .tear_checkpoint(6, 7)
+    .fill_disk(7, 8)
+)
+
+
+def test_a_plan_by_methods_leaves_what_it_began_with_alone() -> None:
+    plan = FaultPlan()
+    assert plan.kill(1, 2).nan(0, 3).faults == [Fault("kill", 1, 2), Fault("nan", 0, 3)]
+    assert plan.faults == []
+    assert {fault.kind for fault in EVERY.faults} == set(Fault.__dataclass_fields__["kind"].type.__args__)
+    assert EVERY.of(5) == [(5, Fault("slow", 5, 1, 2.5)), (6, Fault("slow", 5, 9, 1.5))]
+    assert EVERY.of(8) == []
+
+
+def test_a_plan_by_way_of_its_file(tmp_path: Path) -> None:
+    EVERY.write(tmp_path / "plan.yaml")
+    assert FaultPlan.read(tmp_path / "plan.yaml") == EVERY
+    (tmp_path / "plan.yaml").write_text(
+        "- {kind: kill, rank: 1, step: 12}\n- {kind: slow, rank: 0, step: 1, factor: 3}"
+    )
+    assert FaultPlan.read(tmp_path / "plan.yaml") == FaultPlan().kill(1, 12).slow(0, 3.0)
+
+
+GOOD = {"kind": "slow", "rank": 1, "step": 12, "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("kind: kill", "is no list; one fault is {kind: kill, rank: 1, step: 12}"),
+        ("", "is no list"),
+        ("[", "cannot be read: "),
+        (b"\xff\xfe\xff", "cannot be read: "),
+        (None, "cannot be read: .*No such file"),
+        (["kill"], ", entry 1 is no mapping"),
+        ([GOOD, {**GOOD, "kind": "kil"}], ", entry 2: kind is 'kil': .*kill"),
+        ([{"rank": 1, "step": 2}], ", entry 1: kind is 'None'"),
+        ([{**GOOD, "kind": ["kill"]}], ", entry 1: kind is "),
+        ([{**GOOD, "rnak": 1}], ", entry 1: unknown key 'rnak': .*rank"),
+        ([{**GOOD, "rank": -1}], ", entry 1: rank is -1: give a number from 0 on"),
+        ([{**GOOD, "rank": "one"}], ", entry 1: rank is 'one'"),
+        ([{**GOOD, "rank": True}], ", entry 1: rank is True"),
+        ([{**GOOD, "step": 0}], ", entry 1: step is 0: give a number from 1 on"),
+        ([{"kind": "kill", "rank": 1}], ", entry 1: step is None"),
+        ([{**GOOD, "step": 1.5}], ", entry 1: step is 1.5"),
+        ([{**GOOD, "factor": 0.5}], ", entry 1: factor is 0.5: give a number from 1 on"),
+        ([{**GOOD, "factor": "twice"}], ", entry 1: factor is 'twice'"),
+        ([{**GOOD, "factor": float("nan")}], ", entry 1: factor is nan"),
+        ([{**GOOD, "factor": float("inf")}], ", entry 1: factor is inf"),
+    ],
+)
+def test_a_plan_that_is_none(tmp_path: Path, content: Any, message: str) -> None:
+    path = tmp_path / "plan.yaml"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    with pytest.raises(UserError) as caught:
+        FaultPlan.read(path)
+    assert re.match(f"fault plan {re.escape(str(path))}", str(caught.value))
+    assert re.search(message.replace("{", r"\{"), str(caught.value)), caught.value
+
+
+def test_a_fault_happens_once_in_the_life_of_a_run(tmp_path: Path) -> None:
+    times = [happens_now(tmp_path / "run", 0) for _ in range(3)]
+    assert times == [True, False, False]
+    assert happens_now(tmp_path / "run", 1)
+    assert happens_now(tmp_path / "another", 0)
+    assert json.dumps(sorted(path.name for path in (tmp_path / "run" / ".faults").iterdir())) == '["0", "1"]'

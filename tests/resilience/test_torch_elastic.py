@@ -1,0 +1,287 @@
+"""The private parts of TorchElastic are as `torch_elastic.py` takes them to be; and what is mended there, is."""
+
+import inspect
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore, Store
+from torch.distributed.elastic.agent.server import api
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+
+from optimus.resilience import torch_elastic
+from optimus.resilience.policy import Do
+from optimus.resilience.torch_elastic import Agent, Rendezvous, World
+
+CHANGED = f"torch {torch.__version__} has changed what optimus/resilience/torch_elastic.py uses: "
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `Rendezvous.of` sets is taken back."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
+
+
+@pytest.mark.parametrize(
+    ("part", "arguments"),
+    [
+        (dynamic._BackendRendezvousStateHolder, "backend settings"),
+        (dynamic._BackendRendezvousStateHolder._sanitize, "self"),
+        (dynamic.DynamicRendezvousHandler, "node settings backend_name store state_holder"),
+        (dynamic.DynamicRendezvousHandler.num_nodes_waiting, "self"),
+        (dynamic.DynamicRendezvousHandler.shutdown, "self"),
+        (dynamic.DynamicRendezvousHandler._stop_heartbeats, "self"),
+        (dynamic.DynamicRendezvousHandler._node_desc_generator.generate, "local_addr"),
+        (dynamic.RendezvousSettings, "run_id min_nodes max_nodes timeout keep_alive_interval keep_alive_max_attempt"),
+        (dynamic.RendezvousTimeout, "join last_call"),
+        (dynamic._DistributedRendezvousOpExecutor.run, "self state_handler deadline"),
+        (dynamic._RendezvousExitOp.__call__, "self ctx deadline"),
+        (C10dRendezvousBackend, "store run_id"),
+        (RendezvousStoreInfo.build, "rank store local_addr"),
+        (api.WorkerSpec, "role local_world_size rdzv_handler max_restarts monitor_interval entrypoint args local_addr"),
+        (LocalElasticAgent, "spec logs_specs exit_barrier_timeout shutdown_timeout"),
+        (LocalElasticAgent.run, "self role"),
+        (LocalElasticAgent._stop_workers, "self worker_group"),
+        (LocalElasticAgent._rendezvous, "self worker_group"),
+        (LocalElasticAgent._invoke_run, "self role"),
+        (LocalElasticAgent._initialize_workers, "self worker_group"),
+        (LocalElasticAgent._restart_workers, "self worker_group"),
+        (LocalElasticAgent._monitor_workers, "self worker_group"),
+        (LocalElasticAgent._exit_barrier, "self"),
+        (LocalElasticAgent._shutdown, "self timeout"),
+    ],
+    ids=lambda part: part.__qualname__ if callable(part) else None,
+)
+def test_a_private_part_takes_these_arguments(part: Callable[..., Any], arguments: str) -> None:
+    found = inspect.signature(part).parameters
+    lacks = [name for name in arguments.split() if name not in found]
+    assert not lacks, f"{CHANGED}{part.__qualname__} takes no {', '.join(lacks)}"
+    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    more = [
+        each.name
+        for each in found.values()
+        if each.default is each.empty and each.kind not in free and each.name not in arguments.split()
+    ]
+    assert not more, f"{CHANGED}{part.__qualname__} asks for {', '.join(more)}"
+
+
+def test_what_is_overridden_is_there_to_be_overridden() -> None:
+    own = {
+        torch_elastic._StateHolder: ("_sanitize",),
+        Rendezvous: ("num_nodes_waiting",),
+        Agent: ("_stop_workers", "_rendezvous", "_invoke_run"),
+    }
+    for kind, names in own.items():
+        for name in names:
+            assert name in vars(kind)
+            assert hasattr(kind.__base__, name), f"{CHANGED}{kind.__base__.__name__} has no {name} any more"
+    state = vars(dynamic._RendezvousState())
+    for name in ("round", "participants", "wait_list", "redundancy_list", "closed"):
+        assert name in state, f"{CHANGED}_RendezvousState has no {name} any more"
+
+
+class Nodes:
+    """Some that meet in one store, each in a thread of this process."""
+
+    def __init__(self, pool: ThreadPoolExecutor, places: int, count: int, wait: float = 30.0) -> None:
+        self.store: Store = HashStore()
+        self.dead: list[str] = []
+        self.all = [
+            Rendezvous.of(
+                self.store,
+                "test",
+                places,
+                f"host{number}",
+                interval=1,
+                attempts=4,
+                wait=wait,
+                died=self.dead.append,
+            )
+            for number in range(count)
+        ]
+        self._pool = pool
+
+    def join(self, *numbers: int) -> list[Future[Any]]:
+        """They look for a place."""
+        return [self._pool.submit(self.all[number].next_rendezvous) for number in numbers]
+
+    def members(self) -> list[str]:
+        """Who has a place, by what the first that has one knows."""
+        return [repr(node) for node in self.all[0]._state_holder.state.participants]
+
+
+@pytest.fixture
+def meet() -> Iterator[Callable[..., Nodes]]:
+    """Makes `Nodes`; at the end none of them runs any more."""
+    made: list[Nodes] = []
+    with ThreadPoolExecutor(8) as pool:
+
+        def make(places: int, count: int, wait: float = 30.0) -> Nodes:
+            made.append(Nodes(pool, places, count, wait))
+            return made[-1]
+
+        yield make
+        for nodes in made:
+            for node in nodes.all:
+                node.shutdown()
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, f"{CHANGED}{what}"
+        time.sleep(0.1)
+
+
+def test_spares_do_not_disturb_a_full_world_but_take_a_free_place(meet: Callable[..., Nodes]) -> None:
+    nodes = meet(2, 4)
+    first = nodes.join(0, 1)
+    assert sorted(each.result(30).rank for each in first) == [0, 1]
+    spares = nodes.join(2, 3)
+
+    def left_over() -> int:
+        assert nodes.all[0].num_nodes_waiting() == 0, f"{CHANGED}a spare disturbs a full world"
+        return nodes.all[0].spares()
+
+    until(lambda: left_over() == 2, "spares are not seen")
+
+    nodes.all[1].leave()
+    assert not nodes.all[1].is_closed(), f"{CHANGED}a node that leaves closes the rendezvous"
+    until(lambda: nodes.all[0].num_nodes_waiting() > 0, "nobody waits for a free place")
+    assert nodes.join(0)[0].result(30).world_size == 2
+    until(lambda: any(each.done() for each in spares), "no spare takes the place")
+    until(lambda: left_over() == 1, "the other spare is not seen")  # which has gone for the place, too
+    assert len(nodes.members()) == 2
+    assert nodes.all[1].member not in nodes.members()
+    assert not nodes.dead
+
+    (late,) = [each for each in spares if not each.done()]
+    nodes.all[0].shutdown()
+    with pytest.raises(Exception, match=r"closed|^$") as caught:
+        late.result(30)
+    assert isinstance(caught.value, (RendezvousClosedError, dynamic.RendezvousGracefulExitError)), CHANGED
+
+
+def test_who_waits_for_a_new_world_is_no_spare(meet: Callable[..., Nodes]) -> None:
+    nodes = meet(3, 3)
+    for each in nodes.join(0, 1, 2):
+        each.result(30)
+    again = nodes.join(1, 2)  # they have lost node 0, which has not noticed yet
+    until(lambda: nodes.all[0].num_nodes_waiting() == 2, "nobody waits")
+    assert nodes.all[0].spares() == 0
+    nodes.join(0)[0].result(30)
+    assert sorted(each.result(30).rank for each in again) != [0, 0]
+
+
+def test_of_a_silent_node_all_are_told_once_and_its_place_is_free(meet: Callable[..., Nodes]) -> None:
+    nodes = meet(2, 3)
+    for each in nodes.join(0, 1):
+        each.result(30)
+    (spare,) = nodes.join(2)
+    until(lambda: nodes.all[0].num_nodes_waiting() == 0 and nodes.all[0].spares() == 1, "the spare is not seen")
+    nodes.all[1]._stop_heartbeats()
+    until(lambda: nodes.all[0].num_nodes_waiting() > 0, "a silent node keeps its place")
+    assert set(nodes.dead) == {nodes.all[1].member}
+    nodes.join(0)[0].result(30)
+    spare.result(30)
+    assert nodes.all[1].member not in nodes.members()
+
+
+def test_the_new_first_node_tells_its_address(meet: Callable[..., Nodes]) -> None:
+    """Those of the earlier world are of no use when its first node is gone."""
+    nodes = meet(2, 3)
+    ranks = {number: each.result(30).rank for number, each in enumerate(nodes.join(0, 1))}
+    gone, stays = (0, 1) if ranks[0] == 0 else (1, 0)
+    nodes.all[gone].leave()
+    worlds = [each.result(30) for each in nodes.join(stays, 2)]
+    by_rank = {world.rank: number for world, number in zip(worlds, (stays, 2))}
+    addresses = {world.bootstrap_store_info.master_addr for world in worlds}
+    assert addresses == {f"host{by_rank[0]}"}, f"{CHANGED}nodes keep the address of a first node that is gone"
+
+
+RANK = """
+import pathlib, sys, time
+orders = pathlib.Path(sys.argv[1])
+while not orders.exists():
+    time.sleep(0.05)
+sys.exit(int(orders.read_text()))
+"""
+
+
+DECISIONS = {7: Do.RESTART, 8: Do.LEAVE, 9: Do.STOP}
+
+
+class Agents:
+    """Nodes with agents, whose one rank ends with what a file says when it is there."""
+
+    def __init__(self, nodes: Nodes, folder: Path) -> None:
+        self.worlds: list[tuple[int, World]] = []
+        self.ends: dict[int, Do | None] = {}
+        self._folder = folder
+        for number, node in enumerate(nodes.all):
+            threading.Thread(target=self._run, args=(number, node), daemon=True).start()
+
+    def _run(self, number: int, node: Rendezvous) -> None:
+        orders = self._folder / str(number)
+
+        def failed(failures: dict[int, ProcessFailure]) -> Do:
+            orders.unlink()  # it is not to fail again
+            (failure,) = failures.values()
+            return DECISIONS[failure.exitcode]
+
+        command = [sys.executable, "-c", RANK, str(orders)]
+        agent = Agent(node, command, 1, joined=lambda world, _: self.worlds.append((number, world)), failed=failed)
+        self.ends[number] = agent.until_the_end()
+
+    def tell(self, code: int, *numbers: int) -> None:
+        """Their ranks are to end with this code."""
+        for number in numbers:
+            partial = self._folder / f"{number}.partial"
+            partial.write_text(str(code))
+            partial.rename(self._folder / str(number))
+
+    def world(self, number: int) -> list[int]:
+        """The nodes of the world of this number, when there is one, of two nodes each."""
+        until(lambda: len(self.worlds) >= 2 * number, f"agents do not come together for world {number}")
+        found = self.worlds[2 * number - 2 : 2 * number]
+        assert len({world.round for _, world in found}) == 1
+        assert sorted(world.rank for _, world in found) == [0, 1]
+        assert {world.size for _, world in found} == {2}
+        return [node for node, _ in found]
+
+
+def test_agents_to_the_end(meet: Callable[..., Nodes], tmp_path: Path) -> None:
+    """Restarted together after a crash; a place is taken when one leaves; and when all is done the spares go, too."""
+    agents = Agents(meet(2, 4), tmp_path)
+    agents.tell(7, agents.world(1)[0])
+    bad = agents.world(2)[0]
+    assert agents.ends == {}
+    agents.tell(8, bad)
+    good = agents.world(3)
+    assert bad not in good
+    until(lambda: bad in agents.ends, "an agent that leaves does not end")
+    assert agents.ends == {bad: Do.LEAVE}
+    agents.tell(0, *good)
+    until(lambda: len(agents.ends) == 4, "the end of a job does not let spares go")
+    assert agents.ends == {bad: Do.LEAVE} | {number: None for number in range(4) if number != bad}
+    assert len(agents.worlds) == 6
+
+
+def test_an_agent_that_stops_stops_all(meet: Callable[..., Nodes], tmp_path: Path) -> None:
+    agents = Agents(meet(2, 2), tmp_path)
+    agents.world(1)
+    agents.tell(9, 0)
+    until(lambda: 0 in agents.ends, "an agent that stops does not end")
+    agents.tell(7, 1)  # its rank has lost the other
+    until(lambda: 1 in agents.ends, "an agent restarts into a rendezvous that is closed")
+    assert agents.ends == {0: Do.STOP, 1: None}
