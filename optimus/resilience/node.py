@@ -77,7 +77,6 @@ class _Member:
             wait=launch.wait,
             died=lambda member: store.set(self._key(f"died/{member}"), "1"),
         )
-        self._first = False  # of the world, now or before
 
     def run(self, command: Sequence[str]) -> Do | None:
         agent = Agent(self._rendezvous, command, self._launch.ranks_per_node, joined=self._joined, failed=self._failed)
@@ -92,15 +91,12 @@ class _Member:
         if (why := self._told("stopped")) is not None:
             print(f"the run has been stopped: {why}; see {self._events.path}", flush=True)
             return Do.STOP
-        if outcome is None and self._first:
-            self._events.write("finished", node=self._launch.node)
         return outcome
 
     def _joined(self, world: World, store: Store) -> None:
         """Say who is here; the first node says who was here before and is not any more."""
         store.set(f"member/{world.rank}", json.dumps([self._launch.node, self._rendezvous.member]))
-        self._first = world.rank == 0
-        if not self._first:
+        if world.rank > 0:
             return
         here = [json.loads(store.get(f"member/{rank}")) for rank in range(world.size)]
         before = self._told("world")

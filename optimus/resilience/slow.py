@@ -25,7 +25,9 @@ def find_slow(
     measure, as nothing makes a rank faster than it is. A rank without any has other work than everybody else: it is slow
     when it takes so much longer than what was `usual` of it (the least of `alone` so far), not when it has more to do.
     """
-    times = {rank: seconds[rank] / statistics.median_low(seconds[r] for r in group) for group in peers for rank in group}
+    times = {
+        rank: seconds[rank] / statistics.median_low(seconds[r] for r in group) for group in peers for rank in group
+    }
     for rank, relation in alone(seconds, peers).items():
         times[rank] = relation / (usual or {}).get(rank, relation)
     found = (Slow(rank, times[rank]) for rank in times if times[rank] > 1 + percent / 100)

@@ -21,7 +21,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -34,6 +34,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from optimus.resilience.policy import Do
 
 _LAST_WORDS = 2  # seconds that ranks have to end by themselves
+_SAVING = 100  # seconds that ranks have to end their step and save, when the launcher itself is told to end
 
 
 @dataclass(frozen=True)
@@ -147,16 +148,18 @@ class Agent(LocalElasticAgent):
             local_addr=rendezvous._this_node.addr,
         )
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says we say
-        super().__init__(spec, DefaultLogsSpecs(), exit_barrier_timeout=60, shutdown_timeout=10)
+        super().__init__(spec, DefaultLogsSpecs(), exit_barrier_timeout=60, shutdown_timeout=_SAVING)
 
     def until_the_end(self) -> Do | None:
-        """Run until the job is done (None), or this node has left or stopped."""
+        """Run until the job is done (None), or this node has left or stopped; a signal that ends it makes it leave."""
         try:
             self._outcome: Do | None = None
             self.run()
             return self._outcome
         except RendezvousClosedError:
             return None  # a spare that was never used, or used no more
+        except SignalException:
+            return Do.LEAVE  # the ranks have had the signal too, and have saved what they could
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """They wait in a collective for ranks that are gone, and would for the 30 s that the base class gives them."""
@@ -192,10 +195,5 @@ class Agent(LocalElasticAgent):
                     return result
                 self._outcome = None
                 self._initialize_workers(group)
-            elif (
-                self.rendezvous.num_nodes_waiting() > 0
-            ):  # a place is free: another node is lost or has stopped its ranks
-                self._restart_workers(group)
-
-
-__all__ = ["Agent", "ProcessFailure", "Rendezvous", "RendezvousError", "RendezvousInfo", "SignalException", "World"]
+            elif self.rendezvous.num_nodes_waiting() > 0:
+                self._restart_workers(group)  # a place is free: another node is lost or has stopped its ranks

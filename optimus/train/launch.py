@@ -32,6 +32,7 @@ from optimus.hub import read_model_folder
 from optimus.mesh.placement import describe
 from optimus.observe.machine import find_device
 from optimus.observe.metrics import read_metrics
+from optimus.resilience.events import EventLog
 from optimus.resilience.exits import EndedError, Exit
 from optimus.resilience.faults import FaultPlan
 from optimus.train import checks
@@ -193,6 +194,8 @@ def _run_rank(config_text: str, resume: bool, plan: FaultPlan | None = None, nod
         with _last_words() if ranks > 1 else nullcontext():
             train_loop(run, [*([Inject(plan)] if plan is not None else []), *_hooks(run, node)])
             run.state.finish()
+        if node is not None and run.groups.rank == 0 and run.step == run.last_step:
+            EventLog(run.folder).write("finished", node=node, step=run.step)
 
 
 @contextmanager

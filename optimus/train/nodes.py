@@ -52,7 +52,7 @@ def launch(
     Returns None when the job is done, `Do.LEAVE` when this node has been excluded, `Do.STOP` when the run ended by a
     failure that no restart mends. Raises `UserError` for what can be mended here.
     """
-    ranks = nodes * ranks_per_node
+    ranks = _count(nodes, spares, ranks_per_node)
     tree = with_microbatches(load_config(config, overrides, read_model_folder), ranks)
     check_run(tree, ranks, resume=True)
     if inject is not None:
@@ -100,7 +100,7 @@ def rehearse(
     Raises `UserError` before anything is started when the run is impossible as configured.
     """
     overrides = list(overrides)
-    ranks = nodes * ranks_per_node
+    ranks = _count(nodes, spares, ranks_per_node)
     tree = with_microbatches(load_config(config, overrides, read_model_folder), ranks)
     check_run(tree, ranks, resume=True)
     isolated = not plain and namespaces_allowed()
@@ -158,9 +158,7 @@ def write_batch_script(
     as configured, or the script cannot be written; what the nodes of the job will have is not checked.
     """
     overrides = list(overrides)
-    ranks = nodes * ranks_per_node
-    if ranks < 1:
-        raise UserError(f"--nodes {nodes} --ranks-per-node {ranks_per_node}: give at least 1 of each")
+    ranks = _count(nodes, spares, ranks_per_node)
     tree = with_microbatches(load_config(config, overrides, read_model_folder), ranks)
     check_ranks(tree, ranks)
     if inject is not None:
@@ -188,9 +186,19 @@ def write_batch_script(
 def parse_keep_alive(text: str) -> tuple[int, int]:
     """Seconds and number of SECONDSxNUMBER. Raises `UserError`."""
     seconds, _, number = text.partition("x")
-    if not (seconds.isdigit() and number.isdigit() and int(seconds) and int(number)):
+    if not (seconds.isdecimal() and number.isdecimal() and int(seconds) and int(number)):
         raise UserError(f"--keep-alive {text}: give SECONDSxNUMBER, such as 5x3")
     return int(seconds), int(number)
+
+
+def _count(nodes: int, spares: int, ranks_per_node: int) -> int:
+    """Of ranks. Raises `UserError` when it makes no sense."""
+    if nodes < 1 or ranks_per_node < 1 or spares < 0:
+        raise UserError(
+            f"--nodes {nodes} --spares {spares} --ranks-per-node {ranks_per_node}: give at least 1 node with 1 rank, and no "
+            "fewer spares than none"
+        )
+    return nodes * ranks_per_node
 
 
 def _read_plan(inject: str | Path, ranks: int) -> FaultPlan:

@@ -1,25 +1,25 @@
 """A node of a launch: what it says of bad input, and what becomes of ranks that end badly; ranks are scripts here."""
 
-import json
 import re
+import socket
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from torch.distributed import TCPStore
-from typer.testing import CliRunner
 
-from optimus.cli import app
 from optimus.errors import UserError
 from optimus.resilience import node as module
-from optimus.resilience import store as store_module
 from optimus.resilience.events import EventLog
 from optimus.resilience.exclusion import exclude, excluded
 from optimus.resilience.faults import FaultPlan
@@ -59,41 +59,222 @@ def one(store: TCPStore, tmp_path: Path) -> Launch:
     return Launch(tmp_path / "run", "n0", 1, 0, 1, f"127.0.0.1:{store.port}", interval=1, attempts=4, wait=20.0)
 
 
-Together = Callable[..., dict[str, Any]]
+class Cluster:
+    """Nodes whose ranks do what they are told."""
+
+    def __init__(self, pool: ThreadPoolExecutor, store: TCPStore, one: Launch, folder: Path) -> None:
+        self._pool, self._store, self._one, self._folder = pool, store, one, folder
+        self._futures: dict[str, Future[Do | None]] = {}
+
+    def start(self, *, nodes: int, wait: float = 20.0, max_restarts: int = 5, spares: int = 0, **orders: str) -> None:
+        """Start nodes by name."""
+        for node, told in orders.items():
+            (self._folder / node).write_text(told)
+            launch = replace(self._one, node=node, nodes=nodes, spares=spares, wait=wait, max_restarts=max_restarts)
+            command = [sys.executable, "-c", RANK, str(self._folder / node)]
+            self._futures[node] = self._pool.submit(run_node, launch, command)
+
+    def wait_for_world(self) -> None:
+        """Until nodes have come together for the first time."""
+        deadline = time.monotonic() + 30
+        while not self._store.check(["optimus/world"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def end(self) -> dict[str, Any]:
+        """What each has returned or raised."""
+        errors = {node: future.exception(60) for node, future in self._futures.items()}
+        return {node: errors[node] or future.result() for node, future in self._futures.items()}
+
+    def events(self) -> list[tuple[str, str | None, str]]:
+        return [(event["kind"], event["node"], event["detail"]) for event in EventLog(self._one.run).read()]
 
 
 @pytest.fixture
-def together(one: Launch, tmp_path: Path) -> Iterator[Together]:
-    """Runs nodes whose ranks do what they are told, and gives how each has ended: its result, or its error."""
+def cluster(one: Launch, store: TCPStore, tmp_path: Path) -> Iterator[Cluster]:
     with ThreadPoolExecutor(4) as pool:
-
-        def run(told: dict[str, str], **changes: Any) -> dict[str, Any]:
-            futures: dict[str, Future[Any]] = {}
-            for node, orders in told.items():
-                (tmp_path / node).write_text(orders)
-                command = [sys.executable, "-c", RANK, str(tmp_path / node)]
-                futures[node] = pool.submit(run_node, replace(one, **changes, node=node), command)
-            errors = {node: future.exception(60) for node, future in futures.items()}
-            return {node: errors[node] or future.result() for node, future in futures.items()}
-
-        yield run
+        yield Cluster(pool, store, one, tmp_path)
 
 
-def told(one: Launch) -> list[tuple[str, str | None, str]]:
-    return [(event["kind"], event["node"], event["detail"]) for event in EventLog(one.run).read()]
+def test_a_run_of_one_node(cluster: Cluster) -> None:
+    cluster.start(nodes=1, n0="0")
+    assert cluster.end() == {"n0": None}
+    assert cluster.events() == [("finished", "n0", "")]
 
 
-def test_a_run_of_one_node(one: Launch, together: Together) -> None:
-    assert together({"n0": "0"}) == {"n0": None}
-    assert told(one) == [("finished", "n0", "")]
+def test_a_crash_is_restarted_from_on_all_nodes(cluster: Cluster) -> None:
+    cluster.start(nodes=2, n0="3 0", n1="wait 0")
+    assert cluster.end() == {"n0": None, "n1": None}
+    failure, restart, finished = cluster.events()
+    assert failure[:2] == ("failure", "n0")
+    assert re.fullmatch(r"rank [01] crashed \(exit code 3\)", failure[2])
+    assert restart[0] == "restart"
+    assert sorted(re.findall("n[01]", restart[2])) == ["n0", "n1"]
+    assert finished[0] == "finished"
 
 
-def test_crashes_restart_together_and_the_second_is_the_nodes_fault(one: Launch, together: Together) -> None:
-    ends = together({"n0": "3 3 3", "n1": "wait wait 0", "n2": "0"}, nodes=2, spares=1)
-    # Any of them may be the spare at first; n0 ends as a spare that was never used, or is excluded.
-    events = told(one)
-    if ("failure", "n0", "rank 0 crashed (exit code 3)") not in events and ("failure", "n0", "rank 1 crashed (exit code 3)") not in events:
-        pytest.skip("n0 was the spare")
-    assert events[-1][0] == "finished"
-    assert ends["n1"] is None
-    assert ends["n2"] is None
+def test_the_second_crash_is_the_nodes_fault(cluster: Cluster, store: TCPStore, one: Launch) -> None:
+    store.add("optimus/crashes/n0", 1)
+    cluster.start(nodes=2, spares=1, n0="3", n1="wait 0")
+    cluster.wait_for_world()
+    cluster.start(nodes=2, spares=1, n2="0")
+    assert cluster.end() == {"n0": Do.LEAVE, "n1": None, "n2": None} or excluded(one.run) == []
+    if excluded(one.run):
+        assert [event[:2] for event in cluster.events()[:2]] == [("failure", "n0"), ("exclusion", "n0")]
+        assert cluster.events()[-1][0] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("code", "failures"),
+    [
+        (76, []),  # the rank has written down why itself
+        (77, []),
+        (75, []),
+    ],
+)
+def test_without_a_spare_nobody_is_excluded(cluster: Cluster, one: Launch, code: int, failures: list[str]) -> None:
+    cluster.start(nodes=1, n0=f"{code} 0")
+    assert cluster.end() == {"n0": None}
+    assert [event[0] for event in cluster.events()] == [*failures, "restart", "finished"]
+    assert excluded(one.run) == []
+
+
+def test_bad_input_stops_all_and_is_no_good_end(cluster: Cluster) -> None:
+    cluster.start(nodes=2, n0="2", n1="75 wait")
+    assert cluster.end() == {"n0": Do.STOP, "n1": Do.STOP}
+    assert cluster.events() == [("failure", "n0", "the run cannot go on as it is configured")]
+
+
+def test_a_run_that_does_not_get_on(cluster: Cluster, one: Launch) -> None:
+    cluster.start(nodes=1, max_restarts=1, n0="3")
+    error = cluster.end()["n0"]
+    assert isinstance(error, UserError)
+    why = f"{one.run} has been restarted 1 times without getting beyond step 0"
+    assert str(error) == f"{why}: see {one.run / 'events.jsonl'} for what happened"
+    assert cluster.events()[-1] == ("failure", "n0", why)
+
+
+def test_too_few_nodes(cluster: Cluster) -> None:
+    cluster.start(nodes=2, wait=1.0, n0="0")
+    error = cluster.end()["n0"]
+    assert isinstance(error, UserError)
+    why = "fewer than 2 nodes have come together within 1 s"
+    assert str(error) == f"{why}: start more, or with fewer --nodes"
+    assert cluster.events() == [("failure", "n0", why)]
+
+
+def test_the_rendezvous_ends_before_the_run(one: Launch, tmp_path: Path) -> None:
+    program = (
+        "import sys; from optimus.resilience.store import serve; print(serve(0).port, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdout is not None
+        endpoint = f"127.0.0.1:{int(process.stdout.readline())}"
+        threading.Timer(2.5, process.kill).start()
+        (tmp_path / "n0").write_text("wait")
+        with pytest.raises(
+            UserError, match=rf"node n0 has lost the rendezvous {endpoint}: its link is broken, or the "
+        ):
+            run_node(replace(one, endpoint=endpoint), [sys.executable, "-c", RANK, str(tmp_path / "n0")])
+
+
+def test_an_excluded_node(one: Launch) -> None:
+    exclude(one.run.parent, "n1")
+    exclude(one.run.parent, "n0")
+    with pytest.raises(
+        UserError, match=r"node n0 is excluded from .*: start another one, or take it out of .*excluded.txt"
+    ):
+        run_node(replace(one, run=one.run.parent), ["true"])
+
+
+def test_clocks_far_apart(one: Launch, store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    module._check_clocks(one, store)
+    for ahead in (-1.5, 1.5):  # 4 s is when a node is dead
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda ahead=ahead: time.time() + ahead))
+        module._check_clocks(replace(one, node="n1"), store)
+    for ahead, how in ((-50, "50 s behind"), (50, "50 s ahead of")):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda ahead=ahead: time.time() + ahead))
+        with pytest.raises(UserError, match=f"the clock of node n1 is {how} that of node n0, .*: set both by NTP"):
+            run_node(replace(one, node="n1"), ["true"])
+
+
+def test_nobody_answers_at_the_rendezvous(one: Launch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(
+            UserError, match=f"nobody answers at the rendezvous {endpoint} .*: start `optimus rendezvous"
+        ):
+            run_node(replace(one, endpoint=endpoint, wait=0.6), ["true"])
+
+
+@pytest.mark.parametrize("endpoint", ["", "host", "host:", ":29400", "host:port", "host:0", "host:65536", "host:-1"])
+def test_an_endpoint_that_is_none(endpoint: str) -> None:
+    with pytest.raises(UserError, match=f"--rendezvous {endpoint}: give HOST:PORT"):
+        parse(endpoint)
+
+
+def test_an_endpoint_that_is_nowhere() -> None:
+    with pytest.raises(UserError, match="there is no way from here to the rendezvous no-such-host.invalid:29400"):
+        own_address("no-such-host.invalid:29400")
+    with pytest.raises(UserError, match="nobody answers at the rendezvous no-such-host.invalid:29400"):
+        connect("no-such-host.invalid:29400", 0.1)
+
+
+def test_ports(store: TCPStore) -> None:
+    assert parse(f"127.0.0.1:{store.port}") == ("127.0.0.1", store.port)
+    assert own_address(f"127.0.0.1:{store.port}") == "127.0.0.1"
+    store.set("key", "value")
+    assert connect(f"127.0.0.1:{store.port}", 5.0).get("key") == b"value"
+    with pytest.raises(UserError, match=rf"port {store.port} is not free here \(.*\): choose another --port"):
+        serve(store.port)
+    for port in (-1, 65536):
+        with pytest.raises(UserError, match=f"--port {port}: give a number"):
+            serve(port)
+
+
+def test_keep_alive() -> None:
+    assert parse_keep_alive("5x3") == (5, 3)
+    for text in ("", "5", "x3", "5x", "0x3", "5x0", "-1x3", "1.5x3", "5x3x2", "\u00b2x3"):
+        with pytest.raises(UserError, match=f"--keep-alive {text}: give SECONDSxNUMBER"):
+            parse_keep_alive(text)
+
+
+@pytest.fixture
+def config(small_run: dict[str, Any], tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(small_run))
+    return path
+
+
+def test_a_plan_of_ranks_that_are_not_there(config: Path, tmp_path: Path) -> None:
+    FaultPlan().kill(1, 2).kill(2, 2).write(tmp_path / "plan.yaml")
+    message = "there is no rank 2, the run has ranks 0 to 1"
+    with pytest.raises(UserError, match=message):
+        rehearse(config, nodes=2, inject=tmp_path / "plan.yaml")
+    with pytest.raises(UserError, match=message):
+        launch(config, nodes=2, rendezvous="127.0.0.1:1", inject=tmp_path / "plan.yaml")
+
+
+def test_what_a_plain_lab_cannot_do(config: Path, tmp_path: Path) -> None:
+    FaultPlan().cut(1, 2).write(tmp_path / "plan.yaml")
+    with pytest.raises(UserError, match="links can be cut in network namespaces only"):
+        rehearse(config, nodes=2, inject=tmp_path / "plan.yaml", plain=True)
+    with pytest.raises(UserError, match="--bandwidth needs network namespaces"):
+        rehearse(config, nodes=2, bandwidth="1Gbit", plain=True)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"nodes": 0}, "--nodes 0"),
+        ({"nodes": 2, "spares": -1}, "--spares -1"),
+        ({"nodes": 2, "ranks_per_node": 0}, "--ranks-per-node 0"),
+        ({"nodes": 3}, "train.global_batch 8 is not a multiple of 3 data-parallel ranks"),
+    ],
+)
+def test_numbers_of_nodes_that_make_no_sense(config: Path, numbers: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        rehearse(config, **numbers)
+    with pytest.raises(UserError, match=message):
+        launch(config, **numbers, rendezvous="127.0.0.1:1")
