@@ -1,8 +1,7 @@
 """Reading checkpoints into a state or a model, and writing a model."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -10,14 +9,12 @@ from optimus.checkpoint.folder import Description, differences, find_checkpoint
 from optimus.checkpoint.format import file_of, write_boxes
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import complete
-from optimus.comm import Group
 from optimus.config import ModelConfig
 from optimus.errors import UserError, naming_disk_errors
 from optimus.model import Transformer
 from optimus.state import Box, ModelState, Send, load_boxes
 
 FULL, WEIGHTS = ("model", "adamw.m", "adamw.v"), ("model",)
-T = TypeVar("T")
 
 
 def save_model(model: Transformer, folder: Path, *, context: int, tokenizer: Path | None, eos_id: int | None) -> None:
@@ -67,7 +64,7 @@ def load_state(
             check_same_run(reader.description, run, path)
         return reader
 
-    reader = _on_first(state.groups.world, open_it)
+    reader = state.groups.world.on_first(open_it)
     readers = load_boxes(state, reader.fill, FULL if full else WEIGHTS, send)
     return reader.description, readers
 
@@ -94,18 +91,3 @@ def check_same_run(description: Description, run: dict[str, Any], path: Path) ->
     """Raise `UserError` when the checkpoint `path` cannot be continued by a run with the fingerprint `run`."""
     if changed := differences(description.run, run):
         raise UserError(f"{path} belongs to another run: {changed}. Use those values or another train.output")
-
-
-def _on_first(group: Group, call: Callable[[], T]) -> T:
-    """What `call` returns or raises on the group's first rank, on all of them."""
-    outcome: tuple[T | None, UserError | None] = (None, None)
-    if group.rank == 0:
-        try:
-            outcome = (call(), None)
-        except UserError as error:
-            outcome = (None, error)
-    value, failure = group.tell(outcome)
-    if failure is not None:
-        raise failure
-    assert value is not None
-    return value

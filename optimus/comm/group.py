@@ -258,6 +258,19 @@ class Group:
         told: T = values[0]
         return told
 
+    def on_first(self, call: Callable[[], T]) -> T:
+        """What `call` returns on the group's first rank, or the `UserError` that it raises there, on all of them."""
+        outcome: tuple[T | None, UserError | None] = (None, None)
+        if self.rank == 0:
+            try:
+                outcome = (call(), None)
+            except UserError as error:
+                outcome = (None, error)
+        value, failure = self.tell(outcome)
+        if failure is not None:
+            raise failure
+        return value  # type: ignore[return-value]
+
     def agree(self, failure: UserError | None, device: torch.device) -> None:
         """Raise the first rank's failure that has one on all ranks; `device` is what the group moves."""
         if self.any(failure is not None, device):

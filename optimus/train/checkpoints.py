@@ -26,7 +26,7 @@ from optimus.train.step import StepResult
 def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
     """Make model and state on `device`, initialised, or loaded from the newest checkpoint that is whole when `resume`."""
     run = new_run(config, device)
-    points = run.groups.world.tell(resume_points(run.folder) if resume and run.groups.rank == 0 else [])
+    points = run.groups.world.on_first(lambda: resume_points(run.folder)) if resume else []
     if points:
         _resume(run, points)
     else:
@@ -152,7 +152,7 @@ def _start(run: Run, resume: bool) -> None:
     if (Path(initial) / "config.json").is_file():
         readers = _load_folder(run, Path(initial))
     else:
-        path = run.groups.world.tell(find_checkpoint(initial) if run.groups.rank == 0 else None)
+        path = run.groups.world.on_first(lambda: find_checkpoint(initial))
         _, readers = load_state(run.state, path, model=run.config.model, full=False, send=send)
     run.notes.append(f"starting from the weights of {initial}{_readers(run, readers)}")
 

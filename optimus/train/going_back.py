@@ -15,27 +15,23 @@ def go_back(run: Run, detail: str) -> int:
     """
     if run.saver is not None:
         run.saver.finish()  # else what is being written would be the newest checkpoint
-    events, first = EventLog(run.folder), run.groups.rank == 0
-    told = (_rollbacks(events), [step_of(path) for path in list_checkpoints(run.folder, "weights")]) if first else None
-    rollbacks, kept = run.groups.world.tell(told)
-    steps = [step for step in kept if step < run.step]
-    limit = run.config.resilience.max_rollbacks
+    return run.groups.world.on_first(lambda: _go_back(run, detail))
+
+
+def _go_back(run: Run, detail: str) -> int:
+    events, limit = EventLog(run.folder), run.config.resilience.max_rollbacks
+    rollbacks = sum(event["kind"] == "rollback" for event in events.read())
+    steps = [step for path in list_checkpoints(run.folder, "weights") if (step := step_of(path)) < run.step]
     if rollbacks >= limit or not steps:
         why = (
             f"it has gone back {rollbacks} times already (resilience.max_rollbacks)"
             if rollbacks >= limit
             else "there are no weights to go back to (checkpoint.weights_every)"
         )
-        if first:
-            events.write("failure", step=run.step, detail=f"{detail}; {why}")
+        events.write("failure", step=run.step, detail=f"{detail}; {why}")
         raise UserError(f"{detail}; {why}. Lower schedule.peak, or look at the data of that step")
     back = steps[max(0, len(steps) - 1 - rollbacks)]
-    if first:
-        events.write("failure", step=run.step, detail=detail)
-        rollback(run.folder, back)
-        events.write("rollback", step=back, detail=f"back to the weights of step {back}: {detail}")
+    events.write("failure", step=run.step, detail=detail)
+    rollback(run.folder, back)
+    events.write("rollback", step=back, detail=f"back to the weights of step {back}: {detail}")
     return back
-
-
-def _rollbacks(events: EventLog) -> int:
-    return sum(event["kind"] == "rollback" for event in events.read())

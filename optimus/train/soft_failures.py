@@ -32,9 +32,8 @@ class SoftFailures(Hook):
         if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
             return
         events = EventLog(run.folder)
-        before = events.read() if run.groups.rank == 0 else []
         told = run.groups.world.collect((*_origin(run), self._node))
-        earlier = run.groups.world.tell([event for event in before if _SIGN in event["detail"]])
+        earlier = run.groups.world.on_first(lambda: [event for event in events.read() if _SIGN in event["detail"]])
         # Damaged parameters that others gather are where theirs come from.
         damaged = any(of_parameters for _, of_parameters, _ in told)
         origins = {
@@ -52,7 +51,7 @@ class SoftFailures(Hook):
 
     def _blame(self, run: Run, events: EventLog, origins: Mapping[int, tuple[str, str]]) -> NoReturn:
         rank, (what, node) = min(origins.items())
-        detail = f"rank {rank} gave numbers that are {_SIGN}, first in a {what}"
+        detail = f"rank {rank} gave numbers that are {_SIGN}, first in {what}"
         if run.groups.rank == rank:
             events.write("failure", node=node, rank=rank, step=run.step, detail=detail)
         raise EndedError(Exit.BAD_NODE if node == self._node else Exit.LOST, f"step {run.step}: {detail}")
@@ -63,4 +62,4 @@ def _origin(run: Run) -> tuple[str | None, bool]:
     parts = [part for chunk in run.state.chunks for part in (chunk.master, chunk.own)]
     if all(bool(torch.isfinite(part.sum(dtype=torch.float32))) for part in parts):
         return run.groups.watch.origin(), False
-    return "parameter of its own", True
+    return "parameters of its own", True
