@@ -54,7 +54,9 @@ def main() -> None:
     worst = max(row["difference_percent"] for row in rows) / 100
     ratios = {"restart.last": 1 + last, "restart.worst": 1 + worst}
     for row in rows:
-        print(f"steps {row['steps']:>9}: {row['undisturbed']:.4f} {row['restarted']:.4f} {row['difference_percent']:+.2f} %")
+        print(
+            f"steps {row['steps']:>9}: {row['undisturbed']:.4f} {row['restarted']:.4f} {row['difference_percent']:+.2f} %"
+        )
     print(f"after {arguments.after} steps the loss differs by {100 * last:+.2f} %")
     draw(undisturbed, restarted, arguments.before, arguments.plot)
     if arguments.json is not None:

@@ -290,7 +290,8 @@ class Group:
         if self.watch is not None and leaves is not None:
             self.watch.leaves(leaves, name)
         number = self._recorder.begins(at)
-        with self._naming(name, tensor):
+        # To begin may be to wait: Gloo's threads and ours take turns.
+        with self._naming(name, tensor), self._recorder.waits(at, name, number):
             started = call()
         works = started if isinstance(started, list) else [started]
 

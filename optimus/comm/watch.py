@@ -48,9 +48,10 @@ class Watch:
         if not self._noted:
             return None
         sums, left, what = zip(*self._noted)
-        finite = torch.isfinite(torch.stack([each.to(sums[0].device) for each in sums])).tolist()
+        finite = torch.isfinite(torch.stack([each.to(sums[0].device, torch.float32) for each in sums])).tolist()
         return next((what[i] if left[i] else None for i, fine in enumerate(finite) if not fine), None)
 
     def _note(self, tensor: Tensor, left: bool, what: str) -> None:
         if self._on and tensor.is_floating_point():
-            self._noted.append((tensor.detach().sum(dtype=torch.float32), left, what))
+            # In its own type: bf16 reaches as far as fp32, and another type would cost a copy of everything.
+            self._noted.append((tensor.detach().sum(), left, what))

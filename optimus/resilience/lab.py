@@ -91,7 +91,7 @@ def rehearse(
     isolated: bool,
     bandwidth: str | None = None,
     limit: float = 600.0,
-    grace: float = 30.0,
+    grace: float = 15.0,
 ) -> Outcome:
     """Run on so many hosts what `launch` gives for a node's name and the HOST:PORT of the rendezvous.
 

@@ -75,7 +75,7 @@ class _Member:
             interval=launch.interval,
             attempts=launch.attempts,
             wait=launch.wait,
-            died=lambda member: store.set(self._key(f"died/{member}"), "1"),
+            died=self._died,
         )
 
     def run(self, command: Sequence[str]) -> Do | None:
@@ -107,12 +107,15 @@ class _Member:
         self._events.write("restart", node=self._launch.node, detail=f"on nodes {', '.join(name for name, _ in here)}")
         self._check_progress()
 
+    def _died(self, member: str) -> None:
+        self._store.compare_set(self._key(f"died/{member}"), "", str(time.time()))
+
     def _note_silent(self, before: Sequence[tuple[str, str]]) -> None:
         silent = self._launch.interval * self._launch.attempts
         for name, member in before:
-            if self._store.check([self._key(f"died/{member}")]):
+            if (noticed := self._told(f"died/{member}")) is not None:
                 detail = f"node {name} has been silent for {silent} s"
-                self._events.write("failure", node=name, seconds=silent, detail=detail)
+                self._events.write("failure", node=name, seconds=silent + time.time() - noticed, detail=detail)
                 self._store.delete_key(self._key(f"died/{member}"))  # it may only have been slow, and come back
 
     def _failed(self, failures: dict[int, ProcessFailure]) -> Do:

@@ -80,13 +80,9 @@ class SlowRanks(Hook):
         self._persistence = Persistence(OFTEN)
         self._steps: list[float] = []  # seconds of this rank's own in each step of the window
         self._usual: dict[int, float] = {}  # of ranks without peers
-        self._before = 0.0
-
-    def before_step(self, run: Run) -> None:
-        self._before = run.groups.recorder.seconds
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        self._steps.append(run.step_seconds - (run.groups.recorder.seconds - self._before))
+        self._steps.append(run.step_seconds - run.waited_seconds)
         if run.step % WINDOW:
             return
         told = run.groups.world.collect((statistics.median(self._steps), self._node))

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -66,7 +67,7 @@ class Inject(Hook):
         self._kill(run)
 
     def _cut(self, run: Run) -> None:
-        if os.path.samefile("/proc/self/ns/net", "/proc/1/ns/net"):
+        if not any(os.path.samefile("/proc/self/ns/net", each) for each in Path("/run/netns").glob("*")):
             raise UserError("links can be cut in the lab only: this is the network of the machine itself")
         device = os.environ["GLOO_SOCKET_IFNAME"]  # the launcher has set it
         subprocess.run(["ip", "link", "set", device, "down"], check=True)

@@ -52,7 +52,7 @@ def naming_collectives(when: str) -> Iterator[None]:
 
 def _step(run: Run, loader: TokenLoader, hooks: Sequence[Hook]) -> None:
     """One step and the hooks after it; or none, and `run.failure` set, when its data cannot be read."""
-    began = time.perf_counter()
+    began, waited = time.perf_counter(), run.groups.recorder.seconds
     tokens_BS = _next_batch(run, loader)
     if tokens_BS is None:
         return
@@ -63,6 +63,7 @@ def _step(run: Run, loader: TokenLoader, hooks: Sequence[Hook]) -> None:
     run.step += 1
     run.skipped += result.skipped
     run.step_seconds = time.perf_counter() - began
+    run.waited_seconds = run.groups.recorder.seconds - waited
     for hook in hooks:
         hook.after_step(run, result)
 

@@ -49,6 +49,7 @@ class Run:
     step: int = 0  # steps completed
     skipped: int = 0  # of them, without an update
     step_seconds: float = 0.0  # of the last step, waiting for data included
+    waited_seconds: float = 0.0  # of them, waiting for other ranks
     data_seconds: float = 0.0  # of them, waiting for data
     stop_requested: bool = False
     saver: Saver | None = None  # of its checkpoints, while it trains

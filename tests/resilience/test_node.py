@@ -1,11 +1,12 @@
 """A node of a launch: what it says of bad input, and what becomes of ranks that end badly; ranks are scripts here."""
 
+import pickle
 import re
 import socket
 import subprocess
 import sys
-import threading
 import time
+from base64 import b64decode
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -28,16 +29,30 @@ from optimus.resilience.policy import Do
 from optimus.resilience.store import connect, own_address, parse, serve
 from optimus.train.nodes import launch, parse_keep_alive, rehearse
 
-# Does what the lines of its node's file say, one at each start: ends with a code, or waits until it is ended.
+# Does what its node's file says, a word at each start and the last one ever after: it ends with a code, or waits until it is
+# ended; `hold` makes it wait for a file before the next word.
 RANK = """
 import pathlib, sys, time
 orders = pathlib.Path(sys.argv[1])
 first, *rest = orders.read_text().split()
+if first == "hold":
+    while not orders.with_name("go").exists():
+        time.sleep(0.05)
+    first, *rest = rest
 orders.write_text(" ".join(rest or [first]))
-if first.startswith("wait"):
+if first == "wait":
     time.sleep(60)
-time.sleep(0.5)
+time.sleep(0.3)
 sys.exit(int(first))
+"""
+
+
+SERVE = """
+import sys
+from optimus.resilience.store import serve
+store = serve(0)
+print(store.port, flush=True)
+sys.stdin.read()
 """
 
 
@@ -49,8 +64,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def store() -> Iterator[TCPStore]:
-    yield serve(0)
+def store() -> TCPStore:
+    return serve(0)
 
 
 @pytest.fixture
@@ -81,6 +96,14 @@ class Cluster:
             assert time.monotonic() < deadline
             time.sleep(0.1)
 
+    def wait_for_spare(self) -> None:
+        """Until one waits, and the others know."""
+        deadline = time.monotonic() + 30
+        while not pickle.loads(b64decode(self._store.get("torch.rendezvous.optimus"))).redundancy_list:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(1.5)
+
     def end(self) -> dict[str, Any]:
         """What each has returned or raised."""
         errors = {node: future.exception(60) for node, future in self._futures.items()}
@@ -99,43 +122,50 @@ def cluster(one: Launch, store: TCPStore, tmp_path: Path) -> Iterator[Cluster]:
 def test_a_run_of_one_node(cluster: Cluster) -> None:
     cluster.start(nodes=1, n0="0")
     assert cluster.end() == {"n0": None}
-    assert cluster.events() == [("finished", "n0", "")]
+    assert cluster.events() == []  # that it has finished is for its ranks to say
 
 
 def test_a_crash_is_restarted_from_on_all_nodes(cluster: Cluster) -> None:
     cluster.start(nodes=2, n0="3 0", n1="wait 0")
     assert cluster.end() == {"n0": None, "n1": None}
-    failure, restart, finished = cluster.events()
+    failure, restart = cluster.events()
     assert failure[:2] == ("failure", "n0")
     assert re.fullmatch(r"rank [01] crashed \(exit code 3\)", failure[2])
     assert restart[0] == "restart"
     assert sorted(re.findall("n[01]", restart[2])) == ["n0", "n1"]
-    assert finished[0] == "finished"
 
 
-def test_the_second_crash_is_the_nodes_fault(cluster: Cluster, store: TCPStore, one: Launch) -> None:
+def test_the_second_crash_is_the_nodes_fault(cluster: Cluster, store: TCPStore, one: Launch, tmp_path: Path) -> None:
     store.add("optimus/crashes/n0", 1)
-    cluster.start(nodes=2, spares=1, n0="3", n1="wait 0")
+    cluster.start(nodes=2, spares=1, n0="hold 3", n1="wait 0")
     cluster.wait_for_world()
     cluster.start(nodes=2, spares=1, n2="0")
-    assert cluster.end() == {"n0": Do.LEAVE, "n1": None, "n2": None} or excluded(one.run) == []
-    if excluded(one.run):
-        assert [event[:2] for event in cluster.events()[:2]] == [("failure", "n0"), ("exclusion", "n0")]
-        assert cluster.events()[-1][0] == "finished"
+    cluster.wait_for_spare()
+    (tmp_path / "go").touch()
+    assert cluster.end() == {"n0": Do.LEAVE, "n1": None, "n2": None}
+    events = cluster.events()
+    assert [event[:2] for event in events[:2]] == [("failure", "n0"), ("exclusion", "n0")]
+    assert events[2][0] == "restart"
+    assert sorted(re.findall(r"n\d", events[2][2])) == ["n1", "n2"]
+    assert len(events) == 3
+    assert excluded(one.run) == ["n0"]
 
 
-@pytest.mark.parametrize(
-    ("code", "failures"),
-    [
-        (76, []),  # the rank has written down why itself
-        (77, []),
-        (75, []),
-    ],
-)
-def test_without_a_spare_nobody_is_excluded(cluster: Cluster, one: Launch, code: int, failures: list[str]) -> None:
+def test_nobody_is_excluded_where_no_spare_is_left(cluster: Cluster, store: TCPStore, one: Launch) -> None:
+    """The other node waits for a new world when this one decides, and is no spare."""
+    store.add("optimus/crashes/n0", 5)
+    cluster.start(nodes=2, n0="3 0", n1="75 0")
+    assert cluster.end() == {"n0": None, "n1": None}
+    assert {event[0] for event in cluster.events()} == {"failure", "restart"}
+    assert excluded(one.run) == []
+
+
+@pytest.mark.parametrize("code", [75, 76, 77])
+def test_what_a_rank_has_written_down_itself(cluster: Cluster, one: Launch, code: int) -> None:
+    """Its launcher adds nothing."""
     cluster.start(nodes=1, n0=f"{code} 0")
     assert cluster.end() == {"n0": None}
-    assert [event[0] for event in cluster.events()] == [*failures, "restart", "finished"]
+    assert [event[0] for event in cluster.events()] == ["restart"]
     assert excluded(one.run) == []
 
 
@@ -164,18 +194,17 @@ def test_too_few_nodes(cluster: Cluster) -> None:
 
 
 def test_the_rendezvous_ends_before_the_run(one: Launch, tmp_path: Path) -> None:
-    program = (
-        "import sys; from optimus.resilience.store import serve; print(serve(0).port, flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE, text=True) as process:
+    serving = [sys.executable, "-c", SERVE]
+    with subprocess.Popen(serving, stdin=PIPE, stdout=PIPE, text=True) as process, ThreadPoolExecutor() as pool:
         assert process.stdout is not None
         endpoint = f"127.0.0.1:{int(process.stdout.readline())}"
-        threading.Timer(2.5, process.kill).start()
         (tmp_path / "n0").write_text("wait")
-        with pytest.raises(
-            UserError, match=rf"node n0 has lost the rendezvous {endpoint}: its link is broken, or the "
-        ):
-            run_node(replace(one, endpoint=endpoint), [sys.executable, "-c", RANK, str(tmp_path / "n0")])
+        command = [sys.executable, "-c", RANK, str(tmp_path / "n0")]
+        future = pool.submit(run_node, replace(one, endpoint=endpoint), command)
+        connect(endpoint, 5.0).get("optimus/world")
+        process.kill()
+        with pytest.raises(UserError, match=f"node n0 has lost the rendezvous {endpoint}: its link is broken, or the "):
+            future.result(30)
 
 
 def test_an_excluded_node(one: Launch) -> None:
@@ -215,9 +244,9 @@ def test_an_endpoint_that_is_none(endpoint: str) -> None:
 
 
 def test_an_endpoint_that_is_nowhere() -> None:
-    with pytest.raises(UserError, match="there is no way from here to the rendezvous no-such-host.invalid:29400"):
+    with pytest.raises(UserError, match=r"there is no way from here to the rendezvous no-such-host\.invalid:29400"):
         own_address("no-such-host.invalid:29400")
-    with pytest.raises(UserError, match="nobody answers at the rendezvous no-such-host.invalid:29400"):
+    with pytest.raises(UserError, match=r"nobody answers at the rendezvous no-such-host\.invalid:29400"):
         connect("no-such-host.invalid:29400", 0.1)
 
 

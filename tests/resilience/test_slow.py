@@ -1,0 +1,138 @@
+"""A rank that persistently takes longer than its peers is named, and no other, whatever the layout."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from optimus.config import load_config
+from optimus.errors import UserError
+from optimus.mesh import Mesh
+from optimus.resilience.events import EventLog
+from optimus.resilience.exits import Exit
+from optimus.resilience.faults import FaultPlan
+from optimus.resilience.slow import Persistence, Slow, alone, find_slow
+from optimus.testing import run_ranks
+from optimus.train import health
+from optimus.train.checkpoints import build_run
+from optimus.train.health import SlowRanks, peers_of
+from optimus.train.injection import Inject
+from optimus.train.launch import code_of
+from optimus.train.loop import train_loop
+from optimus.train.pipeline import with_microbatches
+
+# ---- By numbers ----
+
+
+def found(
+    seconds: list[float], peers: list[list[int]], percent: float = 50.0, **usual: float
+) -> list[tuple[int, float]]:
+    relations = {int(rank[1:]): relation for rank, relation in usual.items()}
+    return [(rank, round(times, 3)) for rank, times in find_slow(dict(enumerate(seconds)), peers, percent, relations)]
+
+
+def test_slow_is_who_takes_longer_than_its_peers() -> None:
+    four = [[0, 1, 2, 3]]
+    assert found([1.0, 1.1, 1.2, 2.0], four) == [(3, round(2 / 1.1, 3))]
+    assert found([1.0, 1.1, 1.2, 1.6], four) == []
+    assert found([1.0, 1.1, 1.2, 1.6], four, percent=40) == [(3, round(1.6 / 1.1, 3))]
+    assert found([1.0, 3.0, 1.0, 2.0], four) == [(1, 3.0), (3, 2.0)]  # the slowest first
+    assert found([0.1, 1.0, 1.0, 1.0], four) == []
+
+
+def test_peers_are_compared_with_each_other_only() -> None:
+    assert found([1.0, 1.0, 9.0, 9.0], [[0, 1], [2, 3]]) == []
+    assert found([1.0, 1.0, 9.0, 27.0], [[0, 1], [2, 3]]) == [(3, 3.0)]
+    assert found([9.0, 3.0, 9.0, 9.0], [[0, 1], [2, 3]]) == [(0, 3.0)]
+
+
+def test_a_rank_without_peers_is_compared_with_itself() -> None:
+    stages = [[0], [1], [2]]
+    assert alone({0: 1.0, 1: 2.0, 2: 4.0}, stages) == {0: 0.5, 1: 1.0, 2: 2.0}
+    assert alone({0: 1.0, 1: 2.0, 2: 4.0}, [[0, 1], [2]]) == {2: 2.0}
+    assert found([1.0, 1.0, 4.0], stages) == []  # it has more to do, as far as is known
+    assert found([1.0, 1.0, 4.0], stages, r0=1.0, r1=1.0, r2=2.0) == [(2, 2.0)]
+    assert found([3.0, 3.0, 12.0], stages, r0=1.0, r1=1.0, r2=4.0) == []  # all are slower alike
+
+
+def test_only_what_persists_is_named_and_once() -> None:
+    persistence, slow = Persistence(3), [Slow(1, 2.0)]
+    assert [persistence.note(each) for each in (slow, slow, [], slow, slow)] == [[]] * 5
+    assert persistence.note([Slow(0, 3.0), *slow]) == slow
+    assert persistence.note(slow) == []
+
+
+@pytest.mark.parametrize(
+    ("mesh", "peers"),
+    [(Mesh(dp=4, ep=2), [[0, 1, 2, 3]]), (Mesh(pp=2, dp=2), [[0, 1], [2, 3]]), (Mesh(pp=2), [[0], [1]])],
+)
+def test_peers_are_the_ranks_of_a_stage(mesh: Mesh, peers: list[list[int]]) -> None:
+    assert [list(group) for group in peers_of(mesh)] == peers
+
+
+# ---- Ranks that are slow ----
+
+# Of what a rank takes when it has the cores to itself, as the others wait for it; they take twice as long, or more, as all
+# of them compute at once on fewer cores.
+FACTOR = 6.0
+WINDOW, OFTEN = 5, 2
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data": {"state": {"shard": "gradients"}},
+    "expert": {"parallel": {"expert": 4}},
+    "tensor": {"parallel": {"tensor": 2, "expert": 2}},
+    "pipeline": {"parallel": {"pipeline": 2, "microbatches": 2}},
+    "message-driven": {"parallel": {"pipeline": 4, "executor": "message-driven", "microbatches": 4}},
+}
+
+
+def train_with_a_slow_rank(config: dict[str, Any], plan: FaultPlan) -> tuple[list[str], Exit]:
+    """What a rank was told, and how it ended."""
+    health.WINDOW, health.OFTEN = WINDOW, OFTEN
+    run = build_run(with_microbatches(load_config(config), dist.get_world_size()), torch.device("cpu"), False)
+    try:
+        train_loop(run, [Inject(plan), SlowRanks(f"node{dist.get_rank()}")])
+    except UserError as error:
+        return run.notes, code_of(error)
+    finally:
+        run.state.finish()
+        health.WINDOW, health.OFTEN = 10, 3  # this process is used again
+    return run.notes, Exit.DONE
+
+
+def config_of_a_run(small_run: dict[str, Any], layout: str, steps: int = 25) -> dict[str, Any]:
+    train = small_run["train"] | {"steps": steps, "global_batch": 32}
+    model = small_run["model"] | {"layers": 4, "hidden": 64}
+    return small_run | {"train": train, "model": model} | LAYOUTS[layout]
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=[pytest.mark.slow] * (number >= len(LAYOUTS))) for number in range(20)]
+)
+def test_the_slow_rank_is_named(small_run: dict[str, Any], number: int) -> None:
+    """Twenty ranks drawn at random, over all layouts."""
+    rank = random.Random(number).randrange(8)
+    config = config_of_a_run(small_run, list(LAYOUTS)[number % len(LAYOUTS)])
+    told = run_ranks(train_with_a_slow_rank, 8, config, FaultPlan().slow(rank, FACTOR))
+    assert {code for _, code in told} == {Exit.DONE}
+    events = EventLog(Path(config["train"]["output"])).read()
+    assert [(event["kind"], event["node"], event["rank"]) for event in events] == [("failure", f"node{rank}", rank)]
+    for notes, _ in told:
+        (note,) = [note for note in notes if "as long for its part of a step as its peers" in note]
+        assert f"rank {rank} takes " in note
+        assert f"(node node{rank})" in note
+
+
+def test_a_slow_node_is_left_out_where_it_is_asked_for(small_run: dict[str, Any]) -> None:
+    config = config_of_a_run(small_run, "data") | {"resilience": {"exclude_slow": True}}
+    told = run_ranks(train_with_a_slow_rank, 4, config | {"parallel": {}}, FaultPlan().slow(2, FACTOR))
+    assert [code for _, code in told] == [Exit.LOST, Exit.LOST, Exit.BAD_NODE, Exit.LOST]
+
+
+def test_nobody_is_named_where_all_are_as_fast(small_run: dict[str, Any]) -> None:
+    config = config_of_a_run(small_run, "tensor", 20)
+    told = run_ranks(train_with_a_slow_rank, 4, config, FaultPlan())
+    assert [code for _, code in told] == [Exit.DONE] * 4
+    assert not EventLog(Path(config["train"]["output"])).read()

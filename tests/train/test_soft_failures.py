@@ -1,0 +1,171 @@
+"""What a run on several nodes does in a step whose gradients are not finite: how its ranks end, and what the log says."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from optimus.config import load_config
+from optimus.errors import UserError
+from optimus.observe.metrics import read_metrics
+from optimus.resilience.events import EventLog
+from optimus.resilience.exits import Exit
+from optimus.resilience.faults import FaultPlan
+from optimus.testing import run_ranks
+from optimus.train.checkpoints import build_run
+from optimus.train.hooks import Hook
+from optimus.train.injection import Inject
+from optimus.train.launch import _claim_folder, _hooks, code_of
+from optimus.train.loop import train_loop
+from optimus.train.pipeline import with_microbatches
+from optimus.train.run import Run
+
+RANKS, PER_NODE = 4, 2
+Ended = tuple[Exit, str]
+
+
+class Damage(Hook):
+    """Something of the state of one rank is not finite from a step on."""
+
+    def __init__(self, buffer: str, rank: int, step: int) -> None:
+        self._buffer, self._rank, self._step = buffer, rank, step
+
+    def before_step(self, run: Run) -> None:
+        if run.step + 1 == self._step and run.groups.rank == self._rank:
+            for chunk in run.state.chunks:
+                chunk.settle()
+                getattr(chunk, self._buffer).fill_(torch.nan)
+
+
+def train_rank(config: dict[str, Any], plan: FaultPlan, others: Sequence[Hook]) -> Ended:
+    """One rank of a run, begun or resumed, as the launcher of its node has it; how it ended."""
+    rank = dist.get_rank()
+    run = build_run(with_microbatches(load_config(config), RANKS), torch.device("cpu"), True)
+    if rank == 0:
+        _claim_folder(run)
+    try:
+        train_loop(run, [Inject(plan), *others, *_hooks(run, f"node{rank // PER_NODE}")])
+    except UserError as error:
+        return code_of(error), str(error)
+    finally:
+        run.state.finish()
+    return Exit.DONE, ""
+
+
+class Trial:
+    """A run of four ranks on two nodes, and how it ended."""
+
+    def __init__(self, config: dict[str, Any], **sections: dict[str, Any]) -> None:
+        self.config = {"checkpoint": {"every": 1, "weights_every": 2}, **config, **sections}
+        self.folder = Path(config["train"]["output"])
+        self.said: list[str] = []
+
+    def go(self, plan: FaultPlan | None = None, *others: Hook) -> list[Exit]:
+        ended = run_ranks(train_rank, RANKS, self.config, plan or FaultPlan(), others)
+        self.said = [text for _, text in ended]
+        return [code for code, _ in ended]
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return EventLog(self.folder).read()
+
+    def kinds(self) -> list[str]:
+        return [event["kind"] for event in self.events]
+
+
+FIRST_AT_FAULT = [Exit.BAD_NODE, Exit.BAD_NODE, Exit.LOST, Exit.LOST]
+SECOND_AT_FAULT = FIRST_AT_FAULT[::-1]
+DIVERGED = [Exit.DIVERGED] * RANKS
+LAYOUTS: list[dict[str, Any]] = [
+    {"state": {"shard": "none"}},
+    {"state": {"shard": "parameters"}},
+    {"parallel": {"tensor": 2, "expert": 2, "expert_tensor": 1}, "state": {"shard": "optimizer"}},
+    {"parallel": {"pipeline": 2, "executor": "message-driven"}, "train": {"micro_batch": 2}},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_node_of_one_rank_is_at_fault(small_run: dict[str, Any], layout: dict[str, Any]) -> None:
+    layout = layout | {"train": small_run["train"] | layout.get("train", {})}
+    trial = Trial(small_run, **layout)
+    assert trial.go(FaultPlan().nan(rank=2, step=4)) == SECOND_AT_FAULT
+    assert {text.split(": ")[0] for text in trial.said} == {"step 4"}
+    (event,) = trial.events
+    assert {key: event[key] for key in ("kind", "node", "rank", "step")} == {
+        "kind": "failure",
+        "node": "node1",
+        "rank": 2,
+        "step": 4,
+    }
+    assert event["detail"].startswith("rank 2 gave numbers that are not finite, first in ")
+    assert event["detail"] in trial.said[0]
+    assert trial.go(FaultPlan().nan(rank=2, step=4)) == [Exit.DONE] * RANKS  # from where it was, with a sound node
+    assert trial.kinds() == ["failure", "recovered"]
+    assert [record["step"] for record in read_metrics(trial.folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_two_ranks_of_a_node_are_one_node(small_run: dict[str, Any]) -> None:
+    trial = Trial(small_run)
+    assert trial.go(FaultPlan().nan(0, 3).nan(1, 3)) == FIRST_AT_FAULT
+    assert [(event["node"], event["rank"]) for event in trial.events] == [("node0", 0)]
+
+
+def test_several_nodes_at_once_have_diverged(small_run: dict[str, Any]) -> None:
+    trial = Trial(small_run)
+    plan = FaultPlan().nan(1, 5).nan(2, 5)
+    assert trial.go(plan) == DIVERGED
+    failure, rollback = trial.events
+    assert (failure["kind"], failure["node"], failure["rank"], failure["step"]) == ("failure", None, None, 5)
+    assert "on ranks 1, 2: the training has diverged" in failure["detail"]
+    assert (rollback["kind"], rollback["step"]) == ("rollback", 4)
+    assert trial.go(plan) == [Exit.DONE] * RANKS
+    assert trial.kinds() == ["failure", "rollback", "recovered"]
+    assert trial.events[-1]["step"] == 5
+
+
+def test_the_same_step_on_another_node_has_diverged(small_run: dict[str, Any]) -> None:
+    trial = Trial(small_run)
+    assert trial.go(FaultPlan().nan(3, 4)) == SECOND_AT_FAULT
+    assert trial.go(FaultPlan().nan(3, 4).nan(0, 4)) == DIVERGED
+    assert trial.kinds() == ["failure", "failure", "rollback"]
+    assert trial.events[-1]["step"] == 2
+
+
+def test_it_goes_back_further_each_time_and_then_ends(small_run: dict[str, Any]) -> None:
+    trial = Trial(small_run, resilience={"max_rollbacks": 2})
+    plan = FaultPlan()
+    for step in (5, 5, 3):
+        plan = plan.nan(0, step).nan(3, step)
+        ended = trial.go(plan)
+    assert ended == [Exit.USER] * RANKS
+    assert all("it has gone back 2 times already (resilience.max_rollbacks)" in text for text in trial.said)
+    assert [event["step"] for event in trial.events if event["kind"] == "rollback"] == [4, 2]
+    assert trial.events[-1]["kind"] == "failure"
+
+
+def test_without_weights_there_is_nothing_to_go_back_to(small_run: dict[str, Any]) -> None:
+    trial = Trial(small_run, checkpoint={"every": 1})
+    assert trial.go(FaultPlan().nan(0, 3).nan(2, 3)) == [Exit.USER] * RANKS
+    assert all("checkpoint.weights_every" in text for text in trial.said)
+    assert trial.kinds() == ["failure"]
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
+def test_parameters_that_are_damaged_on_one_rank(small_run: dict[str, Any], shard: str) -> None:
+    """Others may have gathered them before anything was computed from them; moments damage them in the next update."""
+    for buffer, step, found in (("own", 3, 3), ("m", 2, 3)):
+        config = small_run | {"train": small_run["train"] | {"output": f"{small_run['train']['output']}-{buffer}"}}
+        trial = Trial(config, state={"shard": shard})
+        assert trial.go(FaultPlan(), Damage(buffer, 1, step)) == FIRST_AT_FAULT, buffer
+        (event,) = trial.events
+        assert (event["node"], event["rank"], event["step"]) == ("node0", 1, found)
+        assert "parameters of its own" in event["detail"]
+
+
+def test_a_healthy_run_says_nothing(small_run: dict[str, Any]) -> None:
+    trial = Trial(small_run)
+    assert trial.go() == [Exit.DONE] * RANKS
+    assert trial.events == []
