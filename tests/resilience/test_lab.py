@@ -173,7 +173,7 @@ def test_a_rank_hangs_another_is_not_finite_and_a_checkpoint_is_torn(
     assert (hang["rank"], hang["step"], hang["seconds"]) == (2, 4, 8)
     assert hang["detail"].startswith("rank 2 did not go on; the others waited in ")
     assert (soft["rank"], soft["step"]) == (1, 8)
-    assert soft["detail"].startswith("rank 1 gave numbers that are not finite, first in a ")
+    assert soft["detail"].startswith("rank 1 gave numbers that are not finite, first in ")
     assert crash["detail"] == "rank 0 crashed (killed by SIGKILL)"
     out = [event["node"] for event in result["events"] if event["kind"] == "exclusion"]
     assert out == excluded(tmp_path / "run") == [hang["node"], soft["node"]]
