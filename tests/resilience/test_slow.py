@@ -109,10 +109,10 @@ def config_of_a_run(small_run: dict[str, Any], layout: str, steps: int = 25) -> 
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(number, marks=[pytest.mark.slow] * (number >= len(LAYOUTS))) for number in range(20)]
+    "number", [pytest.param(number, marks=[pytest.mark.slow] * (number >= len(LAYOUTS))) for number in range(10)]
 )
 def test_the_slow_rank_is_named(small_run: dict[str, Any], number: int) -> None:
-    """Twenty ranks drawn at random, over all layouts."""
+    """Ranks drawn at random, over all layouts."""
     rank = random.Random(number).randrange(8)
     config = config_of_a_run(small_run, list(LAYOUTS)[number % len(LAYOUTS)])
     told = run_ranks(train_with_a_slow_rank, 8, config, FaultPlan().slow(rank, FACTOR))
