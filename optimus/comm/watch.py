@@ -17,9 +17,9 @@ class Watch:
     """The sums of what left and what came, in order, since `begin`; nothing is looked at outside of `on`."""
 
     def __init__(self) -> None:
-        self._noted: list[
-            tuple[Tensor, bool, str]
-        ] = []  # sum, whether it left, in which collective; by several threads
+        self.enabled = True  # whether anybody will ask
+        # Sum, whether it left, in which collective; by several threads.
+        self._noted: list[tuple[Tensor, bool, str]] = []
         self._on = False
 
     def begin(self) -> None:
@@ -29,7 +29,7 @@ class Watch:
     @contextmanager
     def on(self) -> Iterator[None]:
         """Look at what leaves and comes inside the context."""
-        self._on = True
+        self._on = self.enabled
         try:
             yield
         finally:

@@ -1,9 +1,11 @@
 """The event log of a run, `events.jsonl`: every failure, exclusion, restart and recovery, whoever sees it."""
 
+import fcntl
 import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +40,10 @@ class EventLog:
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b", buffering=0) as file:
+            with suppress(
+                OSError
+            ):  # some file systems have no locks: a line more, which is empty, is all that can happen
+                fcntl.flock(file, fcntl.LOCK_EX)
             # What a dying node has written in part must not take this event with it.
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - 1))

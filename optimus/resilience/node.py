@@ -126,9 +126,8 @@ class _Member:
         detail = f"{decision.detail}: {said[0]}" if said else decision.detail
         if decision.blamed:
             self._store.add(self._key(f"crashes/{self._launch.node}"), 1)
-        if (
-            decision.blamed or decision.do is Do.STOP
-        ) and Exit.BAD_NODE not in codes.values():  # which its rank has told
+        has_told = Exit.BAD_NODE in codes.values()  # the rank itself
+        if (decision.blamed or decision.do is Do.STOP) and not has_told:
             self._events.write("failure", node=self._launch.node, rank=decision.rank, detail=detail)
         if decision.do is Do.STOP:
             self._tell("stopped", detail)

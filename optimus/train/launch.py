@@ -264,6 +264,7 @@ def _hooks(run: Run, node: str | None = None) -> list[Hook]:
     tuning: list[Hook] = [TuneMatmuls()] if run.config.tuning.matmul else []
     slow: list[Hook] = [SlowRanks(node)] if run.groups.world.size > 2 else []
     measuring += [] if run.config.resilience.on_spike == "nothing" else [Spikes(node)]
+    run.groups.watch.enabled = node is not None  # for SoftFailures alone
     if node is None:
         return [*slow, Interrupt(), *tuning, *measuring, *reporting, Checkpoints(), NonFinite(), Trace()]
     watching = [*slow, Hangs(node), SoftFailures(node)]
