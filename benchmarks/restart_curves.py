@@ -12,22 +12,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from layout_curves import MODEL  # beside this file
+
 import optimus
 from optimus.bench.report import report
 from optimus.checkpoint.rollback import rollback
 from optimus.disk import write_json
 from optimus.observe.metrics import read_metrics
 
-MODEL = {
-    "family": "olmoe",
-    "hidden": 64,
-    "layers": 2,
-    "heads": 4,
-    "intermediate": 64,
-    "vocab": 2048,
-    "experts": 8,
-    "experts_per_token": 2,
-}
 WINDOW = 20  # steps over which losses are averaged
 
 
