@@ -19,6 +19,7 @@ from optimus.config.tree import ModelConfig, RunConfig
 from optimus.errors import UserError, nearest
 
 ModelFolderReader = Callable[[Path], dict[str, Any]]
+SomeSection = typing.TypeVar("SomeSection", bound=BaseModel)
 
 
 class _Loader(yaml.SafeLoader):
@@ -53,7 +54,7 @@ def load_config(
     elif isinstance(source, Mapping):
         raw, where = _copy(source), "config"
     else:
-        raw, where = _read_yaml(Path(source)), str(source)
+        raw, where = _read_yaml(Path(source), RunConfig), str(source)
     for text in overrides:
         _override(raw, text, read_model_folder)
     if isinstance(raw.get("model"), str):
@@ -92,7 +93,16 @@ def _presets() -> dict[str, Any]:
     return yaml.load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8"), _Loader)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_section(path: Path, kind: type[SomeSection]) -> SomeSection:
+    """A section of its own in a YAML file. Raises `UserError` naming the file and each wrong key."""
+    raw = _read_yaml(path, kind)
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(f"{path}: " + "; ".join(_explain(error, kind))) from None
+
+
+def _read_yaml(path: Path, kind: type[BaseModel]) -> dict[str, Any]:
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
@@ -104,7 +114,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         line = f" line {mark.line + 1}" if mark else ""
         raise UserError(f"config file {path}{line} is not valid YAML: {getattr(error, 'problem', error)}") from None
     if not isinstance(raw, dict):
-        raise UserError(f"config file {path} must hold a mapping with the keys {', '.join(RunConfig.model_fields)}")
+        raise UserError(f"config file {path} must hold a mapping with the keys {', '.join(kind.model_fields)}")
     return raw
 
 
@@ -142,14 +152,14 @@ def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
 
-def _explain(error: ValidationError) -> list[str]:
+def _explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[str]:
     """One clause per problem: the key's path, what is wrong, the nearest valid key where that helps."""
     clauses = []
     for problem in error.errors():
         path = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             *section, key = [str(part) for part in problem["loc"]]
-            clauses.append(f"unknown key '{path}': {_suggest(section, key)}")
+            clauses.append(f"unknown key '{path}': {_suggest(section, key, root)}")
         elif problem["type"] == "missing":
             clauses.append(f"'{path}' is missing")
         elif problem["type"] == "model_type":
@@ -161,25 +171,24 @@ def _explain(error: ValidationError) -> list[str]:
     return clauses
 
 
-def _suggest(section: list[str], key: str) -> str:
+def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
     """The nearest key of the same section, or else the same key where another section has it."""
-    fields = _section(section).model_fields
-    elsewhere = [
-        f"{name}.{key}" for name, field in RunConfig.model_fields.items() if key in _fields_of(field.annotation)
-    ]
+    elsewhere = [f"{name}.{key}" for name, field in root.model_fields.items() if key in _fields_of(field.annotation)]
     if elsewhere:
         return f"did you mean '{elsewhere[0]}'?"
-    hint = nearest(key, fields)
+    hint = nearest(key, _section(section, root))
     if "did you mean" in hint and section:
         return hint.replace("'", f"'{'.'.join(section)}.", 1)
     return hint
 
 
-def _section(path: list[str]) -> type[BaseModel]:
-    node: type[BaseModel] = RunConfig
+def _section(path: list[str], root: type[BaseModel]) -> Iterable[str]:
+    """The keys of the section at `path`; where keys are free, there is a section behind each."""
+    node: typing.Any = root
     for name in path:
-        node = typing.cast(type[BaseModel], node.model_fields[name].annotation)
-    return node
+        arguments = typing.get_args(node)
+        node = arguments[1] if arguments else node.model_fields[name].annotation
+    return _fields_of(node)
 
 
 def _fields_of(annotation: Any) -> Iterable[str]:

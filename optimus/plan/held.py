@@ -1,0 +1,109 @@
+"""What a rank holds of the parameters: from the layouts that training itself would use, counted on meta tensors.
+
+A model of another program than this has no modules here; its layouts are made from its shapes, in the same form.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+
+from optimus.config import ModelConfig
+from optimus.mesh import Layout, Mesh
+from optimus.model import Transformer
+from optimus.parallel.layouts import parameter_layouts
+from optimus.plan.architecture import Architecture, Projection
+from optimus.plan.collectives import Place
+from optimus.plan.setting import Setting
+
+Where = Literal["dense", "sparse", "first", "last"]
+
+
+class Kind(NamedTuple):
+    """A parameter of this layout in every block of a kind, before the blocks, or after them."""
+
+    where: Where
+    layout: Layout
+
+
+class Held(NamedTuple):
+    """Parameters that the same ranks hold: how many elements of them this rank has, and where those ranks lie."""
+
+    elements: float
+    replicas: Place
+    shared: Place  # of the replicas, those that share the state out; of size 1 with shard: none
+
+
+def kinds_of_model(model: ModelConfig, *, sequence: bool, tied_ends: bool, vocabulary: bool) -> tuple[Kind, ...]:
+    """Of a model of this library: one block of it is built, without memory."""
+    with torch.device("meta"):
+        whole = Transformer(model.model_copy(update={"layers": 1}))
+    layouts = parameter_layouts(whole, sequence=sequence, tied_ends=tied_ends, vocabulary=vocabulary)
+    inside: Where = "sparse" if model.experts else "dense"
+
+    def where(name: str) -> Where:
+        return inside if name.startswith("blocks.") else "first" if name.startswith("embedding.") else "last"
+
+    kinds = [Kind(where(name), layout) for name, layout in layouts.items()]
+    if model.tie_embeddings:
+        kinds += [kind._replace(where="last") for kind in kinds if kind.where == "first"]
+    return tuple(kinds)
+
+
+@lru_cache(maxsize=256)
+def kinds_of_shapes(architecture: Architecture) -> tuple[Kind, ...]:
+    """Of any architecture, from its projections."""
+    a = architecture
+    blocks: list[tuple[Where, Iterable[Projection]]] = []
+    if a.layers > a.sparse_layers:
+        blocks.append(("dense", [*a.attention(), *a.feed_forward(a.intermediate)]))
+    if a.sparse_layers:
+        shared = a.feed_forward(a.shared_intermediate) if a.shared_intermediate else []
+        blocks.append(("sparse", [*a.attention(), a.router(), *shared]))
+    kinds = [Kind(where, _layout(each)) for where, projections in blocks for each in projections]
+    if a.sparse_layers:
+        for each in a.feed_forward(a.expert_intermediate):
+            shape, dim = (a.experts, each.outputs, each.inputs), 1 if each.over == "outputs" else 2
+            kinds.append(Kind("sparse", Layout(shape, ((0, "ep"), (dim, "etp")), ("edp",))))
+    table = Layout((a.vocab, a.hidden), ((0, "tp_out"), (1, "tp_in")), ("dp", "cp"))
+    return (*kinds, Kind("first", table), Kind("last", table))
+
+
+def _layout(projection: Projection) -> Layout:
+    shape = (projection.outputs, projection.inputs)
+    outer, inner = ("tp_out", "tp_in") if projection.over == "outputs" else ("tp_in", "tp_out")
+    splits = () if projection.over == "nothing" else ((0, outer), (1, inner))
+    return Layout(shape, splits, ("dp", "cp"))
+
+
+def held_by(kinds: Iterable[Kind], setting: Setting, counts: Mapping[Where, int]) -> list[Held]:
+    """What a rank with so many blocks of each kind holds, and whether it has the first and the last stage, by replicas."""
+    found: dict[tuple[str, ...], float] = {}
+    for kind in kinds:
+        number = counts.get(kind.where, 0)
+        if number:
+            axes = kind.layout.replicas
+            found[axes] = found.get(axes, 0.0) + number * _elements(kind.layout, setting.mesh)
+    return [Held(elements, *_places(axes, setting)) for axes, elements in found.items()]
+
+
+def _elements(layout: Layout, mesh: Mesh) -> float:
+    return math.prod(layout.shape) / math.prod(mesh.axis_size(axis) for _, axis in layout.splits)
+
+
+def _places(axes: tuple[str, ...], setting: Setting) -> tuple[Place, Place]:
+    """Where the ranks along `axes` lie, and those that share the state out (`state.plan.shard_groups`)."""
+    mesh = setting.mesh
+    sizes = [(setting.stride(axis), mesh.axis_size(axis)) for axis in axes if mesh.axis_size(axis) > 1]
+    replicas = Place(math.prod(size for _, size in sizes), min((stride for stride, _ in sizes), default=1))
+    if setting.shard == "none" or replicas.size == 1:
+        return replicas, Place(1)
+    shared = replicas
+    if setting.shard_over == "data" and axes != ("edp",):
+        several = mesh.ep * mesh.etp // math.gcd(mesh.ep * mesh.etp, replicas.stride)
+        shared = Place(max(1, replicas.size // several), replicas.stride * several)
+    if setting.shard_ranks is not None:
+        shared = Place(min(setting.shard_ranks, shared.size), shared.stride)
+    return replicas, shared

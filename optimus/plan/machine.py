@@ -1,0 +1,132 @@
+"""What a run stands on, as data: rates of arithmetic and memory, links in a node and between nodes.
+
+The files lie in `machines/`; `optimus bench machine` writes one for the machine that it runs on. Units are bytes, seconds
+and floating point operations; a link's bandwidth is that of one direction.
+"""
+
+from functools import cache
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from optimus.config.load import read_section
+from optimus.config.section import Section
+from optimus.errors import UserError, nearest
+
+_FOLDER = Path(__file__).parent / "machines"
+
+
+class Arithmetic(Section):
+    """Matrix products in one precision."""
+
+    peak: float = Field(gt=0, description="What the vendor states, FLOP/s; utilisation is a share of it.")
+    achieved: float = Field(gt=0, description="What the best product of large matrices has reached, FLOP/s.")
+
+    @model_validator(mode="after")
+    def _order(self) -> "Arithmetic":
+        if self.achieved > self.peak:
+            raise ValueError(f"achieved {self.achieved:g} is above peak {self.peak:g}")
+        return self
+
+
+class Matmul(Section):
+    """How products of smaller matrices fall behind the best."""
+
+    tile: int = Field(gt=0, description="Rows and columns of the result that one core computes at a time.")
+    depth: int = Field(ge=0, description="Inner elements that take as long as beginning and ending a tile.")
+
+
+class Node(Section):
+    """Links between the ranks of a node."""
+
+    bandwidth: float = Field(gt=0, description="Of a rank to its neighbours in a ring, bytes/s.")
+    latency: float = Field(ge=0, description="Of a message, seconds.")
+    groups: dict[str, float] = Field(
+        {},
+        description="Measured bandwidth of simultaneous rings of G1 ranks, G0 apart ('G0xG1'; the dissertation on AxoNN, "
+        "section 5.1.2, case 1), where it differs.",
+    )
+
+
+class Network(Section):
+    """Links between nodes."""
+
+    bandwidth: float = Field(
+        gt=0, description="Of a node, all its adapters together, bytes/s, as collectives reach it."
+    )
+    latency: float = Field(ge=0, description="Of a message, seconds.")
+    group_nodes: int | None = Field(None, gt=0, description="Nodes among which the bandwidth is whole.")
+    taper: float = Field(1.0, gt=0, le=1, description="Share of it between all nodes, if there are more.")
+
+
+class Host(Section):
+    """What a node has besides its accelerators."""
+
+    memory: float = Field(gt=0, description="Bytes of a node.")
+    link: float = Field(gt=0, description="Between a rank and its host, bytes/s.")
+
+
+class Machine(Section):
+    """One kind of node, as many as are wanted of it, and their network."""
+
+    name: str
+    source: str = Field(description="Where the figures come from.")
+    ranks_per_node: int = Field(gt=0)
+    memory: float = Field(gt=0, description="Of a rank, bytes.")
+    memory_bandwidth: float = Field(gt=0, description="As plain kernels reach it, bytes/s of a rank.")
+    cores: int = Field(gt=0, description="Units of a rank that compute tiles side by side.")
+    arithmetic: dict[str, Arithmetic] = Field(description="By precision: bf16, fp16, fp32, fp8, fp4.")
+    matmul: Matmul
+    attention: float = Field(
+        gt=0, le=1, description="Share of the peak in 16 bits that the best fused attention reaches."
+    )
+    kernel_latency: float = Field(ge=0, description="From one kernel to the next, seconds.")
+    node: Node
+    network: Network
+    host: Host
+
+    def rates(self, precision: str) -> Arithmetic:
+        """Of a precision; of the two 16-bit types either stands for the other. Raises `UserError` for one that it has not."""
+        for name in (precision, {"bf16": "fp16", "fp16": "bf16"}.get(precision, "")):
+            if name in self.arithmetic:
+                return self.arithmetic[name]
+        raise UserError(f"machine {self.name} has no {precision} arithmetic; it has {', '.join(self.arithmetic)}")
+
+    def matmul_seconds(self, rows: float, columns: float, inner: float, precision: str, count: float = 1) -> float:
+        """Of `count` products [rows, inner] x [inner, columns] at once.
+
+        Tiles are computed in waves over all cores, of which the last is half full on average; a tile takes `depth` steps
+        more than it has inner elements; and nothing is faster than memory.
+        """
+        rate, tile = self.rates(precision).achieved, self.matmul.tile
+        tiles = count * max(1.0, rows / tile) * max(1.0, columns / tile)
+        waves = tiles / self.cores + 0.5
+        compute = waves * self.cores * tile * tile * 2 * (inner + self.matmul.depth) / rate
+        moved = count * (rows * inner + inner * columns + rows * columns) * _BYTES[precision]
+        return max(compute, moved / self.memory_bandwidth) + self.kernel_latency
+
+    def memory_seconds(self, moved: float, kernels: float = 1) -> float:
+        """Of kernels that only read and write `moved` bytes."""
+        return moved / self.memory_bandwidth + kernels * self.kernel_latency
+
+
+_BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
+
+
+def machine_names() -> list[str]:
+    """Names of the machines that come with the library."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+@cache
+def load_machine(name: str) -> Machine:
+    """A machine by its name, or by the path of a file. Raises `UserError` when there is none, or it is not as it must be."""
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        return read_section(path, Machine)
+    if name not in machine_names():
+        raise UserError(
+            f"machine '{name}' is not known; {nearest(name, machine_names())} Or name a file, as `optimus bench machine` "
+            "writes it"
+        )
+    return read_section(_FOLDER / f"{name}.yaml", Machine)

@@ -1,0 +1,68 @@
+"""How well a training program uses a machine, as data: what it fuses, what it overlaps, what it keeps per parameter.
+
+`optimus` is this library; the others are those whose published speeds the planner is checked with. Each has one constant,
+`speed`, that is fitted to what has been measured with it; everything else is a property that its documentation states.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from optimus.config.load import read_section
+from optimus.config.section import Section
+from optimus.errors import UserError, nearest
+
+
+class Software(Section):
+    """One training program."""
+
+    about: str = Field(description="What it is, and where its properties are stated.")
+    speed: float = Field(1.0, gt=0, description="Its computing speed to the predicted one: the one fitted constant.")
+    attention: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Speed of its attention kernel to the machine's best; 0: scores are kept in memory.",
+    )
+    passes: float = Field(
+        1.0, gt=0, description="Memory traffic of what is no matrix product, to that of fused kernels."
+    )
+    overlap_data: float = Field(
+        1.0, ge=0, le=1, description="Share of the backward pass beside which gradients are reduced."
+    )
+    overlap_gather: float = Field(
+        1.0, ge=0, le=1, description="Share of computing beside which parameters are gathered."
+    )
+    overlap_tensor: float = Field(
+        0.0, ge=0, le=1, description="Share of the tensor-parallel collectives that is hidden."
+    )
+    overlap_expert: float = Field(
+        0.0, ge=0, le=1, description="Share of the expert-parallel collectives that is hidden."
+    )
+    copies: Literal["expert", "rank", "node"] = Field(
+        "rank", description="A token is sent once to each chosen expert, to each rank, or to each node that has one."
+    )
+    blocking: bool = Field(False, description="Whether a pipeline's ranks wait for their transfers.")
+    gradient: float = Field(4.0, gt=0, description="Bytes of an accumulated gradient, per parameter.")
+    reduced: float = Field(4.0, gt=0, description="Of these, what is sent to be reduced.")
+    state: float = Field(12.0, gt=0, description="Bytes of master weights and moments, per parameter.")
+    masks: bool = Field(False, description="Whether it keeps the masks of dropout.")
+    logits: float = Field(6.0, ge=0, description="Bytes per logit at the end of the forward pass.")
+    fixed: float = Field(0.0, ge=0, description="Bytes besides, such as those of the device's context and of NCCL.")
+
+
+class Softwares(Section):
+    """The file."""
+
+    software: dict[str, Software]
+
+
+@cache
+def load_software(name: str = "optimus") -> Software:
+    """A training program by name. Raises `UserError` when it is not known."""
+    known = read_section(Path(__file__).with_name("software.yaml"), Softwares).software
+    if name not in known:
+        raise UserError(f"software '{name}' is not known; {nearest(name, known)}")
+    return known[name]

@@ -1,0 +1,256 @@
+"""Seconds of one microbatch in the modules of a model, on one rank: arithmetic, memory traffic and collectives.
+
+Legend: T tokens of a rank's sequences, R rows of its residual stream, e bytes of an element. A time is split into terms, by
+what it is spent on; collectives are what is not hidden behind computation.
+"""
+
+from collections.abc import Iterable
+from functools import cached_property
+from math import comb
+from typing import NamedTuple
+
+from optimus.plan.architecture import Architecture, Projection
+from optimus.plan.collectives import Place, collective_seconds, transfer_seconds
+from optimus.plan.machine import Machine
+from optimus.plan.setting import Setting
+from optimus.plan.software import Software
+
+_ATTENTION_BACKWARD = 2.5  # products of the backward pass of fused attention, to those of the forward pass
+_SCORES = 7  # times that kept scores are read or written in a forward pass: product, mask and softmax, dropout, product
+_E = 2.0  # bytes of an activation
+
+
+class Terms(NamedTuple):
+    """Seconds, by what they are spent on."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+
+    @property
+    def compute(self) -> float:
+        """What keeps the rank itself busy."""
+        return self.matmul + self.attention + self.memory
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(self)
+
+
+def add(terms: Iterable[Terms]) -> Terms:
+    """The sum."""
+    return Terms(*map(sum, zip(*terms, Terms())))
+
+
+class Passes(NamedTuple):
+    """A module's forward pass, the input's and the weights' part of its backward pass."""
+
+    forward: Terms
+    backward: Terms
+    weights: Terms
+
+
+class Work:
+    """The modules of `architecture` on a rank of `setting`."""
+
+    def __init__(self, architecture: Architecture, setting: Setting, machine: Machine, software: Software) -> None:
+        self.architecture, self.setting, self.machine, self.software = architecture, setting, machine, software
+        mesh = setting.mesh
+        self.T = setting.rows
+        self.R = self.T // mesh.tp_out if setting.sequence else self.T
+        self.H = architecture.hidden / mesh.tp_in
+        self._dense = "fp16" if setting.precision == "fp16" else "bf16"
+
+    # ---- Modules ----
+
+    @cached_property
+    def norm(self) -> Passes:
+        """One norm and the addition to the residual stream before it."""
+        size = self.R * self.H * _E
+        return Passes(self._memory(5 * size), self._memory(8 * size), Terms())
+
+    @cached_property
+    def scores(self) -> Passes:
+        """What attention does besides its projections."""
+        a, mesh, machine = self.architecture, self.setting.mesh, self.machine
+        heads, context = a.heads / mesh.tp_out, self.setting.context
+        flops = 2 * self.T * context * heads * (a.query_size + a.head_size)
+        if self.software.attention == 0:
+            batch = heads * self.T / context
+            products = [(context, context, a.query_size), (context, a.head_size, context)]
+            forward = sum(machine.matmul_seconds(m, n, k, self._dense, batch) for m, n, k in products)
+            kept = self._memory(_SCORES * heads * self.T * context * _E, share=1.0).memory
+            return Passes(
+                self._speed(Terms(attention=forward + kept)),
+                self._speed(Terms(attention=2 * forward + 1.3 * kept)),
+                Terms(),
+            )
+        half = 0.5 if a.causal else 1.0
+        rate = machine.rates(self._dense).peak * machine.attention * self.software.attention
+        forward = half * flops / rate + machine.kernel_latency
+        back = _ATTENTION_BACKWARD * half * flops / rate + machine.kernel_latency
+        ring, ring_back = self._ring(forward, back)
+        rotary = self._memory(4 * self.T * heads * a.query_size * _E).memory
+        return Passes(
+            self._speed(Terms(attention=forward, memory=rotary))._replace(context=ring),
+            self._speed(Terms(attention=back, memory=rotary))._replace(context=ring_back),
+            Terms(),
+        )
+
+    @cached_property
+    def attention(self) -> Passes:
+        """Projections and scores."""
+        return _together([self._projections(self.architecture.attention(), self.T), self.scores])
+
+    @cached_property
+    def mlp(self) -> Passes:
+        """A dense feed-forward layer."""
+        return self._feed_forward(self.architecture.intermediate, self.T)
+
+    @cached_property
+    def moe(self) -> Passes:
+        """Router, experts, the way there and back, and the expert that all tokens meet."""
+        a, s, mesh = self.architecture, self.setting, self.setting.mesh
+        own = self.T / mesh.tp  # tokens that this rank sends
+        rows = own * a.experts_per_token * mesh.etp * s.imbalance
+        experts = a.experts // mesh.ep
+        parts = [self._product(own, a.experts, a.hidden, 1, "bf16")]
+        for projection in a.feed_forward(a.expert_intermediate):
+            k, n = (1, mesh.etp) if projection.over == "outputs" else (mesh.etp, 1)
+            parts.append(self._product(rows / experts, projection.outputs / n, projection.inputs / k, experts))
+        parts.append(self._activation(rows, a.expert_intermediate / mesh.etp))
+        moved = self._memory(6 * rows * a.hidden * _E)  # gathered, and added up again with their weights
+        parts.append(Passes(moved, moved, Terms()))
+        way = Terms(expert=self._dispatch(own))
+        parts.append(Passes(way, way, Terms()))
+        if a.shared_intermediate:
+            parts.append(self._feed_forward(a.shared_intermediate, self.T))
+        if mesh.tp_out > 1 and not s.sequence:  # what each rank has done for its tokens, for all
+            gathered = self._tensor("all_gather", self.T * self.H * _E)
+            parts.append(Passes(gathered, gathered, Terms()))
+        return _together(parts)
+
+    @cached_property
+    def head(self) -> Passes:
+        """The output layer and the loss."""
+        a, mesh = self.architecture, self.setting.mesh
+        share = mesh.tp_out * (mesh.pp if self.setting.divided_vocabulary else 1)
+        product = self._product(self.T, a.vocab / share, a.hidden / mesh.tp_in, 1, self._dense)
+        logits = self.T * a.vocab / share * 4
+        loss = Passes(self._memory(3 * logits), self._memory(2 * logits), Terms())
+        gather = self._tensor("all_gather", self.T * self.H * _E) if self.setting.sequence else Terms()
+        return _together([product, loss, Passes(gather, gather, Terms())])
+
+    @cached_property
+    def embedding(self) -> Passes:
+        """The look-up, and the sum of the parts of the vocabulary."""
+        size = self.T * self.H * _E
+        kind = "reduce_scatter" if self.setting.sequence else "all_reduce"
+        look = add([self._memory(2 * size), self._tensor(kind, size)])
+        return Passes(look, self._memory(3 * size), Terms())
+
+    # ---- Parts ----
+
+    def _feed_forward(self, width: int, rows: float) -> Passes:
+        columns = width / self.setting.mesh.tp_out
+        return _together(
+            [self._projections(self.architecture.feed_forward(width), rows), self._activation(rows, columns)]
+        )
+
+    def _activation(self, rows: float, columns: float) -> Passes:
+        """Between two projections; a gated one reads twice as much."""
+        size, read = rows * columns * _E, 2 if self.architecture.gated else 1
+        return Passes(self._memory((read + 1) * size), self._memory((2 * read + 1) * size), Terms())
+
+    def _projections(self, projections: Iterable[Projection], rows: float) -> Passes:
+        """Matrix products and, where what they are made of is divided, collectives (equations 5.3 and 5.4)."""
+        mesh, parts = self.setting.mesh, []
+        for projection in projections:
+            k, n = projection.inputs, projection.outputs
+            if projection.over == "outputs":
+                parts.append(self._product(rows, n / mesh.tp_out, k / mesh.tp_in))
+                enter = self._tensor("all_gather", rows * self.H * _E) if self.setting.sequence else Terms()
+                leave = self._tensor("reduce_scatter" if self.setting.sequence else "all_reduce", rows * self.H * _E)
+                inner = self._tensor("all_reduce", rows * n / mesh.tp_out * _E, "tp_in")
+                parts.append(Passes(add([enter, inner]), leave, Terms()))
+            elif projection.over == "inputs":
+                parts.append(self._product(rows, n / mesh.tp_in, k / mesh.tp_out))
+                leave = self._tensor("reduce_scatter" if self.setting.sequence else "all_reduce", rows * self.H * _E)
+                enter = self._tensor("all_gather", rows * self.H * _E) if self.setting.sequence else Terms()
+                inner = self._tensor("all_reduce", rows * k / mesh.tp_out * _E, "tp_in")
+                parts.append(Passes(leave, add([enter, inner]), Terms()))
+            else:
+                parts.append(self._product(rows, n, k))
+        return _together(parts)
+
+    def _product(self, m: float, n: float, k: float, count: float = 1, precision: str | None = None) -> Passes:
+        """[m, k] x [k, n] forward, the gradients of both factors backward."""
+        kind, machine = precision or self.setting.precision, self.machine
+        times = [machine.matmul_seconds(*sizes, kind, count) for sizes in ((m, n, k), (m, k, n), (k, n, m))]
+        if kind in ("fp8", "fp4"):  # both factors and a gradient are read, scaled and written again
+            cast = machine.memory_seconds(3 * count * (m * k + k * n))
+            times = [time + cast for time in times]
+        forward, backward, weights = (self._speed(Terms(matmul=time)) for time in times)
+        return Passes(forward, backward, weights)
+
+    def _memory(self, moved: float, share: float | None = None) -> Terms:
+        passes = self.software.passes if share is None else share
+        seconds = self.machine.memory_seconds(moved * passes, kernels=passes)
+        return self._speed(Terms(memory=seconds))
+
+    def _speed(self, terms: Terms) -> Terms:
+        return Terms(*(time / self.software.speed for time in terms))
+
+    def _tensor(self, kind: str, whole: float, axis: str = "tp_out") -> Terms:
+        place = Place(self.setting.mesh.axis_size(axis), self.setting.stride(axis))
+        seconds = collective_seconds(kind, whole, place, self.machine)  # type: ignore[arg-type]
+        return Terms(tensor=seconds * (1 - self.software.overlap_tensor))
+
+    def _ring(self, forward: float, backward: float) -> tuple[float, float]:
+        """What remains of sending keys and values round beside attention; or all of what Ulysses exchanges."""
+        a, s, mesh = self.architecture, self.setting, self.setting.mesh
+        if mesh.cp == 1:
+            return 0.0, 0.0
+        place, stride = Place(mesh.cp, s.stride("cp")), s.stride("cp")
+        shared = (a.groups or a.heads) / mesh.tp_out * self.T * (a.query_size + a.head_size) * _E
+        if s.ulysses:
+            own = a.heads / mesh.tp_out * self.T * (a.query_size + a.head_size) * _E + shared
+            once = collective_seconds("all_to_all", own, place, self.machine)
+            return once, once
+        once = (mesh.cp - 1) * transfer_seconds(shared, stride, self.machine)
+        return max(0.0, once - forward), max(0.0, 2 * once - backward)
+
+    def _dispatch(self, own: float) -> float:
+        """Seconds of the way of `own` tokens to their experts and back."""
+        a, s, mesh = self.architecture, self.setting, self.setting.mesh
+        place = Place(mesh.ep * mesh.etp, 1)
+        if place.size == 1:
+            return 0.0
+        if s.dispatch == "allgather":
+            whole = own * place.size * a.hidden * _E
+            both = [collective_seconds(kind, whole, place, self.machine) for kind in ("all_gather", "reduce_scatter")]
+            return sum(both) * (1 - self.software.overlap_expert)
+        copies = self._copies(place) * mesh.etp * s.imbalance
+        return (
+            2
+            * collective_seconds("all_to_all", own * copies * a.hidden * _E, place, self.machine)
+            * (1 - self.software.overlap_expert)
+        )
+
+    def _copies(self, place: Place) -> float:
+        """How often a token is sent, its own rank included, if it chooses experts at random."""
+        a, ep = self.architecture, self.setting.mesh.ep
+        if self.software.copies == "expert":
+            return a.experts_per_token
+        parts = ep if self.software.copies == "rank" else max(1, place.nodes(self.machine))
+        elsewhere = comb(a.experts - a.experts // parts, a.experts_per_token) / comb(a.experts, a.experts_per_token)
+        return parts * (1 - elsewhere)
+
+
+def _together(parts: Iterable[Passes]) -> Passes:
+    forward, backward, weights = zip(*parts)
+    return Passes(add(forward), add(backward), add(weights))

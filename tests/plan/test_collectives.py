@@ -1,0 +1,231 @@
+"""The equations of the dissertation on AxoNN, section 5.1.2, against numbers worked out by hand; and what is added."""
+
+import math
+
+import pytest
+
+from optimus.plan.collectives import (
+    Place,
+    all_gather_seconds,
+    all_reduce_seconds,
+    collective_seconds,
+    layer_seconds,
+    reduce_scatter_seconds,
+    ring_bandwidth,
+    transfer_seconds,
+)
+from optimus.plan.machine import Arithmetic, Host, Machine, Matmul, Network, Node
+
+NEVER = math.inf  # bandwidth of what is not to count
+# Bytes of an example: m x n = 32, m x k = 48, k x n = 24 on a grid (x, y, z, data) = (2, 3, 4, 5).
+M, K, N, GRID = 8, 6, 4, (2, 3, 4, 5)
+
+
+approx = pytest.approx
+
+
+def machine(
+    ranks_per_node: int = 4,
+    within: float = 100.0,
+    between: float = 40.0,
+    groups: dict[str, float] | None = None,
+    latency: tuple[float, float] = (0.0, 0.0),
+    group_nodes: int | None = None,
+    taper: float = 1.0,
+) -> Machine:
+    return Machine(
+        name="example",
+        source="made up",
+        ranks_per_node=ranks_per_node,
+        memory=1.0,
+        memory_bandwidth=1.0,
+        cores=1,
+        arithmetic={"bf16": Arithmetic(peak=1.0, achieved=1.0)},
+        matmul=Matmul(tile=1, depth=0),
+        attention=1.0,
+        kernel_latency=0.0,
+        node=Node(bandwidth=within, latency=latency[0], groups=groups or {}),
+        network=Network(bandwidth=between, latency=latency[1], group_nodes=group_nodes, taper=taper),
+        host=Host(memory=1.0, link=1.0),
+    )
+
+
+# ---- Equations 5.1 to 5.6 ----
+
+
+def test_equation_5_1_all_gather_of_weights() -> None:
+    # (G_z - 1) times the 24 / (2 x 3 x 4) = 1 byte of each rank.
+    assert all_gather_seconds(4, 24 / (2 * 3 * 4), 1.0) == 3.0
+    assert all_gather_seconds(4, 24 / (2 * 3 * 4), 2.0) == 1.5
+
+
+def test_equation_5_2_reduce_scatter_of_weight_gradients() -> None:
+    # 3/4 of 24 / (2 x 3) = 4 bytes.
+    assert reduce_scatter_seconds(4, 24 / (2 * 3), 1.0) == 3.0
+    # 5.1 and 5.2 are the two terms of the layer that go over z.
+    assert layer_seconds(M, K, N, GRID, (NEVER, NEVER, 1.0, NEVER)) == 6.0
+
+
+def test_equation_5_3_all_reduce_of_outputs() -> None:
+    # 2 x 2/3 of 32 / (4 x 2) = 4 bytes.
+    assert layer_seconds(M, K, N, GRID, (NEVER, 1.0, NEVER, NEVER)) == approx(16 / 3)
+
+
+def test_equation_5_4_all_reduce_of_input_gradients() -> None:
+    # 2 x 1/2 of 48 / (4 x 3) = 4 bytes.
+    assert layer_seconds(M, K, N, GRID, (1.0, NEVER, NEVER, NEVER)) == 4.0
+
+
+def test_equation_5_5_all_reduce_of_gradients_over_data() -> None:
+    # 2 x 4/5 of 24 / (2 x 3 x 4) = 1 byte.
+    assert layer_seconds(M, K, N, GRID, (NEVER, NEVER, NEVER, 1.0)) == approx(1.6)
+
+
+def test_equation_5_6_is_their_sum() -> None:
+    # Bandwidths 2, 4, 1 and 0.5 of x, y, z and data: 4/2 + (16/3)/4 + 6/1 + 1.6/0.5.
+    assert layer_seconds(M, K, N, GRID, (2.0, 4.0, 1.0, 0.5)) == approx(2 + 4 / 3 + 6 + 3.2)
+
+
+def test_transposed_layer_swaps_x_and_y() -> None:
+    # Grid (3, 2, 4, 5): 5.3 gives 2 x 1/2 x 32 / (4 x 3) = 8/3 over y, 5.4 gives 2 x 2/3 x 48 / (4 x 2) = 8 over x.
+    x, y, z, data = GRID
+    assert layer_seconds(M, K, N, (y, x, z, data), (4.0, 2.0, 1.0, 0.5)) == approx(8 / 4 + (8 / 3) / 2 + 6 + 3.2)
+
+
+def test_no_split_moves_nothing() -> None:
+    assert layer_seconds(M, K, N, (1, 1, 1, 1), (1.0, 1.0, 1.0, 1.0)) == 0.0
+
+
+def test_all_reduce_is_reduce_scatter_and_all_gather() -> None:
+    whole, size = 96.0, 6
+    both = reduce_scatter_seconds(size, whole, 2.0) + all_gather_seconds(size, whole / size, 2.0)
+    assert all_reduce_seconds(size, whole, 2.0) == approx(both)
+
+
+# ---- Bandwidth by place: case 1 and equation 5.7 ----
+
+
+def test_case_1_looks_up_the_node() -> None:
+    pairs = machine(groups={"1x2": 90.0, "2x2": 30.0})
+    assert ring_bandwidth(Place(2, 1), pairs) == 90.0
+    assert ring_bandwidth(Place(2, 2), pairs) == 30.0
+    assert ring_bandwidth(Place(4, 1), pairs) == 100.0  # not in the list: the node's
+
+
+def test_case_1_is_for_groups_in_a_node_only() -> None:
+    assert ring_bandwidth(Place(4, 2), machine(groups={"4x2": 90.0, "2x4": 90.0})) == 20.0
+
+
+def test_figure_5_3_left_one_ring_over_two_nodes() -> None:
+    assert ring_bandwidth(Place(8, 1), machine()) == 40.0
+
+
+def test_figure_5_3_right_two_rings_share_the_network() -> None:
+    assert ring_bandwidth(Place(4, 2), machine()) == 20.0
+
+
+@pytest.mark.parametrize("stride", [4, 8, 64])
+def test_equation_5_7_at_most_as_many_rings_as_a_node_has_ranks(stride: int) -> None:
+    assert ring_bandwidth(Place(16, stride), machine()) == 10.0
+
+
+def test_network_is_no_faster_than_the_node_that_feeds_it() -> None:
+    assert ring_bandwidth(Place(8, 1), machine(between=400.0)) == 100.0
+    assert ring_bandwidth(Place(8, 4), machine(between=400.0)) == 100.0
+    assert ring_bandwidth(Place(8, 4), machine(between=200.0)) == 50.0
+
+
+def test_place_on_nodes() -> None:
+    example = machine()
+    assert (Place(8, 1).on_a_node(example), Place(8, 1).nodes(example)) == (4, 2)
+    assert (Place(4, 2).on_a_node(example), Place(4, 2).nodes(example)) == (2, 2)
+    assert (Place(3, 16).on_a_node(example), Place(3, 16).nodes(example)) == (1, 3)
+    assert (Place(2, 1).on_a_node(example), Place(2, 1).nodes(example)) == (2, 1)
+
+
+# ---- What is added: latency, all-to-all, distant nodes, messages ----
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+def test_alone_or_empty_takes_no_time(kind: str) -> None:
+    slow = machine(latency=(1.0, 1.0))
+    assert collective_seconds(kind, 100.0, Place(1, 4), slow) == 0.0
+    assert collective_seconds(kind, 0.0, Place(8, 1), slow) == 0.0
+
+
+def test_kinds_move_what_the_equations_say() -> None:
+    # 400 bytes on 4 ranks of a node at 100 bytes/s.
+    node = machine()
+    assert collective_seconds("all_gather", 400.0, Place(4), node) == approx(all_gather_seconds(4, 100.0, 100.0))
+    assert collective_seconds("reduce_scatter", 400.0, Place(4), node) == approx(3.0)
+    assert collective_seconds("all_reduce", 400.0, Place(4), node) == approx(6.0)
+
+
+def blended(moving: float, latency: float) -> float:
+    return (moving**0.7 + latency**0.7) ** (1 / 0.7)
+
+
+def test_latency_of_a_ring_in_a_node() -> None:
+    node = machine(latency=(0.5, 10.0))
+    assert collective_seconds("all_gather", 400.0, Place(4), node) == approx(blended(3.0, 3 * 0.5))
+    assert collective_seconds("all_reduce", 400.0, Place(4), node) == approx(blended(6.0, 2 * 3 * 0.5))
+
+
+def test_latency_across_nodes_is_of_a_ring_but_of_a_tree_for_an_all_reduce() -> None:
+    # A rank on each of 16 nodes: 15 steps of a ring, 2 * log2(16) + 1 = 9 up and down a tree.
+    many = machine(latency=(0.5, 10.0))
+    moved = 15 / 16 * 400.0 / 10.0
+    assert collective_seconds("all_gather", 400.0, Place(16, 4), many) == approx(blended(moved, 15 * 10.0))
+    assert collective_seconds("all_reduce", 400.0, Place(16, 4), many) == approx(2 * blended(moved, 9 * 10.0))
+
+
+def test_latency_of_two_nodes_has_a_step_between_them() -> None:
+    many = machine(latency=(0.5, 10.0))
+    moved = 7 / 8 * 400.0 / 40.0
+    assert collective_seconds("all_reduce", 400.0, Place(8, 1), many) == approx(2 * blended(moved, 3 * 0.5 + 10.0))
+
+
+@pytest.mark.parametrize(("moving", "latency"), [(1.0, 1.0), (5.0, 0.1), (0.1, 5.0)])
+def test_short_messages_do_not_reach_the_bandwidth(moving: float, latency: float) -> None:
+    both = collective_seconds("all_gather", 100.0 * moving * 4 / 3, Place(4), machine(latency=(latency / 3, 0.0)))
+    assert moving + latency < both == approx(blended(moving, latency))
+
+
+def test_all_to_all_in_a_node() -> None:
+    # A rank keeps a quarter of its 400 bytes and sends 300 at 100 bytes/s.
+    assert collective_seconds("all_to_all", 400.0, Place(4), machine()) == approx(3.0)
+
+
+def test_all_to_all_across_nodes_waits_for_the_adapters() -> None:
+    # Of 400 bytes 200 leave the node, as do those of its three neighbours: 800 bytes at 40 bytes/s.
+    assert collective_seconds("all_to_all", 400.0, Place(8, 1), machine()) == approx(20.0)
+    # With adapters that are fast enough, links in the node are what counts: 150 bytes at 100 bytes/s.
+    assert collective_seconds("all_to_all", 400.0, Place(8, 1), machine(between=8000.0)) == approx(1.5)
+
+
+def test_all_to_all_shares_the_adapters_with_ranks_of_other_groups() -> None:
+    # One rank of a group on each of two nodes: 200 bytes leave, but four groups send at once.
+    assert collective_seconds("all_to_all", 400.0, Place(2, 4), machine()) == approx(20.0)
+
+
+def test_network_is_whole_among_near_nodes() -> None:
+    near = machine(group_nodes=2, taper=0.5)
+    assert ring_bandwidth(Place(8, 1), near) == 40.0
+    assert ring_bandwidth(Place(2, 4), near) == 10.0
+
+
+def test_network_is_thinner_between_distant_nodes() -> None:
+    # A rank on each of two nodes that are in different groups of nodes, as all others are.
+    assert ring_bandwidth(Place(2, 8), machine(group_nodes=2, taper=0.5)) == 5.0
+
+
+def test_all_to_all_over_distant_nodes_goes_partly_over_the_thinner_links() -> None:
+    # Four nodes in two groups: of what leaves a node, half goes at 40 bytes/s and half at 20; 400 x 12/16 x 4 = 1200 bytes.
+    distant = machine(group_nodes=2, taper=0.5)
+    assert collective_seconds("all_to_all", 400.0, Place(16, 1), distant) == approx(600 / 40 + 600 / 20)
+
+
+def test_message_to_the_next_stage() -> None:
+    pair = machine(latency=(0.5, 10.0))
+    assert transfer_seconds(200.0, 2, pair) == 2.5
+    assert transfer_seconds(200.0, 4, pair) == 200.0 * 4 / 40.0 + 10.0
