@@ -86,7 +86,7 @@ class Machine(Section):
     host: Host
 
     def rates(self, precision: str) -> Arithmetic:
-        """Of a precision; of the two 16-bit types either stands for the other. Raises `UserError` for one that it has not."""
+        """Of a precision; either 16-bit type stands for the other. Raises `UserError` for one that it has not."""
         for name in (precision, {"bf16": "fp16", "fp16": "bf16"}.get(precision, "")):
             if name in self.arithmetic:
                 return self.arithmetic[name]
