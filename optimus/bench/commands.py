@@ -202,3 +202,20 @@ def bench_checkpoint(
     report.print_table(loading, "loading")
     report.print_table(nodes, "who writes, on paper: 4 nodes of 12 ranks")
     report.publish("checkpoint", saving, ratios, more={"loading": loading, "nodes": nodes}, path=json_file)
+
+
+@bench_app.command(name="resilience")
+def bench_resilience(
+    model: Annotated[str, typer.Option(help="Preset that is trained while it is watched.")] = "mula-tiny-moe",
+    steps: Annotated[int, typer.Option(help="Steps that are counted.")] = 6,
+    faults: Annotated[bool, typer.Option(help="Whether to lose nodes in the lab, too.")] = True,
+    json_file: JsonFile = None,
+) -> None:
+    """What watching for faults costs, and seconds from a fault until the run goes on."""
+    from optimus.bench import report
+    from optimus.bench.resilience import run
+
+    costs, recoveries, ratios = run(model=model, steps=steps, faults=faults)
+    if recoveries:
+        report.print_table(recoveries, "from a fault to the end of the next step, 3 nodes and 2 spares, keep-alive 1x3")
+    report.publish("resilience", costs, ratios, more={"recoveries": recoveries}, path=json_file)

@@ -70,9 +70,7 @@ class Group:
         if self._point_to_point and tensor.numel() >= _LONG and tensor.numel() % self.size == 0:
             return self._start_long_sum(tensor.view(-1))
         call = dist.all_reduce
-        return self._start(
-            "all_reduce", tensor, lambda: call(tensor, group=self._handle, async_op=True), tensor, tensor
-        )
+        return self._start("all_reduce", tensor, lambda: call(tensor, group=self._handle, async_op=True), tensor)
 
     def _start_long_sum(self, tensor: Tensor) -> Finish:
         """An all-reduce as reduce-scatter and all-gather; the gather begins when the result is called."""
@@ -100,14 +98,14 @@ class Group:
             return self._start_scattering(tensor, out)
         call = _newest("reduce_scatter_single", "reduce_scatter_tensor")
         return self._start(
-            "reduce_scatter", tensor, lambda: call(out, tensor, group=self._handle, async_op=True), tensor, out
+            "reduce_scatter", tensor, lambda: call(out, tensor, group=self._handle, async_op=True), tensor
         )
 
     def _start_scattering(self, tensor: Tensor, out: Tensor) -> Finish:
         own = tensor.chunk(self.size)[self.rank]
         received = own.new_empty(self.size - 1, *own.shape)
         call = scattering(tensor, received, self.ranks, self.rank, self._handle)
-        wait = self._start("reduce_scatter", tensor, call, tensor, received)
+        wait = self._start("reduce_scatter", tensor, call, tensor)
 
         def finish() -> None:
             wait()
@@ -126,11 +124,9 @@ class Group:
             return _nothing
         if self._point_to_point:
             exchange = gathering(tensor, part, self.ranks, self.rank, self._handle)
-            return self._start("all_gather", tensor, exchange, part, tensor)
+            return self._start("all_gather", tensor, exchange, part)
         call = _newest("all_gather_single", "all_gather_into_tensor")
-        return self._start(
-            "all_gather", tensor, lambda: call(tensor, part, group=self._handle, async_op=True), part, tensor
-        )
+        return self._start("all_gather", tensor, lambda: call(tensor, part, group=self._handle, async_op=True), part)
 
     def sum(self, tensor: Tensor) -> None:
         """Replace `tensor` on every rank by its sum over the ranks, in place."""
@@ -159,7 +155,6 @@ class Group:
                 out, rows.contiguous(), list(receive), list(send), group=self._handle, async_op=True
             ),
             rows,
-            out,
         )()
         return out
 
@@ -173,7 +168,7 @@ class Group:
             out.copy_(tensor)
             return _nothing
         call = shifting(tensor, out, self.ranks, self.rank, self._handle)
-        return self._start("shift", tensor, call, tensor, out)
+        return self._start("shift", tensor, call, tensor)
 
     def start_broadcast(self, tensor: Tensor, first: int) -> Finish:
         """Begin to replace `tensor` on every rank by that of the group's `first` rank."""
@@ -185,7 +180,7 @@ class Group:
             tensor,
             lambda: call(tensor, src=self.ranks[first], group=self._handle, async_op=True),
             tensor if self.rank == first else None,
-            None if self.rank == first else tensor,
+            comes=self.rank != first,
         )
 
     def start_sum_at(self, tensor: Tensor, target: int) -> Finish:
@@ -197,7 +192,7 @@ class Group:
             tensor,
             lambda: dist.reduce(tensor, self.ranks[target], group=self._handle, async_op=True),
             tensor,
-            tensor if self.rank == target else None,
+            comes=self.rank == target,
         )
 
     def start_send(self, tensor: Tensor, to: int, what: str = "send") -> Finish:
@@ -206,14 +201,14 @@ class Group:
         Messages between two ranks are received in the order in which they are sent.
         """
         call, link = dist.isend, self._link(self.rank, to)
-        return self._start(what, tensor, lambda: call(tensor, self.ranks[to], self._handle, self._tag), tensor, at=link)
+        return self._start(
+            what, tensor, lambda: call(tensor, self.ranks[to], self._handle, self._tag), tensor, comes=False, at=link
+        )
 
     def start_receive(self, tensor: Tensor, source: int, what: str = "receive") -> Finish:
         """Begin to fill `tensor`, contiguous, with what rank `source` of the group sends next."""
         call, link = dist.irecv, self._link(source, self.rank)
-        return self._start(
-            what, tensor, lambda: call(tensor, self.ranks[source], self._handle, self._tag), None, tensor, at=link
-        )
+        return self._start(what, tensor, lambda: call(tensor, self.ranks[source], self._handle, self._tag), at=link)
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """This rank waits inside the context for what others of the group do, but not in a collective."""
@@ -282,14 +277,15 @@ class Group:
         tensor: Tensor,
         call: Callable[[], Any],
         leaves: Tensor | None = None,
-        comes: Tensor | None = None,
+        *,
+        comes: bool = True,
         at: str | None = None,
     ) -> Finish:
-        """`at`: whom it is of, as the recorder knows it; by default the group."""
+        """What `leaves`, whether something `comes`, and `at`: whom it is of, as the recorder knows it; else the group."""
         at = at or self._name
-        if self.watch is not None and leaves is not None:
-            self.watch.leaves(leaves, name)
         number = self._recorder.begins(at)
+        if self.watch is not None and leaves is not None:
+            self.watch.leaves(leaves, name, (at, number))
         # To begin may be to wait: Gloo's threads and ours take turns.
         with self._naming(name, tensor), self._recorder.waits(at, name, number):
             started = call()
@@ -299,8 +295,8 @@ class Group:
             with self._naming(name, tensor), self._recorder.waits(at, name, number):
                 for work in works:
                     work.wait()
-            if self.watch is not None and comes is not None:
-                self.watch.comes(comes, name)
+            if self.watch is not None and comes:
+                self.watch.comes((at, number))
 
         return finish
 
@@ -338,12 +334,19 @@ class Groups:
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._made: dict[tuple[tuple[int, ...], ...], Group] = {}
+        self._apart = 0  # groups that are not shared
         self._along: dict[frozenset[str], Group] = {}
 
     @property
     def world(self) -> Group:
         """All ranks."""
         return self.along("pp", "dp", "cp", "tp")
+
+    def origin(self) -> str | None:
+        """In which collective of this step something not finite left this rank that had not come from another; None if it
+        did not. All ranks must ask."""
+        spread = self.world.collect(self.watch.spread())
+        return self.watch.origin({place for rank, places in enumerate(spread) if rank != self.rank for place in places})
 
     def along(self, *axes: str) -> Group:
         """The ranks that differ from this one on `axes` only. All ranks must ask for new groups in the same order."""
@@ -367,7 +370,8 @@ class Groups:
         """The group along `axes` so many times, each apart from all others: ranks may enter one of them before or after
         another. All ranks must ask in the same order."""
         parts = list(self.mesh.groups(axes))
-        return [self._make(parts, alone=True) for _ in range(number)]
+        self._apart += number
+        return [self._make(parts, alone=self._apart - number + 1 + each) for each in range(number)]
 
     def dividing(self, parts: Sequence[Sequence[int]]) -> Group:
         """This rank's group where `parts` divide all ranks. All ranks must ask for new groups in the same order."""
@@ -376,13 +380,13 @@ class Groups:
             self._made[key] = self._make(key)
         return self._made[key]
 
-    def _make(self, parts: Sequence[Sequence[int]], alone: bool = False) -> Group:
-        """This rank's group; one of all ranks is torch's own, unless it is to be `alone`."""
+    def _make(self, parts: Sequence[Sequence[int]], alone: int = 0) -> Group:
+        """This rank's group; one of all ranks is torch's own, unless it is to be alone, with that number in its name."""
         own = next(part for part in parts if self.rank in part)
         # Every rank takes part in making every group, also where its own needs none.
         needed = [part for part in parts if len(part) > 1 and (alone or len(part) < self.mesh.size)]
         handles = {part[0]: dist.new_group(list(part), timeout=self._timeout) for part in needed}
-        return Group(own, own.index(self.rank), handles.get(own[0]), recorder=self.recorder, watch=self.watch)
+        return Group(own, own.index(self.rank), handles.get(own[0]), alone, recorder=self.recorder, watch=self.watch)
 
 
 def _newest(new: str, old: str) -> Callable[..., Any]:

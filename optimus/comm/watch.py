@@ -1,57 +1,85 @@
-"""Where numbers that are not finite come from: what leaves a rank and what comes to it, looked at in passing.
+"""Where numbers that are not finite come from: what leaves a rank, looked at in passing.
 
 A faulty device gives NaN or Inf, and after the next collective every rank has them: tensor, expert and pipeline
-parallelism reduce inside the forward pass. So each rank sums what it is about to send and what it has received, which costs
-one pass over either and no synchronisation, and looks at the sums only when the step has gone wrong: a rank from which
-something not finite left before anything not finite had come is where it began.
+parallelism reduce inside the forward pass. So each rank sums what it is about to send, which costs one pass over it and no
+synchronisation, and looks at the sums only when the step has gone wrong. The ranks then tell each other in which
+collectives they have spread what is not finite: a rank from which it left before any had come from another is where it
+began.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+Place = tuple[str, int]
+"""A collective: among whom, and the how manieth of theirs. All who take part name it alike."""
+
+
+class _Note(NamedTuple):
+    """Something left in a collective, or has come by it."""
+
+    place: Place | None
+    sum: Tensor | None  # of what left
+    what: str
+
 
 class Watch:
-    """The sums of what left and what came, in order, since `begin`; nothing is looked at outside of `on`."""
+    """What left and what came, in order, since `begin`; nothing is noted outside of `on`."""
 
     def __init__(self) -> None:
         self.enabled = True  # whether anybody will ask
-        # Sum, whether it left, in which collective; by several threads.
-        self._noted: list[tuple[Tensor, bool, str]] = []
+        self._notes: list[_Note] = []  # by several threads
         self._on = False
 
     def begin(self) -> None:
         """Forget what was; a step begins."""
-        self._noted = []
+        self._notes = []
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Look at what leaves and comes inside the context."""
+        """Note what leaves and comes inside the context."""
         self._on = self.enabled
         try:
             yield
         finally:
             self._on = False
 
-    def leaves(self, tensor: Tensor, what: str) -> None:
+    def leaves(self, tensor: Tensor, what: str, place: Place | None = None) -> None:
         """`tensor` is about to be sent."""
-        self._note(tensor, True, what)
-
-    def comes(self, tensor: Tensor, what: str) -> None:
-        """`tensor` has been received."""
-        self._note(tensor, False, what)
-
-    def origin(self) -> str | None:
-        """In which collective something not finite left this rank before any had come; None if it did not."""
-        if not self._noted:
-            return None
-        sums, left, what = zip(*self._noted)
-        finite = torch.isfinite(torch.stack([each.to(sums[0].device, torch.float32) for each in sums])).tolist()
-        return next((what[i] if left[i] else None for i, fine in enumerate(finite) if not fine), None)
-
-    def _note(self, tensor: Tensor, left: bool, what: str) -> None:
         if self._on and tensor.is_floating_point():
             # In its own type: bf16 reaches as far as fp32, and another type would cost a copy of everything.
-            self._noted.append((tensor.detach().sum(), left, what))
+            self._notes.append(_Note(place, tensor.detach().sum(), what))
+
+    def comes(self, place: Place) -> None:
+        """What the others sent has been received."""
+        if self._on:
+            self._notes.append(_Note(place, None, ""))
+
+    def spread(self) -> list[Place]:
+        """The collectives to which this rank gave something not finite."""
+        return [note.place for note in self._spoilt() if note.place is not None]
+
+    def origin(self, spread: Collection[Place]) -> str | None:
+        """In which collective something not finite left this rank before any had come; None if it did not.
+
+        `spread` are the collectives to which other ranks gave something not finite.
+        """
+        spoilt = {id(note) for note in self._spoilt()}
+        for note in self._notes:
+            if id(note) in spoilt:
+                return note.what
+            if note.sum is None and note.place in spread:
+                return None
+        return None
+
+    def _spoilt(self) -> list[_Note]:
+        """What left and was not finite."""
+        left = [(note, note.sum) for note in self._notes if note.sum is not None]
+        if not left:
+            return []
+        device = left[0][1].device
+        finite = torch.isfinite(torch.stack([each.to(device, torch.float32) for _, each in left])).tolist()
+        return [note for (note, _), fine in zip(left, finite) if not fine]

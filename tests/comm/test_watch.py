@@ -25,33 +25,48 @@ from optimus.train.step import StepResult
 # ---- By itself ----
 
 
-def watched(*noted: tuple[str, float]) -> Watch:
-    watch = Watch()
+def watched(*noted: float | tuple[str, int]) -> Watch:
+    """What left in the collectives ("group", 0), ("group", 1) and so on, and what came in between."""
+    watch, number = Watch(), 0
     watch.begin()
     with watch.on():
-        for number, (way, value) in enumerate(noted):
-            getattr(watch, way)(torch.tensor([1.0, value]), f"collective {number}")
+        for each in noted:
+            if isinstance(each, tuple):
+                watch.comes(each)
+            else:
+                watch.leaves(torch.tensor([1.0, each]), f"collective {number}", ("group", number))
+                number += 1
     return watch
+
+
+ELSEWHERE = ("others", 3)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_left_first_began_here(bad: float) -> None:
-    assert watched(("leaves", 1.0), ("leaves", bad), ("comes", bad)).origin() == "collective 1"
-    assert watched(("leaves", 1.0), ("comes", bad), ("leaves", bad)).origin() is None
-    assert watched(("comes", 1.0), ("leaves", 2.0)).origin() is None
-    assert watched().origin() is None
+    assert watched(1.0, bad, ELSEWHERE).origin({ELSEWHERE}) == "collective 1"
+    assert watched(1.0, ELSEWHERE, bad).origin({ELSEWHERE}) is None
+    assert watched(1.0, ELSEWHERE, bad).origin({("others", 2)}) == "collective 1"  # what came was finite
+    assert watched(ELSEWHERE, 2.0).origin({ELSEWHERE}) is None
+    assert watched(bad, ("group", 0)).origin({("group", 0)}) == "collective 0"  # others gave such to the same one
+    assert watched().origin(set()) is None
+
+
+def test_what_others_are_told() -> None:
+    assert watched(1.0, math.nan, ELSEWHERE, math.inf, 0.0).spread() == [("group", 1), ("group", 2)]
+    assert watched(1.0, ELSEWHERE).spread() == []
 
 
 def test_it_looks_only_when_on_and_forgets() -> None:
-    watch = watched(("leaves", math.nan))
+    watch = watched(math.nan)
     watch.leaves(torch.tensor([math.nan]), "later")
-    assert watch.origin() == "collective 0"
+    assert watch.origin(set()) == "collective 0"
     watch.begin()
     watch.leaves(torch.tensor([math.nan]), "later")
-    assert watch.origin() is None
+    assert watch.origin(set()) is None
     with watch.on():
         watch.leaves(torch.tensor([1, 2]), "integers, which are always finite")
-    assert watch.origin() is None
+    assert watch.origin(set()) is None
 
 
 # ---- In training ----
@@ -92,7 +107,7 @@ def train_poisoned(config: dict[str, Any], plan: Plan) -> list[tuple[bool, bool]
         here = steps.groups.rank in ranks
         with poison(steps.blocks[number % len(steps.blocks)], where) if here else nullcontext():
             skipped = steps.train().skipped
-        found.append((steps.groups.watch.origin() is not None, skipped))
+        found.append((steps.groups.origin() is not None, skipped))
     return found
 
 
@@ -177,10 +192,10 @@ def train_watched(config: dict[str, Any], on: bool) -> tuple[list[StepResult], l
         results = []
         for _ in range(3):
             results.append(steps.train())
-            assert steps.groups.watch.origin() is None
+            assert steps.groups.origin() is None
     finally:
         torch.use_deterministic_algorithms(False)
-    return results, [chunk.master.double().sum().item() for chunk in steps.state.chunks], len(steps.groups.watch._noted)
+    return results, [chunk.master.double().sum().item() for chunk in steps.state.chunks], len(steps.groups.watch._notes)
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[8], LAYOUTS[-2], LAYOUTS[-1]])
