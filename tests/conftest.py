@@ -2,17 +2,28 @@
 
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+_RANKS = re.compile("run_ranks|run_fresh|assert_same_as_one_process")
+
 if not torch.accelerator.is_available():
     # Triton then runs kernels in its interpreter. It asks once, when it is first imported, by whatever part of torch.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that have ranks of their own come first: where tests run in two processes, one begins at either end, so that it
+    is mostly one of them that has ranks and neither waits for the other's."""
+    with_ranks = cache(lambda path: bool(_RANKS.search(path.read_text(encoding="utf-8"))))
+    items.sort(key=lambda item: not with_ranks(item.path))
 
 
 @pytest.fixture(scope="session", autouse=True)

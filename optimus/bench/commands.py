@@ -188,6 +188,21 @@ def bench_kernels(
     report.publish("kernels", rows, ratios, path=json_file)
 
 
+@bench_app.command(name="machine")
+def bench_machine(
+    ranks: Annotated[
+        int, typer.Option(help="Ranks of a node: one per accelerator, or as many as are to share the CPU.")
+    ],
+    out: Annotated[Path, typer.Option(help="Write the machine to this new .yaml file.")],
+    name: Annotated[str | None, typer.Option(help="Name of the machine. Default: the file's.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure this machine, all ranks busy at once, and write the file from which `optimus plan` knows it."""
+    from optimus.bench.machine import run
+
+    run(ranks, out, name=name, json_file=json_file)
+
+
 @bench_app.command(name="checkpoint")
 def bench_checkpoint(
     ranks: Annotated[int, typer.Option(help="Ranks that load a model which all of them hold.")] = 4,

@@ -22,8 +22,8 @@ _PRELOADED = [
 ]
 
 
-def run_fresh(function: Callable[..., T], ranks: int, *args: Any) -> list[T]:
-    """`function(*args)` on every rank of a Gloo process group on this machine; the results by rank.
+def run_fresh(function: Callable[..., T], ranks: int, *args: Any, backend: str = "gloo") -> list[T]:
+    """`function(*args)` on every rank of a process group on this machine, by default of Gloo; the results by rank.
 
     `function` is at the top level of a module. The machine's cores are divided among the ranks, each having one thread
     at least.
@@ -37,11 +37,11 @@ def run_fresh(function: Callable[..., T], ranks: int, *args: Any) -> list[T]:
     # A fork server that has imported what the functions need gives a fresh process in a tenth of a second.
     multiprocessing.set_forkserver_preload(_PRELOADED)
     with TemporaryDirectory() as folder:
-        multiprocessing.start_processes(_rank, (ranks, folder, work), nprocs=ranks, start_method="forkserver")
+        multiprocessing.start_processes(_rank, (ranks, folder, work, backend), nprocs=ranks, start_method="forkserver")
         return [pickle.loads(_result(folder, rank).read_bytes()) for rank in range(ranks)]
 
 
-def _rank(rank: int, ranks: int, folder: str, work: bytes) -> None:
+def _rank(rank: int, ranks: int, folder: str, work: bytes, backend: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -50,7 +50,7 @@ def _rank(rank: int, ranks: int, folder: str, work: bytes) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}  # DeepSpeed reads them
     warnings.simplefilter("ignore", FutureWarning)  # other libraries' use of what PyTorch deprecates
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
+    dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
     function, args = functions.loads(work)
     _result(folder, rank).write_bytes(pickle.dumps(function(*args)))
     gc.collect()  # what Gloo has under way must not outlive its process group

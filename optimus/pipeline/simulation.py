@@ -73,3 +73,10 @@ def _blocking(schedule: Schedule, duration: Callable[[Action], float], link: flo
 def _runs(actions: tuple[Action, ...]) -> Iterator[list[Action]]:
     """The actions in runs of computations and runs of transfers."""
     return (list(run) for _, run in groupby(actions, key=lambda action: action.kind.computes))
+
+
+def makespan(schedule: Schedule, costs: Costs) -> float:
+    """When the last action ends, without the timeline of all of them. Raises as `simulate` does."""
+    duration = costs.durations(schedule.stages, schedule.microbatches)
+    times = (_blocking if costs.blocking else _overlapping)(schedule, duration, costs.link)
+    return max(end for _, end in times.values())

@@ -18,11 +18,12 @@ from optimus.plan.architecture import Architecture, Projection
 from optimus.plan.collectives import Place
 from optimus.plan.setting import Setting
 
-Where = Literal["dense", "sparse", "first", "last"]
+# Of blocks of a kind, before the blocks, after them, or in both places: a table that embedding and output layer share.
+Where = Literal["dense", "sparse", "first", "last", "tied"]
 
 
 class Kind(NamedTuple):
-    """A parameter of this layout in every block of a kind, before the blocks, or after them."""
+    """A parameter of this layout, and where it is."""
 
     where: Where
     layout: Layout
@@ -43,13 +44,12 @@ def kinds_of_model(model: ModelConfig, *, sequence: bool, tied_ends: bool, vocab
     layouts = parameter_layouts(whole, sequence=sequence, tied_ends=tied_ends, vocabulary=vocabulary)
     inside: Where = "sparse" if model.experts else "dense"
 
-    def where(name: str) -> Where:
-        return inside if name.startswith("blocks.") else "first" if name.startswith("embedding.") else "last"
+    table: Where = "tied" if model.tie_embeddings else "first"
 
-    kinds = [Kind(where(name), layout) for name, layout in layouts.items()]
-    if model.tie_embeddings:
-        kinds += [kind._replace(where="last") for kind in kinds if kind.where == "first"]
-    return tuple(kinds)
+    def where(name: str) -> Where:
+        return inside if name.startswith("blocks.") else table if name.startswith("embedding.") else "last"
+
+    return tuple(Kind(where(name), layout) for name, layout in layouts.items())
 
 
 @lru_cache(maxsize=256)
@@ -68,7 +68,8 @@ def kinds_of_shapes(architecture: Architecture) -> tuple[Kind, ...]:
             shape, dim = (a.experts, each.outputs, each.inputs), 1 if each.over == "outputs" else 2
             kinds.append(Kind("sparse", Layout(shape, ((0, "ep"), (dim, "etp")), ("edp",))))
     table = Layout((a.vocab, a.hidden), ((0, "tp_out"), (1, "tp_in")), ("dp", "cp"))
-    return (*kinds, Kind("first", table), Kind("last", table))
+    ends: tuple[Where, ...] = ("tied",) if a.tied else ("first", "last")
+    return (*kinds, *(Kind(where, table) for where in ends))
 
 
 def _layout(projection: Projection) -> Layout:

@@ -33,6 +33,8 @@ class Setting:
     precision: str = "bf16"
     divided_vocabulary: bool = False
     imbalance: float = 1.0  # tokens of the busiest rank's experts, to the mean
+    even: bool = False  # stages by the number of blocks, as other programs cut them; else by time, as this library does
+    ends_count: bool = False  # embedding and loss then count as a block each
 
     @property
     def global_batch(self) -> int:

@@ -29,6 +29,9 @@ class Software(Section):
     passes: float = Field(
         1.0, gt=0, description="Memory traffic of what is no matrix product, to that of fused kernels."
     )
+    passes_eager: float | None = Field(
+        None, gt=0, description="The same where it runs without its compiler; None: it has none."
+    )
     overlap_data: float = Field(
         1.0, ge=0, le=1, description="Share of the backward pass beside which gradients are reduced."
     )

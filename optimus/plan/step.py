@@ -89,12 +89,26 @@ def step_time(
 
 
 def blocks_of_stages(architecture: Architecture, setting: Setting) -> list[range]:
-    """Blocks of each stage: so that the longest takes as little time as it can."""
+    """Blocks of each stage: so that the longest takes as little time as it can, or equally many.
+
+    Raises `UserError` where this library would have fewer blocks than stages.
+    """
+    if setting.even:
+        return _even(architecture.layers, setting.stages, setting.ends_count)
     met = (
         sum(weight.inputs * weight.outputs * count for weight, _, count in architecture.weights()) / architecture.layers
     )
     besides = 0.0 if setting.divided_vocabulary else architecture.vocab * architecture.hidden / met
     return _divided(architecture.layers, setting.stages, round(besides, 3))
+
+
+@lru_cache(maxsize=1024)
+def _even(layers: int, stages: int, ends_count: bool) -> list[range]:
+    """Equally many; where they do not come out even, or so they are counted, embedding and loss are a block each."""
+    ends = int(stages > 1 and (ends_count or layers % stages != 0))
+    units = [(layers + 2 * ends) * stage // stages for stage in range(stages + 1)]
+    starts = [min(layers, max(0, unit - ends)) for unit in units]
+    return [range(start, end) for start, end in zip(starts, starts[1:])]
 
 
 @lru_cache(maxsize=1024)
@@ -111,7 +125,8 @@ def counts_of(architecture: Architecture, blocks: Sequence[range], stages: Seque
     dense = sum(max(0, min(blocks[stage].stop, dense_until) - blocks[stage].start) for stage in stages)
     every = sum(len(blocks[stage]) for stage in stages)
     counts: dict[Where, int] = {"dense": dense, "sparse": every - dense}
-    return counts | {"first": int(0 in stages), "last": int(len(blocks) - 1 in stages)}
+    first, last = 0 in stages, len(blocks) - 1 in stages
+    return counts | {"first": int(first), "last": int(last), "tied": int(first or last)}
 
 
 # ---- A microbatch in a stage ----
