@@ -11,6 +11,7 @@ import typer
 
 from optimus.bench.commands import bench_app
 from optimus.errors import UserError
+from optimus.plan.commands import plan
 
 app = typer.Typer(
     name="optimus",
@@ -24,6 +25,7 @@ checkpoint_app = typer.Typer(
     help="Look at checkpoints, check and convert them.", no_args_is_help=True, rich_markup_mode=None
 )
 app.add_typer(checkpoint_app, name="checkpoint")
+app.command()(plan)
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
@@ -124,7 +126,7 @@ def evaluate(
     )
     rows = [{"task": name, **scores} for name, scores in results["tasks"].items()]
     if rows and not as_json:
-        from optimus.bench.report import print_table
+        from optimus.observe.table import print_table
 
         print_table(rows, str(checkpoint))
     bits = results["bits_per_byte"]

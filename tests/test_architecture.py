@@ -14,7 +14,7 @@ PACKAGE = ROOT / "optimus"
 
 # From the top down, as in docs/architecture.md; but for `hub`, which writes and reads checkpoints and so stands above them.
 ROOMS = [
-    "cli", "bench", "train", "plan", "evaluate", "resilience", "hub", "checkpoint", "observe", "state", "pipeline",
+    "cli", "bench", "plan", "train", "evaluate", "resilience", "hub", "checkpoint", "observe", "state", "pipeline",
     "parallel", "optim", "model", "kernels", "comm", "mesh", "data", "config",
 ]  # fmt: skip
 BELOW_ALL = ["disk", "lazy", "errors"]

@@ -234,3 +234,33 @@ def bench_resilience(
     if recoveries:
         report.print_table(recoveries, "from a fault to the end of the next step, 3 nodes and 2 spares, keep-alive 1x3")
     report.publish("resilience", costs, ratios, more={"recoveries": recoveries}, path=json_file)
+
+
+@bench_app.command(name="planner")
+def bench_planner(
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with tables of published measurements (CSV), named as their readers are.")
+    ] = None,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Also fit each program's constant to these rows, and to random halves of them.")
+    ] = False,
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot to this PNG file.")] = None,
+) -> None:
+    """The planner's predictions against published throughput and memory."""
+    from optimus.bench import planner, planner_output
+    from optimus.disk import check_plot
+    from optimus.errors import UserError
+
+    if data is None:
+        raise UserError(
+            "optimus bench planner needs the folder of published measurements: --data DIR, with one CSV file per source, "
+            "such as mpt_llm_foundry.csv"
+        )
+    if plot is not None:
+        check_plot(plot)
+    found = planner.run(data)
+    timed = [each.case for each in found.predicted if each.tokens_per_second is not None]
+    planner_output.show(found, path=json_file, constants=planner.constants(timed) if fit else ())
+    if plot is not None:
+        planner_output.draw(found, plot)

@@ -1,14 +1,14 @@
 """The form of every benchmark's result: a table for people, JSON for programs."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from optimus.disk import write_json
 from optimus.observe.machine import describe_machine, versions
+from optimus.observe.table import print_table
 
-_FILE_WIDTH = 220  # characters of a table that no terminal limits
+__all__ = ["print_table", "publish", "report"]
 
 
 def report(
@@ -39,25 +39,3 @@ def publish(
         print(f"{ratio}: {value:.3f}")
     if path is not None:
         write_json(path, report(name, rows, ratios, more))
-
-
-def print_table(rows: Sequence[dict[str, Any]], title: str) -> None:
-    """Print rows of equal keys as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column.replace("_", " "), justify="left" if isinstance(rows[0].get(column), str) else "right")
-    for row in rows:
-        table.add_row(*(_cell(row.get(column)) for column in columns))
-    Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(table)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)

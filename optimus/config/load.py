@@ -62,7 +62,7 @@ def load_config(
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        raise UserError(f"{where}: " + "; ".join(_explain(error))) from None
+        raise UserError(f"{where}: " + "; ".join(explain(error))) from None
 
 
 def resolve_model(name: str, read_model_folder: ModelFolderReader | None = None) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def read_section(path: Path, kind: type[SomeSection]) -> SomeSection:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        raise UserError(f"{path}: " + "; ".join(_explain(error, kind))) from None
+        raise UserError(f"{path}: " + "; ".join(explain(error, kind))) from None
 
 
 def _read_yaml(path: Path, kind: type[BaseModel]) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
 
-def _explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[str]:
+def explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[str]:
     """One clause per problem: the key's path, what is wrong, the nearest valid key where that helps."""
     clauses = []
     for problem in error.errors():
@@ -201,4 +201,4 @@ def model_config_from(mapping: Mapping[str, Any], where: str) -> ModelConfig:
     try:
         return ModelConfig.model_validate(dict(mapping))
     except ValidationError as error:
-        raise UserError(f"{where}: " + "; ".join(_explain(error))) from None
+        raise UserError(f"{where}: " + "; ".join(explain(error))) from None

@@ -71,15 +71,18 @@ def activation_bytes(
     keep_collectives: bool = True,
     layers: int | None = None,
     load: float = 1.0,
+    first: bool = True,
+    last: bool = True,
 ) -> Activations:
     """For one microbatch of `micro_batch` sequences of `context` tokens, in a type of `itemsize` bytes.
 
-    `layers` are the blocks on this rank, by default all. Its experts have `load` times the mean number of tokens.
+    `layers` are the blocks on this rank, by default all; `first` and `last` say whether it has the embedding and the output
+    layer. Its experts have `load` times the mean number of tokens.
     """
     split = split or Split()
     sizes = _Sizes(config, micro_batch * context // split.cp, itemsize, split, load)
     blocks = _blocks(sizes, chosen, config.layers if layers is None else layers, keep_collectives)
-    regions = [_embedding(sizes, context), *blocks, _alone(_norm(sizes)), _head(sizes)]
+    regions = [_embedding(sizes, context, first), *blocks, *([_alone(_norm(sizes)), _head(sizes)] if last else [])]
     kept = peak = sum(region.kept for region in regions)
     left = kept
     for region in reversed(regions):
@@ -236,11 +239,11 @@ def _rows(split: Split, tokens: int, experts: int, chosen: int, load: float) -> 
     return arrived, arrived * (1 if split.duplicates else split.etp)
 
 
-def _embedding(s: _Sizes, context: int) -> _Region:
+def _embedding(s: _Sizes, context: int, here: bool) -> _Region:
     """The tokens; and the rotary tables, which all blocks share. The gradient of the whole weight is one tensor."""
     config = s.config
     table = context // s.split.cp * (config.hidden // config.heads) * 4
-    gradient = config.vocab // s.split.tp_out * s.H * s.e
+    gradient = config.vocab // s.split.tp_out * s.H * s.e if here else 0
     return _Region(s.T * 8 + table, [(0, gradient + s.stream)])
 
 

@@ -71,7 +71,8 @@ def ring_bandwidth(place: Place, machine: Machine) -> float:
     if place.stride * place.size <= machine.ranks_per_node:
         return within
     rings = min(machine.ranks_per_node, place.stride)
-    return min(machine.node.bandwidth, node_bandwidth(place, machine) / rings)
+    used = min(1.0, rings / machine.network.rings)
+    return min(machine.node.bandwidth, used * node_bandwidth(place, machine) / rings)
 
 
 def node_bandwidth(place: Place, machine: Machine) -> float:

@@ -19,7 +19,7 @@ from optimus.plan.collectives import Place
 from optimus.plan.setting import Setting
 
 # Of blocks of a kind, before the blocks, after them, or in both places: a table that embedding and output layer share.
-Where = Literal["dense", "sparse", "first", "last", "tied"]
+Where = Literal["dense", "sparse", "first", "last", "tied", "every"]
 
 
 class Kind(NamedTuple):
@@ -43,10 +43,11 @@ def kinds_of_model(model: ModelConfig, *, sequence: bool, tied_ends: bool, vocab
         whole = Transformer(model.model_copy(update={"layers": 1}))
     layouts = parameter_layouts(whole, sequence=sequence, tied_ends=tied_ends, vocabulary=vocabulary)
     inside: Where = "sparse" if model.experts else "dense"
-
     table: Where = "tied" if model.tie_embeddings else "first"
 
     def where(name: str) -> Where:
+        if vocabulary and name.startswith(("embedding.", "head.")):
+            return "every"
         return inside if name.startswith("blocks.") else table if name.startswith("embedding.") else "last"
 
     return tuple(Kind(where(name), layout) for name, layout in layouts.items())

@@ -21,6 +21,14 @@ class Arithmetic(Section):
 
     peak: float = Field(gt=0, description="What the vendor states, FLOP/s; utilisation is a share of it.")
     achieved: float = Field(gt=0, description="What the best product of large matrices has reached, FLOP/s.")
+    sustained: float = Field(
+        1.0, gt=0, le=1, description="Share of that that products keep up one after another, at the power limit."
+    )
+
+    @property
+    def sustained_rate(self) -> float:
+        """FLOP/s of large products one after another."""
+        return self.achieved * self.sustained
 
     @model_validator(mode="after")
     def _order(self) -> "Arithmetic":
@@ -51,6 +59,8 @@ class Node(Section):
 class Network(Section):
     """Links between nodes."""
 
+    rings: int = Field(1, gt=0, description="Rings at once that it takes to use all adapters of a node.")
+
     bandwidth: float = Field(
         gt=0, description="Of a node, all its adapters together, bytes/s, as collectives reach it."
     )
@@ -78,8 +88,12 @@ class Machine(Section):
     arithmetic: dict[str, Arithmetic] = Field(description="By precision: bf16, fp16, fp32, fp8, fp4.")
     matmul: Matmul
     attention: float = Field(
-        gt=0, le=1, description="Share of the peak in 16 bits that the best fused attention reaches."
+        gt=0, le=1, description="Share of the peak in 16 bits that the best fused attention nears with long sequences."
     )
+    attention_before: float | None = Field(
+        None, gt=0, le=1, description="The same of kernels written for the generation before; None: as the best."
+    )
+    attention_half: float = Field(480, ge=0, description="Tokens of a sequence with which it reaches half of that.")
     kernel_latency: float = Field(ge=0, description="From one kernel to the next, seconds.")
     node: Node
     network: Network
@@ -92,13 +106,18 @@ class Machine(Section):
                 return self.arithmetic[name]
         raise UserError(f"machine {self.name} has no {precision} arithmetic; it has {', '.join(self.arithmetic)}")
 
-    def matmul_seconds(self, rows: float, columns: float, inner: float, precision: str, count: float = 1) -> float:
+    def matmul_seconds(
+        self, rows: float, columns: float, inner: float, precision: str, count: float = 1, *, aligned: bool = True
+    ) -> float:
         """Of `count` products [rows, inner] x [inner, columns] at once.
 
         Tiles are computed in waves over all cores, of which the last is half full on average; a tile takes `depth` steps
-        more than it has inner elements; and nothing is faster than memory.
+        more than it has inner elements; and nothing is faster than memory. Matrix units load 16 bytes at a time: products
+        of matrices that are not `aligned` to that run without them.
         """
-        rate, tile = self.rates(precision).achieved, self.matmul.tile
+        rate, tile = self.rates(precision).sustained_rate, self.matmul.tile
+        if not aligned and "fp32" in self.arithmetic:
+            rate = min(rate, self.rates("fp32").achieved)
         tiles = count * max(1.0, rows / tile) * max(1.0, columns / tile)
         waves = tiles / self.cores + 0.5
         compute = waves * self.cores * tile * tile * 2 * (inner + self.matmul.depth) / rate

@@ -10,17 +10,29 @@ Legend: T tokens of a rank's sequences, R rows of its residual stream, e bytes o
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple, Protocol
 
 from optimus.plan.architecture import Architecture
 from optimus.plan.held import Held, Kind, Where, held_by, kinds_of_shapes
 from optimus.plan.machine import Machine
-from optimus.plan.pipeline import live_microbatches, stages_on
+from optimus.plan.pipeline import Live, live_microbatches, stages_on
 from optimus.plan.setting import Setting
 from optimus.plan.software import Software
 from optimus.plan.step import blocks_of_stages, counts_of
 
 _E = 2.0
+_FRAGMENTS = 0.08  # share of a rank's memory that cannot be used
 _AHEAD = 2  # blocks whose whole parameters, or gradients, are there at a time where they are sharded
+
+
+class Activations(Protocol):
+    """Bytes of one microbatch in a stage that has so many blocks of each kind, and the first or the last part."""
+
+    def stage(self, counts: Mapping[Where, int]) -> float:
+        """Kept from its forward pass to its backward pass."""
+
+    def working(self, counts: Mapping[Where, int]) -> float:
+        """There for a moment besides."""
 
 
 @dataclass(frozen=True)
@@ -36,35 +48,88 @@ class Memory:
         return sum(self.parts.values())
 
 
+class Rank(NamedTuple):
+    """A rank of the pipeline: what its stages hold, together and each, and the microbatches that they keep at most."""
+
+    counts: Mapping[Where, int]
+    stages: Sequence[Mapping[Where, int]]
+    live: Sequence[Live]
+
+
 def memory_of(
     architecture: Architecture,
     setting: Setting,
     software: Software,
     kinds: tuple[Kind, ...] | None = None,
+    kept: Activations | None = None,
 ) -> Memory:
     """Of the fullest rank."""
-    return max(memory_of_ranks(architecture, setting, software, kinds), key=lambda memory: memory.total)
+    return max(memory_of_ranks(architecture, setting, software, kinds, kept), key=lambda memory: memory.total)
 
 
 def memory_of_ranks(
-    architecture: Architecture, setting: Setting, software: Software, kinds: tuple[Kind, ...] | None = None
+    architecture: Architecture,
+    setting: Setting,
+    software: Software,
+    kinds: tuple[Kind, ...] | None = None,
+    kept: Activations | None = None,
 ) -> list[Memory]:
-    """Of a rank of each rank of the pipeline."""
-    kinds = kinds or kinds_of_shapes(architecture)
+    """Of a rank of each rank of the pipeline. `kept` says what activations take, by default what other programs keep."""
+    ranks = ranks_of(architecture, setting)
+    states = state_of(ranks, kinds or kinds_of_shapes(architecture), setting, software)
+    activations = activations_of(ranks, kept or _Kept(architecture, setting, software), software)
+    return [
+        Memory(rank, {**state, **parts, "other": software.fixed})
+        for rank, (state, parts) in enumerate(zip(states, activations))
+    ]
+
+
+def ranks_of(architecture: Architecture, setting: Setting) -> list[Rank]:
+    """The ranks of the pipeline."""
     blocks = blocks_of_stages(architecture, setting)
-    kept = _Kept(architecture, setting, software)
-    live = live_microbatches(setting.schedule, setting.mesh.pp, setting.microbatches, setting.stages_per_rank)
-    memories = []
-    for rank, microbatches in enumerate(live):
-        stages = stages_on(setting.schedule, setting.mesh.pp, setting.stages_per_rank, rank)
-        whole = counts_of(architecture, blocks, stages)
-        parts = state_parts(held_by(kinds, setting, whole), setting, software, whole)
-        each = [counts_of(architecture, blocks, [stage]) for stage in stages]
-        parts["activations"] = sum(kept.stage(counts) * number for counts, number in zip(each, microbatches))
-        parts["working"] = max(kept.working(counts) for counts in each)
-        parts["other"] = software.fixed
-        memories.append(Memory(rank, parts))
-    return memories
+    order = setting.schedule, setting.mesh.pp, setting.microbatches, setting.stages_per_rank
+    live = live_microbatches(*order, setting.divided_vocabulary)
+    stages = [
+        stages_on(setting.schedule, setting.mesh.pp, setting.stages_per_rank, rank) for rank in range(setting.mesh.pp)
+    ]
+    return [
+        Rank(
+            counts_of(architecture, blocks, own),
+            [counts_of(architecture, blocks, [each]) for each in own],
+            microbatches,
+        )
+        for own, microbatches in zip(stages, live)
+    ]
+
+
+def state_of(
+    ranks: Sequence[Rank], kinds: tuple[Kind, ...], setting: Setting, software: Software
+) -> list[dict[str, float]]:
+    """Of each rank: what it holds of parameters, gradients and the optimizer's state."""
+    found: dict[tuple[int, ...], dict[str, float]] = {}
+    for rank in ranks:
+        key = tuple(rank.counts.values())
+        if key not in found:
+            found[key] = state_parts(held_by(kinds, setting, rank.counts), setting, software, rank.counts)
+    return [found[tuple(rank.counts.values())] for rank in ranks]
+
+
+def activations_of(ranks: Sequence[Rank], kept: Activations, software: Software) -> list[dict[str, float]]:
+    """Of each rank: what its activations take, and what a backward pass holds besides."""
+    found: dict[tuple[int, ...], tuple[float, float]] = {}
+
+    def of_stage(counts: Mapping[Where, int]) -> tuple[float, float]:
+        key = tuple(counts.values())
+        if key not in found:
+            found[key] = software.fragments * kept.stage(counts), software.fragments * kept.working(counts)
+        return found[key]
+
+    parts = []
+    for rank in ranks:
+        stages, working = zip(*map(of_stage, rank.stages))
+        most = max(sum(map(float.__mul__, stages, map(float, live))) for live in rank.live)
+        parts.append({"activations": most, "working": max(working)})
+    return parts
 
 
 def state_parts(
@@ -76,11 +141,13 @@ def state_parts(
     parts = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "gathered": 0.0}
     for each in held:
         part, block = each.elements / each.shared.size, each.elements / blocks * min(_AHEAD, blocks)
-        parts["optimizer"] += software.state * part
+        parts["optimizer"] += 0.0 if "optimizer" in setting.offload else software.state * part
         parts["gradients"] += software.gradient * (part if shards >= 2 else each.elements)
-        parts["parameters"] += _E * (part if shards == 3 else each.elements)
+        if not (shards == 3 and "parameters" in setting.offload):
+            parts["parameters"] += _E * (part if shards == 3 else each.elements)
         if shards == 3:
             parts["gathered"] += _E * (block if setting.release else each.elements)
+            parts["gathered"] += software.reduced * each.elements * (software.whole_gradients and not setting.release)
         if shards >= 2:
             parts["gathered"] += software.gradient * block / _AHEAD
     return parts
@@ -112,16 +179,29 @@ class _Kept:
         return max(again, logits)
 
     def _block(self, inside: float) -> float:
-        recompute = self.s.recompute
+        """A block's; where parts of every so manyth are made again, the mean."""
+        recompute, every = self.s.recompute, self.s.recompute_every
         if "block" in recompute:
-            return self.stream / self.s.recompute_every
-        kept = (0.0 if "norm" in recompute else 2 * self.stream) + 2 * self.stream * ("norm" in recompute)
-        attention = self.attention
+            return 0.0 if "inputs" in self.s.offload else self.stream / every
+        whole = 2 * self.stream + self.attention + inside - ("scores" in self.s.offload) * self.scores
+        if "products" in recompute:
+            return whole - (whole - self._products) / every
+        less = 2 * self.stream if "norm" in recompute else 0.0  # made again from what attention and mlp begin with
         if "attention" in recompute:
-            attention = self.stream
+            less += self.attention - self.stream
         elif "scores" in recompute:
-            attention -= self.scores
-        return kept + attention + (self.stream if {"mlp", "moe"} & recompute else inside)
+            less += self.scores
+        if {"mlp", "moe"} & recompute:
+            less += inside - self.stream
+        return whole - less / every
+
+    @property
+    def _products(self) -> float:
+        """A block's input, the result of the attention's core and half the results of matrix products."""
+        a, tp = self.a, self.s.mesh.tp_out
+        columns = [each.outputs / (tp if each.over == "outputs" else 1) for each in a.attention()]
+        columns += [each.outputs / (tp if each.over == "outputs" else 1) for each in a.feed_forward(a.intermediate)]
+        return self.stream + self.T * (0.5 * sum(columns) + a.heads * a.head_size / tp) * _E
 
     @cached_property
     def attention(self) -> float:
@@ -153,18 +233,33 @@ class _Kept:
         own = self.T / mesh.tp
         rows = own * a.experts_per_token * mesh.etp * s.imbalance
         router = own * a.experts * 3 * 4
-        moved = 2 * rows * a.hidden * _E + own * a.experts_per_token * a.hidden * _E
+        experts = rows * a.hidden * self._read + self._inside(a.expert_intermediate / mesh.etp, rows)
+        if "experts" in s.offload:
+            experts = 0.0
+        back = own * a.experts_per_token * a.hidden * _E
         shared = self._inside(a.shared_intermediate / mesh.tp_out, self.T)
-        return self.stream + router + moved + self._inside(a.expert_intermediate / mesh.etp, rows) + shared + self._mask
+        return self.stream + router + experts + back + shared + self._mask
 
     @property
     def _mask(self) -> float:
         return self.stream / _E if self.software.masks else 0.0
 
     def _inside(self, columns: float, rows: float) -> float:
-        return rows * columns * (3 if self.a.gated else 2) * _E
+        """What the activation begins with, and, if it is not made again, what it makes for the next product."""
+        made = 0.0 if "act" in self.s.recompute else self._read
+        return rows * columns * ((2 if self.a.gated else 1) * _E + made)
+
+    @property
+    def _read(self) -> float:
+        """Bytes that a product keeps per element of what it reads."""
+        return 1.0 if self.s.precision in ("fp8", "fp4") else _E
 
 
-def fits(memory: Memory, machine: Machine, margin: float = 0.08) -> bool:
-    """Whether a rank of the machine has room for it; `margin` is the share that fragments take."""
-    return memory.total <= machine.memory * (1 - margin)
+def fits(memory: Memory, machine: Machine) -> bool:
+    """Whether a rank of the machine has room for it."""
+    return memory.total <= room_of(machine)
+
+
+def room_of(machine: Machine) -> float:
+    """Bytes of a rank that a run may take: what fragments waste is left out."""
+    return machine.memory * (1 - _FRAGMENTS)

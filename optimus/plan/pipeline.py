@@ -3,12 +3,12 @@
 The beginning and the end of a step are simulated; in between every rank repeats itself, as fast as the slowest one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from optimus.pipeline.costs import Costs
-from optimus.pipeline.schedule import Placement, Schedule
+from optimus.pipeline.schedule import Placement, Schedule, live_changes
 from optimus.pipeline.schedules import make_schedule
 from optimus.pipeline.simulation import makespan, simulate
 
@@ -29,9 +29,9 @@ class StageTimes(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Schedule:
+def schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int, vocabulary: bool = False) -> Schedule:
     """The schedule that trains so. Raises `UserError` for numbers that it cannot take."""
-    return make_schedule(name, ranks, microbatches, stages_per_rank)
+    return make_schedule(name, ranks, microbatches, stages_per_rank, vocabulary=vocabulary)
 
 
 def pipeline_seconds(
@@ -55,6 +55,16 @@ def pipeline_seconds(
     return makespan(plan, costs) + (microbatches - few) * slowest(plan, times)
 
 
+def least_seconds(name: str, ranks: int, microbatches: int, times: Sequence[StageTimes]) -> float:
+    """What `pipeline_seconds` is no less than: a rank's own time, and that of the stages before it to and fro once."""
+    per_rank, found, before = len(times) // ranks, 0.0, 0.0
+    for rank in range(ranks):
+        own = sum(times[stage].seconds for stage in stages_on(name, ranks, per_rank, rank))
+        found = max(found, microbatches * own + (0.0 if name == "zbv" else before))
+        before += times[rank].forward if name == "zb-h1" else times[rank].seconds  # it fills the end of a step
+    return found
+
+
 def slowest(plan: Schedule, times: Sequence[StageTimes]) -> float:
     """Seconds of a microbatch on the rank that takes longest."""
     busy = [0.0] * plan.ranks
@@ -69,22 +79,36 @@ def _few(ranks: int, microbatches: int) -> int:
     return microbatches if microbatches <= few else few + (microbatches - few) % ranks
 
 
-@lru_cache(maxsize=4096)
-def live_microbatches(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
-    """Of each rank: the most microbatches of each of its stages whose activations it keeps when it keeps most of all.
+Live = tuple[int, ...]
+"""Of each stage of a rank, in order: microbatches whose activations it keeps."""
 
+
+@lru_cache(maxsize=4096)
+def live_microbatches(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int, vocabulary: bool = False
+) -> tuple[tuple[Live, ...], ...]:
+    """Of each rank: what it keeps when it keeps most; all times of which no other has as many of every stage.
+
+    With `vocabulary` it is divided over all ranks, and more microbatches are under way.
     A pass takes as long in every stage, and backward twice as long as forward.
     """
     if ranks == 1:
-        return ((1,),)
-    plan = schedule(name, ranks, _few(ranks, microbatches), stages_per_rank)
-    timeline = simulate(plan)
-    return tuple(_share(peak, stages_per_rank) for peak in timeline.peak_activations)
+        return (((1,),),)
+    if name == "gpipe":
+        return (((microbatches,) * stages_per_rank,),) * ranks
+    plan = schedule(name, ranks, _few(ranks, microbatches), stages_per_rank, vocabulary)
+    return tuple(
+        _most(live_changes(events), stages_on(name, ranks, stages_per_rank, rank))
+        for rank, events in enumerate(simulate(plan).computations)
+    )
 
 
-def _share(peak: int, stages: int) -> tuple[int, ...]:
-    """The stages of a rank take turns, the first of them being ahead."""
-    return tuple(peak // stages + (number < peak % stages) for number in range(stages))
+def _most(changes: Iterable[tuple[int, int]], stages: Sequence[int]) -> tuple[Live, ...]:
+    now, seen = dict.fromkeys(stages, 0), set[Live]()
+    for stage, change in changes:
+        now[stage] += change
+        seen.add(tuple(now.values()))
+    return tuple(one for one in seen if not any(other != one and all(map(int.__ge__, other, one)) for other in seen))
 
 
 def stages_on(name: str, ranks: int, stages_per_rank: int, rank: int) -> list[int]:

@@ -12,7 +12,10 @@ Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"]
 @dataclass(frozen=True)
 class Setting:
     """One way of running an architecture. `recompute` is what a block makes again in its backward pass: 'norm', 'attention',
-    'mlp', 'moe' (the feed-forward part), 'scores' (the attention's core alone) or 'block', of every `recompute_every`-th."""
+    'mlp', 'moe' (the feed-forward part), 'act' (what lies between its products), 'scores' (the attention's core alone),
+    'products' (all but the attention's core and every second matrix product) or 'block', of every `recompute_every`-th.
+    `offload` is what waits on the host: 'optimizer', 'parameters' (their shards), 'inputs' (of blocks that are recomputed),
+    'scores' or 'experts' (what these keep)."""
 
     mesh: Mesh
     context: int
@@ -30,9 +33,11 @@ class Setting:
     recompute: frozenset[str] = frozenset()
     recompute_every: int = 1
     repeat_collectives: bool = False
+    offload: frozenset[str] = frozenset()
     precision: str = "bf16"
     divided_vocabulary: bool = False
     imbalance: float = 1.0  # tokens of the busiest rank's experts, to the mean
+    blocks: tuple[int, ...] | None = None  # of each stage; None: as `even` says
     even: bool = False  # stages by the number of blocks, as other programs cut them; else by time, as this library does
     ends_count: bool = False  # embedding and loss then count as a block each
 

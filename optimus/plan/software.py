@@ -26,11 +26,27 @@ class Software(Section):
         le=1,
         description="Speed of its attention kernel to the machine's best; 0: scores are kept in memory.",
     )
+    attention_before: bool = Field(
+        False, description="Whether that kernel was written for the generation of accelerators before."
+    )
     passes: float = Field(
         1.0, gt=0, description="Memory traffic of what is no matrix product, to that of fused kernels."
     )
     passes_eager: float | None = Field(
         None, gt=0, description="The same where it runs without its compiler; None: it has none."
+    )
+    passes_experts: float | None = Field(
+        None,
+        gt=0,
+        description="The same between the products of experts, and on the way there and back; None: as elsewhere.",
+    )
+    host: float = Field(
+        0.0, ge=0, description="Seconds that the host needs to start a microbatch's passes of a block with experts."
+    )
+    cast: float = Field(
+        3.0,
+        ge=0,
+        description="Bytes read and written per element of either factor to make it fp8 or fp4, before each product.",
     )
     overlap_data: float = Field(
         1.0, ge=0, le=1, description="Share of the backward pass beside which gradients are reduced."
@@ -47,12 +63,26 @@ class Software(Section):
     copies: Literal["expert", "rank", "node"] = Field(
         "rank", description="A token is sent once to each chosen expert, to each rank, or to each node that has one."
     )
+    broadcast: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds of one broadcast, where each rank in turn sends the others the parameters that it has updated; "
+        "0: they are gathered in one collective.",
+    )
     blocking: bool = Field(False, description="Whether a pipeline's ranks wait for their transfers.")
     gradient: float = Field(4.0, gt=0, description="Bytes of an accumulated gradient, per parameter.")
     reduced: float = Field(4.0, gt=0, description="Of these, what is sent to be reduced.")
     state: float = Field(12.0, gt=0, description="Bytes of master weights and moments, per parameter.")
     masks: bool = Field(False, description="Whether it keeps the masks of dropout.")
     logits: float = Field(6.0, ge=0, description="Bytes per logit at the end of the forward pass.")
+    whole_gradients: bool = Field(
+        False, description="Whether gradients stay whole between microbatches where sharded parameters do."
+    )
+    fragments: float = Field(
+        1.0,
+        ge=1,
+        description="Room that activations take in the allocator, to their bytes; 1: as it counts allocations.",
+    )
     fixed: float = Field(0.0, ge=0, description="Bytes besides, such as those of the device's context and of NCCL.")
 
 

@@ -8,6 +8,7 @@ do together, as far as it is not hidden behind the last backward pass, and the o
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from optimus.pipeline.stages import Weights, divide
@@ -15,13 +16,16 @@ from optimus.plan.architecture import Architecture
 from optimus.plan.collectives import Place, collective_seconds, transfer_seconds
 from optimus.plan.held import Held, Kind, Where, held_by, kinds_of_shapes
 from optimus.plan.machine import Machine
-from optimus.plan.pipeline import StageTimes, pipeline_seconds, stages_on
+from optimus.plan.pipeline import StageTimes, least_seconds, pipeline_seconds, stages_on
 from optimus.plan.setting import Setting
 from optimus.plan.software import Software
 from optimus.plan.work import Passes, Terms, Work, add
 
 _UPDATE = (
     2.5  # times that the optimizer's state is read or written: read and written, with the gradient and the parameter
+)
+_CONTENTION = (
+    0.15  # share of a rank's cores that collectives take from the computing that hides them: 16 to 24 of 108 to 148
 )
 _E = 2.0
 
@@ -42,6 +46,7 @@ class _Stage(NamedTuple):
     weights: Terms
     again: Terms  # recomputed; part of the backward pass
     gathers: float  # of parameters, not hidden
+    host: float  # waiting for it to start kernels
 
 
 def step_time(
@@ -50,8 +55,13 @@ def step_time(
     machine: Machine,
     software: Software,
     kinds: tuple[Kind, ...] | None = None,
+    *,
+    simulated: bool = True,
 ) -> StepTime:
-    """A step of `setting.global_batch` sequences. `kinds` are the parameters, by default as the shapes say."""
+    """A step of `setting.global_batch` sequences. `kinds` are the parameters, by default as the shapes say.
+
+    Not `simulated`, a step takes no less than that: what the pipeline's order costs is left out.
+    """
     kinds = kinds or kinds_of_shapes(architecture)
     work = Work(architecture, setting, machine, software)
     blocks = blocks_of_stages(architecture, setting)
@@ -67,16 +77,15 @@ def step_time(
     stages = [stage(number) for number in range(setting.stages)]
     times = [
         StageTimes(
-            each.forward.seconds + each.gathers / 2,
-            each.backward.seconds + each.again.seconds + each.gathers / 2,
+            each.forward.seconds + (each.gathers + each.host) / 2,
+            each.backward.seconds + each.again.seconds + (each.gathers + each.host) / 2,
             each.weights.seconds,
         )
         for each in stages
     ]
     link = _link(work)
-    passes = pipeline_seconds(
-        setting.schedule, setting.mesh.pp, setting.microbatches, times, link, blocking=software.blocking
-    )
+    order = setting.schedule, setting.mesh.pp, setting.microbatches, times
+    passes = pipeline_seconds(*order, link, blocking=software.blocking) if simulated else least_seconds(*order)
     ranks = [
         stages_on(setting.schedule, setting.mesh.pp, setting.stages_per_rank, rank) for rank in range(setting.mesh.pp)
     ]
@@ -93,6 +102,8 @@ def blocks_of_stages(architecture: Architecture, setting: Setting) -> list[range
 
     Raises `UserError` where this library would have fewer blocks than stages.
     """
+    if setting.blocks is not None:
+        return [range(start, end) for start, end in pairwise(accumulate(setting.blocks, initial=0))]
     if setting.even:
         return _even(architecture.layers, setting.stages, setting.ends_count)
     met = (
@@ -108,7 +119,7 @@ def _even(layers: int, stages: int, ends_count: bool) -> list[range]:
     ends = int(stages > 1 and (ends_count or layers % stages != 0))
     units = [(layers + 2 * ends) * stage // stages for stage in range(stages + 1)]
     starts = [min(layers, max(0, unit - ends)) for unit in units]
-    return [range(start, end) for start, end in zip(starts, starts[1:])]
+    return [range(start, end) for start, end in pairwise(starts)]
 
 
 @lru_cache(maxsize=1024)
@@ -126,7 +137,7 @@ def counts_of(architecture: Architecture, blocks: Sequence[range], stages: Seque
     every = sum(len(blocks[stage]) for stage in stages)
     counts: dict[Where, int] = {"dense": dense, "sparse": every - dense}
     first, last = 0 in stages, len(blocks) - 1 in stages
-    return counts | {"first": int(first), "last": int(last), "tied": int(first or last)}
+    return counts | {"first": int(first), "last": int(last), "tied": int(first or last), "every": 1}
 
 
 # ---- A microbatch in a stage ----
@@ -143,7 +154,13 @@ def _stage(work: Work, kinds: tuple[Kind, ...], counts: Mapping[Where, int]) -> 
             parts += [(work.norm, 2 * number), (work.attention, number), (feed_forward, number)]
             share = number / (setting.recompute_every if "block" not in setting.recompute else 1)
             modules = {"norm": (work.norm, 2), "attention": (work.attention, 1), name: (feed_forward, 1)}
-            modules["scores"] = (work.scores, 1)
+            modules |= {
+                "scores": (work.scores, 1),
+                "act": (work.activation if where == "dense" else work.activations, 1),
+            }
+            if "products" in setting.recompute:
+                both = add([_scaled(work.norm.forward, 2), work.attention.forward, feed_forward.forward])
+                again.append(_scaled(Terms(matmul=0.5 * both.matmul, memory=both.memory), share))
             for kind in _recomputed(setting.recompute, name):
                 passes, times = modules[kind]
                 again.append(_scaled(_made_again(passes.forward, setting.repeat_collectives), share * times))
@@ -155,13 +172,15 @@ def _stage(work: Work, kinds: tuple[Kind, ...], counts: Mapping[Where, int]) -> 
     gathers = 0.0
     if setting.shard == "parameters":
         gathers = _gathering(work, held_by(kinds, setting, counts), forward, add([backward, weights]))
-    return _Stage(forward, backward, weights, add(again), gathers)
+    busy = gathers + sum(each.seconds for each in (forward, backward, weights, *again))
+    host = max(0.0, work.software.host * counts["sparse"] - busy)
+    return _Stage(forward, backward, weights, add(again), gathers, host)
 
 
 def _recomputed(recompute: frozenset[str], feed_forward: str) -> list[str]:
     if "block" in recompute:
         return ["norm", "attention", feed_forward]
-    return [kind for kind in recompute if kind in ("norm", "attention", "scores", feed_forward)]
+    return [kind for kind in recompute if kind in ("norm", "attention", "scores", "act", feed_forward)]
 
 
 def _made_again(forward: Terms, repeat: bool) -> Terms:
@@ -180,9 +199,15 @@ def _gathering(work: Work, held: Sequence[Held], forward: Terms, backward: Terms
         collective_seconds("reduce_scatter", each.elements * software.reduced, each.shared, work.machine)
         for each in held
     )
-    first = max(0.0, gather - software.overlap_gather * forward.compute)
     second = (gather if s.release else 0.0) + reduce
-    return first + max(0.0, second - software.overlap_gather * backward.compute)
+    return _beside(gather, software.overlap_gather * forward.compute) + _beside(
+        second, software.overlap_gather * backward.compute
+    )
+
+
+def _beside(moving: float, computing: float) -> float:
+    """What collectives add to the computing that goes on beside them: what is left over, and the cores that they take."""
+    return max(0.0, moving - computing) + _CONTENTION * min(moving, computing)
 
 
 def _link(work: Work) -> float:
@@ -199,7 +224,7 @@ def _link(work: Work) -> float:
 def _reduction(work: Work, held: Sequence[Held], hidden: float, ahead: float) -> float:
     """What is not hidden of reducing gradients, and of gathering what has been updated."""
     s, software, machine = work.setting, work.software, work.machine
-    reduce = gather = 0.0
+    reduce = gather = turns = 0.0
     for each in held:
         whole = each.elements * software.reduced
         if s.shard == "none":
@@ -209,12 +234,13 @@ def _reduction(work: Work, held: Sequence[Held], hidden: float, ahead: float) ->
         among = Place(each.replicas.size // each.shared.size, each.replicas.stride * each.shared.size)
         if s.shard != "parameters":
             reduce += collective_seconds("reduce_scatter", whole, each.shared, machine)
+            turns += software.broadcast * each.shared.size
             gather += collective_seconds("all_gather", each.elements * _E, each.shared, machine)
         reduce += collective_seconds("all_reduce", part, among, machine)
     if s.shard == "gradients":
         reduce *= s.microbatches
         hidden *= s.microbatches
-    return max(0.0, reduce - software.overlap_data * hidden) + max(0.0, gather - software.overlap_gather * ahead)
+    return _beside(reduce, software.overlap_data * hidden) + turns + _beside(gather, software.overlap_gather * ahead)
 
 
 def _update(work: Work, held: Sequence[Held]) -> float:
@@ -222,14 +248,17 @@ def _update(work: Work, held: Sequence[Held]) -> float:
     software = work.software
     own = sum(each.elements / each.shared.size for each in held)
     norm = own * software.gradient
-    return work.machine.memory_seconds(_UPDATE * own * software.state + norm, kernels=10)
+    ways = (
+        2 * _E * own / work.machine.host.link if "optimizer" in work.setting.offload else 0.0
+    )  # gradients, parameters
+    return ways + work.machine.memory_seconds(_UPDATE * own * software.state + norm, kernels=10)
 
 
 def _sum(work: Work, stages: Sequence[_Stage], passes: float, data: float, update: float) -> StepTime:
     m = work.setting.microbatches
     every = add(_scaled(terms, m) for each in stages for terms in (each.forward, each.backward, each.weights))
     again = add(_scaled(each.again, m) for each in stages)
-    gathers = m * sum(each.gathers for each in stages)
+    gathers, host = (m * sum(times) for times in zip(*((each.gathers, each.host) for each in stages)))
     terms = {
         "matmul": every.matmul,
         "attention": every.attention,
@@ -239,7 +268,8 @@ def _sum(work: Work, stages: Sequence[_Stage], passes: float, data: float, updat
         "context_parallel": every.context,
         "expert_parallel": every.expert,
         "parameter_gathering": gathers,
-        "pipeline": max(0.0, passes - every.seconds - again.seconds - gathers),
+        "host": host,
+        "pipeline": max(0.0, passes - every.seconds - again.seconds - gathers - host),
         "data_parallel": data,
         "optimizer": update,
     }

@@ -16,6 +16,7 @@ from optimus.plan.setting import Setting
 from optimus.plan.software import Software
 
 _ATTENTION_BACKWARD = 2.5  # products of the backward pass of fused attention, to those of the forward pass
+_STEP = 32
 _SCORES = 7  # times that kept scores are read or written in a forward pass: product, mask and softmax, dropout, product
 _E = 2.0  # bytes of an activation
 
@@ -82,7 +83,8 @@ class Work:
         if self.software.attention == 0:
             batch = heads * self.T / context
             products = [(context, context, a.query_size), (context, a.head_size, context)]
-            forward = sum(machine.matmul_seconds(m, n, k, self._dense, batch) for m, n, k in products)
+            aligned = _aligned(a.query_size, a.head_size)
+            forward = sum(machine.matmul_seconds(*sizes, self._dense, batch, aligned=aligned) for sizes in products)
             kept = self._memory(_SCORES * heads * self.T * context * _E, share=1.0).memory
             return Passes(
                 self._speed(Terms(attention=forward + kept)),
@@ -90,7 +92,9 @@ class Work:
                 Terms(),
             )
         half = 0.5 if a.causal else 1.0
-        rate = machine.rates(self._dense).peak * machine.attention * self.software.attention
+        best = machine.attention_before if self.software.attention_before else machine.attention
+        share = (best or machine.attention) * context / mesh.cp / (context / mesh.cp + machine.attention_half)
+        rate = machine.rates(self._dense).peak * share * self.software.attention * self._head_share
         forward = half * flops / rate + machine.kernel_latency
         back = _ATTENTION_BACKWARD * half * flops / rate + machine.kernel_latency
         ring, ring_back = self._ring(forward, back)
@@ -100,6 +104,14 @@ class Work:
             self._speed(Terms(attention=back, memory=rotary))._replace(context=ring_back),
             Terms(),
         )
+
+    @property
+    def _head_share(self) -> float:
+        """Of the attention's best rate, with heads of this size: kernels come in steps of 32 columns, and small heads have
+        fewer products between two exponentials."""
+        size = self.architecture.head_size
+        padded = -(-size // _STEP) * _STEP
+        return size / padded * min(1.0, padded / (padded + _STEP / 2) * (128 + _STEP / 2) / 128)
 
     @cached_property
     def attention(self) -> Passes:
@@ -116,14 +128,17 @@ class Work:
         """Router, experts, the way there and back, and the expert that all tokens meet."""
         a, s, mesh = self.architecture, self.setting, self.setting.mesh
         own = self.T / mesh.tp  # tokens that this rank sends
-        rows = own * a.experts_per_token * mesh.etp * s.imbalance
+        rows = self._expert_rows
         experts = a.experts // mesh.ep
         parts = [self._product(own, a.experts, a.hidden, 1, "bf16")]
         for projection in a.feed_forward(a.expert_intermediate):
             k, n = (1, mesh.etp) if projection.over == "outputs" else (mesh.etp, 1)
-            parts.append(self._product(rows / experts, projection.outputs / n, projection.inputs / k, experts))
-        parts.append(self._activation(rows, a.expert_intermediate / mesh.etp))
-        moved = self._memory(6 * rows * a.hidden * _E)  # gathered, and added up again with their weights
+            product = self._product(rows / experts, projection.outputs / n, projection.inputs / k, experts)
+            parts.append(product)
+        parts.append(self.activations)
+        moved = self._memory(
+            6 * rows * a.hidden * _E, self._expert_passes
+        )  # gathered, and added up again with their weights
         parts.append(Passes(moved, moved, Terms()))
         way = Terms(expert=self._dispatch(own))
         parts.append(Passes(way, way, Terms()))
@@ -133,6 +148,27 @@ class Work:
             gathered = self._tensor("all_gather", self.T * self.H * _E)
             parts.append(Passes(gathered, gathered, Terms()))
         return _together(parts)
+
+    @cached_property
+    def activation(self) -> Passes:
+        """Between the products of a dense feed-forward layer."""
+        return self._activation(self.T, self.architecture.intermediate / self.setting.mesh.tp_out)
+
+    @cached_property
+    def activations(self) -> Passes:
+        """Between those of the experts."""
+        columns = self.architecture.expert_intermediate / self.setting.mesh.etp
+        return self._activation(self._expert_rows, columns, self._expert_passes)
+
+    @property
+    def _expert_passes(self) -> float:
+        return self.software.passes_experts or self.software.passes
+
+    @property
+    def _expert_rows(self) -> float:
+        """Copies of tokens that the busiest rank's experts meet."""
+        a, mesh = self.architecture, self.setting.mesh
+        return self.T / mesh.tp * a.experts_per_token * mesh.etp * self.setting.imbalance
 
     @cached_property
     def head(self) -> Passes:
@@ -161,10 +197,10 @@ class Work:
             [self._projections(self.architecture.feed_forward(width), rows), self._activation(rows, columns)]
         )
 
-    def _activation(self, rows: float, columns: float) -> Passes:
+    def _activation(self, rows: float, columns: float, share: float | None = None) -> Passes:
         """Between two projections; a gated one reads twice as much."""
         size, read = rows * columns * _E, 2 if self.architecture.gated else 1
-        return Passes(self._memory((read + 1) * size), self._memory((2 * read + 1) * size), Terms())
+        return Passes(self._memory((read + 1) * size, share), self._memory((2 * read + 1) * size, share), Terms())
 
     def _projections(self, projections: Iterable[Projection], rows: float) -> Passes:
         """Matrix products and, where what they are made of is divided, collectives (equations 5.3 and 5.4)."""
@@ -190,9 +226,10 @@ class Work:
     def _product(self, m: float, n: float, k: float, count: float = 1, precision: str | None = None) -> Passes:
         """[m, k] x [k, n] forward, the gradients of both factors backward."""
         kind, machine = precision or self.setting.precision, self.machine
-        times = [machine.matmul_seconds(*sizes, kind, count) for sizes in ((m, n, k), (m, k, n), (k, n, m))]
+        aligned, shapes = _aligned(n, k), ((m, n, k), (m, k, n), (k, n, m))
+        times = [machine.matmul_seconds(*sizes, kind, count, aligned=aligned) for sizes in shapes]
         if kind in ("fp8", "fp4"):  # both factors and a gradient are read, scaled and written again
-            cast = machine.memory_seconds(3 * count * (m * k + k * n))
+            cast = machine.memory_seconds(self.software.cast * count * (m * k + k * n))
             times = [time + cast for time in times]
         forward, backward, weights = (self._speed(Terms(matmul=time)) for time in times)
         return Passes(forward, backward, weights)
@@ -234,21 +271,32 @@ class Work:
             whole = own * place.size * a.hidden * _E
             both = [collective_seconds(kind, whole, place, self.machine) for kind in ("all_gather", "reduce_scatter")]
             return sum(both) * (1 - self.software.overlap_expert)
-        copies = self._copies(place) * mesh.etp * s.imbalance
-        return (
-            2
-            * collective_seconds("all_to_all", own * copies * a.hidden * _E, place, self.machine)
-            * (1 - self.software.overlap_expert)
-        )
+        size = own * mesh.etp * s.imbalance * a.hidden * _E
+        once = self._exchange(place, size)
+        return 2 * once * (1 - self.software.overlap_expert)
 
-    def _copies(self, place: Place) -> float:
-        """How often a token is sent, its own rank included, if it chooses experts at random."""
-        a, ep = self.architecture, self.setting.mesh.ep
+    def _exchange(self, place: Place, size: float) -> float:
+        """Seconds of sending `size` bytes of tokens to their experts, or back."""
+        experts, ranks, nodes = self.architecture.experts_per_token, self.setting.mesh.ep, place.nodes(self.machine)
         if self.software.copies == "expert":
-            return a.experts_per_token
-        parts = ep if self.software.copies == "rank" else max(1, place.nodes(self.machine))
-        elsewhere = comb(a.experts - a.experts // parts, a.experts_per_token) / comb(a.experts, a.experts_per_token)
-        return parts * (1 - elsewhere)
+            return collective_seconds("all_to_all", size * experts, place, self.machine)
+        each = size * self._copies(ranks)
+        if self.software.copies == "rank" or nodes == 1:
+            return collective_seconds("all_to_all", each, place, self.machine)
+        # Once to each node, and there, while the next tokens come, to the ranks that have the experts.
+        inside = collective_seconds("all_to_all", each, Place(place.on_a_node(self.machine)), self.machine)
+        return max(inside, collective_seconds("all_to_all", size * self._copies(nodes), place, self.machine))
+
+    def _copies(self, parts: int) -> float:
+        """In how many of equal parts of the experts a token has some, if it chooses them at random."""
+        a = self.architecture
+        others = a.experts - a.experts // parts
+        return parts * (1 - comb(others, a.experts_per_token) / comb(a.experts, a.experts_per_token))
+
+
+def _aligned(*sizes: float) -> bool:
+    """Whether rows of so many elements of 16 bits begin at multiples of 16 bytes."""
+    return all(size % 8 == 0 for size in sizes)
 
 
 def _together(parts: Iterable[Passes]) -> Passes:

@@ -38,9 +38,17 @@ def cut_of(config: RunConfig, mesh: Mesh, rank: int) -> Cut | None:
     if ends:
         blocks = [range(start, end) for start, end in pairwise(ends)]
     else:
-        time, memory = _weights(model, divided=parallel.vocabulary)
-        blocks = divide(time, parallel.stages, memory)
+        blocks = blocks_of_stages(model, parallel.stages, divided=parallel.vocabulary)
     return Cut(blocks, placement_of(config).stages_of(mesh.coordinate(rank, "pp")), parallel.vocabulary)
+
+
+def blocks_of_stages(model: ModelConfig, stages: int, *, divided: bool) -> list[range]:
+    """Blocks of each stage, so that the longest takes as little time as it can. `divided`: the vocabulary, over all ranks.
+
+    Raises `UserError` when there are too few blocks.
+    """
+    time, memory = _weights(model, divided=divided)
+    return divide(time, stages, memory)
 
 
 def _weights(model: ModelConfig, *, divided: bool) -> tuple[Weights, Weights]:

@@ -1,0 +1,320 @@
+"""One rank's part in measuring a machine: products, memory, attention and collectives, timed while all ranks are busy alike.
+
+A rank of a real run has the others beside it, which use the same memory, links and, on a CPU, the same cores. So all ranks
+begin together and repeat the same for a while; what counts is when the last of them has finished.
+
+Legend: M x K times K x N products; B sequences of S tokens, N heads of size D.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import cycle
+from typing import Any, Literal, NamedTuple
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from optimus.comm.group import Group, Groups
+from optimus.kernels.attention import causal_attention
+from optimus.kernels.matmul import Form, in_form, matmul
+from optimus.mesh import Mesh
+from optimus.observe.machine import device_name, find_device
+from optimus.plan.collectives import Collective, Place
+
+Talk = Collective | Literal["shift"]
+"""`shift`: every rank sends to the one a stride further, and receives."""
+
+_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_FORMS: tuple[Form, ...] = ("NT", "NN", "TN")  # of a layer's three products: forward, gradients of input and weight
+_LONG = 1.0  # seconds of a window that is repeated once only
+_COLD = {"cpu": 1 << 25}  # bytes of operands that are used in turn, so that none is found in a cache
+_COLD_ACCELERATOR = 1 << 28
+_SETS = 64  # of operands, at most
+_WORD = 4  # bytes of an element that collectives move
+
+
+@dataclass(frozen=True)
+class Extent:
+    """What is measured."""
+
+    shapes: Sequence[tuple[int, int, int]]  # rows, columns and inner size of products
+    attention: Sequence[tuple[int, int, int, int]]  # B, S, N, D
+    memory: int  # bytes of a tensor that is copied
+    sizes: Sequence[int] = tuple(4096 * 4**i for i in range(8))  # bytes of collectives: 4 KiB to 64 MiB
+    window: float = 0.05  # seconds for which a call is repeated
+    rounds: int = 3  # of which the fastest counts
+
+    @classmethod
+    def of(cls, device: str) -> "Extent":
+        """What suits a type of device: an accelerator is given larger matrices."""
+        shapes = [(n, n, n) for n in (16, 64, 128, 256, 512, 1024)]
+        shapes += [(2048, 256, 256), (2048, 1024, 256), (2048, 256, 1024), (256, 1024, 2048)]
+        shapes += [(8, 1024, 1024), (1024, 8, 1024), (1024, 1024, 8), (64, 512, 512), (512, 64, 512)]
+        if device == "cpu":
+            attention = [(4, 256, 8, 64), (2, 512, 8, 64), (1, 1024, 8, 64), (1, 1024, 4, 128), (1, 2048, 4, 64)]
+            return cls(shapes, attention, memory=1 << 26)
+        attention = [(8, 1024, 16, 64), (4, 2048, 16, 64), (4, 2048, 16, 128), (1, 8192, 16, 128)]
+        return cls([(8 * m, 8 * n, 8 * k) for m, n, k in shapes], attention, memory=1 << 30)
+
+
+class Product(NamedTuple):
+    """A product [rows, inner] x [inner, columns] and its seconds, on average over the forms in which it comes."""
+
+    rows: int
+    columns: int
+    inner: int
+    precision: str
+    seconds: float
+
+
+class Moved(NamedTuple):
+    """A kernel that only moves memory."""
+
+    what: str
+    bytes: int
+    seconds: float
+
+
+class Attended(NamedTuple):
+    """Causal attention in bf16, forward and backward."""
+
+    sequences: int
+    context: int
+    heads: int
+    head: int
+    seconds: float
+
+
+class Talked(NamedTuple):
+    """A collective in all groups of a kind at once; `whole` bytes as `collective_seconds` counts them."""
+
+    kind: Talk
+    whole: int
+    place: Place
+    seconds: float
+
+
+@dataclass
+class Observations:
+    """What was measured, and what the device says of itself. Sizes in bytes, times in seconds."""
+
+    ranks_per_node: int
+    nodes: int
+    device: str
+    backend: str
+    threads: int | None  # of a rank on a CPU
+    cores: int  # that the device says it has
+    memory: float  # of a rank
+    host_memory: float  # of a node
+    products: list[Product] = field(default_factory=list)
+    tiny: float = 0.0  # a kernel that has nothing to do
+    moved: list[Moved] = field(default_factory=list)
+    link: float | None = None  # bytes/s between host and device, where they are two
+    attended: list[Attended] = field(default_factory=list)
+    talked: list[Talked] = field(default_factory=list)
+
+
+def observe_rank(ranks_per_node: int, extent: Extent | None) -> Observations:
+    """Measure, as one rank of a process group whose ranks do the same. All ranks return the same.
+
+    Where OMP_NUM_THREADS says how many threads a process has, that holds, as it does for a training run.
+    """
+    device = find_device("auto", "the device", dist.get_rank() % ranks_per_node)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    elif (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+        torch.set_num_threads(int(threads))
+    extent = extent or Extent.of(device.type)
+    clock, seen = Clock(device, extent), _itself(device, ranks_per_node)
+    extent = replace(
+        extent, memory=_fitting(extent.memory, seen), sizes=[_fitting(size, seen) for size in extent.sizes]
+    )
+    with torch.inference_mode():
+        seen.products = list(_products(clock, extent, device))
+        seen.tiny = _tiny(clock, device)
+        seen.moved = list(_moved(clock, extent, device))
+        seen.link = _link(clock, extent, device)
+    seen.attended = list(_attended(clock, extent, device))
+    seen.talked = list(_talked(clock, extent, device))
+    return seen
+
+
+class Clock:
+    """Times what all ranks do at once."""
+
+    def __init__(self, device: torch.device, extent: Extent) -> None:
+        self._device, self._window, self._rounds = device, extent.window, extent.rounds
+
+    def seconds(self, call: Callable[[], Any]) -> float:
+        """Of a call, until the last rank has finished: on average over a window, in the fastest round."""
+        self._run(call, 1)
+        repeats, took = 1, self._run(call, 1)
+        while took < self._window:
+            repeats = math.ceil(repeats * min(20.0, 1.2 * self._window / took))
+            took = self._run(call, repeats)
+        more = min(1, self._rounds - 1) if took > _LONG else self._rounds - 1
+        return min([took, *(self._run(call, repeats) for _ in range(more))]) / repeats
+
+    def _run(self, call: Callable[[], Any], repeats: int) -> float:
+        """Seconds of the slowest rank."""
+        dist.barrier()
+        self._finish()
+        began = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        self._finish()
+        slowest = torch.tensor(time.perf_counter() - began, device=self._device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return slowest.item()
+
+    def _finish(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def places(ranks: int) -> list[Place]:
+    """Every kind of group that divides all ranks evenly."""
+    return [
+        Place(size, stride)
+        for size in range(2, ranks + 1)
+        for stride in range(1, ranks // size + 1)
+        if ranks % (size * stride) == 0
+    ]
+
+
+def groups_of(place: Place, ranks: int) -> list[range]:
+    """The groups of a kind."""
+    block = place.size * place.stride
+    return [
+        range(first + inner, first + block, place.stride)
+        for first in range(0, ranks, block)
+        for inner in range(place.stride)
+    ]
+
+
+# ---- The device itself ----
+
+
+def _itself(device: torch.device, ranks_per_node: int) -> Observations:
+    host = float(psutil.virtual_memory().total)
+    threads = torch.get_num_threads() if device.type == "cpu" else None
+    if threads is not None:
+        memory, cores = host / ranks_per_node, threads
+    else:
+        module = torch.get_device_module(device)
+        properties = module.get_device_properties(device)
+        memory = float(module.mem_get_info(device)[1])
+        cores = int(getattr(properties, "multi_processor_count", 0) or getattr(properties, "max_compute_units", 64))
+    nodes = dist.get_world_size() // ranks_per_node
+    return Observations(ranks_per_node, nodes, device_name(device), dist.get_backend(), threads, cores, memory, host)
+
+
+def _fitting(size: int, seen: Observations) -> int:
+    """No more bytes than a rank can hold several times."""
+    return min(size, int(min(seen.memory, seen.host_memory / seen.ranks_per_node) / 16))
+
+
+# ---- Computation ----
+
+
+def _products(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Product]:
+    for precision in _precisions(clock, device):
+        for m, n, k in extent.shapes:
+            seconds = clock.seconds(_product(m, n, k, _TYPES[precision], device))
+            yield Product(m, n, k, precision, seconds / len(_FORMS))
+
+
+def _precisions(clock: Clock, device: torch.device) -> list[str]:
+    """Those worth using: fp16 if it is as fast as fp32; a CPU may emulate it at a hundredth of the speed."""
+    n, names = 256, ["fp32", "bf16"]
+    wide, half = (clock.seconds(_product(n, n, n, _TYPES[name], device)) for name in ("fp32", "fp16"))
+    return [*names, "fp16"] if half <= wide else names
+
+
+def _product(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Callable[[], None]:
+    """A product in each form; operands take turns."""
+    held = _COLD.get(device.type, _COLD_ACCELERATOR)
+    number = min(_SETS, max(1, held // ((m * k + k * n) * dtype.itemsize)))
+    pairs = [
+        (torch.randn(m, k, device=device).to(dtype), torch.randn(k, n, device=device).to(dtype)) for _ in range(number)
+    ]
+    turns = cycle([[in_form(form, a_MK, b_KN) for form in _FORMS] for a_MK, b_KN in pairs])
+
+    def call() -> None:
+        for a_MK, b_KN in next(turns):
+            matmul(a_MK, b_KN)
+
+    return call
+
+
+def _tiny(clock: Clock, device: torch.device) -> float:
+    x = torch.ones(16, device=device)
+    return clock.seconds(lambda: x.add_(x))
+
+
+def _moved(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Moved]:
+    """Tensors in two types, as the training step has them."""
+    for dtype in (torch.float32, torch.bfloat16):
+        n = extent.memory // dtype.itemsize
+        x, y, z = (torch.ones(n, dtype=dtype, device=device) for _ in range(3))
+        name = str(dtype).removeprefix("torch.")
+        yield Moved(f"copy {name}", 2 * x.nbytes, clock.seconds(lambda y=y, x=x: y.copy_(x)))  # type: ignore[misc]
+        seconds = clock.seconds(lambda x=x, y=y, z=z: torch.add(x, y, out=z))  # type: ignore[misc]
+        yield Moved(f"add {name}", 3 * x.nbytes, seconds)
+
+
+def _link(clock: Clock, extent: Extent, device: torch.device) -> float | None:
+    if device.type == "cpu":
+        return None
+    x = torch.ones(extent.memory // 4, dtype=torch.uint8, device=device)
+    host = torch.empty(x.shape, dtype=torch.uint8, pin_memory=True)
+    ways = [clock.seconds(lambda: host.copy_(x, non_blocking=True)), clock.seconds(lambda: x.copy_(host))]
+    return 2 * x.nbytes / sum(ways)
+
+
+def _attended(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Attended]:
+    for shape in extent.attention:
+        leaves = [torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+        out_grad = torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+        def call(leaves: list[Tensor] = leaves, out_grad: Tensor = out_grad) -> None:
+            torch.autograd.grad(causal_attention(*leaves), leaves, out_grad)
+
+        yield Attended(*shape, clock.seconds(call))
+
+
+# ---- Collectives ----
+
+
+def _talked(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Talked]:
+    ranks = dist.get_world_size()
+    groups = Groups(Mesh(dp=ranks))
+    kinds: list[Talk] = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+    for place in places(ranks):
+        group = groups.dividing(groups_of(place, ranks))
+        # A shift is the same in every group of a stride: one of two ranks is between the same two.
+        for kind in [*kinds, "shift"] if place.size == 2 else kinds:
+            for size in extent.sizes:
+                elements = -(-size // (_WORD * place.size)) * place.size
+                x = torch.ones(elements, device=device)
+                seconds = clock.seconds(_talk(kind, x, group))
+                yield Talked(kind, elements * _WORD, place, seconds)
+
+
+def _talk(kind: Talk, x: Tensor, group: Group) -> Callable[[], Any]:
+    """The library's own collective, as training uses it."""
+    if kind == "all_reduce":
+        return lambda: group.sum(x)
+    if kind == "all_to_all":
+        rows, each = x.view(group.size, -1), [1] * group.size
+        return lambda: group.exchange(rows, each, each)
+    if kind == "shift":
+        out = torch.empty_like(x)
+        return lambda: group.start_shift(x, out)()
+    part = x.new_ones(x.numel() // group.size)
+    return (lambda: group.gather(x, part)) if kind == "all_gather" else (lambda: group.sum_part(x, part))

@@ -1,0 +1,111 @@
+"""The command `optimus plan`: what is asked, put together from a model or a configuration and the options."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from optimus.disk import check_plot
+from optimus.errors import UserError
+
+
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Preset, Hugging Face folder, or YAML file of a run.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...")] = None,
+    machine: Annotated[
+        str, typer.Option(help="A machine's name, or a file as `optimus bench machine` writes it.")
+    ] = "",
+    ranks: Annotated[int, typer.Option(help="Ranks of the job.")] = 0,
+    best: Annotated[int, typer.Option(min=1, help="Divisions of the ranks to list.")] = 10,
+    as_is: Annotated[bool, typer.Option("--as-is", help="Do not search: predict the layout as configured.")] = False,
+    imbalance: Annotated[float, typer.Option(min=1, help="Tokens of the busiest rank's experts, to the mean.")] = 1.0,
+    what_if: Annotated[
+        list[str] | None, typer.Option(help="Change the machine: network.bandwidth=x2, memory=128e9")
+    ] = None,
+    explain: Annotated[int | None, typer.Option(min=1, help="Break down the plan in this row.")] = None,
+    write: Annotated[Path | None, typer.Option(help="Write the first plan's configuration to this YAML file.")] = None,
+    scale: Annotated[
+        str | None, typer.Option(help="Numbers of ranks: 384,768,... for a study of weak scaling.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="With --scale: draw it to this PNG file.")] = None,
+    dry_run: Annotated[int | None, typer.Option(help="Build this rank's part without memory, and count it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Choose how to divide a model over a machine, and predict its speed and memory."""
+    import json
+
+    from optimus.plan import report, scaling
+    from optimus.plan.asking import asked, configured
+    from optimus.plan.search import predict, search
+
+    config = configured(model, overrides or [], ranks)
+    question, setting = asked(config, machine, ranks, what_if or [], imbalance)
+    if dry_run is not None:
+        _dry_run(question, config, ranks, dry_run, as_is, as_json)
+        return
+    numbers = None if scale is None else _numbers(scale)
+    if plot is not None and numbers is None:
+        raise UserError("--plot draws a study of scaling: add --scale 384,768,...")
+    if plot is not None:
+        check_plot(plot)
+    if numbers:
+        points = scaling.scale(question, numbers, predict(question, setting()) if as_is else None)
+        plans = [point.plan for point in points]
+    else:
+        plans = [predict(question, setting())] if as_is else search(question, best)
+    if write is not None:
+        report.write_config(plans[0], config, write)
+    result: dict[str, Any] = {"plans": [report.as_json(each) for each in plans]}
+    if numbers:
+        result["scaling"] = [{"ranks": point.ranks, "efficiency": point.efficiency} for point in points]
+        if plot is not None:
+            scaling.draw(points, plot)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    _print(question, plans, result.get("scaling"))
+    if explain is not None:
+        if explain > len(plans):
+            raise UserError(f"--explain {explain}: there are {len(plans)} rows")
+        print(report.explained(plans[explain - 1]))
+
+
+def _print(question: Any, plans: Sequence[Any], scaled: Sequence[dict[str, Any]] | None) -> None:
+    from optimus.observe.table import print_table
+    from optimus.plan import report
+
+    rows = report.rows_of(plans)
+    for row, point in zip(rows, scaled or ()):
+        row[""] = f"{point['ranks']:,}"
+        row["efficiency"] = f"{100 * point['efficiency']:.1f} %"
+    batch = f"{question.global_batch:,} sequences of {question.context:,} tokens"
+    print_table(rows, f"{question.ranks:,} ranks of {question.machine.name}, {batch}, {question.precision}")
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise UserError(f"--scale {text}: give numbers of ranks with commas between them, such as 384,768,1536")
+    return numbers
+
+
+def _dry_run(question: Any, config: Any, ranks: int, rank: int, as_is: bool, as_json: bool) -> None:
+    import json
+
+    from optimus.plan.dry_run import dry_run
+    from optimus.plan.report import planned
+    from optimus.plan.search import search
+
+    if not as_is:
+        config = planned(search(question, best=1)[0], config)
+    found = dry_run(config, ranks, rank, question.imbalance)
+    if as_json:
+        print(json.dumps({"rank": rank, "bytes": {"total": sum(found.values()), **found}}, indent=2))
+        return
+    print(f"rank {rank} of {ranks} would hold {sum(found.values()) / 1e9:.2f} GB:")
+    for name, value in found.items():
+        print(f"  {name:<14}{value / 1e9:>10.2f} GB")

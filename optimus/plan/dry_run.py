@@ -1,0 +1,72 @@
+"""What a rank would hold, from the real parts of a run: the model on meta tensors, cut into stages, laid out on the real
+mesh, planned in chunks, under the real schedule. It takes seconds where the planner's arithmetic takes microseconds, and is
+what that arithmetic is checked with.
+"""
+
+from itertools import accumulate
+
+import torch
+
+from optimus.config import RunConfig
+from optimus.errors import UserError
+from optimus.model import Transformer
+from optimus.parallel.activations import activation_bytes
+from optimus.parallel.recompute import Recomputation
+from optimus.pipeline.schedule import live_changes
+from optimus.pipeline.simulation import simulate
+from optimus.pipeline.staged import keep_stages
+from optimus.state import bytes_by_kind, plan_chunks
+from optimus.train.pipeline import cut_of, schedule_of
+from optimus.train.recomputation import activation_shapes
+from optimus.train.run import DTYPES, layouts_of, mesh_of
+
+
+def dry_run(config: RunConfig, ranks: int, rank: int, load: float = 1.0) -> dict[str, int]:
+    """Bytes that `rank` of `ranks` holds, by kind: parameters, gradients, master, moments, activations (of all microbatches
+    that the schedule keeps) and working (what a backward pass holds besides). Its experts have `load` times the mean number
+    of tokens.
+
+    Raises `UserError` when there is no such rank, or the model cannot be divided as configured.
+    """
+    if not 0 <= rank < ranks:
+        raise UserError(f"--dry-run {rank}: the ranks are 0 to {ranks - 1}")
+    mesh = mesh_of(config, ranks)
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    layouts = layouts_of(model, config)
+    cut = cut_of(config, mesh, rank)
+    if cut is not None:
+        keep_stages(model, cut)
+        layouts = {name: layouts[name] for name, _ in model.named_parameters()}
+    plans = plan_chunks(layouts, mesh, rank, config.state)
+    found = bytes_by_kind(plans, DTYPES[config.train.precision], DTYPES[config.state.gradient_dtype])
+    return found | _activations(config, ranks, rank, load)
+
+
+def _activations(config: RunConfig, ranks: int, rank: int, load: float) -> dict[str, int]:
+    mesh = mesh_of(config, ranks)
+    shapes = activation_shapes(config, mesh, DTYPES[config.train.precision].itemsize)
+    chosen = Recomputation(tuple(config.recompute), config.recompute_every)
+    cut = cut_of(config, mesh, rank)
+    if cut is None:
+        kept, peak = activation_bytes(config.model, chosen, load=load, **shapes)
+        return {"activations": kept, "working": peak - kept}
+    stages = {
+        stage: activation_bytes(
+            config.model,
+            chosen,
+            layers=len(cut.blocks[stage]),
+            first=stage == 0,
+            last=stage == len(cut.blocks) - 1,
+            load=load,
+            **shapes,
+        )
+        for stage in cut.here
+    }
+    microbatches = max(1, config.train.global_batch // (mesh.dp * config.train.micro_batch))
+    computed = simulate(schedule_of(config, microbatches)).computations[mesh.coordinate(rank, "pp")]
+    changes = (change * stages[stage].kept for stage, change in live_changes(computed))
+    return {
+        "activations": max(accumulate(changes)),
+        "working": max(found.peak - found.kept for found in stages.values()),
+    }

@@ -1,0 +1,151 @@
+"""Runs of this library as the planner sees them, and plans as configurations of runs."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from optimus.config import ModelConfig, RunConfig
+from optimus.parallel.activations import Activations, Split, activation_bytes
+from optimus.parallel.recompute import Recomputation
+from optimus.plan.held import Kind, Where, kinds_of_model
+from optimus.plan.setting import Setting
+from optimus.train.pipeline import blocks_of_stages
+from optimus.train.run import mesh_of
+
+PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
+_MODULES = ("norm", "attention", "mlp", "moe", "block")
+
+
+def setting_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None, imbalance: float = 1.0) -> Setting:
+    """How `config` divides `ranks` ranks. Raises `UserError` when it cannot."""
+    mesh = mesh_of(config, ranks, ranks_per_node)
+    parallel, state, train = config.parallel, config.state, config.train
+    return Setting(
+        mesh,
+        context=train.context,
+        micro_batch=train.micro_batch,
+        microbatches=max(1, train.global_batch // (mesh.dp * train.micro_batch)),
+        schedule=parallel.schedule,
+        stages_per_rank=parallel.stages_per_rank,
+        sequence=parallel.splits_sequence,
+        ulysses=parallel.context_method == "ulysses",
+        shard=state.shard,
+        shard_ranks=state.shard_ranks,
+        shard_over=state.shard_over,
+        release=state.release,
+        dispatch=config.moe.dispatch,
+        recompute=frozenset(config.recompute),
+        recompute_every=config.recompute_every,
+        repeat_collectives=config.recompute_collectives == "repeat",
+        precision=PRECISION[train.precision],
+        divided_vocabulary=parallel.vocabulary,
+        imbalance=imbalance,
+        blocks=tuple(parallel.blocks or blocks_of(config.model, parallel.stages, divided=parallel.vocabulary)),
+    )
+
+
+def blocks_of(model: ModelConfig, stages: int, *, divided: bool = False) -> tuple[int, ...]:
+    """Blocks of each stage, as a run cuts them. Raises `UserError` when there are too few."""
+    return _blocks_of(model.model_dump_json(), stages, divided)
+
+
+@lru_cache(maxsize=1024)
+def _blocks_of(model: str, stages: int, divided: bool) -> tuple[int, ...]:
+    found = blocks_of_stages(ModelConfig.model_validate_json(model), stages, divided=divided)
+    return tuple(len(blocks) for blocks in found)
+
+
+def sections_of(setting: Setting) -> dict[str, Any]:
+    """The sections of a configuration that run `setting`: what differs from their defaults, and what is asked for."""
+    mesh, sparse = setting.mesh, setting.mesh.ep * setting.mesh.etp > 1
+    parallel: dict[str, Any] = {"data": mesh.dp}
+    parallel |= {"tensor": mesh.tp if mesh.tp_in == 1 else [mesh.tp_out, mesh.tp_in]} if mesh.tp > 1 else {}
+    parallel |= {"sequence": setting.sequence} if mesh.tp > 1 else {}
+    if mesh.cp > 1:
+        parallel |= {"context": mesh.cp, "context_method": "ulysses" if setting.ulysses else "ring"}
+    parallel |= {"expert": mesh.ep, "expert_tensor": mesh.etp} if sparse else {}
+    if mesh.pp > 1:
+        parallel |= {"pipeline": mesh.pp, "schedule": setting.schedule}
+        parallel |= {"stages_per_rank": setting.stages_per_rank} if setting.stages_per_rank > 1 else {}
+        parallel |= {"vocabulary": True} if setting.divided_vocabulary else {}
+    state: dict[str, Any] = {"shard": setting.shard}
+    if setting.shard != "none":
+        state |= {"shard_ranks": setting.shard_ranks} if setting.shard_ranks else {}
+        state |= {"shard_over": setting.shard_over} if setting.shard_over != "replicas" else {}
+        state |= {"release": False} if setting.shard == "parameters" and not setting.release else {}
+    recompute = [kind for kind in _MODULES if kind in setting.recompute]
+    sections: dict[str, Any] = {
+        "parallel": parallel,
+        "state": state,
+        "recompute": recompute,
+        "train": {"micro_batch": setting.micro_batch},
+    }
+    return sections | ({"recompute_every": setting.recompute_every} if setting.recompute_every > 1 else {})
+
+
+def kinds_of(model: ModelConfig, setting: Setting) -> tuple[Kind, ...]:
+    """The parameters of `model`, laid out so."""
+    ends = model.tie_embeddings and setting.mesh.pp > 1 and not setting.divided_vocabulary and setting.schedule != "zbv"
+    return _kinds(model.model_dump_json(), setting.sequence, ends, setting.divided_vocabulary)
+
+
+@lru_cache(maxsize=256)
+def _kinds(model: str, sequence: bool, ends: bool, vocabulary: bool) -> tuple[Kind, ...]:
+    config = ModelConfig.model_validate_json(model)
+    return kinds_of_model(config, sequence=sequence, tied_ends=ends, vocabulary=vocabulary)
+
+
+class OwnActivations:
+    """What this library's own operations keep (`parallel.activations`): the same for every block, so two are enough."""
+
+    def __init__(self, model: ModelConfig, setting: Setting) -> None:
+        mesh = setting.mesh
+        self._model = model
+        kinds = tuple(kind for kind in _MODULES if kind in setting.recompute)
+        self._chosen = Recomputation(kinds, setting.recompute_every)
+        self._shapes: dict[str, Any] = {
+            "micro_batch": setting.micro_batch,
+            "context": setting.context,
+            "itemsize": 4 if setting.precision == "fp32" else 2,
+            "keep_collectives": not setting.repeat_collectives,
+            "load": setting.imbalance,
+            "split": Split(
+                tp_out=mesh.tp_out,
+                tp_in=mesh.tp_in,
+                cp=mesh.cp,
+                ep=mesh.ep,
+                etp=mesh.etp,
+                sequence=setting.sequence,
+                method="ulysses" if setting.ulysses else "ring",
+                dispatch=setting.dispatch,
+            ),
+        }
+        self._found: dict[tuple[int, bool, bool], Activations] = {}
+
+    def stage(self, counts: Mapping[Where, int]) -> float:
+        """Kept of a microbatch from its forward pass to its backward pass."""
+        return self._of(counts).kept
+
+    def working(self, counts: Mapping[Where, int]) -> float:
+        """There for a moment besides."""
+        both = self._of(counts)
+        return both.peak - both.kept
+
+    def _of(self, counts: Mapping[Where, int]) -> Activations:
+        first, last, layers = bool(counts["first"]), bool(counts["last"]), counts["dense"] + counts["sparse"]
+        every = self._chosen.every
+        if layers <= 2 * every:
+            return self._counted(layers, first, last)
+        # Blocks repeat themselves after `every`.
+        few = every + layers % every
+        one, two = self._counted(few, first, last), self._counted(few + every, first, last)
+        times = (layers - few) // every
+        return Activations(one.kept + times * (two.kept - one.kept), one.peak + times * (two.peak - one.peak))
+
+    def _counted(self, layers: int, first: bool, last: bool) -> Activations:
+        key = layers, first, last
+        if key not in self._found:
+            self._found[key] = activation_bytes(
+                self._model, self._chosen, layers=layers, first=first, last=last, **self._shapes
+            )
+        return self._found[key]

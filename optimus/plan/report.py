@@ -1,0 +1,99 @@
+"""Plans as tables for people and as JSON for programs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from optimus.config import RunConfig
+from optimus.config.load import dump_config
+from optimus.errors import UserError, naming_disk_errors
+from optimus.mesh.placement import describe
+from optimus.plan.own import sections_of
+from optimus.plan.search import Plan
+
+_COSTS = 3  # named in a row
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """A plan: sections of a configuration, seconds, bytes."""
+    sections = sections_of(plan.setting)
+    return {
+        "parallel": sections["parallel"],
+        "state": sections["state"],
+        "recompute": sections["recompute"],
+        "micro_batch": plan.setting.micro_batch,
+        "microbatches": plan.setting.microbatches,
+        "step_seconds": plan.step.seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "model_flops_utilization": plan.utilisation,
+        "memory_bytes": {"total": plan.memory.total, **plan.memory.parts},
+        "memory_rank": plan.memory.rank,
+        "time": dict(plan.step.terms),
+    }
+
+
+def rows_of(plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """One row per plan."""
+    return [_row(number, plan) for number, plan in enumerate(plans, start=1)]
+
+
+def _row(number: int, plan: Plan) -> dict[str, Any]:
+    setting, mesh = plan.setting, plan.setting.mesh
+    pipeline = f"{mesh.pp} {setting.schedule}" if mesh.pp > 1 else "1"
+    if setting.stages_per_rank > 1:
+        pipeline += f" x{setting.stages_per_rank}"
+    shard = setting.shard + (f" /{setting.shard_ranks}" if setting.shard_ranks else "")
+    return {
+        "": str(number),
+        "pipeline": pipeline,
+        "tensor": f"{mesh.tp_out}x{mesh.tp_in}" if mesh.tp_in > 1 else str(mesh.tp_out),
+        "context": mesh.cp,
+        "expert": f"{mesh.ep}x{mesh.etp}" if mesh.etp > 1 else str(mesh.ep),
+        "data": mesh.dp,
+        "batch": f"{setting.microbatches} x {setting.micro_batch}",
+        "shard": shard,
+        "recompute": ", ".join(sorted(setting.recompute)) or "-",
+        "step_s": round(plan.step.seconds, 3),
+        "tokens/s": f"{plan.tokens_per_second:,.0f}",
+        "utilisation": f"{100 * plan.utilisation:.1f} %",
+        "memory": f"{plan.memory.total / 1e9:.1f} GB",
+        "most time": _largest(plan),
+    }
+
+
+def _largest(plan: Plan) -> str:
+    terms = sorted(plan.step.terms.items(), key=lambda item: -item[1])[:_COSTS]
+    return ", ".join(f"{name.replace('_', ' ')} {100 * value / plan.step.seconds:.0f} %" for name, value in terms)
+
+
+def explained(plan: Plan) -> str:
+    """Where a plan's time and memory go, and where its ranks lie."""
+    lines = [f"a step of {plan.setting.tokens:,} tokens takes {plan.step.seconds:.3f} s:"]
+    for name, value in sorted(plan.step.terms.items(), key=lambda item: -item[1]):
+        if value > 0:
+            lines.append(f"  {name.replace('_', ' '):<22}{value:>10.3f} s {100 * value / plan.step.seconds:>6.1f} %")
+    room = plan.question.machine.memory
+    where = f"pipeline rank {plan.memory.rank}" if plan.setting.mesh.pp > 1 else "every rank"
+    lines.append(f"{where} takes {plan.memory.total / 1e9:.2f} of {room / 1e9:.1f} GB:")
+    for name, value in sorted(plan.memory.parts.items(), key=lambda item: -item[1]):
+        if value > 0:
+            lines.append(f"  {name.replace('_', ' '):<22}{value / 1e9:>10.2f} GB{100 * value / room:>6.1f} %")
+    return "\n".join([*lines, describe(plan.setting.mesh)])
+
+
+def write_config(plan: Plan, config: RunConfig, path: Path) -> None:
+    """`config` as the plan divides it, for `optimus train`. Raises `UserError` where a file is, or none can be made."""
+    if path.exists():
+        raise UserError(f"--write: {path} is there already: choose another name, or take it away")
+    with naming_disk_errors(path, "Choose another place for --write"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dump_config(planned(plan, config)), encoding="utf-8")
+
+
+def planned(plan: Plan, config: RunConfig) -> RunConfig:
+    """`config` with the plan's layout."""
+    raw, sections = config.model_dump(exclude_unset=True), sections_of(plan.setting)
+    for name in ("parallel", "state", "recompute", "recompute_every"):
+        raw.pop(name, None)
+    train = raw["train"] | sections.pop("train")
+    return RunConfig.model_validate(raw | sections | {"train": train})

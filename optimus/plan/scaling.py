@@ -1,0 +1,70 @@
+"""A scaling study: the same division of the model on more and more ranks."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from optimus.errors import UserError, naming_disk_errors
+from optimus.plan.search import Plan, Question, predict, search
+
+
+class Point(NamedTuple):
+    """On so many ranks: tokens a second of a rank, to that on the fewest."""
+
+    ranks: int
+    efficiency: float
+    plan: Plan
+
+
+def scale(question: Question, ranks: Sequence[int], given: Plan | None = None) -> list[Point]:
+    """Weak scaling: the batch grows with the ranks, along the data axis. The layout is `given`'s, or the best of the fewest
+    ranks.
+
+    Raises `UserError` when a number of ranks is no multiple of the fewest.
+    """
+    fewest = min(ranks)
+    first = given or search(replace(question, ranks=fewest, global_batch=_batch(question, fewest)), best=1)[0]
+    points: list[Point] = []
+    for number in sorted(ranks):
+        times, left = divmod(number, first.setting.mesh.size)
+        if left or not times:
+            raise UserError(
+                f"--scale: {number} ranks are no multiple of {first.setting.mesh.size}, those of the layout: take "
+                f"{max(1, times) * first.setting.mesh.size}"
+            )
+        mesh = replace(first.setting.mesh, dp=first.setting.mesh.dp * times)
+        asked = replace(question, ranks=number, global_batch=first.setting.global_batch * times)
+        plan = predict(asked, replace(first.setting, mesh=mesh))
+        each = plan.tokens_per_second / number
+        base = points[0].plan.tokens_per_second / points[0].ranks if points else each
+        points.append(Point(number, each / base, plan))
+    return points
+
+
+def _batch(question: Question, ranks: int) -> int:
+    return max(1, question.global_batch * ranks // question.ranks)
+
+
+def draw(points: Sequence[Point], path: Path) -> None:
+    """Write a PNG: tokens a second on so many ranks, and what they would be at the first efficiency.
+
+    Raises `UserError` when the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.add_subplot(xscale="log", yscale="log", xlabel="ranks", ylabel="tokens per second")
+    ranks = [point.ranks for point in points]
+    rates = [point.plan.tokens_per_second for point in points]
+    axes.plot(ranks, [rates[0] / ranks[0] * number for number in ranks], "--", color="grey", label="ideal")
+    axes.plot(ranks, rates, "o-", label="predicted")
+    for point, rate in zip(points, rates):
+        axes.annotate(
+            f"{100 * point.efficiency:.0f} %", (point.ranks, rate), textcoords="offset points", xytext=(4, -10)
+        )
+    axes.set_xticks(ranks, [f"{number:,}" for number in ranks])
+    axes.minorticks_off()
+    axes.legend()
+    with naming_disk_errors(path, "Make room, or choose another place."):
+        figure.savefig(path, dpi=120)

@@ -1,0 +1,181 @@
+"""`optimus plan`: what it prints, writes and refuses; and that what it says of memory is what a run would hold."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import optimus
+from optimus.cli import app
+from optimus.config import load_config
+from optimus.plan.asking import asked, configured
+from optimus.plan.dry_run import dry_run
+from optimus.plan.machine import load_machine
+from optimus.plan.search import predict
+from optimus.plan.what_if import changed
+
+MODEL = {"family": "olmoe", "hidden": 256, "layers": 8, "heads": 4, "intermediate": 256, "vocab": 1024}
+EXPERTS = {"experts": 8, "experts_per_token": 2}
+
+
+@pytest.fixture
+def plan(tmp_path: Path, prepared: Path) -> Callable[..., Any]:
+    """Runs the command on a small run's file; returns its JSON, or its text where that is asked for."""
+    run = {
+        "model": MODEL | EXPERTS,
+        "data": {"path": str(prepared)},
+        "train": {"output": str(tmp_path / "run"), "steps": 4, "global_batch": 16, "micro_batch": 1, "context": 32},
+        "schedule": {"peak": 1e-3, "minimum": 1e-4, "warmup_steps": 2},
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run))
+
+    def call(*words: str, text: bool = False, ranks: int = 4, machine: str = "laptop") -> Any:
+        arguments = ["plan", str(file), *words, "--ranks", str(ranks), "--machine", machine]
+        result = CliRunner().invoke(app, [*arguments, *([] if text else ["--json"])], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.output if text else json.loads(result.output)
+
+    return call
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(optimus.UserError) as error:
+        CliRunner().invoke(app, ["plan", *words], catch_exceptions=False)
+    return str(error.value)
+
+
+def test_json(plan: Callable[..., Any]) -> None:
+    plans = plan("--best", "3")["plans"]
+    assert len(plans) == 3
+    first = plans[0]
+    assert {
+        "parallel",
+        "state",
+        "recompute",
+        "step_seconds",
+        "tokens_per_second",
+        "model_flops_utilization",
+    } <= first.keys()
+    assert first["memory_bytes"]["total"] == pytest.approx(
+        sum(size for kind, size in first["memory_bytes"].items() if kind != "total")
+    )
+    assert first["tokens_per_second"] == pytest.approx(16 * 32 / first["step_seconds"])
+    assert sum(first["time"].values()) == pytest.approx(first["step_seconds"], rel=1e-6)
+    assert [each["step_seconds"] for each in plans] == sorted(each["step_seconds"] for each in plans)
+
+
+def test_a_table_and_what_one_row_is_made_of(plan: Callable[..., Any]) -> None:
+    text = plan("--best", "2", "--explain", "2", text=True)
+    assert "4 ranks of laptop, 16 sequences of 32 tokens, bf16" in text
+    assert "a step of 512 tokens takes " in text
+    assert "4 ranks on 1 node" in text
+
+
+def test_what_is_written_can_be_trained(plan: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "planned.yaml"
+    first = plan("--write", str(file))["plans"][0]
+    written = load_config(file)
+    assert written.parallel.model_dump().items() >= first["parallel"].items()
+    assert written.state.model_dump().items() >= first["state"].items()
+    assert optimus.train(file, ranks=4, check=True)["ok"]
+    with pytest.raises(optimus.UserError, match=r"--write: .*planned\.yaml is there already"):
+        plan("--write", str(file))
+
+
+def test_as_it_is_and_scaled(plan: Callable[..., Any]) -> None:
+    result = plan("parallel.expert=4", "--as-is", "--scale", "4,8,16")
+    assert [point["ranks"] for point in result["scaling"]] == [4, 8, 16]
+    assert result["scaling"][0]["efficiency"] == 1.0
+    assert all(0 < point["efficiency"] <= 1 for point in result["scaling"])
+    assert [each["parallel"]["data"] for each in result["plans"]] == [4, 8, 16]
+    assert {each["parallel"]["expert"] for each in result["plans"]} == {4}
+
+
+def test_another_machine(plan: Callable[..., Any]) -> None:
+    now, faster = (
+        plan("parallel.tensor=4", "--as-is", *more)["plans"][0] for more in ([], ["--what-if", "node.bandwidth=x2"])
+    )
+    assert faster["time"]["tensor_parallel"] < now["time"]["tensor_parallel"]
+    assert faster["time"]["matmul"] == now["time"]["matmul"]
+    laptop = load_machine("laptop")
+    assert changed(laptop, ["memory=128e9", "network.bandwidth=x2"]).memory == 128e9
+    assert changed(laptop, ["network.bandwidth=x2"]).network.bandwidth == 2 * laptop.network.bandwidth
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("memory", "is not of the form key.path=value"),
+        ("wires.bandwidth=x2", "a machine has no section 'wires'"),
+        ("network.bandwith=3", "did you mean 'network.bandwidth'"),
+        ("memory=much", "much is no number, nor a factor such as x2"),
+        ("memory=-1", "'memory' is -1.0"),
+    ],
+)
+def test_changes_that_make_no_sense(change: str, message: str) -> None:
+    with pytest.raises(optimus.UserError, match=message):
+        changed(load_machine("laptop"), [change])
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    preset = ["mula-tiny", "--ranks", "4"]
+    assert refused("mula-tiny").startswith("--ranks is missing")
+    assert refused(*preset).startswith("--machine is missing: name one of a100-40gb-roce, ")
+    assert "did you mean 'frontier'?" in refused(*preset, "--machine", "frontir")
+    assert "did you mean 'mula-tiny'?" in refused("mula-tny", "--ranks", "4", "--machine", "laptop")
+    assert refused(*preset, "--machine", "laptop", "--scale", "a,b").startswith("--scale a,b: give numbers of ranks")
+    assert "add --scale" in refused(*preset, "--machine", "laptop", "--plot", str(tmp_path / "x.png"))
+    assert refused(*preset, "--machine", "laptop", "--dry-run", "4") == "--dry-run 4: the ranks are 0 to 3"
+    assert "no multiple of 4, those of the layout: take 4" in refused(*preset, "--machine", "laptop", "--scale", "4,6")
+
+
+# ---- The memory that is predicted, and what the parts of a run hold ----
+
+STATES = ["none", "optimizer", "gradients", "parameters"]
+LAYOUTS: list[list[str]] = [
+    [],
+    ["parallel.tensor=2", "parallel.expert=4"],
+    ["parallel.tensor=[2,2]", "parallel.sequence=true", "parallel.expert_tensor=2"],
+    ["parallel.context=2", "parallel.expert=2"],
+    ["parallel.pipeline=4", "parallel.expert=2"],
+    ["parallel.pipeline=2", "parallel.schedule=zb-h1", "parallel.tensor=2"],
+    ["parallel.pipeline=2", "parallel.schedule=zbv", "parallel.stages_per_rank=2"],
+    ["parallel.pipeline=2", "parallel.schedule=interleaved-1f1b", "parallel.stages_per_rank=4"],
+    ["parallel.pipeline=4", "parallel.blocks=[1,3,3,1]", "parallel.schedule=gpipe"],
+    ["parallel.pipeline=2", "parallel.vocabulary=true"],
+]
+RECOMPUTED = ["[]", "[norm]", "[attention,moe]", "[block]"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
+@pytest.mark.parametrize("shard", STATES)
+def test_memory_is_what_the_parts_of_a_run_hold(layout: list[str], shard: str) -> None:
+    """State within 3 %, all of it within 10 %, on the fullest rank of the pipeline."""
+    draw = random.Random(f"{layout}{shard}")
+    more = [
+        f"state.shard={shard}",
+        f"recompute={draw.choice(RECOMPUTED)}",
+        "train.global_batch=64",
+        "train.micro_batch=2",
+    ]
+    shape = [
+        f"model.{name}={value}"
+        for name, value in {"hidden": 1024, "layers": 8, "intermediate": 1024, "vocab": 32768}.items()
+    ]
+    model = [*shape, "train.context=512", *layout, *more]
+    config = configured("mula-tiny-moe", model, 8)
+    question, setting = asked(config, "dgx-a100", 8, [], 1.0)
+    predicted = predict(question, setting()).memory
+    mesh = setting().mesh
+    found = dry_run(config, 8, predicted.rank * (8 // mesh.pp))
+    at_rest = sum(predicted.parts[kind] for kind in ("parameters", "gradients", "optimizer"))
+    assert at_rest == pytest.approx(
+        sum(found[kind] for kind in ("parameters", "gradients", "master", "moments")), rel=0.03
+    )
+    assert predicted.total - predicted.parts["gathered"] == pytest.approx(sum(found.values()), rel=0.10)

@@ -1,0 +1,151 @@
+"""Bytes on a rank, by hand: state by sharding level, activations by what is recomputed, and what waits on the host."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from optimus.mesh import Mesh
+from optimus.plan.architecture import Architecture
+from optimus.plan.memory import Memory, memory_of, memory_of_ranks
+from optimus.plan.setting import Setting
+from optimus.plan.software import Software
+
+DENSE = Architecture(layers=16, hidden=1024, heads=16, intermediate=4096, vocab=32000, gated=False)
+SPARSE = Architecture(8, 1024, 16, 0, 32000, experts=64, experts_per_token=8, expert_intermediate=512)
+SETTING = Setting(Mesh(dp=16), 2048, 1, 8)
+# Gradients of two bytes, twelve bytes of master weights and moments: 16 for each parameter that is not sharded.
+PLAIN = Software(about="a test", gradient=2.0)
+STATE = ("parameters", "gradients", "optimizer")
+
+
+def memory(setting: Setting = SETTING, software: Software = PLAIN, architecture: Architecture = DENSE) -> Memory:
+    return memory_of(architecture, setting, software)
+
+
+def state(found: Memory) -> float:
+    return sum(found.parts[kind] for kind in STATE)
+
+
+def test_parameters_are_those_of_the_matrices() -> None:
+    assert DENSE.parameters == 16 * (4 * 1024**2 + 2 * 1024 * 4096) + 2 * 32000 * 1024
+    assert memory().parts["parameters"] == 2 * DENSE.parameters
+
+
+@pytest.mark.parametrize(
+    ("shard", "bytes_each"),
+    [("none", 16), ("optimizer", 4 + 12 / 16), ("gradients", 2 + 14 / 16), ("parameters", 16 / 16)],
+)
+def test_levels_of_sharding(shard: Any, bytes_each: float) -> None:
+    """ZeRO, section 5: 16 P, (4 + 12/N) P, (2 + 14/N) P and 16 P / N bytes."""
+    assert state(memory(replace(SETTING, shard=shard))) == pytest.approx(bytes_each * DENSE.parameters)
+
+
+def test_a_tied_table_is_held_once_by_a_rank_that_has_both_ends() -> None:
+    tied = replace(DENSE, tied=True)
+    assert memory(architecture=tied).parts["parameters"] == 2 * tied.parameters
+    ends = memory_of_ranks(tied, replace(SETTING, mesh=Mesh(pp=4, dp=4), even=True), PLAIN)
+    block = (tied.parameters - 32000 * 1024) / 16
+    held = [rank.parts["parameters"] / 2 for rank in ends]
+    assert held == pytest.approx([4 * block + 32000 * 1024, 4 * block, 4 * block, 4 * block + 32000 * 1024])
+
+
+def test_tensor_parallelism_divides_all_of_it() -> None:
+    sizes = [memory(replace(SETTING, mesh=Mesh(dp=16 // tp, tp=tp))) for tp in (1, 2, 4, 8)]
+    for more, less in zip(sizes, sizes[1:]):
+        assert state(less) == pytest.approx(state(more) / 2)
+        assert less.parts["activations"] == pytest.approx(more.parts["activations"] / 2)
+        assert less.total < more.total
+
+
+def test_expert_parallelism_divides_the_experts() -> None:
+    alone, divided = (
+        memory(replace(SETTING, mesh=Mesh(dp=8, ep=ep)), architecture=SPARSE).parts["parameters"] for ep in (1, 8)
+    )
+    experts = 2 * 8 * 64 * 3 * 1024 * 512
+    assert alone - divided == pytest.approx(experts * 7 / 8)
+
+
+# ---- Activations ----
+
+
+def test_a_dense_block_keeps_what_its_backward_pass_reads() -> None:
+    """Korthikanti et al., section 4.1, without dropout, scores and biases: 16 streams of two bytes."""
+    tokens = 2048
+    found = memory(architecture=replace(DENSE, layers=1)).parts["activations"]
+    last = 2 * tokens * 1024 * 2
+    inputs = 2  # of both norms
+    attention = 1 + 4  # what it is made of; queries, keys, values and the result
+    mlp = 1 + 4 + 4  # what it is made of, and both sides of the activation
+    statistics = 16 * tokens * 4
+    assert found - last == (inputs + attention + mlp) * tokens * 1024 * 2 + statistics
+
+
+def test_whole_blocks_keep_their_input_alone() -> None:
+    found = memory(replace(SETTING, recompute=frozenset({"block"}))).parts["activations"]
+    assert found == (16 + 2) * 2048 * 1024 * 2
+    host = memory(replace(SETTING, recompute=frozenset({"block"}), offload=frozenset({"inputs"})))
+    assert host.parts["activations"] == 2 * 2048 * 1024 * 2
+
+
+def test_recomputing_more_keeps_less() -> None:
+    sets: list[set[str]] = [set(), {"norm"}, {"norm", "attention"}, {"norm", "attention", "mlp"}, {"block"}]
+    sizes = [memory(replace(SETTING, recompute=frozenset(each))).parts["activations"] for each in sets]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == len(sizes)
+    half = memory(replace(SETTING, recompute=frozenset({"norm", "attention", "mlp"}), recompute_every=2))
+    assert half.parts["activations"] == pytest.approx((sizes[0] + sizes[3]) / 2)
+    products = memory(replace(SETTING, recompute=frozenset({"products"}))).parts["activations"]
+    assert sizes[4] < products < sizes[0]
+
+
+def test_kept_scores_grow_with_the_square_of_the_context() -> None:
+    kept = Software(about="a test", attention=0.0, gradient=2.0)
+
+    def scores(context: int) -> float:
+        setting = replace(SETTING, context=context)
+        found = memory(setting, kept).parts["activations"]
+        return found - memory(replace(setting, recompute=frozenset({"scores"})), kept).parts["activations"]
+
+    assert scores(2048) == 16 * 16 * 2048 * 2048 * 2
+    assert scores(4096) == 4 * scores(2048)
+
+
+def test_an_earlier_stage_keeps_more_microbatches() -> None:
+    found = memory_of_ranks(DENSE, replace(SETTING, mesh=Mesh(pp=4, dp=4), even=True), PLAIN)
+    inner = [rank.parts["activations"] for rank in found[:3]]
+    assert inner[0] / inner[1] == pytest.approx(4 / 3)
+    assert inner[1] / inner[2] == pytest.approx(3 / 2)
+
+
+def test_eight_bits_keep_less_of_what_products_read() -> None:
+    wide, narrow = (memory(replace(SETTING, precision=each)).parts["activations"] for each in ("bf16", "fp8"))
+    assert narrow < wide
+
+
+def test_fragments_and_what_is_fixed() -> None:
+    plain, real = memory(), memory(software=replace_software(fragments=1.25, fixed=3e9))
+    assert real.parts["activations"] == pytest.approx(1.25 * plain.parts["activations"])
+    assert real.parts["other"] == 3e9
+    assert state(real) == state(plain)
+
+
+def replace_software(**change: float) -> Software:
+    return PLAIN.model_copy(update=change)
+
+
+# ---- On the host ----
+
+
+def test_what_waits_on_the_host_takes_no_room() -> None:
+    setting = replace(SETTING, shard="parameters")
+    found = memory(replace(setting, offload=frozenset({"optimizer", "parameters"})))
+    assert found.parts["optimizer"] == 0
+    assert found.parts["parameters"] == 0
+    assert found.parts["gradients"] == memory(setting).parts["gradients"] > 0
+
+
+def test_gradients_stay_whole_between_microbatches_where_a_program_keeps_them() -> None:
+    setting = replace(SETTING, shard="parameters", release=False)
+    plain, whole = (memory(setting, replace_software(whole_gradients=each)) for each in (False, True))
+    assert whole.parts["gathered"] - plain.parts["gathered"] == pytest.approx(4.0 * DENSE.parameters)

@@ -1,0 +1,135 @@
+"""Seconds of a step: bubbles, recomputation, what hides behind computing, and how a pipeline is cut."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from optimus.errors import UserError
+from optimus.mesh import Mesh
+from optimus.plan.architecture import Architecture
+from optimus.plan.machine import load_machine
+from optimus.plan.setting import Setting
+from optimus.plan.software import Software
+from optimus.plan.step import StepTime, blocks_of_stages, step_time
+
+MACHINE = load_machine("dgx-a100")
+# A small vocabulary, so that all stages take as long.
+DENSE = Architecture(layers=16, hidden=4096, heads=32, intermediate=16384, vocab=64, gated=False, tied=True)
+SPARSE = Architecture(8, 2048, 16, 0, 64, experts=64, experts_per_token=8, expert_intermediate=1024)
+PLAIN = Software(about="a test")
+SETTING = Setting(Mesh(), 2048, 1, 8)
+
+
+def step(setting: Setting, software: Software = PLAIN, architecture: Architecture = DENSE) -> StepTime:
+    return step_time(architecture, setting, MACHINE, software)
+
+
+def test_terms_add_up_to_the_step() -> None:
+    for setting in (
+        SETTING,
+        replace(SETTING, mesh=Mesh(pp=4)),
+        replace(SETTING, mesh=Mesh(dp=16, tp=4), shard="parameters"),
+    ):
+        found = step(setting)
+        assert sum(found.terms.values()) == pytest.approx(found.seconds)
+
+
+def test_model_flops_never_pass_the_peak() -> None:
+    flops = DENSE.flops_per_token(SETTING.context, causal_half=True)
+    utilisation = flops * SETTING.tokens / step(SETTING).seconds / MACHINE.rates("bf16").peak
+    assert 0.4 < utilisation < 0.87
+
+
+@pytest.mark.parametrize("microbatches", [8, 16, 64])
+def test_the_bubble_of_a_pipeline(microbatches: int) -> None:
+    ranks = 4
+    setting = replace(SETTING, mesh=Mesh(pp=ranks), microbatches=microbatches, even=True)
+    found = step(setting)
+    busy = sum(time for name, time in found.terms.items() if name not in ("pipeline", "data_parallel", "optimizer"))
+    assert found.terms["pipeline"] / busy == pytest.approx((ranks - 1) / microbatches, rel=0.1)
+
+
+def test_interleaving_makes_the_bubble_smaller() -> None:
+    plain = step(replace(SETTING, mesh=Mesh(pp=4), even=True))
+    fine = step(replace(SETTING, mesh=Mesh(pp=4), even=True, schedule="interleaved-1f1b", stages_per_rank=4))
+    assert fine.terms["pipeline"] < 0.4 * plain.terms["pipeline"]
+
+
+def test_recomputing_blocks_adds_their_forward_pass() -> None:
+    plain, again = step(SETTING), step(replace(SETTING, recompute=frozenset({"block"})))
+    assert again.seconds - plain.seconds == pytest.approx(again.terms["recomputation"])
+    assert again.terms["recomputation"] == pytest.approx(plain.seconds / 3, rel=0.1)
+
+
+def test_recomputing_less_takes_less() -> None:
+    kinds = ("scores", "norm", "attention", "mlp", "products", "block")
+    times = {kind: step(replace(SETTING, recompute=frozenset({kind}))).terms["recomputation"] for kind in kinds}
+    assert 0 < times["scores"] < times["attention"] < times["block"]
+    assert times["norm"] + times["attention"] + times["mlp"] == pytest.approx(times["block"])
+    assert times["products"] < 0.65 * times["block"]
+
+
+def test_recomputation_leaves_collectives_out_unless_they_are_repeated() -> None:
+    setting = replace(SETTING, mesh=Mesh(tp=8), recompute=frozenset({"block"}))
+    cached, repeated = step(setting), step(replace(setting, repeat_collectives=True))
+    assert repeated.seconds - cached.seconds == pytest.approx(cached.terms["tensor_parallel"] / 2, rel=0.05)
+
+
+def test_reducing_hides_behind_the_last_backward_pass() -> None:
+    setting = replace(SETTING, mesh=Mesh(dp=64), microbatches=4)
+    hidden, open_ = (
+        step(setting, Software(about="a test", overlap_data=share)).terms["data_parallel"] for share in (1, 0)
+    )
+    assert 0 < hidden < 0.5 * open_
+    assert step(replace(setting, mesh=Mesh())).terms["data_parallel"] == 0
+
+
+def test_broadcasts_in_turn_take_as_many_as_there_are_ranks() -> None:
+    setting = replace(SETTING, mesh=Mesh(dp=128), shard="optimizer")
+    gathered, turns = (step(setting, Software(about="a test", broadcast=each)).seconds for each in (0.0, 2.0e-3))
+    assert turns - gathered == pytest.approx(128 * 2.0e-3)
+
+
+def test_sharded_parameters_are_gathered_for_every_microbatch() -> None:
+    setting = replace(SETTING, mesh=Mesh(dp=64), shard="parameters", context=128)
+    few, many = (step(replace(setting, microbatches=each)).terms["parameter_gathering"] for each in (2, 8))
+    assert many == pytest.approx(4 * few)
+    kept = step(replace(setting, release=False)).terms["parameter_gathering"]
+    assert kept < step(setting).terms["parameter_gathering"]
+
+
+def test_a_slow_host_is_waited_for() -> None:
+    setting = replace(SETTING, context=256)
+    fast, slow = (step(setting, Software(about="a test", host=each), SPARSE) for each in (0.0, 20e-3))
+    assert fast.terms["host"] == 0
+    assert slow.seconds - slow.terms["optimizer"] == pytest.approx(8 * 8 * 20e-3, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "change", [{"microbatches": 16}, {"context": 4096}, {"micro_batch": 2}, {"recompute": frozenset({"mlp"})}]
+)
+def test_more_work_takes_longer(change: dict[str, Any]) -> None:
+    assert step(replace(SETTING, **change)).seconds > step(SETTING).seconds
+
+
+# ---- How a pipeline is cut ----
+
+
+def lengths(layers: int, stages: int, **how: bool) -> list[int]:
+    setting = replace(SETTING, mesh=Mesh(pp=stages), **how)  # type: ignore[arg-type]
+    return [len(blocks) for blocks in blocks_of_stages(replace(DENSE, layers=layers), setting)]
+
+
+def test_even_stages() -> None:
+    assert lengths(16, 4, even=True) == [4, 4, 4, 4]
+    assert lengths(126, 8, even=True, ends_count=True) == [15, *[16] * 6, 15]
+    assert lengths(6, 8, even=True, ends_count=True) == [0, 1, 1, 1, 1, 1, 1, 0]
+    found = lengths(61, 8, even=True)
+    assert sum(found) == 61
+    assert max(found) - min(found) <= 2
+
+
+def test_this_library_needs_a_block_for_each_stage() -> None:
+    with pytest.raises(UserError, match="6 blocks cannot be divided into 8"):
+        lengths(6, 8)
