@@ -77,12 +77,21 @@ def train(
     ranks: Annotated[int | None, typer.Option(help="Processes on this machine that share each global batch.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint of the run.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Validate everything, run nothing.")] = False,
+    auto_plan: Annotated[
+        str | None,
+        typer.Option(metavar="MACHINE", help="Divide the ranks as `optimus plan` finds best on this machine."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a model."""
     from optimus.train import train as run
 
-    summary = run(config, overrides or [], ranks=ranks, resume=resume, check=check)
+    if auto_plan is not None:
+        from optimus.plan.asking import best_layout
+
+        summary = run(best_layout(config, overrides or [], auto_plan, ranks), ranks=ranks, resume=resume, check=check)
+    else:
+        summary = run(config, overrides or [], ranks=ranks, resume=resume, check=check)
     if os.environ.get("RANK", "0") != "0":
         return  # under torchrun, rank 0 speaks for all
     if check:

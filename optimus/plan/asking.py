@@ -1,5 +1,7 @@
 """From what a user says to a question for the planner."""
 
+import os
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -8,8 +10,9 @@ from optimus.config import RunConfig, load_config
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
 from optimus.plan.machine import load_machine, machine_names
-from optimus.plan.own import PRECISION, setting_of
-from optimus.plan.search import Question
+from optimus.plan.own import PRECISION, sections_of, setting_of
+from optimus.plan.report import planned
+from optimus.plan.search import Question, search
 from optimus.plan.setting import Setting
 from optimus.plan.what_if import changed
 from optimus.train.pipeline import with_microbatches
@@ -44,3 +47,20 @@ def asked(
         config.model, kind, ranks, train.global_batch, train.context, PRECISION[train.precision], imbalance
     )
     return question, lambda: setting_of(config, ranks, min(ranks, kind.ranks_per_node), imbalance)
+
+
+def best_layout(config: str | Path, overrides: Iterable[str], machine: str, ranks: int | None) -> RunConfig:
+    """`config` with the layout that is fastest on `machine` for these ranks: under a launcher, those that it has started.
+
+    Raises `UserError` where the number of ranks is not known, or nothing fits.
+    """
+    number = int(os.environ.get("WORLD_SIZE", ranks or 0))
+    if not number:
+        raise UserError("--auto-plan divides ranks: say how many with --ranks, or start them with a launcher")
+    run = configured(str(config), overrides, number)
+    question, _ = asked(run, machine, number, [], 1.0)
+    best = search(question, best=1)[0]
+    if int(os.environ.get("RANK", "0")) == 0:
+        parts = ", ".join(f"{name} {value}" for name, value in sections_of(best.setting)["parallel"].items())
+        print(f"planned for {question.machine.name}: {parts}; a step takes {best.step.seconds:.3g} s", file=sys.stderr)
+    return planned(best, run)

@@ -73,6 +73,12 @@ class Software(Section):
     gradient: float = Field(4.0, gt=0, description="Bytes of an accumulated gradient, per parameter.")
     reduced: float = Field(4.0, gt=0, description="Of these, what is sent to be reduced.")
     state: float = Field(12.0, gt=0, description="Bytes of master weights and moments, per parameter.")
+    update: float = Field(
+        2.5,
+        gt=0,
+        description="Times that a step moves that state: read and written, with the gradient and the parameter, where the "
+        "update is one kernel.",
+    )
     masks: bool = Field(False, description="Whether it keeps the masks of dropout.")
     logits: float = Field(6.0, ge=0, description="Bytes per logit at the end of the forward pass.")
     whole_gradients: bool = Field(

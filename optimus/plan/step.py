@@ -21,9 +21,6 @@ from optimus.plan.setting import Setting
 from optimus.plan.software import Software
 from optimus.plan.work import Passes, Terms, Work, add
 
-_UPDATE = (
-    2.5  # times that the optimizer's state is read or written: read and written, with the gradient and the parameter
-)
 _CONTENTION = (
     0.15  # share of a rank's cores that collectives take from the computing that hides them: 16 to 24 of 108 to 148
 )
@@ -251,7 +248,7 @@ def _update(work: Work, held: Sequence[Held]) -> float:
     ways = (
         2 * _E * own / work.machine.host.link if "optimizer" in work.setting.offload else 0.0
     )  # gradients, parameters
-    return ways + work.machine.memory_seconds(_UPDATE * own * software.state + norm, kernels=10)
+    return ways + work.machine.memory_seconds(software.update * own * software.state + norm, kernels=10)
 
 
 def _sum(work: Work, stages: Sequence[_Stage], passes: float, data: float, update: float) -> StepTime:

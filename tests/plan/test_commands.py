@@ -88,6 +88,17 @@ def test_what_is_written_can_be_trained(plan: Callable[..., Any], tmp_path: Path
         plan("--write", str(file))
 
 
+def test_a_run_divides_its_ranks_by_itself(plan: Callable[..., Any], tmp_path: Path) -> None:
+    best = plan("--best", "1")["plans"][0]
+    words = ["train", str(tmp_path / "run.yaml"), "--auto-plan", "laptop", "--check"]
+    result = CliRunner().invoke(app, [*words, "--ranks", "4"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert f"planned for laptop: data {best['parallel']['data']}" in result.output
+    assert "is ready to run: 4 steps on 4 rank(s)" in result.output
+    with pytest.raises(optimus.UserError, match=r"^--auto-plan divides ranks: say how many with --ranks, or"):
+        CliRunner().invoke(app, words, catch_exceptions=False)
+
+
 def test_as_it_is_and_scaled(plan: Callable[..., Any]) -> None:
     result = plan("parallel.expert=4", "--as-is", "--scale", "4,8,16")
     assert [point["ranks"] for point in result["scaling"]] == [4, 8, 16]

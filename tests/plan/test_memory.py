@@ -1,6 +1,7 @@
 """Bytes on a rank, by hand: state by sharding level, activations by what is recomputed, and what waits on the host."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def test_a_tied_table_is_held_once_by_a_rank_that_has_both_ends() -> None:
 
 def test_tensor_parallelism_divides_all_of_it() -> None:
     sizes = [memory(replace(SETTING, mesh=Mesh(dp=16 // tp, tp=tp))) for tp in (1, 2, 4, 8)]
-    for more, less in zip(sizes, sizes[1:]):
+    for more, less in pairwise(sizes):
         assert state(less) == pytest.approx(state(more) / 2)
         assert less.parts["activations"] == pytest.approx(more.parts["activations"] / 2)
         assert less.total < more.total
