@@ -239,10 +239,12 @@ def bench_resilience(
 @bench_app.command(name="planner")
 def bench_planner(
     data: Annotated[
-        Path | None, typer.Option(help="Folder with tables of published measurements (CSV), named as their readers are.")
+        Path | None,
+        typer.Option(help="Folder with tables of published measurements (CSV), named as their readers are."),
     ] = None,
     fit: Annotated[
-        bool, typer.Option("--fit", help="Also fit each program's constant to these rows, and to random halves of them.")
+        bool,
+        typer.Option("--fit", help="Also fit each program's constant to these rows, and to random halves of them."),
     ] = False,
     json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option(help="Write a plot to this PNG file.")] = None,

@@ -8,6 +8,9 @@ from optimus.bench.planner import Comparison
 from optimus.bench.report import print_table, publish
 from optimus.errors import naming_disk_errors
 
+_COLOURS = 10  # before matplotlib begins again
+_MARKS = "o^s"
+
 
 def show(found: Comparison, *, path: Path | None, constants: Sequence[dict[str, Any]] = ()) -> None:
     """Print the tables, and write all of it to `path` if there is one. Raises `UserError` when that cannot be written."""
@@ -42,11 +45,13 @@ def draw(found: Comparison, path: Path) -> None:
     figure = Figure(figsize=(8, 7), layout="constrained")
     panel = figure.subplots()
     ends: list[float] = []
-    for source in found.sources():
+    for number, source in enumerate(found.sources()):
         rows = [each for each in found.predicted if each.case.source == source and each.tokens_per_second is not None]
         measured = [each.case.tokens_per_second or 0.0 for each in rows]
         predicted = [each.tokens_per_second or 0.0 for each in rows]
-        panel.scatter(measured, predicted, s=14, alpha=0.7, label=source)
+        panel.scatter(
+            measured, predicted, s=14, alpha=0.7, label=source, marker=_MARKS[number // _COLOURS % len(_MARKS)]
+        )
         ends += measured + predicted
     limits = (0.8 * min(ends), 1.25 * max(ends))
     panel.plot(limits, limits, color="tab:gray", linewidth=1)

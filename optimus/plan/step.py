@@ -21,9 +21,8 @@ from optimus.plan.setting import Setting
 from optimus.plan.software import Software
 from optimus.plan.work import Passes, Terms, Work, add
 
-_CONTENTION = (
-    0.15  # share of a rank's cores that collectives take from the computing that hides them: 16 to 24 of 108 to 148
-)
+# Share that collectives take from the computing that hides them: 16 to 24 of a GPU's 108 to 148 cores, and memory traffic.
+_CONTENTION = 0.2
 _E = 2.0
 
 

@@ -107,11 +107,9 @@ class Work:
 
     @property
     def _head_share(self) -> float:
-        """Of the attention's best rate, with heads of this size: kernels come in steps of 32 columns, and small heads have
-        fewer products between two exponentials."""
+        """Of the attention's best rate, with heads of this size: kernels come in steps of 32 columns, the rest pads."""
         size = self.architecture.head_size
-        padded = -(-size // _STEP) * _STEP
-        return size / padded * min(1.0, padded / (padded + _STEP / 2) * (128 + _STEP / 2) / 128)
+        return size / (-(-size // _STEP) * _STEP)
 
     @cached_property
     def attention(self) -> Passes:

@@ -7,6 +7,7 @@ import pytest
 from optimus.errors import UserError
 from optimus.pipeline import Action, Costs, Event, Kind, Timeline, make_schedule, simulate
 from optimus.pipeline.schedules import SCHEDULES
+from optimus.pipeline.simulation import makespan
 
 
 def interval(timeline: Timeline, kind: Kind, stage: int, microbatch: int) -> tuple[float, float]:
@@ -120,3 +121,11 @@ def test_actions_are_json() -> None:
     import json
 
     assert json.loads(json.dumps(Action(Kind.SEND_FORWARD, 1, 2))) == ["send_forward", 1, 2]
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_makespan_alone(name: str, blocking: bool) -> None:
+    costs = Costs(forward=1.0, backward_input=1.5, backward_weights=0.5, link=0.25, blocking=blocking, jitter=0.2)
+    schedule = make_schedule(name, 4, 8)
+    assert makespan(schedule, costs) == pytest.approx(simulate(schedule, costs).makespan)

@@ -14,7 +14,7 @@ from optimus.plan.collectives import (
     ring_bandwidth,
     transfer_seconds,
 )
-from optimus.plan.machine import Arithmetic, Host, Machine, Matmul, Network, Node
+from optimus.plan.machine import Arithmetic, Host, Machine, Matmul, Network, Node, load_machine
 
 NEVER = math.inf  # bandwidth of what is not to count
 # Bytes of an example: m x n = 32, m x k = 48, k x n = 24 on a grid (x, y, z, data) = (2, 3, 4, 5).
@@ -229,3 +229,16 @@ def test_message_to_the_next_stage() -> None:
     pair = machine(latency=(0.5, 10.0))
     assert transfer_seconds(200.0, 2, pair) == 2.5
     assert transfer_seconds(200.0, 4, pair) == 200.0 * 4 / 40.0 + 10.0
+
+
+def test_one_ring_reaches_one_adapter_and_many_use_all_adapters() -> None:
+    """Jean Zay: 5.07 GB/s were measured of one ring; a node has four such adapters."""
+    machine = load_machine("jean-zay-a100")
+    assert ring_bandwidth(Place(32), machine) == pytest.approx(5.07e9, rel=0.01)
+    assert ring_bandwidth(Place(4, 8), machine) == pytest.approx(4 * 5.07e9 / 8, rel=0.01)
+    assert ring_bandwidth(Place(16, 2), machine) == pytest.approx(5.07e9, rel=0.01)
+
+
+def test_pairs_in_a_hybrid_cube_mesh_have_one_link() -> None:
+    machine = load_machine("v100-8x100gb")
+    assert ring_bandwidth(Place(2), machine) < 0.2 * ring_bandwidth(Place(8), machine)

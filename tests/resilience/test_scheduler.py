@@ -397,7 +397,15 @@ def test_bad_options(
 
 
 def running(stage: Stage) -> list[str]:
-    """Programs that have not ended with the script: those whose PLAY is this one's."""
+    """Programs that have not ended with the script, or soon after: a signal that is sent takes a moment."""
+    deadline = time.monotonic() + 10
+    while (found := _running(stage)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
+
+
+def _running(stage: Stage) -> list[str]:
+    """Those whose PLAY is this one's."""
     marker = f"PLAY={stage.play}".encode()
     found = []
     for process in Path("/proc").iterdir() if Path("/proc").is_dir() else []:

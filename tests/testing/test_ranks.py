@@ -186,11 +186,15 @@ def test_a_plain_script_leaves_no_processes_or_files(tmp_path: Path, request: py
     assert done.returncode == {"return": 0, "killed": -signal.SIGKILL}[end]
     if end == "return":
         assert done.stderr == ""
+
+    def left() -> list[Path]:
+        running = [Path(f"/proc/{process}") for process in processes]
+        return [*(path for path in running if path.exists()), *temporary.glob("ranks-*")]
+
     deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{process}").exists() for process in processes) and time.monotonic() < deadline:
+    while left() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not any(Path(f"/proc/{process}").exists() for process in processes)
-    assert not list(temporary.glob("ranks-*"))
+    assert not left()
 
 
 def test_no_ranks_are_refused() -> None:

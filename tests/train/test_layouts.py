@@ -10,7 +10,7 @@ from optimus.testing.drawing import MODELS, config_of, drawn
 from optimus.testing.equality import train_steps
 
 DRAWS = range(160)
-STEPS = 4
+STEPS = 3
 PAIRS = [
     ("parallel.tensor=", "parallel.context=2"),
     ("parallel.tensor=[", "parallel.context_method=ulysses"),

@@ -268,8 +268,7 @@ def test_a_trace_shows_gradients_on_their_way_during_the_backward_pass(
     assert len(during) >= 2  # operations of the backward pass begin and end while they are on their way
 
 
-@pytest.mark.parametrize("sequence", [True, False])
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("overlap", "sequence"), [(True, True), (True, False), (False, True)])
 def test_a_trace_shows_input_gradients_on_their_way_beside_the_weights_product(
     small_run: dict[str, Any], sequence: bool, overlap: bool
 ) -> None:
