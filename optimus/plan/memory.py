@@ -20,7 +20,6 @@ from optimus.plan.setting import Setting
 from optimus.plan.software import Software
 from optimus.plan.step import blocks_of_stages, counts_of
 
-_E = 2.0
 _FRAGMENTS = 0.08  # share of a rank's memory that cannot be used
 _AHEAD = 2  # blocks whose whole parameters, or gradients, are there at a time where they are sharded
 
@@ -138,15 +137,16 @@ def state_parts(
     """What is there at rest, and whole parameters and gradients while they are used."""
     shards = ["none", "optimizer", "gradients", "parameters"].index(setting.shard)
     blocks = max(1, counts["dense"] + counts["sparse"])
+    state = software.state - (4.0 if setting.precision == "fp32" else 0.0)  # parameters are then the master weights
     parts = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "gathered": 0.0}
     for each in held:
         part, block = each.elements / each.shared.size, each.elements / blocks * min(_AHEAD, blocks)
-        parts["optimizer"] += 0.0 if "optimizer" in setting.offload else software.state * part
+        parts["optimizer"] += 0.0 if "optimizer" in setting.offload else state * part
         parts["gradients"] += software.gradient * (part if shards >= 2 else each.elements)
         if not (shards == 3 and "parameters" in setting.offload):
-            parts["parameters"] += _E * (part if shards == 3 else each.elements)
+            parts["parameters"] += setting.itemsize * (part if shards == 3 else each.elements)
         if shards == 3:
-            parts["gathered"] += _E * (block if setting.release else each.elements)
+            parts["gathered"] += setting.itemsize * (block if setting.release else each.elements)
             parts["gathered"] += software.reduced * each.elements * (software.whole_gradients and not setting.release)
         if shards >= 2:
             parts["gathered"] += software.gradient * block / _AHEAD
@@ -160,7 +160,8 @@ class _Kept:
         self.a, self.s, self.software = architecture, setting, software
         self.T = setting.rows
         self.R = self.T / setting.mesh.tp_out if setting.sequence else self.T
-        self.stream = self.R * architecture.hidden / setting.mesh.tp_in * _E
+        self.e = setting.itemsize
+        self.stream = self.R * architecture.hidden / setting.mesh.tp_in * self.e
 
     def stage(self, counts: Mapping[Where, int]) -> float:
         """Kept of a microbatch from its forward pass to its backward pass."""
@@ -201,7 +202,7 @@ class _Kept:
         a, tp = self.a, self.s.mesh.tp_out
         columns = [each.outputs / (tp if each.over == "outputs" else 1) for each in a.attention()]
         columns += [each.outputs / (tp if each.over == "outputs" else 1) for each in a.feed_forward(a.intermediate)]
-        return self.stream + self.T * (0.5 * sum(columns) + a.heads * a.head_size / tp) * _E
+        return self.stream + self.T * (0.5 * sum(columns) + a.heads * a.head_size / tp) * self.e
 
     @cached_property
     def attention(self) -> float:
@@ -209,9 +210,9 @@ class _Kept:
         a, tp = self.a, self.s.mesh.tp_out
         columns = a.heads * (a.query_size + a.head_size) / tp
         shared = (a.heads if a.latent else a.groups or a.heads) * (a.query_size + a.head_size) / tp
-        latent = (a.latent.queries + a.latent.keys + a.latent.rotary) * self.T * _E if a.latent else 0.0
-        mask = self.stream / _E if self.software.masks else 0.0
-        return self.stream + (columns + shared) * self.T * _E + latent + mask + self.scores
+        latent = (a.latent.queries + a.latent.keys + a.latent.rotary) * self.T * self.e if a.latent else 0.0
+        mask = self.stream / self.e if self.software.masks else 0.0
+        return self.stream + (columns + shared) * self.T * self.e + latent + mask + self.scores
 
     @cached_property
     def scores(self) -> float:
@@ -219,7 +220,7 @@ class _Kept:
         if self.software.attention > 0:
             return self.a.heads / self.s.mesh.tp_out * self.T * 4
         size = self.a.heads / self.s.mesh.tp_out * self.T * self.s.context
-        return size * (2 * _E + 1 if self.software.masks else _E)
+        return size * (2 * self.e + 1 if self.software.masks else self.e)
 
     @cached_property
     def mlp(self) -> float:
@@ -236,23 +237,23 @@ class _Kept:
         experts = rows * a.hidden * self._read + self._inside(a.expert_intermediate / mesh.etp, rows)
         if "experts" in s.offload:
             experts = 0.0
-        back = own * a.experts_per_token * a.hidden * _E
+        back = own * a.experts_per_token * a.hidden * self.e
         shared = self._inside(a.shared_intermediate / mesh.tp_out, self.T)
         return self.stream + router + experts + back + shared + self._mask
 
     @property
     def _mask(self) -> float:
-        return self.stream / _E if self.software.masks else 0.0
+        return self.stream / self.e if self.software.masks else 0.0
 
     def _inside(self, columns: float, rows: float) -> float:
         """What the activation begins with, and, if it is not made again, what it makes for the next product."""
         made = 0.0 if "act" in self.s.recompute else self._read
-        return rows * columns * ((2 if self.a.gated else 1) * _E + made)
+        return rows * columns * ((2 if self.a.gated else 1) * self.e + made)
 
     @property
     def _read(self) -> float:
         """Bytes that a product keeps per element of what it reads."""
-        return 1.0 if self.s.precision in ("fp8", "fp4") else _E
+        return 1.0 if self.s.precision in ("fp8", "fp4") else self.e
 
 
 def fits(memory: Memory, machine: Machine) -> bool:

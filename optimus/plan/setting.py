@@ -38,8 +38,14 @@ class Setting:
     divided_vocabulary: bool = False
     imbalance: float = 1.0  # tokens of the busiest rank's experts, to the mean
     blocks: tuple[int, ...] | None = None  # of each stage; None: as `even` says
+    pipeline_inside: bool = False  # ranks that hold the same experts are further apart than those of a pipeline
     even: bool = False  # stages by the number of blocks, as other programs cut them; else by time, as this library does
     ends_count: bool = False  # embedding and loss then count as a block each
+
+    @property
+    def itemsize(self) -> float:
+        """Bytes of a parameter as it is computed with, and of an activation."""
+        return 4.0 if self.precision == "fp32" else 2.0
 
     @property
     def global_batch(self) -> int:
@@ -71,6 +77,6 @@ class Setting:
             "dp": mesh.tp * mesh.cp,
             "etp": 1,
             "ep": mesh.etp,
-            "edp": mesh.etp * mesh.ep,
-            "pp": mesh.size // mesh.pp,
+            "edp": mesh.etp * mesh.ep * (mesh.pp if self.pipeline_inside else 1),
+            "pp": mesh.etp * mesh.ep if self.pipeline_inside else mesh.size // mesh.pp,
         }[axis]

@@ -23,7 +23,6 @@ from optimus.plan.work import Passes, Terms, Work, add
 
 # Share that collectives take from the computing that hides them: 16 to 24 of a GPU's 108 to 148 cores, and memory traffic.
 _CONTENTION = 0.2
-_E = 2.0
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,7 @@ def _scaled(terms: Terms, times: float) -> Terms:
 def _gathering(work: Work, held: Sequence[Held], forward: Terms, backward: Terms) -> float:
     """Of a microbatch's parameters, forward and backward, and reducing their gradients: what computing does not hide."""
     s, software = work.setting, work.software
-    gather = sum(collective_seconds("all_gather", each.elements * _E, each.shared, work.machine) for each in held)
+    gather = sum(collective_seconds("all_gather", each.elements * work.e, each.shared, work.machine) for each in held)
     reduce = sum(
         collective_seconds("reduce_scatter", each.elements * software.reduced, each.shared, work.machine)
         for each in held
@@ -211,7 +210,7 @@ def _link(work: Work) -> float:
     s = work.setting
     if s.mesh.pp == 1:
         return 0.0
-    return transfer_seconds(work.R * work.H * _E, s.stride("pp"), work.machine)
+    return transfer_seconds(work.R * work.H * work.e, s.stride("pp"), work.machine)
 
 
 # ---- At the end of a step ----
@@ -231,7 +230,7 @@ def _reduction(work: Work, held: Sequence[Held], hidden: float, ahead: float) ->
         if s.shard != "parameters":
             reduce += collective_seconds("reduce_scatter", whole, each.shared, machine)
             turns += software.broadcast * each.shared.size
-            gather += collective_seconds("all_gather", each.elements * _E, each.shared, machine)
+            gather += collective_seconds("all_gather", each.elements * work.e, each.shared, machine)
         reduce += collective_seconds("all_reduce", part, among, machine)
     if s.shard == "gradients":
         reduce *= s.microbatches
@@ -245,7 +244,7 @@ def _update(work: Work, held: Sequence[Held]) -> float:
     own = sum(each.elements / each.shared.size for each in held)
     norm = own * software.gradient
     ways = (
-        2 * _E * own / work.machine.host.link if "optimizer" in work.setting.offload else 0.0
+        2 * work.e * own / work.machine.host.link if "optimizer" in work.setting.offload else 0.0
     )  # gradients, parameters
     return ways + work.machine.memory_seconds(software.update * own * software.state + norm, kernels=10)
 

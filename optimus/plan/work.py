@@ -16,9 +16,8 @@ from optimus.plan.setting import Setting
 from optimus.plan.software import Software
 
 _ATTENTION_BACKWARD = 2.5  # products of the backward pass of fused attention, to those of the forward pass
-_STEP = 32
+_STEP = 32  # columns of a head in which attention kernels come
 _SCORES = 7  # times that kept scores are read or written in a forward pass: product, mask and softmax, dropout, product
-_E = 2.0  # bytes of an activation
 
 
 class Terms(NamedTuple):
@@ -64,14 +63,15 @@ class Work:
         self.T = setting.rows
         self.R = self.T // mesh.tp_out if setting.sequence else self.T
         self.H = architecture.hidden / mesh.tp_in
-        self._dense = "fp16" if setting.precision == "fp16" else "bf16"
+        self.e = setting.itemsize
+        self._dense = setting.precision if setting.precision in ("fp16", "fp32") else "bf16"
 
     # ---- Modules ----
 
     @cached_property
     def norm(self) -> Passes:
         """One norm and the addition to the residual stream before it."""
-        size = self.R * self.H * _E
+        size = self.R * self.H * self.e
         return Passes(self._memory(5 * size), self._memory(8 * size), Terms())
 
     @cached_property
@@ -85,7 +85,7 @@ class Work:
             products = [(context, context, a.query_size), (context, a.head_size, context)]
             aligned = _aligned(a.query_size, a.head_size)
             forward = sum(machine.matmul_seconds(*sizes, self._dense, batch, aligned=aligned) for sizes in products)
-            kept = self._memory(_SCORES * heads * self.T * context * _E, share=1.0).memory
+            kept = self._memory(_SCORES * heads * self.T * context * self.e, share=1.0).memory
             return Passes(
                 self._speed(Terms(attention=forward + kept)),
                 self._speed(Terms(attention=2 * forward + 1.3 * kept)),
@@ -98,7 +98,7 @@ class Work:
         forward = half * flops / rate + machine.kernel_latency
         back = _ATTENTION_BACKWARD * half * flops / rate + machine.kernel_latency
         ring, ring_back = self._ring(forward, back)
-        rotary = self._memory(4 * self.T * heads * a.query_size * _E).memory
+        rotary = self._memory(4 * self.T * heads * a.query_size * self.e).memory
         return Passes(
             self._speed(Terms(attention=forward, memory=rotary))._replace(context=ring),
             self._speed(Terms(attention=back, memory=rotary))._replace(context=ring_back),
@@ -128,14 +128,14 @@ class Work:
         own = self.T / mesh.tp  # tokens that this rank sends
         rows = self._expert_rows
         experts = a.experts // mesh.ep
-        parts = [self._product(own, a.experts, a.hidden, 1, "bf16")]
+        parts = [self._product(own, a.experts, a.hidden, 1, self._dense)]
         for projection in a.feed_forward(a.expert_intermediate):
             k, n = (1, mesh.etp) if projection.over == "outputs" else (mesh.etp, 1)
             product = self._product(rows / experts, projection.outputs / n, projection.inputs / k, experts)
             parts.append(product)
         parts.append(self.activations)
         moved = self._memory(
-            6 * rows * a.hidden * _E, self._expert_passes
+            6 * rows * a.hidden * self.e, self._expert_passes
         )  # gathered, and added up again with their weights
         parts.append(Passes(moved, moved, Terms()))
         way = Terms(expert=self._dispatch(own))
@@ -143,7 +143,7 @@ class Work:
         if a.shared_intermediate:
             parts.append(self._feed_forward(a.shared_intermediate, self.T))
         if mesh.tp_out > 1 and not s.sequence:  # what each rank has done for its tokens, for all
-            gathered = self._tensor("all_gather", self.T * self.H * _E)
+            gathered = self._tensor("all_gather", self.T * self.H * self.e)
             parts.append(Passes(gathered, gathered, Terms()))
         return _together(parts)
 
@@ -176,13 +176,13 @@ class Work:
         product = self._product(self.T, a.vocab / share, a.hidden / mesh.tp_in, 1, self._dense)
         logits = self.T * a.vocab / share * 4
         loss = Passes(self._memory(3 * logits), self._memory(2 * logits), Terms())
-        gather = self._tensor("all_gather", self.T * self.H * _E) if self.setting.sequence else Terms()
+        gather = self._tensor("all_gather", self.T * self.H * self.e) if self.setting.sequence else Terms()
         return _together([product, loss, Passes(gather, gather, Terms())])
 
     @cached_property
     def embedding(self) -> Passes:
         """The look-up, and the sum of the parts of the vocabulary."""
-        size = self.T * self.H * _E
+        size = self.T * self.H * self.e
         kind = "reduce_scatter" if self.setting.sequence else "all_reduce"
         look = add([self._memory(2 * size), self._tensor(kind, size)])
         return Passes(look, self._memory(3 * size), Terms())
@@ -197,7 +197,7 @@ class Work:
 
     def _activation(self, rows: float, columns: float, share: float | None = None) -> Passes:
         """Between two projections; a gated one reads twice as much."""
-        size, read = rows * columns * _E, 2 if self.architecture.gated else 1
+        size, read = rows * columns * self.e, 2 if self.architecture.gated else 1
         return Passes(self._memory((read + 1) * size, share), self._memory((2 * read + 1) * size, share), Terms())
 
     def _projections(self, projections: Iterable[Projection], rows: float) -> Passes:
@@ -207,15 +207,19 @@ class Work:
             k, n = projection.inputs, projection.outputs
             if projection.over == "outputs":
                 parts.append(self._product(rows, n / mesh.tp_out, k / mesh.tp_in))
-                enter = self._tensor("all_gather", rows * self.H * _E) if self.setting.sequence else Terms()
-                leave = self._tensor("reduce_scatter" if self.setting.sequence else "all_reduce", rows * self.H * _E)
-                inner = self._tensor("all_reduce", rows * n / mesh.tp_out * _E, "tp_in")
+                enter = self._tensor("all_gather", rows * self.H * self.e) if self.setting.sequence else Terms()
+                leave = self._tensor(
+                    "reduce_scatter" if self.setting.sequence else "all_reduce", rows * self.H * self.e
+                )
+                inner = self._tensor("all_reduce", rows * n / mesh.tp_out * self.e, "tp_in")
                 parts.append(Passes(add([enter, inner]), leave, Terms()))
             elif projection.over == "inputs":
                 parts.append(self._product(rows, n / mesh.tp_in, k / mesh.tp_out))
-                leave = self._tensor("reduce_scatter" if self.setting.sequence else "all_reduce", rows * self.H * _E)
-                enter = self._tensor("all_gather", rows * self.H * _E) if self.setting.sequence else Terms()
-                inner = self._tensor("all_reduce", rows * k / mesh.tp_out * _E, "tp_in")
+                leave = self._tensor(
+                    "reduce_scatter" if self.setting.sequence else "all_reduce", rows * self.H * self.e
+                )
+                enter = self._tensor("all_gather", rows * self.H * self.e) if self.setting.sequence else Terms()
+                inner = self._tensor("all_reduce", rows * k / mesh.tp_out * self.e, "tp_in")
                 parts.append(Passes(leave, add([enter, inner]), Terms()))
             else:
                 parts.append(self._product(rows, n, k))
@@ -251,9 +255,9 @@ class Work:
         if mesh.cp == 1:
             return 0.0, 0.0
         place, stride = Place(mesh.cp, s.stride("cp")), s.stride("cp")
-        shared = (a.groups or a.heads) / mesh.tp_out * self.T * (a.query_size + a.head_size) * _E
+        shared = (a.groups or a.heads) / mesh.tp_out * self.T * (a.query_size + a.head_size) * self.e
         if s.ulysses:
-            own = a.heads / mesh.tp_out * self.T * (a.query_size + a.head_size) * _E + shared
+            own = a.heads / mesh.tp_out * self.T * (a.query_size + a.head_size) * self.e + shared
             once = collective_seconds("all_to_all", own, place, self.machine)
             return once, once
         once = (mesh.cp - 1) * transfer_seconds(shared, stride, self.machine)
@@ -266,10 +270,10 @@ class Work:
         if place.size == 1:
             return 0.0
         if s.dispatch == "allgather":
-            whole = own * place.size * a.hidden * _E
+            whole = own * place.size * a.hidden * self.e
             both = [collective_seconds(kind, whole, place, self.machine) for kind in ("all_gather", "reduce_scatter")]
             return sum(both) * (1 - self.software.overlap_expert)
-        size = own * mesh.etp * s.imbalance * a.hidden * _E
+        size = own * mesh.etp * s.imbalance * a.hidden * self.e
         once = self._exchange(place, size)
         return 2 * once * (1 - self.software.overlap_expert)
 
