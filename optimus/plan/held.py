@@ -80,21 +80,31 @@ def _layout(projection: Projection) -> Layout:
     return Layout(shape, splits, ("dp", "cp"))
 
 
-def held_by(kinds: Iterable[Kind], setting: Setting, counts: Mapping[Where, int]) -> list[Held]:
+def held_by(kinds: tuple[Kind, ...], setting: Setting, counts: Mapping[Where, int]) -> list[Held]:
     """What a rank with so many blocks of each kind holds, and whether it has the first and the last stage, by replicas."""
     found: dict[tuple[str, ...], float] = {}
-    for kind in kinds:
-        number = counts.get(kind.where, 0)
+    for (where, axes), elements in _sums(kinds, setting.mesh):
+        number = counts.get(where, 0)
         if number:
-            axes = kind.layout.replicas
-            found[axes] = found.get(axes, 0.0) + number * _elements(kind.layout, setting.mesh)
+            found[axes] = found.get(axes, 0.0) + number * elements
     return [Held(elements, *_places(axes, setting)) for axes, elements in found.items()]
+
+
+@lru_cache(maxsize=1024)
+def _sums(kinds: tuple[Kind, ...], mesh: Mesh) -> list[tuple[tuple[Where, tuple[str, ...]], float]]:
+    """Elements of a rank, by where they are and who else has them."""
+    found: dict[tuple[Where, tuple[str, ...]], float] = {}
+    for where, layout in kinds:
+        key = where, layout.replicas
+        found[key] = found.get(key, 0.0) + _elements(layout, mesh)
+    return list(found.items())
 
 
 def _elements(layout: Layout, mesh: Mesh) -> float:
     return math.prod(layout.shape) / math.prod(mesh.axis_size(axis) for _, axis in layout.splits)
 
 
+@lru_cache(maxsize=1024)
 def _places(axes: tuple[str, ...], setting: Setting) -> tuple[Place, Place]:
     """Where the ranks along `axes` lie, and those that share the state out (`state.plan.shard_groups`)."""
     mesh = setting.mesh

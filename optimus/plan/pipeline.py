@@ -111,7 +111,8 @@ def _most(changes: Iterable[tuple[int, int]], stages: Sequence[int]) -> tuple[Li
     return tuple(one for one in seen if not any(other != one and all(map(int.__ge__, other, one)) for other in seen))
 
 
-def stages_on(name: str, ranks: int, stages_per_rank: int, rank: int) -> list[int]:
+@lru_cache(maxsize=4096)
+def stages_on(name: str, ranks: int, stages_per_rank: int, rank: int) -> tuple[int, ...]:
     """Stages of a rank of the pipeline, in order."""
     placement: Placement = "v" if name == "zbv" else "loop"
-    return list(Schedule(name, ranks, 0, (), stages_per_rank, placement).stages_of(rank))
+    return tuple(Schedule(name, ranks, 0, (), stages_per_rank, placement).stages_of(rank))

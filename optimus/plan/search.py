@@ -111,9 +111,10 @@ class _Division(NamedTuple):
     etp: int
     micro_batch: int
     block: float  # forward and backward
-    forward: float  # of that, the forward pass
+    forward: tuple[float, float, float]  # of that, the forward passes of norms, attention and the feed-forward part
     head: float
     embedding: float
+    work: Work
 
 
 class _Base(NamedTuple):
@@ -154,14 +155,22 @@ class _Base(NamedTuple):
         )
 
 
-def predict(question: Question, setting: Setting) -> Plan:
-    """What a step in `setting` takes, and its memory."""
-    return Plan(question, setting, _step(question, setting), memory_in(question, setting))
+def predict(question: Question, setting: Setting, work: Work | None = None) -> Plan:
+    """What a step in `setting` takes, and its memory. `work` knows another setting that divides a block likewise."""
+    return Plan(question, setting, _step(question, setting, work), memory_in(question, setting))
 
 
-def _step(question: Question, setting: Setting, *, simulated: bool = True) -> StepTime:
+def _step(question: Question, setting: Setting, work: Work | None = None, *, simulated: bool = True) -> StepTime:
     kinds = kinds_of(question.model, setting)
-    return step_time(question.architecture, setting, question.machine, question.software, kinds, simulated=simulated)
+    return step_time(
+        question.architecture,
+        setting,
+        question.machine,
+        question.software,
+        kinds,
+        simulated=simulated,
+        work=work,
+    )
 
 
 def memory_in(question: Question, setting: Setting) -> Memory:
@@ -180,12 +189,13 @@ def search(question: Question, best: int = 10) -> list[Plan]:
     if not bases:
         raise _no_division(question)
     found: dict[tuple[int, ...], Plan] = {}
+    fitting = _Fitting(question)
     limit = float("inf")  # what a plan must be faster than to be among the best
     for base in bases:
         if base.bound >= limit:
             break
         key = (base.pp, *base.division[:5])
-        plan = _fastest(question, base, min(limit, found[key].step.seconds if key in found else limit))
+        plan = fitting.fastest(base, min(limit, found[key].step.seconds if key in found else limit))
         if plan is not None:
             found[key] = plan
             times = sorted(plan.step.seconds for plan in found.values())
@@ -286,9 +296,10 @@ def _timed(question: Question, out: int, inner: int, cp: int, ep: int, etp: int,
     return _Division(
         out, inner, cp, ep, etp, micro_batch,
         block=sum(map(_seconds, parts)),
-        forward=sum(part.forward.seconds for part in parts),
+        forward=(2 * work.norm.forward.compute, work.attention.forward.compute, feed_forward.forward.compute),
         head=_seconds(work.head),
         embedding=_seconds(work.embedding),
+        work=work,
     )  # fmt: skip
 
 
@@ -303,7 +314,7 @@ def _bound(question: Question, division: _Division, pp: int, m: int, schedule: S
         return m * (layers * division.block + division.head + division.embedding)
     last = question.blocks(pp * per_rank)[-1]
     busiest = max(-(-layers // pp) * division.block, last * division.block + division.head)
-    passing = division.forward if schedule == "zb-h1" else division.block  # it fills the end of a step
+    passing = sum(division.forward) if schedule == "zb-h1" else division.block  # it fills the end of a step
     before = 0 if schedule == "zbv" else sum(question.blocks(pp * per_rank)[: pp - 1])
     return max(m * busiest, m * (last * division.block + division.head) + before * passing)
 
@@ -311,46 +322,69 @@ def _bound(question: Question, division: _Division, pp: int, m: int, schedule: S
 # ---- What fits ----
 
 
-def _fastest(question: Question, base: _Base, limit: float) -> Plan | None:
-    """The fastest way to hold the state and to recompute with which `base` fits, if it takes less than `limit`."""
-    best: Plan | None = None
-    setting = base.setting(question)
-    room = room_of(question.machine) - question.software.fixed
-    ranks = ranks_of(question.architecture, setting)
-    options = _Options(question, setting, ranks)
-    for held in _sharded(question, setting):
-        states = state_of(ranks, kinds_of(question.model, held), held, question.software)
-        recompute = options.least([room - sum(parts.values()) for parts in states])
-        if recompute is None:
-            continue
-        held = replace(held, recompute=recompute)
-        if _step(question, held, simulated=False).seconds < limit:
-            plan = predict(question, held)
-            if plan.step.seconds < limit:
-                best, limit = plan, plan.step.seconds
-    return best
+class _Fitting:
+    """Finds what fits, and remembers what settings have in common."""
 
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._ranks: dict[tuple[int | str, ...], list[Rank]] = {}
+        self._kept: dict[tuple[_Division, frozenset[str]], OwnActivations] = {}
+        self._modules = ("norm", "attention", "moe" if question.model.experts else "mlp")
+        self._recomputations = _recomputations(question.model)
 
-class _Options:
-    """What may be recomputed, and what activations then take on each rank of the pipeline."""
+    def fastest(self, base: _Base, limit: float) -> Plan | None:
+        """The fastest way to hold the state and to recompute with which `base` fits, if it takes less than `limit`."""
+        question, best = self._question, None
+        setting = base.setting(question)
+        room = room_of(question.machine) - question.software.fixed
+        taken: dict[frozenset[str], list[float]] = {}
+        for held in _sharded(question, setting):
+            states = state_of(self._ranks_of(setting), kinds_of(question.model, held), held, question.software)
+            recompute = self._least(base, setting, [room - sum(parts.values()) for parts in states], taken)
+            if recompute is None or base.bound + self._again(base, setting, recompute) >= limit:
+                continue
+            held = replace(held, recompute=recompute)
+            if _step(question, held, base.division.work, simulated=False).seconds < limit:
+                plan = predict(question, held, base.division.work)
+                if plan.step.seconds < limit:
+                    best, limit = plan, plan.step.seconds
+        return best
 
-    def __init__(self, question: Question, setting: Setting, ranks: Sequence[Rank]) -> None:
-        self._question, self._setting, self._ranks = question, setting, ranks
-        self._found: dict[frozenset[str], list[float]] = {}
+    def _ranks_of(self, setting: Setting) -> list[Rank]:
+        key = setting.schedule, setting.mesh.pp, setting.stages_per_rank, setting.microbatches
+        if key not in self._ranks:
+            self._ranks[key] = ranks_of(self._question.architecture, setting)
+        return self._ranks[key]
 
-    def least(self, room: Sequence[float]) -> frozenset[str] | None:
+    def _again(self, base: _Base, setting: Setting, recompute: frozenset[str]) -> float:
+        """What recomputation adds to the bound, as no rank has fewer blocks than that."""
+        modules = self._modules if "block" in recompute else recompute
+        seconds = sum(base.division.forward[self._modules.index(kind)] for kind in modules)
+        fewest = min(rank.counts["dense"] + rank.counts["sparse"] for rank in self._ranks_of(setting))
+        return base.microbatches * fewest * seconds
+
+    def _least(
+        self, base: _Base, setting: Setting, room: Sequence[float], taken: dict[frozenset[str], list[float]]
+    ) -> frozenset[str] | None:
         """What to recompute, the cheapest, so that activations take no more than `room` of each rank; None if too little."""
-        if min(room) <= 0:
-            return None
-        fitting = (each for each in _recomputations(self._question.model) if self._fits(each, room))
-        return next(fitting, None)
 
-    def _fits(self, recompute: frozenset[str], room: Sequence[float]) -> bool:
-        if recompute not in self._found:
-            kept = OwnActivations(self._question.model, replace(self._setting, recompute=recompute))
-            parts = activations_of(self._ranks, kept, self._question.software)
-            self._found[recompute] = [sum(each.values()) for each in parts]
-        return all(taken <= free for taken, free in zip(self._found[recompute], room))
+        def fits(recompute: frozenset[str]) -> bool:
+            if recompute not in taken:
+                parts = activations_of(
+                    self._ranks_of(setting), self._activations(base, setting, recompute), self._question.software
+                )
+                taken[recompute] = [sum(each.values()) for each in parts]
+            return all(size <= free for size, free in zip(taken[recompute], room))
+
+        if min(room) <= 0 or not any(map(fits, self._recomputations[-2:])):  # those that leave least
+            return None
+        return next(filter(fits, self._recomputations))
+
+    def _activations(self, base: _Base, setting: Setting, recompute: frozenset[str]) -> OwnActivations:
+        key = base.division, recompute
+        if key not in self._kept:
+            self._kept[key] = OwnActivations(self._question.model, replace(setting, recompute=recompute))
+        return self._kept[key]
 
 
 def _sharded(question: Question, setting: Setting) -> Iterator[Setting]:

@@ -52,13 +52,15 @@ def step_time(
     kinds: tuple[Kind, ...] | None = None,
     *,
     simulated: bool = True,
+    work: Work | None = None,
 ) -> StepTime:
     """A step of `setting.global_batch` sequences. `kinds` are the parameters, by default as the shapes say.
 
-    Not `simulated`, a step takes no less than that: what the pipeline's order costs is left out.
+    Not `simulated`, a step takes no less than that: what the pipeline's order costs is left out. `work` knows the modules of
+    another setting that divides a block likewise.
     """
     kinds = kinds or kinds_of_shapes(architecture)
-    work = Work(architecture, setting, machine, software)
+    work = work.like(setting) if work else Work(architecture, setting, machine, software)
     blocks = blocks_of_stages(architecture, setting)
     cache: dict[tuple[tuple[Where, int], ...], _Stage] = {}
 
@@ -125,9 +127,14 @@ def _divided(layers: int, stages: int, besides: float) -> list[range]:
     return divide(Weights([1.0] * layers, last=besides), stages)
 
 
-def counts_of(architecture: Architecture, blocks: Sequence[range], stages: Sequence[int]) -> dict[Where, int]:
+def counts_of(architecture: Architecture, blocks: Sequence[range], stages: Sequence[int]) -> Mapping[Where, int]:
     """Blocks of each kind in these stages, and whether they have the first and the last one."""
     dense_until = architecture.layers - architecture.sparse_layers
+    return _counts(dense_until, tuple(blocks), tuple(stages))
+
+
+@lru_cache(maxsize=8192)
+def _counts(dense_until: int, blocks: tuple[range, ...], stages: tuple[int, ...]) -> Mapping[Where, int]:
     dense = sum(max(0, min(blocks[stage].stop, dense_until) - blocks[stage].start) for stage in stages)
     every = sum(len(blocks[stage]) for stage in stages)
     counts: dict[Where, int] = {"dense": dense, "sparse": every - dense}

@@ -5,6 +5,7 @@ what it is spent on; collectives are what is not hidden behind computation.
 """
 
 from collections.abc import Iterable
+from copy import copy
 from functools import cached_property
 from math import comb
 from typing import NamedTuple
@@ -65,6 +66,13 @@ class Work:
         self.H = architecture.hidden / mesh.tp_in
         self.e = setting.itemsize
         self._dense = setting.precision if setting.precision in ("fp16", "fp32") else "bf16"
+
+    def like(self, setting: Setting) -> "Work":
+        """The same modules, with what is known of their times, in a setting that divides a block likewise: it differs in the
+        pipeline, in how the state is held and in what is recomputed."""
+        other = copy(self)
+        other.setting = setting
+        return other
 
     # ---- Modules ----
 

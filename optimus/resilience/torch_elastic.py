@@ -1,11 +1,13 @@
 """All that is used of TorchElastic's private parts, and why. `tests/resilience/test_torch_elastic.py` says when it changes.
 
-torchrun of torch 2.13 falls short of spare nodes in four ways, each mended here:
+torchrun of torch 2.13 falls short of spare nodes in five ways, each mended here:
 
 1. Its shared store: a survivor that stays rank 0 does not tell the others its address again. Sharing is switched off.
 2. A spare that waits makes a full world restart for ever. No node counts as waiting while the world is full.
 3. A spare that was never used ends with an error when the job is done. A closed rendezvous is its end.
 4. An agent that fails closes the rendezvous for everybody. Here a node that leaves just leaves.
+5. A spare that goes for a free place and comes too late stays on the list of those that wait for the next round, whose time
+   runs out. While the world is full, it is a spare again.
 """
 
 import logging
@@ -47,7 +49,8 @@ class World:
 
 
 class _StateHolder(_BackendRendezvousStateHolder):
-    """Tells of nodes that are taken out because they are silent; once that is written, no other node sees it."""
+    """Tells of nodes that are taken out because they are silent; once that is written, no other node sees it. And whoever
+    waits while the world is full is a spare."""
 
     def __init__(
         self, backend: C10dRendezvousBackend, settings: RendezvousSettings, died: Callable[[str], None]
@@ -59,6 +62,11 @@ class _StateHolder(_BackendRendezvousStateHolder):
         super()._sanitize()
         for node in self._dead_nodes:
             self._died(repr(node))
+        state = self._state
+        if state.wait_list and state.complete and len(state.participants) >= self._settings.max_nodes:
+            state.redundancy_list |= state.wait_list
+            state.wait_list.clear()
+            self.mark_dirty()
 
 
 class Rendezvous(DynamicRendezvousHandler):

@@ -306,6 +306,8 @@ def _main() -> None:
         record(_run_rank)(Path(config).read_text(encoding="utf-8"), "--resume" in options, plan, node)
     except UserError as error:
         sys.exit(code_of(error))
+    # All is written. torch's threads may outlive what would end them, and then abort the process as it ends.
+    _leave(Exit.DONE)
 
 
 if __name__ == "__main__":

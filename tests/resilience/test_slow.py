@@ -102,7 +102,7 @@ def train_with_a_slow_rank(config: dict[str, Any], plan: FaultPlan) -> tuple[lis
     return run.notes, Exit.DONE
 
 
-def config_of_a_run(small_run: dict[str, Any], layout: str, steps: int = 16) -> dict[str, Any]:
+def config_of_a_run(small_run: dict[str, Any], layout: str, steps: int = 25) -> dict[str, Any]:
     train = small_run["train"] | {"steps": steps, "global_batch": 32}
     model = small_run["model"] | {"layers": 4, "hidden": 64}
     return small_run | {"train": train, "model": model} | LAYOUTS[layout]
@@ -132,7 +132,7 @@ def test_a_slow_node_is_left_out_where_it_is_asked_for(small_run: dict[str, Any]
 
 
 def test_nobody_is_named_where_all_are_as_fast(small_run: dict[str, Any]) -> None:
-    config = config_of_a_run(small_run, "tensor")
+    config = config_of_a_run(small_run, "tensor", 16)
     told = run_ranks(train_with_a_slow_rank, 4, config, FaultPlan())
     assert [code for _, code in told] == [Exit.DONE] * 4
     assert not EventLog(Path(config["train"]["output"])).read()

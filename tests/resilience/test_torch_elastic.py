@@ -172,6 +172,26 @@ def test_spares_do_not_disturb_a_full_world_but_take_a_free_place(meet: Callable
     assert isinstance(caught.value, (RendezvousClosedError, dynamic.RendezvousGracefulExitError)), CHANGED
 
 
+def test_a_spare_that_comes_too_late_for_a_free_place_waits_on(meet: Callable[..., Nodes]) -> None:
+    """Though the time in which a world must come together is over: it has."""
+    nodes = meet(2, 4, wait=4.0)
+    for each in nodes.join(0, 1):
+        each.result(30)
+    spares = nodes.join(2, 3)
+    until(lambda: nodes.all[0].num_nodes_waiting() == 0 and nodes.all[0].spares() == 2, "spares are not seen")
+    nodes.all[1].leave()
+    until(lambda: nodes.all[0].num_nodes_waiting() == 2, "not both go for the free place")
+    nodes.join(0)[0].result(30)
+    until(lambda: any(each.done() for each in spares), "no spare takes the place")
+    (late,) = [each for each in spares if not each.done()]
+    time.sleep(7)
+    assert not late.done(), f"{CHANGED}the time of a spare runs out in a full world"
+    nodes.all[0].leave()
+    (stays,) = [number for number in (2, 3) if spares[number - 2] is not late]
+    nodes.join(stays)[0].result(30)
+    assert late.result(30).world_size == 2
+
+
 def test_who_waits_for_a_new_world_is_no_spare(meet: Callable[..., Nodes]) -> None:
     nodes = meet(3, 3)
     for each in nodes.join(0, 1, 2):
