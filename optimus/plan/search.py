@@ -195,7 +195,8 @@ def search(question: Question, best: int = 10) -> list[Plan]:
         if base.bound >= limit:
             break
         key = (base.pp, *base.division[:5])
-        plan = fitting.fastest(base, min(limit, found[key].step.seconds if key in found else limit))
+        most = min(limit, found[key].step.seconds) if key in found else limit
+        plan = fitting.fastest(base, most) if base.bound < most else None
         if plan is not None:
             found[key] = plan
             times = sorted(plan.step.seconds for plan in found.values())

@@ -19,6 +19,7 @@ say() { printf 'job %s: %s\n' "$id" "$*"; }
 mkdir -p -- "$run" && scratch=$(mktemp -d -- "$run/.job-$id-XXXXXX") || exit 1
 store='' timer='' stopping=''
 
+# shellcheck disable=SC2329  # called by a trap
 clean_up() {
     [ -z "$timer" ] || kill "$timer" 2>/dev/null
     [ -z "$store" ] || kill "$store" 2>/dev/null
@@ -28,6 +29,7 @@ trap clean_up EXIT
 
 # The end of the job's time is near, or somebody wants it to stop. Not every launcher passes signals on, so each node looks
 # for a file; its ranks then finish their step and save.
+# shellcheck disable=SC2329  # called by a trap
 stop() {
     stopping=yes
     : >"$scratch/stop"

@@ -140,11 +140,13 @@ def names(launch: list[dict[str, str]]) -> list[str]:
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("checker", [("bash", "-n"), ("shellcheck", "-s", "bash")])
 def test_the_shell_has_nothing_against_it(scheduler: Scheduler, checker: tuple[str, ...], tmp_path: Path) -> None:
-    if shutil.which(checker[0]) is None:
+    beside = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # where a virtual environment has programs
+    program = shutil.which(checker[0], path=beside)
+    if program is None:
         pytest.skip(f"{checker[0]} is not installed")
     path = tmp_path / "job.sh"
     write_script(BatchJob(scheduler, ["optimus"], tmp_path / "a 'b", tmp_path, tmp_path, nodes=2, spares=1), path)
-    done = subprocess.run([*checker, str(path)], capture_output=True, text=True)
+    done = subprocess.run([program, *checker[1:], str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not re.search("@[A-Z]+@", path.read_text())
     assert os.access(path, os.X_OK)
