@@ -124,7 +124,7 @@ def same(a: Path, b: Path) -> bool:
 
 # ---- At random moments ----
 
-KILLS = {True: 60, False: 15}  # by whether it is asynchronous
+KILLS = {True: 60, False: 25}  # by whether it is asynchronous
 EVERY, WEIGHTS_EVERY = 3, 6
 LAYOUTS: list[dict[str, Any]] = [{"parallel": {"expert": 2}}, {"state": {"shard": "optimizer"}}]
 
