@@ -236,6 +236,21 @@ def bench_resilience(
     report.publish("resilience", costs, ratios, more={"recoveries": recoveries}, path=json_file)
 
 
+@bench_app.command(name="layouts")
+def bench_layouts(
+    model: Annotated[str, typer.Option(help="Preset that is trained.")] = "mula-tiny",
+    ranks: Annotated[list[int] | None, typer.Option(help="Numbers of ranks; by default 4 and 8.")] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds, the layouts taking turns.")] = 2,
+    json_file: JsonFile = None,
+) -> None:
+    """The planner's ranking of layouts against the clock's, on this machine, which is measured first."""
+    from optimus.bench import report
+    from optimus.bench.layouts import run
+
+    rows, ratios, machines = run(model=model, rank_counts=ranks or (4, 8), rounds=rounds)
+    report.publish("layouts", rows, ratios, more=machines, path=json_file)
+
+
 @bench_app.command(name="planner")
 def bench_planner(
     data: Annotated[

@@ -81,7 +81,7 @@ def run(
         for _ in range(rounds):
             for who, seen in turns.items():
                 seen.append(run_fresh(_turn, ranks, who.make, configs[who.mode], steps))
-        peaks = {who: max(run_fresh(_peak, ranks, who.make, configs[who.mode])) for who in turns}
+        peaks = {who: max(run_fresh(peak_growth, ranks, who.make, configs[who.mode])) for who in turns}
         tokens = ranks * sequences * context
         rows += _compare([_row(who, ranks, tokens, seen, peaks[who]) for who, seen in turns.items()])
     return [{key: value for key, value in row.items() if key != "side"} for row in rows], _ratios(rows)
@@ -131,7 +131,7 @@ def _config(model: str, mode: str, ranks: int, gradients: GradientDtype, sequenc
 
 def _turn(make: Callable[[RunConfig], rivals.Step], config: RunConfig, steps: int) -> Turn:
     """One rank of a contestant's turn against the clock."""
-    step, tokens_BS = make(config), _tokens(config)
+    step, tokens_BS = make(config), own_tokens(config)
     for _ in range(_WARM_UP):
         step(tokens_BS)
     dist.barrier()
@@ -146,21 +146,22 @@ def _turn(make: Callable[[RunConfig], rivals.Step], config: RunConfig, steps: in
     return Turn(seconds, sent / steps / dist.get_world_size(), loss)
 
 
-def _peak(make: Callable[[RunConfig], rivals.Step], config: RunConfig) -> int:
-    """One rank of a contestant's turn for memory: bytes by which the resident set grew at most."""
+def peak_growth(make: Callable[[RunConfig], rivals.Step], config: RunConfig) -> int:
+    """On one rank, in a turn of its own: bytes by which the resident set grew at most."""
     _return_freed_memory()
     before = psutil.Process().memory_info().rss
-    step, tokens_BS = make(config), _tokens(config)
+    step, tokens_BS = make(config), own_tokens(config)
     for _ in range(_WARM_UP + 1):
         step(tokens_BS)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before
 
 
-def _tokens(config: RunConfig) -> Tensor:
+def own_tokens(config: RunConfig) -> Tensor:
     """This rank's batch."""
     draws = torch.Generator().manual_seed(dist.get_rank())
-    return torch.randint(config.model.vocab, (config.train.micro_batch, config.train.context), generator=draws)
+    sequences = config.train.global_batch // int(config.parallel.data)
+    return torch.randint(config.model.vocab, (sequences, config.train.context), generator=draws)
 
 
 def _return_freed_memory() -> None:
