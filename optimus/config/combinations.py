@@ -62,6 +62,7 @@ _ABOUT_PIPELINES = (
     "executor",
     "in_flight",
     "vocabulary",
+    "pipeline_stride",
 )
 
 

@@ -72,6 +72,12 @@ class ParallelConfig(Section):
         None, description="With pipeline: blocks of each stage. Default: so that the most expensive stage is cheapest."
     )
 
+    pipeline_stride: Annotated[int, Field(gt=0)] | None = Field(
+        None,
+        description="With pipeline: ranks from one stage to the next. Default: all ranks of a stage, so that replicas are "
+        "nearer to each other than stages are. Less, a multiple of context x tensor and of expert x expert_tensor, puts "
+        "stages side by side and replicas further apart.",
+    )
     vocabulary: bool = Field(
         False,
         description="With pipeline: whether embedding and output layer are divided over all its ranks (vocabulary "

@@ -8,7 +8,10 @@ embedding. `tp` is a grid: a weight's outputs are split over one of its axes and
 G_y).
 
 The last axis of a view is innermost: neighbours on it have consecutive ranks, so that the axis that talks most stays inside
-a node. A mesh is handed to what needs it; there is no global one.
+a node. `pp` is outermost, unless `pipeline_stride` says that the next stage is nearer: then a stage's ranks lie together in
+blocks of so many, the blocks of all stages follow each other, and only then comes a stage's next block.
+
+A mesh is handed to what needs it; there is no global one.
 """
 
 import math
@@ -24,7 +27,8 @@ EXPERT = ("pp", "edp", "ep", "etp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the axes. `edp` and `tp_out` follow from the others; `ranks_per_node` None means one node."""
+    """Sizes of the axes. `edp` and `tp_out` follow from the others; `ranks_per_node` None means one node, `pipeline_stride`
+    None that all ranks of a stage lie together."""
 
     pp: int = 1
     dp: int = 1
@@ -34,12 +38,14 @@ class Mesh:
     etp: int = 1
     tp_in: int = 1
     ranks_per_node: int | None = None
+    pipeline_stride: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises `UserError` when the expert view does not cover the ranks of a pipeline stage."""
+        """Raises `UserError` when the expert view does not cover the ranks of a pipeline stage, or blocks of it would cut
+        through groups."""
         if self.tp % self.tp_in:
             raise UserError(f"tp_in {self.tp_in} does not divide tp {self.tp}")
-        stage, experts = self.dp * self.cp * self.tp, self.ep * self.etp
+        stage, experts = self.stage, self.ep * self.etp
         if stage % experts:
             fitting = [n for n in range(1, stage + 1) if stage % (n * self.etp) == 0]
             near = sorted(fitting, key=lambda n: (abs(n - self.ep), n))[:3]
@@ -47,6 +53,13 @@ class Mesh:
                 f"expert ranks do not fit: ep {self.ep} x etp {self.etp} = {experts} does not divide "
                 f"dp {self.dp} x cp {self.cp} x tp {self.tp} = {stage}; "
                 + (f"the nearest ep that do: {', '.join(map(str, sorted(near)))}" if near else "change etp")
+            )
+        least = math.lcm(self.cp * self.tp, experts)
+        if self.pipeline_stride is not None and (self.pipeline_stride % least or stage % self.pipeline_stride):
+            fitting = [n for n in range(least, stage + 1, least) if stage % n == 0]
+            raise UserError(
+                f"pipeline_stride {self.pipeline_stride} cuts a stage's {stage} ranks into blocks that do not hold whole "
+                f"context-, tensor- and expert-parallel groups: it can be {', '.join(map(str, fitting))}"
             )
 
     @classmethod
@@ -61,6 +74,7 @@ class Mesh:
         expert: int = 1,
         expert_tensor: int = 1,
         ranks_per_node: int | None = None,
+        pipeline_stride: int | None = None,
     ) -> "Mesh":
         """The mesh of `ranks` ranks; `data` is the size of dp, by default whatever the other axes leave.
 
@@ -91,12 +105,23 @@ class Mesh:
             etp=expert_tensor,
             tp_in=tensor[1],
             ranks_per_node=ranks_per_node,
+            pipeline_stride=pipeline_stride,
         )
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.pp * self.dp * self.cp * self.tp
+        return self.pp * self.stage
+
+    @property
+    def stage(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.dp * self.cp * self.tp
+
+    @property
+    def block(self) -> int:
+        """Of these, how many lie together; also the ranks from one stage to the next."""
+        return self.pipeline_stride or self.stage
 
     @property
     def edp(self) -> int:
@@ -119,9 +144,12 @@ class Mesh:
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Index of `rank` on `axis`, of either view."""
+        if axis == "pp":
+            return rank // self.block % self.pp
         view = _view((axis,))
         inner = 1 if axis == "tp" else self.axis_size(*view[view.index(axis) + 1 :])
-        return rank // inner % self.axis_size(axis)
+        within = rank // (self.block * self.pp) * self.block + rank % self.block  # of the stage
+        return within // inner % self.axis_size(axis)
 
     def group(self, rank: int, axes: Sequence[str]) -> list[int]:
         """The ranks that differ from `rank` on `axes` (of one view) at most, in rank order; its group."""
@@ -131,10 +159,10 @@ class Mesh:
         ]
         if "ends" in axes and self.coordinate(rank, "pp") in (0, self.pp - 1):
             ranges[0] = sorted({0, self.pp - 1})
-        return [self._rank(view, place) for place in product(*ranges)]
+        return sorted(self._rank(view, place) for place in product(*ranges))
 
     def groups(self, axes: Sequence[str]) -> Iterator[list[int]]:
-        """Every group along `axes`, ordered by its first rank; together they hold each rank once."""
+        """Every group along `axes`, in an order that all ranks agree on; together they hold each rank once."""
         view, axes = _view(axes), _single(axes)
         ranges: list[Sequence[int]] = [(0,) if axis in axes else range(self.axis_size(axis)) for axis in view]
         if "ends" in axes and self.pp > 1:
@@ -147,10 +175,12 @@ class Mesh:
         return rank // (self.ranks_per_node or self.size)
 
     def _rank(self, view: Sequence[str], place: Sequence[int]) -> int:
-        rank = 0
-        for axis, index in zip(view, place):
-            rank = rank * self.axis_size(axis) + index
-        return rank
+        stage, *others = place
+        within = 0
+        for axis, index in zip(view[1:], others):
+            within = within * self.axis_size(axis) + index
+        blocks, rest = divmod(within, self.block)
+        return (blocks * self.pp + stage) * self.block + rest
 
 
 def _view(axes: Sequence[str]) -> tuple[str, ...]:

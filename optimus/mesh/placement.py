@@ -32,7 +32,10 @@ def describe(mesh: Mesh) -> str:
     table = [("axis", "ranks", "groups", "across nodes", "group of rank 0")]
     table += [(p.axis, str(p.size), str(p.groups), str(p.crossing), _few(p.first)) for p in placement(mesh)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [f"{_number(mesh.size, 'rank')} on {_number(nodes, 'node')}; the last axis varies fastest"]
+    order = "the last axis varies fastest"
+    if mesh.pipeline_stride:
+        order += f", stages lie side by side in blocks of {_number(mesh.block, 'rank')}"
+    lines = [f"{_number(mesh.size, 'rank')} on {_number(nodes, 'node')}; {order}"]
     lines += [f"  {name}: {_sizes(mesh, view)}" for name, view in (("dense", DENSE), ("expert", EXPERT))]
     for axis, *numbers, first in table:
         cells = [axis.ljust(widths[0]), *(text.rjust(width) for text, width in zip(numbers, widths[1:])), first]

@@ -1,6 +1,7 @@
 """Random combinations of all that says how work and state are divided, each decided by a number."""
 
 import itertools
+import math
 import random
 from typing import Any
 
@@ -83,6 +84,8 @@ def drawn(number: int) -> tuple[str, Layout]:
     if "experts" in shape:
         _draw_experts(draw, shape, (outputs, inputs), here)
     _draw_recomputation(draw, "moe" if "experts" in shape else "mlp", layers)
+    if pipeline > 1:
+        _draw_blocks(draw, here, tensor * context)
     return model, Layout(pipeline * here, draw.overrides)
 
 
@@ -172,6 +175,16 @@ def _draw_recomputation(draw: Draw, feed_forward: str, layers: int) -> None:
         draw.set("recompute", kinds)
         draw.set("recompute_every", *range(1, layers + 1))
         draw.set("recompute_collectives", "keep", "repeat")
+
+
+def _draw_blocks(draw: Draw, ranks: int, together: int) -> None:
+    """Draws how many of the `ranks` of a stage lie beside each other."""
+    said = dict(override.split("=", 1) for override in draw.overrides)
+    experts = int(said.get("parallel.expert", 1)) * int(said.get("parallel.expert_tensor", 1))
+    least = math.lcm(together, experts)
+    blocks = [n for n in range(least, ranks + 1, least) if ranks % n == 0]
+    if draw.of(True, False):
+        draw.set("parallel.pipeline_stride", blocks[0], *blocks)
 
 
 def combinations_of(*options: str) -> list[list[str]]:

@@ -105,6 +105,7 @@ def mesh_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None) ->
         expert=parallel.expert,
         expert_tensor=parallel.expert_tensor,
         ranks_per_node=ranks_per_node,
+        pipeline_stride=parallel.pipeline_stride,
     )
 
 

@@ -16,6 +16,8 @@ MESHES = [
     Mesh(pp=3, dp=4, tp=2, ep=2, etp=2),
     Mesh(pp=2, dp=6, tp=2, ep=12),
     Mesh(dp=3, cp=2, tp=6, tp_in=3, ep=4, etp=3),
+    Mesh(pp=3, dp=4, tp=2, ep=2, etp=2, pipeline_stride=4),
+    Mesh(pp=2, dp=4, pipeline_stride=1),
 ]
 
 
@@ -40,6 +42,7 @@ def test_groups_differ_on_their_axes_only(mesh: Mesh, axes: tuple[str, ...]) -> 
         for axis in set(view) - varying:
             assert len({mesh.coordinate(rank, axis) for rank in group}) == 1
         assert all(mesh.group(rank, axes) == group for rank in group)
+        assert group == sorted(group)
 
 
 def test_the_innermost_axis_has_consecutive_ranks_in_a_node() -> None:
@@ -74,6 +77,22 @@ def test_twelve_thousand_ranks() -> None:
     groups = list(mesh.groups(("ep",)))
     assert len(groups) == 1024
     assert all(len({mesh.node(rank) for rank in group}) == 1 for group in groups)
+
+
+def test_stages_side_by_side() -> None:
+    """Of 8 nodes, two of each stage: blocks of a node follow each other, and replicas are 4 nodes apart."""
+    mesh = Mesh(pp=4, dp=24, ep=12, ranks_per_node=12, pipeline_stride=12)
+    assert mesh.group(5, ("pp",)) == [5, 17, 29, 41]
+    assert mesh.group(5, ("ep",)) == list(range(12))
+    assert mesh.group(5, ("edp",)) == [5, 53]
+    assert mesh.group(0, ("dp",)) == [*range(12), *range(48, 60)]
+    assert [mesh.coordinate(rank, "pp") for rank in (0, 12, 47, 48, 95)] == [0, 1, 3, 0, 3]
+
+
+@pytest.mark.parametrize("stride", [6, 8, 48])
+def test_blocks_of_a_stage_hold_whole_groups(stride: int) -> None:
+    with pytest.raises(UserError, match=rf"pipeline_stride {stride} cuts a stage's 24 ranks .* it can be 12, 24"):
+        Mesh(pp=4, dp=24, ep=12, pipeline_stride=stride)
 
 
 def test_impossible_sizes_name_the_product_and_the_nearest() -> None:

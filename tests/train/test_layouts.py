@@ -77,6 +77,23 @@ def test_random_layouts(number: int) -> None:
     assert_same_as_one_process(config_of(model), [layout], STEPS, rtol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    [
+        ("moe", ["parallel.expert=2", "parallel.pipeline_stride=2", "state.shard=parameters", "state.shard_ranks=2"]),
+        (
+            "tied",
+            ["parallel.tensor=2", "parallel.pipeline_stride=2", "state.shard=optimizer", "parallel.schedule=zb-h1"],
+        ),
+        ("tied dense", ["parallel.context=2", "parallel.pipeline_stride=2", "state.shard=gradients"]),
+        ("dense", ["parallel.pipeline_stride=1", "state.shard=optimizer", "state.shard_ranks=2"]),
+    ],
+)
+def test_stages_side_by_side(model: str, overrides: list[str]) -> None:
+    """Ranks 0 and 1, 4 and 5 (or 0, 2, 4, 6) are the first stage, those between them the second."""
+    assert_same_as_one_process(config_of(model), [Layout(8, ["parallel.pipeline=2", *overrides])], STEPS, rtol=2e-5)
+
+
 def test_the_draws_meet_everything() -> None:
     drawings = [drawn(number) for number in DRAWS]
     said = {override for _, layout in drawings for override in layout.overrides}
@@ -119,6 +136,7 @@ def test_the_draws_meet_everything() -> None:
         "parallel.blocks": ("[1,1]", "[1,2]", "[2,1]", "[1,1,1,1]"),
         "parallel.vocabulary": ("true", "false"),
         "parallel.microbatches": ("1", "2", "4", "8", "auto"),
+        "parallel.pipeline_stride": ("1", "2", "4"),
     }
     assert {f"{key}={value}" for key, values in options.items() for value in values} - said == set()
     assert {model for model, _ in drawings} == set(MODELS)
