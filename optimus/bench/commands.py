@@ -240,7 +240,7 @@ def bench_resilience(
 def bench_layouts(
     model: Annotated[str, typer.Option(help="Preset that is trained.")] = "mula-tiny",
     ranks: Annotated[list[int] | None, typer.Option(help="Numbers of ranks; by default 4 and 8.")] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds, the layouts taking turns.")] = 2,
+    rounds: Annotated[int, typer.Option(help="Rounds, the layouts taking turns.")] = 1,
     json_file: JsonFile = None,
 ) -> None:
     """The planner's ranking of layouts against the clock's, on this machine, which is measured first."""

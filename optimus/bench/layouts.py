@@ -12,10 +12,10 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import pairwise
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException
 
@@ -25,13 +25,15 @@ from optimus.bench.fresh_ranks import run_fresh
 from optimus.bench.machine import fit_machine, observe
 from optimus.config import RunConfig
 from optimus.plan.asking import configured
+from optimus.plan.question import Plan, Question
 from optimus.plan.report import planned
-from optimus.plan.search import Plan, Question, search
+from optimus.plan.search import search
 from optimus.plan.setting import Setting
 
 _BEST = 10  # that are compared, as in the figure
+_LONG = 6.0  # seconds after which a turn is over
 _WARM_UP = 1  # steps of a turn that are not counted
-_OVERRIDES = ("model.layers=8", "model.heads=8", "model.vocab=2048")  # of the small model, so that ranks can divide it in many ways
+_OVERRIDES = ("model.layers=8", "model.heads=8", "model.vocab=2048")  # so that ranks can divide it in many ways
 
 
 class Layout(NamedTuple):
@@ -50,8 +52,8 @@ def run(
     overrides: Sequence[str] = _OVERRIDES,
     sequences: int = 8,
     context: int = 1024,
-    steps: int = 4,
-    rounds: int = 2,
+    steps: int = 3,
+    rounds: int = 1,
 ) -> tuple[list[dict[str, Any]], dict[str, float], dict[str, Any]]:
     """A row per layout; for each number of ranks how many of the best ten are among the fastest ten, the median error of the
     step time, and how many failed; and the machines that were measured."""
@@ -93,16 +95,19 @@ def time_layouts(plans: Sequence[Plan], config: RunConfig, steps: int, rounds: i
 
 
 def _turn(config: RunConfig, steps: int) -> float:
-    """On one rank: seconds of the median step."""
+    """On one rank: seconds of the median step, of as many as take no longer than is worth while for a slow layout."""
     step, tokens_BS = ours(config), own_tokens(config)
     for _ in range(_WARM_UP):
         step(tokens_BS)
     dist.barrier()
-    ends = [perf_counter()]
-    for _ in range(steps):
+    times: list[float] = []
+    while len(times) < steps and sum(times) < _LONG:
+        began = perf_counter()
         step(tokens_BS)
-        ends.append(perf_counter())
-    return statistics.median(end - start for start, end in pairwise(ends))
+        slowest = torch.tensor(perf_counter() - began)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that all ranks stop after the same step
+        times.append(slowest.item())
+    return statistics.median(times)
 
 
 def rows_of(layouts: Sequence[Layout]) -> list[dict[str, Any]]:

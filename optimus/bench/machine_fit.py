@@ -8,16 +8,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus.bench.machine_timing import Attended, Observations, Product, Talked
+from optimus.bench.machine_timing import Attended, Observations, Product, Talk, Talked
 from optimus.mesh import Mesh
 from optimus.plan.architecture import Architecture
 from optimus.plan.collectives import collective_seconds, reduce_scatter_seconds, transfer_seconds
-from optimus.plan.machine import Arithmetic, Host, Machine, Matmul, Network, Node
+from optimus.plan.machine import Arithmetic, Host, Machine, Matmul, Network, Node, Pace
 from optimus.plan.setting import Setting
 from optimus.plan.software import load_software
 from optimus.plan.work import Work
@@ -93,6 +93,8 @@ def _start(seen: Observations, name: str, source: str, memory_bandwidth: float) 
         matmul=Matmul(tile=64, depth=32),
         attention=1.0,
         kernel_latency=seen.tiny,
+        alone=_round(seen.alone),
+        overlap=_round(seen.overlap),
         node=Node(bandwidth=bandwidth, latency=_round(seen.tiny)),
         network=Network(bandwidth=bandwidth, latency=_round(seen.tiny)),
         host=Host(memory=_round(seen.host_memory), link=_round(seen.link or bandwidth)),
@@ -189,9 +191,10 @@ def _attended(machine: Machine, each: Attended) -> float:
 
 
 def _fit_node(machine: Machine, seen: Observations) -> Machine:
-    """Bandwidth and latency of the node over all groups in it; then with a bandwidth for each kind of group besides.
+    """Bandwidth and latency of the node over all groups in it; with a bandwidth for each kind of group that differs;
+    then the pace of each kind of collective that differs, and the groups once more.
 
-    With these, the node's own is what remains without one: the all-to-all's.
+    With groups, the node's own bandwidth is what remains without one: the all-to-all's.
     """
     inside = [talk for talk in seen.talked if talk.place.nodes(machine) == 1]
     if not inside:
@@ -199,30 +202,62 @@ def _fit_node(machine: Machine, seen: Observations) -> Machine:
     largest = max(inside, key=lambda talk: talk.whole)
     start = [reduce_scatter_seconds(largest.place.size, largest.whole, 1.0) / largest.seconds]
     start.append(min(talk.seconds for talk in inside))
-    names = list(dict.fromkeys(f"{talk.place.stride}x{talk.place.size}" for talk in inside))
+    names = list(dict.fromkeys(map(_shape, inside)))
 
-    def made(x: Sequence[float]) -> Machine:
-        groups = dict(zip(names, x[2:]))
-        node = Node.model_construct(bandwidth=x[0], latency=x[1], groups=groups)
-        return machine.model_copy(update={"node": node})
+    def fitted(start: Sequence[float], names: Sequence[str], paces: dict[Any, Pace]) -> Node:
+        def made(x: Sequence[float]) -> Node:
+            groups = dict(zip(names, x[2:]))
+            return Node.model_construct(bandwidth=x[0], latency=x[1], groups=groups, paces=paces)
 
-    def residuals(x: Sequence[float]) -> list[float]:
-        tried = made(x)
-        return _logs([_talk(tried, talk) for talk in inside], [talk.seconds for talk in inside])
+        found = least_squares(
+            lambda x: _off(machine, made(x), inside), start, [x / 1e3 for x in start], [x * 1e3 for x in start]
+        )
+        return made([*map(_round, found)])
 
-    low, high = (start[0] / 1e3, start[1] / 1e3), (start[0] * 1e3, start[1] * 1e3)
-    bandwidth, latency = least_squares(residuals, start, low, high)
-    every = 1 + len(names)
-    bandwidth, latency, *others = least_squares(
-        residuals, [bandwidth, latency, *[bandwidth] * len(names)], [low[0], low[1], *[low[0]] * len(names)],
-        [high[0]] + [high[1]] + [high[0]] * (every - 1),
-    )  # fmt: skip
-    node = Node(
-        bandwidth=_round(bandwidth),
-        latency=_round(latency),
-        groups={n: _round(own) for n, own in zip(names, others) if abs(own / bandwidth - 1) > _DIFFERS},
+    plain = fitted(start, [], {})
+    start = [plain.bandwidth, plain.latency, *[plain.bandwidth] * len(names)]
+    node = fitted(start, names, {})
+    paces = {kind: _pace(machine, node, [talk for talk in inside if talk.kind == kind]) for kind in _kinds(inside)}
+    if any(paces.values()):
+        node = fitted(start, names, {kind: pace for kind, pace in paces.items() if pace})
+    differing = {name: own for name, own in node.groups.items() if abs(own / node.bandwidth - 1) > _DIFFERS}
+    return machine.model_copy(
+        update={"node": Node(bandwidth=node.bandwidth, latency=node.latency, groups=differing, paces=node.paces)}
     )
-    return machine.model_copy(update={"node": node})
+
+
+def _kinds(talked: Sequence[Talked]) -> list[Talk]:
+    return list(dict.fromkeys(talk.kind for talk in talked))
+
+
+def _shape(talk: Talked) -> str:
+    return f"{talk.place.stride}x{talk.place.size}"
+
+
+def _pace(machine: Machine, node: Node, own: Sequence[Talked]) -> Pace | None:
+    """Of a kind of collective; None where it makes no difference."""
+    kind, latency = own[0].kind, node.latency
+
+    def paced(x: Sequence[float]) -> Node:
+        pace = Pace.model_construct(share=x[0], start=x[1], step=x[2])
+        return node.model_copy(update={"paces": {kind: pace}})
+
+    least, most = latency / 1e3, latency * 1e2
+    found = least_squares(
+        lambda x: _off(machine, paced(x), own),
+        [1.0, latency / 2, latency / 2],
+        [0.01, least, least],
+        [100.0, most, most],
+    )
+    share, begin, step = map(_round, found)
+    before, after = _off(machine, node, own), _off(machine, paced(found), own)
+    differs = max(abs(a - b) for a, b in zip(before, after)) > _DIFFERS
+    return Pace(share=share, start=begin, step=step) if differs else None
+
+
+def _off(machine: Machine, node: Node, talked: Sequence[Talked]) -> list[float]:
+    changed = machine.model_copy(update={"node": node})
+    return _logs([_talk(changed, talk) for talk in talked], [talk.seconds for talk in talked])
 
 
 def _fit_network(machine: Machine, seen: Observations) -> Machine:
@@ -249,7 +284,7 @@ def _fit_network(machine: Machine, seen: Observations) -> Machine:
 
 def _talk(machine: Machine, talk: Talked) -> float:
     if talk.kind == "shift":
-        return transfer_seconds(talk.whole, talk.place.stride, machine)
+        return transfer_seconds(talk.whole, talk.place, machine)
     return collective_seconds(talk.kind, talk.whole, talk.place, machine)
 
 

@@ -35,6 +35,7 @@ _LONG = 1.0  # seconds of a window that is repeated once only
 _COLD = {"cpu": 1 << 25}  # bytes of operands that are used in turn, so that none is found in a cache
 _COLD_ACCELERATOR = 1 << 28
 _SETS = 64  # of operands, at most
+_MIDDLE = 512  # rows and columns of a product that neither latency nor memory decides
 _WORD = 4  # bytes of an element that collectives move
 
 
@@ -116,6 +117,8 @@ class Observations:
     moved: list[Moved] = field(default_factory=list)
     link: float | None = None  # bytes/s between host and device, where they are two
     attended: list[Attended] = field(default_factory=list)
+    alone: float = 1.0  # how much faster a rank of a CPU computes while the others wait
+    overlap: float = 1.0  # share of computing beside which a collective goes on
     talked: list[Talked] = field(default_factory=list)
 
 
@@ -140,6 +143,10 @@ def observe_rank(ranks_per_node: int, extent: Extent | None) -> Observations:
         seen.moved = list(_moved(clock, extent, device))
         seen.link = _link(clock, extent, device)
     seen.attended = list(_attended(clock, extent, device))
+    if device.type == "cpu":
+        seen.alone = _alone(clock, device)
+    if dist.get_world_size() > 1:
+        seen.overlap = _overlap(clock, device)
     seen.talked = list(_talked(clock, extent, device))
     return seen
 
@@ -286,6 +293,36 @@ def _attended(clock: Clock, extent: Extent, device: torch.device) -> Iterator[At
             torch.autograd.grad(causal_attention(*leaves), leaves, out_grad)
 
         yield Attended(*shape, clock.seconds(call))
+
+
+# ---- What ranks share ----
+
+
+def _alone(clock: Clock, device: torch.device) -> float:
+    """How much faster a product is on one rank while the others wait than on all at once."""
+    call = _product(_MIDDLE, _MIDDLE, _MIDDLE, torch.float32, device)
+    together, alone = clock.seconds(call), clock.seconds(call if dist.get_rank() == 0 else lambda: None)
+    return max(1.0, together / alone)
+
+
+def _overlap(clock: Clock, device: torch.device) -> float:
+    """Share of a product's time beside which an all-reduce that takes as long goes on."""
+    group, x = Groups(Mesh(dp=dist.get_world_size())).world, torch.ones(_MIDDLE * _MIDDLE * 4, device=device)
+    call = _product(_MIDDLE, _MIDDLE, _MIDDLE, torch.float32, device)
+    moving, once = clock.seconds(lambda: group.sum(x)), clock.seconds(call)
+    times = math.ceil(moving / once)
+
+    def compute() -> None:
+        for _ in range(times):
+            call()
+
+    def both() -> None:
+        finish = group.start_sum(x)
+        compute()
+        finish()
+
+    computing = clock.seconds(compute)
+    return min(1.0, max(0.0, (moving + computing - clock.seconds(both)) / min(moving, computing)))
 
 
 # ---- Collectives ----

@@ -28,13 +28,17 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 def _overlapping(schedule: Schedule, duration: Callable[[Action], float], link: float) -> dict[Action, Interval]:
     """Transfers begin when their content is made and take nobody's time."""
-    orders = [[action for action in actions if action.kind.computes] for actions in schedule.actions]
-    times = replay(schedule, orders, duration, link)
+    times = _computations(schedule, duration, link)
     for action, (_, end) in list(times.items()):
         send = schedule.send_of(action)
         if send is not None:
             times[send] = times[partner(send)] = (end, end + link)
     return times
+
+
+def _computations(schedule: Schedule, duration: Callable[[Action], float], link: float) -> dict[Action, Interval]:
+    orders = [[action for action in actions if action.kind.computes] for actions in schedule.actions]
+    return replay(schedule, orders, duration, link)
 
 
 def _blocking(schedule: Schedule, duration: Callable[[Action], float], link: float) -> dict[Action, Interval]:
@@ -78,5 +82,5 @@ def _runs(actions: tuple[Action, ...]) -> Iterator[list[Action]]:
 def makespan(schedule: Schedule, costs: Costs) -> float:
     """When the last action ends, without the timeline of all of them. Raises as `simulate` does."""
     duration = costs.durations(schedule.stages, schedule.microbatches)
-    times = (_blocking if costs.blocking else _overlapping)(schedule, duration, costs.link)
+    times = (_blocking if costs.blocking else _computations)(schedule, duration, costs.link)
     return max(end for _, end in times.values())

@@ -2,19 +2,21 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from optimus.config import RunConfig, load_config
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
-from optimus.plan.machine import load_machine, machine_names
-from optimus.plan.own import PRECISION, sections_of, setting_of
+from optimus.plan.machine import Network, load_machine, machine_names
+from optimus.plan.own import GRADIENT, PRECISION, saving_of, sections_of, setting_of
+from optimus.plan.question import Question
 from optimus.plan.report import planned
-from optimus.plan.search import Question, search
+from optimus.plan.search import search
 from optimus.plan.setting import Setting
-from optimus.plan.what_if import changed
+from optimus.plan.software import Software, load_software
+from optimus.plan.what_if import changed, checked
 from optimus.train.pipeline import with_microbatches
 
 _SEQUENCES, _PER_RANK = 1024, 4  # of a batch where none is given: the paper's, or more so that many ranks have work
@@ -36,17 +38,59 @@ def configured(model: str, overrides: Iterable[str], ranks: int) -> RunConfig:
 
 
 def asked(
-    config: RunConfig, machine: str, ranks: int, changes: Iterable[str], imbalance: float
+    config: RunConfig, machine: str, ranks: int, changes: Sequence[str], imbalance: float, links: Path | None = None
 ) -> tuple[Question, Callable[[], Setting]]:
-    """The question, and what gives the layout as it is configured. Raises `UserError` for an unknown machine."""
+    """The question, and what gives the layout as it is configured. `links` is a file of the bandwidth between nodes.
+
+    Raises `UserError` for an unknown machine, and for changes that cannot be made to it or to the software.
+    """
     if not machine:
         raise UserError(f"--machine is missing: name one of {', '.join(machine_names())}, or a file")
-    kind = changed(load_machine(machine), changes)
+    kind = load_machine(machine)
+    if links is not None:
+        network = kind.network.model_dump() | {"links": read_links(links)}
+        kind = kind.model_copy(update={"network": checked(Network, network, str(links))})
+    ours = [change.removeprefix("software.") for change in changes if change.startswith("software.")]
+    kind = changed(kind, [change for change in changes if not change.startswith("software.")])
     train = config.train
     question = Question(
-        config.model, kind, ranks, train.global_batch, train.context, PRECISION[train.precision], imbalance
+        config.model,
+        kind,
+        ranks,
+        train.global_batch,
+        train.context,
+        PRECISION[train.precision],
+        imbalance,
+        saving_of(config),
+        changed(software_of(config), ours),
     )
     return question, lambda: setting_of(config, ranks, min(ranks, kind.ranks_per_node), imbalance)
+
+
+def software_of(config: RunConfig) -> Software:
+    """This library as `config` has it reduce gradients."""
+    software, bytes_each = load_software(), GRADIENT[config.state.gradient_dtype]
+    return software.model_copy(update={"gradient": bytes_each, "reduced": bytes_each})
+
+
+def read_links(path: Path) -> list[list[float]]:
+    """Bandwidth between each two nodes, bytes/s: a line of numbers with commas between them for each node.
+
+    Raises `UserError` when the file cannot be read, or holds anything else.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--links {path} cannot be read: {error}") from None
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows += [[float(value) for value in line.split(",")]] if line.strip() else []
+        except ValueError as error:
+            raise UserError(
+                f"--links {path}, line {number}: {error}; numbers with commas between them are needed"
+            ) from None
+    return rows
 
 
 def best_layout(config: str | Path, overrides: Iterable[str], machine: str, ranks: int | None) -> RunConfig:

@@ -6,6 +6,7 @@ is cheaper, and a network that is thinner between distant nodes.
 """
 
 import math
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from optimus.plan.machine import Machine
@@ -13,21 +14,56 @@ from optimus.plan.machine import Machine
 _BLEND = 0.7
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+Algorithm = Literal["ring", "hierarchical", "best"]
 
 
 class Place(NamedTuple):
-    """A group of `size` ranks, each `stride` after the one before: the ranks on the inner axes of the mesh lie between."""
+    """A group of `size` ranks, each `stride` after the one before: the ranks on the inner axes of the mesh lie between.
+
+    Where the stages of a pipeline lie side by side, only `near` of them do, and the next so many begin `far` after those.
+    """
 
     size: int
     stride: int = 1
+    near: int = 0
+    far: int = 0
+
+    @property
+    def span(self) -> int:
+        """Ranks from the first to the first of the next such group."""
+        return self.size // self.near * self.far if self.near else self.size * self.stride
 
     def on_a_node(self, machine: Machine) -> int:
         """How many of the ranks share a node."""
-        return min(self.size, max(1, machine.ranks_per_node // self.stride))
+        near = self.near or self.size
+        here = min(near, max(1, machine.ranks_per_node // self.stride))
+        if self.near and here == near:
+            here *= min(self.size // near, max(1, machine.ranks_per_node // self.far))
+        return here
 
     def nodes(self, machine: Machine) -> int:
         """Over how many nodes they lie."""
         return -(-self.size // self.on_a_node(machine))
+
+    def rings(self, machine: Machine) -> int:
+        """Groups of its kind that leave each node."""
+        if self.near and self.near * self.stride <= machine.ranks_per_node:
+            return max(1, machine.ranks_per_node // self.on_a_node(machine))
+        return min(machine.ranks_per_node, self.stride)
+
+    def inner(self, count: int) -> "Place":
+        """The first `count` of the ranks, and each `count` that follow."""
+        if not self.near or count > self.near:
+            return self._replace(size=count)
+        return Place(count, self.stride)
+
+    def outer(self, count: int) -> "Place":
+        """Every `count`-th of the ranks."""
+        if not self.near:
+            return Place(self.size // count, self.stride * count)
+        if count >= self.near:
+            return Place(self.size // count, self.far * count // self.near)
+        return Place(self.size // count, self.stride * count, self.near // count, self.far)
 
 
 # ---- The dissertation's equations, for one layer with weights [k, n] and activations [m, k] of so many bytes ----
@@ -67,10 +103,9 @@ def layer_seconds(
 
 def ring_bandwidth(place: Place, machine: Machine) -> float:
     """Of every link of a group's ring while all groups of its kind are at it: case 1 on a node, equation 5.7 across."""
-    within = machine.node.groups.get(f"{place.stride}x{place.size}", machine.node.bandwidth)
-    if place.stride * place.size <= machine.ranks_per_node:
-        return within
-    rings = min(machine.ranks_per_node, place.stride)
+    if place.nodes(machine) == 1:
+        return machine.node.groups.get(f"{place.stride}x{place.size}", machine.node.bandwidth)
+    rings = place.rings(machine)
     used = min(1.0, rings / machine.network.rings)
     return min(machine.node.bandwidth, used * node_bandwidth(place, machine) / rings)
 
@@ -78,7 +113,9 @@ def ring_bandwidth(place: Place, machine: Machine) -> float:
 def node_bandwidth(place: Place, machine: Machine) -> float:
     """Of a node towards the others among which the group lies: nodes that are far apart share thinner links."""
     network = machine.network
-    spread = place.stride * place.size // machine.ranks_per_node
+    if network.links is not None:
+        return thinnest(place, machine)
+    spread = place.span // machine.ranks_per_node
     if network.group_nodes is None or spread <= network.group_nodes:
         return network.bandwidth
     near = network.group_nodes / spread if place.stride < machine.ranks_per_node else 0.0
@@ -86,24 +123,72 @@ def node_bandwidth(place: Place, machine: Machine) -> float:
     return network.bandwidth / (near + (1 - near) / network.taper)
 
 
+def thinnest(place: Place, machine: Machine) -> float:
+    """Of the links that rings of this kind use, where nodes are not equally near and stand in the order of the ranks."""
+    links = machine.network.links or []
+    return min((links[a][b] for a, b in _neighbours(place, machine.ranks_per_node, len(links))), default=math.inf)
+
+
+@lru_cache(maxsize=1024)
+def _neighbours(place: Place, ranks: int, nodes: int) -> frozenset[tuple[int, int]]:
+    """Nodes that follow each other on a ring of any group of this kind, with `ranks` on each of `nodes`."""
+    near = place.near or place.size
+    one = [i % near * place.stride + i // near * place.far for i in range(place.size)]
+    beside = [
+        block + inner
+        for block in range(
+            0, place.far if place.near else place.stride, near * place.stride if place.near else place.stride
+        )
+        for inner in range(place.stride)
+    ]
+    found = set()
+    for first in range(0, nodes * ranks - place.span + 1, place.span):
+        for begin in beside:
+            on = [(first + begin + rank) // ranks for rank in one]
+            found |= {(a, b) for a, b in zip(on, [*on[1:], on[0]]) if a != b}
+    return frozenset(found)
+
+
 # ---- What a collective takes ----
 
 
-def collective_seconds(kind: Collective, whole: float, place: Place, machine: Machine) -> float:
+def collective_seconds(
+    kind: Collective, whole: float, place: Place, machine: Machine, algorithm: Algorithm = "ring"
+) -> float:
     """Seconds of a collective among `place` while all other groups of its kind are at it.
 
     `whole` bytes are what a rank has in the end (all-gather), in the beginning (reduce-scatter, all-to-all) or both
-    (all-reduce).
+    (all-reduce). `algorithm` says whether a group on several nodes is one ring; the best is the faster of both.
     """
     if place.size == 1 or whole == 0:
         return 0.0
     if kind == "all_to_all":
-        moving, latency = _all_to_all(whole, place, machine)
+        return _paced(kind, _all_to_all(whole, place, machine), place, machine)
+    here = place.on_a_node(machine)
+    if algorithm != "ring" and 1 < here < place.size and place.size % here == 0:
+        several = hierarchical_seconds(kind, whole, place, machine)
+        return several if algorithm == "hierarchical" else min(several, collective_seconds(kind, whole, place, machine))
+    twice = 2 if kind == "all_reduce" else 1
+    return _paced(
+        kind, twice * reduce_scatter_seconds(place.size, whole, ring_bandwidth(place, machine)), place, machine
+    )
+
+
+def hierarchical_seconds(kind: Collective, whole: float, place: Place, machine: Machine) -> float:
+    """In two levels: the ranks of a node each send a part to other nodes, all at once, and share what comes (the
+    dissertation's chapter on PCCL; an all-reduce is a reduce-scatter on the node, an all-reduce of its parts between nodes
+    and an all-gather on the node)."""
+    here = place.on_a_node(machine)
+    inside, across = place.inner(here), place.outer(here)
+    if kind == "all_reduce":
+        on_node = sum(collective_seconds(each, whole, inside, machine) for each in ("reduce_scatter", "all_gather"))
     else:
-        twice = 2 if kind == "all_reduce" else 1
-        moving = twice * reduce_scatter_seconds(place.size, whole, ring_bandwidth(place, machine))
-        latency = twice * _latency(kind, place, machine)
-    return _together(moving, latency)
+        on_node = collective_seconds(kind, whole, inside, machine)
+    return on_node + collective_seconds(kind, whole / here, across, machine)
+
+
+def _paced(kind: Collective, moving: float, place: Place, machine: Machine) -> float:
+    return _together(moving / machine.node.pace(kind).share, _latency(kind, place, machine))
 
 
 def _together(moving: float, latency: float) -> float:
@@ -116,10 +201,12 @@ def _together(moving: float, latency: float) -> float:
 
 
 def _latency(kind: Collective, place: Place, machine: Machine) -> float:
-    """Of the steps: those on a node, then a ring of the nodes; an all-reduce may also go up and down a tree of them."""
-    here, nodes = place.on_a_node(machine), place.nodes(machine)
-    across = _steps(nodes) if kind == "all_reduce" else nodes - 1
-    return _steps(here) * machine.node.latency + across * machine.network.latency
+    """Of the steps: those on a node, then a ring of the nodes; an all-reduce may also go up and down a tree of them, and
+    goes both ways; what all ranks exchange with all others goes at once."""
+    here, nodes, pace = place.on_a_node(machine), place.nodes(machine), machine.node.pace(kind)
+    across = {"all_reduce": _steps(nodes), "all_to_all": min(1.0, nodes - 1)}.get(kind, nodes - 1)
+    both = _steps(here) * pace.step + across * machine.network.latency
+    return pace.start + (2 * both if kind == "all_reduce" else both)
 
 
 def _steps(ranks: int) -> float:
@@ -127,16 +214,19 @@ def _steps(ranks: int) -> float:
     return min(ranks - 1, 2 * math.log2(ranks) + 1)
 
 
-def _all_to_all(whole: float, place: Place, machine: Machine) -> tuple[float, float]:
+def _all_to_all(whole: float, place: Place, machine: Machine) -> float:
     """All ranks of a node send to other ranks at once, those of other nodes through the node's adapters."""
-    here, nodes = place.on_a_node(machine), place.nodes(machine)
+    here = place.on_a_node(machine)
     inside = whole * (here - 1) / place.size / machine.node.bandwidth
     across = whole * (place.size - here) / place.size * machine.ranks_per_node / node_bandwidth(place, machine)
-    return max(inside, across), _steps(here) * machine.node.latency + min(1.0, nodes - 1) * machine.network.latency
+    return max(inside, across)
 
 
-def transfer_seconds(sent: float, stride: int, machine: Machine) -> float:
-    """Of a message to the rank `stride` further while all ranks send one (a pipeline's next stage)."""
-    if stride < machine.ranks_per_node:
-        return sent / ring_bandwidth(Place(2, stride), machine) + machine.node.latency
-    return sent * machine.ranks_per_node / machine.network.bandwidth + machine.network.latency
+def transfer_seconds(sent: float, place: Place, machine: Machine) -> float:
+    """Of a message to the next rank of `place` while all ranks send one (a pipeline's next stage)."""
+    if place.stride >= machine.ranks_per_node:
+        bandwidth = machine.network.bandwidth if machine.network.links is None else thinnest(place, machine)
+        return sent * machine.ranks_per_node / bandwidth + machine.network.latency
+    pace = machine.node.pace("shift")
+    bandwidth = ring_bandwidth(Place(2, place.stride), machine)
+    return sent / bandwidth / pace.share + pace.start + pace.step

@@ -21,7 +21,11 @@ def plan(
     as_is: Annotated[bool, typer.Option("--as-is", help="Do not search: predict the layout as configured.")] = False,
     imbalance: Annotated[float, typer.Option(min=1, help="Tokens of the busiest rank's experts, to the mean.")] = 1.0,
     what_if: Annotated[
-        list[str] | None, typer.Option(help="Change the machine: network.bandwidth=x2, memory=128e9")
+        list[str] | None,
+        typer.Option(help="Change the machine or this library: network.bandwidth=x2, software.speed=0.8"),
+    ] = None,
+    links: Annotated[
+        Path | None, typer.Option(help="CSV file: bandwidth between each two nodes, bytes/s, where they differ.")
     ] = None,
     explain: Annotated[int | None, typer.Option(min=1, help="Break down the plan in this row.")] = None,
     write: Annotated[Path | None, typer.Option(help="Write the first plan's configuration to this YAML file.")] = None,
@@ -37,10 +41,11 @@ def plan(
 
     from optimus.plan import report, scaling
     from optimus.plan.asking import asked, configured
-    from optimus.plan.search import predict, search
+    from optimus.plan.question import predict
+    from optimus.plan.search import search
 
     config = configured(model, overrides or [], ranks)
-    question, setting = asked(config, machine, ranks, what_if or [], imbalance)
+    question, setting = asked(config, machine, ranks, what_if or [], imbalance, links)
     if dry_run is not None:
         _dry_run(question, config, ranks, dry_run, as_is, as_json)
         return

@@ -16,7 +16,7 @@ from optimus.model import Transformer
 from optimus.parallel.layouts import parameter_layouts
 from optimus.plan.architecture import Architecture, Projection
 from optimus.plan.collectives import Place
-from optimus.plan.setting import Setting
+from optimus.plan.setting import Setting, place
 
 # Of blocks of a kind, before the blocks, after them, or in both places: a table that embedding and output layer share.
 Where = Literal["dense", "sparse", "first", "last", "tied", "every"]
@@ -87,7 +87,8 @@ def held_by(kinds: tuple[Kind, ...], setting: Setting, counts: Mapping[Where, in
         number = counts.get(where, 0)
         if number:
             found[axes] = found.get(axes, 0.0) + number * elements
-    return [Held(elements, *_places(axes, setting)) for axes, elements in found.items()]
+    over = setting.mesh, setting.shard != "none", setting.shard_over == "data", setting.shard_ranks
+    return [Held(elements, *_places(axes, *over)) for axes, elements in found.items()]
 
 
 @lru_cache(maxsize=1024)
@@ -104,18 +105,19 @@ def _elements(layout: Layout, mesh: Mesh) -> float:
     return math.prod(layout.shape) / math.prod(mesh.axis_size(axis) for _, axis in layout.splits)
 
 
-@lru_cache(maxsize=1024)
-def _places(axes: tuple[str, ...], setting: Setting) -> tuple[Place, Place]:
+@lru_cache(maxsize=8192)
+def _places(
+    axes: tuple[str, ...], mesh: Mesh, sharded: bool, over_data: bool, width: int | None
+) -> tuple[Place, Place]:
     """Where the ranks along `axes` lie, and those that share the state out (`state.plan.shard_groups`)."""
-    mesh = setting.mesh
-    sizes = [(setting.stride(axis), mesh.axis_size(axis)) for axis in axes if mesh.axis_size(axis) > 1]
-    replicas = Place(math.prod(size for _, size in sizes), min((stride for stride, _ in sizes), default=1))
-    if setting.shard == "none" or replicas.size == 1:
+    present = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
+    replicas = place(mesh, present) if present else Place(1)
+    if not sharded or replicas.size == 1:
         return replicas, Place(1)
     shared = replicas
-    if setting.shard_over == "data" and axes != ("edp",):
+    if over_data and axes != ("edp",):
         several = mesh.ep * mesh.etp // math.gcd(mesh.ep * mesh.etp, replicas.stride)
-        shared = Place(max(1, replicas.size // several), replicas.stride * several)
-    if setting.shard_ranks is not None:
-        shared = Place(min(setting.shard_ranks, shared.size), shared.stride)
+        shared = replicas.outer(several) if several < replicas.size else Place(1)
+    if width is not None:
+        shared = shared.inner(min(width, shared.size))
     return replicas, shared

@@ -4,8 +4,10 @@ The files lie in `machines/`; `optimus bench machine` writes one for the machine
 and floating point operations; a link's bandwidth is that of one direction.
 """
 
+import math
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -44,6 +46,14 @@ class Matmul(Section):
     depth: int = Field(ge=0, description="Inner elements that take as long as beginning and ending a tile.")
 
 
+class Pace(Section):
+    """What was measured of one kind of collective."""
+
+    share: float = Field(1.0, gt=0, description="Of a ring's bandwidth, that it reaches.")
+    start: float = Field(0.0, ge=0, description="Seconds besides its steps.")
+    step: float = Field(ge=0, description="Seconds of each step, however little is sent.")
+
+
 class Node(Section):
     """Links between the ranks of a node."""
 
@@ -54,6 +64,14 @@ class Node(Section):
         description="Measured bandwidth of simultaneous rings of G1 ranks, G0 apart ('G0xG1'; the dissertation on AxoNN, "
         "section 5.1.2, case 1), where it differs.",
     )
+    paces: dict[Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"], Pace] = Field(
+        {},
+        description="Kinds of collectives (shift: a message to the next rank) that bandwidth and latency do not describe.",
+    )
+
+    def pace(self, kind: str) -> Pace:
+        """Of a kind of collective."""
+        return self.paces.get(kind) or Pace(step=self.latency)  # type: ignore[call-overload]
 
 
 class Network(Section):
@@ -67,6 +85,21 @@ class Network(Section):
     latency: float = Field(ge=0, description="Of a message, seconds.")
     group_nodes: int | None = Field(None, gt=0, description="Nodes among which the bandwidth is whole.")
     taper: float = Field(1.0, gt=0, le=1, description="Share of it between all nodes, if there are more.")
+    links: list[list[float]] | None = Field(
+        None,
+        description="Where nodes are not equally near: bandwidth between each two of those there are, all their adapters "
+        "together, bytes/s. It then stands for bandwidth, group_nodes and taper.",
+    )
+
+    @model_validator(mode="after")
+    def _matrix(self) -> "Network":
+        for number, row in enumerate(self.links or ()):
+            others = [value for other, value in enumerate(row) if other != number]
+            if len(row) != len(self.links or ()) or not all(0 < value < math.inf for value in others):
+                raise ValueError(
+                    f"links, row {number + 1}: there must be as many columns as rows, and above 0 all but the diagonal"
+                )
+        return self
 
 
 class Host(Section):
@@ -74,6 +107,9 @@ class Host(Section):
 
     memory: float = Field(gt=0, description="Bytes of a node.")
     link: float = Field(gt=0, description="Between a rank and its host, bytes/s.")
+    storage: float = Field(
+        1e9, gt=0, description="What a node writes to the file system, bytes/s, all nodes at once; by default a guess."
+    )
 
 
 class Machine(Section):
@@ -95,6 +131,17 @@ class Machine(Section):
     )
     attention_half: float = Field(480, ge=0, description="Tokens of a sequence with which it reaches half of that.")
     kernel_latency: float = Field(ge=0, description="From one kernel to the next, seconds.")
+    alone: float = Field(
+        1.0,
+        ge=1,
+        description="How much faster a rank computes while its node's others are idle: ranks that share cores.",
+    )
+    overlap: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Share of computing beside which links move data; 0 where the cores that compute move it as well.",
+    )
     node: Node
     network: Network
     host: Host

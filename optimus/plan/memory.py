@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol
 from optimus.plan.architecture import Architecture
 from optimus.plan.held import Held, Kind, Where, held_by, kinds_of_shapes
 from optimus.plan.machine import Machine
-from optimus.plan.pipeline import Live, live_microbatches, stages_on
+from optimus.plan.pipeline import Live, live_microbatches, stages_of_ranks
 from optimus.plan.setting import Setting
 from optimus.plan.software import Software
-from optimus.plan.step import blocks_of_stages, counts_of
+from optimus.plan.step import blocks_of_stages, counts_of, together
 
 _FRAGMENTS = 0.08  # share of a rank's memory that cannot be used
 _AHEAD = 2  # blocks whose whole parameters, or gradients, are there at a time where they are sharded
@@ -75,7 +75,7 @@ def memory_of_ranks(
 ) -> list[Memory]:
     """Of a rank of each rank of the pipeline. `kept` says what activations take, by default what other programs keep."""
     ranks = ranks_of(architecture, setting)
-    states = state_of(ranks, kinds or kinds_of_shapes(architecture), setting, software)
+    states = state_of([rank.counts for rank in ranks], kinds or kinds_of_shapes(architecture), setting, software)
     activations = activations_of(ranks, kept or _Kept(architecture, setting, software), software)
     return [
         Memory(rank, {**state, **parts, "other": software.fixed})
@@ -85,32 +85,31 @@ def memory_of_ranks(
 
 def ranks_of(architecture: Architecture, setting: Setting) -> list[Rank]:
     """The ranks of the pipeline."""
-    blocks = blocks_of_stages(architecture, setting)
+    counts = counts_of(architecture, blocks_of_stages(architecture, setting))
     order = setting.schedule, setting.mesh.pp, setting.microbatches, setting.stages_per_rank
     live = live_microbatches(*order, setting.divided_vocabulary)
-    stages = [
-        stages_on(setting.schedule, setting.mesh.pp, setting.stages_per_rank, rank) for rank in range(setting.mesh.pp)
-    ]
-    return [
-        Rank(
-            counts_of(architecture, blocks, own),
-            [counts_of(architecture, blocks, [each]) for each in own],
-            microbatches,
-        )
-        for own, microbatches in zip(stages, live)
-    ]
+    owned = stages_of_ranks(setting.schedule, setting.mesh.pp, setting.stages_per_rank)
+    whole = counts_of_ranks(architecture, setting)
+    return [Rank(*parts) for parts in zip(whole, ([counts[number] for number in own] for own in owned), live)]
+
+
+def counts_of_ranks(architecture: Architecture, setting: Setting) -> list[Mapping[Where, int]]:
+    """Of each rank of the pipeline: blocks of each kind in all of its stages, and whether it has the first and last part."""
+    counts = counts_of(architecture, blocks_of_stages(architecture, setting))
+    owned = stages_of_ranks(setting.schedule, setting.mesh.pp, setting.stages_per_rank)
+    return [together([counts[number] for number in own]) for own in owned]
 
 
 def state_of(
-    ranks: Sequence[Rank], kinds: tuple[Kind, ...], setting: Setting, software: Software
+    ranks: Sequence[Mapping[Where, int]], kinds: tuple[Kind, ...], setting: Setting, software: Software
 ) -> list[dict[str, float]]:
     """Of each rank: what it holds of parameters, gradients and the optimizer's state."""
     found: dict[tuple[int, ...], dict[str, float]] = {}
-    for rank in ranks:
-        key = tuple(rank.counts.values())
+    for counts in ranks:
+        key = tuple(counts.values())
         if key not in found:
-            found[key] = state_parts(held_by(kinds, setting, rank.counts), setting, software, rank.counts)
-    return [found[tuple(rank.counts.values())] for rank in ranks]
+            found[key] = state_parts(held_by(kinds, setting, counts), setting, software, counts)
+    return [found[tuple(counts.values())] for counts in ranks]
 
 
 def activations_of(ranks: Sequence[Rank], kept: Activations, software: Software) -> list[dict[str, float]]:

@@ -8,11 +8,12 @@ from optimus.config import ModelConfig, RunConfig
 from optimus.parallel.activations import Activations, Split, activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.plan.held import Kind, Where, kinds_of_model
-from optimus.plan.setting import Setting
+from optimus.plan.setting import Saving, Setting
 from optimus.train.pipeline import blocks_of_stages
 from optimus.train.run import mesh_of
 
 PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
+GRADIENT = {"float32": 4.0, "bfloat16": 2.0}  # bytes
 _MODULES = ("norm", "attention", "mlp", "moe", "block")
 
 
@@ -40,8 +41,15 @@ def setting_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None,
         precision=PRECISION[train.precision],
         divided_vocabulary=parallel.vocabulary,
         imbalance=imbalance,
+        saving=saving_of(config),
         blocks=tuple(parallel.blocks or blocks_of(config.model, parallel.stages, divided=parallel.vocabulary)),
     )
+
+
+def saving_of(config: RunConfig) -> Saving:
+    """When a run of `config` writes checkpoints, and how."""
+    checkpoint = config.checkpoint
+    return Saving(checkpoint.every, checkpoint.weights_every, checkpoint.asynchronous, checkpoint.scattered)
 
 
 def blocks_of(model: ModelConfig, stages: int, *, divided: bool = False) -> tuple[int, ...]:
@@ -68,6 +76,7 @@ def sections_of(setting: Setting) -> dict[str, Any]:
         parallel |= {"pipeline": mesh.pp, "schedule": setting.schedule}
         parallel |= {"stages_per_rank": setting.stages_per_rank} if setting.stages_per_rank > 1 else {}
         parallel |= {"vocabulary": True} if setting.divided_vocabulary else {}
+        parallel |= {"pipeline_stride": mesh.pipeline_stride} if mesh.pipeline_stride else {}
     state: dict[str, Any] = {"shard": setting.shard}
     if setting.shard != "none":
         state |= {"shard_ranks": setting.shard_ranks} if setting.shard_ranks else {}

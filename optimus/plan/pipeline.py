@@ -3,15 +3,18 @@
 The beginning and the end of a step are simulated; in between every rank repeats itself, as fast as the slowest one.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from optimus.pipeline.costs import Costs
-from optimus.pipeline.schedule import Placement, Schedule, live_changes
+from optimus.pipeline.replay import replay
+from optimus.pipeline.schedule import Kind, Placement, Schedule, live_changes
 from optimus.pipeline.schedules import make_schedule
-from optimus.pipeline.simulation import makespan, simulate
+from optimus.pipeline.simulation import makespan
 
+_PARTS = [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS, Kind.BACKWARD]
 _ROUNDS = 2  # times the ranks, in microbatches: after so many a schedule repeats itself
 
 
@@ -43,40 +46,68 @@ def pipeline_seconds(
     """
     if ranks == 1:
         return microbatches * sum(stage.seconds for stage in times)
-    few = _few(ranks, microbatches)
-    plan = schedule(name, ranks, few, len(times) // ranks)
-    costs = Costs(
-        [stage.forward for stage in times],
-        [stage.backward for stage in times],
-        [stage.weights for stage in times],
-        link=link,
-        blocking=blocking,
+    few = _few(name, ranks, microbatches)
+    busiest = max(
+        sum(times[stage].seconds for stage in own) for own in stages_of_ranks(name, ranks, len(times) // ranks)
     )
-    return makespan(plan, costs) + (microbatches - few) * slowest(plan, times)
+    begin = _blocking if blocking else _beginning
+    return begin(name, ranks, few, tuple(times), link) + (microbatches - few) * busiest
+
+
+def _blocking(name: str, ranks: int, microbatches: int, times: tuple[StageTimes, ...], link: float) -> float:
+    forward, backward, weights = map(list, zip(*times))
+    costs = Costs(forward, backward, weights, link=link, blocking=True)
+    return makespan(schedule(name, ranks, microbatches, len(times) // ranks), costs)
+
+
+@lru_cache(maxsize=4096)
+def _beginning(name: str, ranks: int, microbatches: int, times: tuple[StageTimes, ...], link: float) -> float:
+    """`makespan` without looking anything up: a search asks for it with many times of the same schedule."""
+    lasting = [seconds for each in times for seconds in (*each, each.backward + each.weights)]
+    free, ends = [0.0] * ranks, array("d")
+    for rank, what, source, away in zip(*_replayed(name, ranks, microbatches, len(times) // ranks)):
+        start = free[rank]
+        if source >= 0:
+            there = ends[source] + link if away else ends[source]
+            start = max(start, there)
+        free[rank] = start + lasting[what]
+        ends.append(free[rank])
+    return max(ends)
+
+
+@lru_cache(maxsize=512)
+def _replayed(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> tuple["array[int]", ...]:
+    """The computations of a schedule in an order in which they can be done: of each its rank, four times its stage and what
+    part of a microbatch it is, which of them it waits for (or -1), and whether that is on another rank."""
+    plan = schedule(name, ranks, microbatches, stages_per_rank)
+    orders = [[action for action in actions if action.kind.computes] for actions in plan.actions]
+    done = {action: number for number, action in enumerate(replay(plan, orders, lambda action: 0.0))}
+    columns = array("i"), array("i"), array("i"), array("b")
+    for action in done:
+        source = plan.input_of(action)
+        columns[0].append(plan.rank_of(action.stage))
+        columns[1].append(4 * action.stage + _PARTS.index(action.kind))
+        columns[2].append(-1 if source is None else done[source])
+        columns[3].append(source is not None and plan.rank_of(source.stage) != plan.rank_of(action.stage))
+    return columns
 
 
 def least_seconds(name: str, ranks: int, microbatches: int, times: Sequence[StageTimes]) -> float:
     """What `pipeline_seconds` is no less than: a rank's own time, and that of the stages before it to and fro once."""
-    per_rank, found, before = len(times) // ranks, 0.0, 0.0
+    stages, found, before = stages_of_ranks(name, ranks, len(times) // ranks), 0.0, 0.0
     for rank in range(ranks):
-        own = sum(times[stage].seconds for stage in stages_on(name, ranks, per_rank, rank))
+        own = sum(times[stage].seconds for stage in stages[rank])
         found = max(found, microbatches * own + (0.0 if name == "zbv" else before))
         before += times[rank].forward if name == "zb-h1" else times[rank].seconds  # it fills the end of a step
     return found
 
 
-def slowest(plan: Schedule, times: Sequence[StageTimes]) -> float:
-    """Seconds of a microbatch on the rank that takes longest."""
-    busy = [0.0] * plan.ranks
-    for stage, each in enumerate(times):
-        busy[plan.rank_of(stage)] += each.seconds
-    return max(busy)
-
-
-def _few(ranks: int, microbatches: int) -> int:
-    """Microbatches from which on a step only repeats itself: of the same remainder, which some schedules look at."""
+def _few(name: str, ranks: int, microbatches: int) -> int:
+    """Microbatches from which on a step only repeats itself: of the same remainder, where a schedule looks at that."""
     few = _ROUNDS * ranks
-    return microbatches if microbatches <= few else few + (microbatches - few) % ranks
+    if microbatches <= few:
+        return microbatches
+    return few + (microbatches - few) % ranks if name == "interleaved-1f1b" else few
 
 
 Live = tuple[int, ...]
@@ -89,18 +120,19 @@ def live_microbatches(
 ) -> tuple[tuple[Live, ...], ...]:
     """Of each rank: what it keeps when it keeps most; all times of which no other has as many of every stage.
 
-    With `vocabulary` it is divided over all ranks, and more microbatches are under way.
-    A pass takes as long in every stage, and backward twice as long as forward.
+    With `vocabulary` it is divided over all ranks, and more microbatches are under way. A rank's order decides it, whatever
+    its passes take.
     """
     if ranks == 1:
         return (((1,),),)
     if name == "gpipe":
         return (((microbatches,) * stages_per_rank,),) * ranks
-    plan = schedule(name, ranks, _few(ranks, microbatches), stages_per_rank, vocabulary)
-    return tuple(
-        _most(live_changes(events), stages_on(name, ranks, stages_per_rank, rank))
-        for rank, events in enumerate(simulate(plan).computations)
-    )
+    if name in ("1f1b", "zb-h1") and not vocabulary:  # as below, sooner
+        most = [ranks - rank if name == "1f1b" else ranks for rank in range(ranks)]
+        return tuple(((min(microbatches, own),),) for own in most)
+    plan = schedule(name, ranks, _few(name, ranks, microbatches), stages_per_rank, vocabulary)
+    owned = stages_of_ranks(name, ranks, stages_per_rank)
+    return tuple(_most(live_changes(actions), own) for own, actions in zip(owned, plan.actions))
 
 
 def _most(changes: Iterable[tuple[int, int]], stages: Sequence[int]) -> tuple[Live, ...]:
@@ -111,8 +143,9 @@ def _most(changes: Iterable[tuple[int, int]], stages: Sequence[int]) -> tuple[Li
     return tuple(one for one in seen if not any(other != one and all(map(int.__ge__, other, one)) for other in seen))
 
 
-@lru_cache(maxsize=4096)
-def stages_on(name: str, ranks: int, stages_per_rank: int, rank: int) -> tuple[int, ...]:
-    """Stages of a rank of the pipeline, in order."""
+@lru_cache(maxsize=1024)
+def stages_of_ranks(name: str, ranks: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
+    """Stages of each rank of the pipeline, in order."""
     placement: Placement = "v" if name == "zbv" else "loop"
-    return tuple(Schedule(name, ranks, 0, (), stages_per_rank, placement).stages_of(rank))
+    order = Schedule(name, ranks, 0, (), stages_per_rank, placement)
+    return tuple(tuple(order.stages_of(rank)) for rank in range(ranks))

@@ -9,7 +9,7 @@ from optimus.config.load import dump_config
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
 from optimus.plan.own import sections_of
-from optimus.plan.search import Plan
+from optimus.plan.question import Plan
 
 _COSTS = 3  # named in a row
 
@@ -29,6 +29,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "memory_bytes": {"total": plan.memory.total, **plan.memory.parts},
         "memory_rank": plan.memory.rank,
         "time": dict(plan.step.terms),
+        **({} if plan.question.nodes is None else {"nodes": list(plan.question.nodes)}),
     }
 
 
@@ -42,6 +43,8 @@ def _row(number: int, plan: Plan) -> dict[str, Any]:
     pipeline = f"{mesh.pp} {setting.schedule}" if mesh.pp > 1 else "1"
     if setting.stages_per_rank > 1:
         pipeline += f" x{setting.stages_per_rank}"
+    if mesh.pipeline_stride:
+        pipeline += f" /{mesh.pipeline_stride}"
     shard = setting.shard + (f" /{setting.shard_ranks}" if setting.shard_ranks else "")
     return {
         "": str(number),
@@ -78,7 +81,12 @@ def explained(plan: Plan) -> str:
     for name, value in sorted(plan.memory.parts.items(), key=lambda item: -item[1]):
         if value > 0:
             lines.append(f"  {name.replace('_', ' '):<22}{value / 1e9:>10.2f} GB{100 * value / room:>6.1f} %")
-    return "\n".join([*lines, describe(plan.setting.mesh)])
+    lines.append(describe(plan.setting.mesh))
+    if plan.question.nodes is not None:
+        lines.append(
+            f"nodes, as the matrix counts them from 0, in this order: {' '.join(map(str, plan.question.nodes))}"
+        )
+    return "\n".join(lines)
 
 
 def write_config(plan: Plan, config: RunConfig, path: Path) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from optimus.errors import UserError, naming_disk_errors
-from optimus.plan.search import Plan, Question, predict, search
+from optimus.plan.question import Plan, Question, predict
+from optimus.plan.search import search
 
 
 class Point(NamedTuple):
@@ -35,7 +36,7 @@ def scale(question: Question, ranks: Sequence[int], given: Plan | None = None) -
             )
         mesh = replace(first.setting.mesh, dp=first.setting.mesh.dp * times)
         asked = replace(question, ranks=number, global_batch=first.setting.global_batch * times)
-        plan = predict(asked, replace(first.setting, mesh=mesh))
+        plan = predict(asked.with_neighbours(), replace(first.setting, mesh=mesh))
         each = plan.tokens_per_second / number
         base = points[0].plan.tokens_per_second / points[0].ranks if points else each
         points.append(Point(number, each / base, plan))

@@ -1,12 +1,27 @@
 """How a run is divided over ranks: what the search varies, as far as time and memory depend on it."""
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 from optimus.mesh import Mesh
+from optimus.plan.collectives import Place
 from optimus.state.plan import Shard
 
 Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"]
+
+
+class Saving(NamedTuple):
+    """Checkpoints: steps between full ones and between those of the weights alone (None: there are none), whether they are
+    written beside the training, and whether ranks that hold the same share the writing."""
+
+    every: int | None = None
+    weights_every: int | None = None
+    asynchronous: bool = False
+    scattered: bool = True
+
+
+NO_CHECKPOINTS = Saving()
 
 
 @dataclass(frozen=True)
@@ -38,7 +53,7 @@ class Setting:
     divided_vocabulary: bool = False
     imbalance: float = 1.0  # tokens of the busiest rank's experts, to the mean
     blocks: tuple[int, ...] | None = None  # of each stage; None: as `even` says
-    pipeline_inside: bool = False  # ranks that hold the same experts are further apart than those of a pipeline
+    saving: Saving = NO_CHECKPOINTS
     even: bool = False  # stages by the number of blocks, as other programs cut them; else by time, as this library does
     ends_count: bool = False  # embedding and loss then count as a block each
 
@@ -67,16 +82,28 @@ class Setting:
         """Stages of the pipeline."""
         return self.mesh.pp * self.stages_per_rank
 
-    def stride(self, axis: str) -> int:
-        """Ranks from one to the next along an axis of the mesh."""
-        mesh = self.mesh
-        return {
-            "tp_out": 1,
-            "tp_in": mesh.tp_out,
-            "cp": mesh.tp,
-            "dp": mesh.tp * mesh.cp,
-            "etp": 1,
-            "ep": mesh.etp,
-            "edp": mesh.etp * mesh.ep * (mesh.pp if self.pipeline_inside else 1),
-            "pp": mesh.etp * mesh.ep if self.pipeline_inside else mesh.size // mesh.pp,
-        }[axis]
+    def place(self, *axes: str) -> Place:
+        """Where the ranks along `axes` lie."""
+        return place(self.mesh, axes)
+
+
+@lru_cache(maxsize=8192)
+def place(mesh: Mesh, axes: tuple[str, ...]) -> Place:
+    """Where the ranks of a group along `axes` of `mesh` lie; ranks between them are on inner axes."""
+    if axes == ("pp",):
+        return Place(mesh.pp, mesh.block)
+    inner = {
+        "tp_out": 1,
+        "tp_in": mesh.tp_out,
+        "cp": mesh.tp,
+        "dp": mesh.tp * mesh.cp,
+        "etp": 1,
+        "ep": mesh.etp,
+        "edp": mesh.etp * mesh.ep,
+    }
+    size, stride = mesh.axis_size(*axes), min(inner[axis] for axis in axes)
+    near = mesh.block // stride
+    if size <= near:
+        return Place(size, stride)
+    far = mesh.block * mesh.pp
+    return Place(size, stride, near, far) if near > 1 else Place(size, far)

@@ -13,6 +13,7 @@ from pydantic import Field
 from optimus.config.load import read_section
 from optimus.config.section import Section
 from optimus.errors import UserError, nearest
+from optimus.plan.collectives import Algorithm
 
 
 class Software(Section):
@@ -59,6 +60,9 @@ class Software(Section):
     )
     overlap_expert: float = Field(
         0.0, ge=0, le=1, description="Share of the expert-parallel collectives that is hidden."
+    )
+    collectives: Algorithm = Field(
+        "ring", description="Whether groups on several nodes are one ring, go node by node, or whichever is faster."
     )
     copies: Literal["expert", "rank", "node"] = Field(
         "rank", description="A token is sent once to each chosen expert, to each rank, or to each node that has one."

@@ -9,20 +9,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from optimus.pipeline.stages import Weights, divide
 from optimus.plan.architecture import Architecture
-from optimus.plan.collectives import Place, collective_seconds, transfer_seconds
+from optimus.plan.collectives import transfer_seconds
 from optimus.plan.held import Held, Kind, Where, held_by, kinds_of_shapes
 from optimus.plan.machine import Machine
-from optimus.plan.pipeline import StageTimes, least_seconds, pipeline_seconds, stages_on
+from optimus.plan.pipeline import StageTimes, least_seconds, pipeline_seconds, stages_of_ranks
 from optimus.plan.setting import Setting
 from optimus.plan.software import Software
 from optimus.plan.work import Passes, Terms, Work, add
 
 # Share that collectives take from the computing that hides them: 16 to 24 of a GPU's 108 to 148 cores, and memory traffic.
 _CONTENTION = 0.2
+_TOKEN = 8  # bytes of it on the way to the device
+_STATE = 12  # bytes of a parameter in a checkpoint: master weight and moments
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,33 @@ class _Stage(NamedTuple):
     gathers: float  # of parameters, not hidden
     host: float  # waiting for it to start kernels
 
+    @property
+    def times(self) -> StageTimes:
+        """As a pipeline knows it."""
+        besides = (self.gathers + self.host) / 2
+        return StageTimes(
+            self.forward.seconds + besides, self.backward.seconds + self.again.seconds + besides, self.weights.seconds
+        )
+
+
+class _Passes(NamedTuple):
+    """Forward and backward passes of a step."""
+
+    stages: Sequence[_Stage]  # of the busiest rank
+    times: tuple[StageTimes, ...]  # of all stages
+    counts: Mapping[Where, int]  # of the busiest rank
+    least: float  # seconds of all microbatches
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of a backward pass, beside which gradients are reduced."""
+        return sum(each.times.backward + each.times.weights for each in self.stages)
+
+    @property
+    def ahead(self) -> float:
+        """Seconds of a forward pass, beside which parameters are gathered."""
+        return sum(each.times.forward for each in self.stages)
+
 
 def step_time(
     architecture: Architecture,
@@ -50,48 +79,69 @@ def step_time(
     machine: Machine,
     software: Software,
     kinds: tuple[Kind, ...] | None = None,
-    *,
-    simulated: bool = True,
     work: Work | None = None,
 ) -> StepTime:
-    """A step of `setting.global_batch` sequences. `kinds` are the parameters, by default as the shapes say.
-
-    Not `simulated`, a step takes no less than that: what the pipeline's order costs is left out. `work` knows the modules of
-    another setting that divides a block likewise.
-    """
+    """A step of `setting.global_batch` sequences. `kinds` are the parameters, by default as the shapes say; `work` knows the
+    modules of another setting that divides a block likewise."""
     kinds = kinds or kinds_of_shapes(architecture)
     work = work.like(setting) if work else Work(architecture, setting, machine, software)
-    blocks = blocks_of_stages(architecture, setting)
-    cache: dict[tuple[tuple[Where, int], ...], _Stage] = {}
+    passes, mesh = _passes(work, kinds), setting.mesh
+    order = setting.schedule, mesh.pp, setting.microbatches, passes.times
+    seconds = _lent(work, passes.times, pipeline_seconds(*order, _link(work), blocking=software.blocking))
+    ends = _ends(work, kinds, passes, seconds)
+    return _sum(work, passes.stages, seconds, ends)
 
-    def stage(number: int) -> _Stage:
-        counts = counts_of(architecture, blocks, [number])
-        key = tuple(counts.items())
-        if key not in cache:
-            cache[key] = _stage(work, kinds, counts)
-        return cache[key]
 
-    stages = [stage(number) for number in range(setting.stages)]
-    times = [
-        StageTimes(
-            each.forward.seconds + (each.gathers + each.host) / 2,
-            each.backward.seconds + each.again.seconds + (each.gathers + each.host) / 2,
-            each.weights.seconds,
-        )
-        for each in stages
-    ]
-    link = _link(work)
-    order = setting.schedule, setting.mesh.pp, setting.microbatches, times
-    passes = pipeline_seconds(*order, link, blocking=software.blocking) if simulated else least_seconds(*order)
-    ranks = [
-        stages_on(setting.schedule, setting.mesh.pp, setting.stages_per_rank, rank) for rank in range(setting.mesh.pp)
-    ]
+def least_time(setting: Setting, kinds: tuple[Kind, ...], work: Work) -> float:
+    """Seconds that `step_time` is no less than: what the pipeline's order costs is left out."""
+    work = work.like(setting)
+    passes = _passes(work, kinds)
+    return passes.least + sum(_ends(work, kinds, passes, passes.least).values())
+
+
+def _passes(work: Work, kinds: tuple[Kind, ...]) -> _Passes:
+    """`work` remembers them, however the state is held and the pipeline lies, unless parameters are gathered."""
+    s = work.setting
+    mesh = s.mesh
+    gathers = (mesh, s.shard_ranks, s.shard_over, s.release) if s.shard == "parameters" else None
+    inside = mesh.ep, mesh.etp, s.recompute, s.recompute_every, s.repeat_collectives, gathers
+    key = inside, s.schedule, mesh.pp, s.stages_per_rank, s.microbatches, s.blocks, s.divided_vocabulary
+    if key in work.known:
+        return work.known[key]
+    counts = counts_of(work.architecture, blocks_of_stages(work.architecture, s))
+    vocabulary = s.stages_per_rank if s.divided_vocabulary else None
+    alike = {id(each): each for each in counts}
+    known = {
+        name: _known_stage(work, kinds, each, (inside, vocabulary, *each.values())) for name, each in alike.items()
+    }
+    stages = [known[id(each)] for each in counts]
+    times = tuple(each.times for each in stages)
+    ranks = stages_of_ranks(s.schedule, mesh.pp, s.stages_per_rank)
     busiest = max(ranks, key=lambda own: sum(times[number].seconds for number in own))
-    held = held_by(kinds, setting, counts_of(architecture, blocks, busiest))
-    hidden = sum(times[number].backward + times[number].weights for number in busiest)
-    ahead = sum(times[number].forward for number in busiest)
-    data, update = _reduction(work, held, hidden, ahead), _update(work, held)
-    return _sum(work, [stages[number] for number in busiest], passes, data, update)
+    least = _lent(work, times, least_seconds(s.schedule, mesh.pp, s.microbatches, times))
+    own = [stages[number] for number in busiest]
+    found = work.known[key] = _Passes(own, times, together([counts[number] for number in busiest]), least)
+    return found
+
+
+def _lent(work: Work, times: Sequence[StageTimes], seconds: float) -> float:
+    """Seconds of a pipeline, where what a rank leaves idle makes those faster that share its cores."""
+    s, machine = work.setting, work.machine
+    if machine.alone == 1 or s.place("pp").nodes(machine) > 1:
+        return seconds
+    return max(sum(each.seconds for each in times) * s.microbatches / s.mesh.pp, seconds / machine.alone)
+
+
+def _ends(work: Work, kinds: tuple[Kind, ...], passes: _Passes, seconds: float) -> dict[str, float]:
+    """What comes after the passes, or is not hidden beside them."""
+    s = work.setting
+    held = held_by(kinds, s, passes.counts)
+    ends = {
+        "data_parallel": _reduction(work, held, passes.hidden, passes.ahead),
+        "optimizer": _update(work, held),
+        "data": s.micro_batch * s.microbatches * s.context * _TOKEN / work.machine.host.link,
+    }
+    return ends | {"checkpoint": _saving(work, held, seconds + sum(ends.values()))}
 
 
 def blocks_of_stages(architecture: Architecture, setting: Setting) -> list[range]:
@@ -127,22 +177,42 @@ def _divided(layers: int, stages: int, besides: float) -> list[range]:
     return divide(Weights([1.0] * layers, last=besides), stages)
 
 
-def counts_of(architecture: Architecture, blocks: Sequence[range], stages: Sequence[int]) -> Mapping[Where, int]:
-    """Blocks of each kind in these stages, and whether they have the first and the last one."""
-    dense_until = architecture.layers - architecture.sparse_layers
-    return _counts(dense_until, tuple(blocks), tuple(stages))
+def counts_of(architecture: Architecture, blocks: Sequence[range]) -> tuple[Mapping[Where, int], ...]:
+    """Of each stage: blocks of each kind, and whether it has the first and the last part."""
+    return _counts(architecture.layers - architecture.sparse_layers, tuple(blocks))
 
 
-@lru_cache(maxsize=8192)
-def _counts(dense_until: int, blocks: tuple[range, ...], stages: tuple[int, ...]) -> Mapping[Where, int]:
-    dense = sum(max(0, min(blocks[stage].stop, dense_until) - blocks[stage].start) for stage in stages)
-    every = sum(len(blocks[stage]) for stage in stages)
-    counts: dict[Where, int] = {"dense": dense, "sparse": every - dense}
-    first, last = 0 in stages, len(blocks) - 1 in stages
-    return counts | {"first": int(first), "last": int(last), "tied": int(first or last), "every": 1}
+@lru_cache(maxsize=1024)
+def _counts(dense_until: int, blocks: tuple[range, ...]) -> tuple[Mapping[Where, int], ...]:
+    """Stages that are alike have the same object."""
+    found: dict[tuple[int, ...], Mapping[Where, int]] = {}
+    stages = []
+    for stage, own in enumerate(blocks):
+        dense = max(0, min(own.stop, dense_until) - own.start)
+        first, last = int(stage == 0), int(stage == len(blocks) - 1)
+        sizes = dense, len(own) - dense, first, last, max(first, last), 1
+        names: tuple[Where, ...] = ("dense", "sparse", "first", "last", "tied", "every")
+        stages.append(found.setdefault(sizes, dict(zip(names, sizes))))
+    return tuple(stages)
+
+
+def together(counts: Sequence[Mapping[Where, int]]) -> Mapping[Where, int]:
+    """Of the stages of a rank; a table that embedding and output layer share is there once."""
+    once = ("tied", "every")
+    return {
+        where: max(c[where] for c in counts) if where in once else sum(c[where] for c in counts) for where in counts[0]
+    }
 
 
 # ---- A microbatch in a stage ----
+
+
+def _known_stage(work: Work, kinds: tuple[Kind, ...], counts: Mapping[Where, int], key: tuple[Any, ...]) -> _Stage:
+    """Once for all that is alike."""
+    if key not in work.known:
+        work.known[key] = _stage(work, kinds, counts)
+    found: _Stage = work.known[key]
+    return found
 
 
 def _stage(work: Work, kinds: tuple[Kind, ...], counts: Mapping[Where, int]) -> _Stage:
@@ -196,15 +266,11 @@ def _scaled(terms: Terms, times: float) -> Terms:
 def _gathering(work: Work, held: Sequence[Held], forward: Terms, backward: Terms) -> float:
     """Of a microbatch's parameters, forward and backward, and reducing their gradients: what computing does not hide."""
     s, software = work.setting, work.software
-    gather = sum(collective_seconds("all_gather", each.elements * work.e, each.shared, work.machine) for each in held)
-    reduce = sum(
-        collective_seconds("reduce_scatter", each.elements * software.reduced, each.shared, work.machine)
-        for each in held
-    )
+    gather = sum(work.collective("all_gather", each.elements * work.e, each.shared) for each in held)
+    reduce = sum(work.collective("reduce_scatter", each.elements * software.reduced, each.shared) for each in held)
     second = (gather if s.release else 0.0) + reduce
-    return _beside(gather, software.overlap_gather * forward.compute) + _beside(
-        second, software.overlap_gather * backward.compute
-    )
+    share = software.overlap_gather * work.machine.overlap
+    return _beside(gather, share * forward.compute) + _beside(second, share * backward.compute)
 
 
 def _beside(moving: float, computing: float) -> float:
@@ -217,7 +283,7 @@ def _link(work: Work) -> float:
     s = work.setting
     if s.mesh.pp == 1:
         return 0.0
-    return transfer_seconds(work.R * work.H * work.e, s.stride("pp"), work.machine)
+    return transfer_seconds(work.R * work.H * work.e, s.place("pp"), work.machine)
 
 
 # ---- At the end of a step ----
@@ -225,23 +291,24 @@ def _link(work: Work) -> float:
 
 def _reduction(work: Work, held: Sequence[Held], hidden: float, ahead: float) -> float:
     """What is not hidden of reducing gradients, and of gathering what has been updated."""
-    s, software, machine = work.setting, work.software, work.machine
+    s, software = work.setting, work.software
     reduce = gather = turns = 0.0
     for each in held:
         whole = each.elements * software.reduced
         if s.shard == "none":
-            reduce += collective_seconds("all_reduce", whole, each.replicas, machine)
+            reduce += work.collective("all_reduce", whole, each.replicas)
             continue
         part = whole / each.shared.size
-        among = Place(each.replicas.size // each.shared.size, each.replicas.stride * each.shared.size)
+        among = each.replicas.outer(each.shared.size)
         if s.shard != "parameters":
-            reduce += collective_seconds("reduce_scatter", whole, each.shared, machine)
+            reduce += work.collective("reduce_scatter", whole, each.shared)
             turns += software.broadcast * each.shared.size
-            gather += collective_seconds("all_gather", each.elements * work.e, each.shared, machine)
-        reduce += collective_seconds("all_reduce", part, among, machine)
+            gather += work.collective("all_gather", each.elements * work.e, each.shared)
+        reduce += work.collective("all_reduce", part, among)
     if s.shard == "gradients":
         reduce *= s.microbatches
         hidden *= s.microbatches
+    hidden, ahead = (work.machine.overlap * seconds for seconds in (hidden, ahead))
     return _beside(reduce, software.overlap_data * hidden) + turns + _beside(gather, software.overlap_gather * ahead)
 
 
@@ -256,11 +323,26 @@ def _update(work: Work, held: Sequence[Held]) -> float:
     return ways + work.machine.memory_seconds(software.update * own * software.state + norm, kernels=10)
 
 
-def _sum(work: Work, stages: Sequence[_Stage], passes: float, data: float, update: float) -> StepTime:
+def _saving(work: Work, held: Sequence[Held], step: float) -> float:
+    """Of a step's share in checkpoints: training waits for copies in host memory and, unless they are written beside it, for
+    the file system; at the latest when the next is due (`checkpoint.saving`)."""
+    saving, machine = work.setting.saving, work.machine
+    seconds = 0.0
+    for every, size in ((saving.every, _STATE), (saving.weights_every, work.e)):
+        if every is not None:
+            own = size * sum(each.elements / (each.replicas if saving.scattered else each.shared).size for each in held)
+            written = own * machine.ranks_per_node / machine.host.storage
+            beside = every * step if saving.asynchronous else 0.0
+            seconds += (own / machine.host.link + max(0.0, written - beside)) / every
+    return seconds
+
+
+def _sum(work: Work, stages: Sequence[_Stage], passes: float, ends: Mapping[str, float]) -> StepTime:
     m = work.setting.microbatches
     every = add(_scaled(terms, m) for each in stages for terms in (each.forward, each.backward, each.weights))
     again = add(_scaled(each.again, m) for each in stages)
     gathers, host = (m * sum(times) for times in zip(*((each.gathers, each.host) for each in stages)))
+    busy = every.seconds + again.seconds + gathers + host
     terms = {
         "matmul": every.matmul,
         "attention": every.attention,
@@ -271,8 +353,7 @@ def _sum(work: Work, stages: Sequence[_Stage], passes: float, data: float, updat
         "expert_parallel": every.expert,
         "parameter_gathering": gathers,
         "host": host,
-        "pipeline": max(0.0, passes - every.seconds - again.seconds - gathers - host),
-        "data_parallel": data,
-        "optimizer": update,
     }
-    return StepTime(passes + data + update, terms)
+    faster = min(1.0, passes / busy)  # while other ranks are idle
+    terms = {name: seconds * faster for name, seconds in terms.items()} | {"pipeline": max(0.0, passes - busy), **ends}
+    return StepTime(passes + sum(ends.values()), terms)

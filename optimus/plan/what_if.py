@@ -1,4 +1,4 @@
-"""Other machines than there are: changes such as `network.bandwidth=x2` or `memory=128e9`."""
+"""Other machines and other software than there are: `network.bandwidth=x2`, `memory=128e9`, `software.collectives=best`."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,14 +6,13 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from optimus.config.load import explain
+from optimus.config.load import SomeSection, explain
 from optimus.errors import UserError
-from optimus.plan.machine import Machine
 
 
-def changed(machine: Machine, changes: Iterable[str]) -> Machine:
-    """`machine` with changes `key.path=value`; a value `x2` is twice what it is. Raises `UserError` naming the wrong one."""
-    raw = machine.model_dump()
+def changed(what: SomeSection, changes: Iterable[str]) -> SomeSection:
+    """`what` with changes `key.path=value`; a value `x2` is twice what it is. Raises `UserError` naming the wrong one."""
+    raw = what.model_dump()
     for text in changes:
         key, equals, value = text.partition("=")
         if not equals or not key or not value:
@@ -23,12 +22,17 @@ def changed(machine: Machine, changes: Iterable[str]) -> Machine:
         for section in sections:
             node = node.get(section) if isinstance(node, dict) else None
         if not isinstance(node, dict):
-            raise UserError(f"--what-if '{text}': a machine has no section '{'.'.join(sections)}'")
+            raise UserError(f"--what-if '{text}': there is no section '{'.'.join(sections)}' in it")
         node[last] = _value(text, value, node.get(last))
+    return checked(type(what), raw, "--what-if")
+
+
+def checked(kind: type[SomeSection], raw: dict[str, Any], where: str) -> SomeSection:
+    """A section of these values. Raises `UserError` for those that it cannot have."""
     try:
-        return Machine.model_validate(raw)
+        return kind.model_validate(raw)
     except ValidationError as error:
-        raise UserError("--what-if: " + "; ".join(explain(error, Machine))) from None
+        raise UserError(f"{where}: " + "; ".join(explain(error, kind))) from None
 
 
 def _value(text: str, value: str, now: Any) -> Any:

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from copy import copy
 from functools import cached_property
 from math import comb
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from optimus.plan.architecture import Architecture, Projection
-from optimus.plan.collectives import Place, collective_seconds, transfer_seconds
+from optimus.plan.collectives import Collective, Place, collective_seconds, transfer_seconds
 from optimus.plan.machine import Machine
 from optimus.plan.setting import Setting
 from optimus.plan.software import Software
@@ -65,14 +65,19 @@ class Work:
         self.R = self.T // mesh.tp_out if setting.sequence else self.T
         self.H = architecture.hidden / mesh.tp_in
         self.e = setting.itemsize
+        self.known: dict[Any, Any] = {}  # what `step` has found out with it
         self._dense = setting.precision if setting.precision in ("fp16", "fp32") else "bf16"
 
     def like(self, setting: Setting) -> "Work":
-        """The same modules, with what is known of their times, in a setting that divides a block likewise: it differs in the
-        pipeline, in how the state is held and in what is recomputed."""
+        """The same modules, with what is known of their times, in a setting that divides likewise what they have been asked
+        for: it differs in the pipeline, in how the state is held and in what is recomputed."""
         other = copy(self)
         other.setting = setting
         return other
+
+    def collective(self, kind: Collective, whole: float, place: Place) -> float:
+        """Seconds of a collective, as this software does it."""
+        return collective_seconds(kind, whole, place, self.machine, self.software.collectives)
 
     # ---- Modules ----
 
@@ -191,7 +196,7 @@ class Work:
     def embedding(self) -> Passes:
         """The look-up, and the sum of the parts of the vocabulary."""
         size = self.T * self.H * self.e
-        kind = "reduce_scatter" if self.setting.sequence else "all_reduce"
+        kind: Collective = "reduce_scatter" if self.setting.sequence else "all_reduce"
         look = add([self._memory(2 * size), self._tensor(kind, size)])
         return Passes(look, self._memory(3 * size), Terms())
 
@@ -252,24 +257,24 @@ class Work:
     def _speed(self, terms: Terms) -> Terms:
         return Terms(*(time / self.software.speed for time in terms))
 
-    def _tensor(self, kind: str, whole: float, axis: str = "tp_out") -> Terms:
-        place = Place(self.setting.mesh.axis_size(axis), self.setting.stride(axis))
-        seconds = collective_seconds(kind, whole, place, self.machine)  # type: ignore[arg-type]
-        return Terms(tensor=seconds * (1 - self.software.overlap_tensor))
+    def _tensor(self, kind: Collective, whole: float, axis: str = "tp_out") -> Terms:
+        seconds = self.collective(kind, whole, self.setting.place(axis))
+        return Terms(tensor=seconds * (1 - self.software.overlap_tensor * self.machine.overlap))
 
     def _ring(self, forward: float, backward: float) -> tuple[float, float]:
         """What remains of sending keys and values round beside attention; or all of what Ulysses exchanges."""
         a, s, mesh = self.architecture, self.setting, self.setting.mesh
         if mesh.cp == 1:
             return 0.0, 0.0
-        place, stride = Place(mesh.cp, s.stride("cp")), s.stride("cp")
+        place = s.place("cp")
         shared = (a.groups or a.heads) / mesh.tp_out * self.T * (a.query_size + a.head_size) * self.e
         if s.ulysses:
             own = a.heads / mesh.tp_out * self.T * (a.query_size + a.head_size) * self.e + shared
-            once = collective_seconds("all_to_all", own, place, self.machine)
+            once = self.collective("all_to_all", own, place)
             return once, once
-        once = (mesh.cp - 1) * transfer_seconds(shared, stride, self.machine)
-        return max(0.0, once - forward), max(0.0, 2 * once - backward)
+        once = (mesh.cp - 1) * transfer_seconds(shared, place, self.machine)
+        beside = self.machine.overlap
+        return max(0.0, once - beside * forward), max(0.0, 2 * once - beside * backward)
 
     def _dispatch(self, own: float) -> float:
         """Seconds of the way of `own` tokens to their experts and back."""
@@ -277,25 +282,26 @@ class Work:
         place = Place(mesh.ep * mesh.etp, 1)
         if place.size == 1:
             return 0.0
+        shown = 1 - self.software.overlap_expert * self.machine.overlap
         if s.dispatch == "allgather":
             whole = own * place.size * a.hidden * self.e
-            both = [collective_seconds(kind, whole, place, self.machine) for kind in ("all_gather", "reduce_scatter")]
-            return sum(both) * (1 - self.software.overlap_expert)
+            both = [self.collective(kind, whole, place) for kind in ("all_gather", "reduce_scatter")]
+            return sum(both) * shown
         size = own * mesh.etp * s.imbalance * a.hidden * self.e
         once = self._exchange(place, size)
-        return 2 * once * (1 - self.software.overlap_expert)
+        return 2 * once * shown
 
     def _exchange(self, place: Place, size: float) -> float:
         """Seconds of sending `size` bytes of tokens to their experts, or back."""
         experts, ranks, nodes = self.architecture.experts_per_token, self.setting.mesh.ep, place.nodes(self.machine)
         if self.software.copies == "expert":
-            return collective_seconds("all_to_all", size * experts, place, self.machine)
+            return self.collective("all_to_all", size * experts, place)
         each = size * self._copies(ranks)
         if self.software.copies == "rank" or nodes == 1:
-            return collective_seconds("all_to_all", each, place, self.machine)
+            return self.collective("all_to_all", each, place)
         # Once to each node, and there, while the next tokens come, to the ranks that have the experts.
-        inside = collective_seconds("all_to_all", each, Place(place.on_a_node(self.machine)), self.machine)
-        return max(inside, collective_seconds("all_to_all", size * self._copies(nodes), place, self.machine))
+        inside = self.collective("all_to_all", each, Place(place.on_a_node(self.machine)))
+        return max(inside, self.collective("all_to_all", size * self._copies(nodes), place))
 
     def _copies(self, parts: int) -> float:
         """In how many of equal parts of the experts a token has some, if it chooses them at random."""

@@ -56,7 +56,7 @@ def made_up(machine: Machine, *, nodes: int = 1, cores: int | None = None) -> Ob
                 seconds = collective_seconds(kind, size, place, machine)  # type: ignore[arg-type]
                 seen.talked.append(Talked(kind, size, place, seconds))
             if place.size == 2:
-                seen.talked.append(Talked("shift", size, place, transfer_seconds(size, place.stride, machine)))
+                seen.talked.append(Talked("shift", size, place, transfer_seconds(size, place, machine)))
     return seen
 
 

@@ -9,12 +9,14 @@ from optimus.plan.collectives import (
     all_gather_seconds,
     all_reduce_seconds,
     collective_seconds,
+    hierarchical_seconds,
     layer_seconds,
+    node_bandwidth,
     reduce_scatter_seconds,
     ring_bandwidth,
     transfer_seconds,
 )
-from optimus.plan.machine import Arithmetic, Host, Machine, Matmul, Network, Node, load_machine
+from optimus.plan.machine import Arithmetic, Host, Machine, Matmul, Network, Node, Pace, load_machine
 
 NEVER = math.inf  # bandwidth of what is not to count
 # Bytes of an example: m x n = 32, m x k = 48, k x n = 24 on a grid (x, y, z, data) = (2, 3, 4, 5).
@@ -227,8 +229,72 @@ def test_all_to_all_over_distant_nodes_goes_partly_over_the_thinner_links() -> N
 
 def test_message_to_the_next_stage() -> None:
     pair = machine(latency=(0.5, 10.0))
-    assert transfer_seconds(200.0, 2, pair) == 2.5
-    assert transfer_seconds(200.0, 4, pair) == 200.0 * 4 / 40.0 + 10.0
+    assert transfer_seconds(200.0, Place(2, 2), pair) == 2.5
+    assert transfer_seconds(200.0, Place(2, 4), pair) == 200.0 * 4 / 40.0 + 10.0
+
+
+# ---- Stages side by side, nodes that are not alike, levels ----
+
+
+def test_a_group_that_other_stages_cut_in_parts() -> None:
+    """Eight ranks in pairs, each pair 8 ranks after the one before, on nodes of 4 and of 16."""
+    folded, small, large = Place(8, 1, near=2, far=8), machine(4), machine(16)
+    assert (folded.on_a_node(small), folded.nodes(small), folded.span) == (2, 4, 32)
+    assert (folded.on_a_node(large), folded.nodes(large)) == (4, 2)
+    assert folded.inner(2) == Place(2, 1)
+    assert folded.inner(4) == Place(4, 1, 2, 8)
+    assert folded.outer(2) == Place(4, 8)
+    assert Place(8, 1, near=4, far=8).outer(2) == Place(4, 2, 2, 8)
+    # Two pairs share a node of 4, or 4 parts one of 16: so many rings leave it.
+    assert ring_bandwidth(folded, small) == approx(40.0 / 2)
+    assert ring_bandwidth(folded, large) == approx(40.0 / 4)
+
+
+def linked(links: list[list[float]]) -> Machine:
+    network = Network(bandwidth=1.0, latency=0.0, links=links)
+    return machine().model_copy(update={"network": network})
+
+
+LINKS = [[0.0, 40.0, 8.0, 8.0], [40.0, 0.0, 8.0, 8.0], [8.0, 8.0, 0.0, 20.0], [8.0, 8.0, 20.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("place", "thinnest"), [(Place(8, 1), 20.0), (Place(2, 4), 20.0), (Place(2, 8), 8.0), (Place(4, 4), 8.0)]
+)
+def test_all_groups_wait_for_the_thinnest_link(place: Place, thinnest: float) -> None:
+    """Nodes 0 and 1 are near to each other, and so are 2 and 3, half as much."""
+    assert node_bandwidth(place, linked(LINKS)) == thinnest
+
+
+def test_a_message_goes_over_the_thinnest_link() -> None:
+    assert transfer_seconds(100.0, Place(2, 8), linked(LINKS)) == 100.0 * 4 / 8.0
+    assert transfer_seconds(100.0, Place(2, 4), linked(LINKS)) == 100.0 * 4 / 20.0
+
+
+def test_links_must_be_a_square_of_numbers_above_zero() -> None:
+    with pytest.raises(ValueError, match="links, row 2: there must be as many columns as rows"):
+        Network(bandwidth=1.0, latency=0.0, links=[[0.0, 1.0], [1.0]])
+    with pytest.raises(ValueError, match=r"links, row 1: .* above 0 all but the diagonal"):
+        Network(bandwidth=1.0, latency=0.0, links=[[0.0, -1.0], [1.0, 0.0]])
+
+
+def test_two_levels_use_all_adapters() -> None:
+    """Eight ranks on two nodes, 400 bytes: on the node 3/4 of them at 100, between nodes half of a quarter at 40 / 4."""
+    assert hierarchical_seconds("all_gather", 400.0, Place(8), machine()) == approx(3.0 + 50.0 / 10)
+    assert hierarchical_seconds("all_reduce", 400.0, Place(8), machine()) == approx(2 * (3.0 + 50.0 / 10))
+    few = machine().model_copy(update={"network": Network(bandwidth=40.0, latency=0.0, rings=4)})
+    ring = collective_seconds("all_gather", 400.0, Place(8), few)  # one ring uses one of four adapters
+    assert ring == approx(350.0 / 10)
+    assert collective_seconds("all_gather", 400.0, Place(8), few, "hierarchical") == approx(8.0)
+    assert collective_seconds("all_gather", 400.0, Place(8), few, "best") == approx(8.0)
+
+
+def test_a_kind_of_collective_with_a_pace_of_its_own() -> None:
+    slow = machine()
+    node = slow.node.model_copy(update={"paces": {"all_reduce": Pace(share=0.5, start=1.0, step=0.5)}})
+    slow = slow.model_copy(update={"node": node})
+    assert collective_seconds("all_reduce", 400.0, Place(4), slow) == approx(blended(12.0, 1.0 + 2 * 3 * 0.5))
+    assert collective_seconds("all_gather", 400.0, Place(4), slow) == approx(3.0)
 
 
 def test_one_ring_reaches_one_adapter_and_many_use_all_adapters() -> None:

@@ -16,7 +16,8 @@ from optimus.config import load_config
 from optimus.plan.asking import asked, configured
 from optimus.plan.dry_run import dry_run
 from optimus.plan.machine import load_machine
-from optimus.plan.search import predict
+from optimus.plan.question import predict
+from optimus.plan.software import load_software
 from optimus.plan.what_if import changed
 
 MODEL = {"family": "olmoe", "hidden": 256, "layers": 8, "heads": 4, "intermediate": 256, "vocab": 1024}
@@ -119,11 +120,46 @@ def test_another_machine(plan: Callable[..., Any]) -> None:
     assert changed(laptop, ["network.bandwidth=x2"]).network.bandwidth == 2 * laptop.network.bandwidth
 
 
+def test_other_software(plan: Callable[..., Any]) -> None:
+    now, slower = (plan("--as-is", *more)["plans"][0] for more in ([], ["--what-if", "software.speed=0.5"]))
+    assert slower["time"]["matmul"] == pytest.approx(2 * now["time"]["matmul"] * load_software().speed)
+    with pytest.raises(optimus.UserError, match=r"--what-if: .*collectives"):
+        plan("--what-if", "software.collectives=rings")
+
+
+def test_gradients_of_two_bytes_take_half_as_long_to_reduce(plan: Callable[..., Any]) -> None:
+    wide, half = (plan("--as-is", *more, ranks=8)["plans"][0] for more in ([], ["state.gradient_dtype=bfloat16"]))
+    assert half["memory_bytes"]["gradients"] == wide["memory_bytes"]["gradients"] / 2
+    assert half["time"]["data_parallel"] < 0.8 * wide["time"]["data_parallel"]
+
+
+def test_nodes_that_are_not_equally_near(plan: Callable[..., Any], tmp_path: Path) -> None:
+    """Two clusters of two nodes, given by turns."""
+    file = tmp_path / "links.csv"
+    file.write_text("0,1e8,9e9,1e8\n1e8,0,1e8,9e9\n9e9,1e8,0,1e8\n1e8,9e9,1e8,0\n")
+    words = ["--links", str(file), "--best", "2"]
+    ranks = 4 * load_machine("laptop").ranks_per_node
+    first = plan(*words, ranks=ranks)["plans"][0]
+    assert {frozenset(first["nodes"][:2]), frozenset(first["nodes"][2:])} == {frozenset({0, 2}), frozenset({1, 3})}
+    text = plan(*words, "--explain", "1", text=True, ranks=ranks)
+    assert f"in this order: {' '.join(map(str, first['nodes']))}" in text
+    file.write_text("0,1e8\n1e8,fast\n")
+    with pytest.raises(
+        optimus.UserError, match=r"--links .*links\.csv, line 2: could not convert string to float: 'fast'"
+    ):
+        plan(*words)
+    file.write_text("0,1e8\n1e8\n")
+    with pytest.raises(optimus.UserError, match=r"links\.csv: .*row 2: there must be as many columns as rows"):
+        plan(*words)
+    with pytest.raises(optimus.UserError, match=r"--links .*none\.csv cannot be read"):
+        plan("--links", str(tmp_path / "none.csv"))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ("memory", "is not of the form key.path=value"),
-        ("wires.bandwidth=x2", "a machine has no section 'wires'"),
+        ("wires.bandwidth=x2", "there is no section 'wires' in it"),
         ("network.bandwith=3", "did you mean 'network.bandwidth'"),
         ("memory=much", "much is no number, nor a factor such as x2"),
         ("memory=-1", "'memory' is -1.0"),

@@ -29,13 +29,12 @@ def test_mula_220b_on_twelve_thousand_tiles() -> None:
     speeds = []
     for tiles in TILES:
         setting = Setting(
-            Mesh(pp=8, dp=tiles // 8, ep=12, ranks_per_node=12),
+            Mesh(pp=8, dp=tiles // 8, ep=12, ranks_per_node=12, pipeline_stride=12),
             context=2048,
             micro_batch=1,
             microbatches=8,
             shard="optimizer",
             recompute=frozenset({"norm", "attention", "moe"}),
-            pipeline_inside=True,
         )
         step = step_time(model, setting, load_machine("aurora"), load_software("optimus-aurora"))
         speeds.append(setting.tokens / step.seconds / tiles)
@@ -113,7 +112,7 @@ def shares(name: str) -> list[float]:
         model = Architecture(layers, hidden, heads, 4 * hidden, 51200, gated=False, tied=True)
         flops = 96 * layers * hidden**2 * (1 + SEQUENCE / (6 * hidden) + model.vocab / (16 * layers * hidden))
         speeds = (
-            setting.tokens / step_time(model, setting, machine, software, simulated=False).seconds
+            setting.tokens / step_time(model, setting, machine, software).seconds
             for setting in grids(model, machine, ranks)
         )
         found.append(100 * flops * max(speeds) / ranks / machine.rates("bf16").peak)

@@ -8,10 +8,16 @@ import pytest
 from optimus.config import ModelConfig
 from optimus.config.load import model_config_from, resolve_model
 from optimus.errors import UserError
-from optimus.plan import search as module
+from optimus.mesh import Mesh
+from optimus.plan.divisions import bases
+from optimus.plan.fitting import placements, recomputations, sharded
+from optimus.plan.links import even
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.memory import fits
-from optimus.plan.search import Plan, Question, memory_in, predict, search
+from optimus.plan.question import Plan, Question, least_time_of, memory_in, predict, time_of
+from optimus.plan.search import search
+from optimus.plan.setting import Setting
+from optimus.plan.software import load_software
 
 SPARSE = ModelConfig(
     family="olmoe", hidden=512, layers=6, heads=4, intermediate=512, vocab=1024, experts=8, experts_per_token=2
@@ -30,10 +36,11 @@ def question(model: ModelConfig, ranks: int = 16, batch: int = 32, **changes: fl
 def everything(asked: Question) -> list[Plan]:
     """Every setting that fits, the fastest first."""
     settings = [
-        replace(held, recompute=recompute)
-        for base in module._bases(asked)
-        for held in module._sharded(asked, base.setting(asked))
-        for recompute in module._recomputations(asked.model)
+        placed
+        for base in bases(asked)
+        for held in sharded(asked, base.setting(asked))
+        for recompute in recomputations(asked.model)
+        for placed in placements(replace(held, recompute=recompute))
     ]
     fitting = [setting for setting in settings if fits(memory_in(asked, setting), asked.machine)]
     return sorted((predict(asked, setting) for setting in fitting), key=lambda plan: plan.step.seconds)
@@ -72,10 +79,10 @@ def test_a_small_memory_is_met_by_sharding_and_recomputation() -> None:
 def test_a_bound_is_never_above_what_is_predicted() -> None:
     for model in (DENSE, SPARSE):
         asked = question(model)
-        bases = list(module._bases(asked))
-        for base in random.Random(0).sample(bases, min(60, len(bases))):
+        ways = list(bases(asked))
+        for base in random.Random(0).sample(ways, min(60, len(ways))):
             setting = base.setting(asked)
-            least = module._step(asked, setting, simulated=False).seconds
+            least = least_time_of(asked, setting)
             assert base.bound <= least * (1 + 1e-9)
             assert least <= predict(asked, setting).step.seconds * (1 + 1e-9), setting
 
@@ -99,3 +106,109 @@ def test_a_model_that_fits_nowhere() -> None:
     ) as error:
         search(question(DENSE, 8, 16, memory=1e6))
     assert "the smallest machine that has it is laptop" in str(error.value)
+
+
+# ---- Where stages lie, and nodes that are not equally near ----
+
+
+def test_stages_side_by_side_send_on_the_node_and_reduce_between_nodes() -> None:
+    asked = replace(question(DENSE, 32, 32), machine=_thin(network=1e9))
+    setting = Setting(Mesh(pp=4, dp=8, ranks_per_node=8), 1024, 1, 4)
+    together, beside = placements(setting)
+    assert (together.mesh.pipeline_stride, beside.mesh.pipeline_stride) == (None, 1)
+    apart, near = (time_of(asked, each).terms for each in (together, beside))
+    assert near["pipeline"] < apart["pipeline"]
+    assert near["data_parallel"] > apart["data_parallel"]
+    assert list(placements(replace(setting, mesh=Mesh(dp=32)))) == [replace(setting, mesh=Mesh(dp=32))]
+
+
+def _thin(network: float, links: list[list[float]] | None = None) -> Machine:
+    base = machine()
+    return base.model_copy(update={"network": base.network.model_copy(update={"bandwidth": network, "links": links})})
+
+
+def clusters(kinds: list[int], near: float = 1e11, far: float = 1e9) -> list[list[float]]:
+    """Links of nodes, near to those of the same kind (even or odd) and far from the others."""
+    return [[near if (a - b) % 2 == 0 else far for b in kinds] for a in kinds]
+
+
+def test_nodes_of_two_clusters_are_put_in_order() -> None:
+    """Four nodes in two clusters, given by turns: neighbours in the order of the ranks are of one cluster, and a step takes
+    as long as with nodes that were given so, and less than in the order as given."""
+    links = clusters([0, 1, 2, 3])
+    asked = replace(question(DENSE, 32, 32), machine=_thin(1e11, links))
+    best = search(asked, 3)[0]
+    assert best.question.nodes in [
+        (0, 2, 1, 3),
+        (0, 2, 3, 1),
+        (2, 0, 1, 3),
+        (2, 0, 3, 1),
+        (1, 3, 0, 2),
+        (1, 3, 2, 0),
+        (3, 1, 0, 2),
+        (3, 1, 2, 0),
+    ]
+    sorted_links = replace(asked, machine=_thin(1e11, clusters([0, 2, 1, 3])))
+    assert best.step.seconds <= search(sorted_links, 3)[0].step.seconds * (1 + 1e-9)
+    assert best.step.seconds <= time_of(asked, best.setting).seconds
+
+
+def test_a_job_takes_the_nodes_that_are_near() -> None:
+    """Two of four nodes, of which the second and the fourth are near to each other."""
+    links = clusters([0, 1, 2, 3])
+    links[0][2] = links[2][0] = 2e9
+    asked = replace(question(DENSE, 16, 16), machine=_thin(1e11, links))
+    assert set(search(asked, 1)[0].question.nodes or ()) == {1, 3}
+    with pytest.raises(UserError, match=r"64 ranks need 8 nodes of 8 \(dgx-a100\), but its links are those of 4"):
+        replace(asked, ranks=64)
+
+
+def test_links_that_are_alike_change_nothing() -> None:
+    asked = replace(question(DENSE, 32, 32), machine=_thin(1e11))
+    alike = replace(asked, machine=_thin(1.0, [[1e11] * 4 for _ in range(4)]))
+    assert even(alike.machine).network.bandwidth == 1e11
+    assert [plan.step.seconds for plan in search(alike, 5)] == pytest.approx([p.step.seconds for p in search(asked, 5)])
+
+
+# ---- The Optimus paper's layouts on 3,072 tiles of Aurora ----
+
+
+def on_aurora(name: str) -> Question:
+    """A sequence of 2,048 tokens for each tile, gradients reduced in bf16 (section 2.1)."""
+    model = model_config_from(resolve_model(name)["model"], "")
+    halved = load_software().model_copy(update={"gradient": 2.0, "reduced": 2.0})
+    return Question(model, load_machine("aurora"), 3072, 3072, 2048, software=halved)
+
+
+def test_the_papers_layout_of_mula_1b_is_among_the_ten_best() -> None:
+    assert (1, 1, 1, 1, 1, 1) in map(division, search(on_aurora("mula-1b")))
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "ep", "recompute", "better"),
+    [
+        ("mula-7b-a1b", 1, 1, [], Mesh(pp=6, dp=512, ep=2, ranks_per_node=12)),
+        ("mula-20b-a2b", 1, 12, [], Mesh(pp=12, dp=256, ep=2, ranks_per_node=12)),
+        ("mula-100b-a7b", 4, 12, ["moe"], Mesh(pp=16, dp=192, ep=3, ranks_per_node=12)),
+        ("mula-220b-a10b", 8, 12, ["norm", "attention", "moe"], Mesh(pp=24, dp=128, ep=4, ranks_per_node=12)),
+    ],
+)
+def test_why_others_are_better(name: str, pp: int, ep: int, recompute: list[str], better: Mesh) -> None:
+    """docs/planner.md: with a sequence per tile, most of what the paper's layouts lose is reducing gradients and sending
+    tokens to experts; smaller stages and fewer expert-parallel ranks, in a schedule with a smaller bubble, lose less, and
+    fit."""
+    asked = on_aurora(name)
+    paper = Setting(
+        Mesh(pp=pp, dp=3072 // pp, ep=ep, ranks_per_node=12), 2048, 1, pp,
+        sequence=False, shard="optimizer", recompute=frozenset(recompute), blocks=asked.blocks(pp),
+    )  # fmt: skip
+    other = replace(
+        paper, mesh=better, microbatches=better.pp, schedule="zbv", stages_per_rank=2, recompute=frozenset(),
+        blocks=asked.blocks(2 * better.pp),
+    )  # fmt: skip
+    theirs, found = predict(asked, paper), predict(asked, other)
+    assert fits(theirs.memory, asked.machine)
+    assert fits(found.memory, asked.machine)
+    assert found.step.seconds < 0.85 * theirs.step.seconds
+    moved = [sum(plan.step.terms[kind] for kind in ("data_parallel", "expert_parallel")) for plan in (theirs, found)]
+    assert moved[1] < 0.75 * moved[0]

@@ -9,7 +9,7 @@ from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.plan.architecture import Architecture
 from optimus.plan.machine import load_machine
-from optimus.plan.setting import Setting
+from optimus.plan.setting import Saving, Setting
 from optimus.plan.software import Software
 from optimus.plan.step import StepTime, blocks_of_stages, step_time
 
@@ -46,7 +46,9 @@ def test_the_bubble_of_a_pipeline(microbatches: int) -> None:
     ranks = 4
     setting = replace(SETTING, mesh=Mesh(pp=ranks), microbatches=microbatches, even=True)
     found = step(setting)
-    busy = sum(time for name, time in found.terms.items() if name not in ("pipeline", "data_parallel", "optimizer"))
+    busy = sum(
+        time for name, time in found.terms.items() if name not in ("pipeline", "data_parallel", "optimizer", "data")
+    )
     assert found.terms["pipeline"] / busy == pytest.approx((ranks - 1) / microbatches, rel=0.1)
 
 
@@ -133,3 +135,38 @@ def test_even_stages() -> None:
 def test_this_library_needs_a_block_for_each_stage() -> None:
     with pytest.raises(UserError, match="6 blocks cannot be divided into 8"):
         lengths(6, 8)
+
+
+# ---- Checkpoints and data ----
+
+STATE = 12 * DENSE.parameters  # bytes of a checkpoint
+
+
+def stalled(saving: Saving, **changes: Any) -> float:
+    setting = replace(SETTING, **changes, saving=saving)
+    return step(setting).terms["checkpoint"]
+
+
+def test_a_checkpoint_is_waited_for_in_parts() -> None:
+    """Copied over the link to the host, written by all ranks of a node at once; every hundredth step."""
+    whole = STATE / MACHINE.host.link + STATE * MACHINE.ranks_per_node / MACHINE.host.storage
+    assert stalled(Saving()) == 0
+    assert stalled(Saving(every=100)) == pytest.approx(whole / 100, rel=1e-3)
+    shared = stalled(Saving(every=100), mesh=Mesh(dp=8))
+    assert shared == pytest.approx(whole / 8 / 100, rel=1e-3)
+    assert stalled(Saving(every=100, scattered=False), mesh=Mesh(dp=8)) == pytest.approx(whole / 100, rel=1e-3)
+    weights = stalled(Saving(every=100, weights_every=50)) - stalled(Saving(every=100))
+    assert weights == pytest.approx(whole / 6 / 50, rel=1e-3)  # 2 bytes of 12
+
+
+def test_a_checkpoint_beside_the_training_is_waited_for_when_the_next_is_due() -> None:
+    copied = STATE / MACHINE.host.link
+    assert stalled(Saving(every=10_000, asynchronous=True)) == pytest.approx(copied / 10_000, rel=1e-3)
+    often = stalled(Saving(every=1, asynchronous=True))
+    written = STATE * MACHINE.ranks_per_node / MACHINE.host.storage
+    without = step(SETTING).seconds
+    assert often == pytest.approx(copied + written - without, rel=1e-3)
+
+
+def test_tokens_travel_to_the_device() -> None:
+    assert step(SETTING).terms["data"] == pytest.approx(8 * 8 * 2048 / MACHINE.host.link)

@@ -1,0 +1,202 @@
+"""Ways to divide a block over ranks, and such blocks over a pipeline, each with what a step takes at least.
+
+Left out beforehand:
+- tensor-parallel groups that reach over a node, expert-parallel ones that share nodes unevenly;
+- GPipe (1F1B takes as long and keeps less), and microbatches that are no power of two;
+- context-parallel parts of fewer than 512 tokens.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from optimus.config import ModelConfig
+from optimus.mesh import Mesh
+from optimus.plan.question import Question
+from optimus.plan.setting import Schedule, Setting
+from optimus.plan.work import Passes, Work
+
+_SMALLEST_PART = 512  # tokens of a sequence on a context-parallel rank
+_LARGEST_MICROBATCH = 16
+_MOST_STAGES_PER_RANK = 4
+
+
+class Division(NamedTuple):
+    """How a block is divided, and the seconds of a microbatch in its parts."""
+
+    tp_out: int
+    tp_in: int
+    cp: int
+    ep: int
+    etp: int
+    micro_batch: int
+    block: float  # forward and backward
+    forward: tuple[float, float, float]  # of that, the forward passes of norms, attention and the feed-forward part
+    head: float
+    embedding: float
+    work: Work
+
+
+class Base(NamedTuple):
+    """A division in a pipeline. A step takes `bound` seconds at least."""
+
+    bound: float
+    division: Division
+    pp: int
+    dp: int
+    microbatches: int
+    schedule: Schedule
+    stages_per_rank: int
+
+    def setting(self, question: Question) -> Setting:
+        """As the rest of the planner knows it."""
+        division = self.division
+        mesh = Mesh(
+            pp=self.pp,
+            dp=self.dp,
+            cp=division.cp,
+            tp=division.tp_out * division.tp_in,
+            ep=division.ep,
+            etp=division.etp,
+            tp_in=division.tp_in,
+            ranks_per_node=question.machine.ranks_per_node,
+        )
+        return Setting(
+            mesh,
+            context=question.context,
+            micro_batch=division.micro_batch,
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+            stages_per_rank=self.stages_per_rank,
+            sequence=mesh.tp > 1,
+            precision=question.precision,
+            imbalance=question.imbalance,
+            blocks=question.blocks(self.pp * self.stages_per_rank),
+            saving=question.saving,
+        )
+
+
+def bases(question: Question) -> Iterator[Base]:
+    """All there are."""
+    divisions = list(_divisions(question))
+    for pp in (n for n in divisors(question.ranks) if n <= question.model.layers):
+        ranks, orders = question.ranks // pp, list(_orders(question, pp))
+        for division in divisions:
+            data, left = divmod(ranks, division.tp_out * division.tp_in * division.cp)
+            if left or not data or ranks % (division.ep * division.etp):
+                continue
+            microbatches, left = divmod(question.global_batch, data * division.micro_batch)
+            if left or not microbatches:
+                continue
+            for order in orders:
+                if order.schedule != "interleaved-1f1b" or microbatches % pp == 0:
+                    bound = order.bound(division, microbatches)
+                    yield Base(bound, division, pp, data, microbatches, order.schedule, order.stages_per_rank)
+
+
+def _divisions(question: Question) -> Iterator[Division]:
+    """Ways to divide a block that the model and the node allow, timed."""
+    model, node = question.model, min(question.ranks, question.machine.ranks_per_node)
+    within = [size for size in divisors(node) if question.ranks % size == 0]
+    for out in (n for n in within if not model.heads % n and not model.vocab % n and _columns(model, n)):
+        for inner in (n for n in within if not node % (out * n) and not model.hidden % n):
+            for cp in divisors(question.ranks):
+                if question.context % (2 * cp) or (cp > 1 and question.context // cp < _SMALLEST_PART):
+                    continue
+                for micro_batch in _microbatches(question):
+                    if micro_batch * question.context // cp % (out * inner) == 0:
+                        yield from _timed(question, out, inner, cp, micro_batch)
+
+
+def _columns(model: ModelConfig, parts: int) -> bool:
+    return model.experts is not None or model.intermediate % parts == 0
+
+
+def _expert_groups(question: Question, tp: int) -> list[tuple[int, int]]:
+    """Expert-parallel ranks and those that divide an expert, all on some of a node's ranks, or on whole nodes."""
+    model, node = question.model, min(question.ranks, question.machine.ranks_per_node)
+    if model.experts is None:
+        return [(1, 1)]
+    return [
+        (ep, etp)
+        for ep in divisors(model.experts)
+        for etp in divisors(tp)
+        if question.ranks % (ep * etp) == 0
+        and (node % (ep * etp) == 0 or ep * etp % node == 0)
+        and model.intermediate % etp == 0
+    ]
+
+
+def _microbatches(question: Question) -> list[int]:
+    sizes = [1 << power for power in range(_LARGEST_MICROBATCH.bit_length())]
+    return [size for size in sizes if question.global_batch % size == 0 and size <= _LARGEST_MICROBATCH]
+
+
+class _Order(NamedTuple):
+    """A schedule, and blocks: of the model, on the busiest rank, in the last stage, and in all stages that a microbatch
+    passes before the last rank has any. `lent`: what a rank leaves idle the others use."""
+
+    schedule: Schedule
+    pp: int
+    stages_per_rank: int
+    blocks: int
+    busiest: int
+    last: int
+    before: int
+    lent: bool
+
+    def bound(self, division: Division, microbatches: int) -> float:
+        """A step takes no less: the busiest rank's microbatches, and what a pipeline leaves idle at its ends."""
+        block, end = division.block, self.last * division.block + division.head
+        if self.pp == 1 or self.lent:
+            return microbatches * (self.blocks * block + division.head + division.embedding) / self.pp
+        passing = sum(division.forward) if self.schedule == "zb-h1" else block  # it fills the end of a step
+        before = 0.0 if self.schedule == "zbv" else self.before * passing
+        return max(microbatches * max(self.busiest * block, end), microbatches * end + before)
+
+
+def _orders(question: Question, pp: int) -> Iterator[_Order]:
+    names: list[tuple[Schedule, int]] = [("1f1b", 1)]
+    if pp > 1:
+        names += [("zb-h1", 1), ("zbv", 2)]
+        names += [("interleaved-1f1b", per_rank) for per_rank in range(2, _MOST_STAGES_PER_RANK + 1)]
+    layers, lent = question.model.layers, question.machine.alone > 1 and question.node_count == 1
+    for schedule, per_rank in names:
+        if per_rank * pp <= layers:
+            cut = question.blocks(pp * per_rank)
+            yield _Order(schedule, pp, per_rank, layers, -(-layers // pp), cut[-1], sum(cut[: pp - 1]), lent)
+
+
+def _timed(question: Question, out: int, inner: int, cp: int, micro_batch: int) -> Iterator[Division]:
+    """With each way to divide the experts; the rest of a block takes as long in all of them."""
+    tp, rest = out * inner, None
+    for ep, etp in _expert_groups(question, tp):
+        data = math.lcm(ep * etp, tp * cp) // (tp * cp)  # with which the mesh can be
+        mesh = Mesh(dp=data, cp=cp, tp=tp, ep=ep, etp=etp, tp_in=inner, ranks_per_node=question.machine.ranks_per_node)
+        setting = Setting(
+            mesh,
+            question.context,
+            micro_batch,
+            1,
+            sequence=tp > 1,
+            precision=question.precision,
+            imbalance=question.imbalance,
+        )
+        if rest is None:
+            rest = Work(question.architecture, setting, question.placed, question.software)
+            shared = [rest.norm, rest.norm, rest.attention]
+            besides, ends = sum(map(_seconds, shared)), (_seconds(rest.head), _seconds(rest.embedding))
+        work = rest.like(setting)
+        feed_forward = work.moe if question.model.experts else work.mlp
+        forward = 2 * work.norm.forward.compute, work.attention.forward.compute, feed_forward.forward.compute
+        block = besides + _seconds(feed_forward)
+        yield Division(out, inner, cp, ep, etp, micro_batch, block, forward, *ends, work)
+
+
+def _seconds(passes: Passes) -> float:
+    return sum(terms.seconds for terms in passes)
+
+
+def divisors(number: int) -> list[int]:
+    """Of a number, in order."""
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,136 @@
+"""Of a way to divide the work: how the state is held, where the stages lie and what is recomputed so that it fits."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, combinations
+
+from optimus.config import ModelConfig
+from optimus.plan.divisions import Base, Division
+from optimus.plan.memory import Rank, activations_of, counts_of_ranks, ranks_of, room_of, state_of
+from optimus.plan.own import OwnActivations
+from optimus.plan.question import Plan, Question, least_time_of, predict
+from optimus.plan.setting import Setting
+
+# What these reduce or gather for every microbatch, sharding the optimizer's state alone moves once: beside the last backward
+# pass and the next forward pass, which are as long as those beside which it would be moved for a microbatch.
+_FINER = ("gradients", "parameters")
+
+
+class Fitting:
+    """Finds what fits, and remembers what settings have in common."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._ranks: dict[tuple[int | str, ...], list[Rank]] = {}
+        self._states: dict[tuple[object, ...], list[float]] = {}
+        self._kept: dict[tuple[Division, frozenset[str]], OwnActivations] = {}
+        self._modules = ("norm", "attention", "moe" if question.model.experts else "mlp")
+        self._sets = recomputations(question.model)
+        software = question.software
+        self._hides = software.overlap_data >= software.overlap_gather and not software.broadcast
+
+    def fastest(self, base: Base, limit: float) -> Plan | None:
+        """The fastest way to hold the state, to place the stages and to recompute with which `base` fits, if it takes less
+        than `limit`."""
+        question, best = self._question, None
+        setting = base.setting(question)
+        work = base.division.work if question.machine.network.links is None else None  # that knows no links
+        taken: dict[frozenset[str], list[float]] = {}
+        enough: dict[int | None, frozenset[str]] = {}  # of what less sharding has recomputed, over so many ranks
+        for held in sharded(question, setting):
+            recompute = self._least(base, setting, self._room(held), taken)
+            if recompute is None or (
+                held.shard in _FINER and self._hides and enough.get(held.shard_ranks) == recompute
+            ):
+                continue
+            enough[held.shard_ranks] = recompute
+            if base.bound + self._again(base, setting, recompute) >= limit:
+                continue
+            held = replace(held, recompute=recompute)
+            for placed in placements(held):
+                if least_time_of(question, placed, work) < limit:
+                    plan = predict(question, placed, work)
+                    if plan.step.seconds < limit:
+                        best, limit = plan, plan.step.seconds
+        return best
+
+    def _room(self, held: Setting) -> list[float]:
+        """Bytes of each rank of the pipeline that its state leaves."""
+        question = self._question
+        key = held.mesh, held.stages_per_rank, held.schedule == "zbv", held.shard, held.shard_ranks
+        if key not in self._states:
+            counts = counts_of_ranks(question.architecture, held)
+            states = state_of(counts, question.kinds(held), held, question.software)
+            room = room_of(question.machine) - question.software.fixed
+            self._states[key] = [room - sum(parts.values()) for parts in states]
+        return self._states[key]
+
+    def _ranks_of(self, setting: Setting) -> list[Rank]:
+        key = setting.schedule, setting.mesh.pp, setting.stages_per_rank, setting.microbatches
+        if key not in self._ranks:
+            self._ranks[key] = ranks_of(self._question.architecture, setting)
+        return self._ranks[key]
+
+    def _again(self, base: Base, setting: Setting, recompute: frozenset[str]) -> float:
+        """What recomputation adds to the bound, as no rank has fewer blocks than that."""
+        modules = self._modules if "block" in recompute else recompute
+        seconds = sum(base.division.forward[self._modules.index(kind)] for kind in modules)
+        fewest = min(rank.counts["dense"] + rank.counts["sparse"] for rank in self._ranks_of(setting))
+        return base.microbatches * fewest * seconds
+
+    def _least(
+        self, base: Base, setting: Setting, room: Sequence[float], taken: dict[frozenset[str], list[float]]
+    ) -> frozenset[str] | None:
+        """What to recompute, the cheapest, so that activations take no more than `room` of each rank; None if too little."""
+
+        def fits(recompute: frozenset[str]) -> bool:
+            if recompute not in taken:
+                parts = activations_of(
+                    self._ranks_of(setting), self._activations(base, setting, recompute), self._question.software
+                )
+                taken[recompute] = [sum(each.values()) for each in parts]
+            return all(size <= free for size, free in zip(taken[recompute], room))
+
+        if min(room) <= 0 or not any(map(fits, self._sets[-2:])):  # those that leave least
+            return None
+        return next(filter(fits, self._sets))
+
+    def _activations(self, base: Base, setting: Setting, recompute: frozenset[str]) -> OwnActivations:
+        key = base.division, recompute
+        if key not in self._kept:
+            self._kept[key] = OwnActivations(self._question.model, replace(setting, recompute=recompute))
+        return self._kept[key]
+
+
+def sharded(question: Question, setting: Setting) -> Iterator[Setting]:
+    """All ways to hold the state: the levels, over all replicas and over those of a node."""
+    mesh = setting.mesh
+    if mesh.stage == mesh.tp:
+        yield setting
+        return
+    yield replace(setting, shard="none")
+    node = question.machine.ranks_per_node // mesh.tp
+    widths = [None, node] if 1 < node < mesh.dp and mesh.dp % node == 0 else [None]
+    for width in widths:
+        yield replace(setting, shard="optimizer", shard_ranks=width)
+        if setting.microbatches > 1:
+            yield replace(setting, shard="gradients", shard_ranks=width)
+        yield replace(setting, shard="parameters", shard_ranks=width)
+
+
+def placements(setting: Setting) -> Iterator[Setting]:
+    """All of a stage together, or stages as near as the groups in them allow."""
+    yield setting
+    mesh = setting.mesh
+    least = math.lcm(mesh.cp * mesh.tp, mesh.ep * mesh.etp)
+    if mesh.pp > 1 and least < mesh.stage:
+        yield replace(setting, mesh=replace(mesh, pipeline_stride=least))
+
+
+def recomputations(model: ModelConfig) -> Sequence[frozenset[str]]:
+    """Sets of modules, those that cost least first."""
+    modules = ("norm", "attention", "moe" if model.experts else "mlp")
+    cost = {"norm": 1, "attention": 4, "mlp": 6, "moe": 6}
+    sets = [frozenset(kinds) for kinds in chain(*(combinations(modules, count) for count in range(4)))]
+    return [*sorted(sets, key=lambda kinds: sum(cost[kind] for kind in kinds)), frozenset({"block"})]

@@ -1,0 +1,136 @@
+"""What is asked of the planner, and what it answers for one setting."""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from optimus.config import ModelConfig
+from optimus.errors import UserError
+from optimus.plan.architecture import Architecture
+from optimus.plan.held import Kind
+from optimus.plan.links import chained, in_order
+from optimus.plan.machine import Machine
+from optimus.plan.memory import Memory, memory_of
+from optimus.plan.own import OwnActivations, blocks_of, kinds_of
+from optimus.plan.setting import NO_CHECKPOINTS, Saving, Setting
+from optimus.plan.software import Software, load_software
+from optimus.plan.step import StepTime, least_time, step_time
+from optimus.plan.work import Work
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be trained on what. `nodes` are those of the machine's links that are used, in the order of the ranks."""
+
+    model: ModelConfig
+    machine: Machine
+    ranks: int
+    global_batch: int
+    context: int
+    precision: str = "bf16"
+    imbalance: float = 1.0
+    saving: Saving = NO_CHECKPOINTS
+    software: Software = field(default_factory=load_software)
+    nodes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `UserError` for numbers that cannot be."""
+        node, links = self.machine.ranks_per_node, self.machine.network.links
+        if self.ranks > node and self.ranks % node:
+            low = self.ranks // node * node
+            raise UserError(
+                f"{self.ranks} ranks do not fill nodes of {node} ({self.machine.name}): take {low} or {low + node}"
+            )
+        if links is not None and len(links) < self.node_count:
+            raise UserError(
+                f"{self.ranks} ranks need {self.node_count} nodes of {node} ({self.machine.name}), but its links are those "
+                f"of {len(links)}: add the others, or take {len(links) * node} ranks"
+            )
+        self.machine.rates(self.precision)
+
+    @property
+    def node_count(self) -> int:
+        """Nodes of the job."""
+        return -(-self.ranks // self.machine.ranks_per_node)
+
+    @cached_property
+    def placed(self) -> Machine:
+        """The machine as the ranks see it: its nodes in their order, by default that in which they are given."""
+        if self.machine.network.links is None:
+            return self.machine
+        return in_order(self.machine, self.nodes or range(self.node_count))
+
+    def with_neighbours(self) -> "Question":
+        """Its nodes in a chain of such as are near to each other, where they are not alike."""
+        if self.machine.network.links is None:
+            return self
+        return replace(self, nodes=tuple(chained(self.machine, self.node_count)))
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The model by its shapes."""
+        return Architecture.of(self.model)
+
+    def blocks(self, stages: int) -> tuple[int, ...]:
+        """Of each stage, as a run would cut them."""
+        if stages not in self._cuts:
+            self._cuts[stages] = blocks_of(self.model, stages)
+        return self._cuts[stages]
+
+    def kinds(self, setting: Setting) -> tuple[Kind, ...]:
+        """The model's parameters, laid out as in `setting`."""
+        key = setting.sequence, setting.mesh.pp > 1, setting.divided_vocabulary, setting.schedule == "zbv"
+        if key not in self._kinds:
+            self._kinds[key] = kinds_of(self.model, setting)
+        return self._kinds[key]
+
+    @cached_property
+    def _kinds(self) -> dict[tuple[bool, ...], tuple[Kind, ...]]:
+        return {}
+
+    @cached_property
+    def _cuts(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A setting, and what it would take."""
+
+    question: Question
+    setting: Setting
+    step: StepTime
+    memory: Memory
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.setting.tokens / self.step.seconds
+
+    @property
+    def utilisation(self) -> float:
+        """Model FLOPs to those that the ranks could do at their peak."""
+        flops = self.question.architecture.flops_per_token(self.setting.context)
+        peak = self.question.machine.rates(self.setting.precision).peak
+        return flops * self.tokens_per_second / self.setting.mesh.size / peak
+
+
+def predict(question: Question, setting: Setting, work: Work | None = None) -> Plan:
+    """What a step in `setting` takes, and its memory. `work` knows another setting that divides a block likewise."""
+    return Plan(question, setting, time_of(question, setting, work), memory_in(question, setting))
+
+
+def time_of(question: Question, setting: Setting, work: Work | None = None) -> StepTime:
+    """What a step in `setting` takes."""
+    return step_time(question.architecture, setting, question.placed, question.software, question.kinds(setting), work)
+
+
+def least_time_of(question: Question, setting: Setting, work: Work | None = None) -> float:
+    """Seconds that it takes at least, found sooner."""
+    work = work or Work(question.architecture, setting, question.placed, question.software)
+    return least_time(setting, question.kinds(setting), work)
+
+
+def memory_in(question: Question, setting: Setting) -> Memory:
+    """Of the fullest rank of the pipeline."""
+    kept = OwnActivations(question.model, setting)
+    return memory_of(question.architecture, setting, question.software, question.kinds(setting), kept)
