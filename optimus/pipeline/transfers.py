@@ -19,6 +19,13 @@ UNITS = {
 }
 
 
+def with_orders(schedule: Schedule, orders: Sequence[Sequence[Action]], *, transfers: bool) -> Schedule:
+    """The schedule with these computations per rank and, unless `transfers` is false, what must be sent between them."""
+    if transfers:
+        return with_transfers(schedule, orders)
+    return replace(schedule, actions=tuple(map(tuple, orders)))
+
+
 def with_transfers(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> Schedule:
     """The schedule with these computations per rank, and the sends and receives between ranks put among them.
 

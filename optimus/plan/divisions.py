@@ -160,7 +160,7 @@ def _orders(question: Question, pp: int) -> Iterator[_Order]:
     if pp > 1:
         names += [("zb-h1", 1), ("zbv", 2)]
         names += [("interleaved-1f1b", per_rank) for per_rank in range(2, _MOST_STAGES_PER_RANK + 1)]
-    layers, lent = question.model.layers, question.machine.alone > 1 and question.node_count == 1
+    layers, lent = question.model.layers, question.machine.alone > 1
     for schedule, per_rank in names:
         if per_rank * pp <= layers:
             cut = question.blocks(pp * per_rank)

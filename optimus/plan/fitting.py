@@ -1,16 +1,20 @@
 """Of a way to divide the work: how the state is held, where the stages lie and what is recomputed so that it fits."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, combinations
 
 from optimus.config import ModelConfig
 from optimus.plan.divisions import Base, Division
-from optimus.plan.memory import Rank, activations_of, counts_of_ranks, ranks_of, room_of, state_of
+from optimus.plan.held import Where
+from optimus.plan.memory import Rank, activations_of, ranks_of, room_of, stages_of_each, state_of
 from optimus.plan.own import OwnActivations
+from optimus.plan.pipeline import largest
 from optimus.plan.question import Plan, Question, least_time_of, predict
 from optimus.plan.setting import Setting
+from optimus.plan.step import together
+from optimus.state.plan import Shard
 
 # What these reduce or gather for every microbatch, sharding the optimizer's state alone moves once: beside the last backward
 # pass and the next forward pass, which are as long as those beside which it would be moved for a microbatch.
@@ -38,38 +42,42 @@ class Fitting:
         work = base.division.work if question.machine.network.links is None else None  # that knows no links
         taken: dict[frozenset[str], list[float]] = {}
         enough: dict[int | None, frozenset[str]] = {}  # of what less sharding has recomputed, over so many ranks
-        for held in sharded(question, setting):
-            recompute = self._least(base, setting, self._room(held), taken)
-            if recompute is None or (
-                held.shard in _FINER and self._hides and enough.get(held.shard_ranks) == recompute
-            ):
+        for shard, width in sharded(question, setting):
+            recompute = self._least(base, setting, self._room(setting, shard, width), taken)
+            if recompute is None or (shard in _FINER and self._hides and enough.get(width) == recompute):
                 continue
-            enough[held.shard_ranks] = recompute
+            enough[width] = recompute
             if base.bound + self._again(base, setting, recompute) >= limit:
                 continue
-            held = replace(held, recompute=recompute)
-            for placed in placements(held):
+            for placed in placements(replace(setting, shard=shard, shard_ranks=width, recompute=recompute)):
                 if least_time_of(question, placed, work) < limit:
                     plan = predict(question, placed, work)
                     if plan.step.seconds < limit:
                         best, limit = plan, plan.step.seconds
         return best
 
-    def _room(self, held: Setting) -> list[float]:
-        """Bytes of each rank of the pipeline that its state leaves."""
+    def _room(self, setting: Setting, shard: Shard, width: int | None) -> list[float]:
+        """Bytes that its state leaves of each rank of `_ranks_of`."""
         question = self._question
-        key = held.mesh, held.stages_per_rank, held.schedule == "zbv", held.shard, held.shard_ranks
+        key = setting.mesh, setting.stages_per_rank, setting.schedule == "zbv", shard, width
         if key not in self._states:
-            counts = counts_of_ranks(question.architecture, held)
+            held = replace(setting, shard=shard, shard_ranks=width)
+            counts = [together(stages) for stages in unlike(stages_of_each(question.architecture, held))]
             states = state_of(counts, question.kinds(held), held, question.software)
             room = room_of(question.machine) - question.software.fixed
             self._states[key] = [room - sum(parts.values()) for parts in states]
         return self._states[key]
 
     def _ranks_of(self, setting: Setting) -> list[Rank]:
+        """Of ranks whose stages are alike one, which keeps what any of them does."""
         key = setting.schedule, setting.mesh.pp, setting.stages_per_rank, setting.microbatches
         if key not in self._ranks:
-            self._ranks[key] = ranks_of(self._question.architecture, setting)
+            merged: dict[tuple[int, ...], Rank] = {}
+            for rank in ranks_of(self._question.architecture, setting):
+                name = tuple(map(id, rank.stages))
+                live = [*merged[name].live, *rank.live] if name in merged else rank.live
+                merged[name] = rank._replace(live=largest(live))
+            self._ranks[key] = list(merged.values())
         return self._ranks[key]
 
     def _again(self, base: Base, setting: Setting, recompute: frozenset[str]) -> float:
@@ -103,20 +111,24 @@ class Fitting:
         return self._kept[key]
 
 
-def sharded(question: Question, setting: Setting) -> Iterator[Setting]:
-    """All ways to hold the state: the levels, over all replicas and over those of a node."""
+def unlike(ranks: Sequence[Sequence[Mapping[Where, int]]]) -> list[Sequence[Mapping[Where, int]]]:
+    """The stages of ranks, those of ranks that are alike once."""
+    return list({tuple(map(id, stages)): stages for stages in ranks}.values())
+
+
+def sharded(question: Question, setting: Setting) -> Iterator[tuple[Shard, int | None]]:
+    """All ways to hold the state: the levels, over all replicas (None) and over those of a node."""
     mesh = setting.mesh
+    yield "none", None
     if mesh.stage == mesh.tp:
-        yield setting
         return
-    yield replace(setting, shard="none")
     node = question.machine.ranks_per_node // mesh.tp
     widths = [None, node] if 1 < node < mesh.dp and mesh.dp % node == 0 else [None]
     for width in widths:
-        yield replace(setting, shard="optimizer", shard_ranks=width)
+        yield "optimizer", width
         if setting.microbatches > 1:
-            yield replace(setting, shard="gradients", shard_ranks=width)
-        yield replace(setting, shard="parameters", shard_ranks=width)
+            yield "gradients", width
+        yield "parameters", width
 
 
 def placements(setting: Setting) -> Iterator[Setting]:

@@ -85,19 +85,17 @@ def memory_of_ranks(
 
 def ranks_of(architecture: Architecture, setting: Setting) -> list[Rank]:
     """The ranks of the pipeline."""
-    counts = counts_of(architecture, blocks_of_stages(architecture, setting))
     order = setting.schedule, setting.mesh.pp, setting.microbatches, setting.stages_per_rank
     live = live_microbatches(*order, setting.divided_vocabulary)
-    owned = stages_of_ranks(setting.schedule, setting.mesh.pp, setting.stages_per_rank)
-    whole = counts_of_ranks(architecture, setting)
-    return [Rank(*parts) for parts in zip(whole, ([counts[number] for number in own] for own in owned), live)]
+    owned = stages_of_each(architecture, setting)
+    return [Rank(together(stages), stages, kept) for stages, kept in zip(owned, live)]
 
 
-def counts_of_ranks(architecture: Architecture, setting: Setting) -> list[Mapping[Where, int]]:
-    """Of each rank of the pipeline: blocks of each kind in all of its stages, and whether it has the first and last part."""
+def stages_of_each(architecture: Architecture, setting: Setting) -> list[list[Mapping[Where, int]]]:
+    """Of each rank of the pipeline what its stages have."""
     counts = counts_of(architecture, blocks_of_stages(architecture, setting))
     owned = stages_of_ranks(setting.schedule, setting.mesh.pp, setting.stages_per_rank)
-    return [together([counts[number] for number in own]) for own in owned]
+    return [[counts[number] for number in own] for own in owned]
 
 
 def state_of(

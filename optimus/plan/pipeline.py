@@ -32,9 +32,11 @@ class StageTimes(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int, vocabulary: bool = False) -> Schedule:
-    """The schedule that trains so. Raises `UserError` for numbers that it cannot take."""
-    return make_schedule(name, ranks, microbatches, stages_per_rank, vocabulary=vocabulary)
+def schedule(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int, *, vocabulary: bool = False, transfers: bool = False
+) -> Schedule:
+    """The schedule that trains so, or its computations. Raises `UserError` for numbers that it cannot take."""
+    return make_schedule(name, ranks, microbatches, stages_per_rank, vocabulary=vocabulary, transfers=transfers)
 
 
 def pipeline_seconds(
@@ -57,7 +59,7 @@ def pipeline_seconds(
 def _blocking(name: str, ranks: int, microbatches: int, times: tuple[StageTimes, ...], link: float) -> float:
     forward, backward, weights = map(list, zip(*times))
     costs = Costs(forward, backward, weights, link=link, blocking=True)
-    return makespan(schedule(name, ranks, microbatches, len(times) // ranks), costs)
+    return makespan(schedule(name, ranks, microbatches, len(times) // ranks, transfers=True), costs)
 
 
 @lru_cache(maxsize=4096)
@@ -80,8 +82,7 @@ def _replayed(name: str, ranks: int, microbatches: int, stages_per_rank: int) ->
     """The computations of a schedule in an order in which they can be done: of each its rank, four times its stage and what
     part of a microbatch it is, which of them it waits for (or -1), and whether that is on another rank."""
     plan = schedule(name, ranks, microbatches, stages_per_rank)
-    orders = [[action for action in actions if action.kind.computes] for actions in plan.actions]
-    done = {action: number for number, action in enumerate(replay(plan, orders, lambda action: 0.0))}
+    done = {action: number for number, action in enumerate(replay(plan, plan.actions, lambda action: 0.0))}
     columns = array("i"), array("i"), array("i"), array("b")
     for action in done:
         source = plan.input_of(action)
@@ -130,7 +131,7 @@ def live_microbatches(
     if name in ("1f1b", "zb-h1") and not vocabulary:  # as below, sooner
         most = [ranks - rank if name == "1f1b" else ranks for rank in range(ranks)]
         return tuple(((min(microbatches, own),),) for own in most)
-    plan = schedule(name, ranks, _few(name, ranks, microbatches), stages_per_rank, vocabulary)
+    plan = schedule(name, ranks, _few(name, ranks, microbatches), stages_per_rank, vocabulary=vocabulary)
     owned = stages_of_ranks(name, ranks, stages_per_rank)
     return tuple(_most(live_changes(actions), own) for own, actions in zip(owned, plan.actions))
 
@@ -140,7 +141,15 @@ def _most(changes: Iterable[tuple[int, int]], stages: Sequence[int]) -> tuple[Li
     for stage, change in changes:
         now[stage] += change
         seen.add(tuple(now.values()))
-    return tuple(one for one in seen if not any(other != one and all(map(int.__ge__, other, one)) for other in seen))
+    return largest(seen)
+
+
+def largest(seen: Iterable[Live]) -> tuple[Live, ...]:
+    """Those of which no other has as many of every stage."""
+    several = set(seen)
+    return tuple(
+        one for one in several if not any(other != one and all(map(int.__ge__, other, one)) for other in several)
+    )
 
 
 @lru_cache(maxsize=1024)

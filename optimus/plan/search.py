@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from optimus.errors import UserError
-from optimus.plan.divisions import bases
+from optimus.plan.divisions import Base, bases
 from optimus.plan.fitting import Fitting
 from optimus.plan.links import even, exchanged
 from optimus.plan.machine import load_machine, machine_names
 from optimus.plan.question import Plan, Question, memory_in, predict, time_of
-from optimus.plan.setting import Setting
 
 
 def search(question: Question, best: int = 10) -> list[Plan]:
@@ -48,7 +47,7 @@ def search(question: Question, best: int = 10) -> list[Plan]:
             times = sorted(plan.step.seconds for plan in found.values())
             limit = times[best - 1] if len(times) >= best else limit
     if not found:
-        raise _too_large(question, [base.setting(question) for base in ways])
+        raise _too_large(question, ways)
     plans = sorted(found.values(), key=lambda plan: plan.step.seconds)[:best]
     return sorted(map(_rearranged, plans), key=lambda plan: plan.step.seconds) if links else plans
 
@@ -76,9 +75,14 @@ def _no_division(question: Question) -> UserError:
     )
 
 
-def _too_large(question: Question, settings: Sequence[Setting]) -> UserError:
+def _too_large(question: Question, ways: Sequence[Base]) -> UserError:
     """Names the least memory, and the smallest machine of those that are known."""
-    tightest = [replace(setting, recompute=frozenset({"block"}), shard="parameters") for setting in settings]
+    smallest = min(base.division.micro_batch for base in ways)  # and no order keeps less than 1F1B
+    tightest = [
+        replace(base.setting(question), recompute=frozenset({"block"}), shard="parameters")
+        for base in ways
+        if base.division.micro_batch == smallest and base.schedule == "1f1b"
+    ]
     least = min((memory_in(question, setting) for setting in tightest), key=lambda memory: memory.total)
     rooms = sorted({(load_machine(name).memory, name) for name in machine_names()})
     enough = [f"{name} ({size / 1e9:.0f} GB)" for size, name in rooms if least.total <= size * 0.92]

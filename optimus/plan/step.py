@@ -60,7 +60,7 @@ class _Passes(NamedTuple):
     stages: Sequence[_Stage]  # of the busiest rank
     times: tuple[StageTimes, ...]  # of all stages
     counts: Mapping[Where, int]  # of the busiest rank
-    least: float  # seconds of all microbatches
+    least: float  # seconds of all microbatches, if ranks share no cores
 
     @property
     def hidden(self) -> float:
@@ -96,32 +96,40 @@ def least_time(setting: Setting, kinds: tuple[Kind, ...], work: Work) -> float:
     """Seconds that `step_time` is no less than: what the pipeline's order costs is left out."""
     work = work.like(setting)
     passes = _passes(work, kinds)
-    return passes.least + sum(_ends(work, kinds, passes, passes.least).values())
+    least = _lent(work, passes.times, passes.least)
+    return least + sum(_ends(work, kinds, passes, least).values())
 
 
 def _passes(work: Work, kinds: tuple[Kind, ...]) -> _Passes:
     """`work` remembers them, however the state is held and the pipeline lies, unless parameters are gathered."""
-    s = work.setting
-    mesh = s.mesh
+    s, mesh = work.setting, work.setting.mesh
     gathers = (mesh, s.shard_ranks, s.shard_over, s.release) if s.shard == "parameters" else None
     inside = mesh.ep, mesh.etp, s.recompute, s.recompute_every, s.repeat_collectives, gathers
     key = inside, s.schedule, mesh.pp, s.stages_per_rank, s.microbatches, s.blocks, s.divided_vocabulary
-    if key in work.known:
-        return work.known[key]
+    if key not in work.known:
+        work.known[key] = _all_passes(work, kinds, inside)
+    found: _Passes = work.known[key]
+    return found
+
+
+def _all_passes(work: Work, kinds: tuple[Kind, ...], inside: tuple[Any, ...]) -> _Passes:
+    """`inside` is what a stage's time depends on besides its blocks."""
+    s, pp = work.setting, work.setting.mesh.pp
     counts = counts_of(work.architecture, blocks_of_stages(work.architecture, s))
     vocabulary = s.stages_per_rank if s.divided_vocabulary else None
-    alike = {id(each): each for each in counts}
-    known = {
-        name: _known_stage(work, kinds, each, (inside, vocabulary, *each.values())) for name, each in alike.items()
-    }
-    stages = [known[id(each)] for each in counts]
+    alike: dict[int, _Stage] = {}
+    for each in {id(each): each for each in counts}.values():
+        key = inside, vocabulary, *each.values()
+        if key not in work.known:
+            work.known[key] = _stage(work, kinds, each)
+        alike[id(each)] = work.known[key]
+    stages = [alike[id(each)] for each in counts]
     times = tuple(each.times for each in stages)
-    ranks = stages_of_ranks(s.schedule, mesh.pp, s.stages_per_rank)
+    ranks = stages_of_ranks(s.schedule, pp, s.stages_per_rank)
     busiest = max(ranks, key=lambda own: sum(times[number].seconds for number in own))
-    least = _lent(work, times, least_seconds(s.schedule, mesh.pp, s.microbatches, times))
-    own = [stages[number] for number in busiest]
-    found = work.known[key] = _Passes(own, times, together([counts[number] for number in busiest]), least)
-    return found
+    least = least_seconds(s.schedule, pp, s.microbatches, times)
+    own = together([counts[number] for number in busiest])
+    return _Passes([stages[number] for number in busiest], times, own, least)
 
 
 def _lent(work: Work, times: Sequence[StageTimes], seconds: float) -> float:
@@ -205,14 +213,6 @@ def together(counts: Sequence[Mapping[Where, int]]) -> Mapping[Where, int]:
 
 
 # ---- A microbatch in a stage ----
-
-
-def _known_stage(work: Work, kinds: tuple[Kind, ...], counts: Mapping[Where, int], key: tuple[Any, ...]) -> _Stage:
-    """Once for all that is alike."""
-    if key not in work.known:
-        work.known[key] = _stage(work, kinds, counts)
-    found: _Stage = work.known[key]
-    return found
 
 
 def _stage(work: Work, kinds: tuple[Kind, ...], counts: Mapping[Where, int]) -> _Stage:

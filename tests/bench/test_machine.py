@@ -24,7 +24,7 @@ from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.plan.architecture import Architecture
 from optimus.plan.collectives import Place, collective_seconds, transfer_seconds
-from optimus.plan.machine import Machine, load_machine
+from optimus.plan.machine import Machine, Pace, load_machine
 from optimus.plan.setting import Setting
 from optimus.plan.software import load_software
 from optimus.plan.work import Work
@@ -87,6 +87,23 @@ def test_made_up_times_give_the_machine_back(name: str, cores: int | None) -> No
     for field in ("ranks_per_node", "memory", "host"):
         assert getattr(found, field) == getattr(machine, field), field
     assert max(point.error for point in points(found, made_up(machine))) < 0.05
+
+
+def test_kinds_of_collectives_with_a_pace_of_their_own_are_found() -> None:
+    paces = {"all_reduce": Pace(share=0.5, start=1e-4, step=2e-4), "shift": Pace(share=2.0, start=1e-5, step=1e-5)}
+    laptop = load_machine("laptop")
+    given = laptop.model_copy(update={"node": laptop.node.model_copy(update={"paces": paces})})
+    found = fit(made_up(given), name="mine", source="made up")
+    assert max(point.error for point in points(found, made_up(given))) < 0.1
+    assert "all_reduce" in found.node.paces
+    assert not fit(made_up(laptop), name="mine", source="made up").node.paces
+
+
+def test_what_ranks_share_is_written() -> None:
+    seen = made_up(load_machine("laptop"))
+    seen.alone, seen.overlap = 3.96, 0.25
+    found = fit(seen, name="mine", source="made up")
+    assert (found.alone, found.overlap) == (3.96, 0.25)
 
 
 def test_a_group_of_its_own_is_found_and_others_are_left_out() -> None:

@@ -38,9 +38,9 @@ def everything(asked: Question) -> list[Plan]:
     settings = [
         placed
         for base in bases(asked)
-        for held in sharded(asked, base.setting(asked))
+        for shard, width in sharded(asked, base.setting(asked))
         for recompute in recomputations(asked.model)
-        for placed in placements(replace(held, recompute=recompute))
+        for placed in placements(replace(base.setting(asked), shard=shard, shard_ranks=width, recompute=recompute))
     ]
     fitting = [setting for setting in settings if fits(memory_in(asked, setting), asked.machine)]
     return sorted((predict(asked, setting) for setting in fitting), key=lambda plan: plan.step.seconds)
@@ -57,6 +57,7 @@ def division(plan: Plan) -> tuple[int, ...]:
         question(DENSE, 4, 8),
         question(DENSE, 8, 8, memory=4.2e8),  # so small that state is shared out and activations recomputed
         question(SPARSE, 4, 4, memory=8e8),
+        question(DENSE, 16, 16, alone=4.0, overlap=0.0),
     ],
 )
 def test_nothing_faster_is_left_out(asked: Question) -> None:
@@ -76,15 +77,17 @@ def test_a_small_memory_is_met_by_sharding_and_recomputation() -> None:
     assert tight.memory.total <= 4.2e8 < roomy.memory.total
 
 
-def test_a_bound_is_never_above_what_is_predicted() -> None:
+@pytest.mark.parametrize("shares", [{}, {"alone": 4.0, "overlap": 0.0}])
+def test_a_bound_is_never_above_what_is_predicted(shares: dict[str, float]) -> None:
     for model in (DENSE, SPARSE):
-        asked = question(model)
+        asked = question(model, **shares)
         ways = list(bases(asked))
         for base in random.Random(0).sample(ways, min(60, len(ways))):
             setting = base.setting(asked)
-            least = least_time_of(asked, setting)
-            assert base.bound <= least * (1 + 1e-9)
-            assert least <= predict(asked, setting).step.seconds * (1 + 1e-9), setting
+            for placed in placements(setting):
+                least = least_time_of(asked, placed, base.division.work)
+                assert base.bound <= least * (1 + 1e-9)
+                assert least <= predict(asked, placed).step.seconds * (1 + 1e-9), placed
 
 
 def test_twelve_thousand_ranks_fill_whole_nodes() -> None:

@@ -170,3 +170,38 @@ def test_a_checkpoint_beside_the_training_is_waited_for_when_the_next_is_due() -
 
 def test_tokens_travel_to_the_device() -> None:
     assert step(SETTING).terms["data"] == pytest.approx(8 * 8 * 2048 / MACHINE.host.link)
+
+
+# ---- Ranks that share the cores of a processor ----
+
+SHARED = MACHINE.model_copy(update={"alone": 4.0})
+
+
+def test_what_ranks_leave_idle_the_others_use() -> None:
+    """Four stages side by side on a node that computes as fast with fewer ranks: no bubble. Of stages on nodes of their own
+    nobody uses it."""
+    setting = replace(SETTING, mesh=Mesh(pp=4), even=True)
+    here, there = (step_time(DENSE, setting, machine, PLAIN) for machine in (SHARED, MACHINE))
+    assert here.terms["pipeline"] == 0 < there.terms["pipeline"]
+    alone = step(SETTING)
+    assert here.terms["matmul"] == pytest.approx(alone.terms["matmul"] / 4, rel=0.02)  # the ends count a little
+    assert sum(here.terms.values()) == pytest.approx(here.seconds)
+    apart = replace(setting, mesh=Mesh(pp=4, dp=8))
+    assert step_time(DENSE, apart, SHARED, PLAIN) == step_time(DENSE, apart, MACHINE, PLAIN)
+
+
+def test_a_single_microbatch_is_no_faster_than_its_stages_alone() -> None:
+    setting = replace(SETTING, mesh=Mesh(pp=8), microbatches=1, even=True)
+    here, there = (step_time(DENSE, setting, machine, PLAIN) for machine in (SHARED, MACHINE))
+    ends = sum(here.terms[kind] for kind in ("optimizer", "data"))
+    assert here.seconds - ends == pytest.approx((there.seconds - ends) / 4)
+
+
+def test_nothing_is_hidden_beside_cores_that_move_the_data() -> None:
+    busy = MACHINE.model_copy(update={"overlap": 0.0})
+    setting = replace(SETTING, mesh=Mesh(dp=4, tp=2), shard="optimizer")
+    hiding = PLAIN.model_copy(update={"overlap_tensor": 0.5})
+    hidden, shown = (step_time(DENSE, setting, machine, hiding).terms for machine in (MACHINE, busy))
+    assert shown["tensor_parallel"] == pytest.approx(2 * hidden["tensor_parallel"])
+    assert shown["data_parallel"] > 2 * hidden["data_parallel"]
+    assert shown["matmul"] == pytest.approx(hidden["matmul"])

@@ -77,7 +77,7 @@ def test_peers_are_the_ranks_of_a_stage(mesh: Mesh, peers: list[list[int]]) -> N
 
 # Of what a rank takes when it has the cores to itself, as the others wait for it; they take twice as long, or more, as all
 # of them compute at once on fewer cores.
-FACTOR = 6.0
+FACTOR = 10.0
 WINDOW, OFTEN = 5, 2
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data": {"state": {"shard": "gradients"}},
@@ -105,7 +105,8 @@ def train_with_a_slow_rank(config: dict[str, Any], plan: FaultPlan) -> tuple[lis
 def config_of_a_run(small_run: dict[str, Any], layout: str, steps: int = 25) -> dict[str, Any]:
     train = small_run["train"] | {"steps": steps, "global_batch": 32}
     model = small_run["model"] | {"layers": 4, "hidden": 64}
-    return small_run | {"train": train, "model": model} | LAYOUTS[layout]
+    # Above the usual threshold, as ranks share cores with whatever else the machine does.
+    return small_run | {"train": train, "model": model, "resilience": {"slow": 80}} | LAYOUTS[layout]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def make_schedule(
     warm_up: float = 1.0,
     *,
     vocabulary: bool = False,
+    transfers: bool = True,
 ) -> Schedule:
     """The schedule of that name.
 
@@ -45,6 +46,7 @@ def make_schedule(
         warm_up: for 1f1b: how many times its usual live activations a stage may hold.
         vocabulary: every rank has a part of the vocabulary; 1f1b and interleaved-1f1b are then two microbatches further
             ahead.
+        transfers: False leaves out sends and receives, for whoever asks about computations alone.
 
     Raises `UserError` for an unknown name and for numbers that the schedule cannot take.
     """
@@ -53,12 +55,13 @@ def make_schedule(
     for what, value in (("ranks", ranks), ("microbatches", microbatches), ("stages per rank", stages_per_rank)):
         if value is not None and value < 1:
             raise UserError(f"schedule {name}: {value} {what}; give at least one")
-    made = _make(name, ranks, microbatches, stages_per_rank, warm_up, AHEAD if vocabulary else 0)
+    ahead = AHEAD if vocabulary else 0
+    made = _make(name, ranks, microbatches, stages_per_rank, warm_up, ahead, transfers)
     return with_vocabulary(made) if vocabulary else made
 
 
 def _make(
-    name: str, ranks: int, microbatches: int, stages_per_rank: int | None, warm_up: float, ahead: int
+    name: str, ranks: int, microbatches: int, stages_per_rank: int | None, warm_up: float, ahead: int, transfers: bool
 ) -> Schedule:
     if warm_up != 1.0 and name != "1f1b":
         raise UserError(f"schedule {name}: a deeper warm-up is an option of 1f1b; leave it out or choose 1f1b")
@@ -66,13 +69,13 @@ def _make(
     per_rank = usual if stages_per_rank is None else stages_per_rank
     if name == "interleaved-1f1b":
         _check_interleaving(ranks, microbatches, per_rank)
-        return interleaved(ranks, microbatches, per_rank, ahead)
+        return interleaved(ranks, microbatches, per_rank, ahead, transfers=transfers)
     if per_rank != usual:
         cure = f"take {usual}, or schedule interleaved-1f1b, which takes any number from 2"
         raise UserError(f"schedule {name}: {per_rank} stages per rank cannot be; {cure}")
     if name == "1f1b":
-        return one_f_one_b(ranks, microbatches, warm_up, ahead)
-    return {"gpipe": gpipe, "zb-h1": zb_h1, "zbv": zbv}[name](ranks, microbatches)
+        return one_f_one_b(ranks, microbatches, warm_up, ahead, transfers=transfers)
+    return {"gpipe": gpipe, "zb-h1": zb_h1, "zbv": zbv}[name](ranks, microbatches, transfers=transfers)
 
 
 def _check_interleaving(ranks: int, microbatches: int, stages_per_rank: int) -> None:

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from optimus.pipeline.schedule import Action, Kind, Schedule
 from optimus.pipeline.schedules.vocabulary import with_vocabulary
-from optimus.pipeline.transfers import with_transfers
+from optimus.pipeline.transfers import with_orders, with_transfers
 
 
-def gpipe(ranks: int, microbatches: int) -> Schedule:
+def gpipe(ranks: int, microbatches: int, *, transfers: bool = True) -> Schedule:
     """Every stage keeps the activations of all microbatches. Bubble: (ranks - 1) / microbatches.
 
     The backward passes take the microbatches in the order of the forward passes, so that gradients are added in the
@@ -17,7 +17,7 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
         [Action(kind, rank, microbatch) for kind in (Kind.FORWARD, Kind.BACKWARD) for microbatch in range(microbatches)]
         for rank in range(ranks)
     ]
-    return with_transfers(Schedule("gpipe", ranks, microbatches, ()), orders)
+    return with_orders(Schedule("gpipe", ranks, microbatches, ()), orders, transfers=transfers)
 
 
 def forward_only(place: Schedule, microbatches: int, *, vocabulary: bool = False) -> Schedule:

@@ -4,10 +4,12 @@ from collections.abc import Iterable
 
 from optimus.pipeline.schedule import Action, Kind, Schedule
 from optimus.pipeline.schedules.one_f_one_b import take_turns
-from optimus.pipeline.transfers import with_transfers
+from optimus.pipeline.transfers import with_orders
 
 
-def interleaved(ranks: int, microbatches: int, stages_per_rank: int, ahead: int = 0) -> Schedule:
+def interleaved(
+    ranks: int, microbatches: int, stages_per_rank: int, ahead: int = 0, *, transfers: bool = True
+) -> Schedule:
     """Stage s is on rank s mod ranks. Bubble: (ranks - 1) / (stages per rank * microbatches), for whole rounds.
 
     A rank takes a round of as many microbatches as there are ranks through its first stage, then the same through its
@@ -29,4 +31,4 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int, ahead: int 
         whole = take_turns(passes(Kind.FORWARD, stages), passes(Kind.BACKWARD, reversed(stages)), live)
         orders.append([action for action in whole if action.microbatch < microbatches])
     schedule = Schedule("interleaved-1f1b", ranks, microbatches, (), stages_per_rank=stages_per_rank)
-    return with_transfers(schedule, orders)
+    return with_orders(schedule, orders, transfers=transfers)
