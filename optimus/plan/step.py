@@ -42,8 +42,14 @@ class _Stage(NamedTuple):
     backward: Terms
     weights: Terms
     again: Terms  # recomputed; part of the backward pass
-    gathers: float  # of parameters, not hidden
-    host: float  # waiting for it to start kernels
+    starting: float  # its kernels, by the host
+    gathers: float = 0.0  # of parameters, not hidden
+
+    @property
+    def host(self) -> float:
+        """Seconds of waiting for it."""
+        busy = self.gathers + sum(each.seconds for each in (self.forward, self.backward, self.weights, self.again))
+        return max(0.0, self.starting - busy)
 
     @property
     def times(self) -> StageTimes:
@@ -104,8 +110,8 @@ def _passes(work: Work, kinds: tuple[Kind, ...]) -> _Passes:
     """`work` remembers them, however the state is held and the pipeline lies, unless parameters are gathered."""
     s, mesh = work.setting, work.setting.mesh
     gathers = (mesh, s.shard_ranks, s.shard_over, s.release) if s.shard == "parameters" else None
-    inside = mesh.ep, mesh.etp, s.recompute, s.recompute_every, s.repeat_collectives, gathers
-    key = inside, s.schedule, mesh.pp, s.stages_per_rank, s.microbatches, s.blocks, s.divided_vocabulary
+    inside = mesh.ep, mesh.etp, s.recompute, s.recompute_every, s.repeat_collectives
+    key = inside, gathers, s.schedule, mesh.pp, s.stages_per_rank, s.microbatches, s.blocks, s.divided_vocabulary
     if key not in work.known:
         work.known[key] = _all_passes(work, kinds, inside)
     found: _Passes = work.known[key]
@@ -113,7 +119,7 @@ def _passes(work: Work, kinds: tuple[Kind, ...]) -> _Passes:
 
 
 def _all_passes(work: Work, kinds: tuple[Kind, ...], inside: tuple[Any, ...]) -> _Passes:
-    """`inside` is what a stage's time depends on besides its blocks."""
+    """`inside` is what a stage's time depends on besides its blocks and what is gathered."""
     s, pp = work.setting, work.setting.mesh.pp
     counts = counts_of(work.architecture, blocks_of_stages(work.architecture, s))
     vocabulary = s.stages_per_rank if s.divided_vocabulary else None
@@ -121,8 +127,12 @@ def _all_passes(work: Work, kinds: tuple[Kind, ...], inside: tuple[Any, ...]) ->
     for each in {id(each): each for each in counts}.values():
         key = inside, vocabulary, *each.values()
         if key not in work.known:
-            work.known[key] = _stage(work, kinds, each)
-        alike[id(each)] = work.known[key]
+            work.known[key] = _stage(work, each)
+        stage: _Stage = work.known[key]
+        if s.shard == "parameters":
+            gathers = _gathering(work, held_by(kinds, s, each), stage.forward, add([stage.backward, stage.weights]))
+            stage = stage._replace(gathers=gathers)
+        alike[id(each)] = stage
     stages = [alike[id(each)] for each in counts]
     times = tuple(each.times for each in stages)
     ranks = stages_of_ranks(s.schedule, pp, s.stages_per_rank)
@@ -215,7 +225,7 @@ def together(counts: Sequence[Mapping[Where, int]]) -> Mapping[Where, int]:
 # ---- A microbatch in a stage ----
 
 
-def _stage(work: Work, kinds: tuple[Kind, ...], counts: Mapping[Where, int]) -> _Stage:
+def _stage(work: Work, counts: Mapping[Where, int]) -> _Stage:
     setting = work.setting
     parts: list[tuple[Passes, float]] = []
     again: list[Terms] = []
@@ -241,12 +251,7 @@ def _stage(work: Work, kinds: tuple[Kind, ...], counts: Mapping[Where, int]) -> 
     else:
         parts += [(work.embedding, counts["first"]), (work.head, counts["last"]), (work.norm, counts["last"])]
     forward, backward, weights = (add(_scaled(passes[i], times) for passes, times in parts) for i in range(3))
-    gathers = 0.0
-    if setting.shard == "parameters":
-        gathers = _gathering(work, held_by(kinds, setting, counts), forward, add([backward, weights]))
-    busy = gathers + sum(each.seconds for each in (forward, backward, weights, *again))
-    host = max(0.0, work.software.host * counts["sparse"] - busy)
-    return _Stage(forward, backward, weights, add(again), gathers, host)
+    return _Stage(forward, backward, weights, add(again), work.software.host * counts["sparse"])
 
 
 def _recomputed(recompute: frozenset[str], feed_forward: str) -> list[str]:
