@@ -223,10 +223,14 @@ def _all_to_all(whole: float, place: Place, machine: Machine) -> float:
 
 
 def transfer_seconds(sent: float, place: Place, machine: Machine) -> float:
-    """Of a message to the next rank of `place` while all ranks send one (a pipeline's next stage)."""
-    if place.stride >= machine.ranks_per_node:
-        bandwidth = machine.network.bandwidth if machine.network.links is None else thinnest(place, machine)
-        return sent * machine.ranks_per_node / bandwidth + machine.network.latency
+    """Of a message to the next rank of `place` while all ranks send one (a pipeline's next stage): of those that leave the
+    node, if there are such, as they take longest."""
     pace = machine.node.pace("shift")
-    bandwidth = ring_bandwidth(Place(2, place.stride), machine)
-    return sent / bandwidth / pace.share + pace.start + pace.step
+    bandwidth = machine.node.groups.get(f"{place.stride}x2", machine.node.bandwidth)
+    inside = sent / bandwidth / pace.share + pace.start + pace.step
+    if place.nodes(machine) == 1:
+        return inside
+    bandwidth = machine.network.bandwidth if machine.network.links is None else thinnest(place, machine)
+    leaving = min(machine.ranks_per_node, place.stride)
+    across = sent * leaving / bandwidth + machine.network.latency
+    return max(inside, across) if place.on_a_node(machine) > 1 else across

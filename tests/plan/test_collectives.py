@@ -231,6 +231,8 @@ def test_message_to_the_next_stage() -> None:
     pair = machine(latency=(0.5, 10.0))
     assert transfer_seconds(200.0, Place(2, 2), pair) == 2.5
     assert transfer_seconds(200.0, Place(2, 4), pair) == 200.0 * 4 / 40.0 + 10.0
+    # Of a pipeline of four, two stages on each of two nodes: two ranks send to the other node.
+    assert transfer_seconds(200.0, Place(4, 2), pair) == 200.0 * 2 / 40.0 + 10.0
 
 
 # ---- Stages side by side, nodes that are not alike, levels ----
