@@ -5,9 +5,21 @@ from typing import Annotated, Literal
 
 import typer
 
+from optimus.errors import UserError
+
 bench_app = typer.Typer(help="Measure Optimus and its rivals in one run.", no_args_is_help=True, rich_markup_mode=None)
 
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report to this JSON file.")]
+
+def _in_a_folder(path: Path | None) -> Path | None:
+    """Raises `UserError` before minutes of work whose report could not be written."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UserError(f"--json {path}: there is no folder {path.absolute().parent}; make it first")
+    return path
+
+
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the report to this JSON file.", callback=_in_a_folder)
+]
 
 
 @bench_app.command(name="train")
@@ -267,7 +279,6 @@ def bench_planner(
     """The planner's predictions against published throughput and memory."""
     from optimus.bench import planner, planner_output
     from optimus.disk import check_plot
-    from optimus.errors import UserError
 
     if data is None:
         raise UserError(

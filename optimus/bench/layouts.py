@@ -24,6 +24,7 @@ from optimus.bench.data_parallel_rivals import ours
 from optimus.bench.fresh_ranks import run_fresh
 from optimus.bench.machine import fit_machine, observe
 from optimus.config import RunConfig
+from optimus.errors import UserError
 from optimus.plan.asking import configured
 from optimus.plan.question import Plan, Question
 from optimus.plan.report import planned
@@ -144,9 +145,11 @@ def name_of(setting: Setting) -> str:
 
 
 def ratios_of(layouts: Sequence[Layout]) -> dict[str, float]:
-    """How the planner did on one number of ranks; `layouts` are in its order."""
+    """How the planner did on one number of ranks; `layouts` are in its order. Raises `UserError` where none of them ran."""
     name = f"layouts.{layouts[0].plan.question.ranks}_ranks"
     ran = [layout for layout in layouts if layout.failure is None]
+    if not ran:
+        raise UserError(f"none of {len(layouts)} layouts could be trained; the first failed with: {layouts[0].failure}")
     fastest = sorted(ran, key=lambda layout: layout.seconds)[:_BEST]
     both = sum(layout in fastest for layout in layouts[:_BEST])
     errors = [abs(layout.plan.step.seconds / layout.seconds - 1) for layout in ran]

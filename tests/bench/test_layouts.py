@@ -4,9 +4,12 @@ from dataclasses import replace
 
 import pytest
 from torch.multiprocessing.spawn import ProcessRaisedException
+from typer.testing import CliRunner
 
 from optimus.bench import layouts
 from optimus.bench.layouts import Layout, ratios_of, rows_of, time_layouts
+from optimus.cli import app
+from optimus.errors import UserError
 from optimus.plan.asking import configured
 from optimus.plan.machine import load_machine
 from optimus.plan.question import Plan, Question
@@ -52,6 +55,8 @@ def test_a_layout_that_fails_is_named(plans: list[Plan], monkeypatch: pytest.Mon
     (found,) = time_layouts(plans[:1], CONFIG, steps=1, rounds=3)
     assert found.failure == "MemoryError: no room"
     assert len(calls) == 1  # it is not tried again
+    with pytest.raises(UserError, match=r"none of 1 layouts could be trained; .* MemoryError: no room"):
+        ratios_of([found])
 
 
 def test_how_many_of_the_best_are_the_fastest(plans: list[Plan]) -> None:
@@ -67,3 +72,8 @@ def test_how_many_of_the_best_are_the_fastest(plans: list[Plan]) -> None:
     rows = rows_of(ran)
     assert [row["planned"] for row in rows[:3]] == [2, 3, 4]
     assert rows[-1]["failure"] == "no room"
+
+
+def test_a_report_that_cannot_be_written_is_refused_at_once() -> None:
+    with pytest.raises(UserError, match=r"--json none/a\.json: there is no folder .*none; make it first"):
+        CliRunner().invoke(app, ["bench", "layouts", "--json", "none/a.json"], catch_exceptions=False)
