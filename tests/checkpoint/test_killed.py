@@ -125,6 +125,7 @@ def same(a: Path, b: Path) -> bool:
 # ---- At random moments ----
 
 KILLS = {True: 60, False: 25}  # by whether it is asynchronous
+PHASES = {"training", "copying", "writing", "committing"}
 EVERY, WEIGHTS_EVERY = 3, 6
 LAYOUTS: list[dict[str, Any]] = [{"parallel": {"expert": 2}}, {"state": {"shard": "optimizer"}}]
 
@@ -159,12 +160,17 @@ def slow_down(writing: float) -> None:
 
 
 class Killer:
-    """Kills both ranks together, `seconds` after they have begun, unless told before that they are through."""
+    """Kills both ranks together, `seconds` after they have begun, unless told before that they are through.
 
-    def __init__(self, signs: Path, seconds: float) -> None:
+    Where a phase is `aimed` at, it waits for it, for some seconds: how long each takes is the machine's to say, and the
+    shortest may never be met by chance.
+    """
+
+    def __init__(self, signs: Path, seconds: float, checkpoints: Path, aimed: str | None) -> None:
         shutil.rmtree(signs, ignore_errors=True)
         signs.mkdir()
         self._signs, self._seconds = signs, seconds
+        self._checkpoints, self._aimed = checkpoints, aimed
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
@@ -181,6 +187,10 @@ class Killer:
             if self._over.wait(0.002):
                 return
         if not self._over.wait(self._seconds):
+            latest = time.monotonic() + 3.0
+            while self._aimed and phase_of(self._checkpoints) != self._aimed and time.monotonic() < latest:
+                if self._over.wait(0.002):
+                    return
             for file in files:
                 os.kill(int(file.read_text()), signal.SIGKILL)
 
@@ -189,7 +199,10 @@ def phase_of(checkpoints: Path) -> str:
     """Where in its making a checkpoint was, by what is left of it."""
     if list(checkpoints.glob(".*.old")):
         return "retiring"
-    partial = [{path.name for path in folder.iterdir()} for folder in checkpoints.glob(".*.partial")]
+    try:
+        partial = [{path.name for path in folder.iterdir()} for folder in checkpoints.glob(".*.partial")]
+    except FileNotFoundError:  # it was renamed while it was looked at
+        partial = []
     if not partial:
         return "training"
     if any(".metadata" in names for names in partial):
@@ -250,12 +263,13 @@ def test_killed_at_random_moments(small_run: dict[str, Any], tmp_path: Path, asy
         watch = Watch(tmp_path / f"{seed}", 2 * EVERY if asynchronous else EVERY)
         undisturbed = tmp_path / f"{seed}-undisturbed"
         began = time.monotonic()
-        assert not killed(config | {"train": config["train"] | {"output": str(undisturbed)}}, tmp_path / "signs", 60.0)
+        assert not killed(config | {"train": config["train"] | {"output": str(undisturbed)}}, tmp_path / "signs")
         duration = time.monotonic() - began
         ended = False
         while not ended:
             seconds = draw.uniform(0.0, duration / 5) if kills < KILLS[asynchronous] else 60.0
-            ended = not killed(config, tmp_path / "signs", seconds)
+            aimed = draw.choice(sorted(PHASES)) if kills % 2 else None
+            ended = not killed(config, tmp_path / "signs", seconds, aimed)
             kills += not ended
             watch.after_start(tmp_path / "signs")
             watch.after_kill()
@@ -264,14 +278,14 @@ def test_killed_at_random_moments(small_run: dict[str, Any], tmp_path: Path, asy
         shutil.rmtree(watch.run)
         seed += 1
     print(f"{kills} kills of {seed} runs, {dict(phases)}")
-    assert phases.keys() >= ({"training", "copying", "writing", "committing"} if asynchronous else {"training"})
+    assert phases.keys() >= (PHASES if asynchronous else {"training"})
     assert phases["training"] < kills
 
 
-def killed(config: dict[str, Any], signs: Path, seconds: float) -> bool:
+def killed(config: dict[str, Any], signs: Path, seconds: float = 60.0, aimed: str | None = None) -> bool:
     """Go on with a run; whether it was killed before its end."""
     try:
-        with Killer(signs, seconds):
+        with Killer(signs, seconds, Path(config["train"]["output"]) / "checkpoints", aimed):
             run_ranks(train_slowly_written, 2, config, True, signs)
     except RankError as error:
         if "killed by SIGKILL" not in str(error):
