@@ -154,16 +154,18 @@ class Machine(Section):
         raise UserError(f"machine {self.name} has no {precision} arithmetic; it has {', '.join(self.arithmetic)}")
 
     def matmul_seconds(
-        self, rows: float, columns: float, inner: float, precision: str, count: float = 1, *, aligned: bool = True
+        self, rows: float, columns: float, inner: float, precision: str, count: float = 1, *, units: float = 1.0
     ) -> float:
         """Of `count` products [rows, inner] x [inner, columns] at once.
 
         Tiles are computed in waves over all cores, of which the last is half full on average; a tile takes `depth` steps
-        more than it has inner elements; and nothing is faster than memory. Matrix units load 16 bytes at a time: products
-        of matrices that are not `aligned` to that run without them.
+        more than it has inner elements; and nothing is faster than memory. `units` is the share of the matrix units' rate
+        that the alignment of the matrices leaves; with none of it, products run without them.
         """
         rate, tile = self.rates(precision).sustained_rate, self.matmul.tile
-        if not aligned and "fp32" in self.arithmetic:
+        if units > 0 or "fp32" not in self.arithmetic:
+            rate *= units or 1.0
+        else:
             rate = min(rate, self.rates("fp32").achieved)
         tiles = count * max(1.0, rows / tile) * max(1.0, columns / tile)
         waves = tiles / self.cores + 0.5

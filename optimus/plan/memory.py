@@ -77,10 +77,12 @@ def memory_of_ranks(
     ranks = ranks_of(architecture, setting)
     states = state_of([rank.counts for rank in ranks], kinds or kinds_of_shapes(architecture), setting, software)
     activations = activations_of(ranks, kept or _Kept(architecture, setting, software), software)
-    return [
-        Memory(rank, {**state, **parts, "other": software.fixed})
-        for rank, (state, parts) in enumerate(zip(states, activations))
-    ]
+    found = []
+    for rank, (state, parts) in enumerate(zip(states, activations)):
+        if software.late_gradients and setting.microbatches == 1:  # as they come, activations go
+            state = {**state, "gradients": max(0.0, state["gradients"] - parts["activations"])}
+        found.append(Memory(rank, {**state, **parts, "other": software.fixed}))
+    return found
 
 
 def ranks_of(architecture: Architecture, setting: Setting) -> list[Rank]:

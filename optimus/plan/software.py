@@ -88,6 +88,11 @@ class Software(Section):
     whole_gradients: bool = Field(
         False, description="Whether gradients stay whole between microbatches where sharded parameters do."
     )
+    late_gradients: bool = Field(
+        False,
+        description="Whether gradients are allocated as the backward pass makes them, and freed by the step. (The search "
+        "does not count on it.)",
+    )
     fragments: float = Field(
         1.0,
         ge=1,

@@ -96,8 +96,8 @@ class Work:
         if self.software.attention == 0:
             batch = heads * self.T / context
             products = [(context, context, a.query_size), (context, a.head_size, context)]
-            aligned = _aligned(a.query_size, a.head_size)
-            forward = sum(machine.matmul_seconds(*sizes, self._dense, batch, aligned=aligned) for sizes in products)
+            units = float(_aligned(8, a.query_size, a.head_size))  # batched products leave the units sooner than others
+            forward = sum(machine.matmul_seconds(*sizes, self._dense, batch, units=units) for sizes in products)
             kept = self._memory(_SCORES * heads * self.T * context * self.e, share=1.0).memory
             return Passes(
                 self._speed(Terms(attention=forward + kept)),
@@ -241,8 +241,11 @@ class Work:
     def _product(self, m: float, n: float, k: float, count: float = 1, precision: str | None = None) -> Passes:
         """[m, k] x [k, n] forward, the gradients of both factors backward."""
         kind, machine = precision or self.setting.precision, self.machine
-        aligned, shapes = _aligned(n, k), ((m, n, k), (m, k, n), (k, n, m))
-        times = [machine.matmul_seconds(*sizes, kind, count, aligned=aligned) for sizes in shapes]
+        # Matrix units load 16 bytes at a time. cuBLAS has used them from 11.0 on for less, at half the rate.
+        units = 1.0 if _aligned(8, n, k) else 0.5 * _aligned(4, n, k)
+        times = [
+            machine.matmul_seconds(*sizes, kind, count, units=units) for sizes in ((m, n, k), (m, k, n), (k, n, m))
+        ]
         if kind in ("fp8", "fp4"):  # both factors and a gradient are read, scaled and written again
             cast = machine.memory_seconds(self.software.cast * count * (m * k + k * n))
             times = [time + cast for time in times]
@@ -310,9 +313,9 @@ class Work:
         return parts * (1 - comb(others, a.experts_per_token) / comb(a.experts, a.experts_per_token))
 
 
-def _aligned(*sizes: float) -> bool:
-    """Whether rows of so many elements of 16 bits begin at multiples of 16 bytes."""
-    return all(size % 8 == 0 for size in sizes)
+def _aligned(elements: int, *sizes: float) -> bool:
+    """Whether rows of such sizes begin at multiples of so many elements."""
+    return all(size % elements == 0 for size in sizes)
 
 
 def _together(parts: Iterable[Passes]) -> Passes:

@@ -71,6 +71,7 @@ def test_what_is_left_out() -> None:
         ("internevo_7b-0021", "internevo", "a100-4x100gb", Mesh(dp=64, tp=2), (4, 4), 1, 3308),
         ("bigscience_a100_3d-0008", "megatron-deepspeed", "jean-zay-a100", Mesh(pp=5, dp=9, tp=8), (1, 227), 1, 55.76967),
         ("bigscience_v100-0033", "megatron-deepspeed-v100", "jean-zay-v100-32gb", Mesh(pp=16, tp=4), (8, 256), 1, 121.363),
+        ("bigscience_v100-0094", "megatron-deepspeed", "jean-zay-v100-32gb", Mesh(pp=32, tp=4), (1, 2048), 1, 47.08046),
         ("bigscience_v100-0009", "megatron-v100", "jean-zay-v100-32gb", Mesh(pp=32, tp=4), (1, 4), 1, 7.55787),
         ("libai_megatron-0054", "megatron-libai", "v100-8x100gb", Mesh(dp=4, tp=2), (32, 8), 1, 73.2 * 1024 / 8),
         ("megatron_gpt-0009", "megatron-2021", "dgx-a100", Mesh(pp=35, dp=9, tp=8), (1, 280), 3, None),

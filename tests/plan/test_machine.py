@@ -61,9 +61,10 @@ def test_matmul_nears_its_best_rate_and_never_passes_it(name: str) -> None:
 
 def test_matrices_that_are_not_aligned_do_without_matrix_units() -> None:
     machine = load_machine("dgx-a100")
-    aligned, other = (machine.matmul_seconds(4096, 4096, 4096, "fp16", aligned=each) for each in (True, False))
+    aligned, half, other = (machine.matmul_seconds(4096, 4096, 4096, "fp16", units=each) for each in (1.0, 0.5, 0.0))
     assert other > 10 * aligned
     assert 2 * 4096**3 / other <= machine.arithmetic["fp32"].achieved
+    assert half == pytest.approx(2 * aligned, rel=0.01)
 
 
 # ---- Against measurements ----

@@ -150,3 +150,14 @@ def test_gradients_stay_whole_between_microbatches_where_a_program_keeps_them() 
     setting = replace(SETTING, shard="parameters", release=False)
     plain, whole = (memory(setting, replace_software(whole_gradients=each)) for each in (False, True))
     assert whole.parts["gathered"] - plain.parts["gathered"] == pytest.approx(4.0 * DENSE.parameters)
+
+
+def test_gradients_that_come_late_take_the_place_of_activations() -> None:
+    one = replace(SETTING, microbatches=1, shard="parameters")
+    for micro_batch in (1, 64):  # more gradients than activations, and less
+        setting = replace(one, micro_batch=micro_batch)
+        plain, late = (memory(setting, replace_software(late_gradients=each)) for each in (False, True))
+        both = [plain.parts[kind] for kind in ("gradients", "activations")]
+        assert plain.total - late.total == pytest.approx(min(both)) != 0
+    several = replace(one, microbatches=8)
+    assert memory(several, replace_software(late_gradients=True)) == memory(several)

@@ -69,6 +69,17 @@ def test_heads_that_are_no_multiple_of_eight_do_without_matrix_units() -> None:
     assert odd.attention > 2 * even.attention
 
 
+@pytest.mark.parametrize(("inner", "least", "most"), [(11264, 0.99, 1.01), (11268, 1.8, 2.1), (11266, 8.0, 30.0)])
+def test_products_with_rows_of_fewer_bytes_leave_the_matrix_units_in_two_steps(
+    inner: int, least: float, most: float
+) -> None:
+    """16 bytes: all of their rate; 8 bytes: half; less: none."""
+    whole, found = (
+        work(Architecture(4, 4096, 32, size, 32000, gated=False)).mlp.forward.matmul for size in (11264, inner)
+    )
+    assert least < found / whole < most
+
+
 def test_kept_scores_cost_memory_traffic_that_grows_with_the_square() -> None:
     kept = Software(about="a test", attention=0.0)
     short, long = (

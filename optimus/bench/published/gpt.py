@@ -174,7 +174,12 @@ def bigscience_v100(row: Row, source: str) -> Case:
         traits.add("adam-8bit")
     if zero3 and not hugging_face:
         traits.add("offload-activations")  # the scripts checkpoint to the host
-    deepspeed = tr8 or zero3 or "DeepSpeed=Y" in row.text("techniques")
+    if tr8:  # the program of BLOOM's training, on the machine before it
+        software = "megatron-deepspeed"
+    elif hugging_face:
+        software = "hf-deepspeed"
+    else:
+        software = "megatron-deepspeed-v100" if zero3 or "DeepSpeed=Y" in row.text("techniques") else "megatron-v100"
     oom = row.flag("oom")
     setting = Setting(
         mesh=mesh,
@@ -191,7 +196,7 @@ def bigscience_v100(row: Row, source: str) -> Case:
     return Case(
         source=source,
         row=row.name,
-        software="hf-deepspeed" if hugging_face else "megatron-deepspeed-v100" if deepspeed else "megatron-v100",
+        software=software,
         machine=machine_of(row, {"v100_16gb": "jean-zay-v100-16gb", "v100_32gb": "jean-zay-v100-32gb"}),
         architecture=architecture,
         setting=setting,
