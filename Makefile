@@ -27,7 +27,7 @@ demo: install                   ## text to evaluated model in minutes, with what
 	@$(BIN)/python examples/demo.py
 
 test: install-dev lint          ## lint and all tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 25 --durations-min 5
 
 lint: install-dev
 	@$(BIN)/ruff format --check --quiet . || (echo "run: .venv/bin/ruff format ." && exit 1)
