@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,14 @@ from optimus.config import RunConfig, load_config
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
 from optimus.plan.machine import Network, load_machine, machine_names
-from optimus.plan.own import GRADIENT, PRECISION, saving_of, sections_of, setting_of
-from optimus.plan.question import Question
+from optimus.plan.own import given_of, sections_of, setting_of, software_of
+from optimus.plan.question import Question, memory_in
 from optimus.plan.report import planned
 from optimus.plan.search import search
 from optimus.plan.setting import Setting
-from optimus.plan.software import Software, load_software
 from optimus.plan.what_if import changed, checked
 from optimus.train.pipeline import with_microbatches
+from optimus.train.recomputation import chosen_recomputation
 
 _SEQUENCES, _PER_RANK = 1024, 4  # of a batch where none is given: the paper's, or more so that many ranks have work
 
@@ -59,18 +60,23 @@ def asked(
         ranks,
         train.global_batch,
         train.context,
-        PRECISION[train.precision],
-        imbalance,
-        saving_of(config),
+        given_of(config, imbalance),
         changed(software_of(config), ours),
     )
-    return question, lambda: setting_of(config, ranks, min(ranks, kind.ranks_per_node), imbalance)
+    return question, lambda: _as_is(config, question)
 
 
-def software_of(config: RunConfig) -> Software:
-    """This library as `config` has it reduce gradients."""
-    software, bytes_each = load_software(), GRADIENT[config.state.gradient_dtype]
-    return software.model_copy(update={"gradient": bytes_each, "reduced": bytes_each})
+def _as_is(config: RunConfig, question: Question) -> Setting:
+    """Its layout, and the recomputation that `recompute: auto` would choose on that machine."""
+    setting = setting_of(
+        config, question.ranks, min(question.ranks, question.machine.ranks_per_node), question.given.imbalance
+    )
+    if config.recompute != ["auto"]:
+        return setting
+    parts = memory_in(question, setting).parts
+    free = question.machine.memory - sum(parts[kind] for kind in ("parameters", "gradients", "optimizer"))
+    chosen, _, _ = chosen_recomputation(config, setting.mesh, int(setting.itemsize), int(free))
+    return replace(setting, recompute=frozenset(chosen.kinds), recompute_every=chosen.every)
 
 
 def read_links(path: Path) -> list[list[float]]:

@@ -47,7 +47,7 @@ def plan(
     config = configured(model, overrides or [], ranks)
     question, setting = asked(config, machine, ranks, what_if or [], imbalance, links)
     if dry_run is not None:
-        _dry_run(question, config, ranks, dry_run, as_is, as_json)
+        _dry_run(question, config, setting() if as_is else None, dry_run, as_json)
         return
     numbers = None if scale is None else _numbers(scale)
     if plot is not None and numbers is None:
@@ -85,7 +85,7 @@ def _print(question: Any, plans: Sequence[Any], scaled: Sequence[dict[str, Any]]
         row[""] = f"{point['ranks']:,}"
         row["efficiency"] = f"{100 * point['efficiency']:.1f} %"
     batch = f"{question.global_batch:,} sequences of {question.context:,} tokens"
-    print_table(rows, f"{question.ranks:,} ranks of {question.machine.name}, {batch}, {question.precision}")
+    print_table(rows, f"{question.ranks:,} ranks of {question.machine.name}, {batch}, {question.given.precision}")
 
 
 def _numbers(text: str) -> list[int]:
@@ -98,19 +98,22 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _dry_run(question: Any, config: Any, ranks: int, rank: int, as_is: bool, as_json: bool) -> None:
+def _dry_run(question: Any, config: Any, setting: Any, rank: int, as_json: bool) -> None:
     import json
 
     from optimus.plan.dry_run import dry_run
+    from optimus.plan.own import recomputed
     from optimus.plan.report import planned
     from optimus.plan.search import search
 
-    if not as_is:
+    if setting is None:
         config = planned(search(question, best=1)[0], config)
-    found = dry_run(config, ranks, rank, question.imbalance)
+    else:
+        config = config.model_copy(update=recomputed(setting))
+    found = dry_run(config, question.ranks, rank, question.given.imbalance)
     if as_json:
         print(json.dumps({"rank": rank, "bytes": {"total": sum(found.values()), **found}}, indent=2))
         return
-    print(f"rank {rank} of {ranks} would hold {sum(found.values()) / 1e9:.2f} GB:")
+    print(f"rank {rank} of {question.ranks} would hold {sum(found.values()) / 1e9:.2f} GB:")
     for name, value in found.items():
         print(f"  {name:<14}{value / 1e9:>10.2f} GB")

@@ -69,10 +69,8 @@ class Base(NamedTuple):
             schedule=self.schedule,
             stages_per_rank=self.stages_per_rank,
             sequence=mesh.tp > 1,
-            precision=question.precision,
-            imbalance=question.imbalance,
             blocks=question.blocks(self.pp * self.stages_per_rank),
-            saving=question.saving,
+            **question.given._asdict(),
         )
 
 
@@ -101,11 +99,18 @@ def _divisions(question: Question) -> Iterator[Division]:
     for out in (n for n in within if not model.heads % n and not model.vocab % n and _columns(model, n)):
         for inner in (n for n in within if not node % (out * n) and not model.hidden % n):
             for cp in divisors(question.ranks):
-                if question.context % (2 * cp) or (cp > 1 and question.context // cp < _SMALLEST_PART):
+                if not _parts(question, out, cp):
                     continue
                 for micro_batch in _microbatches(question):
                     if micro_batch * question.context // cp % (out * inner) == 0:
                         yield from _timed(question, out, inner, cp, micro_batch)
+
+
+def _parts(question: Question, out: int, cp: int) -> bool:
+    """Whether sequences can be cut into `cp` parts: two pieces each in a ring, while Ulysses also divides the heads."""
+    pieces = cp if question.given.ulysses or cp == 1 else 2 * cp
+    heads = question.model.heads // out % cp == 0 or not question.given.ulysses
+    return heads and question.context % pieces == 0 and (cp == 1 or question.context // cp >= _SMALLEST_PART)
 
 
 def _columns(model: ModelConfig, parts: int) -> bool:
@@ -173,15 +178,7 @@ def _timed(question: Question, out: int, inner: int, cp: int, micro_batch: int) 
     for ep, etp in _expert_groups(question, tp):
         data = math.lcm(ep * etp, tp * cp) // (tp * cp)  # with which the mesh can be
         mesh = Mesh(dp=data, cp=cp, tp=tp, ep=ep, etp=etp, tp_in=inner, ranks_per_node=question.machine.ranks_per_node)
-        setting = Setting(
-            mesh,
-            question.context,
-            micro_batch,
-            1,
-            sequence=tp > 1,
-            precision=question.precision,
-            imbalance=question.imbalance,
-        )
+        setting = Setting(mesh, question.context, micro_batch, 1, sequence=tp > 1, **question.given._asdict())
         if rest is None:
             rest = Work(question.architecture, setting, question.placed, question.software)
             shared = [rest.norm, rest.norm, rest.attention]

@@ -8,7 +8,8 @@ from optimus.config import ModelConfig, RunConfig
 from optimus.parallel.activations import Activations, Split, activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.plan.held import Kind, Where, kinds_of_model
-from optimus.plan.setting import Saving, Setting
+from optimus.plan.setting import Given, Saving, Setting
+from optimus.plan.software import Software, load_software
 from optimus.train.pipeline import blocks_of_stages
 from optimus.train.run import mesh_of
 
@@ -29,27 +30,38 @@ def setting_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None,
         schedule=parallel.schedule,
         stages_per_rank=parallel.stages_per_rank,
         sequence=parallel.splits_sequence,
-        ulysses=parallel.context_method == "ulysses",
         shard=state.shard,
         shard_ranks=state.shard_ranks,
         shard_over=state.shard_over,
-        release=state.release,
-        dispatch=config.moe.dispatch,
         recompute=frozenset(config.recompute),
         recompute_every=config.recompute_every,
-        repeat_collectives=config.recompute_collectives == "repeat",
-        precision=PRECISION[train.precision],
         divided_vocabulary=parallel.vocabulary,
-        imbalance=imbalance,
-        saving=saving_of(config),
         blocks=tuple(parallel.blocks or blocks_of(config.model, parallel.stages, divided=parallel.vocabulary)),
+        **given_of(config, imbalance)._asdict(),
     )
 
 
-def saving_of(config: RunConfig) -> Saving:
-    """When a run of `config` writes checkpoints, and how."""
+def given_of(config: RunConfig, imbalance: float = 1.0) -> Given:
+    """What `config` says and the search leaves as it is."""
     checkpoint = config.checkpoint
-    return Saving(checkpoint.every, checkpoint.weights_every, checkpoint.asynchronous, checkpoint.scattered)
+    return Given(
+        PRECISION[config.train.precision],
+        imbalance,
+        config.moe.dispatch,
+        config.parallel.context_method == "ulysses",
+        config.state.release,
+        config.recompute_collectives == "repeat",
+        Saving(checkpoint.every, checkpoint.weights_every, checkpoint.asynchronous, checkpoint.scattered),
+    )
+
+
+def software_of(config: RunConfig) -> Software:
+    """This library as `config` has it reduce gradients, and hide what it sends."""
+    software, bytes_each = load_software(), GRADIENT[config.state.gradient_dtype]
+    change = {"gradient": bytes_each, "reduced": bytes_each}
+    change |= {} if config.parallel.overlap else {"overlap_tensor": 0.0}
+    change |= {} if config.state.overlap else {"overlap_data": 0.0}
+    return software.model_copy(update=change)
 
 
 def blocks_of(model: ModelConfig, stages: int, *, divided: bool = False) -> tuple[int, ...]:
@@ -82,14 +94,18 @@ def sections_of(setting: Setting) -> dict[str, Any]:
         state |= {"shard_ranks": setting.shard_ranks} if setting.shard_ranks else {}
         state |= {"shard_over": setting.shard_over} if setting.shard_over != "replicas" else {}
         state |= {"release": False} if setting.shard == "parameters" and not setting.release else {}
-    recompute = [kind for kind in _MODULES if kind in setting.recompute]
-    sections: dict[str, Any] = {
+    return {
         "parallel": parallel,
         "state": state,
-        "recompute": recompute,
         "train": {"micro_batch": setting.micro_batch},
+        **recomputed(setting),
     }
-    return sections | ({"recompute_every": setting.recompute_every} if setting.recompute_every > 1 else {})
+
+
+def recomputed(setting: Setting) -> dict[str, Any]:
+    """What a configuration says of the recomputation in `setting`."""
+    kinds = [kind for kind in _MODULES if kind in setting.recompute]
+    return {"recompute": kinds, **({"recompute_every": setting.recompute_every} if setting.recompute_every > 1 else {})}
 
 
 def kinds_of(model: ModelConfig, setting: Setting) -> tuple[Kind, ...]:

@@ -11,7 +11,7 @@ from optimus.plan.links import chained, in_order
 from optimus.plan.machine import Machine
 from optimus.plan.memory import Memory, memory_of
 from optimus.plan.own import OwnActivations, blocks_of, kinds_of
-from optimus.plan.setting import NO_CHECKPOINTS, Saving, Setting
+from optimus.plan.setting import BY_DEFAULT, Given, Setting
 from optimus.plan.software import Software, load_software
 from optimus.plan.step import StepTime, least_time, step_time
 from optimus.plan.work import Work
@@ -26,9 +26,7 @@ class Question:
     ranks: int
     global_batch: int
     context: int
-    precision: str = "bf16"
-    imbalance: float = 1.0
-    saving: Saving = NO_CHECKPOINTS
+    given: Given = BY_DEFAULT
     software: Software = field(default_factory=load_software)
     nodes: tuple[int, ...] | None = None
 
@@ -45,7 +43,7 @@ class Question:
                 f"{self.ranks} ranks need {self.node_count} nodes of {node} ({self.machine.name}), but its links are those "
                 f"of {len(links)}: add the others, or take {len(links) * node} ranks"
             )
-        self.machine.rates(self.precision)
+        self.machine.rates(self.given.precision)
 
     @property
     def node_count(self) -> int:

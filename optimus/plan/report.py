@@ -4,14 +4,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from optimus.config import RunConfig
+from optimus.config import RunConfig, load_config
 from optimus.config.load import dump_config
+from optimus.config.parallel import ParallelConfig
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
 from optimus.plan.own import sections_of
 from optimus.plan.question import Plan
 
 _COSTS = 3  # named in a row
+# Of a configuration; what else its sections hold stays.
+_DECIDED = {
+    "parallel": set(ParallelConfig.model_fields) - {"overlap"},
+    "state": {"shard", "shard_over", "shard_ranks", "release"},
+    "train": {"micro_batch"},
+}
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -99,9 +106,17 @@ def write_config(plan: Plan, config: RunConfig, path: Path) -> None:
 
 
 def planned(plan: Plan, config: RunConfig) -> RunConfig:
-    """`config` with the plan's layout."""
+    """`config` with the plan's layout.
+
+    Raises `UserError` where that does not go with something else that `config` asks for.
+    """
     raw, sections = config.model_dump(exclude_unset=True), sections_of(plan.setting)
-    for name in ("parallel", "state", "recompute", "recompute_every"):
+    for name in ("recompute", "recompute_every", "recompute_budget"):
         raw.pop(name, None)
-    train = raw["train"] | sections.pop("train")
-    return RunConfig.model_validate(raw | sections | {"train": train})
+    for name, decided in _DECIDED.items():
+        raw[name] = {key: value for key, value in raw.get(name, {}).items() if key not in decided}
+        raw[name] |= sections.pop(name)
+    try:
+        return load_config(raw | sections)
+    except UserError as error:
+        raise UserError(f"the layout that is planned does not go with the rest of the configuration: {error}") from None

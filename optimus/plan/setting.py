@@ -24,6 +24,21 @@ class Saving(NamedTuple):
 NO_CHECKPOINTS = Saving()
 
 
+class Given(NamedTuple):
+    """What a run says of itself, by the names of `Setting`, and the search leaves as it is."""
+
+    precision: str = "bf16"
+    imbalance: float = 1.0
+    dispatch: Literal["alltoall", "allgather"] = "alltoall"
+    ulysses: bool = False
+    release: bool = True
+    repeat_collectives: bool = False
+    saving: Saving = NO_CHECKPOINTS
+
+
+BY_DEFAULT = Given()
+
+
 @dataclass(frozen=True)
 class Setting:
     """One way of running an architecture. `recompute` is what a block makes again in its backward pass: 'norm', 'attention',

@@ -5,7 +5,7 @@ from typing import Any
 from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.mesh import Mesh
-from optimus.parallel.activations import Split
+from optimus.parallel.activations import Activations, Split
 from optimus.parallel.recompute import Recomputation
 from optimus.parallel.recompute_choice import choose_recomputation
 
@@ -20,10 +20,22 @@ def find_recomputation(config: RunConfig, groups: Groups, itemsize: int, free: i
     """
     if config.recompute != ["auto"]:
         return Recomputation(tuple(config.recompute), config.recompute_every), None
-    budget = config.recompute_budget or max(0, min(groups.world.collect(int(free * _SHARE))))
-    chosen, activations = choose_recomputation(config.model, budget, **activation_shapes(config, groups.mesh, itemsize))
+    if config.recompute_budget is None:
+        free = min(groups.world.collect(free))
+    chosen, activations, budget = chosen_recomputation(config, groups.mesh, itemsize, free)
     sizes = f"keeps {_mib(activations.kept)} of activations of a microbatch, {_mib(activations.peak)} at the peak"
     return chosen, f"recompute: auto takes {chosen}, which {sizes}, of {_mib(budget)}"
+
+
+def chosen_recomputation(
+    config: RunConfig, mesh: Mesh, itemsize: int, free: int
+) -> tuple[Recomputation, Activations, int]:
+    """(what `recompute: auto` takes, the activations of a microbatch then, the most bytes that they may take).
+
+    Raises `UserError` when nothing fits.
+    """
+    budget = config.recompute_budget or max(0, int(free * _SHARE))
+    return *choose_recomputation(config.model, budget, **activation_shapes(config, mesh, itemsize)), budget
 
 
 def activation_shapes(config: RunConfig, mesh: Mesh, itemsize: int) -> dict[str, Any]:

@@ -33,10 +33,10 @@ def plan(tmp_path: Path, prepared: Path) -> Callable[..., Any]:
         "train": {"output": str(tmp_path / "run"), "steps": 4, "global_batch": 16, "micro_batch": 1, "context": 32},
         "schedule": {"peak": 1e-3, "minimum": 1e-4, "warmup_steps": 2},
     }
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(run))
+    written = tmp_path / "run.yaml"
+    written.write_text(yaml.safe_dump(run))
 
-    def call(*words: str, text: bool = False, ranks: int = 4, machine: str = "laptop") -> Any:
+    def call(*words: str, text: bool = False, ranks: int = 4, machine: str = "laptop", file: Path = written) -> Any:
         arguments = ["plan", str(file), *words, "--ranks", str(ranks), "--machine", machine]
         result = CliRunner().invoke(app, [*arguments, *([] if text else ["--json"])], catch_exceptions=False)
         assert result.exit_code == 0, result.output
@@ -87,6 +87,50 @@ def test_what_is_written_can_be_trained(plan: Callable[..., Any], tmp_path: Path
     assert optimus.train(file, ranks=4, check=True)["ok"]
     with pytest.raises(optimus.UserError, match=r"--write: .*planned\.yaml is there already"):
         plan("--write", str(file))
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        [],
+        ["state.gradient_dtype=bfloat16", "state.overlap=false", "state.tile=4096", "optimizer.clip_norm=2"],
+        ["moe.dispatch=allgather", "recompute_collectives=repeat", "parallel.overlap=false"],
+        ["recompute=auto", "recompute_budget=1GB", "train.precision=float32"],
+        ["recompute=[norm]", "recompute_every=2", "state.shard=parameters", "state.release=false", "state.chunk=65536"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_written_is_the_run_that_was_planned(plan: Callable[..., Any], tmp_path: Path, rest: list[str]) -> None:
+    """It keeps what the search leaves as it is, and is predicted to take what the plan takes."""
+    file = tmp_path / "planned.yaml"
+    first = plan(*rest, "--write", str(file))["plans"][0]
+    before, written = load_config(tmp_path / "run.yaml", rest), load_config(file)
+    decided = {"shard", "shard_over", "shard_ranks", "release"}
+    assert written.state.model_dump(exclude=decided) == before.state.model_dump(exclude=decided)
+    assert written.train == before.train.model_copy(update={"micro_batch": first["micro_batch"]})
+    for name in ("model", "data", "optimizer", "schedule", "moe", "checkpoint", "recompute_collectives"):
+        assert getattr(written, name) == getattr(before, name)
+    assert written.parallel.overlap == before.parallel.overlap
+    assert plan("--as-is", file=file)["plans"][0] == first
+
+
+def test_a_layout_that_the_rest_of_a_run_forbids(plan: Callable[..., Any], tmp_path: Path) -> None:
+    layout = ["parallel.tensor=2", "parallel.expert_tensor=2", "parallel.sequence=false", "moe.drop_duplicates=false"]
+    with pytest.raises(
+        optimus.UserError, match=r"^the layout that is planned does not go with .*drop_duplicates false"
+    ):
+        plan(*layout, "--write", str(tmp_path / "planned.yaml"))
+    assert not (tmp_path / "planned.yaml").exists()
+
+
+def test_automatic_recomputation_is_that_which_the_run_would_choose(plan: Callable[..., Any]) -> None:
+    words = ["train.context=4096", "train.micro_batch=4", "parallel.data=4", "recompute=auto", "--as-is"]
+    roomy, tight = (plan(*words, *more)["plans"][0] for more in ([], ["recompute_budget=400MB"]))
+    assert roomy["recompute"] == []
+    assert tight["recompute"] != []
+    assert tight["memory_bytes"]["activations"] < roomy["memory_bytes"]["activations"]
+    held = plan(*words, "recompute_budget=400MB", "--dry-run", "0")["bytes"]
+    assert held["activations"] == pytest.approx(tight["memory_bytes"]["activations"], rel=0.1)
 
 
 def test_a_run_divides_its_ranks_by_itself(plan: Callable[..., Any], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from optimus.plan.machine import Machine, load_machine
 from optimus.plan.memory import fits
 from optimus.plan.question import Plan, Question, least_time_of, memory_in, predict, time_of
 from optimus.plan.search import search
-from optimus.plan.setting import Setting
+from optimus.plan.setting import Given, Setting
 from optimus.plan.software import load_software
 
 SPARSE = ModelConfig(
@@ -57,7 +57,8 @@ def division(plan: Plan) -> tuple[int, ...]:
         question(DENSE, 4, 8),
         question(DENSE, 8, 8, memory=4.2e8),  # so small that state is shared out and activations recomputed
         question(SPARSE, 4, 4, memory=8e8),
-        question(DENSE, 16, 16, alone=4.0, overlap=0.0),
+        question(DENSE, 8, 8, alone=4.0, overlap=0.0),
+        replace(question(SPARSE, 4, 4, memory=8e8), given=Given(dispatch="allgather", repeat_collectives=True)),
     ],
 )
 def test_nothing_faster_is_left_out(asked: Question) -> None:
@@ -68,6 +69,15 @@ def test_nothing_faster_is_left_out(asked: Question) -> None:
     found = search(asked, 5)
     assert [plan.step.seconds for plan in found] == pytest.approx([plan.step.seconds for plan in expected])
     assert [division(plan) for plan in found] == [division(plan) for plan in expected]
+
+
+def test_what_is_given_is_part_of_every_plan() -> None:
+    given = Given(dispatch="allgather", ulysses=True, release=False, imbalance=1.5)
+    plans = search(replace(question(SPARSE, 8, 8), given=given), 1000)
+    assert any(plan.setting.mesh.cp > 1 for plan in plans)
+    for setting in (plan.setting for plan in plans):
+        assert {name: getattr(setting, name) for name in given._fields} == given._asdict()
+        assert SPARSE.heads // setting.mesh.tp_out % setting.mesh.cp == 0  # Ulysses divides them
 
 
 def test_a_small_memory_is_met_by_sharding_and_recomputation() -> None:
