@@ -163,9 +163,9 @@ class Machine(Section):
         that the alignment of the matrices leaves; with none of it, products run without them.
         """
         rate, tile = self.rates(precision).sustained_rate, self.matmul.tile
-        if units > 0 or "fp32" not in self.arithmetic:
-            rate *= units or 1.0
-        else:
+        if units > 0:
+            rate *= units
+        elif "fp32" in self.arithmetic:
             rate = min(rate, self.rates("fp32").achieved)
         tiles = count * max(1.0, rows / tile) * max(1.0, columns / tile)
         waves = tiles / self.cores + 0.5
