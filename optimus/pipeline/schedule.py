@@ -6,7 +6,7 @@ their own; stages that are neighbours on one rank hand over directly.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal, NamedTuple, Protocol
 
@@ -119,6 +119,10 @@ class Schedule:
     @property
     def stages(self) -> int:
         return self.ranks * self.stages_per_rank
+
+    def in_order(self, orders: Iterable[Iterable[Action]]) -> "Schedule":
+        """The same with these actions of each rank."""
+        return replace(self, actions=tuple(map(tuple, orders)))
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds a stage."""

@@ -1,8 +1,5 @@
 """Sends and receives added to an order of computations, so that they cannot deadlock."""
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 from optimus.pipeline.replay import replay
 from optimus.pipeline.schedule import Action, Kind, Schedule, partner
 
@@ -19,15 +16,8 @@ UNITS = {
 }
 
 
-def with_orders(schedule: Schedule, orders: Sequence[Sequence[Action]], *, transfers: bool) -> Schedule:
-    """The schedule with these computations per rank and, unless `transfers` is false, what must be sent between them."""
-    if transfers:
-        return with_transfers(schedule, orders)
-    return replace(schedule, actions=tuple(map(tuple, orders)))
-
-
-def with_transfers(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> Schedule:
-    """The schedule with these computations per rank, and the sends and receives between ranks put among them.
+def with_transfers(schedule: Schedule) -> Schedule:
+    """A schedule of computations alone, with the sends and receives between ranks put among them.
 
     The computations are played with usual times. A transfer happens, as one event, when the computation that makes its
     content ends; at the same moment, transfers come before computations that begin. Sorted by time, all events form
@@ -40,7 +30,7 @@ def with_transfers(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> Sc
 
     Raises `ScheduleError` when ranks wait for each other in a circle.
     """
-    times = replay(schedule, orders, lambda action: UNITS[action.kind])
+    times = replay(schedule, schedule.actions, lambda action: UNITS[action.kind])
     events: list[tuple[float, bool, Action]] = []  # a transfer is named by its send
     for action, (start, end) in times.items():
         events.append((start, True, action))
@@ -52,4 +42,4 @@ def with_transfers(schedule: Schedule, orders: Sequence[Sequence[Action]]) -> Sc
         actions[schedule.rank_of(action.stage)].append(action)
         if not computes:
             actions[schedule.peer(action)].append(partner(action))
-    return replace(schedule, actions=tuple(map(tuple, actions)))
+    return schedule.in_order(actions)

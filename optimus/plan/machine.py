@@ -160,13 +160,11 @@ class Machine(Section):
 
         Tiles are computed in waves over all cores, of which the last is half full on average; a tile takes `depth` steps
         more than it has inner elements; and nothing is faster than memory. `units` is the share of the matrix units' rate
-        that the alignment of the matrices leaves; with none of it, products run without them.
+        that the alignment of the matrices leaves; products that are faster without them do without.
         """
         rate, tile = self.rates(precision).sustained_rate, self.matmul.tile
-        if units > 0:
-            rate *= units
-        elif "fp32" in self.arithmetic:
-            rate = min(rate, self.rates("fp32").achieved)
+        without = self.rates("fp32").achieved if "fp32" in self.arithmetic else rate
+        rate = max(units * rate, min(rate, without))
         tiles = count * max(1.0, rows / tile) * max(1.0, columns / tile)
         waves = tiles / self.cores + 0.5
         compute = waves * self.cores * tile * tile * 2 * (inner + self.matmul.depth) / rate

@@ -160,7 +160,7 @@ def test_an_order_that_cannot_proceed() -> None:
     """Backward before forward on the last stage."""
     orders = [[Action(kind, rank, 0) for kind in (Kind.BACKWARD, Kind.FORWARD)] for rank in range(2)]
     with pytest.raises(ScheduleError, match=r"schedule x: rank 0 waits at backward\(stage 0, microbatch 0\)"):
-        with_transfers(Schedule("x", 2, 1, ()), orders)
+        with_transfers(Schedule("x", 2, 1, ()).in_order(orders))
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,8 @@ def test_matrices_that_are_not_aligned_do_without_matrix_units() -> None:
     assert other > 10 * aligned
     assert 2 * 4096**3 / other <= machine.arithmetic["fp32"].achieved
     assert half == pytest.approx(2 * aligned, rel=0.01)
+    wide = [machine.matmul_seconds(4096, 4096, 4096, "fp32", units=each) for each in (1.0, 0.5, 0.0)]
+    assert wide[0] == wide[1] == wide[2]  # that uses none
 
 
 # ---- Against measurements ----

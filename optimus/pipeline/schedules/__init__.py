@@ -10,6 +10,7 @@ from optimus.pipeline.schedules.interleaved import interleaved
 from optimus.pipeline.schedules.one_f_one_b import one_f_one_b
 from optimus.pipeline.schedules.vocabulary import AHEAD, with_vocabulary
 from optimus.pipeline.schedules.zero_bubble import zb_h1, zbv
+from optimus.pipeline.transfers import with_transfers
 
 __all__ = [
     "SCHEDULES",
@@ -56,12 +57,13 @@ def make_schedule(
         if value is not None and value < 1:
             raise UserError(f"schedule {name}: {value} {what}; give at least one")
     ahead = AHEAD if vocabulary else 0
-    made = _make(name, ranks, microbatches, stages_per_rank, warm_up, ahead, transfers)
-    return with_vocabulary(made) if vocabulary else made
+    made = _make(name, ranks, microbatches, stages_per_rank, warm_up, ahead)
+    made = with_vocabulary(made) if vocabulary else made
+    return with_transfers(made) if transfers else made
 
 
 def _make(
-    name: str, ranks: int, microbatches: int, stages_per_rank: int | None, warm_up: float, ahead: int, transfers: bool
+    name: str, ranks: int, microbatches: int, stages_per_rank: int | None, warm_up: float, ahead: int
 ) -> Schedule:
     if warm_up != 1.0 and name != "1f1b":
         raise UserError(f"schedule {name}: a deeper warm-up is an option of 1f1b; leave it out or choose 1f1b")
@@ -69,13 +71,13 @@ def _make(
     per_rank = usual if stages_per_rank is None else stages_per_rank
     if name == "interleaved-1f1b":
         _check_interleaving(ranks, microbatches, per_rank)
-        return interleaved(ranks, microbatches, per_rank, ahead, transfers=transfers)
+        return interleaved(ranks, microbatches, per_rank, ahead)
     if per_rank != usual:
         cure = f"take {usual}, or schedule interleaved-1f1b, which takes any number from 2"
         raise UserError(f"schedule {name}: {per_rank} stages per rank cannot be; {cure}")
     if name == "1f1b":
-        return one_f_one_b(ranks, microbatches, warm_up, ahead, transfers=transfers)
-    return {"gpipe": gpipe, "zb-h1": zb_h1, "zbv": zbv}[name](ranks, microbatches, transfers=transfers)
+        return one_f_one_b(ranks, microbatches, warm_up, ahead)
+    return {"gpipe": gpipe, "zb-h1": zb_h1, "zbv": zbv}[name](ranks, microbatches)
 
 
 def _check_interleaving(ranks: int, microbatches: int, stages_per_rank: int) -> None:

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from optimus.pipeline.schedule import Action, Kind, Schedule
 from optimus.pipeline.schedules.vocabulary import with_vocabulary
-from optimus.pipeline.transfers import with_orders, with_transfers
+from optimus.pipeline.transfers import with_transfers
 
 
-def gpipe(ranks: int, microbatches: int, *, transfers: bool = True) -> Schedule:
+def gpipe(ranks: int, microbatches: int) -> Schedule:
     """Every stage keeps the activations of all microbatches. Bubble: (ranks - 1) / microbatches.
 
     The backward passes take the microbatches in the order of the forward passes, so that gradients are added in the
@@ -17,7 +17,7 @@ def gpipe(ranks: int, microbatches: int, *, transfers: bool = True) -> Schedule:
         [Action(kind, rank, microbatch) for kind in (Kind.FORWARD, Kind.BACKWARD) for microbatch in range(microbatches)]
         for rank in range(ranks)
     ]
-    return with_orders(Schedule("gpipe", ranks, microbatches, ()), orders, transfers=transfers)
+    return Schedule("gpipe", ranks, microbatches, ()).in_order(orders)
 
 
 def forward_only(place: Schedule, microbatches: int, *, vocabulary: bool = False) -> Schedule:
@@ -31,5 +31,5 @@ def forward_only(place: Schedule, microbatches: int, *, vocabulary: bool = False
         ]
         for rank in range(place.ranks)
     ]
-    made = with_transfers(schedule, orders)
-    return with_vocabulary(made, backward=False) if vocabulary else made
+    made = schedule.in_order(orders)
+    return with_transfers(with_vocabulary(made, backward=False) if vocabulary else made)

@@ -4,12 +4,9 @@ from collections.abc import Iterable
 
 from optimus.pipeline.schedule import Action, Kind, Schedule
 from optimus.pipeline.schedules.one_f_one_b import take_turns
-from optimus.pipeline.transfers import with_orders
 
 
-def interleaved(
-    ranks: int, microbatches: int, stages_per_rank: int, ahead: int = 0, *, transfers: bool = True
-) -> Schedule:
+def interleaved(ranks: int, microbatches: int, stages_per_rank: int, ahead: int = 0) -> Schedule:
     """Stage s is on rank s mod ranks. Bubble: (ranks - 1) / (stages per rank * microbatches), for whole rounds.
 
     A rank takes a round of as many microbatches as there are ranks through its first stage, then the same through its
@@ -30,5 +27,4 @@ def interleaved(
         live = 2 * (ranks - rank - 1) + (stages_per_rank - 1) * ranks + 1 + ahead
         whole = take_turns(passes(Kind.FORWARD, stages), passes(Kind.BACKWARD, reversed(stages)), live)
         orders.append([action for action in whole if action.microbatch < microbatches])
-    schedule = Schedule("interleaved-1f1b", ranks, microbatches, (), stages_per_rank=stages_per_rank)
-    return with_orders(schedule, orders, transfers=transfers)
+    return Schedule("interleaved-1f1b", ranks, microbatches, (), stages_per_rank=stages_per_rank).in_order(orders)

@@ -5,12 +5,9 @@ from itertools import zip_longest
 
 from optimus.errors import UserError
 from optimus.pipeline.schedule import Action, Kind, Schedule
-from optimus.pipeline.transfers import with_orders
 
 
-def one_f_one_b(
-    ranks: int, microbatches: int, warm_up: float = 1.0, ahead: int = 0, *, transfers: bool = True
-) -> Schedule:
+def one_f_one_b(ranks: int, microbatches: int, warm_up: float = 1.0, ahead: int = 0) -> Schedule:
     """Stage s keeps the activations of ranks - s microbatches. Bubble: (ranks - 1) / microbatches, as GPipe.
 
     With `warm_up` c > 1, a stage begins c times as many microbatches, c * (ranks - s) rounded down, before its first
@@ -28,7 +25,7 @@ def one_f_one_b(
             for kind in (Kind.FORWARD, Kind.BACKWARD)
         )
         orders.append(take_turns(forwards, backwards, live=int(warm_up * (ranks - rank)) + ahead))
-    return with_orders(Schedule("1f1b", ranks, microbatches, ()), orders, transfers=transfers)
+    return Schedule("1f1b", ranks, microbatches, ()).in_order(orders)
 
 
 def take_turns(forwards: Sequence[Action], backwards: Sequence[Action], live: int) -> list[Action]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from optimus.pipeline.replay import ScheduleError
 from optimus.pipeline.schedule import Action, Kind, Schedule
-from optimus.pipeline.transfers import UNITS, with_transfers
+from optimus.pipeline.transfers import UNITS
 
 _BEFORE = (Kind.LOSS, Kind.LOGITS, Kind.EMBED)  # others wait for these
 
@@ -22,7 +22,8 @@ for, S and then T on all ranks, is done beside its forward passes of the next on
 
 
 def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
-    """`schedule` with the passes of the vocabulary put where they can be done soonest: its own order stays as it is.
+    """`schedule`, of computations alone, with the passes of the vocabulary put where they can be done soonest: its own order
+    stays as it is.
 
     Without `backward`, where it has forward passes alone, that is the embedding.
 
@@ -31,7 +32,7 @@ def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
     """
     result = replace(schedule, splits_vocabulary=True)
     orders: list[list[Action]] = [[] for _ in range(schedule.ranks)]
-    own = [[action for action in actions if action.kind.computes] for actions in schedule.actions]
+    own = schedule.actions
     position = [0] * schedule.ranks
     before, after = (_BEFORE, [Kind.EMBED_BACKWARD]) if backward else ((Kind.EMBED,), [])
     following = [dict.fromkeys((*before, *after), 0) for _ in own]
@@ -64,4 +65,4 @@ def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
         else:
             position[rank] += 1
         left -= 1
-    return with_transfers(result, orders)
+    return result.in_order(orders)

@@ -6,13 +6,12 @@ Zero Bubble Pipeline Parallelism, Qi et al. 2023: ZB-H1 (section 2.1) and ZBV (s
 from collections.abc import Iterator
 
 from optimus.pipeline.schedule import Action, Kind, Schedule
-from optimus.pipeline.transfers import with_orders
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS
 _STEPS = {F: 1, I: 0, W: -1}  # change of the live activations
 
 
-def zb_h1(ranks: int, microbatches: int, *, transfers: bool = True) -> Schedule:
+def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """1F1B in which stage s does the weights' part of a microbatch s microbatches after its input's part.
 
     So every stage keeps at most the activations of `ranks` microbatches, the maximum of 1F1B. If the three times are
@@ -26,11 +25,10 @@ def zb_h1(ranks: int, microbatches: int, *, transfers: bool = True) -> Schedule:
                 if 0 <= microbatch < microbatches:
                     yield Action(kind, rank, microbatch)
 
-    schedule = Schedule("zb-h1", ranks, microbatches, (), splits_backward=True)
-    return with_orders(schedule, [list(order(rank)) for rank in range(ranks)], transfers=transfers)
+    return Schedule("zb-h1", ranks, microbatches, (), splits_backward=True).in_order(map(order, range(ranks)))
 
 
-def zbv(ranks: int, microbatches: int, *, transfers: bool = True) -> Schedule:
+def zbv(ranks: int, microbatches: int) -> Schedule:
     """Rank r holds stages r and 2 * ranks - 1 - r, and keeps at most 2 * ranks activations, in bytes the maximum of 1F1B.
 
     If the three times are equal and there are at least `ranks` microbatches, the bubble is (ranks - 1) / (6 *
@@ -69,4 +67,4 @@ def zbv(ranks: int, microbatches: int, *, transfers: bool = True) -> Schedule:
                 live[rank] += _STEPS[action.kind]
                 orders[rank].append(action)
         now += 1
-    return with_orders(schedule, orders, transfers=transfers)
+    return schedule.in_order(orders)
