@@ -311,6 +311,11 @@ def test_layers_per_stage_become_stages_per_rank(tmp_path: Path) -> None:
         (CI, {"model": "gpt/unheard_of"}, "configuration of case"),
         (CI, {"vp": "3 layers per stage"}, "16 layers are not 3"),
         (CI, {"row_id": "torchtitan_llama3-1", "model": "Llama 9", "fsdp": "8"}, "shapes of model 'Llama 9'"),
+        (
+            MPT,
+            {"row_id": "nemo_automodel-1", "model": "Qwen3 30B", "n_gpus": "24", "ep": "3", "global_batch": "48"},
+            "ep 3 does not divide 128 experts",
+        ),
         (CI, {"row_id": "unheard_of-1"}, "nothing reads tables named unheard_of"),
     ],
 )

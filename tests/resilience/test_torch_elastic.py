@@ -91,9 +91,12 @@ def test_what_is_overridden_is_there_to_be_overridden() -> None:
 
 
 class Nodes:
-    """Some that meet in one store, each in a thread of this process."""
+    """Some that meet in one store, each in a thread of this process.
 
-    def __init__(self, pool: ThreadPoolExecutor, places: int, count: int, wait: float = 30.0) -> None:
+    One that sends no heartbeat for `patience` seconds is dead. A busy machine stops all of them for seconds, at times.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, places: int, count: int, wait: float, patience: int) -> None:
         self.store: Store = HashStore()
         self.dead: list[str] = []
         self.all = [
@@ -103,7 +106,7 @@ class Nodes:
                 places,
                 f"host{number}",
                 interval=1,
-                attempts=4,
+                attempts=patience,
                 wait=wait,
                 died=self.dead.append,
             )
@@ -126,8 +129,8 @@ def meet() -> Iterator[Callable[..., Nodes]]:
     made: list[Nodes] = []
     with ThreadPoolExecutor(8) as pool:
 
-        def make(places: int, count: int, wait: float = 30.0) -> Nodes:
-            made.append(Nodes(pool, places, count, wait))
+        def make(places: int, count: int, wait: float = 30.0, patience: int = 60) -> Nodes:
+            made.append(Nodes(pool, places, count, wait, patience))
             return made[-1]
 
         yield make
@@ -204,7 +207,7 @@ def test_who_waits_for_a_new_world_is_no_spare(meet: Callable[..., Nodes]) -> No
 
 
 def test_of_a_silent_node_all_are_told_once_and_its_place_is_free(meet: Callable[..., Nodes]) -> None:
-    nodes = meet(2, 3)
+    nodes = meet(2, 3, patience=8)
     for each in nodes.join(0, 1):
         each.result(30)
     (spare,) = nodes.join(2)

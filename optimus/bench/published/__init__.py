@@ -60,6 +60,8 @@ def _case(row: Row, source: str) -> Case | str:
     if reader is None:
         return f"nothing reads tables named {source}"
     try:
-        return reader(row, source)
+        case = reader(row, source)
     except Inexpressible as reason:
         return str(reason)
+    experts, ep = case.architecture.experts, case.setting.mesh.ep
+    return f"ep {ep} does not divide {experts} experts" if experts % ep else case
