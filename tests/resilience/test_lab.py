@@ -59,8 +59,11 @@ def one_thread() -> Iterator[None]:
         yield
 
 
-def configuration(prepared: Path, folder: Path, **checkpoint: int) -> Path:
-    """That of a run of a tiny model on any number of ranks that 12 is a multiple of, in `folder`/run."""
+def configuration(prepared: Path, folder: Path, hang: int = 60, **checkpoint: int) -> Path:
+    """That of a run of a tiny model on any number of ranks that 12 is a multiple of, in `folder`/run.
+
+    Where no rank is to hang, a busy machine must not look like one; and of a node that is gone its silence comes first.
+    """
     tiny = {"hidden": 32, "layers": 2, "heads": 2, "intermediate": 16, "experts": 4, "experts_per_token": 2}
     run = {
         "model": {"family": "olmoe", "vocab": 320, **tiny},
@@ -75,7 +78,7 @@ def configuration(prepared: Path, folder: Path, **checkpoint: int) -> Path:
         },
         "schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
         "checkpoint": {"every": 3, "keep": 3, **checkpoint},
-        "resilience": {"hang": 8},
+        "resilience": {"hang": hang},
         "observe": {"tensorboard": False},
     }
     path = folder / "run.yaml"
@@ -163,7 +166,7 @@ def test_a_rank_then_a_link_then_the_first_node_are_lost(undisturbed: Any, prepa
 def test_a_rank_hangs_another_is_not_finite_and_a_checkpoint_is_torn(
     undisturbed: Any, prepared: Path, tmp_path: Path
 ) -> None:
-    config = configuration(prepared, tmp_path)
+    config = configuration(prepared, tmp_path, hang=8)
     plan = FaultPlan().hang(2, 4).nan(1, 8).tear_checkpoint(0, 9).kill(0, 12)
     result = perform(config, plan)
     assert result["finished"]

@@ -104,7 +104,9 @@ def train_with_a_slow_rank(config: dict[str, Any], plan: FaultPlan) -> tuple[lis
 
 def config_of_a_run(small_run: dict[str, Any], layout: str, steps: int = 25) -> dict[str, Any]:
     train = small_run["train"] | {"steps": steps, "global_batch": 32}
-    model = small_run["model"] | {"layers": 4, "hidden": 64}
+    # One block for each stage: a step of many layers is a step of many small transfers.
+    stages = LAYOUTS[layout].get("parallel", {}).get("pipeline", 1)
+    model = small_run["model"] | {"layers": max(2, stages), "hidden": 64}
     # Above the usual threshold, as ranks share cores with whatever else the machine does.
     return small_run | {"train": train, "model": model, "resilience": {"slow": 80}} | LAYOUTS[layout]
 
