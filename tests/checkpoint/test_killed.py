@@ -255,6 +255,7 @@ def test_killed_at_random_moments(small_run: dict[str, Any], tmp_path: Path, asy
         "weights_every": WEIGHTS_EVERY,
         "asynchronous": asynchronous,
     }
+    small_run["observe"] = {"tensorboard": False}  # which takes a while to import
     seed = 0
     while kills < KILLS[asynchronous]:
         small_run["train"] |= {"seed": seed, "output": str(tmp_path / f"{seed}")}
