@@ -237,13 +237,15 @@ def _serve(connection: Connection, folder: str) -> None:
     """A worker's life: answer each call, and leave its process group when told that all ranks are done."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the caller, who ends us
     gc.freeze()  # what is imported by now need not be looked through after every call
-    Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
+    watcher = Thread(target=_end_with_parent, args=(folder,), daemon=True)
+    watcher.start()
     with (Path(folder) / f"stack{os.getpid()}").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=False)
         while True:
             try:
                 call = pickle.loads(connection.recv_bytes())
-            except EOFError:
+            except EOFError:  # the caller has ended; if it was killed, the watcher has a folder to remove, then ends us
+                watcher.join()
                 return
             connection.send_bytes(pickle.dumps(_answer(call)))
 
