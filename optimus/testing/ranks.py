@@ -176,12 +176,11 @@ class _Pool:
 
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
-        # Modules of ours that the caller has imported will be needed by its functions too; tests import pytest; and two that
-        # a rank needs when it first recomputes activations or saves, which takes each of them more than a second.
+        # Modules of ours that the caller has imported will be needed by its functions too, and tests import pytest. A rank
+        # that trains needs two more, when it first recomputes activations or saves, which takes each more than a second.
         ours = [name for name in sys.modules if name.split(".")[0] == "optimus"]
-        self.context.set_forkserver_preload(
-            ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint", "pytest", __name__, *ours]
-        )
+        training = ["torch._dynamo", "torch.distributed.checkpoint"] if "optimus.train.step" in ours else []
+        self.context.set_forkserver_preload(["torch", "torch.distributed", "pytest", __name__, *training, *ours])
         self.folder = TemporaryDirectory(prefix="ranks-")
         self.calls = itertools.count()
         self.idle: list[_Worker] = []
