@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from optimus.errors import UserError
+from optimus.errors import UserError, how_to_install
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -34,7 +34,7 @@ def check_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
-        raise UserError("--plot needs matplotlib: pip install 'optimus[bench]', or leave --plot out") from error
+        raise UserError(f"--plot needs matplotlib: {how_to_install('bench')}, or leave --plot out") from error
     if path.suffix != ".png":
         raise UserError(f"--plot {path}: give the name of a .png file")
     if not path.absolute().parent.is_dir():

@@ -5,6 +5,7 @@ that names the thing, the place and the cure; the command line prints it without
 """
 
 import difflib
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,16 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean '{close[0]}'?" if close else f"valid: {', '.join(names)}"
+
+
+def how_to_install(extra: str) -> str:
+    """The command that adds an optional extra to this installation: a checkout's own environment, another, or a package."""
+    checkout = Path(__file__).resolve().parents[1]
+    if not (checkout / "pyproject.toml").is_file():
+        return f"pip install 'optimus-pretrain[{extra}]'"
+    if Path(sys.prefix) == checkout / ".venv":
+        return f"make install-{extra}"
+    return f"pip install --editable '{checkout}[{extra}]'"
 
 
 @contextmanager

@@ -27,9 +27,9 @@ def files() -> list[Path]:
 
 
 def room(module: str) -> str | None:
-    """The room of a dotted module name; None outside the package. The package itself stands above all."""
+    """The room of a dotted module name; None outside the package. The package itself, but its version, stands above all."""
     parts = module.split(".")
-    if parts[0] != "optimus":
+    if parts[0] != "optimus" or parts[1:] == ["__version__"]:
         return None
     return parts[1] if len(parts) > 1 else ""
 

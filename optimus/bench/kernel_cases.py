@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.config.tree import ModelConfig
-from optimus.errors import UserError
+from optimus.errors import UserError, how_to_install
 from optimus.kernels.backend import compute_dtype
 from optimus.kernels.expert_mlp import expert_mlp, expert_mlp_reference
 from optimus.kernels.linear import linear, linear_reference
@@ -264,7 +264,7 @@ def _transformers_experts(model: ModelConfig) -> dict[str, Callable[..., Tensor]
         from transformers import OlmoeConfig
         from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
     except ImportError:
-        raise UserError("the experts are compared with those of transformers: pip install 'optimus[bench]'") from None
+        raise UserError(f"the experts are compared with those of transformers: {how_to_install('bench')}") from None
 
     def implementation(name: str) -> Callable[..., Tensor]:
         config = OlmoeConfig(

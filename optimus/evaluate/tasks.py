@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from optimus.errors import UserError, nearest
+from optimus.errors import UserError, how_to_install, nearest
 from optimus.evaluate import TASKS, task_data
 from optimus.evaluate.task_data import Document
 
@@ -52,7 +52,7 @@ class LocalTask(NamedTuple):
 def check_lm_eval() -> None:
     """Raise `UserError` when the harness is not installed."""
     if any(importlib.util.find_spec(module) is None for module in ("lm_eval", "datasets")):
-        raise UserError("evaluation on tasks needs lm-eval, which is not installed: pip install 'optimus[evaluate]'")
+        raise UserError(f"evaluation on tasks needs lm-eval, which is not installed: {how_to_install('evaluate')}")
 
 
 def load_tasks(names: Sequence[str], folder: Path, fewshot: int = 0) -> list[LocalTask]:

@@ -5,6 +5,7 @@ import os
 import platform
 from typing import Any
 
+from optimus import __version__
 from optimus.errors import UserError
 
 # Dense bf16 TFLOP/s from the makers' data sheets; a device's name is searched for these words in order.
@@ -89,9 +90,9 @@ def describe_machine() -> dict[str, Any]:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Installed versions of Optimus, Python and `packages`."""
-    found = {"python": platform.python_version()}
-    for package in ("optimus", "torch", *packages):
+    """Versions of Python and of this package, and of torch and `packages` as they are installed."""
+    found = {"python": platform.python_version(), "optimus": __version__}
+    for package in ("torch", *packages):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

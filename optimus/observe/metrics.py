@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus.config import RunConfig
-from optimus.errors import UserError, naming_disk_errors
+from optimus.errors import UserError, how_to_install, naming_disk_errors
 
 _FULL = "Make room, then run again with --resume"
 
@@ -81,7 +81,7 @@ def check_wandb(config: RunConfig) -> None:
     """Raise `UserError` when Weights & Biases is asked for but not installed."""
     if config.observe.wandb is not None and importlib.util.find_spec("wandb") is None:
         raise UserError(
-            "observe.wandb is set but Weights & Biases is not installed: pip install 'optimus[wandb]', "
+            f"observe.wandb is set but Weights & Biases is not installed: {how_to_install('wandb')}, "
             "or set observe.wandb to null"
         )
 

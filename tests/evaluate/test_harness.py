@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("lm_eval", reason="needs optimus[evaluate]")
+pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
 
 from lm_eval.api.instance import Instance
 

@@ -45,7 +45,7 @@ def test_bits_per_byte_of_a_checkpoint(
 def test_all_tasks_on_shared_data(
     make_model: Callable[..., Transformer], tokenizer_file: Path, eos_id: int, tmp_path: Path, shared_data: Path
 ) -> None:
-    pytest.importorskip("lm_eval", reason="needs optimus[evaluate]")
+    pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
     save_model(make_model("olmo"), tmp_path / "c", context=128, tokenizer=tokenizer_file, eos_id=eos_id)
     output = tmp_path / "results.json"
     evaluate(tmp_path / "c", tasks=TASKS, task_data=shared_data / "eval", limit=1, output=output, device="cpu")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("lm_eval", reason="needs optimus[evaluate]")
+pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
 
 from lm_eval.api.model import LM
 

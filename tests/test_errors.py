@@ -1,0 +1,29 @@
+"""What an error proposes can be done here."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from optimus import errors
+from optimus.errors import how_to_install
+
+
+def test_how_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never `optimus[...]`: on the public index that name is another project."""
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "optimus" / "errors.py"))
+    assert how_to_install("wandb") == "pip install 'optimus-pretrain[wandb]'"
+    (tmp_path / "pyproject.toml").touch()
+    assert how_to_install("wandb") == f"pip install --editable '{tmp_path}[wandb]'"
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    assert how_to_install("wandb") == "make install-wandb"
+
+
+def test_the_make_targets_that_errors_name_are_there() -> None:
+    root = Path(__file__).resolve().parents[1]
+    targets = next(
+        line
+        for line in (root / "Makefile").read_text(encoding="utf-8").splitlines()
+        if line.startswith(".PHONY: install-e")
+    )
+    assert targets.split()[1:] == [f"install-{extra}" for extra in ("evaluate", "wandb", "bench")]

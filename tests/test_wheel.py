@@ -1,0 +1,122 @@
+"""The package as others install it: every file is in the wheel, and every command runs from it, far from the checkout."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ["optimus", "pyproject.toml", "README.md", "LICENSE"]
+
+# Run in the installed package: commands in turn, in one process, which loads torch once. It prints what each gave.
+DRIVER = """
+import contextlib, io, json, sys
+import optimus
+from optimus import cli
+
+found = {"file": optimus.__file__, "version": optimus.__version__, "commands": []}
+for words in json.load(sys.stdin):
+    sys.argv, out, err, code = ["optimus", *words], io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            cli.main()
+        except SystemExit as end:
+            code = end.code or 0
+    found["commands"].append([words, code, out.getvalue(), err.getvalue()])
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of the sources, so that nothing is left in the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in SOURCES:
+        source, copy = ROOT / name, folder / "source" / name
+        if source.is_dir():
+            shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(source, copy)
+    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", build, str(folder)], cwd=folder / "source", capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return next(folder.glob("optimus_pretrain-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
+    done = subprocess.run([*pip, "--target", str(folder), str(wheel)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_every_file_of_the_package_is_in_the_wheel(wheel: Path) -> None:
+    """Tables, machines, scripts: what is read at run time has no import that would be missed."""
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "optimus").rglob("*") if path.is_file()}
+    assert {name for name in files if "__pycache__" not in name} == {name for name in packed if "dist-info" not in name}
+
+
+def test_every_command_runs_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    text = "\n".join(f"line {number} of a text to train on" for number in range(2000))
+    (tmp_path / "text.md").write_text(text)
+    config = {
+        "model": "mula-tiny-moe",
+        "data": {"path": "data"},
+        "train": {"output": "run", "steps": 4, "global_batch": 4, "micro_batch": 2, "context": 16, "precision": "float32"},
+        "schedule": {"warmup_steps": 2},
+        "checkpoint": {"every": 2, "weights_every": 2},
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    small = ["model.hidden=16", "model.layers=2", "model.intermediate=8", "model.heads=2", "model.vocab=320"]
+    machines = [path.stem for path in (ROOT / "optimus" / "plan" / "machines").glob("*.yaml")]
+    words = [
+        "models", "--help", "bench --help", "lab --help", "rendezvous --help", "launch --help", "bench train --help",
+        "prepare text.md --output data --train-tokenizer 300 --context 16 --workers 1",
+        f"train run.yaml {' '.join(small)} --check",
+        f"train run.yaml {' '.join(small)}",
+        "evaluate run --text text.md --output scores.json",
+        "generate run --prompt line --max-tokens 4",
+        "export run --output hf",
+        "import hf --output imported",
+        "checkpoint list run", "checkpoint verify run", "checkpoint show run",
+        "rollback run --step 2",
+        "schedule zbv --stages 2 --microbatches 4",
+        "plan mula-1b --machine dgx-h100 --ranks 8 --best 1",
+        *[f"plan mula-tiny --as-is --machine {name} --ranks 1" for name in machines],
+        f"launch run.yaml train.output=other {' '.join(small)} --scheduler slurm --write job.sh",
+        f"launch run.yaml train.output=other {' '.join(small)} --scheduler pbs --write job.pbs",
+    ]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER],
+        input=json.dumps([line.split() for line in words]),
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert Path(found["file"]).is_relative_to(installed)
+    failed = [(command, code, err) for command, code, _, err in found["commands"] if code]
+    assert not failed
+    script = subprocess.run(
+        [sys.executable, installed / "bin" / "optimus", "models"],
+        cwd=tmp_path,
+        env={**environment, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+    )
+    assert script.stdout == next(out for command, _, out, _ in found["commands"] if command == ["models"])
