@@ -1,7 +1,8 @@
 """Where a run goes on: at its newest checkpoint, or at the weights that it has been rolled back to.
 
 A rolled back run restarts from weights with fresh moments (the Optimus paper, section 4: persistent model checkpoints). What
-it had done after them is moved to `checkpoints/abandoned-K`, not deleted.
+it had done after them is moved to `checkpoints/abandoned-K`, not deleted. `rollback.json` names the weights, and nothing
+deletes what it names: they are what the run rests on until there are full checkpoints enough after them (`slots.py`).
 """
 
 import json
@@ -26,15 +27,28 @@ class Point(NamedTuple):
 
 def resume_points(run: Path) -> list[Point]:
     """Where `run` could go on, the newest first; whether they are whole is not known yet."""
-    points = [Point(path, full=True) for path in all_folders(run, "step")]
-    marker = run / "checkpoints" / _FILE
-    if marker.exists():
-        try:
-            path = marker.parent / json.loads(marker.read_text(encoding="utf-8"))["checkpoint"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{marker} cannot be read ({error}): run `optimus rollback` again, or delete it") from error
-        points.append(Point(path, full=False))
+    marked = rolled_back_to(run)
+    points = [Point(path, full=True) for path in all_folders(run, "step") if path != marked]
+    points += [] if marked is None else [Point(marked, full=False)]
     return sorted(points, key=lambda point: (step_of(point.path), not point.full), reverse=True)
+
+
+def marker_of(run: Path) -> Path:
+    """The file that names the checkpoint that `run` has been rolled back to; there is none where it has not been."""
+    return run / "checkpoints" / _FILE
+
+
+def rolled_back_to(run: Path) -> Path | None:
+    """The checkpoint that `run` has been rolled back to. Raises `UserError` where the file that names it is damaged."""
+    marker = marker_of(run)
+    if not marker.exists():
+        return None
+    try:
+        path = marker.parent / json.loads(marker.read_text(encoding="utf-8"))["checkpoint"]
+        step_of(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{marker} cannot be read ({error}): run `optimus rollback` again, or delete it") from error
+    return path
 
 
 def rollback(run: str | Path, step: int) -> dict[str, Any]:
@@ -53,7 +67,7 @@ def rollback(run: str | Path, step: int) -> dict[str, Any]:
         raise UserError(problems[0])
     newer = sorted(path for path in all_folders(run) if step_of(path) > step)
     with naming_disk_errors(run, "Mend the folder's permissions and run `optimus rollback` again"):
-        write_json(path.parent / _FILE, {"checkpoint": path.name, "step": step})
+        write_json(marker_of(run), {"checkpoint": path.name, "step": step})
         place = _abandoned(path.parent)
         if newer or (run / "metrics.jsonl").exists():
             place.mkdir()

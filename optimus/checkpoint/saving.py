@@ -185,7 +185,7 @@ class Saver:
                 if target.keep is not None:
                     retire(target.run, target.keep)
                 if target.every is not None:
-                    retire_weights(target.run, target.every)
+                    retire_weights(target.run, target.every, target.folder)
 
     # ---- Beside the training ----
 

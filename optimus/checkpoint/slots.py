@@ -3,7 +3,8 @@
 import shutil
 from pathlib import Path
 
-from optimus.checkpoint.folder import all_folders, list_checkpoints, step_of
+from optimus.checkpoint.folder import MANIFEST, all_folders, list_checkpoints, step_of
+from optimus.checkpoint.rollback import marker_of, resume_points, rolled_back_to
 
 
 def remove(path: Path) -> None:
@@ -21,18 +22,24 @@ def clear_leftovers(run: Path) -> None:
 def retire(run: Path, keep: int, new: Path | None = None) -> None:
     """Delete the oldest full checkpoints beyond `keep` (dual checkpoints: the Optimus paper, section 4, with 2).
 
-    With `new`, one of them is about to be written: its place is made free, but the newest that is there stays.
+    With `new`, one of them is about to be written: its place is made free, but the newest that is there stays. The weights
+    that a run has been rolled back to count as one of them: it goes on from there. Beyond `keep` it does no more.
     """
-    found = [path for path in list_checkpoints(run) if path != new]
-    room = keep if new is None else max(keep - 1, 1)
-    for path in found[: max(0, len(found) - room)]:
-        remove(path)
+    found = [point.path for point in resume_points(run) if point.path != new and (point.path / MANIFEST).is_file()]
+    marked = rolled_back_to(run)
+    for path in reversed(found[keep if new is None else max(keep - 1, 1) :]):
+        if path == marked:
+            marker_of(run).unlink()
+        if path.name.startswith("step-"):
+            remove(path)
 
 
-def retire_weights(run: Path, every: int) -> None:
-    """Delete checkpoints of weights, but for those of steps that are multiples of `every`, and the newest."""
-    for path in list_checkpoints(run, "weights")[:-1]:
-        if step_of(path) % every:
+def retire_weights(run: Path, every: int, new: Path) -> None:
+    """Delete checkpoints of weights older than `new`, but for those of steps that are multiples of `every`, and that which
+    the run has been rolled back to."""
+    marked = rolled_back_to(run)
+    for path in list_checkpoints(run, "weights"):
+        if step_of(path) < step_of(new) and step_of(path) % every and path != marked:
             remove(path)
 
 
@@ -46,5 +53,10 @@ def set_aside(path: Path) -> Path:
 
 
 def set_newer_aside(run: Path, step: int) -> list[Path]:
-    """Set aside what claims to be a full checkpoint of a later step than the one that is resumed; returns the new names."""
-    return [set_aside(path) for path in all_folders(run, "step") if step_of(path) > step]
+    """Set aside what claims to be a full checkpoint of a later step than the one that is resumed, and the marker of such a
+    rollback; returns the new names."""
+    newer = [path for path in all_folders(run, "step") if step_of(path) > step]
+    marked = rolled_back_to(run)
+    if marked is not None and step_of(marked) > step:  # the run will come to that step again, with other weights
+        newer.append(marker_of(run))
+    return [set_aside(path) for path in newer]

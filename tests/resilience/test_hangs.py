@@ -9,14 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from optimus.comm.recorder import Recorder
+from optimus.config import load_config
 from optimus.resilience import hangs
 from optimus.resilience.hangs import Verdict, Watchdog, find_culprits
 from optimus.testing import run_ranks
 from optimus.testing.drawing import config_of
 from optimus.testing.steps import Steps
+from optimus.train.checkpoints import build_run
+from optimus.train.health import Hangs
+from optimus.train.pipeline import with_microbatches
 
 # ---- By the states of all ranks ----
 
@@ -102,6 +107,34 @@ def test_a_rank_whose_process_is_stopped_is_silent(tmp_path: Path, monkeypatch: 
     Watchdog(Recorder(), tmp_path, [0, 1], 0, 0.1, found.append).start()
     wait_for(lambda: found)
     assert found[0].culprits == [1]
+
+
+def test_who_finds_no_place_to_write_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk, or where the run has gone on without this node and removed the place."""
+    monkeypatch.setattr(hangs, "_GATHERING", 0.2)
+    (tmp_path / "file").touch()
+    found: list[Verdict] = []
+    Watchdog(Recorder(), tmp_path / "file" / "place", [0], 0, 0.1, found.append).start()
+    wait_for(lambda: found)
+    assert found == [Verdict([], "no collective")]
+
+
+def hangs_of(config: dict[str, Any]) -> list[str]:
+    """The places where the ranks of a run and of its restart, of the same processes, say where they are."""
+    run = build_run(with_microbatches(load_config(config), 2), torch.device("cpu"), False)
+    places = []
+    for _ in range(2):
+        hook = Hangs("node0")
+        hook.before_training(run)
+        hook.after_training(run)
+        places.append(str(hook._folder))
+    return places
+
+
+def test_a_restart_with_the_same_process_number_reads_nothing_stale(small_run: dict[str, Any]) -> None:
+    first, second = run_ranks(hangs_of, 2, small_run)
+    assert first == second  # of all ranks
+    assert len(set(first)) == 2
 
 
 def wait_for(condition: Any) -> None:

@@ -87,18 +87,22 @@ def configuration(prepared: Path, folder: Path, hang: int = 60, **checkpoint: in
 
 
 def perform(config: Path, plan: FaultPlan, **settings: Any) -> dict[str, Any]:
-    """The run in the lab, with what `rehearse` returns; `kinds`: its events without those of ranks that are only slow."""
+    """The run in the lab, with what `rehearse` returns; of its events none of the plan and of ranks that are only slow."""
     file = config.with_name("plan.yaml")
     plan.write(file)
     result = rehearse(config, inject=file, keep_alive=KEEP_ALIVE, limit=240.0, **settings)
     result["events"] = [event for event in result["events"] if "times as long" not in event["detail"]]
+    injected = [event for event in result["events"] if event["kind"] == "injected"]
+    result["events"] = [event for event in result["events"] if event["kind"] != "injected"]
     result["kinds"] = [event["kind"] for event in result["events"]]
+    assert sorted((event["rank"], event["step"]) for event in injected) == sorted(
+        (fault.rank, fault.step) for fault in plan.faults if fault.kind != "slow"
+    )
     result["log"] = {path.stem: path.read_text() for path in (config.parent / "run" / "lab").glob("*.log")}
     assert not [node for node, text in result["log"].items() if "Traceback" in text], result["log"]
-    for event in result["events"]:
+    assert not [*(config.parent / "run").glob(".hang*"), *(config.parent / "run").glob(".fault*")]
+    for event in [*injected, *result["events"]]:
         print({name: value for name, value in event.items() if value not in (None, "")})
-    for path in sorted((config.parent / "run" / ".faults").glob("*")):
-        print(f"fault {path.name} happened at {path.stat().st_mtime}")
     return result
 
 
@@ -221,7 +225,6 @@ def test_a_full_disk_and_then_more_nodes_lost_than_there_are_spares(prepared: Pa
     for text in full["log"].values():
         assert "the run has been stopped: the run cannot go on as it is configured: " in text
         assert "No space left on device" in text
-    (tmp_path / "run" / ".faults" / "0").unlink()
 
     few = perform(config, FaultPlan().kill_agent(1, 8), nodes=2, spares=0, wait=8.0, plain=True)
     assert not few["finished"]

@@ -135,6 +135,14 @@ def test_a_crash_is_restarted_from_on_all_nodes(cluster: Cluster) -> None:
     assert sorted(re.findall("n[01]", restart[2])) == ["n0", "n1"]
 
 
+def test_what_ranks_that_hung_have_said_is_removed(cluster: Cluster, one: Launch) -> None:
+    (one.run / ".hang" / "an earlier one").mkdir(parents=True)
+    (one.run / ".hang" / "an earlier one" / "0.json").write_text("{}")
+    cluster.start(nodes=1, n0="0")
+    assert cluster.end() == {"n0": None}
+    assert not (one.run / ".hang").exists()
+
+
 def test_the_second_crash_is_the_nodes_fault(cluster: Cluster, store: TCPStore, one: Launch, tmp_path: Path) -> None:
     store.add("optimus/crashes/n0", 1)
     cluster.start(nodes=2, spares=1, n0="hold 3", n1="wait 0")

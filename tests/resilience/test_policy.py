@@ -1,6 +1,5 @@
 """What a node does when its ranks end, and what it writes down: decisions, the event log, exclusion, and plans of faults."""
 
-import json
 import re
 import signal
 import threading
@@ -209,8 +208,22 @@ def test_a_plan_that_is_none(tmp_path: Path, content: Any, message: str) -> None
 
 
 def test_a_fault_happens_once_in_the_life_of_a_run(tmp_path: Path) -> None:
-    times = [happens_now(tmp_path / "run", 0) for _ in range(3)]
-    assert times == [True, False, False]
-    assert happens_now(tmp_path / "run", 1)
-    assert happens_now(tmp_path / "another", 0)
-    assert json.dumps(sorted(path.name for path in (tmp_path / "run" / ".faults").iterdir())) == '["0", "1"]'
+    plan = FaultPlan().kill(0, 3).hang(1, 2)
+    assert [happens_now(tmp_path / "run", plan, 0) for _ in range(3)] == [True, False, False]
+    assert happens_now(tmp_path / "run", plan, 1)
+    assert happens_now(tmp_path / "another", plan, 0)
+    told = [
+        (event["kind"], event["rank"], event["step"], event["detail"]) for event in EventLog(tmp_path / "run").read()
+    ]
+    assert told == [
+        ("injected", 0, 3, "kill on rank 0, by the fault plan"),
+        ("injected", 1, 2, "hang on rank 1, by the fault plan"),
+    ]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["events.jsonl"]
+    assert EventLog(tmp_path / "run").unrecovered() == []
+
+
+def test_what_happened_by_one_plan_keeps_nothing_of_another_from_happening(tmp_path: Path) -> None:
+    assert happens_now(tmp_path, FaultPlan().kill(0, 3), 0)
+    another = FaultPlan().nan(1, 5).kill(0, 3).kill(0, 3)
+    assert [happens_now(tmp_path, another, number) for number in (0, 1, 2, 2)] == [True, False, True, False]

@@ -70,7 +70,8 @@ class Trial:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        return EventLog(self.folder).read()
+        """What has come of the faults."""
+        return [event for event in EventLog(self.folder).read() if event["kind"] != "injected"]
 
     def kinds(self) -> list[str]:
         return [event["kind"] for event in self.events]
