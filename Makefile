@@ -44,7 +44,7 @@ docs: install                   ## the configuration reference, from the tree it
 # The environment of `make install-dev` where there is one, else $(PYTHON) as it is: nothing is installed.
 OUT ?= gpu-check
 gpu-check:                      ## on a machine with one GPU: correctness and speed of all kernels; OUT=folder WHEELS=folder
-	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py --out $(OUT) $(if $(WHEELS),--wheels $(WHEELS))
+	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py --output $(OUT) $(if $(WHEELS),--wheels $(WHEELS))
 
 clean:
 	rm -rf .venv demo build dist *.egg-info

@@ -28,11 +28,11 @@ PACKAGES = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check and measure the kernels on the accelerator of this machine.")
-    parser.add_argument("--out", type=Path, default=Path("gpu-check"), help="folder of the results")
+    parser.add_argument("--output", type=Path, default=Path("gpu-check"), help="folder of the results")
     parser.add_argument("--wheels", type=Path, help="folder of wheels for what this Python lacks")
     arguments = parser.parse_args()
     chip = accelerator()
-    out = arguments.out.resolve()
+    out = arguments.output.resolve()
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as site:
         environment = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=os.pathsep.join([site, str(ROOT)]))
@@ -56,9 +56,9 @@ def parts(chip: str, out: Path) -> list[tuple[str, list[str], int]]:
     moe = [*bench, "moe", "--device", chip, "--shape", "olmoe", "--tokens", "8192", "--tokens", "16384"]
     return [
         ("tests", tests, 130),
-        ("moe", [*moe, "--json", str(out / "moe.json"), "--plot", str(out / "moe.png")], 150),
-        ("kernels", [*kernels, *sizes, "--json", str(out / "kernels.json")], 65),
-        ("tiles", [*kernels, "--tune", "--tokens", "16384", "--json", str(out / "tiles.json")], 120),
+        ("moe", [*moe, "--output", str(out / "moe.json"), "--plot", str(out / "moe.png")], 150),
+        ("kernels", [*kernels, *sizes, "--output", str(out / "kernels.json")], 65),
+        ("tiles", [*kernels, "--tune", "--tokens", "16384", "--output", str(out / "tiles.json")], 120),
     ]
 
 

@@ -1,6 +1,6 @@
 """Train the same model on the same text in different layouts and lay their loss curves over each other.
 
-`python benchmarks/layout_curves.py --text FOLDER --plot curves.png --json curves.json` (as in the sources' figures 3.8 and
+`python benchmarks/layout_curves.py --text FOLDER --plot curves.png --output curves.json` (as in the sources' figures 3.8 and
 7.7). Without --text, Python's own sources are the text. The first layout is one process; of every other the largest
 difference from it is printed.
 """
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=Path(sysconfig.get_paths()["stdlib"]) / "asyncio")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--plot", type=Path, default=Path("layout-curves.png"))
-    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--output", type=Path, default=None)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         optimus.prepare([arguments.text], Path(folder) / "data", train_tokenizer=MODEL["vocab"], context=128)
@@ -57,8 +57,8 @@ def main() -> None:
     rows = compare(curves)
     print_table(rows, f"{arguments.steps} steps of one model in {len(curves)} layouts")
     draw(curves, arguments.plot)
-    if arguments.json is not None:
-        write_json(arguments.json, {"rows": rows, "curves": curves})
+    if arguments.output is not None:
+        write_json(arguments.output, {"rows": rows, "curves": curves})
 
 
 def curve(folder: Path, number: int, ranks: int, steps: int, overrides: list[str]) -> list[float]:

@@ -1,6 +1,6 @@
 """Train a model, go back to its weights in the middle, and go on from there with fresh moments: what does it cost?
 
-`python benchmarks/restart_curves.py --text FOLDER --plot restart.png --json restart.json` (the Optimus paper, section 4:
+`python benchmarks/restart_curves.py --text FOLDER --plot restart.png --output restart.json` (the Optimus paper, section 4:
 persistent model checkpoints). Without --text, Python's own sources are the text. The run is continued to its end twice, once
 undisturbed and once from the weights alone, and both losses of every step are compared.
 """
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--after", type=int, default=200, help="Steps after them.")
     parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--plot", type=Path, default=Path("restart.png"))
-    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--output", type=Path, default=None)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         optimus.prepare([arguments.text], Path(folder) / "data", train_tokenizer=MODEL["vocab"], context=128)
@@ -51,8 +51,8 @@ def main() -> None:
         )
     print(f"after {arguments.after} steps the loss differs by {100 * last:+.2f} %")
     draw(undisturbed, restarted, arguments.before, arguments.plot)
-    if arguments.json is not None:
-        write_json(arguments.json, report("restart", rows, ratios))
+    if arguments.output is not None:
+        write_json(arguments.output, report("restart", rows, ratios))
 
 
 def config_of(folder: Path, before: int, after: int, precision: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from optimus import __version__
 from optimus.bench.commands import bench_app
 from optimus.errors import UserError
 from optimus.plan.commands import plan
@@ -28,6 +29,21 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.command()(plan)
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"optimus {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of `optimus` itself."""
 
 
 @app.command()
@@ -211,30 +227,31 @@ def launch(
     scheduler: Annotated[
         Literal["slurm", "pbs"] | None, typer.Option(help="Start nothing; write a batch script for this system.")
     ] = None,
-    write: Annotated[Path | None, typer.Option(help="Batch script to write.")] = None,
+    output: Annotated[Path | None, typer.Option(help="With --scheduler: batch script to write.")] = None,
     time: Annotated[str, typer.Option(help="Time limit in the batch script, HOURS:MINUTES:SECONDS.")] = "12:00:00",
     directive: Annotated[
         list[str] | None, typer.Option(help="Line for the batch system, such as '--account=physics'; repeated.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Run a node of a training that survives its nodes; to be started on every node and every spare alike."""
     from optimus.resilience.policy import Do
     from optimus.train.nodes import launch as run
     from optimus.train.nodes import parse_keep_alive, write_batch_script
 
-    other = ("node", "name", "rendezvous") if scheduler is not None else ("write", "time", "directive")
+    other = ("node", "name", "rendezvous") if scheduler is not None else ("output", "time", "directive")
     sources = {name: context.get_parameter_source(name) for name in other}
     if given := [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]:
         why = "leave it out with --scheduler: the batch script chooses it" if scheduler else "it needs --scheduler"
         raise UserError(f"--{given[0]}: {why}")
     if scheduler is not None:
-        if write is None:
-            raise UserError("--scheduler needs --write PATH, where the batch script goes")
+        if output is None:
+            raise UserError("--scheduler needs --output PATH, where the batch script goes")
         submit = write_batch_script(
             config,
             overrides or [],
             scheduler=scheduler,
-            path=write,
+            path=output,
             time=time,
             directives=directive or [],
             nodes=nodes,
@@ -245,7 +262,8 @@ def launch(
             max_restarts=max_restarts,
             inject=inject,
         )
-        print(f"{write}: {nodes} nodes and {spares} spares; submit it with: {submit}")
+        result = {"output": str(output), "submit": submit, "nodes": nodes, "spares": spares}
+        _show(result, as_json, f"{output}: {nodes} nodes and {spares} spares; submit it with: {submit}")
         return
     outcome = run(
         config,
@@ -261,16 +279,17 @@ def launch(
         max_restarts=max_restarts,
         inject=inject,
     )
+    _show({"outcome": "finished" if outcome is None else outcome.value}, as_json, "")
     if outcome is not None:
         raise typer.Exit(2 if outcome is Do.STOP else 1)  # 2: as bad input, it will be no better next time
 
 
 @app.command()
-def rendezvous(port: Annotated[int, typer.Option(help="Port to listen on.")] = 29400) -> None:
+def rendezvous(port: Annotated[int, typer.Option(help="Port to listen on.")] = 29400, as_json: Json = False) -> None:
     """Serve the store where the nodes of a launch meet; on a machine that is none of them."""
     from optimus.resilience.store import serve_until_ended
 
-    serve_until_ended(port)
+    serve_until_ended(port, as_json)
 
 
 @app.command()
@@ -385,7 +404,7 @@ def checkpoint_show(
 @checkpoint_app.command(name="convert")
 def checkpoint_convert(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint, or run folder for its newest one.")],
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder or file to make.")],
+    output: Annotated[Path, typer.Option(help="Folder or file to make.")],
     to: Annotated[
         Literal["weights", "torch", "safetensors"],
         typer.Option(help="A checkpoint of the weights alone, or one file of all tensors."),
@@ -409,12 +428,13 @@ def models(as_json: Json = False) -> None:
     from optimus.model.count import models as run
 
     rows = run()
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return
+    lines = []
     for row in rows:
         total, active = (_billions(row[f"{kind}_parameters"]) for kind in ("total", "active"))
-        print(f"{row['name']:16} {total:>8} total  {active:>8} active   {row['layers']} layers, hidden {row['hidden']}")
+        lines.append(
+            f"{row['name']:16} {total:>8} total  {active:>8} active   {row['layers']} layers, hidden {row['hidden']}"
+        )
+    _show(rows, as_json, "\n".join(lines))
 
 
 @app.command()
@@ -440,7 +460,8 @@ def schedule(
         Path | None, typer.Option(help="Timeline of a real run to show beside the simulated one.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the timeline into this PNG file.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write bubble, memory and all actions here.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write bubble, memory and all actions to this JSON file.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Check, simulate and draw a pipeline schedule."""
     from optimus.disk import check_plot
@@ -449,25 +470,25 @@ def schedule(
 
     if plot is not None:
         check_plot(plot)
-    print(
-        run(
-            name,
-            stages,
-            microbatches,
-            stages_per_rank=stages_per_rank,
-            warm_up=warm_up,
-            vocabulary=vocabulary,
-            output_layer=output_layer,
-            costs=Costs(jitter=jitter, link=link, blocking=blocking, seed=seed),
-            measured=measured,
-            plot=plot,
-            json_file=json_file,
-        )
+    summary, text = run(
+        name,
+        stages,
+        microbatches,
+        stages_per_rank=stages_per_rank,
+        warm_up=warm_up,
+        vocabulary=vocabulary,
+        output_layer=output_layer,
+        costs=Costs(jitter=jitter, link=link, blocking=blocking, seed=seed),
+        measured=measured,
+        plot=plot,
+        output=output,
     )
+    _show(summary, as_json, text)
 
 
 def _show(result: Any, as_json: bool, text: str) -> None:
-    print(json.dumps(result, indent=2, default=str) if as_json else text)
+    if as_json or text:
+        print(json.dumps(result, indent=2, default=str) if as_json else text)
 
 
 def _bytes(count: int) -> str:

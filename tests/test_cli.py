@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
 from optimus import cli
@@ -207,3 +209,59 @@ def test_from_text_to_a_converted_model(
     again = run("evaluate", tmp_path / "imported", "--text", text)
     assert again["bits_per_byte"] == scores["bits_per_byte"]
     assert run("generate", tmp_path / "imported", "--prompt", "import", "--max-tokens", 8) == generated
+
+
+def commands() -> dict[str, typer.core.TyperCommand]:
+    """Every command by its words, such as `checkpoint list`."""
+
+    def below(command: Any, words: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+        if isinstance(command, typer.core.TyperGroup):
+            for name, each in command.commands.items():
+                yield from below(each, (*words, name))
+        else:
+            yield " ".join(words), command
+
+    return dict(below(typer.main.get_command(cli.app), ()))
+
+
+def test_every_command_has_the_same_options() -> None:
+    """`--json` is a flag everywhere; what a command writes is named by `--output`, and by nothing else but `--plot`."""
+    assert {"train", "bench moe", "checkpoint convert"} <= commands().keys()
+    for words, command in commands().items():
+        options = {name: option for option in command.params for name in option.opts}
+        assert options["--json"].is_flag, words
+        assert not options.keys() & {"--out", "--write", "--json-file", "--to-file", "-o"}, words
+        if "--output" not in options:
+            assert words in WRITES_NOTHING, words
+
+
+# Or to places that the configuration names: the run folder.
+WRITES_NOTHING = {
+    "train", "generate", "models", "rollback", "lab", "rendezvous", "checkpoint list", "checkpoint verify",
+    "checkpoint show",
+}  # fmt: skip
+
+
+def test_a_report_and_nothing_else_is_printed_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables go to standard error; `--output` gets the same report."""
+    from optimus.bench import optimizer
+
+    monkeypatch.setattr(optimizer, "run", lambda ranks, steps: ([{"ranks": ranks, "steps": steps}], {"ratio": 2.0}))
+    report = result(capsys, monkeypatch, "bench", "optimizer", "--ranks", 2, "--output", tmp_path / "report.json")
+    assert (report["rows"], report["ratios"]) == ([{"ranks": 2, "steps": 15}], {"ratio": 2.0})
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    _, out, err = here(capsys, monkeypatch, "bench", "optimizer")
+    assert "ratio: 2.000" in out
+    assert err == ""
+
+
+def test_schedule_as_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert result(capsys, monkeypatch, "schedule", "1f1b")["bubble"] == pytest.approx(3 / 8)
+
+
+def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import optimus
+
+    assert here(capsys, monkeypatch, "--version") == (0, f"optimus {optimus.__version__}\n", "")

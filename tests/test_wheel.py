@@ -95,8 +95,8 @@ def test_every_command_runs_from_the_wheel(installed: Path, tmp_path: Path) -> N
         "schedule zbv --stages 2 --microbatches 4",
         "plan mula-1b --machine dgx-h100 --ranks 8 --best 1",
         *[f"plan mula-tiny --as-is --machine {name} --ranks 1" for name in machines],
-        f"launch run.yaml train.output=other {' '.join(small)} --scheduler slurm --write job.sh",
-        f"launch run.yaml train.output=other {' '.join(small)} --scheduler pbs --write job.pbs",
+        f"launch run.yaml train.output=other {' '.join(small)} --scheduler slurm --output job.sh",
+        f"launch run.yaml train.output=other {' '.join(small)} --scheduler pbs --output job.pbs",
     ]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(

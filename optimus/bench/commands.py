@@ -1,7 +1,12 @@
 """The commands `optimus bench ...`. Each is a thin call of a function beside it; heavy imports wait until a command runs."""
 
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -9,50 +14,87 @@ from optimus.errors import UserError
 
 bench_app = typer.Typer(help="Measure Optimus and its rivals in one run.", no_args_is_help=True, rich_markup_mode=None)
 
+Report = dict[str, Any] | None  # None on all ranks but the first
+
 
 def _in_a_folder(path: Path | None) -> Path | None:
     """Raises `UserError` before minutes of work whose report could not be written."""
     if path is not None and not path.absolute().parent.is_dir():
-        raise UserError(f"--json {path}: there is no folder {path.absolute().parent}; make it first")
+        raise UserError(f"--output {path}: there is no folder {path.absolute().parent}; make it first")
     return path
 
 
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write the report to this JSON file.", callback=_in_a_folder)
-]
+ReportFile = Annotated[Path | None, typer.Option(help="Write the report to this JSON file.", callback=_in_a_folder)]
+Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, tables to standard error.")]
 
 
-@bench_app.command(name="train")
+def _bench(name: str) -> Callable[[Callable[..., Report]], None]:
+    """Make a function that prints tables and returns a report the command `optimus bench NAME`.
+
+    It gets `--json`, and `--output` for the report where it has none of its own.
+    """
+
+    def add(function: Callable[..., Report]) -> None:
+        signature = inspect.signature(function)
+        added: dict[str, tuple[Any, Any]] = {"as_json": (Json, False)}
+        if "output" not in signature.parameters:
+            added = {"output": (ReportFile, None), **added}
+
+        def command(*, as_json: bool, **options: Any) -> None:
+            output = options.pop("output") if "output" in added else None
+            with redirect_stdout(sys.stderr) if as_json else nullcontext():
+                report = function(**options)
+            if report is not None and output is not None:
+                from optimus.disk import write_json
+
+                write_json(output, report)
+            if report is not None and as_json:
+                print(json.dumps(report, indent=2))
+
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for name, (kind, default) in added.items()
+        ]
+        command.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*signature.parameters.values(), *more], return_annotation=None
+        )
+        command.__annotations__ = {**function.__annotations__, **{name: kind for name, (kind, _) in added.items()}}
+        command.__doc__ = function.__doc__
+        bench_app.command(name=name)(command)
+
+    return add
+
+
+@_bench("train")
 def bench_train(
     model: Annotated[str, typer.Option(help="Preset.")] = "mula-tiny-moe",
     steps: Annotated[int, typer.Option(help="Timed steps per contestant and round.")] = 8,
     rounds: Annotated[int, typer.Option(help="Rounds, the contestants taking turns.")] = 3,
-    json_file: JsonFile = None,
-) -> None:
+) -> Report:
     """Training speed against the Hugging Face Trainer on the same model and data."""
     from optimus.bench import kernels, report
     from optimus.bench.train import run
 
-    report.publish("train", *run(model=model, steps=steps, rounds=rounds), path=json_file)
+    document = report.publish("train", *run(model=model, steps=steps, rounds=rounds))
     rows, _ = kernels.run(model=model, tokens=2048, context=256)
     report.print_table(kernels.shares(rows), "each kernel's share of the step, with plain PyTorch and with ours")
+    return document
 
 
-@bench_app.command(name="tokenise")
+@_bench("tokenise")
 def bench_tokenise(
     inputs: Annotated[list[str] | None, typer.Argument(metavar="[INPUT]...", help="Default: Python's library.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Default: one trained on the input.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes. Default: one per core.")] = None,
-    json_file: JsonFile = None,
-) -> None:
+) -> Report:
     """Tokenisation speed against `tokenizers.encode_batch` on the same cores."""
     from optimus.bench import report
     from optimus.bench.tokenise import run
 
-    report.publish("tokenise", *run(inputs or (), tokenizer, workers), path=json_file)
+    return report.publish("tokenise", *run(inputs or (), tokenizer, workers))
 
 
-@bench_app.command(name="data-parallel")
+@_bench("data-parallel")
 def bench_data_parallel(
     model: Annotated[str, typer.Option(help="Preset.")] = "mula-tiny-moe",
     steps: Annotated[int, typer.Option(help="Timed steps per contestant and round.")] = 10,
@@ -60,52 +102,49 @@ def bench_data_parallel(
     gradients: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Type in which all reduce their gradients.")
     ] = "float32",
-    json_file: JsonFile = None,
-) -> None:
+) -> Report:
     """Data-parallel training against torch DDP and FSDP2, and DeepSpeed where installed, on 2 and 4 ranks."""
     from optimus.bench import report
     from optimus.bench.data_parallel import run
     from optimus.bench.data_parallel_rivals import DEEPSPEED
 
     result = run(model=model, steps=steps, rounds=rounds, gradients=gradients)
-    report.publish("data-parallel", *result, path=json_file)
     if DEEPSPEED is None:
         print("DeepSpeed is not installed: its rows are left out")
+    return report.publish("data-parallel", *result)
 
 
-@bench_app.command(name="tensor-parallel")
+@_bench("tensor-parallel")
 def bench_tensor_parallel(
     model: Annotated[str, typer.Option(help="Dense preset.")] = "mula-tiny",
     steps: Annotated[int, typer.Option(help="Timed steps per contestant and round.")] = 10,
     rounds: Annotated[int, typer.Option(help="Rounds, the contestants taking turns.")] = 3,
     precision: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the computation.")] = "float32",
-    json_file: JsonFile = None,
-) -> None:
+) -> Report:
     """Tensor-parallel training on 2 ranks against torch's parallelize_module (DTensor)."""
     from optimus.bench import report
     from optimus.bench.tensor_parallel import run
 
     result = run(model=model, steps=steps, rounds=rounds, precision=precision)
-    report.publish("tensor-parallel", *result, path=json_file)
+    return report.publish("tensor-parallel", *result)
 
 
-@bench_app.command(name="pipeline")
+@_bench("pipeline")
 def bench_pipeline(
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step of timed waits.")] = 64,
     forward_ms: Annotated[float, typer.Option(help="Timed wait that stands for a forward pass.")] = 10.0,
     seeds: Annotated[int, typer.Option(help="Draws of the jitter that are measured.")] = 3,
     rounds: Annotated[int, typer.Option(help="Rounds of each, the contestants taking turns; the best counts.")] = 2,
     steps: Annotated[int, typer.Option(help="Timed training steps of us and of torch.")] = 10,
-    json_file: JsonFile = None,
-) -> None:
+) -> Report:
     """Message-driven pipelines against 1F1B, and schedules against torch.distributed.pipelining."""
     from optimus.bench import pipeline
 
     found = pipeline.run(microbatches=microbatches, forward_ms=forward_ms, seeds=seeds, rounds=rounds, steps=steps)
-    pipeline.publish(found, path=json_file)
+    return pipeline.publish(found)
 
 
-@bench_app.command(name="moe")
+@_bench("moe")
 def bench_moe(
     shape: Annotated[
         list[str] | None,
@@ -127,9 +166,8 @@ def bench_moe(
     rounds: Annotated[
         int | None, typer.Option(help="Rounds, the contestants taking turns. Default: 3; accelerator: 30.")
     ] = None,
-    json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option(help="Write a plot to this PNG file.")] = None,
-) -> None:
+) -> Report:
     """The sparse block, forward and backward, against transformers' and every kernel package that is installed."""
     from optimus.bench import moe, moe_output
     from optimus.disk import check_plot
@@ -146,25 +184,24 @@ def bench_moe(
         rounds=rounds,
         done=moe_output.print_case,
     )
-    moe_output.publish(rows, ratios, path=json_file)
     if plot is not None:
         moe_output.draw(rows, plot)
+    return moe_output.publish(rows, ratios)
 
 
-@bench_app.command(name="optimizer")
+@_bench("optimizer")
 def bench_optimizer(
     ranks: Annotated[int, typer.Option(help="Data-parallel ranks at most; a power of two up to 8.")] = 4,
     steps: Annotated[int, typer.Option(help="Timed steps of either way of sharding.")] = 15,
-    json_file: JsonFile = None,
-) -> None:
+) -> Report:
     """Optimizer step with expert parallelism: the standard sharded optimizer against EPSO."""
     from optimus.bench import report
     from optimus.bench.optimizer import run
 
-    report.publish("optimizer", *run(ranks=ranks, steps=steps), path=json_file)
+    return report.publish("optimizer", *run(ranks=ranks, steps=steps))
 
 
-@bench_app.command(name="kernels")
+@_bench("kernels")
 def bench_kernels(
     model: Annotated[str, typer.Option(help="Preset whose layers' sizes are used.")] = "mula-7b-a1b",
     tokens: Annotated[int, typer.Option(help="Tokens of a microbatch.")] = 1024,
@@ -176,8 +213,7 @@ def bench_kernels(
     tune: Annotated[
         bool, typer.Option("--tune", help="Instead: find the fastest tiles of the experts' products on an accelerator.")
     ] = False,
-    json_file: JsonFile = None,
-) -> None:
+) -> Report:
     """Every operation of a training step: correct, how fast against plain PyTorch, and its share of the step."""
     import torch
 
@@ -186,8 +222,7 @@ def bench_kernels(
     precision = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     if tune:
         found = tiles.run(model=model, tokens=tokens, dtype=precision, device=device)
-        report.publish("kernels --tune", found, {}, path=json_file)
-        return
+        return report.publish("kernels --tune", found, {})
     rows, ratios = kernels.run(
         model=model,
         tokens=tokens,
@@ -197,30 +232,28 @@ def bench_kernels(
         device=device,
         rounds=rounds,
     )
-    report.publish("kernels", rows, ratios, path=json_file)
+    return report.publish("kernels", rows, ratios)
 
 
-@bench_app.command(name="machine")
+@_bench("machine")
 def bench_machine(
     ranks: Annotated[
         int, typer.Option(help="Ranks of a node: one per accelerator, or as many as are to share the CPU.")
     ],
-    out: Annotated[Path, typer.Option(help="Write the machine to this new .yaml file.")],
+    output: Annotated[Path, typer.Option(help="Write the machine to this new .yaml file.")],
     name: Annotated[str | None, typer.Option(help="Name of the machine. Default: the file's.")] = None,
-    json_file: JsonFile = None,
-) -> None:
+) -> Report:
     """Measure this machine, all ranks busy at once, and write the file from which `optimus plan` knows it."""
     from optimus.bench.machine import run
 
-    run(ranks, out, name=name, json_file=json_file)
+    return run(ranks, output, name=name)
 
 
-@bench_app.command(name="checkpoint")
+@_bench("checkpoint")
 def bench_checkpoint(
     ranks: Annotated[int, typer.Option(help="Ranks that load a model which all of them hold.")] = 4,
     rounds: Annotated[int, typer.Option(help="Rounds, the contestants taking turns.")] = 2,
-    json_file: JsonFile = None,
-) -> None:
+) -> Report:
     """Checkpoints at once, beside the training and by DCP; loading once or on every rank; bytes per node."""
     from optimus.bench import report
     from optimus.bench.checkpoint import run
@@ -228,16 +261,15 @@ def bench_checkpoint(
     saving, loading, nodes, ratios = run(ranks=ranks, rounds=rounds)
     report.print_table(loading, "loading")
     report.print_table(nodes, "who writes, on paper: 4 nodes of 12 ranks")
-    report.publish("checkpoint", saving, ratios, more={"loading": loading, "nodes": nodes}, path=json_file)
+    return report.publish("checkpoint", saving, ratios, more={"loading": loading, "nodes": nodes})
 
 
-@bench_app.command(name="resilience")
+@_bench("resilience")
 def bench_resilience(
     model: Annotated[str, typer.Option(help="Preset that is trained while it is watched.")] = "mula-tiny-moe",
     steps: Annotated[int, typer.Option(help="Steps that are counted.")] = 6,
     faults: Annotated[bool, typer.Option(help="Whether to lose nodes in the lab, too.")] = True,
-    json_file: JsonFile = None,
-) -> None:
+) -> Report:
     """What watching for faults costs, and seconds from a fault until the run goes on."""
     from optimus.bench import report
     from optimus.bench.resilience import run
@@ -245,25 +277,24 @@ def bench_resilience(
     costs, recoveries, ratios = run(model=model, steps=steps, faults=faults)
     if recoveries:
         report.print_table(recoveries, "from a fault to the end of the next step, 3 nodes and 2 spares, keep-alive 1x3")
-    report.publish("resilience", costs, ratios, more={"recoveries": recoveries}, path=json_file)
+    return report.publish("resilience", costs, ratios, more={"recoveries": recoveries})
 
 
-@bench_app.command(name="layouts")
+@_bench("layouts")
 def bench_layouts(
     model: Annotated[str, typer.Option(help="Preset that is trained.")] = "mula-tiny",
     ranks: Annotated[list[int] | None, typer.Option(help="Numbers of ranks; by default 4 and 8.")] = None,
     rounds: Annotated[int, typer.Option(help="Rounds, the layouts taking turns.")] = 1,
-    json_file: JsonFile = None,
-) -> None:
+) -> Report:
     """The planner's ranking of layouts against the clock's, on this machine, which is measured first."""
     from optimus.bench import report
     from optimus.bench.layouts import run
 
     rows, ratios, machines = run(model=model, rank_counts=ranks or (4, 8), rounds=rounds)
-    report.publish("layouts", rows, ratios, more=machines, path=json_file)
+    return report.publish("layouts", rows, ratios, more=machines)
 
 
-@bench_app.command(name="planner")
+@_bench("planner")
 def bench_planner(
     data: Annotated[
         Path | None,
@@ -273,9 +304,8 @@ def bench_planner(
         bool,
         typer.Option("--fit", help="Also fit each program's constant to these rows, and to random halves of them."),
     ] = False,
-    json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option(help="Write a plot to this PNG file.")] = None,
-) -> None:
+) -> Report:
     """The planner's predictions against published throughput and memory."""
     from optimus.bench import planner, planner_output
     from optimus.disk import check_plot
@@ -289,6 +319,6 @@ def bench_planner(
         check_plot(plot)
     found = planner.run(data)
     timed = [each.case for each in found.predicted if each.tokens_per_second is not None]
-    planner_output.show(found, path=json_file, constants=planner.constants(timed) if fit else ())
     if plot is not None:
         planner_output.draw(found, plot)
+    return planner_output.show(found, constants=planner.constants(timed) if fit else ())

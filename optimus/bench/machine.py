@@ -27,29 +27,31 @@ from optimus.plan.machine import Machine, machine_names
 _MOST_RANKS = 64
 
 
-def run(ranks: int, out: Path, *, name: str | None = None, json_file: Path | None = None) -> None:
-    """Measure, write `out`, print how near the file comes to what was measured; under torchrun, on the first rank alone.
+def run(ranks: int, output: Path, *, name: str | None = None) -> dict[str, Any] | None:
+    """Measure, write `output`, print how near the file comes to what was measured; under torchrun, on the first rank alone.
 
-    `name` is the machine's, by default the file's. Raises `UserError`, before anything is measured, for a file that is there
-    or cannot be, for the name of a machine that comes with the library, and for ranks that the machine does not have.
+    Returns the report, on the first rank. `name` is the machine's, by default the file's. Raises `UserError`, before
+    anything is measured, for a file that is there or cannot be, for the name of a machine that comes with the library,
+    and for ranks that the machine does not have.
     """
-    name = name or out.stem
-    check_output(out, name, json_file)
+    name = name or output.stem
+    check_output(output, name)
     check_ranks(ranks)
     if os.environ.get("RANK", "0") == "0":
         print(f"measuring with {ranks} ranks, for some minutes; what else runs meanwhile is measured too", flush=True)
     seen = observe(ranks)
     if seen is None:
-        return
+        return None
     machine = fit_machine(seen, name)
-    write(machine, out)
+    write(machine, output)
     found = points(machine, seen)
     more = {
         "machine_file": machine.model_dump(),
         "points": [{**point._asdict(), "error": point.error} for point in found],
     }
-    publish("machine", rows(found), ratios(found), path=json_file, more=more)
-    print(f"{out} is written: optimus plan ... --machine {out}")
+    report = publish("machine", rows(found), ratios(found), more=more)
+    print(f"{output} is written: optimus plan ... --machine {output}")
+    return report
 
 
 def measure(ranks: int, name: str = "measured", extent: Extent | None = None) -> Machine:
@@ -93,7 +95,7 @@ def fit_machine(seen: Observations, name: str) -> Machine:
 def write(machine: Machine, path: Path) -> None:
     """A new file that `load_machine` reads."""
     text = yaml.safe_dump(machine.model_dump(exclude_none=True), sort_keys=False, width=120)
-    with naming_disk_errors(path, "Choose another --out"), path.open("x", encoding="utf-8") as file:
+    with naming_disk_errors(path, "Choose another --output"), path.open("x", encoding="utf-8") as file:
         file.write(text)
 
 
@@ -150,24 +152,21 @@ def _source(seen: Observations, peak: float | None) -> str:
 # ---- Bad input ----
 
 
-def check_output(out: Path, name: str, json_file: Path | None) -> None:
+def check_output(output: Path, name: str) -> None:
     """Raises `UserError` where the file cannot be written, or would hide another."""
-    if out.suffix not in (".yaml", ".yml"):
+    if output.suffix not in (".yaml", ".yml"):
         raise UserError(
-            f"--out {out}: give the name of a .yaml file, by which `--machine` knows it from a machine's name"
+            f"--output {output}: give the name of a .yaml file, by which `--machine` knows it from a machine's name"
         )
-    if out.exists():
-        raise UserError(f"--out {out} exists: remove it, or choose another name")
+    if output.exists():
+        raise UserError(f"--output {output} exists: remove it, or choose another name")
     if name in machine_names():
         raise UserError(f"--name {name} is a machine that comes with the library: choose another with --name")
-    for option, path in (("--out", out), ("--json", json_file)):
-        if path is None:
-            continue
-        folder = path.absolute().parent
-        if not folder.is_dir():
-            raise UserError(f"{option} {path}: there is no folder {folder}; make it first")
-        with naming_disk_errors(path, f"Choose another {option}"), TemporaryFile(dir=folder):
-            pass
+    folder = output.absolute().parent
+    if not folder.is_dir():
+        raise UserError(f"--output {output}: there is no folder {folder}; make it first")
+    with naming_disk_errors(output, "Choose another --output"), TemporaryFile(dir=folder):
+        pass
 
 
 def check_ranks(ranks: int) -> None:

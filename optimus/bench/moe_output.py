@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from optimus.bench.report import print_table, report
-from optimus.disk import write_json
 from optimus.errors import naming_disk_errors
 
 _SHOWN = {
@@ -29,16 +28,15 @@ def print_case(rows: Sequence[dict[str, Any]]) -> None:
     print_table([{shown: row.get(key) for key, shown in _SHOWN.items()} for row in rows], title)
 
 
-def publish(rows: Sequence[dict[str, Any]], ratios: dict[str, float], *, path: Path | None) -> None:
-    """Print what was measured with and the ratios; write the report to `path` if there is one."""
+def publish(rows: Sequence[dict[str, Any]], ratios: dict[str, float]) -> dict[str, Any]:
+    """Print what was measured with and the ratios; returns the report."""
     whole = report("moe", rows, ratios)
     chips = dict.fromkeys([whole["machine"]["cpu"], *whole["machine"]["accelerators"]])
     versions = (f"{name} {whole['versions'][name]}" for name in ("torch", "transformers", "triton"))
     print(", ".join([*chips, *versions]))
     for ratio, value in ratios.items():
         print(f"{ratio}: {value:.3f}")
-    if path is not None:
-        write_json(path, whole)
+    return whole
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:

@@ -12,7 +12,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,6 @@ from optimus.bench.pipeline_rival import TORCH, make_stages, ours, torchs
 from optimus.bench.pipeline_waits import Contestant, Job, run_jobs, simulated, timelines
 from optimus.bench.report import print_table, report
 from optimus.config import RunConfig, load_config
-from optimus.disk import write_json
 from optimus.pipeline.costs import Costs
 from optimus.pipeline.ready import caps_like_1f1b, message_driven
 from optimus.pipeline.schedules import make_schedule
@@ -110,15 +108,14 @@ def run(
     return Found(waits, curves, training, _ratios(list(points), waits, training))
 
 
-def publish(found: Found, *, path: Path | None) -> None:
-    """Print the tables and the ratios, and write the report to `path` if there is one."""
+def publish(found: Found) -> dict[str, Any]:
+    """Print the tables and the ratios; returns the report."""
     print_table(found.waits, "optimus bench pipeline: timed waits; speed relative to 1F1B")
     print_table(found.curves, "optimus bench pipeline: simulated speed relative to 1F1B")
     print_table(found.training, "optimus bench pipeline: training steps")
     for ratio, value in found.ratios.items():
         print(f"{ratio}: {value:.3f}")
-    if path is not None:
-        write_json(path, report("pipeline", [*found.waits, *found.curves, *found.training], found.ratios))
+    return report("pipeline", [*found.waits, *found.curves, *found.training], found.ratios)
 
 
 def simulate_curves(stages: int, microbatches: int, draws: int) -> Rows:

@@ -12,19 +12,18 @@ _COLOURS = 10  # before matplotlib begins again
 _MARKS = "o^s"
 
 
-def show(found: Comparison, *, path: Path | None, constants: Sequence[dict[str, Any]] = ()) -> None:
-    """Print the tables, and write all of it to `path` if there is one. Raises `UserError` when that cannot be written."""
+def show(found: Comparison, *, constants: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Print the tables; returns all of it."""
     sources, memory, fitting = found.sources(), found.memory(), found.out_of_memory()
     print_table([{"memory": name, **errors} for name, errors in memory.items()], "memory of a rank")
     if constants:
         print_table(constants, "the constant of each program")
     print(f"runs that fit and that do not: {fitting['right']} told rightly, {fitting['wrong']} wrongly")
     print(f"rows left out: {len(found.left_out)}")
-    publish(
+    return publish(
         "planner",
         [{"source": name, **errors} for name, errors in sources.items()],
         {},
-        path=path,
         more={
             "sources": sources,
             "memory": memory,

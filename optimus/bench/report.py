@@ -1,10 +1,8 @@
 """The form of every benchmark's result: a table for people, JSON for programs."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from optimus.disk import write_json
 from optimus.observe.machine import describe_machine, versions
 from optimus.observe.table import print_table
 
@@ -30,12 +28,10 @@ def publish(
     rows: Sequence[dict[str, Any]],
     ratios: dict[str, float],
     *,
-    path: Path | None,
     more: Mapping[str, Any] | None = None,
-) -> None:
-    """Print the table and the ratios, and write the report to `path` if there is one."""
+) -> dict[str, Any]:
+    """Print the table and the ratios; returns the report."""
     print_table(rows, f"optimus bench {name}")
     for ratio, value in ratios.items():
         print(f"{ratio}: {value:.3f}")
-    if path is not None:
-        write_json(path, report(name, rows, ratios, more))
+    return report(name, rows, ratios, more)

@@ -30,9 +30,9 @@ def run(
     costs: Costs | None = None,
     measured: Path | None = None,
     plot: Path | None = None,
-    json_file: Path | None = None,
-) -> str:
-    """Make, check and simulate a schedule; write the files that are wanted; return what is to be printed.
+    output: Path | None = None,
+) -> tuple[dict[str, Any], str]:
+    """Make, check and simulate a schedule; write the files that are wanted; returns its `summary` and a text for people.
 
     Args:
         vocabulary: every rank has a part of the vocabulary.
@@ -40,7 +40,7 @@ def run(
             all ranks'.
         measured: a file of `write_timeline`, which is shown and drawn beside the simulated timeline.
         plot: the PNG to draw.
-        json_file: where `summary` goes.
+        output: the JSON file where `summary` goes.
 
     Raises `UserError` for what `make_schedule`, `Costs`, `read_timeline` and `draw` refuse, and for files that cannot be
     written.
@@ -51,13 +51,14 @@ def run(
     timelines = {f"{schedule.name}, simulated": timeline}
     if measured is not None:
         timelines[f"{measured}, measured"] = read_timeline(measured)
-    if json_file is not None:
-        with naming_disk_errors(json_file, "Make room, or choose another place."):
-            write_json(json_file, summary(schedule, timeline))
+    found = summary(schedule, timeline)
+    if output is not None:
+        with naming_disk_errors(output, "Make room, or choose another place."):
+            write_json(output, found)
     if plot is not None:
         draw(timelines, plot)
     width = get_terminal_size(fallback=(_FILE_WIDTH, 24)).columns
-    return "\n\n".join(describe(title, timeline, width) for title, timeline in timelines.items())
+    return found, "\n\n".join(describe(title, timeline, width) for title, timeline in timelines.items())
 
 
 def _with_output_layer(costs: Costs, schedule: Schedule, forward: float) -> Costs:

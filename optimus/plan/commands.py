@@ -28,7 +28,7 @@ def plan(
         Path | None, typer.Option(help="CSV file: bandwidth between each two nodes, bytes/s, where they differ.")
     ] = None,
     explain: Annotated[int | None, typer.Option(min=1, help="Break down the plan in this row.")] = None,
-    write: Annotated[Path | None, typer.Option(help="Write the first plan's configuration to this YAML file.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the first plan's configuration to this YAML file.")] = None,
     scale: Annotated[
         str | None, typer.Option(help="Numbers of ranks: 384,768,... for a study of weak scaling.")
     ] = None,
@@ -59,8 +59,8 @@ def plan(
         plans = [point.plan for point in points]
     else:
         plans = [predict(question, setting())] if as_is else search(question, best)
-    if write is not None:
-        report.write_config(plans[0], config, write)
+    if output is not None:
+        report.write_config(plans[0], config, output)
     result: dict[str, Any] = {"plans": [report.as_json(each) for each in plans]}
     if numbers:
         result["scaling"] = [{"ranks": point.ranks, "efficiency": point.efficiency} for point in points]

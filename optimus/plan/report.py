@@ -99,8 +99,8 @@ def explained(plan: Plan) -> str:
 def write_config(plan: Plan, config: RunConfig, path: Path) -> None:
     """`config` as the plan divides it, for `optimus train`. Raises `UserError` where a file is, or none can be made."""
     if path.exists():
-        raise UserError(f"--write: {path} is there already: choose another name, or take it away")
-    with naming_disk_errors(path, "Choose another place for --write"):
+        raise UserError(f"--output: {path} is there already: choose another name, or take it away")
+    with naming_disk_errors(path, "Choose another place for --output"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(dump_config(planned(plan, config)), encoding="utf-8")
 

@@ -42,12 +42,12 @@ def write_script(job: BatchJob, path: Path) -> str:
     Raises `UserError` when `path` exists or cannot be written, and for numbers, time or directives that make no job.
     """
     text = script(job, submit := f"{_SUBMIT[job.scheduler]} {shlex.quote(str(path))}")
-    with naming_disk_errors(path, "Give --write another path"):
+    with naming_disk_errors(path, "Give --output another path"):
         try:
             with path.open("x", encoding="utf-8") as file:
                 file.write(text)
         except FileExistsError:
-            raise UserError(f"--write {path}: it exists already, and is not overwritten; give another name") from None
+            raise UserError(f"--output {path}: it exists already, and is not overwritten; give another name") from None
         path.chmod(0o755)
     return submit
 

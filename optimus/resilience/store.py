@@ -1,5 +1,6 @@
 """The store where nodes meet: a server of its own, so that no node of the run is a single point of failure."""
 
+import json
 import signal
 import socket
 import sys
@@ -31,10 +32,11 @@ def serve(port: int) -> TCPStore:
         ) from error
 
 
-def serve_until_ended(port: int) -> None:
-    """`serve` until Ctrl-C or a termination signal. Raises as it does."""
+def serve_until_ended(port: int, as_json: bool = False) -> None:
+    """`serve` until Ctrl-C or a termination signal, and say where, for people or as JSON. Raises as it does."""
     store = serve(port)
-    print(f"nodes meet here on port {store.port}; Ctrl-C ends it", flush=True)
+    said = json.dumps({"port": store.port}) if as_json else f"nodes meet here on port {store.port}; Ctrl-C ends it"
+    print(said, flush=True)
     signal.sigwait({signal.SIGINT, signal.SIGTERM})
 
 

@@ -115,7 +115,7 @@ def test_tiles_need_experts_and_an_accelerator(model: str, reason: str) -> None:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_gpu_check_ends_at_once_where_there_is_none(tmp_path: Path) -> None:
     script = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_check.py"
-    done = subprocess.run([sys.executable, script, "--out", tmp_path / "out"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, script, "--output", tmp_path / "out"], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("gpu-check: no accelerator here")
     assert done.stderr.count("\n") == 1

@@ -1,6 +1,5 @@
 """Measuring a machine: times made up from a known machine give it back; a real one's file is read again and is possible."""
 
-import json
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -208,9 +207,9 @@ def test_report_has_every_point(
 ) -> None:
     seen = made_up(load_machine("laptop"))
     monkeypatch.setattr(bench, "observe", lambda ranks: seen)
-    bench.run(4, tmp_path / "mine.yaml", json_file=tmp_path / "report.json")
+    report = bench.run(4, tmp_path / "mine.yaml")
+    assert report is not None
     assert load_machine(str(tmp_path / "mine.yaml")).name == "mine"
-    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert len(report["points"]) == len(seen.products) + 1 + len(seen.moved) + len(seen.attended) + len(seen.talked)
     assert report["ratios"].keys() == {
         f"machine.{kind}.median_error" for kind in ("matmul", "attention", "memory", "collectives")
@@ -242,8 +241,8 @@ def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("out", "message"),
     [
-        ("mine.json", r"--out .*mine\.json: give the name of a \.yaml file"),
-        ("none/mine.yaml", r"--out .*: there is no folder .*none; make it first"),
+        ("mine.json", r"--output .*mine\.json: give the name of a \.yaml file"),
+        ("none/mine.yaml", r"--output .*: there is no folder .*none; make it first"),
         ("h200.yaml", r"--name h200 is a machine that comes with the library"),
     ],
 )
@@ -257,7 +256,7 @@ def test_a_folder_that_is_not_writable(tmp_path: Path, monkeypatch: pytest.Monke
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(bench, "TemporaryFile", refuse)
-    with pytest.raises(UserError, match=r"cannot write .*mine\.yaml: Permission denied\. Choose another --out"):
+    with pytest.raises(UserError, match=r"cannot write .*mine\.yaml: Permission denied\. Choose another --output"):
         bench.run(2, tmp_path / "mine.yaml")
 
 

@@ -173,7 +173,7 @@ def test_other_folders_and_the_form_of_the_report(tables: Path, tmp_path: Path) 
     lines = (tables / "nemo_megatron_bridge.csv").read_text(encoding="utf-8").splitlines()
     (data / "nemo_megatron_bridge.csv").write_text("\n".join(lines[:40]), encoding="utf-8")
     (data / "unknown.csv").write_text("row_id,model,gpu\nunknown-1,GPT,a100\n", encoding="utf-8")
-    arguments = ["--data", str(data), "--json", str(report)]
+    arguments = ["--data", str(data), "--output", str(report)]
     try:
         import matplotlib  # noqa: F401
 

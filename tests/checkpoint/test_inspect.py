@@ -151,5 +151,5 @@ def test_the_commands(run: Path, tmp_path: Path) -> None:
     assert f"optimus train {run}/config.yaml --resume" in done.stdout
     done = command("rollback", str(run), "--step", "4")
     assert (done.returncode, "has no checkpoint of step 4" in done.stderr) == (2, True)
-    done = command("checkpoint", "convert", str(run), str(tmp_path / "w"), "--dtype", "float32")
+    done = command("checkpoint", "convert", str(run), "--output", str(tmp_path / "w"), "--dtype", "float32")
     assert (done.returncode, "tensors" in done.stdout) == (0, True)

@@ -239,5 +239,5 @@ def test_errors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"arc_easy\.test\.jsonl:2: not an example"):
         load_tasks(["arc_easy"], folder)
     monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'optimus\[evaluate\]'"):
+    with pytest.raises(UserError, match=r"lm-eval, which is not installed: .*evaluate"):
         check_lm_eval()

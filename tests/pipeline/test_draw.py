@@ -61,7 +61,7 @@ def test_a_picture_of_a_simulated_and_a_measured_timeline(tmp_path: Path) -> Non
 
 def test_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=r"pip install 'optimus\[bench\]'"):
+    with pytest.raises(UserError, match=r"--plot needs matplotlib: .*bench"):
         draw({"x": simulate(make_schedule("gpipe", 2, 2))}, tmp_path / "t.png")
 
 
@@ -96,7 +96,7 @@ def test_a_file_that_is_no_timeline(content: str | None, message: str, tmp_path:
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "s.json"
-    code, out, _ = command(capsys, monkeypatch, "1f1b", "--stages", 4, "--microbatches", 8, "--json", path)
+    code, out, _ = command(capsys, monkeypatch, "1f1b", "--stages", 4, "--microbatches", 8, "--output", path)
     assert code == 0
     assert "1f1b, simulated: bubble 37.5% of the computing time, makespan 33" in out
     assert "rank 1: stage 1; bubble 37.5%; peak activations 3" in out
@@ -134,7 +134,7 @@ def test_the_command_with_every_option(
         (["1f1b", "--stages", 0], "0 ranks; give at least one"),
         (["1f1b", "--jitter", -1], "jitter is -1.0; give zero or more"),
         (["1f1b", "--plot", "t.svg"], "give the name of a .png file"),
-        (["1f1b", "--json", "no-such-folder/s.json"], "cannot write no-such-folder/s.json"),
+        (["1f1b", "--output", "no-such-folder/s.json"], "cannot write no-such-folder/s.json"),
         (["1f1b", "--measured", "no-such-file.json"], "cannot read no-such-file.json"),
     ],
 )

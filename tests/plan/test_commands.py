@@ -80,13 +80,13 @@ def test_a_table_and_what_one_row_is_made_of(plan: Callable[..., Any]) -> None:
 
 def test_what_is_written_can_be_trained(plan: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "planned.yaml"
-    first = plan("--write", str(file))["plans"][0]
+    first = plan("--output", str(file))["plans"][0]
     written = load_config(file)
     assert written.parallel.model_dump().items() >= first["parallel"].items()
     assert written.state.model_dump().items() >= first["state"].items()
     assert optimus.train(file, ranks=4, check=True)["ok"]
-    with pytest.raises(optimus.UserError, match=r"--write: .*planned\.yaml is there already"):
-        plan("--write", str(file))
+    with pytest.raises(optimus.UserError, match=r"--output: .*planned\.yaml is there already"):
+        plan("--output", str(file))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_what_is_written_can_be_trained(plan: Callable[..., Any], tmp_path: Path
 def test_what_is_written_is_the_run_that_was_planned(plan: Callable[..., Any], tmp_path: Path, rest: list[str]) -> None:
     """It keeps what the search leaves as it is, and is predicted to take what the plan takes."""
     file = tmp_path / "planned.yaml"
-    first = plan(*rest, "--write", str(file))["plans"][0]
+    first = plan(*rest, "--output", str(file))["plans"][0]
     before, written = load_config(tmp_path / "run.yaml", rest), load_config(file)
     decided = {"shard", "shard_over", "shard_ranks", "release"}
     assert written.state.model_dump(exclude=decided) == before.state.model_dump(exclude=decided)
@@ -119,7 +119,7 @@ def test_a_layout_that_the_rest_of_a_run_forbids(plan: Callable[..., Any], tmp_p
     with pytest.raises(
         optimus.UserError, match=r"^the layout that is planned does not go with .*drop_duplicates false"
     ):
-        plan(*layout, "--write", str(tmp_path / "planned.yaml"))
+        plan(*layout, "--output", str(tmp_path / "planned.yaml"))
     assert not (tmp_path / "planned.yaml").exists()
 
 

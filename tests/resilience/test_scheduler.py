@@ -351,7 +351,7 @@ def test_the_command_line(
     monkeypatch.chdir(tmp_path)
     Path("a run.yaml").write_text(yaml.dump(small_run))
     words = ("a run.yaml", "train.output=my runs/x", "--nodes", 2, "--spares", 1, "--keep-alive", "2x4",
-             "--scheduler", "slurm", "--write", "my job.sh", "--directive", "--mem=0")  # fmt: skip
+             "--scheduler", "slurm", "--output", "my job.sh", "--directive", "--mem=0")  # fmt: skip
     code, out, _ = command_line(monkeypatch, capsys, *words)
     assert code == 0
     assert out == "my job.sh: 2 nodes and 1 spares; submit it with: sbatch 'my job.sh'\n"
@@ -371,13 +371,13 @@ def test_the_command_line(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--scheduler", "slurm"], "--scheduler needs --write PATH"),
-        (["--write", "job.sh"], "--write: it needs --scheduler"),
+        (["--scheduler", "slurm"], "--scheduler needs --output PATH"),
+        (["--output", "job.sh"], "--output: it needs --scheduler"),
         (["--time", "1:00:00"], "--time: it needs --scheduler"),
-        (["--scheduler", "pbs", "--write", "job.sh", "--node", "n1"], "--node: leave it out with --scheduler"),
-        (["--scheduler", "pbs", "--write", "job.sh", "--spares", "-1"], "--spares -1"),
-        (["--scheduler", "pbs", "--write", "job.sh", "--nodes", "0"], "--nodes 0"),
-        (["--scheduler", "pbs", "--write", "job.sh", "--nodes", "7"], "train.global_batch"),
+        (["--scheduler", "pbs", "--output", "job.sh", "--node", "n1"], "--node: leave it out with --scheduler"),
+        (["--scheduler", "pbs", "--output", "job.sh", "--spares", "-1"], "--spares -1"),
+        (["--scheduler", "pbs", "--output", "job.sh", "--nodes", "0"], "--nodes 0"),
+        (["--scheduler", "pbs", "--output", "job.sh", "--nodes", "7"], "train.global_batch"),
     ],
 )
 def test_bad_options(
