@@ -120,7 +120,7 @@ def _recoveries() -> Iterator[dict[str, Any]]:
             plan.write(home / "plan.yaml")
             (home / "run.yaml").write_text(yaml.safe_dump(_tiny(data, home / "run")), encoding="utf-8")
             result = rehearse(home / "run.yaml", inject=home / "plan.yaml", keep_alive=(1, 3))
-            happened = min(path.stat().st_mtime for path in (home / "run" / ".faults").iterdir())
+            happened = min(event["time"] for event in result["events"] if event["kind"] == "injected")
             again = [event["time"] for event in result["events"] if event["kind"] == "recovered"]
             yield {
                 "fault": name,

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-Kind = Literal["failure", "exclusion", "restart", "recovered", "rollback", "finished"]
+Kind = Literal["failure", "exclusion", "restart", "recovered", "rollback", "injected", "finished"]
 
 
 class EventLog:

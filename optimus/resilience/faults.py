@@ -1,10 +1,10 @@
 """Failures on purpose: a plan of what goes wrong on which rank in which step, to rehearse what a run does about it.
 
-Every fault of a plan happens once in the life of a run, also when the step is run again after a restart.
+Every fault of a plan happens once in the life of a run, also when the step is run again after a restart: the event log says
+which have happened.
 """
 
 import math
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from optimus.errors import UserError, nearest
+from optimus.resilience.events import EventLog
 
 Kind = Literal["kill", "kill_agent", "nan", "hang", "slow", "tear_checkpoint", "fill_disk", "cut"]
 _KINDS = get_args(Kind)
@@ -25,6 +26,10 @@ class Fault:
     rank: int
     step: int
     factor: float = 1.0  # slow: times the usual duration of a step, from this one on
+
+    def event(self) -> dict[str, Any]:
+        """What the event log says when it happens."""
+        return {"rank": self.rank, "step": self.step, "detail": f"{self.kind} on rank {self.rank}, by the fault plan"}
 
 
 @dataclass
@@ -88,14 +93,17 @@ class FaultPlan:
         return cls([_fault(entry, f"fault plan {path}, entry {number}") for number, entry in enumerate(raw, start=1)])
 
 
-def happens_now(run: Path, number: int) -> bool:
-    """Whether fault `number` of the plan has not happened in this run yet; from now on it has."""
-    folder = run / ".faults"
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        os.close(os.open(folder / str(number), os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
+def happens_now(run: Path, plan: FaultPlan, number: int) -> bool:
+    """Whether fault `number` of the plan has not happened in this run yet; from now on it has.
+
+    Equal faults of a plan happen one after another. Those of an earlier launch count where they are equal.
+    """
+    fault, log = plan.faults[number], EventLog(run)
+    event = fault.event()
+    happened = sum(each["kind"] == "injected" and event.items() <= each.items() for each in log.read())
+    if happened > plan.faults[:number].count(fault):
         return False
+    log.write("injected", **event)
     return True
 
 

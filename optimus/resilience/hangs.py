@@ -2,15 +2,28 @@
 
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from optimus.comm.recorder import Recorder
 
 _GATHERING = 5.0  # seconds for all ranks to say where they are
+_FOLDER = ".hang"
+
+
+def meeting_place(run: Path, incarnation: str) -> Path:
+    """Where the ranks of a run that hangs say where they are; `incarnation` is unique, so nobody reads an earlier one's."""
+    return run / _FOLDER / incarnation
+
+
+def clear(run: Path) -> None:
+    """Remove what ranks that hung have said; none of them is there any more."""
+    shutil.rmtree(run / _FOLDER, ignore_errors=True)
 
 
 class Verdict(NamedTuple):
@@ -89,17 +102,17 @@ class Watchdog:
 
     def _gather(self) -> dict[int, Any]:
         """The states of all ranks, by files in the run folder; None of those that do not write any in time."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        own = self._folder / f"{self._rank}.json"
-        partial = own.with_suffix(".partial")
-        partial.write_text(json.dumps(self._recorder.state()), encoding="utf-8")
-        os.replace(partial, own)
+        with suppress(OSError):  # who cannot write, as its disk is full or it has been replaced, is silent
+            self._folder.mkdir(parents=True, exist_ok=True)
+            own = self._folder / f"{self._rank}.json"
+            partial = own.with_suffix(".partial")
+            partial.write_text(json.dumps(self._recorder.state()), encoding="utf-8")
+            os.replace(partial, own)
         deadline = time.monotonic() + _GATHERING
         states: dict[int, Any] = dict.fromkeys(self._ranks)
         while None in states.values() and time.monotonic() < deadline:
             for rank in (rank for rank, state in states.items() if state is None):
-                path = self._folder / f"{rank}.json"
-                if path.exists():
-                    states[rank] = json.loads(path.read_text(encoding="utf-8"))
+                with suppress(OSError):
+                    states[rank] = json.loads((self._folder / f"{rank}.json").read_text(encoding="utf-8"))
             time.sleep(0.05)
         return states

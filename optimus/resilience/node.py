@@ -17,6 +17,7 @@ from optimus.errors import UserError, naming_disk_errors
 from optimus.resilience.events import EventLog
 from optimus.resilience.exclusion import exclude, excluded
 from optimus.resilience.exits import Exit
+from optimus.resilience.hangs import clear
 from optimus.resilience.policy import Do, decide
 from optimus.resilience.store import connect, own_address
 from optimus.resilience.torch_elastic import Agent, ProcessFailure, Rendezvous, World
@@ -87,6 +88,7 @@ class _Member:
             if self._store.add(self._key("few"), 1) == 1:  # no node is the first of a world that is not
                 self._note_silent(self._told("world") or [])
                 self._events.write("failure", node=self._launch.node, detail=why)
+                clear(self._launch.run)
             raise UserError(f"{why}: start more, or with fewer --nodes") from error
         if (why := self._told("stopped")) is not None:
             print(f"the run has been stopped: {why}; see {self._events.path}", flush=True)
@@ -98,6 +100,7 @@ class _Member:
         store.set(f"member/{world.rank}", json.dumps([self._launch.node, self._rendezvous.member]))
         if world.rank > 0:
             return
+        clear(self._launch.run)
         here = [json.loads(store.get(f"member/{rank}")) for rank in range(world.size)]
         before = self._told("world")
         self._tell("world", here)

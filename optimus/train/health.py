@@ -3,12 +3,14 @@
 import os
 import statistics
 import time
+import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 
 from optimus.mesh import Mesh
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import EndedError, Exit
-from optimus.resilience.hangs import Verdict, Watchdog
+from optimus.resilience.hangs import Verdict, Watchdog, meeting_place
 from optimus.resilience.slow import Persistence, Slow, alone, find_slow
 from optimus.train.hooks import Hook
 from optimus.train.run import Run
@@ -29,8 +31,7 @@ class Hangs(Hook):
         world = run.groups.world
         self._run, self._mesh, self._rank = run, run.groups.mesh, run.groups.rank
         self._names = world.collect(self._node)
-        # A restarted run must not find what was written before it.
-        self._folder = run.folder / ".hang" / world.tell(f"{self._node}-{os.getpid()}")
+        self._folder = meeting_place(run.folder, world.tell(uuid.uuid4().hex))
         hang = run.config.resilience.hang
         self._dog = Watchdog(run.groups.recorder, self._folder, world.ranks, self._rank, hang, self._end)
         self._dog.start()
@@ -52,7 +53,8 @@ class Hangs(Hook):
         speaker = next((rank for rank in range(self._mesh.size) if rank not in verdict.culprits), 0)
         if self._rank == speaker:
             self._tell(verdict)
-            told.touch()
+            with suppress(OSError):
+                told.touch()
         at_fault = self._node in blamed and len(blamed) == 1
         deadline = time.monotonic() + _TURN
         while time.monotonic() < deadline and not (at_fault and told.exists()):

@@ -41,7 +41,7 @@ class Inject(Hook):
         for number, fault in self._own:
             if fault.kind == "slow":
                 self._factor = max(self._factor, fault.factor if run.step + 1 >= fault.step else 1.0)
-            elif fault.kind != "tear_checkpoint" and run.step + 1 == fault.step and happens_now(run.folder, number):
+            elif fault.kind != "tear_checkpoint" and run.step + 1 == fault.step and self._happens_now(run, number):
                 getattr(self, f"_{fault.kind}")(run)
 
         time.sleep((self._factor - 1) * self._usual)
@@ -54,8 +54,11 @@ class Inject(Hook):
         for number, fault in self._own:
             if fault.kind == "tear_checkpoint":
                 file = step_folder(run.folder, fault.step) / file_of(fault.rank)
-                if file.exists() and happens_now(run.folder, number):
+                if file.exists() and self._happens_now(run, number):
                     os.truncate(file, file.stat().st_size // 2)
+
+    def _happens_now(self, run: Run, number: int) -> bool:
+        return happens_now(run.folder, self._plan, number)
 
     def _kill(self, run: Run) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
