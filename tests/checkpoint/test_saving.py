@@ -13,6 +13,8 @@ from torch import Tensor
 import optimus
 from optimus.checkpoint import Description, Saver, Target, list_checkpoints, load_state, saving, verify
 from optimus.checkpoint.folder import step_folder, step_of, weights_folder
+from optimus.checkpoint.rollback import resume_points, rollback
+from optimus.checkpoint.slots import set_newer_aside
 from optimus.checkpoint.staging import Staging
 from optimus.comm import Groups
 from optimus.config import ModelConfig
@@ -164,6 +166,63 @@ def test_poll_completes_what_is_written(tmp_path: Path) -> None:
         threading.Event().wait(0.01)
     assert done == [step_folder(tmp_path, 1)]
     assert verify(done[0]) == []
+
+
+# ---- What is retired ----
+
+
+def test_what_a_rollback_names_is_not_retired(tmp_path: Path) -> None:
+    """Until `keep` full checkpoints follow; then it is retired as others are."""
+    _, state = made()
+    saver = Saver(state)
+
+    def kept() -> list[str]:
+        return [path.name for path in list_checkpoints(tmp_path, "step", "weights")]
+
+    saver.save(full(tmp_path, 2), weights(tmp_path, 3, every=4))
+    rollback(tmp_path, 3)
+    saver.save(weights(tmp_path, 4, every=4))
+    saver.save(weights(tmp_path, 5, every=4))
+    assert resume_points(tmp_path)[0] == (weights_folder(tmp_path, 3), False)  # no full checkpoint has followed
+    assert verify(weights_folder(tmp_path, 3)) == []
+    saver.save(full(tmp_path, 6))
+    assert kept() == ["weights-00000003", "weights-00000004", "weights-00000005", "step-00000006"]
+    assert [step_of(point.path) for point in resume_points(tmp_path)] == [6, 3]
+    saver.save(full(tmp_path, 7), weights(tmp_path, 7, every=4))
+    assert kept() == ["weights-00000004", "step-00000006", "step-00000007", "weights-00000007"]
+    assert [step_of(point.path) for point in resume_points(tmp_path)] == [7, 6]
+
+
+def test_a_full_checkpoint_that_a_rollback_names(tmp_path: Path) -> None:
+    _, state = made()
+    saver = Saver(state)
+    saver.save(full(tmp_path, 2))
+    rollback(tmp_path, 2)
+    for step in (3, 4):
+        saver.save(full(tmp_path, step))
+        points = resume_points(tmp_path)
+        assert [(step_of(point.path), point.full) for point in points] == [(step, True), (step - 1, step > 3)]
+        assert all(verify(point.path) == [] for point in points)
+    assert not (tmp_path / "checkpoints" / "rollback.json").exists()
+
+
+def test_weights_of_later_steps_are_not_newer(tmp_path: Path) -> None:
+    """A run that has gone on from a checkpoint before them comes to their steps again."""
+    _, state = made()
+    saver = Saver(state)
+    saver.save(weights(tmp_path, 9, every=4))
+    saver.save(weights(tmp_path, 5, every=4))
+    assert [step_of(path) for path in list_checkpoints(tmp_path, "weights")] == [5, 9]
+
+
+def test_a_rollback_to_damaged_weights_is_set_aside(tmp_path: Path) -> None:
+    """The run goes on from a checkpoint before; when it has been at that step again, it must not go back there."""
+    _, state = made()
+    saver = Saver(state)
+    saver.save(full(tmp_path, 2), weights(tmp_path, 3))
+    rollback(tmp_path, 3)
+    assert [path.name for path in set_newer_aside(tmp_path, 2)] == ["rollback.json.aside"]
+    assert [step_of(point.path) for point in resume_points(tmp_path)] == [2]
 
 
 # ---- The fence ----
