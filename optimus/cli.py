@@ -29,6 +29,10 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.command()(plan)
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+ParseSpecial = Annotated[
+    bool,
+    typer.Option("--parse-special", help="Text that spells a special token becomes that token; else it stays text."),
+]
 
 
 def _version(asked: bool) -> None:
@@ -57,6 +61,7 @@ def prepare(
     workers: Annotated[int | None, typer.Option(help="Processes. Default: one per core.")] = None,
     shard_size: Annotated[str, typer.Option(help="Largest shard.")] = "512MB",
     text_field: Annotated[str, typer.Option(help="Field of JSON lines and Parquet that holds the text.")] = "text",
+    parse_special: ParseSpecial = False,
     as_json: Json = False,
 ) -> None:
     """Tokenise, shuffle and shard text into training data."""
@@ -75,6 +80,7 @@ def prepare(
             workers=workers,
             shard_size=parse_size(shard_size),
             text_field=text_field,
+            parse_special=parse_special,
             progress=progress.update,
         )
     _show(
@@ -131,6 +137,7 @@ def evaluate(
     text: Annotated[Path | None, typer.Option(help="File or folder of text for bits per byte.")] = None,
     limit: Annotated[int | None, typer.Option(help="Documents per task.")] = None,
     fewshot: Annotated[int | None, typer.Option(help="Examples in each prompt.")] = None,
+    parse_special: ParseSpecial = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
     output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
     as_json: Json = False,
@@ -147,6 +154,7 @@ def evaluate(
         output=output,
         limit=limit,
         fewshot=fewshot,
+        parse_special=parse_special,
         device=device,
     )
     rows = [{"task": name, **scores} for name, scores in results["tasks"].items()]
@@ -166,6 +174,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total probability.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    parse_special: ParseSpecial = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
     as_json: Json = False,
 ) -> None:
@@ -179,6 +188,7 @@ def generate(
         temperature=temperature,
         top_p=top_p,
         seed=seed,
+        parse_special=parse_special,
         device=device,
     )
     _show({"prompt": prompt, "text": text}, as_json, text)

@@ -32,6 +32,7 @@ RIVAL = """
 import json, sys, time
 from tokenizers import Tokenizer
 tokenizer = Tokenizer.from_file(sys.argv[1])
+tokenizer.encode_special_tokens = True
 documents = [json.loads(line) for line in open(sys.argv[2], encoding="utf-8")]
 for size in map(int, sys.stdin):
     began, tokens = time.perf_counter(), 0

@@ -16,6 +16,7 @@ from typing import Any
 
 from optimus.data.documents import Position
 from optimus.data.files import Sources
+from optimus.data.shards import EARLIER
 from optimus.disk import write_json
 from optimus.errors import UserError
 
@@ -104,6 +105,7 @@ def read(folder: Path) -> Journal | None:
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     """What differs between two sets of settings, in words; empty when nothing does."""
+    before = {**EARLIER, **before}
     return ", ".join(
         "other input files" if name == "inputs" else f"{name} {before.get(name)} there and {now[name]} here"
         for name in now

@@ -58,6 +58,7 @@ class _Run:
     workers: int
     shard_size: int
     text_field: str
+    parse_special: bool
     train_tokenizer: int | None
     progress: Progress
 
@@ -73,13 +74,15 @@ def prepare(
     workers: int | None = None,
     shard_size: int = SHARD_SIZE,
     text_field: str = "text",
+    parse_special: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Tokenises, shuffles and shards `inputs` into the folder `output`, and returns the content of its `index.json`.
 
     `inputs` are files, folders and globs. Exactly one of `tokenizer` (a tokenizer.json or a folder that holds one) and
     `train_tokenizer` (the vocabulary size of one to train on the inputs) is given. `context` is the length of a
-    training instance in tokens, `shard_size` is in bytes, `workers` defaults to the cores of this process.
+    training instance in tokens, `shard_size` is in bytes, `workers` defaults to the cores of this process. Text that
+    spells a special token stays text, unless `parse_special` asks for the token.
     `progress(stage, done, total)` is called now and then; `total` may be None.
 
     An interrupted call goes on where it stopped when it is called again; when `output` is complete already with the
@@ -99,10 +102,24 @@ def prepare(
             raise UserError(f"{name} must be at least 1, not {number}")
 
     info = tokenizers.inspect(Path(tokenizer)) if tokenizer is not None else None
+    if info is not None and not parse_special:
+        tokenizers.check_text_stays_text(info)
     partial = output.with_name(f"{output.name}.partial")
     sources = files.resolve(inputs, leave_out=(output, partial))
     progress = progress or (lambda stage, done, total: None)
-    run = _Run(sources, output, partial, context, seed, workers, shard_size, text_field, train_tokenizer, progress)
+    run = _Run(
+        sources,
+        output,
+        partial,
+        context,
+        seed,
+        workers,
+        shard_size,
+        text_field,
+        parse_special,
+        train_tokenizer,
+        progress,
+    )
     settings = {
         "inputs": sources.content_digest(),
         "tokenizer": info.sha256 if info else f"trained to {train_tokenizer}",
@@ -110,6 +127,7 @@ def prepare(
         "seed": seed,
         "shard_size": shard_size,
         "text_field": text_field,
+        "parse_special": parse_special,
     }
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         return _finished_before(run, settings)
@@ -231,7 +249,7 @@ def _training_sample(run: _Run) -> Iterator[str]:
 def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
     """Step 1: from the journal's mark to the end of all inputs. Leaves `state.instances` set."""
     item = np.dtype(info.dtype).itemsize
-    encode = tokenizers.encoder(tokenizers.load(info.path))
+    encode = tokenizers.encoder(tokenizers.load(info.path, parse_special=run.parse_special))
     total = sum(source.size for source in run.sources.files)
     run.progress("tokenise", 0, total)
     _check_disk(run, _estimate(run, encode, item))
@@ -243,7 +261,7 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
         writer = _StreamWriter(run, state, stream, item)
         batches = read_batches(run.sources, state.mark.position, run.text_field, encode)
         try:
-            with Helpers(run.workers, Encoder, info, run.text_field) as helpers:
+            with Helpers(run.workers, Encoder, info, run.text_field, run.parse_special) as helpers:
                 for batch, encoded in _in_order(helpers, batches):
                     writer.write(batch, encoded)
                     run.progress("tokenise", batch.read, total)

@@ -19,6 +19,8 @@ from optimus.errors import UserError
 INDEX = "index.json"
 FORMAT = "optimus-tokens"
 VERSION = 1
+# What `prepare` did before there was a setting for it.
+EARLIER = {"parse_special": True}
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -70,6 +72,7 @@ class Shards:
         self.context: int = self.index["context"]
         self.vocab_size: int = self.index["tokenizer"]["vocab_size"]
         self.eos_id: int = self.index["tokenizer"]["eos_id"]
+        self.parse_special: bool = {**EARLIER, **self.index.get("settings", {})}["parse_special"]
         self._check_tokenizer()
         self._arrays = [self._open(entry) for entry in self.index["shards"]]
         self._starts = [0]

@@ -31,8 +31,11 @@ class TokenizerInfo:
         return "<u2" if self.vocab_size <= 1 << 16 else "<u4"
 
 
-def load(path: Path) -> Any:
-    """The `tokenizers.Tokenizer` in a file, without truncation and padding. Raises `UserError`."""
+def load(path: Path, *, parse_special: bool = False) -> Any:
+    """The `tokenizers.Tokenizer` in a file, without truncation and padding. Raises `UserError`.
+
+    Text that spells a special token, such as `<|endoftext|>`, is encoded as text; with `parse_special`, as that token.
+    """
     from tokenizers import Tokenizer
 
     try:
@@ -42,6 +45,7 @@ def load(path: Path) -> Any:
     # A tokenizer may have been saved with either; both would silently change documents.
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    tokenizer.encode_special_tokens = not parse_special
     return tokenizer
 
 
@@ -58,6 +62,34 @@ def inspect(given: Path) -> TokenizerInfo:
     vocabulary: dict[str, int] = load(path).get_vocab(with_added_tokens=True)
     eos_token = _eos_token(path, vocabulary)
     return TokenizerInfo(path, file_sha256(path), max(vocabulary.values()) + 1, vocabulary[eos_token], eos_token)
+
+
+def check_text_stays_text(info: TokenizerInfo) -> None:
+    """Raises `UserError` where text becomes a special token whatever `load` asks for.
+
+    Unigram models hold special tokens among the pieces of text, and the library finds a token in text unless the file
+    marks it as special.
+    """
+    tokenizer = load(info.path)
+    special = {token.content: id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    special[info.eos_token] = info.eos_id
+    unknown = _unknown_token(info.path)
+    found = [text for text, id in special.items() if id != unknown and id in encoder(tokenizer)(text)]
+    if found:
+        raise UserError(
+            f"the tokenizer {info.path} cannot keep text apart from its special tokens: the text {found[0]!r} becomes "
+            "that token, so a document could end in its middle. Mark the token as special in the tokenizer "
+            '("special": true), or accept it with --parse-special.'
+        )
+
+
+def _unknown_token(path: Path) -> int | None:
+    """The token that stands for what the vocabulary lacks, which any text may become."""
+    model = json.loads(path.read_bytes())["model"]
+    if model.get("unk_id") is not None:
+        return int(model["unk_id"])
+    token, vocabulary = model.get("unk_token"), model.get("vocab")
+    return vocabulary.get(token) if token is not None and isinstance(vocabulary, dict) else None
 
 
 def _eos_token(path: Path, vocabulary: dict[str, int]) -> str:

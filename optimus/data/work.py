@@ -29,8 +29,8 @@ class Encoded:
 class Encoder:
     """Tokenises batches, each document followed by the end-of-text token."""
 
-    def __init__(self, info: TokenizerInfo, text_field: str) -> None:
-        self._tokenizer: Any = tokenizers.load(info.path)
+    def __init__(self, info: TokenizerInfo, text_field: str, parse_special: bool) -> None:
+        self._tokenizer: Any = tokenizers.load(info.path, parse_special=parse_special)
         self._eos = info.eos_id
         self._dtype = info.dtype
         self._text_field = text_field

@@ -19,11 +19,14 @@ TASKS = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "boolq", "sciq", "win
 __all__ = ["TASKS", "bits_per_byte", "evaluate", "generate", "generate_text", "load_tokenizer"]
 
 
-def load_tokenizer(path: Path) -> Any:
-    """The `tokenizers.Tokenizer` in a file, as `bits_per_byte` and `generate` want it. Raises `UserError`."""
+def load_tokenizer(path: Path, *, parse_special: bool = False) -> Any:
+    """The `tokenizers.Tokenizer` in a file, as `bits_per_byte` and `generate` want it. Raises `UserError`.
+
+    It encodes text that spells a special token as text; with `parse_special`, as that token.
+    """
     from optimus.data.tokenizer import load
 
-    return load(path)
+    return load(path, parse_special=parse_special)
 
 
 __getattr__ = lazy_exports(

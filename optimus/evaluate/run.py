@@ -38,6 +38,7 @@ def evaluate(
     limit: int | None = None,
     fewshot: int | None = None,
     max_bytes: int | None = None,
+    parse_special: bool = False,
     device: str = "auto",
 ) -> dict[str, Any]:
     """Scores a checkpoint (or the newest of a run) on tasks, with `task_data` the folder of their data, and on `text`.
@@ -45,14 +46,15 @@ def evaluate(
     Returns, and writes to the JSON file `output`, which appears complete or not at all:
     `{"tasks": {name: {"acc", "acc_norm", "n"}}, "bits_per_byte": float or None}`, and beside it what was measured and
     how. `limit` is the number of documents per task (per subject for mmlu), `fewshot` that of examples in each prompt
-    (none by default), `max_bytes` that of bytes of text. The computation is in fp32.
+    (none by default), `max_bytes` that of bytes of text. Text that spells a special token is text, and with `parse_special`
+    that token. The computation is in fp32.
     Raises `UserError` before the model is loaded for whatever can be known by then.
     """
     _check_request(tasks, task_data, text, limit, fewshot, max_bytes)
     target = _check_output(output)
     path = find_checkpoint(checkpoint)
     local_tasks = load_tasks(tasks, Path(task_data), fewshot or 0) if tasks and task_data is not None else []
-    loaded = _load(path, device)
+    loaded = _load(path, device, parse_special)
     results: dict[str, Any] = {"tasks": {}, "bits_per_byte": None}
     with Progress() as progress:
         if local_tasks:
@@ -71,7 +73,12 @@ def evaluate(
             results["bits_per_byte"] = found["bits_per_byte"]
             results["text"] = {"path": str(text), "bytes": found["bytes"], "tokens": found["tokens"]}
     results["splits"] = {task.name: task.split for task in local_tasks}
-    results["settings"] = {"fewshot": fewshot or 0, "limit": limit, "max_bytes": max_bytes}
+    results["settings"] = {
+        "fewshot": fewshot or 0,
+        "limit": limit,
+        "max_bytes": max_bytes,
+        "parse_special": parse_special,
+    }
     results["checkpoint"] = {"path": str(path), "step": loaded.description.step, "context": loaded.description.context}
     results["model"] = loaded.description.model.model_dump()
     results["versions"] = versions("tokenizers", *(["lm-eval", "datasets"] if local_tasks else []))
@@ -88,14 +95,15 @@ def generate_text(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
+    parse_special: bool = False,
     device: str = "auto",
 ) -> str:
     """What a checkpoint (or the newest of a run) writes after `prompt`; greedy unless a temperature is given.
 
-    A prompt that does not fit into the model's context together with `max_tokens` loses its beginning. Raises
-    `UserError` for what cannot be done.
+    A prompt that does not fit into the model's context together with `max_tokens` loses its beginning. A special token
+    that the prompt spells is text, and with `parse_special` that token. Raises `UserError` for what cannot be done.
     """
-    loaded = _load(find_checkpoint(checkpoint), device)
+    loaded = _load(find_checkpoint(checkpoint), device, parse_special)
     return generate(
         loaded.model,
         loaded.tokenizer,
@@ -148,11 +156,11 @@ def _check_output(output: str | Path | None) -> Path | None:
     return path
 
 
-def _load(path: Path, device: str) -> _Loaded:
+def _load(path: Path, device: str, parse_special: bool) -> _Loaded:
     description = read_description(path)
     if description.tokenizer is None:
         raise UserError(f"checkpoint {path} has no tokenizer, so it cannot read text: put its tokenizer.json there")
-    tokenizer = load(description.tokenizer)
+    tokenizer = load(description.tokenizer, parse_special=parse_special)
     eos_id = description.eos_id if description.eos_id is not None else inspect(description.tokenizer).eos_id
     if (largest := max(tokenizer.get_vocab().values())) >= description.model.vocab:
         raise UserError(

@@ -112,7 +112,7 @@ class HeldOut(Hook):
 
         found = bits_per_byte(
             run.model,
-            load_tokenizer(run.shards.tokenizer_path),
+            load_tokenizer(run.shards.tokenizer_path, parse_special=run.shards.parse_special),
             section.text,
             eos_id=run.shards.eos_id,
             context=run.config.train.context,

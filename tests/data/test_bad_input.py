@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -146,6 +147,31 @@ def test_bad_tokenizers(tmp_path: Path, tokenizer_file: Path, run: Callable[...,
         tokenise()
     (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|stop|>"}}')
     assert tokenise()["tokenizer"]["eos_token"] == "<|stop|>"
+
+
+@pytest.mark.parametrize("kind", ["unmarked", "unigram"])
+def test_tokenizers_that_cannot_keep_text_apart(
+    tmp_path: Path, tokenizer_file: Path, run: Callable[..., Any], kind: str
+) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    path = tmp_path / "tokenizer.json"
+    if kind == "unmarked":
+        content = json.loads(tokenizer_file.read_bytes())
+        content["added_tokens"][0]["special"] = False
+        path.write_text(json.dumps(content))
+    else:
+        pieces = ["<unk>", "</s>", "▁", *"some words"]
+        tokenizer = Tokenizer(models.Unigram([(piece, -float(k)) for k, piece in enumerate(pieces)], unk_id=0))
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.add_special_tokens(["</s>", "<unk>"])
+        tokenizer.save(str(path))
+    token = "<|endoftext|>" if kind == "unmarked" else "</s>"
+    with pytest.raises(
+        UserError, match=rf"tokenizer\.json cannot keep text apart .*'{re.escape(token)}'.*--parse-special"
+    ):
+        run("a.txt", b"some words" * 10, tokenizer=path)
+    assert run("a.txt", b"some words" * 10, tokenizer=path, parse_special=True)["instances"] > 0
 
 
 @pytest.mark.parametrize(

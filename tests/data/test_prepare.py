@@ -121,6 +121,7 @@ def test_real_corpus_every_token_once_and_same_bytes_for_any_workers(tmp_path: P
         else:
             documents.append(file.read_text(encoding="utf-8"))
     tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.encode_special_tokens = True
     expected: list[int] = []
     for encoding in tokenizer.encode_batch_fast(documents, add_special_tokens=False):
         expected += [*encoding.ids, 50279]
@@ -141,6 +142,44 @@ def test_same_bytes_for_any_workers_and_place(tmp_path: Path, lines_file: Path, 
     assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "4")
     prepare([lines_file], tmp_path / "seed", tokenizer=tokenizer_file, context=64, workers=1, seed=1, shard_size=20_000)
     assert contents(tmp_path / "1")["shard-00000.npy"] != contents(tmp_path / "seed")["shard-00000.npy"]
+
+
+@pytest.mark.parametrize("parse_special", [False, True])
+def test_text_that_spells_a_special_token(tmp_path: Path, tokenizer_file: Path, parse_special: bool) -> None:
+    text = "a document may speak of <|endoftext|> and goes on<|endoftext|>"
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    inputs = [tmp_path / "a.txt", tmp_path / "b.jsonl"]
+    index = prepare(
+        inputs, tmp_path / "out", tokenizer=tokenizer_file, context=1, workers=1, parse_special=parse_special
+    )
+    from tokenizers import Tokenizer
+
+    tokens = stream(tmp_path / "out").tolist()
+    assert tokens.count(index["tokenizer"]["eos_id"]) == (6 if parse_special else 2)
+    assert Tokenizer.from_file(str(tokenizer_file)).decode(tokens, skip_special_tokens=False) == 2 * (
+        text + "<|endoftext|>"
+    )
+    assert Shards(tmp_path / "out").parse_special == parse_special
+
+
+def test_data_from_before_the_setting_parsed_special_tokens(tmp_path: Path, tokenizer_file: Path) -> None:
+    (tmp_path / "a.txt").write_text("some words " * 9)
+
+    def run(parse_special: bool) -> None:
+        prepare(
+            [tmp_path / "a.txt"], tmp_path / "out", tokenizer=tokenizer_file, context=4, parse_special=parse_special
+        )
+
+    run(True)
+    path = tmp_path / "out" / "index.json"
+    index = json.loads(path.read_bytes())
+    del index["settings"]["parse_special"]
+    path.write_text(json.dumps(index))
+    run(True)
+    assert Shards(tmp_path / "out").parse_special
+    with pytest.raises(UserError, match="parse_special True there and False here"):
+        run(False)
 
 
 def test_large_vocabulary_is_stored_in_four_bytes(tmp_path: Path, sources: list[str], tokenizer_file: Path) -> None:

@@ -66,6 +66,19 @@ def test_generate_text(checkpoint: Path, model: Transformer, tokenizer: Any, eos
     assert drawn != found
 
 
+def test_prompts_that_spell_a_special_token(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, eos_id: int) -> None:
+    prompts: list[list[int]] = []
+
+    def record(model: Any, prompt_ids: list[int], **_: Any) -> list[int]:
+        prompts.append(prompt_ids)
+        return []
+
+    monkeypatch.setattr("optimus.evaluate.generation.generate_tokens", record)
+    for parse_special in (False, True):
+        generate_text(checkpoint, "Question<|endoftext|>", parse_special=parse_special, device="cpu")
+    assert [eos_id in prompt for prompt in prompts] == [False, True]
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [

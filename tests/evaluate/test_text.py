@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optimus.errors import UserError
-from optimus.evaluate import bits_per_byte
+from optimus.evaluate import bits_per_byte, load_tokenizer
 from optimus.evaluate.text import _Cutter
 from optimus.model import Transformer
 
@@ -55,6 +55,19 @@ def test_equals_definition(
     assert found["bits_per_byte"] == pytest.approx(plain_bits(model, tokenizer, eos_id), rel=1e-6)
     assert found["bytes"] == sum(len(text.encode()) for text in DOCUMENTS)
     assert found["tokens"] == sum(len(tokenizer.encode(text).ids) for text in DOCUMENTS)
+
+
+def test_text_that_spells_a_special_token(
+    model: Transformer, tokenizer_file: Path, eos_id: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("who? <|endoftext|>")
+    tokens = [
+        bits_per_byte(model, load_tokenizer(path=tokenizer_file, **how), path, eos_id=eos_id, context=CONTEXT)["tokens"]
+        for how in ({}, {"parse_special": True})
+    ]
+    assert tokens == [tokens[1] - 1 + len(load_tokenizer(tokenizer_file).encode("<|endoftext|>").ids), tokens[1]]
+    assert tokens[0] > tokens[1]
 
 
 def test_little_memory(
