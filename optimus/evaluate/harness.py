@@ -107,7 +107,8 @@ class HarnessModel(TemplateLM):
                     f"{continuation!r} after {context[-40:]!r} has no tokens of its own: the tokenizer does not "
                     "keep the two apart, so this task cannot be run with it"
                 )
-            windows.append(split_long(context_ids, continuation_ids, self._context))
+            # A context of white space alone moves to the continuation; what is left has no tokens, as an empty one.
+            windows.append(split_long(context_ids or [self.prefix_token_id], continuation_ids, self._context))
         return self._score(windows)
 
     def _score(self, windows_per_request: list[list[Window]]) -> list[tuple[float, bool]]:

@@ -85,6 +85,8 @@ def score(model: Scored, windows: Sequence[Window], tokens_per_batch: int = TOKE
     """
     rows: dict[tuple[int, ...], list[int]] = {}  # input -> the windows that share it
     for index, (context, continuation) in enumerate(windows):
+        if not context:
+            raise ValueError(f"window {index} has no context, so nothing predicts its first token")
         rows.setdefault((*context, *continuation)[:-1], []).append(index)
     inputs = sorted(rows, key=len, reverse=True)  # the longest first: too little memory shows at once
     scores: dict[int, Score] = {}

@@ -81,6 +81,16 @@ def test_loglikelihood(ours: HarnessModel, theirs: Any) -> None:
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
 
 
+@pytest.mark.parametrize("white", [" ", "\n\n", " \t "])
+def test_context_of_white_space_alone(dense: Transformer, tokenizer: Any, ours: HarnessModel, white: str) -> None:
+    """The continuation is predicted from end-of-text, whatever else is in the batch."""
+    expected = ours.loglikelihood(requests("loglikelihood", [("", white + "nobody")]))[0]
+    for others in ([], PAIRS):
+        batched = HarnessModel(dense, tokenizer, eos_id=0, context=CONTEXT, tokens_per_batch=4096)
+        found = batched.loglikelihood(requests("loglikelihood", [(white, "nobody"), *others]))[0]
+        assert found == (pytest.approx(expected[0], abs=1e-4), expected[1])
+
+
 def test_rolling(ours: HarnessModel, theirs: Any) -> None:
     texts = [(text,) for text in TEXTS]
     found = ours.loglikelihood_rolling(requests("loglikelihood_rolling", texts))
