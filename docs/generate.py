@@ -34,7 +34,8 @@ optimus train first.yaml train.steps=500 optimizer.betas='[0.9, 0.95]'
   before anything starts. `optimus train CONFIG --check` also checks the data and the run folder, and then stops.
 - The **resolved** tree is saved as `config.yaml` in the run folder. It names every value, and runs again unchanged.
 - Types are strict: `"8"` is not a number, and `1.0` is not an integer.
-- Relative paths are relative to the folder that the command is run in.
+- Relative paths are relative to the folder that the command is run in. `~`, `$NAME` and `${NAME}` in a path stand for what a
+  shell puts in their place; a variable that is not set is an error.
 
 `model`, `data.path` and `train`'s `output`, `steps`, `global_batch`, `micro_batch` and `context` must be given. Everything
 else has a default: the recipe of the Optimus paper (section 2.1), but for
@@ -106,7 +107,7 @@ def _type(annotation: Any) -> str:
     if origin is typing.Literal:
         return " or ".join(f"`{value}`" for value in arguments)
     if origin is typing.Annotated:
-        return _type(arguments[0]) + _limits(arguments[1])
+        return _type(arguments[0]) + "".join(_limits(each) for each in arguments[1:] if isinstance(each, FieldInfo))
     if origin is list:
         return f"list of {_type(arguments[0])}"
     names = {int: "integer", float: "number", str: "text", bool: "true or false", types.NoneType: "null"}

@@ -1,11 +1,33 @@
-"""Writing so that what is there is complete: atomic replacement, names and bytes on the disk before going on; and plots."""
+"""Paths as users write them, and files that are complete: atomic replacement, on the disk before going on; and plots."""
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from optimus.errors import UserError, how_to_install
+
+_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)
+
+
+def user_path(given: str | Path) -> Path:
+    """The path that a user means: `~`, `~name`, `$NAME` and `${NAME}` stand for what a shell puts in their place.
+
+    Every path that comes from a user goes through here, since a shell leaves `--output=~/run` and what stands in a file
+    as it is. A name that exists with a `$` in it is taken as it stands. Raises `UserError` for a variable that is not set,
+    and a user who is not there.
+    """
+    text = os.path.expandvars(os.path.expanduser(given))
+    if not text:
+        raise UserError("a path is empty: write where it leads")
+    variable = _VARIABLE.search(text)
+    if variable is not None and not os.path.lexists(text):
+        name = variable[0].strip("${}")
+        raise UserError(f"{given}: the environment variable {name} is not set: set it, or write the path out")
+    if text.startswith("~") and not os.path.lexists(text):
+        raise UserError(f"{given}: {Path(text).parts[0]} is no user's home: write the path out (./~ for such a name)")
+    return Path(text)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -29,8 +51,9 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def check_plot(path: Path) -> None:
-    """Raises `UserError` where no plot can be made: to be asked before minutes of work."""
+def check_plot(given: Path) -> Path:
+    """Where the plot goes. Raises `UserError` where none can be made: to be asked before minutes of work."""
+    path = user_path(given)
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
@@ -39,3 +62,4 @@ def check_plot(path: Path) -> None:
         raise UserError(f"--plot {path}: give the name of a .png file")
     if not path.absolute().parent.is_dir():
         raise UserError(f"--plot {path}: there is no folder {path.absolute().parent}; make it first")
+    return path

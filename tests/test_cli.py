@@ -158,6 +158,60 @@ def test_a_run_that_stops_early_says_how_to_go_on(
     assert result(capsys, monkeypatch, "train", config, "--resume")["step"] == 6
 
 
+def test_paths_are_expanded_where_no_shell_has_seen_them(
+    small_run: dict[str, Any],
+    prepared: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every command that names a path: it must find, or write, what is below the home and the variable."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PLACE", str(tmp_path))
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("some text\n" * 400)
+    small_run["data"]["path"] = "$PLACE/data"
+    small_run["train"] |= {"output": "~/run", "steps": 2}
+    small_run["evaluate"] = {"every": 2, "text": "${PLACE}/text", "max_bytes": 64}
+    small_run["tuning"] = {"cache": "$PLACE/cache"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(small_run))
+    tokenizer = prepared / "tokenizer.json"
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+
+    def run(*words: object) -> str:
+        code, out, err = here(capsys, monkeypatch, *words)
+        assert code == 0, err
+        return out
+
+    run("prepare", "~/text/*.txt", "--output", "$PLACE/data", "--tokenizer", "~/tokenizer.json", "--context", 32,
+        "--workers", 1)  # fmt: skip
+    run("train", "~/run.yaml", "checkpoint.weights_every=1")
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["tuning"]["cache"] == str(tmp_path / "cache")
+    run("evaluate", "~/run", "--text", "$PLACE/text", "--output", "~/scores.json")
+    run("generate", "$PLACE/run", "--prompt", "x", "--max-tokens", 1)
+    run("export", "~/run", "--output", "$PLACE/hf")
+    run("import", "~/hf", "--output", "$PLACE/imported")
+    run("train", "$PLACE/run.yaml", "model=~/hf", "train.output=$PLACE/again", "--check")
+    run("train", "~/run.yaml", "checkpoint.initial=~/imported", "train.output=~/again", "--check")
+    run("checkpoint", "list", "~/run")
+    run("checkpoint", "verify", "$PLACE/run")
+    run("checkpoint", "show", "~/run")
+    run("checkpoint", "convert", "~/run", "--output", "$PLACE/weights.pt", "--to", "torch")
+    run("rollback", "~/run", "--step", 1)
+    run("launch", "~/run.yaml", "--scheduler", "slurm", "--output", "$PLACE/job.sh")
+    run("plan", "~/run.yaml", "--machine", "dgx-h100", "--ranks", 8, "--output", "~/planned.yaml")
+    run("plan", "~/hf", "--machine", "dgx-h100", "--ranks", 8)
+    (tmp_path / "faults.yaml").write_text("[{kind: kill, rank: 9, step: 1}]")
+    code, _, err = here(capsys, monkeypatch, "launch", "~/run.yaml", "--inject", "~/faults.yaml")
+    assert (code, "there is no rank 9" in err) == (2, True), err
+    expected = {"data", "run", "scores.json", "hf", "imported", "weights.pt", "job.sh", "planned.yaml"}
+    assert expected <= {path.name for path in tmp_path.iterdir()}
+    assert not list(work.iterdir())
+
+
 def test_from_text_to_a_converted_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

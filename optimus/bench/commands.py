@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from optimus.disk import user_path
 from optimus.errors import UserError
 
 bench_app = typer.Typer(help="Measure Optimus and its rivals in one run.", no_args_is_help=True, rich_markup_mode=None)
@@ -19,6 +20,7 @@ Report = dict[str, Any] | None  # None on all ranks but the first
 
 def _in_a_folder(path: Path | None) -> Path | None:
     """Raises `UserError` before minutes of work whose report could not be written."""
+    path = None if path is None else user_path(path)
     if path is not None and not path.absolute().parent.is_dir():
         raise UserError(f"--output {path}: there is no folder {path.absolute().parent}; make it first")
     return path
@@ -91,7 +93,7 @@ def bench_tokenise(
     from optimus.bench import report
     from optimus.bench.tokenise import run
 
-    return report.publish("tokenise", *run(inputs or (), tokenizer, workers))
+    return report.publish("tokenise", *run(inputs or (), tokenizer and user_path(tokenizer), workers))
 
 
 @_bench("data-parallel")
@@ -173,7 +175,7 @@ def bench_moe(
     from optimus.disk import check_plot
 
     if plot is not None:
-        check_plot(plot)
+        plot = check_plot(plot)
     rows, ratios = moe.run(
         shapes=shape or ("olmoe", "small"),
         tokens=tokens or (),
@@ -246,7 +248,7 @@ def bench_machine(
     """Measure this machine, all ranks busy at once, and write the file from which `optimus plan` knows it."""
     from optimus.bench.machine import run
 
-    return run(ranks, output, name=name)
+    return run(ranks, user_path(output), name=name)
 
 
 @_bench("checkpoint")
@@ -316,8 +318,8 @@ def bench_planner(
             "such as mpt_llm_foundry.csv"
         )
     if plot is not None:
-        check_plot(plot)
-    found = planner.run(data)
+        plot = check_plot(plot)
+    found = planner.run(user_path(data))
     timed = [each.case for each in found.predicted if each.tokens_per_second is not None]
     if plot is not None:
         planner_output.draw(found, plot)

@@ -18,6 +18,7 @@ from typing import Any
 
 from optimus.config import ModelConfig
 from optimus.config.load import model_config_from
+from optimus.disk import user_path
 from optimus.errors import UserError
 
 FORMAT, VERSION = "optimus-checkpoint", 2
@@ -89,7 +90,7 @@ def find_checkpoint(path: str | Path) -> Path:
 
     Raises `UserError` when there is none.
     """
-    path = Path(path)
+    path = user_path(path)
     if (path / DESCRIPTION).is_file() or (path / MANIFEST).is_file():
         return path
     if path.is_dir() and _NAME.match(path.name) and not (path / "checkpoints").is_dir():

@@ -12,7 +12,7 @@ from optimus.checkpoint.manifest import read_checked_description, read_manifest
 from optimus.checkpoint.reader import Reader, verify
 from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import write_model
-from optimus.disk import sync
+from optimus.disk import sync, user_path
 from optimus.errors import UserError, naming_disk_errors
 from optimus.model import Transformer
 from optimus.state import Box
@@ -26,7 +26,7 @@ def list_run(run: str | Path) -> list[dict[str, Any]]:
 
     Raises `UserError` when `run` is no run folder.
     """
-    run = Path(run)
+    run = user_path(run)
     if not run.is_dir():
         raise UserError(f"{run} is no run folder")
     rows = [_row(path) for path in all_folders(run)]
@@ -40,7 +40,7 @@ def verify_all(path: str | Path) -> dict[str, list[str]]:
 
     Raises `UserError` when there is no checkpoint at `path`.
     """
-    path = Path(path)
+    path = user_path(path)
     found = all_folders(path) or [find_checkpoint(path)]
     return {str(each): verify(each) for each in found}
 
@@ -84,7 +84,7 @@ def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str
     reads, of all tensors by key; safetensors: likewise. `dtype` (float32, bfloat16) is that of the weights; by default
     they stay as they are. Everything is held in memory. Raises `UserError`; nothing that exists is touched.
     """
-    path, output = find_checkpoint(path), Path(output)
+    path, output = find_checkpoint(path), user_path(output)
     if output.exists():
         raise UserError(f"{output} exists already: choose another name or remove it")
     reader = Reader.open(path)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from optimus.checkpoint.folder import all_folders, list_checkpoints, step_folder, step_of, weights_folder
 from optimus.checkpoint.reader import verify
-from optimus.disk import write_json
+from optimus.disk import user_path, write_json
 from optimus.errors import UserError, naming_disk_errors
 
 _FILE = "rollback.json"
@@ -57,7 +57,7 @@ def rollback(run: str | Path, step: int) -> dict[str, Any]:
     Returns `checkpoint`, `step`, `moved` (what is newer, with the metrics so far) and `to`, where that is now. Raises
     `UserError`, nothing having been touched, when there are no weights of that step or they are damaged.
     """
-    run = Path(run)
+    run = user_path(run)
     path = next((path for path in (weights_folder(run, step), step_folder(run, step)) if path.is_dir()), None)
     if path is None:
         steps = sorted({step_of(path) for path in list_checkpoints(run, "step", "weights")})

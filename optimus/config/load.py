@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from optimus.config.tree import ModelConfig, RunConfig
+from optimus.disk import user_path
 from optimus.errors import UserError, nearest
 
 ModelFolderReader = Callable[[Path], dict[str, Any]]
@@ -54,7 +55,8 @@ def load_config(
     elif isinstance(source, Mapping):
         raw, where = _copy(source), "config"
     else:
-        raw, where = _read_yaml(Path(source), RunConfig), str(source)
+        path = user_path(source)
+        raw, where = _read_yaml(path, RunConfig), str(path)
     for text in overrides:
         _override(raw, text, read_model_folder)
     if isinstance(raw.get("model"), str):
@@ -69,8 +71,9 @@ def resolve_model(name: str, read_model_folder: ModelFolderReader | None = None)
     """The sections of the tree that a preset's name or a Hugging Face folder stands for, `model` among them."""
     if name in _presets():
         return _copy(_presets()[name])
-    if read_model_folder is not None and Path(name).is_dir():
-        return read_model_folder(Path(name))
+    path = user_path(name)
+    if read_model_folder is not None and path.is_dir():
+        return read_model_folder(path)
     raise UserError(
         f"model: '{name}' is neither a preset nor a Hugging Face folder; {nearest(name, preset_names())} "
         "(`optimus models` lists the presets)"

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from optimus.config.combinations import check_experts, check_pipeline, check_recomputation, check_shapes
 from optimus.config.parallel import ParallelConfig
-from optimus.config.section import Section
+from optimus.config.section import PathText, Section
 from optimus.config.sizes import parse_size
 from optimus.errors import UserError
 
@@ -55,7 +55,7 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Where the training tokens are."""
 
-    path: str = Field(description="Folder written by `optimus prepare`.")
+    path: PathText = Field(description="Folder written by `optimus prepare`.")
 
 
 class StateConfig(Section):
@@ -183,7 +183,7 @@ class MoeConfig(Section):
 class TrainConfig(Section):
     """The run: its length, batches and numbers."""
 
-    output: str = Field(description="Run folder; made by this run.")
+    output: PathText = Field(description="Run folder; made by this run.")
     steps: int = Field(gt=0, description="Optimizer steps of the whole schedule.")
     global_batch: int = Field(gt=0, description="Sequences per step, over all ranks and microbatches.")
     micro_batch: int = Field(gt=0, description="Sequences per forward pass on one rank.")
@@ -227,7 +227,7 @@ class CheckpointConfig(Section):
         description="Let the ranks that hold the same take turns in writing, so that the nodes share it (DP-scattered). "
         "False: the first of them writes.",
     )
-    initial: str | None = Field(
+    initial: PathText | None = Field(
         None, description="Start from the weights of this checkpoint or Hugging Face folder, with a fresh optimizer."
     )
     broadcast: Literal["broadcast", "allreduce", "none"] = Field(
@@ -240,7 +240,7 @@ class EvaluateConfig(Section):
     """Evaluation while training."""
 
     every: int | None = Field(None, gt=0, description="Steps between measurements of held-out bits per byte.")
-    text: str | None = Field(None, description="Folder or file of held-out text.")
+    text: PathText | None = Field(None, description="Folder or file of held-out text.")
     max_bytes: int = Field(262_144, gt=0, description="Bytes of that text that are used.")
 
     @model_validator(mode="after")
@@ -316,8 +316,10 @@ class TuningConfig(Section):
         description="Time every larger matrix product in the first step with its operands as they come and transposed, and "
         "keep the fastest (AxoNN).",
     )
-    cache: str | None = Field(
-        "~/.cache/optimus", description="Folder where what was measured is kept, per chip; null: measure in every run."
+    cache: PathText | None = Field(
+        "~/.cache/optimus",
+        validate_default=True,
+        description="Folder where what was measured is kept, per chip; null: measure in every run.",
     )
 
 
@@ -361,7 +363,7 @@ class RunConfig(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     resilience: ResilienceConfig = ResilienceConfig()
     observe: ObserveConfig = ObserveConfig()
-    tuning: TuningConfig = TuningConfig()
+    tuning: TuningConfig = Field(default_factory=TuningConfig)  # asks for the home of the user: not at import
 
     @model_validator(mode="after")
     def _combinations(self) -> "RunConfig":

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
+from optimus.disk import user_path
 from optimus.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")  # one document per file
@@ -94,7 +95,7 @@ def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> Sou
 
 def _expand(given: str | Path) -> Iterator[tuple[Path, Path]]:
     """The files that one input stands for, each with the folder that its name is relative to."""
-    path = Path(given)
+    path = user_path(given)
     if path.is_file():
         if not path.name.endswith(SUFFIXES):
             raise UserError(f"unsupported file type: {path}. Supported: {' '.join(SUFFIXES)}")
@@ -103,7 +104,7 @@ def _expand(given: str | Path) -> Iterator[tuple[Path, Path]]:
         for file in _walk(path):
             yield file, path
     else:
-        matches = [Path(match) for match in sorted(glob.glob(str(given), recursive=True))]
+        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
         if not matches:
             raise UserError(f"input not found: {given} (no such file or folder, and no file matches it as a glob)")
         root = _fixed_part(path)

@@ -32,7 +32,7 @@ from optimus.data.helpers import Helpers
 from optimus.data.journal import Journal, Mark
 from optimus.data.tokenizer import TokenizerInfo
 from optimus.data.work import Encoded, Encoder, Gather, write_shard
-from optimus.disk import sync, write_json
+from optimus.disk import sync, user_path, write_json
 from optimus.errors import UserError
 
 Progress = Callable[[str, int, int | None], None]
@@ -89,7 +89,7 @@ def prepare(
     same settings, its index is returned. Raises `UserError` for bad input, too little disk space, or an `output` that
     something else lies in.
     """
-    output = Path(os.path.abspath(output))
+    output = Path(os.path.abspath(user_path(output)))
     if (tokenizer is None) == (train_tokenizer is None):
         raise UserError(
             "give either a tokenizer or the vocabulary size of one to train (--tokenizer, --train-tokenizer)"
@@ -101,7 +101,7 @@ def prepare(
         if number < 1:
             raise UserError(f"{name} must be at least 1, not {number}")
 
-    info = tokenizers.inspect(Path(tokenizer)) if tokenizer is not None else None
+    info = tokenizers.inspect(user_path(tokenizer)) if tokenizer is not None else None
     if info is not None and not parse_special:
         tokenizers.check_text_stays_text(info)
     partial = output.with_name(f"{output.name}.partial")

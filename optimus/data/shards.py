@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus.data import tokenizer as tokenizers
+from optimus.disk import user_path
 from optimus.errors import UserError
 
 INDEX = "index.json"
@@ -66,7 +67,7 @@ class Shards:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder = user_path(folder)
         self.index = read_index(self.folder)
         self.instances: int = self.index["instances"]
         self.context: int = self.index["context"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from optimus.checkpoint import Description, find_checkpoint, load_model, read_description
 from optimus.data.tokenizer import inspect, load
-from optimus.disk import write_json
+from optimus.disk import user_path, write_json
 from optimus.errors import UserError
 from optimus.evaluate import TASKS
 from optimus.evaluate.generation import generate
@@ -53,7 +53,7 @@ def evaluate(
     _check_request(tasks, task_data, text, limit, fewshot, max_bytes)
     target = _check_output(output)
     path = find_checkpoint(checkpoint)
-    local_tasks = load_tasks(tasks, Path(task_data), fewshot or 0) if tasks and task_data is not None else []
+    local_tasks = load_tasks(tasks, user_path(task_data), fewshot or 0) if tasks and task_data is not None else []
     loaded = _load(path, device, parse_special)
     results: dict[str, Any] = {"tasks": {}, "bits_per_byte": None}
     with Progress() as progress:
@@ -143,7 +143,7 @@ def _check_output(output: str | Path | None) -> Path | None:
     """Evaluation may take hours: a place that cannot be written is found before it."""
     if output is None:
         return None
-    path = Path(output)
+    path = user_path(output)
     if path.is_dir():
         raise UserError(f"output {path} is a folder: name a file")
     try:

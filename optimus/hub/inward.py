@@ -8,6 +8,7 @@ from torch import Tensor
 
 from optimus.checkpoint import save_model
 from optimus.checkpoint.store import check_same_model
+from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub.config_json import FILE, read_config, read_model, whole_number
 from optimus.hub.keys import fused, published
@@ -21,7 +22,8 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
     Returns `checkpoint`, `family`, `parameters`, `context`, `dtype`, `eos_id` and `tokenizer` (whether there was one).
     Raises `UserError` naming the field, tensor or file at fault, or when `output` exists.
     """
-    path, raw = Path(hf_dir), read_config(Path(hf_dir))
+    path, output = user_path(hf_dir), user_path(output)
+    raw = read_config(path)
     model_config, tensors = read_model(path), FolderTensors(path)
     dtypes = {tensors.dtype(name) for name in tensors.where}
     model = Transformer(model_config).to(torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32)
@@ -30,7 +32,7 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
     eos_id = _eos_id(raw, model_config.vocab)
     tokenizer = path / "tokenizer.json"
     has_tokenizer = tokenizer.is_file()
-    save_model(model, Path(output), context=context, tokenizer=tokenizer if has_tokenizer else None, eos_id=eos_id)
+    save_model(model, output, context=context, tokenizer=tokenizer if has_tokenizer else None, eos_id=eos_id)
     return {
         "checkpoint": str(output),
         "family": model_config.family,

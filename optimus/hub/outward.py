@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from optimus.checkpoint import find_checkpoint, load_model, read_description
+from optimus.disk import user_path
 from optimus.errors import UserError, nearest
 from optimus.hub.config_json import write_config
 from optimus.hub.keys import published
@@ -30,12 +31,13 @@ def export_checkpoint(checkpoint: str | Path, output: str | Path, dtype: str = "
     """
     if dtype not in _DTYPES:
         raise UserError(f"dtype is '{dtype}': {nearest(dtype, _DTYPES)}")
-    _check_free(Path(output))
+    output = user_path(output)
+    _check_free(output)
     path = find_checkpoint(checkpoint)
     about = read_description(path)
     return export_model(
         load_model(path),
-        Path(output),
+        output,
         context=about.context,
         tokenizer=about.tokenizer,
         eos_id=about.eos_id,

@@ -58,7 +58,7 @@ def draw(timelines: Mapping[str, Timeline], path: Path) -> None:
 
     Raises `UserError` without matplotlib, and when the file cannot be written.
     """
-    check_plot(path)
+    path = check_plot(path)
     from matplotlib.figure import Figure
 
     heights = [_REST + _ROW * timeline.ranks for timeline in timelines.values()]

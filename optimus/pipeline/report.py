@@ -5,7 +5,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
-from optimus.disk import write_json
+from optimus.disk import user_path, write_json
 from optimus.errors import naming_disk_errors
 from optimus.pipeline.checking import check
 from optimus.pipeline.costs import Costs, PerStage, per_stage
@@ -53,6 +53,7 @@ def run(
         timelines[f"{measured}, measured"] = read_timeline(measured)
     found = summary(schedule, timeline)
     if output is not None:
+        output = user_path(output)
         with naming_disk_errors(output, "Make room, or choose another place."):
             write_json(output, found)
     if plot is not None:

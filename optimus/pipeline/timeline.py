@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from optimus.disk import write_json
+from optimus.disk import user_path, write_json
 from optimus.errors import UserError
 from optimus.pipeline.schedule import Kind, live_changes
 
@@ -105,6 +105,7 @@ def write_timeline(path: Path, timeline: Timeline) -> None:
 
 def read_timeline(path: Path) -> Timeline:
     """Read a timeline, as of a measured run. Raises `UserError` when the file is missing or holds something else."""
+    path = user_path(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         events = [

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus.config import RunConfig, load_config
+from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
 from optimus.plan.machine import Network, load_machine, machine_names
@@ -84,6 +85,7 @@ def read_links(path: Path) -> list[list[float]]:
 
     Raises `UserError` when the file cannot be read, or holds anything else.
     """
+    path = user_path(path)
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:

@@ -53,7 +53,7 @@ def plan(
     if plot is not None and numbers is None:
         raise UserError("--plot draws a study of scaling: add --scale 384,768,...")
     if plot is not None:
-        check_plot(plot)
+        plot = check_plot(plot)
     if numbers:
         points = scaling.scale(question, numbers, predict(question, setting()) if as_is else None)
         plans = [point.plan for point in points]

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from optimus.config.load import read_section
 from optimus.config.section import Section
+from optimus.disk import user_path
 from optimus.errors import UserError, nearest
 
 _FOLDER = Path(__file__).parent / "machines"
@@ -187,7 +188,7 @@ def machine_names() -> list[str]:
 @cache
 def load_machine(name: str) -> Machine:
     """A machine by its name, or by the path of a file. Raises `UserError` when there is none, or it is not as it must be."""
-    path = Path(name)
+    path = user_path(name)
     if path.suffix in (".yaml", ".yml"):
         return read_section(path, Machine)
     if name not in machine_names():

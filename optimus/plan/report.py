@@ -7,6 +7,7 @@ from typing import Any
 from optimus.config import RunConfig, load_config
 from optimus.config.load import dump_config
 from optimus.config.parallel import ParallelConfig
+from optimus.disk import user_path
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
 from optimus.plan.own import sections_of
@@ -98,6 +99,7 @@ def explained(plan: Plan) -> str:
 
 def write_config(plan: Plan, config: RunConfig, path: Path) -> None:
     """`config` as the plan divides it, for `optimus train`. Raises `UserError` where a file is, or none can be made."""
+    path = user_path(path)
     if path.exists():
         raise UserError(f"--output: {path} is there already: choose another name, or take it away")
     with naming_disk_errors(path, "Choose another place for --output"):

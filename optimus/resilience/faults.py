@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
+from optimus.disk import user_path
 from optimus.errors import UserError, nearest
 from optimus.resilience.events import EventLog
 
@@ -85,7 +86,7 @@ class FaultPlan:
     def read(cls, path: str | Path) -> "FaultPlan":
         """The plan in a YAML file: a list such as `{kind: kill, rank: 1, step: 12}`. Raises `UserError`."""
         try:
-            raw = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            raw = yaml.safe_load(user_path(path).read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
             raise UserError(f"fault plan {path} cannot be read: {error}") from error
         if not isinstance(raw, list):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from optimus.disk import user_path
 from optimus.errors import UserError, naming_disk_errors
 
 Scheduler = Literal["slurm", "pbs"]
@@ -41,6 +42,7 @@ def write_script(job: BatchJob, path: Path) -> str:
 
     Raises `UserError` when `path` exists or cannot be written, and for numbers, time or directives that make no job.
     """
+    path = user_path(path)
     text = script(job, submit := f"{_SUBMIT[job.scheduler]} {shlex.quote(str(path))}")
     with naming_disk_errors(path, "Give --output another path"):
         try:

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from optimus.config import dump_config, load_config
+from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
 from optimus.resilience import lab as resilience_lab
@@ -76,7 +77,7 @@ def launch(
         file.write_text(dump_config(tree), encoding="utf-8")
         command = [sys.executable, "-m", "optimus.train.launch", str(file), "--resume", "--node", launch.node]
         if inject is not None:
-            command += ["--inject", str(Path(inject).absolute())]
+            command += ["--inject", str(user_path(inject).absolute())]
         return run_node(launch, command)
 
 
@@ -108,14 +109,14 @@ def rehearse(
         raise UserError(f"fault plan {inject}: links can be cut in network namespaces only (Linux, root, no --plain)")
     run = Path(tree.train.output)
     arguments = {
-        "config": str(Path(config).absolute()),
+        "config": str(user_path(config).absolute()),
         "overrides": overrides,
         "nodes": nodes,
         "spares": spares,
         "ranks_per_node": ranks_per_node,
         "keep_alive": keep_alive,
         "wait": wait,
-        "inject": None if inject is None else str(Path(inject).absolute()),
+        "inject": None if inject is None else str(user_path(inject).absolute()),
     }
 
     def words(node: str, rendezvous: str) -> list[str]:

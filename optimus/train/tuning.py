@@ -30,7 +30,7 @@ class TuneMatmuls(Hook):
 
     def before_training(self, run: Run) -> None:
         cache = run.config.tuning.cache
-        self._path = None if cache is None else cache_file(Path(cache).expanduser(), run.device)
+        self._path = None if cache is None else cache_file(Path(cache), run.device)
         if self._path is not None:
             known, note = read_seconds(self._path)
             self._layouts.choose(known)

@@ -1,0 +1,39 @@
+"""Paths as users write them: what a shell would have put in their place, also where no shell has seen them."""
+
+from pathlib import Path
+
+import pytest
+
+from optimus.disk import user_path
+from optimus.errors import UserError
+
+
+def test_homes_and_variables_are_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RUNS", "/scratch/runs")
+    assert user_path("~/run") == tmp_path / "run"
+    assert user_path(Path("~")) == tmp_path
+    assert user_path("$HOME/run") == tmp_path / "run"
+    assert user_path("${RUNS}/a$RUNS") == Path("/scratch/runs/a/scratch/runs")
+    assert user_path("a~/b") == Path("a~/b")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("$NOT_SET_HERE/run", r"the environment variable NOT_SET_HERE is not set"),
+        ("runs/${NOT_SET_HERE}", r"the environment variable NOT_SET_HERE is not set"),
+        ("~nobody-of-this-name/run", r"~nobody-of-this-name is no user's home"),
+        ("", "a path is empty"),
+    ],
+)
+def test_what_stands_for_nothing_is_refused(given: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOT_SET_HERE", raising=False)
+    with pytest.raises(UserError, match=expected):
+        user_path(given)
+
+
+def test_a_name_with_a_dollar_that_exists_is_taken_as_it_stands(tmp_path: Path) -> None:
+    file = tmp_path / "price$USD_of_nobody.txt"
+    file.touch()
+    assert user_path(file) == file
