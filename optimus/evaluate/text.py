@@ -9,8 +9,9 @@ token itself is not predicted. Bytes are those of the UTF-8 text, whatever the t
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from optimus.comm import Group
 from optimus.data.documents import Position, parse_line, read_batches
 from optimus.data.files import resolve
 from optimus.data.tokenizer import encoder
@@ -18,6 +19,14 @@ from optimus.errors import UserError
 from optimus.evaluate.score import TOKENS_PER_BATCH, Scored, Window, score
 
 _TOKENS_AT_ONCE = 1 << 16  # windows held and sorted by length together; bounds the memory whatever the text's size
+
+
+class Part(NamedTuple):
+    """Some windows of a text, and how many bytes and tokens of the text they and those before them stand for."""
+
+    windows: list[Window]
+    bytes: int
+    tokens: int
 
 
 def bits_per_byte(
@@ -39,30 +48,62 @@ def bits_per_byte(
     are not touched. `progress` is called with the bytes done so far. Raises `UserError` for what cannot be read, and
     when there is no text.
     """
+    parts = read_parts(tokenizer, text_path, eos_id=eos_id, context=context, max_bytes=max_bytes, text_field=text_field)
+    return measure(model, parts, tokens_per_batch=tokens_per_batch, progress=progress)
+
+
+def measure(
+    model: Scored,
+    parts: Iterator[Part],
+    *,
+    group: Group | None = None,
+    tokens_per_batch: int = TOKENS_PER_BATCH,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """As `bits_per_byte`, of text that comes in `parts`.
+
+    Ranks that each have a part of the model call together and give their `group`: its first rank alone reads, tells the
+    others, and what it fails to read is raised on all of them.
+    """
+    nats, part = 0.0, Part([], 0, 0)
+    while (read := _read(parts, group)) is not None:
+        part = read
+        nats -= sum(found.log_likelihood for found in score(model, part.windows, tokens_per_batch))
+        if progress is not None:
+            progress(part.bytes)
+    return {"bits_per_byte": nats / math.log(2) / part.bytes, "bytes": part.bytes, "tokens": part.tokens}
+
+
+def _read(parts: Iterator[Part], group: Group | None) -> Part | None:
+    return next(parts, None) if group is None else group.on_first(lambda: next(parts, None))
+
+
+def read_parts(
+    tokenizer: Any,
+    text_path: str | Path,
+    *,
+    eos_id: int,
+    context: int,
+    max_bytes: int | None = None,
+    text_field: str = "text",
+) -> Iterator[Part]:
+    """The windows of a text in parts of little memory; see `bits_per_byte`."""
     encode = encoder(tokenizer)
     cutter = _Cutter(eos_id, context)
-    nats, seen_bytes, tokens, scored = 0.0, 0, 0, 0
+    seen_bytes, tokens, given = 0, 0, 0
     held: list[Window] = []
-
-    def score_held() -> float:
-        windows, held[:] = held[:], []
-        return sum(found.log_likelihood for found in score(model, windows, tokens_per_batch))
-
     for text, ends in _first_bytes(_pieces(text_path, text_field, encode), max_bytes):
         seen_bytes += len(text.encode())
         piece = encode(text)
         tokens += len(piece)
         held += cutter.cut(piece, ends)
-        if tokens - scored >= _TOKENS_AT_ONCE:
-            nats -= score_held()
-            scored = tokens
-            if progress is not None:
-                progress(seen_bytes)
+        if tokens - given >= _TOKENS_AT_ONCE:
+            yield Part(held, seen_bytes, tokens)
+            held, given = [], tokens
     held += cutter.cut([], True)  # a document that `max_bytes` has cut short
-    nats -= score_held()
     if not tokens:
         raise UserError(f"no text in {text_path}: bits per byte needs at least one document that is not empty")
-    return {"bits_per_byte": nats / math.log(2) / seen_bytes, "bytes": seen_bytes, "tokens": tokens}
+    yield Part(held, seen_bytes, tokens)
 
 
 class _Cutter:

@@ -3,11 +3,13 @@
 import math
 import signal
 import time
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from optimus.comm import CollectiveError
 from optimus.errors import UserError, naming_disk_errors
 from optimus.model.count import flops_per_token
 from optimus.observe.machine import peak_flops
@@ -18,6 +20,9 @@ from optimus.pipeline.timeline import Event, Timeline, write_timeline
 from optimus.resilience.events import EventLog
 from optimus.train.run import Run
 from optimus.train.step import StepResult
+
+if TYPE_CHECKING:
+    from optimus.evaluate.text import Part
 
 
 class Hook:
@@ -97,9 +102,10 @@ class NonFinite(Hook):
 
 
 class HeldOut(Hook):
-    """Measures bits per byte of held-out text every so many steps, and at the last.
+    """Measures bits per byte of held-out text every so many steps, and at the last; on all ranks.
 
-    On rank 0 alone where it holds the whole model; else all ranks do the same, each with its part of the model.
+    Rank 0 alone reads the text. Where it holds the whole model it measures alone; else all ranks do, each with its part of
+    the model. What rank 0 fails to read ends the run on all ranks alike.
     """
 
     def after_step(self, run: Run, result: StepResult) -> None:
@@ -108,17 +114,32 @@ class HeldOut(Hook):
             return
         if run.step % section.every and run.step != run.last_step:
             return
-        from optimus.evaluate import bits_per_byte, load_tokenizer
+        try:
+            run.measured["bits_per_byte"] = self._measure(run, section.text)["bits_per_byte"]
+        except CollectiveError:
+            raise
+        except UserError as error:
+            run.failure = error
 
-        found = bits_per_byte(
-            run.model,
+    def _measure(self, run: Run, text: str) -> dict[str, Any]:
+        from optimus.evaluate.text import measure
+
+        world = run.groups.world
+        if run.forward_is_collective:
+            return measure(run.model, self._parts(run, text), group=world)
+        return world.on_first(lambda: measure(run.model, self._parts(run, text)))
+
+    def _parts(self, run: Run, text: str) -> Iterator["Part"]:
+        from optimus.evaluate import load_tokenizer
+        from optimus.evaluate.text import read_parts
+
+        yield from read_parts(
             load_tokenizer(run.shards.tokenizer_path, parse_special=run.shards.parse_special),
-            section.text,
+            text,
             eos_id=run.shards.eos_id,
             context=run.config.train.context,
-            max_bytes=section.max_bytes,
+            max_bytes=run.config.evaluate.max_bytes,
         )
-        run.measured["bits_per_byte"] = found["bits_per_byte"]
 
 
 class Metrics(Hook):

@@ -258,7 +258,7 @@ def _last_words() -> Iterator[None]:
 def _hooks(run: Run, node: str | None = None) -> list[Hook]:
     """Metrics follow what measures for them and precede the checkpoint, which must not be newer than they are."""
     first = run.groups.rank == 0
-    measuring: list[Hook] = [HeldOut()] if first or run.forward_is_collective else []
+    measuring: list[Hook] = [HeldOut()]
     measuring += [PipelineTimeline()] if run.config.observe.timeline else []
     reporting: list[Hook] = [Recovered(), Metrics()] if first else []
     tuning: list[Hook] = [TuneMatmuls()] if run.config.tuning.matmul else []

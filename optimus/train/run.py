@@ -172,9 +172,22 @@ def new_run(config: RunConfig, device: torch.device) -> Run:
     """A run on `device` whose state has no values yet; all ranks must call."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     groups = Groups(mesh_of(config, ranks, ranks_per_node(ranks)), config.resilience.timeout)
+    shards = _open_data(config, groups, device)
     notes = [describe(groups.mesh)] if ranks > 1 else []
     model, state = build_model(config, device, groups, notes)
-    return Run(config, Path(config.train.output), device, groups, model, state, Shards(config.data.path), notes=notes)
+    return Run(config, Path(config.train.output), device, groups, model, state, shards, notes=notes)
+
+
+def _open_data(config: RunConfig, groups: Groups, device: torch.device) -> Shards:
+    """This rank's view of the data; what any rank finds wrong is raised on all of them."""
+    shards, failure = None, None
+    try:
+        shards = Shards(config.data.path)
+    except UserError as error:
+        failure = error
+    groups.world.agree(failure, device)
+    assert shards is not None
+    return shards
 
 
 def fingerprint(config: RunConfig, shards: Shards) -> dict[str, Any]:

@@ -1,0 +1,70 @@
+"""Validation on several ranks: one reads the text, and what it cannot read ends the run on all of them."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from optimus.config import load_config
+from optimus.errors import UserError
+from optimus.observe.metrics import read_metrics
+from optimus.testing import run_ranks
+from optimus.train.checkpoints import build_run
+from optimus.train.launch import _claim_folder, _hooks
+from optimus.train.loop import train_loop
+from optimus.train.pipeline import with_microbatches
+
+TEXT = Path(__file__)
+
+
+def train_rank(config: dict[str, Any], texts: list[str], data: list[str]) -> str:
+    """One rank of a run, on a node where text and data lie in places of its own; what ended it."""
+    rank = dist.get_rank()
+    config["evaluate"]["text"], config["data"]["path"] = texts[rank], data[rank]
+    try:
+        run = build_run(with_microbatches(load_config(config), dist.get_world_size()), torch.device("cpu"), False)
+        if rank == 0:
+            _claim_folder(run)
+        train_loop(run, _hooks(run))
+        run.state.finish()
+    except UserError as error:
+        return str(error)
+    return "done"
+
+
+@pytest.fixture
+def config(small_run: dict[str, Any]) -> dict[str, Any]:
+    small_run["train"] |= {"steps": 2, "precision": "float32"}
+    small_run["evaluate"] = {"every": 1, "max_bytes": 2000}
+    return small_run
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])  # rank 0 measures alone; all measure together
+def test_text_on_the_first_rank_s_node_suffices(config: dict[str, Any], tmp_path: Path, shard: str) -> None:
+    config["state"] = {"shard": shard}
+    data = [config["data"]["path"]] * 2
+    assert run_ranks(train_rank, 2, config, [str(TEXT), str(tmp_path / "absent")], data) == ["done", "done"]
+    assert all(0 < record["bits_per_byte"] < 10 for record in read_metrics(Path(config["train"]["output"])))
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_text_that_the_first_rank_cannot_read_ends_all(config: dict[str, Any], tmp_path: Path, shard: str) -> None:
+    config["state"] = {"shard": shard}
+    data = [config["data"]["path"]] * 2
+    ended = run_ranks(train_rank, 2, config, [str(tmp_path / "absent"), str(TEXT)], data)
+    assert (
+        ended
+        == [f"input not found: {tmp_path / 'absent'} (no such file or folder, and no file matches it as a glob)"] * 2
+    )
+    assert (Path(config["train"]["output"]) / "checkpoints" / "step-00000001").is_dir()  # the step is not lost
+
+
+def test_data_missing_on_one_node_ends_all(config: dict[str, Any], tmp_path: Path) -> None:
+    other = tmp_path / "data"
+    shutil.copytree(config["data"]["path"], other)
+    (other / "tokenizer.json").unlink()
+    ended = run_ranks(train_rank, 2, config, [str(TEXT)] * 2, [config["data"]["path"], str(other)])
+    assert [text.split(" is missing")[0] for text in ended] == [str(other / "tokenizer.json")] * 2
