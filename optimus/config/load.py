@@ -4,7 +4,6 @@ The order of precedence, lowest first: the tree's defaults, the preset's recipe,
 reported at once, each with the path of its key and the nearest valid key.
 """
 
-import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -16,25 +15,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from optimus.config.tree import ModelConfig, RunConfig
+from optimus.config.yaml_text import Dumper, Loader, parse_yaml
 from optimus.disk import user_path
 from optimus.errors import UserError, nearest
 
 ModelFolderReader = Callable[[Path], dict[str, Any]]
 SomeSection = typing.TypeVar("SomeSection", bound=BaseModel)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML with numbers such as 4e-4 read as numbers (YAML 1.1 takes them for text)."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Puts quotes around text, such as a folder named 1e5, that `_Loader` would read as a number."""
-
-
-for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-    )
 
 
 def load_config(
@@ -88,12 +74,12 @@ def preset_names() -> list[str]:
 def dump_config(config: RunConfig) -> str:
     """The resolved tree as YAML that `load_config` reads back to an equal tree."""
     tree = config.model_dump(exclude={"moe"} if config.model.family == "olmo" else None)
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=120)
+    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, width=120)
 
 
 @cache
 def _presets() -> dict[str, Any]:
-    return yaml.load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8"), _Loader)
+    return yaml.load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8"), Loader)
 
 
 def read_section(path: Path, kind: type[SomeSection]) -> SomeSection:
@@ -107,15 +93,12 @@ def read_section(path: Path, kind: type[SomeSection]) -> SomeSection:
 
 def _read_yaml(path: Path, kind: type[BaseModel]) -> dict[str, Any]:
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"config file {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"config file {path} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f" line {mark.line + 1}" if mark else ""
-        raise UserError(f"config file {path}{line} is not valid YAML: {getattr(error, 'problem', error)}") from None
+    raw = parse_yaml(text, f"config file {path}")
     if not isinstance(raw, dict):
         raise UserError(f"config file {path} must hold a mapping with the keys {', '.join(kind.model_fields)}")
     return raw
@@ -126,10 +109,7 @@ def _override(raw: dict[str, Any], text: str, read_model_folder: ModelFolderRead
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise UserError(f"override '{text}' is not of the form key.path=value")
-    try:
-        parsed = yaml.load(value, _Loader) if value else None
-    except yaml.YAMLError as error:
-        raise UserError(f"override '{text}' is not valid YAML: {getattr(error, 'problem', error)}") from None
+    parsed = parse_yaml(value, f"override '{text}'")
     parts = key.split(".")
     if parts[0] == "model" and len(parts) > 1 and isinstance(raw.get("model"), str):
         merged = _merge(resolve_model(raw["model"], read_model_folder), {k: v for k, v in raw.items() if k != "model"})

@@ -27,7 +27,7 @@ _SEQUENCES, _PER_RANK = 1024, 4  # of a batch where none is given: the paper's, 
 def configured(model: str, overrides: Iterable[str], ranks: int) -> RunConfig:
     """The run that `model` names: a YAML file, or a preset or folder with the defaults of a run around it."""
     if ranks < 1:
-        raise UserError("--ranks is missing: say how many ranks the job has")
+        raise UserError(f"--ranks {ranks or 'is missing'}: say how many ranks the job has, at least 1")
     if Path(model).suffix in (".yaml", ".yml"):
         return with_microbatches(load_config(model, overrides, read_model_folder), ranks)
     batch = _SEQUENCES if ranks <= _SEQUENCES // _PER_RANK else _PER_RANK * ranks
@@ -106,9 +106,9 @@ def best_layout(config: str | Path, overrides: Iterable[str], machine: str, rank
 
     Raises `UserError` where the number of ranks is not known, or nothing fits.
     """
-    number = int(os.environ.get("WORLD_SIZE", ranks or 0))
-    if not number:
+    if ranks is None and "WORLD_SIZE" not in os.environ:
         raise UserError("--auto-plan divides ranks: say how many with --ranks, or start them with a launcher")
+    number = int(os.environ.get("WORLD_SIZE", ranks or 0))
     run = configured(str(config), overrides, number)
     question, _ = asked(run, machine, number, [], 1.0)
     best = search(question, best=1)[0]

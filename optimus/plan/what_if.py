@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from optimus.config.load import SomeSection, explain
+from optimus.config.yaml_text import parse_yaml
 from optimus.errors import UserError
 
 
@@ -42,7 +42,7 @@ def _value(text: str, value: str, now: Any) -> Any:
     except ValueError:
         if times or not isinstance(now, str):
             raise UserError(f"--what-if '{text}': {value} is no number, nor a factor such as x2") from None
-        return yaml.safe_load(value)
+        return parse_yaml(value, f"--what-if '{text}'")
     if times:
         if not isinstance(now, int | float):
             raise UserError(f"--what-if '{text}': what it is now is no number")

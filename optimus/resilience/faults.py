@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
+from optimus.config.yaml_text import parse_yaml
 from optimus.disk import user_path
 from optimus.errors import UserError, nearest
 from optimus.resilience.events import EventLog
@@ -86,9 +87,10 @@ class FaultPlan:
     def read(cls, path: str | Path) -> "FaultPlan":
         """The plan in a YAML file: a list such as `{kind: kill, rank: 1, step: 12}`. Raises `UserError`."""
         try:
-            raw = yaml.safe_load(user_path(path).read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+            text = user_path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"fault plan {path} cannot be read: {error}") from error
+        raw = parse_yaml(text, f"fault plan {path}")
         if not isinstance(raw, list):
             raise UserError(f"fault plan {path} is no list; one fault is {{kind: kill, rank: 1, step: 12}}")
         return cls([_fault(entry, f"fault plan {path}, entry {number}") for number, entry in enumerate(raw, start=1)])

@@ -69,6 +69,8 @@ def train(
     another rank is lost under such a launcher, it is a `CollectiveError`, after which this process cannot train again: it
     ignores SIGTERM, by which the launcher would cut the message short, and exits with code 75 without waiting for anything.
     """
+    if ranks is not None and ranks < 1:
+        raise UserError(f"ranks is {ranks}: a run has at least 1 rank")
     tree = load_config(config, overrides, read_model_folder)
     launched = "WORLD_SIZE" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if launched else ranks or tree.parallel.least_ranks

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from optimus.config import dump_config, load_config, preset_names, resolve_model
+from optimus.config import RunConfig, dump_config, load_config, preset_names, resolve_model
+from optimus.config.load import read_section
 from optimus.errors import UserError
 
 
@@ -165,3 +166,45 @@ def test_a_file_is_named_in_its_messages(tmp_path: Path) -> None:
     file.write_text("model: mula-tiny\ntran: {}\n")
     assert message(file).startswith(f"{file}: ")
     assert "unknown key 'tran': did you mean 'train'?" in message(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model: a\ndata: {path: x}\ntrain: {}\n\nmodel: b\n", r"the key 'model' stands twice \(lines 1 and 5\)"),
+        ("train:\n  steps: 4\n  seed: 1\n  'steps': 5\n", r"the key 'train\.steps' stands twice \(lines 2 and 4\)"),
+        ("train: {seed: 1, steps: 4, seed: 2}\n", r"the key 'train\.seed' stands twice \(line 1\)"),
+        ("a: [{b: 1}, {c: 1, c: 1}]\n", r"the key 'a\.1\.c' stands twice \(line 1\)"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused(text: str, expected: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert re.match(f"config file {re.escape(str(file))}: {expected}: remove one of them", message(file))
+
+
+def test_a_key_that_stands_twice_is_refused_in_overrides_and_other_files(tmp_path: Path) -> None:
+    assert message(base(), "optimizer={eps: 1, eps: 2}").startswith(
+        "override 'optimizer={eps: 1, eps: 2}': the key 'eps'"
+    )
+    file = tmp_path / "machine.yaml"
+    file.write_text("name: a\nname: b\n")
+    with pytest.raises(UserError, match=r"the key 'name' stands twice \(lines 1 and 2\)"):
+        read_section(file, RunConfig)
+
+
+def test_yaml_that_repeats_by_reference_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: mula-tiny\ndata: {path: x}\ntrain: &t {steps: 4, global_batch: 8, micro_batch: 4, context: 32, output: a}\n"
+    )
+    assert load_config(file).train.steps == 4
+    file.write_text(file.read_text().replace("&t {", "{<<: {seed: 3}, <<: {seed: 3}, "))
+    assert load_config(file).train.seed == 3
+
+
+@pytest.mark.parametrize("text", ["a: 2024-13-45\n", "a: &b [*b]\n", "{[1]: 2}\n", "a: \0\n"])
+def test_odd_yaml_is_one_message(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    assert str(file) in message(file)

@@ -175,7 +175,7 @@ GOOD = {"kind": "slow", "rank": 1, "step": 12, "factor": 2.0}
     [
         ("kind: kill", "is no list; one fault is {kind: kill, rank: 1, step: 12}"),
         ("", "is no list"),
-        ("[", "cannot be read: "),
+        ("[", " is not valid YAML: "),
         (b"\xff\xfe\xff", "cannot be read: "),
         (None, "cannot be read: .*No such file"),
         (["kill"], ", entry 1 is no mapping"),
