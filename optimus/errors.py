@@ -39,3 +39,12 @@ def naming_disk_errors(path: Path, cure: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}. {cure}") from error
+
+
+@contextmanager
+def naming_read_errors(path: Path) -> Iterator[None]:
+    """Turn a read below that the system refuses into one message that says where and why."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename or path}: {error.strerror or error}") from error

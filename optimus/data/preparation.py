@@ -31,7 +31,7 @@ from optimus.data.documents import Batch, Encode, read_batches, read_texts
 from optimus.data.helpers import Helpers
 from optimus.data.journal import Journal, Mark
 from optimus.data.tokenizer import TokenizerInfo
-from optimus.data.work import Encoded, Encoder, Gather, write_shard
+from optimus.data.work import SUMS, Encoded, Encoder, Gather, write_shard
 from optimus.disk import sync, user_path, write_json
 from optimus.errors import UserError
 
@@ -176,6 +176,7 @@ def _prepare(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) ->
     if state.instances is None:
         _tokenise(run, state, info)
     _shard(run, state, info)
+    _join_sums(run, state.instances, info)
     index = _index(run, state, info)
     write_json(run.partial / shards.INDEX, index)
     return _finish(run, index)
@@ -375,7 +376,7 @@ def _shard(run: _Run, state: Journal, info: TokenizerInfo) -> None:
     missing = [
         (name, start, stop)
         for name, start, stop in plan
-        if name not in state.shards or not (run.partial / name).exists()
+        if name not in state.shards or not all((run.partial / f).exists() for f in (name, f"{name}{SUMS}"))
     ]
     if not missing:
         return
@@ -393,6 +394,20 @@ def _shard(run: _Run, state: Journal, info: TokenizerInfo) -> None:
             state.write(run.partial)
             done += stop - start
             run.progress("shard", done, state.instances)
+
+
+def _join_sums(run: _Run, instances: int | None, info: TokenizerInfo) -> None:
+    """Writes the sums of all instances as one array: a file per shard would be open beside each shard."""
+    assert instances is not None
+    temporary = run.partial / f"{shards.SUMS}.tmp"
+    with temporary.open("wb") as file:
+        header = {"descr": "<u4", "fortran_order": False, "shape": (instances,)}
+        np.lib.format.write_array_header_1_0(file, header)
+        for name, _, _ in _shard_plan(run, instances, info):
+            file.write((run.partial / f"{name}{SUMS}").read_bytes())
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(run.partial / shards.SUMS)
 
 
 def _shard_plan(run: _Run, instances: int, info: TokenizerInfo) -> list[tuple[str, int, int]]:
@@ -446,6 +461,7 @@ def _index(run: _Run, state: Journal, info: TokenizerInfo) -> dict[str, Any]:
             {"file": name, "instances": stop - start, "sha256": state.shards[name]}
             for name, start, stop in _shard_plan(run, state.instances, info)
         ],
+        "sums": shards.SUMS,
     }
 
 
@@ -454,7 +470,7 @@ def _finish(run: _Run, index: dict[str, Any]) -> dict[str, Any]:
 
     The index is there already, so a run that finds it comes straight here.
     """
-    keep = {shards.INDEX, tokenizers.FILE, *(shard["file"] for shard in index["shards"])}
+    keep = {shards.INDEX, shards.SUMS, tokenizers.FILE, *(shard["file"] for shard in index["shards"])}
     for path in run.partial.iterdir():
         if path.name not in keep and path.name != journal.LOCK:
             path.unlink()

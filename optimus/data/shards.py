@@ -6,6 +6,7 @@ says how they were made. It is written last, so a folder that has it is complete
 
 import json
 import threading
+import zlib
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from numpy.typing import NDArray
 
 from optimus.data import tokenizer as tokenizers
 from optimus.disk import user_path
-from optimus.errors import UserError
+from optimus.errors import UserError, naming_read_errors
 
 INDEX = "index.json"
+SUMS = "sums.npy"  # CRC-32 of the bytes of each instance, an array [instances]
 FORMAT = "optimus-tokens"
 VERSION = 1
 # What `prepare` did before there was a setting for it.
@@ -32,7 +34,8 @@ def read_index(folder: Path) -> dict[str, Any]:
             f"{folder} is not a folder of prepared data: it has no {INDEX}. Make one with `optimus prepare`."
         )
     try:
-        index = json.loads(path.read_bytes())
+        with naming_read_errors(path):
+            index = json.loads(path.read_bytes())
         form, version = index["format"], index["version"]
         if form != FORMAT:
             raise ValueError(f"its format is {form!r}, not {FORMAT!r}")
@@ -62,8 +65,9 @@ def _check_index(index: dict[str, Any]) -> None:
 class Shards:
     """An opened folder of prepared data. Row i is training instance i in the shuffled order.
 
-    Opening checks the index, the tokenizer and the presence, shape and size of every shard; the checksum of a shard is
-    checked before its first tokens are handed out. Each failure is a `UserError`. Threads may share one object.
+    Opening checks the index, the tokenizer and the presence, shape and size of every shard; the checksum of an instance is
+    checked whenever it is handed out. In data without sums of instances, from before there were any, a shard is read whole
+    before its first tokens are handed out. Each failure is a `UserError`. Threads may share one object.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -79,6 +83,7 @@ class Shards:
         self._starts = [0]
         for array in self._arrays:
             self._starts.append(self._starts[-1] + len(array))
+        self._sums = self._load(SUMS, (self.instances,), "<u4") if "sums" in self.index else None
         self._verified: set[int] = set()
         self._lock = threading.Lock()
 
@@ -100,10 +105,11 @@ class Shards:
         parts = []
         while start < stop:
             shard = bisect_right(self._starts, start) - 1
-            self._verify_once(shard)
             first = self._starts[shard]
             end = min(stop, self._starts[shard + 1])
-            parts.append(self._arrays[shard][start - first : end - first])
+            part = self._arrays[shard][start - first : end - first]
+            self._check(shard, part, start)
+            parts.append(part)
             start = end
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -122,8 +128,21 @@ class Shards:
 
     def verify(self) -> None:
         """Reads every shard and compares its checksum with the index. Raises `UserError` at the first that differs."""
-        for shard in range(len(self._arrays)):
+        for shard, array in enumerate(self._arrays):
             self._verify(shard)
+            self._check(shard, array, self._starts[shard])
+
+    def _check(self, shard: int, rows: NDArray[np.unsignedinteger[Any]], start: int) -> None:
+        """Raises `UserError` unless `rows` of a shard, instances `start` and following, are what was written."""
+        if self._sums is None:
+            self._verify_once(shard)
+            return
+        for number, (row, expected) in enumerate(zip(rows, self._sums[start : start + len(rows)].tolist()), start):
+            if zlib.crc32(row) != expected:
+                raise UserError(
+                    f"{self.folder / self.index['shards'][shard]['file']} is corrupted: its checksum differs from {SUMS} "
+                    f"at instance {number}. Restore it or prepare the data again."
+                )
 
     def _verify_once(self, shard: int) -> None:
         if shard in self._verified:
@@ -136,7 +155,9 @@ class Shards:
     def _verify(self, shard: int) -> None:
         entry = self.index["shards"][shard]
         path = self.folder / entry["file"]
-        if tokenizers.file_sha256(path) != entry["sha256"]:
+        with naming_read_errors(path):
+            found = tokenizers.file_sha256(path)
+        if found != entry["sha256"]:
             raise UserError(
                 f"{path} is corrupted: its checksum differs from {INDEX}. Restore it or prepare the data again."
             )
@@ -145,14 +166,19 @@ class Shards:
         path = self.tokenizer_path
         if not path.is_file():
             raise UserError(f"{path} is missing. Restore the tokenizer that the data was prepared with.")
-        if tokenizers.file_sha256(path) != self.index["tokenizer"]["sha256"]:
+        with naming_read_errors(path):
+            found = tokenizers.file_sha256(path)
+        if found != self.index["tokenizer"]["sha256"]:
             raise UserError(
                 f"tokenizer changed since prepare: {path} is not the one that made the tokens beside it. "
                 "Restore it, or prepare the data again."
             )
 
     def _open(self, entry: dict[str, Any]) -> NDArray[np.unsignedinteger[Any]]:
-        path = self.folder / entry["file"]
+        return self._load(entry["file"], (entry["instances"], self.context), self.index["dtype"])
+
+    def _load(self, name: str, shape: tuple[int, ...], dtype: str) -> NDArray[np.unsignedinteger[Any]]:
+        path = self.folder / name
         if not path.is_file():
             raise UserError(f"{path} is missing, though {INDEX} lists it. Restore it or prepare the data again.")
         try:
@@ -161,10 +187,9 @@ class Shards:
             raise UserError(
                 f"{path} is truncated or damaged ({error}). Restore it or prepare the data again."
             ) from error
-        expected = (entry["instances"], self.context)
-        if array.shape != expected or array.dtype != np.dtype(self.index["dtype"]):
+        if array.shape != shape or array.dtype != np.dtype(dtype):
             raise UserError(
-                f"{path} holds {array.dtype} of shape {array.shape}, and {INDEX} says {np.dtype(self.index['dtype'])} "
-                f"of shape {expected}. Restore it or prepare the data again."
+                f"{path} holds {array.dtype} of shape {array.shape}, and {INDEX} says {np.dtype(dtype)} of shape {shape}. "
+                "Restore it or prepare the data again."
             )
         return array

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from optimus.data.permutation import Permutation
 from optimus.data.tokenizer import TokenizerInfo
 
 GATHER = 32 << 20  # bytes gathered at once
+SUMS = ".crc32"
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,15 @@ class Gather:
 def write_shard(gather: Gather, name: str, start: int, stop: int) -> str:
     """Writes output rows `start` to `stop` as the array file `name`, which appears complete or not at all.
 
-    Returns the checksum of the file. The stream is read with pread, not mapped: mapped pages count as memory used.
+    Returns the checksum of the file; the CRC-32 of each row is in the file `name` + `SUMS` before.
+    The stream is read with pread, not mapped: mapped pages count as memory used.
     """
     temporary = gather.folder / f"{name}.{os.getpid()}.tmp"  # a helper of a killed run may still be at work here
     dtype = np.dtype(gather.dtype)
     row_bytes = gather.context * dtype.itemsize
     permutation = gather.permutation()
     digest = hashlib.sha256()
+    sums_N = np.empty(stop - start, dtype="<u4")
     with gather.stream.open("rb", buffering=0) as stream, temporary.open("wb+") as shard:
         header = {"descr": gather.dtype, "fortran_order": False, "shape": (stop - start, gather.context)}
         np.lib.format.write_array_header_1_0(shard, header)
@@ -87,9 +91,13 @@ def write_shard(gather: Gather, name: str, start: int, stop: int) -> str:
             for row in np.argsort(source).tolist():  # in the order of the disk
                 data = os.pread(stream.fileno(), row_bytes, int(source[row]) * row_bytes)
                 block[row * row_bytes : (row + 1) * row_bytes] = data
+                sums_N[first - start + row] = zlib.crc32(data)
             digest.update(block)
             shard.write(block)
         shard.flush()
         os.fsync(shard.fileno())
+    sums = temporary.with_suffix(f"{SUMS}.tmp")
+    sums.write_bytes(sums_N.tobytes())
+    sums.replace(gather.folder / f"{name}{SUMS}")
     temporary.replace(gather.folder / name)
     return digest.hexdigest()

@@ -99,7 +99,7 @@ def test_reads_ahead_and_no_further(prepared: Path, monkeypatch: pytest.MonkeyPa
 def test_a_failure_of_the_reader_reaches_the_consumer(copy: Path) -> None:
     path = copy / "shard-00001.npy"
     data = bytearray(path.read_bytes())
-    data[500] ^= 1
+    data[130] ^= 1  # in its first instance
     path.write_bytes(data)
     shards = Shards(copy)
     good = shards.index["shards"][0]["instances"] // 10
@@ -123,6 +123,15 @@ def test_threads_end(prepared: Path) -> None:
     gc.collect()
     time.sleep(0.6)
     assert threads() == 0
+
+
+def test_a_later_epoch_begins_without_reading_all_shards(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its instances lie everywhere: whole shards would be nearly all of the data, on every rank."""
+    shards = Shards(prepared)
+    hashed: list[Path] = []
+    monkeypatch.setattr("optimus.data.tokenizer.file_sha256", hashed.append)
+    take(shards, 1, global_batch=16, start_step=shards.instances // 16 + 1)
+    assert hashed == []
 
 
 def test_batch_must_divide(prepared: Path) -> None:

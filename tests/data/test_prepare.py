@@ -274,7 +274,7 @@ def test_killed_ten_times_gives_the_same_bytes(
     assert not list(tmp_path.glob("*.partial"))
 
 
-@pytest.mark.parametrize("nth", range(1, 34, 3))
+@pytest.mark.parametrize("nth", range(1, 38, 3))
 def test_stopped_at_any_rename_or_removal_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared: Path, sources: list[str], tokenizer_file: Path, nth: int
 ) -> None:

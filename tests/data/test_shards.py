@@ -54,19 +54,48 @@ def test_shard_of_another_shape(copy: Path) -> None:
         Shards(copy)
 
 
-def test_corrupted_shard_is_noticed_at_its_first_use(copy: Path) -> None:
+@pytest.mark.parametrize("sums", [True, False])
+def test_corrupted_shard_is_noticed(copy: Path, sums: bool) -> None:
+    """With sums of instances when the damaged one is read; without, when its shard is first used."""
     path = copy / "shard-00001.npy"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
+    if not sums:
+        forget_sums(copy)
     shards = Shards(copy)
-    first = shards.index["shards"][0]["instances"]
+    first, count = (entry["instances"] for entry in shards.index["shards"][:2])
     shards.rows(0, first)
+    last = first + count - 1
+    start, stop = (last - 1, last + 2) if sums else (first - 1, first + 1)
     for _ in range(2):
         with pytest.raises(UserError, match=r"shard-00001\.npy is corrupted: its checksum differs"):
-            shards.rows(first - 1, first + 1)
+            shards.rows(start, stop)
     with pytest.raises(UserError, match=r"shard-00001\.npy is corrupted"):
         shards.verify()
+
+
+def forget_sums(folder: Path) -> None:
+    """Makes of it what `prepare` left before it wrote sums of instances."""
+    index = json.loads((folder / "index.json").read_bytes())
+    (folder / index.pop("sums")).unlink()
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def test_wrong_sums(copy: Path) -> None:
+    path = copy / "sums.npy"
+    sums = np.load(path)
+    assert len(sums) == Shards(copy).instances
+    sums[3] ^= 1
+    np.save(path, sums)
+    with pytest.raises(UserError, match=r"differs from sums\.npy at instance 3"):
+        Shards(copy).verify()
+    np.save(path, sums[1:])
+    with pytest.raises(UserError, match=r"sums\.npy holds uint32 of shape"):
+        Shards(copy)
+    path.unlink()
+    with pytest.raises(UserError, match=r"sums\.npy is missing, though index\.json lists it"):
+        Shards(copy)
 
 
 def test_changed_or_missing_tokenizer(copy: Path) -> None:
