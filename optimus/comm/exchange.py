@@ -2,8 +2,8 @@
 
 Gloo's own reduce-scatter is an all-reduce of which most is thrown away, and its all-gather a ring whose time grows with the
 ranks. Here every rank sends each other one what it needs, (n - 1) / n of the tensor in all, which is the least that can be
-sent; the receives are posted first and straight into their places. Sums are added in fp32 in rank order, so that all ranks
-that hold a copy of a part hold the same bits.
+sent; the receives are posted first and straight into their places. Sums are added in rank order, so that all ranks that hold
+a copy of a part hold the same bits; those of floats at least in fp32, those of integers exactly.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_TILE = 1 << 16  # elements
+TILE = 1 << 16  # elements of a sum that are added up at a time
 
 Start = Callable[[], list[Any]]
 
@@ -56,14 +56,18 @@ def shifting(tensor: Tensor, out: Tensor, ranks: Sequence[int], rank: int, handl
 
 
 def add_up(own: Tensor, received: Tensor, rank: int, out: Tensor) -> None:
-    """`out` is the sum of `received` [n - 1, ...] with `own` inserted at `rank`: in fp32, a tile at a time in cache."""
+    """`out` is the sum of `received` [n - 1, ...] with `own` inserted at `rank`: a tile at a time in cache.
+
+    Floats are added at least in fp32. Integers are added as they are: fp32 has no place for their low bits.
+    """
+    wide = torch.promote_types(own.dtype, torch.float32) if own.is_floating_point() else own.dtype
     rows = [*received[:rank].flatten(1), own.flatten(), *received[rank:].flatten(1)]
-    for start in range(0, own.numel(), _TILE):
-        first, *others = (row[start : start + _TILE] for row in rows)
-        total = first.to(torch.promote_types(own.dtype, torch.float32), copy=True)
+    for start in range(0, own.numel(), TILE):
+        first, *others = (row[start : start + TILE] for row in rows)
+        total = first.to(wide, copy=True)
         for other in others:
             total.add_(other)
-        out.flatten()[start : start + _TILE].copy_(total)
+        out.flatten()[start : start + TILE].copy_(total)
 
 
 def _others(size: int, rank: int) -> list[int]:

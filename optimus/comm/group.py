@@ -24,7 +24,7 @@ from optimus.mesh import Mesh
 Finish = Callable[[], None]
 T = TypeVar("T")
 
-_LONG = 1 << 20  # elements from which on a sum over Gloo is sent from rank to rank, in less time than in its ring
+LONG_SUM = 1 << 20  # elements from which on a sum over Gloo is sent from rank to rank, in less time than in its ring
 
 
 class CollectiveError(UserError):
@@ -67,7 +67,7 @@ class Group:
         """Begin to replace `tensor` on every rank by its sum over the ranks (all-reduce)."""
         if self.size == 1:
             return _nothing
-        if self._point_to_point and tensor.numel() >= _LONG and tensor.numel() % self.size == 0:
+        if self._point_to_point and tensor.numel() >= LONG_SUM and tensor.numel() % self.size == 0:
             return self._start_long_sum(tensor.view(-1))
         call = dist.all_reduce
         return self._start("all_reduce", tensor, lambda: call(tensor, group=self._handle, async_op=True), tensor)

@@ -1,0 +1,52 @@
+"""The weights of chunks that are sent to other ranks in several ways, when they are longer than every threshold."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus.checkpoint import Description, Saver, Target, load_state
+from optimus.checkpoint.folder import step_folder
+from optimus.comm.group import LONG_SUM
+from optimus.state import Send
+from optimus.testing import run_ranks
+from optimus.testing.drawing import config_of
+from optimus.testing.steps import Steps
+from optimus.testing.whole import whole_state
+
+MODEL = {"family": "olmo", "hidden": 64, "layers": 1, "heads": 2, "intermediate": 64, "vocab": LONG_SUM // 64 + 2}
+CONFIG: dict[str, Any] = config_of("dense", state={"chunk": 2 * LONG_SUM}) | {"model": MODEL}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """A full checkpoint of one process after a step, and what it holds."""
+    run = tmp_path_factory.mktemp("run")
+    steps = Steps(CONFIG)
+    steps.train()
+    about = Description(steps.config.model, 24, 1, True, "float32", progress={"updates": 1})
+    Saver(steps.state, scattered=True, beside=False).save(Target(step_folder(run, 1), about))
+    return step_folder(run, 1), whole_state(steps.state)
+
+
+def loaded(path: Path, send: Send) -> tuple[int, dict[str, Tensor]]:
+    """(elements of this rank's longest chunk, the state that it has loaded)."""
+    steps = Steps(CONFIG)
+    load_state(steps.state, path, model=steps.config.model, full=True, send=send)
+    return max(chunk.plan.size for chunk in steps.state.chunks), {
+        f"{kind}.{slot.name}": part[slot.start : slot.end].view(slot.shape).clone()
+        for chunk in steps.state.chunks
+        for kind, part in chunk.kept.items()
+        for slot in chunk.plan.slots
+    }
+
+
+@pytest.mark.parametrize("send", ["broadcast", "allreduce", "none"])
+def test_every_rank_loads_what_was_saved(saved: tuple[Path, dict[str, Tensor]], send: Send) -> None:
+    path, right = saved
+    for longest, found in run_ranks(loaded, 2, path, send):
+        assert longest >= LONG_SUM
+        assert found.keys() == right.keys()
+        assert [key for key, tensor in found.items() if not torch.equal(tensor, right[key])] == []

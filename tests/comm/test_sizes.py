@@ -1,0 +1,89 @@
+"""Every collective on tensors whose sizes lie around every size threshold, in every type that is sent."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from optimus.comm import Groups
+from optimus.comm.exchange import TILE
+from optimus.comm.group import LONG_SUM, Group
+from optimus.mesh import Mesh
+from optimus.testing import run_ranks
+
+CASES = [(2, torch.int32), (3, torch.int32), (2, torch.int64), (3, torch.bfloat16), (3, torch.float32)]
+
+
+def sizes(ranks: int) -> list[int]:
+    """Elements of a whole tensor, multiples of the ranks: around each threshold, by itself and as that of a rank's part."""
+    near = random.Random(ranks)
+    edges = [LONG_SUM, LONG_SUM // ranks * ranks, LONG_SUM + near.randrange(TILE), TILE * ranks, 3 * TILE * ranks]
+    return sorted({(edge // ranks + off) * ranks for edge in edges for off in (-1, 0, 1)} | {ranks})
+
+
+def of(rank: int, size: int, dtype: torch.dtype) -> Tensor:
+    """Numbers whose sums are exact: integers of all bits, and floats that are small whole numbers."""
+    generator = torch.Generator().manual_seed(1000 * rank + size % 997)
+    if dtype.is_floating_point:
+        return torch.randint(-8, 8, (size,), generator=generator, dtype=torch.int8).to(dtype)
+    info = torch.iinfo(dtype)
+    return torch.randint(info.min, info.max, (size,), generator=generator, dtype=dtype)
+
+
+def wrong(ranks: int, dtype: torch.dtype) -> list[str]:
+    """The collectives that did not give what one process finds, each with its size."""
+    group = Groups(Mesh(dp=ranks)).world
+    return [
+        f"{name} of {size} elements"
+        for size in sizes(ranks)
+        for name, (found, right) in tried(group, [of(rank, size, dtype) for rank in range(ranks)]).items()
+        if not torch.equal(found, right)
+    ]
+
+
+def tried(group: Group, given: list[Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """(what a collective gives here, what it should) for the tensors that the ranks give."""
+    n, rank, own = group.size, group.rank, given[group.rank]
+    part = own.numel() // n
+    here = slice(rank * part, (rank + 1) * part)
+    total = given[0].clone()
+    for other in given[1:]:
+        total += other  # integers wrap round, as those of the collectives
+    summed, odd, rooted, told = (own.clone() for _ in range(4))
+    scattered, gathered, came = own.new_empty(part), torch.empty_like(own), torch.empty_like(own)
+    odd = torch.cat([odd, odd[:1]])  # of a size that the ranks do not divide
+    group.sum(summed)
+    group.sum(odd)
+    group.sum_part(own, scattered)
+    within = own.clone()
+    group.sum_part(within, within[here])
+    group.gather(gathered, own[here])
+    group.start_shift(own, came)()
+    group.broadcast(told, n - 1)
+    group.start_sum_at(rooted, n - 1)()
+    exchanged = group.exchange(own, [part] * n, [part] * n)
+    return {
+        "all_reduce": (summed, total),
+        "all_reduce of no multiple": (odd, torch.cat([total, total[:1]])),
+        "reduce_scatter": (scattered, total[here]),
+        "reduce_scatter in place": (within[here], total[here]),
+        "all_gather": (gathered, torch.cat([tensor[r * part : (r + 1) * part] for r, tensor in enumerate(given)])),
+        "shift": (came, given[rank - 1]),
+        "broadcast": (told, given[n - 1]),
+        "reduce": (rooted if rank == n - 1 else total, total),
+        "all_to_all": (exchanged, torch.cat([tensor[here] for tensor in given])),
+    }
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), CASES)
+def test_collectives_are_exact_at_every_size(ranks: int, dtype: torch.dtype) -> None:
+    assert run_ranks(wrong, ranks, ranks, dtype) == [[]] * ranks
+
+
+def test_the_sizes_lie_on_both_sides_of_every_threshold() -> None:
+    for ranks in (2, 3):
+        assert {size >= LONG_SUM for size in sizes(ranks)} == {True, False}
+        parts = {size // ranks for size in sizes(ranks)}
+        assert {TILE - 1, TILE, TILE + 1} <= parts
+        assert LONG_SUM // ranks * ranks in sizes(ranks)
