@@ -17,7 +17,7 @@ ROOMS = [
     "cli", "bench", "plan", "train", "evaluate", "resilience", "hub", "checkpoint", "observe", "state", "pipeline",
     "parallel", "optim", "model", "kernels", "comm", "mesh", "data", "config",
 ]  # fmt: skip
-BELOW_ALL = ["disk", "lazy", "errors"]
+BELOW_ALL = ["autograd", "disk", "lazy", "errors"]
 _LAZY_NAME = re.compile(r"optimus(\.\w+)+(:\w+)?")
 TESTING = "testing"  # for tests and benchmarks; it may use every room
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimus.autograd import once_differentiable
 from optimus.comm.group import Group
 
 
@@ -194,6 +195,7 @@ class _Linear(torch.autograd.Function):
         return there(x, group) if issues_none else kept(lambda: there(x, group))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.back(grads[0], ctx.group), None, None, None
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
+from optimus.autograd import once_differentiable
 from optimus.kernels.backend import compute_dtype
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -93,6 +94,7 @@ class _Continued(torch.autograd.Function):
         return out_BSND
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Gradients:
         q_BSND, k_BPND, v_BPND, out_BSND, lse_BNS = ctx.saved_tensors
         before = k_BPND.shape[1] - q_BSND.shape[1]

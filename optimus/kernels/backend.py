@@ -17,3 +17,11 @@ def use_triton(x: Tensor) -> bool:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type in which sums and exponentials of tensors of `dtype` are made: fp32, or float64, which stays exact."""
     return dtype if dtype == torch.float64 else torch.float32
+
+
+def scaled(x: Tensor, scale: Tensor) -> Tensor:
+    """`x` times `scale`, a scalar of a wider type, in the type of x and rounded once.
+
+    As a tensor without dims the scalar would be rounded to the type of x first: every element would be off alike.
+    """
+    return torch.mul(x, scale.view((1,) * x.dim()), out=torch.empty_like(x))

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from optimus.autograd import once_differentiable
 from optimus.kernels import backend
 from optimus.kernels.matmul import matmul
 from optimus.kernels.sink import Sink, WeightGradient
@@ -136,6 +137,7 @@ class _ExpertMLP(torch.autograd.Function):
         return _sum_of_rows(y_PH, routes.position_TK, weights_TK)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (y_grad_TH,) = grads
         x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *index = ctx.saved_tensors

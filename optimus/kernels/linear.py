@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from optimus.autograd import once_differentiable
 from optimus.kernels.matmul import matmul
 from optimus.kernels.sink import Sink, add_gradient
 
@@ -31,6 +32,7 @@ class _Linear(torch.autograd.Function):
         return matmul(_rows(x), w_NL.T).view(*x.shape[:-1], len(w_NL))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, w_NL = ctx.saved_tensors
         y_grad_TN = _rows(grads[0])

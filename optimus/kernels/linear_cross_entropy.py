@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from optimus.autograd import once_differentiable
 from optimus.kernels import backend
 from optimus.kernels.backend import compute_dtype
 from optimus.kernels.matmul import matmul
@@ -96,10 +97,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total / count
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, w_grad = ctx.saved_tensors
         scale = grads[0]
-        return x_grad * scale.to(x_grad.dtype), (w_grad * scale).to(ctx.weight_dtype), None, None, None, None
+        return backend.scaled(x_grad, scale), (w_grad * scale).to(ctx.weight_dtype), None, None, None, None
 
 
 def _probabilities(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimus.autograd import once_differentiable
 from optimus.kernels import backend
 from optimus.kernels.backend import compute_dtype
 
@@ -36,6 +37,7 @@ class _RmsNorm(torch.autograd.Function):
         return (x * r_T1).to(x_TH.dtype).mul_(w_H)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (g_TH,) = grads
         x_TH, w_H, r_T1 = ctx.saved_tensors

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimus.autograd import once_differentiable
 from optimus.kernels import backend
 
 
@@ -44,6 +45,7 @@ class _Rotary(torch.autograd.Function):
         return _turn(x_BSND, cos_SD, sin_SD)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos_SD, sin_SD = ctx.saved_tensors
         return _turn(grads[0], cos_SD, -sin_SD), None, None

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from optimus.autograd import once_differentiable
 from optimus.kernels import backend
 
 
@@ -48,5 +49,6 @@ class _SwiGLU(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return swiglu_backward(grads[0], *ctx.saved_tensors)[0]

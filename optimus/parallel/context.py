@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from optimus.autograd import once_differentiable
 from optimus.comm import Group, Groups
 from optimus.comm.functional import exchange_rows, kept
 from optimus.errors import UserError
@@ -107,6 +108,7 @@ class _Ring(torch.autograd.Function):
         return out_BSND
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         return *_ring_backward(ctx.group, grads[0], *ctx.saved_tensors), None
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimus.autograd import once_differentiable
 from optimus.comm import Group
 from optimus.comm.functional import kept, total
 from optimus.kernels.backend import compute_dtype
@@ -48,6 +49,7 @@ class _SplitRMSNorm(torch.autograd.Function):
         return (x * r_T1).to(x_TH.dtype).mul_(w_H)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x_TH, w_H, r_T1 = ctx.saved_tensors
         n_TH = x_TH.to(r_T1.dtype) * r_T1
@@ -70,6 +72,7 @@ class _SplitLayerNorm(torch.autograd.Function):
         return n_TH.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         n_TH, r_T1 = ctx.saved_tensors
         n, g = n_TH.to(r_T1.dtype), grads[0].to(r_T1.dtype)

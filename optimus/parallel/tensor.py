@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from optimus.autograd import once_differentiable
 from optimus.comm import Group, Groups
 from optimus.comm.functional import gathered, kept, start_gathered, start_summed, start_total
 from optimus.kernels.matmul import matmul
@@ -69,6 +70,7 @@ class _SplitProduct(torch.autograd.Function):
         return matmul(kept(lambda: how.whole_rows(x_TL)) if how.gathers else x_TL, w_NL.T)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_TL, w_NL = ctx.saved_tensors
         how: SplitProduct = ctx.how

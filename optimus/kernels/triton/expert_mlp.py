@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimus.autograd import once_differentiable
 from optimus.kernels.sink import Sink, add_gradient
 from optimus.kernels.triton.expert_down import expert_down, expert_down_backward, expert_down_weight_gradient
 from optimus.kernels.triton.expert_reduce import expert_reduce, expert_reduce_backward
@@ -61,6 +62,7 @@ class _ExpertMLP(torch.autograd.Function):
         return expert_reduce(y_PH, weights_TK, routes.position_TK)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *index = ctx.saved_tensors
         routes = Routes._make([*index, ctx.row_tile])

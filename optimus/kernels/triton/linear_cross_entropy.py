@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from optimus.autograd import once_differentiable
+from optimus.kernels.backend import scaled
+
 _BLOCK_ELEMENTS = 1 << 27  # logits of one block: 256 MB in bf16, enough rows to fill a large accelerator
 _COLUMNS = 4096  # of a row that a program holds at once
 
@@ -52,10 +55,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss_T.sum() / count
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         x_grad_TH, w_grad_VH = ctx.saved_tensors
         scale = grads[0]
-        return x_grad_TH * scale.to(x_grad_TH.dtype), (w_grad_VH * scale).to(ctx.weight_dtype), None, None, None
+        return scaled(x_grad_TH, scale), (w_grad_VH * scale).to(ctx.weight_dtype), None, None, None
 
 
 @triton.jit

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from optimus.autograd import once_differentiable
+
 _PROGRAMS = 512  # at most; in parts of the weight's gradient
 _BLOCK_ELEMENTS = 4096
 
@@ -33,6 +35,7 @@ class _RmsNorm(torch.autograd.Function):
         return y_TH
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x_TH, w_H, r_T = ctx.saved_tensors
         T, H = len(r_T), len(w_H)

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from optimus.autograd import once_differentiable
+
 _BLOCK_ELEMENTS = 2048  # pairs that a program turns
 
 
@@ -27,6 +29,7 @@ class _Rotary(torch.autograd.Function):
         return _turn(x_BSND, cos_SD, sin_SD, 1.0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos_SD, sin_SD = ctx.saved_tensors
         return _turn(grads[0], cos_SD, sin_SD, -1.0), None, None

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from optimus.autograd import once_differentiable
+
 _BLOCK_ELEMENTS = 2048  # logits of a program: what 4 warps hold in registers several times over
 
 
@@ -27,18 +29,20 @@ class Routed(NamedTuple):
     z: Tensor  # squared log-sum-exp, summed over tokens; fp32 scalar
 
 
-def router(logits_TE: Tensor, experts_per_token: int, *, uniform: bool = False, renormalise: bool = False) -> Routed:
-    """Softmax over E in fp32, then the K largest, or for `uniform` the experts t*K ... t*K + K-1 modulo E.
+def router(
+    logits_TE: Tensor, experts_per_token: int, *, forced_T: Tensor | None = None, renormalise: bool = False
+) -> Routed:
+    """Softmax over E in fp32, then the K largest, or with `forced_T`, int64, the experts f*K ... f*K + K-1 modulo E.
 
     Of equal probabilities the first expert's counts as the larger. `renormalise` makes a token's weights sum to 1. Gradients
     flow from weights, probabilities and z to the logits.
     """
-    return Routed(*_Router.apply(logits_TE, experts_per_token, uniform, renormalise))
+    return Routed(*_Router.apply(logits_TE, experts_per_token, forced_T, renormalise))
 
 
 class _Router(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, K: int, uniform: bool, renormalise: bool) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, logits_TE: Tensor, K: int, forced_T: Tensor | None, renormalise: bool) -> tuple[Tensor, ...]:
         logits_TE = logits_TE.contiguous()
         T, E = logits_TE.shape
         tokens, blocks = _blocks(T, E)
@@ -47,8 +51,9 @@ class _Router(torch.autograd.Function):
         counts_BE, probabilities_BE = (logits_TE.new_empty(blocks, E, dtype=torch.float32) for _ in range(2))
         z_B = logits_TE.new_empty(blocks, dtype=torch.float32)
         _route[(blocks,)](
-            logits_TE, weights_TK, indices_TK, counts_BE, probabilities_BE, z_B, T, E, K, UNIFORM=uniform,
-            RENORMALISE=renormalise, TOKENS=tokens, EXPERTS=triton.next_power_of_2(E), CHOICES=triton.next_power_of_2(K),
+            logits_TE, forced_T, weights_TK, indices_TK, counts_BE, probabilities_BE, z_B, T, E, K,
+            FORCED=forced_T is not None, RENORMALISE=renormalise, TOKENS=tokens, EXPERTS=triton.next_power_of_2(E),
+            CHOICES=triton.next_power_of_2(K),
         )  # fmt: skip
         ctx.save_for_backward(logits_TE, indices_TK)
         ctx.renormalise = renormalise
@@ -57,6 +62,7 @@ class _Router(torch.autograd.Function):
         return weights_TK, indices_TK, counts_E, probabilities_BE.sum(0), z_B.sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         logits_TE, indices_TK = ctx.saved_tensors
         weights_grad_TK, _, _, probabilities_grad_E, z_grad = grads
@@ -78,7 +84,7 @@ def _blocks(T: int, E: int) -> tuple[int, int]:
 
 @triton.jit
 def _softmax(logits_TE, t, T, E, EXPERTS: tl.constexpr):
-    """(probabilities [TOKENS, EXPERTS], log-sum-exp [TOKENS]) in fp32; 0 past the last expert and the last token."""
+    """(probabilities [TOKENS, EXPERTS], log-sum-exp [TOKENS], logits) in fp32; 0 past the last expert and the last token."""
     e = tl.arange(0, EXPERTS)
     real = (t < T)[:, None] & (e < E)[None, :]
     at = logits_TE + t.to(tl.int64)[:, None] * E + e[None, :]
@@ -86,36 +92,42 @@ def _softmax(logits_TE, t, T, E, EXPERTS: tl.constexpr):
     largest = tl.where(t < T, tl.max(logits, axis=1), 0.0)
     p = tl.exp(logits - largest[:, None])
     total = tl.where(t < T, tl.sum(p, axis=1), 1.0)
-    return p / total[:, None], largest + tl.log(total)
+    return p / total[:, None], largest + tl.log(total), tl.where(real, logits, 0.0)
 
 
 @triton.jit(do_not_specialize=["T", "K"])
 def _route(
-    logits_TE, weights_TK, indices_TK, counts_BE, probabilities_BE, z_B, T, E, K,
-    UNIFORM: tl.constexpr, RENORMALISE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+    logits_TE, forced_T, weights_TK, indices_TK, counts_BE, probabilities_BE, z_B, T, E, K,
+    FORCED: tl.constexpr, RENORMALISE: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
     CHOICES: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     t = block * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
-    p, lse = _softmax(logits_TE, t, T, E, EXPERTS)
+    p, lse, logits = _softmax(logits_TE, t, T, E, EXPERTS)
+    # A token's weights sum to 1 as a softmax of its choices: their probabilities may all be too small for fp32.
+    weighed = logits if RENORMALISE else p
     left = tl.where((e < E)[None, :], p, -1.0)  # -1 for what can no longer be chosen
     hits = tl.zeros((TOKENS, EXPERTS), dtype=tl.int32)
     j = tl.arange(0, CHOICES)[None, :]
     weights = tl.zeros((TOKENS, CHOICES), dtype=tl.float32)
     experts = tl.zeros((TOKENS, CHOICES), dtype=tl.int32)
+    if FORCED:
+        forced = tl.load(forced_T + t, mask=t < T, other=0)
     for k in range(K):
-        if UNIFORM:
-            expert = ((t.to(tl.int64) * K + k) % E).to(tl.int32)
+        if FORCED:
+            expert = ((forced * K + k) % E).to(tl.int32)
         else:  # what is not a number may point anywhere: the choice stays an expert
             expert = tl.minimum(tl.argmax(left, axis=1, tie_break_left=True).to(tl.int32), E - 1)
         hit = expert[:, None] == e[None, :]
         left = tl.where(hit, -1.0, left)
         hits += hit.to(tl.int32)
-        weights += tl.where(j == k, tl.sum(tl.where(hit, p, 0.0), axis=1)[:, None], 0.0)
+        weights += tl.where(j == k, tl.sum(tl.where(hit, weighed, 0.0), axis=1)[:, None], 0.0)
         experts += tl.where(j == k, expert[:, None], 0)
     if RENORMALISE:
-        weights /= tl.where(t < T, tl.sum(weights, axis=1), 1.0)[:, None]
+        weights = tl.where(j < K, weights, -float("inf"))
+        weights = tl.exp(weights - tl.max(weights, axis=1)[:, None])
+        weights /= tl.sum(weights, axis=1)[:, None]
     at = t.to(tl.int64)[:, None] * K + j
     real = (t < T)[:, None] & (j < K)
     tl.store(weights_TK + at, weights.to(weights_TK.dtype.element_ty), mask=real)
@@ -133,26 +145,28 @@ def _route_backward(
 ):  # fmt: skip
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
-    p, lse = _softmax(logits_TE, t, T, E, EXPERTS)
+    p, lse, logits = _softmax(logits_TE, t, T, E, EXPERTS)
     p_grad = tl.load(probabilities_grad_E + e, mask=e < E, other=0)[None, :] + tl.zeros_like(p)
-    total = tl.full((TOKENS,), 1.0, dtype=tl.float32)
-    shift = tl.zeros((TOKENS,), dtype=tl.float32)
-    if RENORMALISE:  # weights w = p / sum(p) have the gradient (g - sum(g * w)) / sum(p)
-        total -= 1
+    direct = tl.zeros_like(p)  # gradient of the logits that does not go by way of the probabilities
+    if RENORMALISE:  # the weights w, a softmax of the chosen logits, have the gradient w * (g - sum(g * w))
+        chosen = tl.zeros_like(p)
+        given = tl.zeros_like(p)
+        for k in range(K):
+            at = t.to(tl.int64) * K + k
+            hit = tl.load(indices_TK + at, mask=t < T, other=0)[:, None] == e[None, :]
+            chosen = tl.where(hit, 1.0, chosen)
+            given += tl.where(hit, tl.load(weights_grad_TK + at, mask=t < T, other=0).to(tl.float32)[:, None], 0.0)
+        w = tl.where(chosen > 0, logits, -float("inf"))
+        w = tl.exp(w - tl.max(w, axis=1)[:, None])
+        w /= tl.sum(w, axis=1)[:, None]
+        direct = w * (given - tl.sum(given * w, axis=1)[:, None])
+    else:
         for k in range(K):
             at = t.to(tl.int64) * K + k
             expert = tl.load(indices_TK + at, mask=t < T, other=0)
-            chosen = tl.sum(tl.where(expert[:, None] == e[None, :], p, 0.0), axis=1)
-            total += chosen
-            shift += chosen * tl.load(weights_grad_TK + at, mask=t < T, other=0).to(tl.float32)
-        total = tl.where(t < T, total, 1.0)
-        shift /= total
-    for k in range(K):
-        at = t.to(tl.int64) * K + k
-        expert = tl.load(indices_TK + at, mask=t < T, other=0)
-        grad = (tl.load(weights_grad_TK + at, mask=t < T, other=0).to(tl.float32) - shift) / total
-        p_grad += tl.where(expert[:, None] == e[None, :], grad[:, None], 0.0)
+            grad = tl.load(weights_grad_TK + at, mask=t < T, other=0).to(tl.float32)
+            p_grad += tl.where(expert[:, None] == e[None, :], grad[:, None], 0.0)
     through_z = 2 * tl.load(z_grad) * lse
-    grad = p * (p_grad - tl.sum(p * p_grad, axis=1)[:, None] + through_z[:, None])
+    grad = p * (p_grad - tl.sum(p * p_grad, axis=1)[:, None] + through_z[:, None]) + direct
     at = logits_grad_TE + t.to(tl.int64)[:, None] * E + e[None, :]
     tl.store(at, grad.to(logits_grad_TE.dtype.element_ty), mask=(t < T)[:, None] & (e < E)[None, :])

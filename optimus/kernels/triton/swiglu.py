@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from optimus.autograd import once_differentiable
+
 _BLOCK = 1024  # columns of a program
 
 
@@ -66,6 +68,7 @@ class _SwiGLU(torch.autograd.Function):
         return h_TI
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (z_TJ,) = ctx.saved_tensors
         h_grad_TI = grads[0].contiguous()

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optimus.autograd import once_differentiable
 from optimus.comm import Group
 from optimus.comm.functional import (
     exchange_rows,
@@ -106,6 +107,7 @@ class _Spread(torch.autograd.Function):
         return rows[copies.token_S]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _collected(grads[0], ctx.copies), None
 
@@ -119,5 +121,6 @@ class _Collect(torch.autograd.Function):
         return _collected(rows, copies)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0][ctx.copies.token_S], None

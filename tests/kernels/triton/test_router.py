@@ -12,12 +12,13 @@ from optimus.kernels.triton.router import Routed, router
 
 Close = Callable[[Tensor, Tensor], None]
 Random = Callable[..., Tensor]
+W = torch.tensor([[1.0, 0.0]]).softmax(-1)
 
 
-def reference(logits_TE: Tensor, K: int, uniform: bool, renormalise: bool) -> Routed:
+def reference(logits_TE: Tensor, K: int, forced_T: Tensor | None, renormalise: bool) -> Routed:
     p = logits_TE.softmax(-1)
-    T, E = p.shape
-    indices = (torch.arange(T * K, device=p.device) % E).view(T, K) if uniform else p.topk(K).indices
+    E, choice_K = p.shape[1], torch.arange(K, device=p.device)
+    indices = p.topk(K).indices if forced_T is None else (forced_T[:, None] * K + choice_K) % E
     weights = p.gather(1, indices)
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -45,8 +46,9 @@ def test_equals_the_definition(
     order = torch.rand(T, E, generator=generator, device=device).argsort(-1)
     logits = ((order - E / 2) * 2.0 ** (4 - E.bit_length())).to(dtype).requires_grad_()
     expected_logits = logits.detach().double().requires_grad_()
-    ours = router(logits, K, uniform=uniform, renormalise=renormalise)
-    expected = reference(expected_logits, K, uniform, renormalise)
+    forced_T = (torch.arange(T, device=device) + 7) % 31 if uniform else None
+    ours = router(logits, K, forced_T=forced_T, renormalise=renormalise)
+    expected = reference(expected_logits, K, forced_T, renormalise)
     assert ours.indices_TK.equal(expected.indices_TK)
     assert ours.counts_E.double().equal(expected.counts_E)
     assert ours.weights_TK.dtype == dtype
@@ -58,6 +60,15 @@ def test_equals_the_definition(
     (expected_grad,) = torch.autograd.grad(total(expected), expected_logits)
     if E > 1 or renormalise:  # the only expert's probability is always 1
         close(grad, expected_grad)
+
+
+def test_weights_sum_to_1_where_all_chosen_probabilities_are_0(device: torch.device) -> None:
+    """Those of a token that is forced to experts whose probabilities fp32 does not hold."""
+    logits = torch.tensor([[300.0, 0.0, 1.0, 0.0]], device=device, requires_grad=True)
+    routed = router(logits, 2, forced_T=torch.tensor([1], device=device), renormalise=True)
+    torch.testing.assert_close(routed.weights_TK.detach().cpu(), W)
+    (grad,) = torch.autograd.grad(routed.weights_TK[0, 0], logits)
+    torch.testing.assert_close(grad.cpu(), torch.tensor([[0.0, 0.0, 1.0, -1.0]]) * W[0, 0] * W[0, 1])
 
 
 def test_of_equals_the_first_is_chosen(device: torch.device) -> None:
