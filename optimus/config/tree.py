@@ -161,7 +161,9 @@ class MoeConfig(Section):
     balance_coefficient: float = Field(0.01, ge=0, description="Weight of the load-balancing loss.")
     z_coefficient: float = Field(0.001, ge=0, description="Weight of the router z-loss.")
     routing: Literal["learned", "uniform"] = Field(
-        "learned", description="uniform: forced uniform routing, every expert receives the same number of tokens."
+        "learned",
+        description="uniform: forced uniform routing by the position in the sequence, every expert receives the same number "
+        "of tokens of each sequence (or one more, where the experts do not divide them).",
     )
     dispatch: Literal["alltoall", "allgather"] = Field(
         "alltoall",

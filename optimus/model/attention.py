@@ -36,6 +36,7 @@ class Places(NamedTuple):
     cos_SD: Tensor
     sin_SD: Tensor
     sequence: Sequence
+    position_T: Tensor  # of every token in its sequence
 
 
 class Attention(nn.Module):

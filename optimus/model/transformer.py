@@ -73,7 +73,7 @@ class Block(nn.Module):
         x_TH = x_TH + self.attention(self.attention_norm(x_TH), places, cache)
         normed = self.mlp_norm(x_TH)
         if hasattr(self, "moe"):
-            y_TH, stats = self.moe(normed)
+            y_TH, stats = self.moe(normed, places.position_T)
             return x_TH + y_TH, stats
         return x_TH + self.mlp(normed), None
 
@@ -226,12 +226,13 @@ class Transformer(nn.Module):
     def places(self, tokens_BS: Tensor) -> tuple[Tensor, Places]:
         """The positions [S] of these sequences that this device trains on, as numbers and for the blocks."""
         positions_S = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
-        return positions_S, Places(*self._table(positions_S), self.sequence)
+        return positions_S, self._places(positions_S, len(tokens_BS), self.sequence)
 
     def whole_places(self, tokens_BS: Tensor, start: int = 0) -> Places:
         """For the blocks: all positions of these sequences, which begin at `start`, on every device."""
-        positions = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
-        return Places(*self._table(positions), WholeSequence())
+        positions_S = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
+        return self._places(positions_S, len(tokens_BS), WholeSequence())
 
-    def _table(self, positions_S: Tensor) -> tuple[Tensor, Tensor]:
-        return rotary_table(positions_S, self.config.hidden // self.config.heads, self.config.rope_theta)
+    def _places(self, positions_S: Tensor, sequences: int, sequence: Sequence) -> Places:
+        table = rotary_table(positions_S, self.config.hidden // self.config.heads, self.config.rope_theta)
+        return Places(*table, sequence, positions_S.repeat(sequences))

@@ -207,7 +207,7 @@ def _experts(s: _Sizes) -> _Module:
     arrived, rows = _rows(split, U, E, K, load)
     choices = load * U * K * (1 if split.duplicates else split.etp)  # of this rank's experts
     padded = choices + E / split.ep * (PADDING - 1) / 2
-    router = U * (2 * E * s.f + s.f + K * 8) + (U * (K + 1) * s.f if config.renormalise else 0)
+    router = U * (2 * E * s.f + s.f + K * 8) + (U * K * s.f if config.renormalise else 0)
     taken = U * hidden * s.e if split.tp_in > 1 else 0
     moved = rows * (hidden + K) * s.e if moves else 0
     index = padded * (8 + s.e) + rows * K * (9 if moves else 8) + arrived * 16 + (U * 8 if arrived else 0)

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from optimus.comm import Group, Groups
-from optimus.comm.functional import columns_to_rows, join_rows, rows_to_columns, split_rows, sum_over, sum_shared
+from optimus.comm.functional import (
+    columns_to_rows,
+    join_rows,
+    own_rows,
+    rows_to_columns,
+    split_rows,
+    sum_over,
+    sum_shared,
+)
 from optimus.model.moe.layer import MoeLayer
 from optimus.model.moe.router import RouterStats
 
@@ -31,6 +39,9 @@ class SplitTokens:
         if self.duplicates:
             return x_TH
         return columns_to_rows(x_TH if self.sequence else split_rows(x_TH, self.rows), self.columns)
+
+    def own(self, of_T: Tensor) -> Tensor:
+        return of_T if self.duplicates else own_rows(own_rows(of_T, self.rows), self.columns)
 
     def put_back(self, y_UH: Tensor) -> Tensor:
         if self.duplicates:

@@ -181,7 +181,7 @@ def saved(make: Callable[[], Sequence], length: int) -> int:
 
     x_TH = normal(0, len(at), 32).float().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x_TH, Places(*rotary_table(at, 8, 10_000.0), sequence)).sum()
+        layer(x_TH, Places(*rotary_table(at, 8, 10_000.0), sequence, at)).sum()
     return sum(size for where, size in kept.items() if where not in weights)
 
 

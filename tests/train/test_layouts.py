@@ -71,6 +71,30 @@ PAIRS = [
 ]
 
 
+FORCED = {
+    "context": [
+        Layout(2, ["parallel.context=2"]),
+        Layout(2, ["parallel.context=2", "parallel.context_method=ulysses"]),
+    ],
+    "tensor": [
+        Layout(2, ["parallel.tensor=2"]),
+        Layout(2, ["parallel.tensor=2", "parallel.sequence=false"]),
+        Layout(2, ["parallel.tensor=2", "parallel.expert=2", "parallel.sequence=false", "moe.dispatch=allgather"]),
+        Layout(4, ["parallel.tensor=[2,2]", "parallel.expert=2", "parallel.expert_tensor=2"]),
+    ],
+    "pipeline": [Layout(4, ["parallel.pipeline=2", "parallel.context=2", "parallel.vocabulary=true"])],
+    "data": [Layout(2, ["parallel.expert=2"])],
+}
+
+
+@pytest.mark.parametrize("axis", FORCED)
+def test_forced_routing(axis: str) -> None:
+    """Of 24 tokens and 7 experts: no rank's choices, and no sequence's, are divided by the experts."""
+    experts = {"experts": 14 if axis in ("tensor", "data") else 7, "experts_per_token": 3, "renormalise": True}
+    config = config_of("moe", moe={"routing": "uniform"}) | {"model": MODELS["moe"] | experts}
+    assert_same_as_one_process(config, FORCED[axis], STEPS, rtol=2e-5)
+
+
 @pytest.mark.parametrize("number", DRAWS)
 def test_random_layouts(number: int) -> None:
     model, layout = drawn(number)

@@ -49,9 +49,13 @@ class MoeLayer(nn.Module):
         self.router = Router(hidden, experts, experts_per_token, routing, renormalise)
         self.experts = Experts(experts, hidden, intermediate)
 
-    def forward(self, x_TH: Tensor) -> tuple[Tensor, RouterStats]:
-        """(output in the shape of x, of any leading dims; statistics of all tokens that the losses are about)."""
+    def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, RouterStats]:
+        """(output in the shape of x, of any leading dims; statistics of all tokens that the losses are about).
+
+        `position_T`: of every token in its sequence, by default as if all were one sequence.
+        """
         x_UH = self.tokens.take(x_TH.flatten(0, -2))
-        weights_UK, indices_UK, stats = self.router(x_UH)
+        position_U = None if position_T is None else self.tokens.own(position_T)
+        weights_UK, indices_UK, stats = self.router(x_UH, position_U)
         y_UH = self.dispatch(x_UH, weights_UK, indices_UK, self.experts)
         return self.tokens.put_back(y_UH).view_as(x_TH), self.tokens.sum(stats)

@@ -52,8 +52,10 @@ class RouterStats(NamedTuple):
 class Router(nn.Module):
     """Softmax over all experts, then the K largest, with their probabilities as weights; `renormalise`: made to sum to 1.
 
-    `routing="uniform"` forces the paper's uniform routing (section 2.3): token t goes to experts t*K ... t*K + K-1 modulo
-    E, so that every expert gets the same number of tokens in the same pattern, with the router's probabilities as weights.
+    `routing="uniform"` forces the paper's uniform routing (section 2.3), with the router's probabilities as weights: token t
+    of a sequence goes to experts t*K ... t*K + K-1 modulo E. Every expert gets as many tokens of a sequence, or one more
+    where E does not divide them. As nothing counts but its position, a token's experts are the same whatever is beside it
+    in a batch or on a rank.
     """
 
     def __init__(
@@ -65,27 +67,30 @@ class Router(nn.Module):
         self.experts_per_token = experts_per_token
         self.routing = routing
 
-    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor, RouterStats]:
-        """(weights_TK in x's type, expert indices_TK int64, statistics). Softmax and statistics are fp32."""
+    def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, Tensor, RouterStats]:
+        """(weights_TK in x's type, expert indices_TK int64, statistics). Softmax and statistics are fp32.
+
+        `position_T`: of every token in its sequence, by default as if all were one sequence.
+        """
         logits_TE = linear(x_TH, self.weight, getattr(self.weight, "sink", None))
+        forced_T = self._forced(x_TH, position_T)
         if backend.use_triton(x_TH):
             from optimus.kernels.triton.router import router
 
-            uniform = self.routing == "uniform"
-            routed = router(logits_TE, self.experts_per_token, uniform=uniform, renormalise=self.renormalise)
+            routed = router(logits_TE, self.experts_per_token, forced_T=forced_T, renormalise=self.renormalise)
             stats = RouterStats(routed.counts_E, routed.probabilities_E, routed.z, len(x_TH))
             return routed.weights_TK, routed.indices_TK, stats
         logits_TE = logits_TE.to(compute_dtype(logits_TE.dtype))
         probabilities_TE = logits_TE.softmax(-1)
         tokens, experts = logits_TE.shape
-        if self.routing == "learned":
+        if forced_T is None:
             weights_TK, indices_TK = probabilities_TE.topk(self.experts_per_token, dim=-1)
         else:
-            choices = torch.arange(tokens * self.experts_per_token, device=x_TH.device)
-            indices_TK = (choices % experts).view(tokens, self.experts_per_token)
+            choice_K = torch.arange(self.experts_per_token, device=x_TH.device)
+            indices_TK = (forced_T[:, None] * self.experts_per_token + choice_K) % experts
             weights_TK = probabilities_TE.gather(1, indices_TK)
-        if self.renormalise:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        if self.renormalise:  # of the logits: all chosen probabilities may be too small for fp32
+            weights_TK = logits_TE.gather(1, indices_TK).softmax(-1)
         stats = RouterStats(
             counts_E=torch.bincount(indices_TK.flatten(), minlength=experts).float(),
             probabilities_E=probabilities_TE.sum(0),
@@ -93,3 +98,9 @@ class Router(nn.Module):
             tokens=tokens,
         )
         return weights_TK.to(x_TH.dtype), indices_TK, stats
+
+    def _forced(self, x_TH: Tensor, position_T: Tensor | None) -> Tensor | None:
+        """The positions of the tokens, where these decide about their experts."""
+        if self.routing == "learned":
+            return None
+        return torch.arange(len(x_TH), device=x_TH.device) if position_T is None else position_T

@@ -16,6 +16,9 @@ class TokenSplit(Protocol):
     def take(self, x_TH: Tensor) -> Tensor:
         """[U, H]: whole tokens."""
 
+    def own(self, of_T: Tensor) -> Tensor:
+        """[U]: of a number of every token, which all devices that share a microbatch have, those of the tokens of `take`."""
+
     def put_back(self, y_UH: Tensor) -> Tensor:
         """[T, H], as `take` was given."""
 
@@ -28,6 +31,9 @@ class WholeTokens:
 
     def take(self, x_TH: Tensor) -> Tensor:
         return x_TH
+
+    def own(self, of_T: Tensor) -> Tensor:
+        return of_T
 
     def put_back(self, y_UH: Tensor) -> Tensor:
         return y_UH

@@ -1,0 +1,58 @@
+"""Forced routing by positions, and weights that are made to sum to 1 whatever the logits."""
+
+import pytest
+import torch
+
+from optimus.config.tree import ModelConfig
+from optimus.model import Transformer
+from optimus.model.init import initialize
+from optimus.model.moe.router import Router
+from optimus.model.transformer import KVCache
+
+
+def forced(**model: object) -> Transformer:
+    """A small model whose experts the choices of a sequence are no multiple of."""
+    sizes = {"hidden": 16, "layers": 2, "heads": 2, "intermediate": 16, "vocab": 64, "experts": 6}
+    made = Transformer(ModelConfig(family="olmoe", experts_per_token=2, **(sizes | model)), routing="uniform")
+    initialize(made, seed=0, std=0.5)
+    return made
+
+
+def tokens(sequences: int, length: int) -> torch.Tensor:
+    return torch.randint(64, (sequences, length), generator=torch.Generator().manual_seed(0))
+
+
+def test_forced_experts_follow_from_the_position_in_the_sequence() -> None:
+    """A sequence has the same outputs alone, beside others, and token by token."""
+    model, batch = forced(), tokens(3, 11)
+    with torch.no_grad():
+        together = model(batch)
+        cache = KVCache(2)
+        pieces = [model(piece, cache=cache) for piece in batch.split([5, 1, 1, 4], dim=1)]
+        torch.testing.assert_close(torch.cat([model(row[None]) for row in batch]), together)
+        torch.testing.assert_close(torch.cat(pieces, 1), together)
+
+
+def test_forced_experts_get_as_many_tokens_of_every_sequence_or_one_more() -> None:
+    router = forced().blocks[0].moe.router
+    for length in range(1, 14):
+        _, indices_TK, _ = router(torch.randn(2 * length, 16), torch.arange(length).repeat(2))
+        counts_E = torch.bincount(indices_TK.flatten(), minlength=6)
+        assert counts_E.sum() == 4 * length
+        assert counts_E.max() - counts_E.min() <= 2  # in two sequences
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_sum_to_1_where_all_chosen_probabilities_are_0(dtype: torch.dtype) -> None:
+    """Token 1 is forced to experts 2 and 3, whose probabilities fp32 does not hold, and which differ by a factor of e."""
+    router = Router(5, 5, 2, "uniform", renormalise=True).to(dtype)
+    torch.nn.init.eye_(router.weight)
+    x_TH = torch.tensor([[0.0, 0, 0, 0, 0], [300.0, 0, 1.0, 0.0, 0]], dtype=dtype, requires_grad=True)
+    weights_TK, indices_TK, stats = router(x_TH)
+    assert indices_TK[1].tolist() == [2, 3]
+    expected = torch.tensor([[0.5, 0.5], [torch.e / (torch.e + 1), 1 / (torch.e + 1)]])
+    torch.testing.assert_close(weights_TK.float(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)
+    (weights_TK[:, 0].sum() + stats.z_loss() + stats.balance_loss()).backward()
+    assert x_TH.grad is not None
+    assert x_TH.grad.isfinite().all()
+    assert x_TH.grad[1, 2] > 0.1
