@@ -298,6 +298,10 @@ class ObserveConfig(Section):
     log_every: int = Field(10, gt=0, description="Steps between the lines printed where there is no terminal.")
     tensorboard: bool = Field(True, description="Write TensorBoard events.")
     wandb: str | None = Field(None, description="Weights & Biases project; null: off.")
+    wandb_entity: str | None = Field(None, description="Its user or team. Default: the one of the key.")
+    wandb_name: str | None = Field(None, description="Name of the run there. Default: the name of the run folder.")
+    wandb_group: str | None = Field(None, description="Group of runs there to which it belongs.")
+    wandb_tags: list[str] = Field([], description="Its tags there.")
     trace: int | None = Field(
         None,
         gt=0,

@@ -1,6 +1,5 @@
 """Metrics of every step: `metrics.jsonl`, TensorBoard events, optionally Weights & Biases."""
 
-import importlib.util
 import json
 import os
 from contextlib import suppress
@@ -8,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from optimus.config import RunConfig
-from optimus.errors import UserError, how_to_install, naming_disk_errors
+from optimus.errors import naming_disk_errors
+from optimus.observe.wandb import WandbRun
 
 _FULL = "Make room, then run again with --resume"
 
@@ -22,7 +22,7 @@ class MetricsWriter:
         self._file = _open_after(folder / "metrics.jsonl", after_step)
         self._tensorboard_folder = folder / "tensorboard"
         self._tensorboard = _tensorboard(self._tensorboard_folder, after_step) if config.observe.tensorboard else None
-        self._wandb = _wandb(config, folder) if config.observe.wandb else None
+        self._wandb = WandbRun(folder, config) if config.observe.wandb else None
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record; it must have `step`."""
@@ -35,7 +35,7 @@ class MetricsWriter:
                     if name != "step" and isinstance(value, int | float):
                         self._tensorboard.add_scalar(name, value, record["step"])
         if self._wandb is not None:
-            self._wandb.log(record, step=record["step"])
+            self._wandb.log(record)
 
     def close(self) -> None:
         """Finish the files."""
@@ -75,19 +75,3 @@ def _tensorboard(folder: Path, after_step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder), purge_step=after_step + 1 if after_step else None)
-
-
-def check_wandb(config: RunConfig) -> None:
-    """Raise `UserError` when Weights & Biases is asked for but not installed."""
-    if config.observe.wandb is not None and importlib.util.find_spec("wandb") is None:
-        raise UserError(
-            f"observe.wandb is set but Weights & Biases is not installed: {how_to_install('wandb')}, "
-            "or set observe.wandb to null"
-        )
-
-
-def _wandb(config: RunConfig, folder: Path) -> Any:
-    check_wandb(config)
-    import wandb
-
-    return wandb.init(project=config.observe.wandb, dir=str(folder), config=config.model_dump(), resume="allow")

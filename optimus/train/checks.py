@@ -17,7 +17,7 @@ from optimus.hub import read_model_folder
 from optimus.model import Transformer
 from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory
-from optimus.observe.metrics import check_wandb
+from optimus.observe.wandb import check_wandb
 from optimus.state import bytes_by_kind, plan_chunks
 from optimus.train.pipeline import schedule_of
 from optimus.train.run import DTYPES, Run, fingerprint, layouts_of, mesh_of

@@ -37,6 +37,7 @@ from optimus.resilience.exits import EndedError, Exit
 from optimus.resilience.faults import FaultPlan
 from optimus.train import checks
 from optimus.train.checkpoints import Checkpoints, build_run
+from optimus.train.environment import record_environment
 from optimus.train.health import Hangs, SlowRanks
 from optimus.train.hooks import HeldOut, Hook, Interrupt, Metrics, NonFinite, PipelineTimeline, Recovered, Trace
 from optimus.train.injection import Inject
@@ -274,13 +275,14 @@ def _hooks(run: Run, node: str | None = None) -> list[Hook]:
 
 
 def _claim_folder(run: Run) -> None:
-    """Make the run folder and save the resolved configuration; an earlier, different one is kept beside it."""
+    """Make the run folder; save the resolved configuration, keeping an earlier, different one, and what runs where."""
     path, text = run.folder / "config.yaml", dump_config(run.config)
     with naming_disk_errors(path, "Make room or choose another train.output"):
         run.folder.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.read_text(encoding="utf-8") != text:
             path.rename(path.with_name(f"config.until-step-{run.step}.yaml"))
         path.write_text(text, encoding="utf-8")
+    record_environment(run)
 
 
 def _summary(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -129,6 +130,9 @@ def test_two_ranks_equal_one(small_run: dict[str, Any], tmp_path: Path, shard: s
     optimus.train(changed(two, stop_at=2), ranks=2)
     optimus.train(changed(two, stop_at=4) | alone, resume=True)
     optimus.train(two, resume=True, ranks=2)
+    lines = (Path(two["train"]["output"]) / "environment.jsonl").read_text(encoding="utf-8").splitlines()
+    commands = [json.loads(line)["command"] for line in lines]
+    assert commands == [psutil.Process().cmdline()] * 3  # ranks name the command that the user has given, not their own
     records = [read_metrics(Path(run["train"]["output"])) for run in (one, two)]
     for key in ("loss", "balance_loss", "z_loss", "grad_norm"):
         assert [r[key] for r in records[0]] == pytest.approx([r[key] for r in records[1]], rel=1e-5), key

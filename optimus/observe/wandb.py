@@ -1,0 +1,80 @@
+"""Weights & Biases: one run there for a run here, however often it is resumed."""
+
+import importlib.util
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+from optimus.config import RunConfig
+from optimus.disk import write_json
+from optimus.errors import UserError, how_to_install
+
+_WITHOUT_KEY = ("offline", "dryrun", "disabled")  # modes
+
+
+def check_wandb(config: RunConfig) -> None:
+    """Raise `UserError` when Weights & Biases is asked for but not installed, or has no key. It is not asked whether it is
+    right: the network is left alone."""
+    given = config.observe
+    if given.wandb is None:
+        named = [key for key in ("entity", "name", "group", "tags") if getattr(given, f"wandb_{key}")]
+        if named:
+            raise UserError(f"observe.wandb_{named[0]} is set, but observe.wandb names no project: set it, too")
+        return
+    if importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            f"observe.wandb is set but Weights & Biases is not installed: {how_to_install('wandb')}, "
+            "or set observe.wandb to null"
+        )
+    import wandb
+
+    if wandb.setup().settings.mode in _WITHOUT_KEY:
+        return
+    silent = {"prompt": False} if "prompt" in inspect.signature(wandb.login).parameters else {}
+    try:
+        found = wandb.login(verify=False, **silent)
+    except wandb.Error:  # older versions, where nobody can be asked
+        found = False
+    if not found:
+        raise UserError(
+            "observe.wandb is set but Weights & Biases has no key here: run `wandb login` or set WANDB_API_KEY; "
+            "WANDB_MODE=offline keeps the records in the run folder, and observe.wandb=null is without"
+        )
+
+
+class WandbRun:
+    """Sends records to the project that the configuration names.
+
+    The folder keeps the run's `id` there in `wandb-run.json`, so that a resume goes on in it.
+    """
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        check_wandb(config)
+        import wandb
+
+        file, given = folder / "wandb-run.json", config.observe
+        known = json.loads(file.read_text(encoding="utf-8"))["id"] if file.exists() else None
+        self._run = wandb.init(
+            project=given.wandb,
+            entity=given.wandb_entity,
+            name=given.wandb_name or folder.resolve().name,
+            group=given.wandb_group,
+            tags=given.wandb_tags or None,
+            dir=str(folder),
+            config=config.model_dump(),
+            id=known,
+            resume="allow",
+            allow_val_change=True,  # of the configuration, by a resume
+        )
+        # Steps are a value, not W&B's own count: it takes none that it has seen, and a rollback comes to them again.
+        self._run.define_metric("*", step_metric="step")
+        write_json(file, {"id": self._run.id, "project": given.wandb, "url": self._run.url})
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Send a record; it must have `step`."""
+        self._run.log(record)
+
+    def finish(self) -> None:
+        """Wait until all is sent."""
+        self._run.finish()
