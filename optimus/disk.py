@@ -19,8 +19,6 @@ def user_path(given: str | Path) -> Path:
     and a user who is not there.
     """
     text = os.path.expandvars(os.path.expanduser(given))
-    if not text:
-        raise UserError("a path is empty: write where it leads")
     variable = _VARIABLE.search(text)
     if variable is not None and not os.path.lexists(text):
         name = variable[0].strip("${}")

@@ -24,7 +24,6 @@ def test_homes_and_variables_are_expanded(monkeypatch: pytest.MonkeyPatch, tmp_p
         ("$NOT_SET_HERE/run", r"the environment variable NOT_SET_HERE is not set"),
         ("runs/${NOT_SET_HERE}", r"the environment variable NOT_SET_HERE is not set"),
         ("~nobody-of-this-name/run", r"~nobody-of-this-name is no user's home"),
-        ("", "a path is empty"),
     ],
 )
 def test_what_stands_for_nothing_is_refused(given: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
