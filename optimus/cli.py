@@ -295,11 +295,17 @@ def launch(
 
 
 @app.command()
-def rendezvous(port: Annotated[int, typer.Option(help="Port to listen on.")] = 29400, as_json: Json = False) -> None:
+def rendezvous(
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 29400,
+    address: Annotated[
+        str, typer.Option(help="Address of this machine to listen on, by which the nodes reach it.")
+    ] = "127.0.0.1",
+    as_json: Json = False,
+) -> None:
     """Serve the store where the nodes of a launch meet; on a machine that is none of them."""
     from optimus.resilience.store import serve_until_ended
 
-    serve_until_ended(port, as_json)
+    serve_until_ended(port, address, as_json)
 
 
 @app.command()

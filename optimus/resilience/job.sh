@@ -68,7 +68,7 @@ start_store() {
     for try in 0 1 2 3 4; do
         port=$((20000 + (id + 1009 * try) % 10000))
         : >"$scratch/store"
-        optimus rendezvous --port "$port" >>"$scratch/store" &
+        optimus rendezvous --port "$port" --address "$(own_address)" >>"$scratch/store" &
         store=$!
         while kill -0 "$store" 2>/dev/null; do
             [ ! -s "$scratch/store" ] || return 0 # it says when it listens

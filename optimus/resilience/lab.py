@@ -141,8 +141,8 @@ def lab(nodes: int, *, isolated: bool, bandwidth: str | None = None) -> Iterator
     try:
         if isolated:
             _join_all(names, switch, bandwidth)
-        port = made.endpoint.rpartition(":")[2]
-        made.start(names[0], [sys.executable, "-m", "optimus.resilience.store", port], Path(os.devnull))
+        address, _, port = made.endpoint.rpartition(":")
+        made.start(names[0], [sys.executable, "-m", "optimus.resilience.store", address, port], Path(os.devnull))
         yield made
     finally:
         made.stop()

@@ -2,15 +2,20 @@
 
 import json
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError, Store
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
 
 from optimus.checkpoint.folder import list_checkpoints, step_of
 from optimus.errors import UserError, naming_disk_errors
@@ -21,6 +26,7 @@ from optimus.resilience.hangs import clear
 from optimus.resilience.policy import Do, decide
 from optimus.resilience.store import connect, own_address
 from optimus.resilience.torch_elastic import Agent, ProcessFailure, Rendezvous, World
+from optimus.resilience.waiting import Waiting
 
 
 @dataclass(frozen=True)
@@ -51,22 +57,29 @@ def run_node(launch: Launch, command: Sequence[str]) -> Do | None:
             f"node {launch.node} is excluded from {launch.run}: start another one, or take it out of "
             f"{launch.run / 'excluded.txt'} when it is mended"
         )
-    store = connect(launch.endpoint, launch.wait)
+    say = _Saying(launch.node)
+    waiting = Waiting(say)
+    store = connect(launch.endpoint, launch.wait, waiting.on)
+    waiting.over()
     _check_clocks(launch, store)
     try:
-        return _Member(launch, store).run(command)
+        return _Member(launch, store, say, waiting).run(command)
     except (RendezvousConnectionError, DistError) as error:
         raise UserError(
             f"node {launch.node} has lost the rendezvous {launch.endpoint}: its link is broken, or the store has ended "
             f"({str(error).splitlines()[0]})"
+        ) from error
+    except RendezvousStateError as error:
+        raise UserError(
+            f"{error}; something else writes to {launch.endpoint}: start another `optimus rendezvous`, out of its reach"
         ) from error
 
 
 class _Member:
     """This node among the others."""
 
-    def __init__(self, launch: Launch, store: Store) -> None:
-        self._launch, self._store = launch, store
+    def __init__(self, launch: Launch, store: Store, say: Callable[[str], None], waiting: Waiting) -> None:
+        self._launch, self._store, self._say, self._waiting = launch, store, say, waiting
         self._events = EventLog(launch.run)
         self._rendezvous = Rendezvous.of(
             store,
@@ -77,10 +90,21 @@ class _Member:
             attempts=launch.attempts,
             wait=launch.wait,
             died=self._died,
+            waiting=waiting.on,
         )
 
     def run(self, command: Sequence[str]) -> Do | None:
-        agent = Agent(self._rendezvous, command, self._launch.ranks_per_node, joined=self._joined, failed=self._failed)
+        if self._rendezvous.is_closed():
+            self._come_too_late()
+            return None
+        agent = Agent(
+            self._rendezvous,
+            command,
+            self._launch.ranks_per_node,
+            joined=self._joined,
+            failed=self._failed,
+            say=self._say,
+        )
         try:
             outcome = agent.until_the_end()
         except RendezvousTimeoutError as error:
@@ -91,12 +115,26 @@ class _Member:
                 clear(self._launch.run)
             raise UserError(f"{why}: start more, or with fewer --nodes") from error
         if (why := self._told("stopped")) is not None:
-            print(f"the run has been stopped: {why}; see {self._events.path}", flush=True)
+            self._say(f"the run has been stopped: {why}; see {self._events.path}")
             return Do.STOP
         return outcome
 
+    def _come_too_late(self) -> None:
+        """A spare does that may; to others the store of an earlier launch must not pass for a run that is done."""
+        why = f"the launch {self._launch.name} at {self._launch.endpoint} has ended already"
+        cure = "to train on, give another --name or start `optimus rendezvous` anew"
+        if [event["kind"] for event in self._events.read()][-1:] != ["finished"]:
+            raise UserError(f"{why}: {cure}")
+        self._say(f"{why}, as the run had finished; {cure}")
+
     def _joined(self, world: World, store: Store) -> None:
         """Say who is here; the first node says who was here before and is not any more."""
+        self._waiting.over()
+        first, each = world.rank * self._launch.ranks_per_node, self._launch.ranks_per_node
+        ranks = f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
+        newest = list_checkpoints(self._launch.run)
+        begin = f"step {step_of(newest[-1])}" if newest else "the beginning"
+        self._say(f"has place {world.rank} of {world.size}: starts {ranks} of {each * world.size} from {begin}")
         store.set(f"member/{world.rank}", json.dumps([self._launch.node, self._rendezvous.member]))
         if world.rank > 0:
             return
@@ -137,6 +175,7 @@ class _Member:
         if decision.do is Do.LEAVE:
             exclude(self._launch.run, self._launch.node)
             self._events.write("exclusion", node=self._launch.node, rank=decision.rank, detail=decision.detail)
+        self._say(f"{detail}: {_DOING[decision.do]}")
         return decision.do
 
     def _check_progress(self) -> None:
@@ -165,6 +204,23 @@ class _Member:
     def _told(self, name: str) -> Any:
         key = self._key(name)
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+
+_DOING = {
+    Do.RESTART: "starts again together with the other nodes",
+    Do.LEAVE: "leaves, a spare takes its place",
+    Do.STOP: "stops, and all others",
+}
+
+
+class _Saying:
+    """Prints what a node does; standard output is for results."""
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+
+    def __call__(self, what: str) -> None:
+        print(f"node {self._node}: {what}", file=sys.stderr, flush=True)
 
 
 def _check_clocks(launch: Launch, store: Store) -> None:

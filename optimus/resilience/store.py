@@ -1,15 +1,23 @@
-"""The store where nodes meet: a server of its own, so that no node of the run is a single point of failure."""
+"""The store where nodes meet: a server of its own, so that no node of the run is a single point of failure.
 
+Who reaches its port can read and change all that is in it (docs/security.md), so it listens on one address only.
+"""
+
+import errno
+import ipaddress
 import json
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import TCPStore
 
 from optimus.errors import UserError
+
+LOOPBACK = "127.0.0.1"  # reached from this machine alone
 
 
 def parse(endpoint: str) -> tuple[str, int]:
@@ -20,28 +28,43 @@ def parse(endpoint: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def serve(port: int) -> TCPStore:
-    """A store that others reach on this port, for as long as it is held. Raises `UserError` when it is taken."""
+def serve(port: int, address: str = LOOPBACK) -> TCPStore:
+    """A store that others reach on this port of this machine's `address`, for as long as it is held; 0: any free port.
+
+    Raises `UserError` when the port is taken or the address is none of this machine.
+    """
     if not 0 <= port < 65536:
         raise UserError(f"--port {port}: give a number from 1 to 65535")
+    number = _number_of(address)
     try:
-        return TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
-    except (RuntimeError, ValueError) as error:
+        listening = socket.create_server((number, port), backlog=1024)
+    except PermissionError as error:
+        raise UserError(f"port {port} cannot be used here ({error}): choose a --port from 1024 on") from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(f"port {port} is not free here ({error}): choose another --port") from error
         raise UserError(
-            f"port {port} is not free here ({str(error).splitlines()[0]}): choose another --port"
+            f"--address {address}: this machine has no such address ({error}); `hostname -I` lists those it has"
         ) from error
+    port = listening.getsockname()[1]
+    # TCPStore itself listens on all interfaces.
+    return TCPStore(number, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def serve_until_ended(port: int, as_json: bool = False) -> None:
+def serve_until_ended(port: int, address: str = LOOPBACK, as_json: bool = False) -> None:
     """`serve` until Ctrl-C or a termination signal, and say where, for people or as JSON. Raises as it does."""
-    store = serve(port)
-    said = json.dumps({"port": store.port}) if as_json else f"nodes meet here on port {store.port}; Ctrl-C ends it"
-    print(said, flush=True)
+    store = serve(port, address)
+    alone = " of this machine alone (for others give --address)" if _is_loopback(_number_of(address)) else ""
+    text = f"nodes{alone} meet here on {address}:{store.port}; Ctrl-C ends it"
+    print(json.dumps({"address": address, "port": store.port}) if as_json else text, flush=True)
     signal.sigwait({signal.SIGINT, signal.SIGTERM})
 
 
-def connect(endpoint: str, wait: float) -> TCPStore:
-    """The store at HOST:PORT. Raises `UserError` when nobody answers within `wait` seconds."""
+def connect(endpoint: str, wait: float, waiting: Callable[[str], None] = lambda _: None) -> TCPStore:
+    """The store at HOST:PORT; `waiting` is told, often, what is waited for.
+
+    Raises `UserError` when nobody answers within `wait` seconds.
+    """
     host, port = parse(endpoint)
     deadline = time.monotonic() + wait
     while True:
@@ -51,9 +74,10 @@ def connect(endpoint: str, wait: float) -> TCPStore:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"nobody answers at the rendezvous {endpoint} ({error}): start `optimus rendezvous --port {port}` "
-                    f"on {host}"
+                    f"nobody answers at the rendezvous {endpoint} ({error}): start `optimus rendezvous --port {port} "
+                    f"--address {host}` on {host}"
                 ) from error
+            waiting(f"the rendezvous {endpoint}, where nobody answers, for {wait:g} s at most")
             time.sleep(0.5)
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=max(60.0, wait)))
 
@@ -69,5 +93,26 @@ def own_address(endpoint: str) -> str:
         raise UserError(f"there is no way from here to the rendezvous {endpoint} ({error}): check its name") from error
 
 
+def _number_of(address: str) -> str:
+    """Of this machine, by number or name. Raises `UserError` for a name by which others mean another machine."""
+    try:
+        number = socket.getaddrinfo(address, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise UserError(
+            f"--address {address}: nobody knows it ({error}); `hostname -I` lists those of this machine"
+        ) from error
+    assert isinstance(number, str)
+    if _is_loopback(number) and address not in (number, "localhost"):
+        raise UserError(
+            f"--address {address}: on this machine that name stands for {number}, which no other one reaches; give the "
+            "number, as `hostname -I` lists it"
+        )
+    return number
+
+
+def _is_loopback(number: str) -> bool:
+    return ipaddress.ip_address(number).is_loopback
+
+
 if __name__ == "__main__":
-    serve_until_ended(int(sys.argv[1]))
+    serve_until_ended(int(sys.argv[2]), sys.argv[1])

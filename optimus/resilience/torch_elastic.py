@@ -1,29 +1,33 @@
 """All that is used of TorchElastic's private parts, and why. `tests/resilience/test_torch_elastic.py` says when it changes.
 
-torchrun of torch 2.13 falls short of spare nodes in five ways, each mended here:
+torchrun of torch 2.13 falls short of spare nodes in five ways, each mended here, and trusts its network in two more:
 
-1. Its shared store: a survivor that stays rank 0 does not tell the others its address again. Sharing is switched off.
+1. The ranks' store: a survivor that stays rank 0 does not tell the others its address again. Every world has one anew.
 2. A spare that waits makes a full world restart for ever. No node counts as waiting while the world is full.
 3. A spare that was never used ends with an error when the job is done. A closed rendezvous is its end.
 4. An agent that fails closes the rendezvous for everybody. Here a node that leaves just leaves.
 5. A spare that goes for a free place and comes too late stays on the list of those that wait for the next round, whose time
    runs out. While the world is full, it is a spare again.
+6. It unpickles whatever the store holds. Here only what the state of a rendezvous is made of is admitted.
+7. The ranks' store listens on all interfaces. Here it does on the address of its node alone.
 """
 
+import io
 import logging
-import os
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
-from torch.distributed import Store
+from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousInfo, RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
@@ -31,9 +35,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
     _BackendRendezvousStateHolder,
     _RendezvousExitOp,
+    _RendezvousState,
 )
 
 from optimus.resilience.policy import Do
+from optimus.resilience.store import serve
 
 _LAST_WORDS = 2  # seconds that ranks have to end by themselves
 _SAVING = 100  # seconds that ranks have to end their step and save, when the launcher itself is told to end
@@ -48,6 +54,41 @@ class World:
     size: int
 
 
+class _Unpickler(pickle.Unpickler):
+    """Admits the classes that the state of a rendezvous is made of, none of which does anything when it is made."""
+
+    _ADMITTED = frozenset(
+        {
+            *(
+                ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", name)
+                for name in ("_RendezvousState", "_NodeDesc")
+            ),
+            *(("datetime", name) for name in ("datetime", "timedelta", "timezone")),
+            ("builtins", "set"),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._ADMITTED:
+            raise pickle.UnpicklingError(f"{module}.{name} has no business in it")
+        return super().find_class(module, name)
+
+
+class _Backend(C10dRendezvousBackend):
+    """Looks at what the store holds before its base unpickles it."""
+
+    def _decode_state(self, base64_state: bytes) -> tuple[bytes, Any] | None:
+        found = super()._decode_state(base64_state)
+        if found is not None:
+            try:
+                state = _Unpickler(io.BytesIO(found[0])).load()
+            except Exception as error:  # whatever bytes lead to
+                raise RendezvousStateError(f"the store holds no state of a rendezvous: {error}") from error
+            if not isinstance(state, _RendezvousState):
+                raise RendezvousStateError(f"the store holds no state of a rendezvous: a {type(state).__name__}")
+        return found
+
+
 class _StateHolder(_BackendRendezvousStateHolder):
     """Tells of nodes that are taken out because they are silent; once that is written, no other node sees it. And whoever
     waits while the world is full is a spare."""
@@ -57,6 +98,13 @@ class _StateHolder(_BackendRendezvousStateHolder):
     ) -> None:
         super().__init__(backend, settings)
         self._died = died
+        self.seen: Callable[[_RendezvousState], None] | None = None  # is told of every state
+
+    def sync(self) -> bool | None:
+        has_set = super().sync()
+        if self.seen is not None:
+            self.seen(self.state)
+        return has_set
 
     def _sanitize(self) -> None:
         super()._sanitize()
@@ -72,6 +120,9 @@ class _StateHolder(_BackendRendezvousStateHolder):
 class Rendezvous(DynamicRendezvousHandler):
     """Where nodes meet; what it gives to ask for more than its base does."""
 
+    _state_holder: _StateHolder
+    _waiting: Callable[[str], None]  # is told what this node waits for
+
     @classmethod
     def of(
         cls,
@@ -84,13 +135,13 @@ class Rendezvous(DynamicRendezvousHandler):
         attempts: int,
         wait: float,
         died: Callable[[str], None],
+        waiting: Callable[[str], None] = lambda _: None,
     ) -> "Rendezvous":
         """That of the launch `name`, of `nodes` nodes, which must come together within `wait` seconds.
 
         One that has sent no heartbeat for `attempts` intervals of `interval` seconds is dead; `died` is told of it, by
-        `member`, on a node that has noticed. Spares wait for ever.
+        `member`, on a node that has noticed. Spares wait for ever. `waiting` is told, often, what this node waits for.
         """
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # torch has no other switch for it
         settings = RendezvousSettings(
             name,
             nodes,
@@ -99,9 +150,34 @@ class Rendezvous(DynamicRendezvousHandler):
             keep_alive_interval=timedelta(seconds=interval),
             keep_alive_max_attempt=attempts,
         )
-        backend = C10dRendezvousBackend(store, name)
+        backend = _Backend(store, name)
         holder = _StateHolder(backend, settings, died)
-        return cls(cls._node_desc_generator.generate(address), settings, backend.name, store, holder)
+        made = cls(cls._node_desc_generator.generate(address), settings, backend.name, store, holder)
+        made._waiting = waiting
+        return made
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._shared_tcp_store_server = self._bootstrap_store_info = None  # those of the world before
+        self._state_holder.seen = self._tell
+        try:
+            return super().next_rendezvous()
+        finally:
+            self._state_holder.seen = None
+
+    def _tell(self, state: _RendezvousState) -> None:
+        """What this node waits for, which looks for a place."""
+        here, places = len(state.participants), self._settings.max_nodes
+        if state.closed or (state.complete and self._this_node in state.participants):
+            return
+        if not state.complete:
+            self._waiting(f"nodes: {here} of {places} have come")
+        elif here >= places:
+            self._waiting(f"a place, as a spare: all {places} are taken")
+        else:
+            self._waiting(f"{here} of {places} nodes to stop their ranks, so that all start anew")
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
+        return serve(master_port, master_addr)
 
     @property
     def member(self) -> str:
@@ -131,7 +207,7 @@ class Agent(LocalElasticAgent):
     """Starts and watches the ranks of one node, together with the agents of the others.
 
     `joined` is told of every new world before its ranks are started; `failed` of its own ranks that have ended, and says
-    what to do.
+    what to do; `say` is told what the agent does by itself.
     """
 
     def __init__(
@@ -142,9 +218,10 @@ class Agent(LocalElasticAgent):
         *,
         joined: Callable[[World, Store], None],
         failed: Callable[[dict[int, ProcessFailure]], Do],
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.rendezvous = rendezvous
-        self._joined, self._failed = joined, failed
+        self._joined, self._failed, self._say = joined, failed, say
         spec = WorkerSpec(
             role="default",
             local_world_size=ranks,
@@ -165,8 +242,10 @@ class Agent(LocalElasticAgent):
             self.run()
             return self._outcome
         except RendezvousClosedError:
+            self._say("is not needed any more: the launch has ended")
             return None  # a spare that was never used, or used no more
-        except SignalException:
+        except SignalException as error:
+            self._say(f"leaves, as it was sent {error.sigval.name}; its ranks have finished their step and saved")
             return Do.LEAVE  # the ranks have had the signal too, and have saved what they could
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -189,6 +268,7 @@ class Agent(LocalElasticAgent):
             result = self._monitor_workers(group)
             group.state = result.state
             if result.state == WorkerState.SUCCEEDED:
+                self._say("has come to the end: waits for the other nodes' ranks to do so")
                 self._exit_barrier()
                 self.rendezvous.shutdown()  # lets the spares go
                 return result
@@ -204,4 +284,5 @@ class Agent(LocalElasticAgent):
                 self._outcome = None
                 self._initialize_workers(group)
             elif self.rendezvous.num_nodes_waiting() > 0:
-                self._restart_workers(group)  # a place is free: another node is lost or has stopped its ranks
+                self._say("stops its ranks: another node is lost or has stopped its own")
+                self._restart_workers(group)

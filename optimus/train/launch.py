@@ -32,9 +32,11 @@ from optimus.hub import read_model_folder
 from optimus.mesh.placement import describe
 from optimus.observe.machine import find_device
 from optimus.observe.metrics import read_metrics
+from optimus.resilience import local
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import EndedError, Exit
 from optimus.resilience.faults import FaultPlan
+from optimus.resilience.store import LOOPBACK
 from optimus.train import checks
 from optimus.train.checkpoints import Checkpoints, build_run
 from optimus.train.environment import record_environment
@@ -119,14 +121,13 @@ def _launch(config: str, resume: bool, ranks: int) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says of a failed rank, we say
-    launch = LaunchConfig(
+    launch = LaunchConfig(  # its endpoint is the store's own
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
+        rdzv_backend=local.register(),
+        local_addr=LOOPBACK,
         max_restarts=0,
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -209,6 +210,8 @@ def _ranks_together(device: torch.device, timeout: timedelta) -> Iterator[None]:
     last until the timeout, at the exit of Python too, which is therefore left out.
     """
     seconds = f"{timeout.total_seconds():g} s (resilience.timeout)"
+    if os.environ.get("MASTER_ADDR") == LOOPBACK:  # all ranks are on this machine
+        local.name_interface(LOOPBACK)
     try:
         dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timeout)
     except RuntimeError as error:

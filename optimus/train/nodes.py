@@ -1,15 +1,12 @@
 """A run on several nodes with spares: what `optimus launch` does on each of them."""
 
 import json
-import os
 import platform
 import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from optimus.config import dump_config, load_config
 from optimus.disk import user_path
@@ -19,6 +16,7 @@ from optimus.resilience import lab as resilience_lab
 from optimus.resilience.events import EventLog
 from optimus.resilience.faults import FaultPlan
 from optimus.resilience.lab import namespaces_allowed
+from optimus.resilience.local import name_interface
 from optimus.resilience.node import Launch, run_node
 from optimus.resilience.policy import Do
 from optimus.resilience.scheduler import BatchJob, Scheduler, write_script
@@ -58,7 +56,7 @@ def launch(
     check_run(tree, ranks, resume=True)
     if inject is not None:
         _read_plan(inject, ranks)
-    _name_interface(own_address(rendezvous))
+    name_interface(own_address(rendezvous))
     launch = Launch(
         run=Path(tree.train.output),
         node=node or platform.node(),
@@ -208,14 +206,6 @@ def _read_plan(inject: str | Path, ranks: int) -> FaultPlan:
     if far := [fault for fault in plan.faults if fault.rank >= ranks]:
         raise UserError(f"fault plan {inject}: there is no rank {far[0].rank}, the run has ranks 0 to {ranks - 1}")
     return plan
-
-
-def _name_interface(address: str) -> None:
-    """Let the ranks' Gloo use the network by which this node reaches the others; left to itself it looks up the machine's
-    name, which may be of another one."""
-    for device, found in psutil.net_if_addrs().items():
-        if any(each.address == address for each in found):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
 
 
 def _main() -> None:

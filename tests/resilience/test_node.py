@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from base64 import b64decode
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -15,15 +15,18 @@ from subprocess import PIPE
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
 from optimus.errors import UserError
 from optimus.resilience import node as module
 from optimus.resilience.events import EventLog
 from optimus.resilience.exclusion import exclude, excluded
 from optimus.resilience.faults import FaultPlan
+from optimus.resilience.local import register
 from optimus.resilience.node import Launch, run_node
 from optimus.resilience.policy import Do
 from optimus.resilience.store import connect, own_address, parse, serve
@@ -59,7 +62,6 @@ sys.stdin.read()
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a launch sets is taken back."""
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
@@ -125,6 +127,21 @@ def test_a_run_of_one_node(cluster: Cluster) -> None:
     assert cluster.events() == []  # that it has finished is for its ranks to say
 
 
+def test_a_launch_that_has_ended_is_no_run_that_is_done(
+    cluster: Cluster, one: Launch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The store is that of an earlier launch; only who comes too late to a run that has finished ends well."""
+    cluster.start(nodes=1, n0="0")
+    assert cluster.end() == {"n0": None}
+    cluster.start(nodes=1, n1="0")
+    cure = "to train on, give another --name or start `optimus rendezvous` anew"
+    assert str(cluster.end()["n1"]) == f"the launch optimus at {one.endpoint} has ended already: {cure}"
+    EventLog(one.run).write("finished")
+    cluster.start(nodes=1, n2="0")
+    assert cluster.end()["n2"] is None
+    assert f"has ended already, as the run had finished; {cure}" in capsys.readouterr().err
+
+
 def test_a_crash_is_restarted_from_on_all_nodes(cluster: Cluster) -> None:
     cluster.start(nodes=2, n0="3 0", n1="wait 0")
     assert cluster.end() == {"n0": None, "n1": None}
@@ -143,7 +160,9 @@ def test_what_ranks_that_hung_have_said_is_removed(cluster: Cluster, one: Launch
     assert not (one.run / ".hang").exists()
 
 
-def test_the_second_crash_is_the_nodes_fault(cluster: Cluster, store: TCPStore, one: Launch, tmp_path: Path) -> None:
+def test_the_second_crash_is_the_nodes_fault(
+    cluster: Cluster, store: TCPStore, one: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     store.add("optimus/crashes/n0", 1)
     cluster.start(nodes=2, spares=1, n0="hold 3", n1="wait 0")
     cluster.wait_for_world()
@@ -157,6 +176,11 @@ def test_the_second_crash_is_the_nodes_fault(cluster: Cluster, store: TCPStore, 
     assert sorted(re.findall(r"n\d", events[2][2])) == ["n1", "n2"]
     assert len(events) == 3
     assert excluded(one.run) == ["n0"]
+    said = capsys.readouterr().err.splitlines()
+    assert "node n2: waits for a place, as a spare: all 2 are taken" in said
+    assert re.search(r"node n0: rank [01] crashed \(exit code 3\): leaves, a spare takes its place", "\n".join(said))
+    assert re.search(r"node n2: has place [01] of 2: starts rank [01] of 2 from the beginning", "\n".join(said))
+    assert "node n1: stops its ranks: another node is lost or has stopped its own" in said
 
 
 def test_nobody_is_excluded_where_no_spare_is_left(cluster: Cluster, store: TCPStore, one: Launch) -> None:
@@ -268,6 +292,56 @@ def test_ports(store: TCPStore) -> None:
     for port in (-1, 65536):
         with pytest.raises(UserError, match=f"--port {port}: give a number"):
             serve(port)
+
+
+def listening(pid: int | None = None) -> dict[int, str]:
+    """The ports on which a process listens, with the addresses."""
+    found = [each.laddr for each in psutil.Process(pid).net_connections() if each.status == psutil.CONN_LISTEN]
+    return {each.port: each.ip for each in found}
+
+
+def test_a_store_listens_on_the_given_address_alone(store: TCPStore) -> None:
+    assert listening()[store.port] == "127.0.0.1"
+    everywhere = serve(0, "0.0.0.0")
+    assert listening()[everywhere.port] == "0.0.0.0"
+    named = serve(0, "localhost")
+    assert connect(f"127.0.0.1:{named.port}", 5.0)
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("192.0.2.1", r"--address 192\.0\.2\.1: this machine has no such address \(.*\); `hostname -I` lists"),
+        ("no-such-host.invalid", r"--address no-such-host\.invalid: nobody knows it \(.*\); `hostname -I` lists"),
+        ("head", "--address head: on this machine that name stands for 127.0.1.1, which no other one reaches"),
+    ],
+)
+def test_an_address_at_which_nobody_would_come(monkeypatch: pytest.MonkeyPatch, address: str, message: str) -> None:
+    look_up = socket.getaddrinfo
+    names = {"head": "127.0.1.1"}  # as Debian has it
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *args: look_up(names.get(name, name), *args))
+    with pytest.raises(UserError, match=message):
+        serve(0, address)
+
+
+def test_who_writes_into_the_store_is_found_out(cluster: Cluster, store: TCPStore, one: Launch) -> None:
+    store.set("torch.rendezvous.optimus", b64encode(pickle.dumps("no state")))
+    cluster.start(nodes=1, n0="0")
+    assert re.match(
+        f"the store holds no state of a rendezvous: a str; something else writes to {one.endpoint}: start another",
+        str(cluster.end()["n0"]),
+    )
+
+
+def test_ranks_of_one_machine_meet_where_no_other_reaches_them() -> None:
+    params = RendezvousParameters(register(), "", "a run", 1, 1)
+    meeting = rendezvous_handler_registry.create_handler(params)
+    info = meeting.next_rendezvous()
+    place = info.bootstrap_store_info
+    assert place is not None
+    assert (info.rank, info.world_size) == (0, 1)
+    assert listening()[place.master_port] == place.master_addr == "127.0.0.1"
+    assert meeting.use_agent_store
 
 
 def test_keep_alive() -> None:

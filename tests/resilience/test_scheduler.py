@@ -247,9 +247,9 @@ def test_a_store_that_dies_or_finds_its_port_taken_is_started_again(stage: Stage
         exit 1
     """)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[-1] for line in (stage.play / "stores").read_text().splitlines()] == [
-        "24711", "25720", "24711", "25720"
-    ]  # fmt: skip
+    assert [shlex.split(line) for line in (stage.play / "stores").read_text().splitlines()] == [
+        ["rendezvous", "--port", port, "--address", "10.0.0.7"] for port in ("24711", "25720") * 2
+    ]
     assert stage.launches()["4711-1"][0]["--rendezvous"] == "10.0.0.7:25720"
 
 

@@ -1,14 +1,17 @@
 """The private parts of TorchElastic are as `torch_elastic.py` takes them to be; and what is mended there, is."""
 
 import inspect
+import pickle
 import sys
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.distributed import HashStore, Store
@@ -16,20 +19,15 @@ from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousStateError, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from optimus.resilience import torch_elastic
 from optimus.resilience.policy import Do
+from optimus.resilience.store import LOOPBACK
 from optimus.resilience.torch_elastic import Agent, Rendezvous, World
 
 CHANGED = f"torch {torch.__version__} has changed what optimus/resilience/torch_elastic.py uses: "
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `Rendezvous.of` sets is taken back."""
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
 
 
 @pytest.mark.parametrize(
@@ -38,6 +36,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (dynamic._BackendRendezvousStateHolder, "backend settings"),
         (dynamic._BackendRendezvousStateHolder._sanitize, "self"),
         (dynamic.DynamicRendezvousHandler, "node settings backend_name store state_holder"),
+        (dynamic.DynamicRendezvousHandler.next_rendezvous, "self"),
+        (dynamic.DynamicRendezvousHandler._create_tcp_store_server, "self master_addr master_port"),
         (dynamic.DynamicRendezvousHandler.num_nodes_waiting, "self"),
         (dynamic.DynamicRendezvousHandler.shutdown, "self"),
         (dynamic.DynamicRendezvousHandler._stop_heartbeats, "self"),
@@ -47,6 +47,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (dynamic._DistributedRendezvousOpExecutor.run, "self state_handler deadline"),
         (dynamic._RendezvousExitOp.__call__, "self ctx deadline"),
         (C10dRendezvousBackend, "store run_id"),
+        (C10dRendezvousBackend._decode_state, "self base64_state"),
         (RendezvousStoreInfo.build, "rank store local_addr"),
         (api.WorkerSpec, "role local_world_size rdzv_handler max_restarts monitor_interval entrypoint args local_addr"),
         (LocalElasticAgent, "spec logs_specs exit_barrier_timeout shutdown_timeout"),
@@ -78,13 +79,17 @@ def test_a_private_part_takes_these_arguments(part: Callable[..., Any], argument
 def test_what_is_overridden_is_there_to_be_overridden() -> None:
     own = {
         torch_elastic._StateHolder: ("_sanitize",),
-        Rendezvous: ("num_nodes_waiting",),
+        torch_elastic._Backend: ("_decode_state",),
+        Rendezvous: ("num_nodes_waiting", "next_rendezvous", "_create_tcp_store_server"),
         Agent: ("_stop_workers", "_rendezvous", "_invoke_run"),
     }
     for kind, names in own.items():
         for name in names:
             assert name in vars(kind)
             assert hasattr(kind.__base__, name), f"{CHANGED}{kind.__base__.__name__} has no {name} any more"
+    handler = inspect.getsource(dynamic.DynamicRendezvousHandler.next_rendezvous)
+    for name in ("_shared_tcp_store_server", "_bootstrap_store_info"):
+        assert f"self.{name}" in handler, f"{CHANGED}the store of the ranks is no {name} any more"
     state = vars(dynamic._RendezvousState())
     for name in ("round", "participants", "wait_list", "redundancy_list", "closed"):
         assert name in state, f"{CHANGED}_RendezvousState has no {name} any more"
@@ -104,7 +109,7 @@ class Nodes:
                 self.store,
                 "test",
                 places,
-                f"host{number}",
+                LOOPBACK,
                 interval=1,
                 attempts=patience,
                 wait=wait,
@@ -220,16 +225,57 @@ def test_of_a_silent_node_all_are_told_once_and_its_place_is_free(meet: Callable
     assert nodes.all[1].member not in nodes.members()
 
 
-def test_the_new_first_node_tells_its_address(meet: Callable[..., Nodes]) -> None:
-    """Those of the earlier world are of no use when its first node is gone."""
+@pytest.mark.parametrize("leaving", [0, 1], ids=["the first node leaves", "the first node stays"])
+def test_the_first_node_of_every_world_tells_where_its_ranks_meet(meet: Callable[..., Nodes], leaving: int) -> None:
+    """A store of their own, on that node, which no other network reaches."""
     nodes = meet(2, 3)
-    ranks = {number: each.result(30).rank for number, each in enumerate(nodes.join(0, 1))}
-    gone, stays = (0, 1) if ranks[0] == 0 else (1, 0)
+    before = {each.result(30).rank: each.result(30) for each in nodes.join(0, 1)}
+    ranks = {number: nodes.all[number]._get_world()[0] for number in (0, 1)}
+    (gone,) = [number for number, rank in ranks.items() if rank == leaving]
     nodes.all[gone].leave()
-    worlds = [each.result(30) for each in nodes.join(stays, 2)]
-    by_rank = {world.rank: number for world, number in zip(worlds, (stays, 2))}
-    addresses = {world.bootstrap_store_info.master_addr for world in worlds}
-    assert addresses == {f"host{by_rank[0]}"}, f"{CHANGED}nodes keep the address of a first node that is gone"
+    worlds = [each.result(30) for each in nodes.join(1 - gone, 2)]
+    (first,) = [number for world, number in zip(worlds, (1 - gone, 2)) if world.rank == 0]
+    server = nodes.all[first]._shared_tcp_store_server
+    assert server is not None
+    places = {(told.master_addr, told.master_port) for told in (world.bootstrap_store_info for world in worlds)}
+    assert places == {(LOOPBACK, server.port)}, f"{CHANGED}nodes keep the store of an earlier world"
+    assert places != {(LOOPBACK, before[0].bootstrap_store_info.master_port)}
+    assert all(world.bootstrap_store_info for world in worlds)
+    assert all(node.use_agent_store for node in nodes.all)
+    ports = [each.laddr for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
+    assert {each.ip for each in ports if each.port == server.port} == {LOOPBACK}
+
+
+class Payload:
+    """What runs code when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._mark,)
+
+
+@pytest.mark.parametrize("form", ["payload", "payload within", "another thing", "no pickle"])
+def test_what_the_store_holds_runs_nothing(tmp_path: Path, form: str) -> None:
+    """Whoever reaches the store can write to it."""
+    state = dynamic._RendezvousState()
+    state.participants[Payload(tmp_path / "mark")] = 0
+    content = {
+        "payload": pickle.dumps(Payload(tmp_path / "mark")),
+        "payload within": pickle.dumps(state),
+        "another thing": pickle.dumps({"round": 1}),
+        "no pickle": b"no pickle",
+    }
+    store = HashStore()
+    node = Rendezvous.of(store, "test", 1, LOOPBACK, interval=1, attempts=60, wait=5.0, died=lambda _: None)
+    store.set("torch.rendezvous.test", b64encode(content[form]))
+    with pytest.raises(RendezvousStateError, match="the store holds no state of a rendezvous: "):
+        node.next_rendezvous()
+    assert not (tmp_path / "mark").exists()
+    if form.startswith("payload"):
+        pickle.loads(content[form])
+        assert (tmp_path / "mark").exists()  # it would have run
 
 
 RANK = """

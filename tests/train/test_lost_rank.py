@@ -115,9 +115,17 @@ def three_ranks(small_run: dict[str, Any]) -> dict[str, Any]:
     return small_run
 
 
+def listening(process: subprocess.Popen[str]) -> set[str]:
+    """The addresses on which it and its ranks listen."""
+    launcher = psutil.Process(process.pid)
+    found = [each for one in (launcher, *launcher.children(recursive=True)) for each in one.net_connections()]
+    return {each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN}
+
+
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_others(three_ranks: dict[str, Any], tmp_path: Path) -> None:
     process = start(three_ranks, tmp_path, "optimus.cli")
+    assert listening(process) == {"127.0.0.1"}  # no other machine reaches what ranks here say to each other
     signal_rank(process, 1, signal.SIGKILL)
     (message,) = end_of(process, tmp_path, 60)
     parts = re.fullmatch(rf"rank 1 was lost \(killed by SIGKILL\); the others stopped: {STOPPED}{SAVED}", message)
