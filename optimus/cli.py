@@ -68,8 +68,10 @@ def prepare(
     from optimus.data import parse_size
     from optimus.data import prepare as run
     from optimus.observe.progress import Progress
+    from optimus.observe.signals import ended_by_signals
 
-    with Progress() as progress:
+    say = "stopping; what is done is kept, and the same command goes on from there"
+    with ended_by_signals(say), Progress() as progress:
         index = run(
             inputs,
             output,

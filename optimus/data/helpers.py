@@ -19,18 +19,23 @@ from typing import Any
 
 from optimus.errors import UserError
 
-# Parallelism comes from the number of helpers: the tokenizer's own threads inside each would compete with it.
-ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-
 
 class Helpers:
     """`count` processes, started by the first calls. `make` runs once in each and returns the function they serve.
 
-    `make` and its arguments are pickled, so it must be importable by name. Leaving the context ends all of them.
+    `make` and its arguments are pickled, so it must be importable by name. Leaving the context ends all of them, at once
+    where an exception leaves it. Parallelism comes from the number of helpers: each has one thread unless `threads` says
+    otherwise, as the tokenizer's own would compete with it.
     """
 
-    def __init__(self, count: int, make: Callable[..., Callable[..., Any]], *args: Any) -> None:
+    def __init__(self, count: int, make: Callable[..., Callable[..., Any]], *args: Any, threads: int = 1) -> None:
         self.count = count
+        self._environment = {
+            "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
+            "RAYON_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": str(threads),
+        }
+        self._killed = False
         self._setup = (make, args)
         self._own = threading.local()
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -45,6 +50,7 @@ class Helpers:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if kind is not None:
+            self._killed = True
             for process in self._processes:
                 process.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -53,7 +59,7 @@ class Helpers:
 
     def _start(self) -> None:
         """In each thread: starts the helper that this thread speaks to."""
-        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {**os.environ, **self._environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         process = subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import serve; serve()"],
             stdin=subprocess.PIPE,
@@ -62,6 +68,8 @@ class Helpers:
             start_new_session=True,  # Ctrl-C is for the parent to handle
         )
         self._processes.append(process)
+        if self._killed:  # meanwhile
+            process.kill()
         self._own.process = process
         self._own.greeted = False
 

@@ -27,11 +27,11 @@ import numpy as np
 
 from optimus.data import files, journal, shards
 from optimus.data import tokenizer as tokenizers
-from optimus.data.documents import Batch, Encode, read_batches, read_texts
+from optimus.data.documents import BLOCK, Batch, Encode, read_batches, read_texts
 from optimus.data.helpers import Helpers
 from optimus.data.journal import Journal, Mark
 from optimus.data.tokenizer import TokenizerInfo
-from optimus.data.work import SUMS, Encoded, Encoder, Gather, write_shard
+from optimus.data.work import SUMS, Encoded, Encoder, Gather, TokenizerTrainer, write_shard
 from optimus.disk import sync, user_path, write_json
 from optimus.errors import UserError
 
@@ -223,11 +223,25 @@ def _install_tokenizer(run: _Run, info: TokenizerInfo | None) -> TokenizerInfo:
             shutil.copyfile(info.path, temporary)
             temporary.replace(path)
         else:
-            assert run.train_tokenizer is not None
-            tokenizers.train(_training_sample(run), run.train_tokenizer, path)
+            _train_tokenizer(run, path)
     if info is None:
         return tokenizers.inspect(path)
     return replace(info, path=path)
+
+
+def _train_tokenizer(run: _Run, path: Path) -> None:
+    """Trains a tokenizer in a helper: the library's work cannot be interrupted but by ending its process."""
+    with Helpers(1, TokenizerTrainer, run.train_tokenizer, path, threads=run.workers) as helpers:
+        held, size = list[str](), 0
+        for text in filter(None, _training_sample(run)):
+            held.append(text)
+            size += len(text)
+            if size >= BLOCK:
+                helpers.submit(*held).result()
+                held, size = [], 0
+        if held:
+            helpers.submit(*held).result()
+        helpers.submit().result()
 
 
 def _training_sample(run: _Run) -> Iterator[str]:

@@ -52,6 +52,20 @@ class Encoder:
         return Encoded(np.array(tokens, dtype=self._dtype).tobytes(), sum(ends) - empty, empty, text_bytes)
 
 
+class TokenizerTrainer:
+    """Trains a tokenizer on the texts of all calls when it is called without any."""
+
+    def __init__(self, vocab_size: int, path: Path) -> None:
+        self._vocab_size = vocab_size
+        self._path = path
+        self._texts: list[str] = []
+
+    def __call__(self, *texts: str) -> None:
+        self._texts += texts
+        if not texts:
+            tokenizers.train(self._texts, self._vocab_size, self._path)
+
+
 @dataclass(frozen=True)
 class Gather:
     """How the token stream becomes shards: row j of the output is row `permutation(j)` of the stream."""

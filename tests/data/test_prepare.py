@@ -274,6 +274,66 @@ def test_killed_ten_times_gives_the_same_bytes(
     assert not list(tmp_path.glob("*.partial"))
 
 
+# Waits at the stage that is named first, long enough for a signal. A stage begins with a report of nothing done.
+STOPPABLE = """
+import sys, time
+from optimus import cli
+from optimus.data import documents, cutting
+from optimus.observe.progress import Progress
+documents.BLOCK = documents.PIECE = cutting.PIECE = 20_000
+stop = sys.argv.pop(1)
+def update(self, stage, done, total, note=""):
+    if stage == stop and done:
+        print(stage, flush=True)
+        time.sleep(300)
+Progress.update = update
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "number"),
+    [("train tokenizer", signal.SIGINT), ("tokenise", signal.SIGTERM), ("shard", signal.SIGINT)],
+)
+def test_signals_end_it_in_order(tmp_path: Path, lines_file: Path, stage: str, number: signal.Signals) -> None:
+    def start(stop: str) -> "subprocess.Popen[str]":
+        words = f"prepare {lines_file} --output {tmp_path / 'out'} --train-tokenizer 400 --context 64 --workers 2"
+        arguments = [sys.executable, "-c", STOPPABLE, stop, *words.split(), "--shard-size", "20000"]
+        return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    run = start(stage)
+    assert run.stdout is not None
+    assert run.stdout.readline() == f"{stage}\n"
+    helpers = psutil.Process(run.pid).children()
+    assert helpers or stage == "train tokenizer"  # which begins with reading
+    run.send_signal(number)
+    said = run.communicate()[1]
+    assert run.returncode == 128 + number
+    assert said == f"{number.name}: stopping; what is done is kept, and the same command goes on from there\n"
+    assert not any(helper.is_running() for helper in helpers)
+    if stage != "train tokenizer":
+        journal = json.loads((tmp_path / "out.partial" / "journal.json").read_bytes())
+        assert journal["mark"]["counts"][0]["tokens"] > 0
+    assert start("never").wait() == 0
+    prepare([lines_file], tmp_path / "whole", train_tokenizer=400, context=64, workers=1, shard_size=20_000)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_tokenizer_training_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines_file: Path) -> None:
+    """It waits where Python sees signals, not in the library's code."""
+    waited: list[bool] = []
+
+    def interrupted(future: Any, timeout: float | None = None) -> None:
+        waited.append(True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("concurrent.futures.Future.result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare([lines_file], tmp_path / "out", train_tokenizer=400, context=64, workers=1)
+    assert waited
+    assert not (tmp_path / "out.partial" / "tokenizer.json").exists()
+
+
 @pytest.mark.parametrize("nth", range(1, 38, 3))
 def test_stopped_at_any_rename_or_removal_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prepared: Path, sources: list[str], tokenizer_file: Path, nth: int
