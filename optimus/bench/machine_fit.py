@@ -97,7 +97,7 @@ def _start(seen: Observations, name: str, source: str, memory_bandwidth: float) 
         overlap=_round(seen.overlap),
         node=Node(bandwidth=bandwidth, latency=_round(seen.tiny)),
         network=Network(bandwidth=bandwidth, latency=_round(seen.tiny)),
-        host=Host(memory=_round(seen.host_memory), link=_round(seen.link or bandwidth)),
+        host=Host(memory=_round(seen.host_memory), shared=bool(seen.threads), link=_round(seen.link or bandwidth)),
     )
 
 

@@ -50,6 +50,10 @@ class Cut(NamedTuple):
             return next(stage for stage, blocks in enumerate(self.blocks) if block in blocks)
         return 0 if name.startswith("embedding.") else len(self.blocks) - 1
 
+    def keeps(self, name: str, tied: bool) -> bool:
+        """Whether a parameter is here: one of these stages', or an embedding `tied` to the output layer that is."""
+        return self.stage_of(name) in (-1, *self.here) or (tied and self.has_last and name.startswith("embedding."))
+
     def stage_here(self, name: str) -> int:
         """The stage of this rank by which a parameter is held: of a tied embedding the first or the last."""
         stage = self.stage_of(name)

@@ -61,7 +61,7 @@ def asked(
         ranks,
         train.global_batch,
         train.context,
-        given_of(config, imbalance),
+        given_of(config, imbalance, on_host=kind.host.shared),
         changed(software_of(config), ours),
     )
     return question, lambda: _as_is(config, question)
@@ -69,9 +69,7 @@ def asked(
 
 def _as_is(config: RunConfig, question: Question) -> Setting:
     """Its layout, and the recomputation that `recompute: auto` would choose on that machine."""
-    setting = setting_of(
-        config, question.ranks, min(question.ranks, question.machine.ranks_per_node), question.given.imbalance
-    )
+    setting = setting_of(config, question.ranks, min(question.ranks, question.machine.ranks_per_node), question.given)
     if config.recompute != ["auto"]:
         return setting
     parts = memory_in(question, setting).parts

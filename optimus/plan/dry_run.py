@@ -5,20 +5,16 @@ what that arithmetic is checked with.
 
 from itertools import accumulate
 
-import torch
-
 from optimus.config import RunConfig
 from optimus.errors import UserError
-from optimus.model import Transformer
 from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.schedule import live_changes
 from optimus.pipeline.simulation import simulate
-from optimus.pipeline.staged import keep_stages
-from optimus.state import bytes_by_kind, plan_chunks
+from optimus.state import bytes_by_kind
 from optimus.train.pipeline import cut_of, schedule_of
 from optimus.train.recomputation import activation_shapes
-from optimus.train.run import DTYPES, layouts_of, mesh_of
+from optimus.train.run import DTYPES, mesh_of, planned_chunks
 
 
 def dry_run(config: RunConfig, ranks: int, rank: int, load: float = 1.0) -> dict[str, int]:
@@ -30,15 +26,7 @@ def dry_run(config: RunConfig, ranks: int, rank: int, load: float = 1.0) -> dict
     """
     if not 0 <= rank < ranks:
         raise UserError(f"--dry-run {rank}: the ranks are 0 to {ranks - 1}")
-    mesh = mesh_of(config, ranks)
-    with torch.device("meta"):
-        model = Transformer(config.model)
-    layouts = layouts_of(model, config)
-    cut = cut_of(config, mesh, rank)
-    if cut is not None:
-        keep_stages(model, cut)
-        layouts = {name: layouts[name] for name, _ in model.named_parameters()}
-    plans = plan_chunks(layouts, mesh, rank, config.state)
+    plans = planned_chunks(config, mesh_of(config, ranks), [rank])[0]
     found = bytes_by_kind(plans, DTYPES[config.train.precision], DTYPES[config.state.gradient_dtype])
     return found | _activations(config, ranks, rank, load)
 

@@ -91,6 +91,11 @@ def held_by(kinds: tuple[Kind, ...], setting: Setting, counts: Mapping[Where, in
     return [Held(elements, *_places(axes, *over)) for axes, elements in found.items()]
 
 
+def written(held: Iterable[Held], *, scattered: bool) -> float:
+    """Elements that a rank writes into a checkpoint: with `scattered` the ranks that hold the same take turns."""
+    return sum(each.elements / (each.replicas if scattered else each.shared).size for each in held)
+
+
 @lru_cache(maxsize=1024)
 def _sums(kinds: tuple[Kind, ...], mesh: Mesh) -> list[tuple[tuple[Where, tuple[str, ...]], float]]:
     """Elements of a rank, by where they are and who else has them."""

@@ -107,6 +107,9 @@ class Host(Section):
     """What a node has besides its accelerators."""
 
     memory: float = Field(gt=0, description="Bytes of a node.")
+    shared: bool = Field(
+        False, description="Whether the ranks' memory is a part of this one: they compute on the host's processors."
+    )
     link: float = Field(gt=0, description="Between a rank and its host, bytes/s.")
     storage: float = Field(
         1e9, gt=0, description="What a node writes to the file system, bytes/s, all nodes at once; by default a guess."

@@ -13,12 +13,12 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from optimus.plan.architecture import Architecture
-from optimus.plan.held import Held, Kind, Where, held_by, kinds_of_shapes
+from optimus.plan.held import Held, Kind, Where, held_by, kinds_of_shapes, written
 from optimus.plan.machine import Machine
 from optimus.plan.pipeline import Live, live_microbatches, stages_of_ranks
 from optimus.plan.setting import Setting
 from optimus.plan.software import Software
-from optimus.plan.step import blocks_of_stages, counts_of, together
+from optimus.plan.step import SAVED, blocks_of_stages, counts_of, together
 
 _FRAGMENTS = 0.08  # share of a rank's memory that cannot be used
 _AHEAD = 2  # blocks whose whole parameters, or gradients, are there at a time where they are sharded
@@ -133,11 +133,12 @@ def activations_of(ranks: Sequence[Rank], kept: Activations, software: Software)
 def state_parts(
     held: Sequence[Held], setting: Setting, software: Software, counts: Mapping[Where, int]
 ) -> dict[str, float]:
-    """What is there at rest, and whole parameters and gradients while they are used."""
+    """What is there at rest, copies for checkpoints too, and whole parameters and gradients while they are used."""
     shards = ["none", "optimizer", "gradients", "parameters"].index(setting.shard)
     blocks = max(1, counts["dense"] + counts["sparse"])
     state = software.state - (4.0 if setting.precision == "fp32" else 0.0)  # parameters are then the master weights
-    parts = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "gathered": 0.0}
+    copied = SAVED * written(held, scattered=setting.saving.scattered) if setting.saving.copied else 0.0
+    parts = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "gathered": 0.0, "copies": copied}
     for each in held:
         part, block = each.elements / each.shared.size, each.elements / blocks * min(_AHEAD, blocks)
         parts["optimizer"] += 0.0 if "optimizer" in setting.offload else state * part

@@ -18,8 +18,8 @@ GRADIENT = {"float32": 4.0, "bfloat16": 2.0}  # bytes
 _MODULES = ("norm", "attention", "mlp", "moe", "block")
 
 
-def setting_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None, imbalance: float = 1.0) -> Setting:
-    """How `config` divides `ranks` ranks. Raises `UserError` when it cannot."""
+def setting_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None, given: Given | None = None) -> Setting:
+    """How `config` divides `ranks` ranks, of which it is `given` what `given_of` says. Raises `UserError` when it cannot."""
     mesh = mesh_of(config, ranks, ranks_per_node)
     parallel, state, train = config.parallel, config.state, config.train
     return Setting(
@@ -37,13 +37,14 @@ def setting_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None,
         recompute_every=config.recompute_every,
         divided_vocabulary=parallel.vocabulary,
         blocks=tuple(parallel.blocks or blocks_of(config.model, parallel.stages, divided=parallel.vocabulary)),
-        **given_of(config, imbalance)._asdict(),
+        **(given or given_of(config))._asdict(),
     )
 
 
-def given_of(config: RunConfig, imbalance: float = 1.0) -> Given:
-    """What `config` says and the search leaves as it is."""
+def given_of(config: RunConfig, imbalance: float = 1.0, *, on_host: bool = False) -> Given:
+    """What `config` says and the search leaves as it is. `on_host`: the ranks' memory is the host's."""
     checkpoint = config.checkpoint
+    copied = on_host and checkpoint.asynchronous
     return Given(
         PRECISION[config.train.precision],
         imbalance,
@@ -51,7 +52,7 @@ def given_of(config: RunConfig, imbalance: float = 1.0) -> Given:
         config.parallel.context_method == "ulysses",
         config.state.release,
         config.recompute_collectives == "repeat",
-        Saving(checkpoint.every, checkpoint.weights_every, checkpoint.asynchronous, checkpoint.scattered),
+        Saving(checkpoint.every, checkpoint.weights_every, checkpoint.asynchronous, checkpoint.scattered, copied),
     )
 
 

@@ -13,12 +13,14 @@ Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"]
 
 class Saving(NamedTuple):
     """Checkpoints: steps between full ones and between those of the weights alone (None: there are none), whether they are
-    written beside the training, and whether ranks that hold the same share the writing."""
+    written beside the training, whether ranks that hold the same share the writing, and whether the copies that are then
+    written lie in the ranks' own memory."""
 
     every: int | None = None
     weights_every: int | None = None
     asynchronous: bool = False
     scattered: bool = True
+    copied: bool = False
 
 
 NO_CHECKPOINTS = Saving()

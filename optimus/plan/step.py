@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from optimus.pipeline.stages import Weights, divide
 from optimus.plan.architecture import Architecture
 from optimus.plan.collectives import transfer_seconds
-from optimus.plan.held import Held, Kind, Where, held_by, kinds_of_shapes
+from optimus.plan.held import Held, Kind, Where, held_by, kinds_of_shapes, written
 from optimus.plan.machine import Machine
 from optimus.plan.pipeline import StageTimes, least_seconds, pipeline_seconds, stages_of_ranks
 from optimus.plan.setting import Setting
@@ -24,7 +24,7 @@ from optimus.plan.work import Passes, Terms, Work, add
 # Share that collectives take from the computing that hides them: 16 to 24 of a GPU's 108 to 148 cores, and memory traffic.
 _CONTENTION = 0.2
 _TOKEN = 8  # bytes of it on the way to the device
-_STATE = 12  # bytes of a parameter in a checkpoint: master weight and moments
+SAVED = 12  # bytes of a parameter in a checkpoint: master weight and moments
 
 
 @dataclass(frozen=True)
@@ -333,12 +333,12 @@ def _saving(work: Work, held: Sequence[Held], step: float) -> float:
     the file system; at the latest when the next is due (`checkpoint.saving`)."""
     saving, machine = work.setting.saving, work.machine
     seconds = 0.0
-    for every, size in ((saving.every, _STATE), (saving.weights_every, work.e)):
+    for every, size in ((saving.every, SAVED), (saving.weights_every, work.e)):
         if every is not None:
-            own = size * sum(each.elements / (each.replicas if saving.scattered else each.shared).size for each in held)
-            written = own * machine.ranks_per_node / machine.host.storage
+            own = size * written(held, scattered=saving.scattered)
+            writing = own * machine.ranks_per_node / machine.host.storage
             beside = every * step if saving.asynchronous else 0.0
-            seconds += (own / machine.host.link + max(0.0, written - beside)) / every
+            seconds += (own / machine.host.link + max(0.0, writing - beside)) / every
     return seconds
 
 

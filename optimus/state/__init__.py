@@ -3,6 +3,18 @@
 from optimus.state.boxes import Box, boxes
 from optimus.state.loading import Send, load_boxes
 from optimus.state.model_state import ModelState
-from optimus.state.plan import bytes_by_kind, divisions, plan_chunks, writers
+from optimus.state.plan import bytes_by_kind, divisions, elements_written, plan_chunks, plan_stages, writers
 
-__all__ = ["Box", "ModelState", "Send", "boxes", "bytes_by_kind", "divisions", "load_boxes", "plan_chunks", "writers"]
+__all__ = [
+    "Box",
+    "ModelState",
+    "Send",
+    "boxes",
+    "bytes_by_kind",
+    "divisions",
+    "elements_written",
+    "load_boxes",
+    "plan_chunks",
+    "plan_stages",
+    "writers",
+]

@@ -14,7 +14,7 @@ from optimus.mesh import Layout
 from optimus.optim.adamw import AdamW
 from optimus.state.chunk import Chunk
 from optimus.state.gathering import Gathering
-from optimus.state.plan import ChunkPlan, divisions, plan_chunks, writers
+from optimus.state.plan import ChunkPlan, divisions, plan_stages, writers
 
 _REDUCING = 2  # chunks whose long gradient buffers may be on their way to the other ranks at once
 
@@ -61,13 +61,8 @@ class ModelState:
                 started=self._limit_reductions,
             )
 
-        stages: dict[int, dict[str, Layout]] = {}
-        for name, layout in layouts.items():
-            stages.setdefault(stage_of(name), {})[name] = layout
-        self._of_stage = {
-            stage: [make(plan) for plan in plan_chunks(those, groups.mesh, groups.rank, options)]
-            for stage, those in sorted(stages.items())
-        }
+        stages = plan_stages(layouts, groups.mesh, groups.rank, options, stage_of)
+        self._of_stage = {stage: [make(plan) for plan in plans] for stage, plans in stages.items()}
         self.chunks = [chunk for chunks in self._of_stage.values() for chunk in chunks]
         _replace_parameters(module, dict(made for chunk in self.chunks for made in chunk.make_parameters()))
         # Else every rank has every gradient, and finds the same norm by itself.

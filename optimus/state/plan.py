@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -133,6 +133,19 @@ def plan_chunks(layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: S
     return sorted(plans, key=lambda plan: first[plan.slots[0].name])
 
 
+def plan_stages(
+    layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, stage_of: Callable[[str], int]
+) -> dict[int, list[ChunkPlan]]:
+    """The chunks of each stage of a pipeline on `rank`, by `stage_of` a parameter's name: no chunk is of two stages.
+
+    Raises `UserError` as `plan_chunks` does.
+    """
+    stages: dict[int, dict[str, Layout]] = {}
+    for name, layout in layouts.items():
+        stages.setdefault(stage_of(name), {})[name] = layout
+    return {stage: plan_chunks(those, mesh, rank, options) for stage, those in sorted(stages.items())}
+
+
 def lay_out(sizes: Sequence[int], limit: int) -> list[list[tuple[int, int, int]]]:
     """(number, start, end) of each parameter of the given sizes, by chunk of at most `limit` elements.
 
@@ -230,6 +243,23 @@ def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateCon
     section 4: DP-scattered, where part m is written by rank m % DP of those that have it); else the first. All ranks of a
     stage have other parts of the same chunks, so that each of them knows what the others will write.
     """
+    found, _ = _shared_writing(plans, mesh, rank, options, scattered)
+    return found
+
+
+def elements_written(
+    plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool
+) -> Counter[int]:
+    """Elements that each rank of the stage of `rank`, whose chunks are `plans`, writes into a checkpoint."""
+    stage = mesh.coordinate(rank, "pp")
+    _, of_rank = _shared_writing(plans, mesh, rank, options, scattered)
+    return Counter({each: size for each, size in of_rank.items() if mesh.coordinate(each, "pp") == stage})
+
+
+def _shared_writing(
+    plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, scattered: bool
+) -> tuple[list[int], Counter[int]]:
+    """(the writer of each chunk of `rank`, the elements that each rank of its stage writes)."""
     stage, found = mesh.coordinate(rank, "pp"), [0] * len(plans)
     known: dict[tuple[tuple[str, ...], tuple[str, ...]], list[list[int]]] = {}
     of_node, of_rank = Counter[int](), Counter[int]()  # elements to write
@@ -249,7 +279,7 @@ def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateCon
             of_rank[writer] += plan.length
             if rank in ranks:
                 found[number] = writer
-    return found
+    return found, of_rank
 
 
 def _on_stage(mesh: Mesh, ranks: Sequence[int], stage: int) -> bool:

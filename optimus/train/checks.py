@@ -2,6 +2,8 @@
 
 import math
 import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,13 +16,14 @@ from optimus.config import ModelConfig, RunConfig, load_config
 from optimus.data import Shards
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
-from optimus.model import Transformer
+from optimus.mesh import Mesh
 from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory
 from optimus.observe.wandb import check_wandb
-from optimus.state import bytes_by_kind, plan_chunks
+from optimus.state import bytes_by_kind, elements_written
+from optimus.state.plan import ChunkPlan
 from optimus.train.pipeline import schedule_of
-from optimus.train.run import DTYPES, Run, fingerprint, layouts_of, mesh_of
+from optimus.train.run import DTYPES, Run, fingerprint, mesh_of, planned_chunks, ranks_per_node, sharers
 from optimus.train.step import accumulate_gradients
 
 
@@ -103,21 +106,49 @@ def _check_resumable(config: RunConfig, folder: Path, shards: Shards) -> None:
         raise UserError(f"train.output: {folder} is the folder of a run of another model: choose another train.output")
 
 
-def check_memory(config: RunConfig, device: torch.device, ranks: int) -> None:
-    """Raise `UserError` when parameters, gradients and optimizer state alone do not fit into the free memory."""
-    total = count_parameters(config.model).total
-    each = sum(state_bytes(config, ranks, 0).values())
-    sharers = ranks if device.type == "cpu" else 1
-    copies = 12 * total if config.checkpoint.asynchronous and device.type == "cpu" else 0  # each part has one writer
-    needed, free = each * sharers + copies, free_memory(device)
+def check_memory(config: RunConfig, device: torch.device, ranks: int, per_node: int | None = None) -> None:
+    """Raise `UserError` when parameters, gradients and optimizer state alone do not fit into the free memory.
+
+    On an accelerator those of the fullest stage; on a CPU those of all ranks of the fullest node. `per_node`: ranks of a
+    node where the launcher has not said it yet; by default all are on this machine.
+    """
+    mesh = mesh_of(config, ranks, per_node or ranks_per_node(ranks))
+    stages = planned_chunks(config, mesh, mesh.group(0, ("pp",)))
+    held = [sum(_at_rest(config, plans).values()) for plans in stages]
+    together, copies = sharers(mesh, device), 0.0
+    if device.type == "cpu":
+        written = _written(config, mesh, stages) if config.checkpoint.asynchronous else Counter[int]()
+        each, copies = max(_of_nodes(mesh, held, written), key=sum)
+    else:
+        each = max(held)
+    total, needed, free = count_parameters(config.model).total, each + copies, free_memory(device)
     if needed > free:
+        where = f", {together} ranks" if together > 1 else ", on the fullest rank" if ranks > 1 else ""
         raise UserError(
-            f"the state of this model ({total / 1e9:.2f} B parameters, {each / total:.3g} bytes each"
-            f"{f', {sharers} ranks' if sharers > 1 else ''}{', and 12 to be copied for checkpoints' if copies else ''}) "
+            f"the state of this model ({total / 1e9:.2f} B parameters, {each / together / total:.3g} bytes each"
+            f"{where}{f', and {copies / total:.3g} to be copied for checkpoints' if copies else ''}) "
             f"needs {_gib(needed)}, but {device} has {_gib(free)} free: "
             f"{'set checkpoint.asynchronous=false, ' if copies else ''}"
-            "choose a smaller model, state.gradient_dtype=bfloat16, a state.shard over more ranks, or another machine"
+            "choose a smaller model, state.gradient_dtype=bfloat16, a state.shard over more ranks, more stages "
+            "(parallel.pipeline), or another machine"
         )
+
+
+def _written(config: RunConfig, mesh: Mesh, stages: Sequence[Sequence[ChunkPlan]]) -> Counter[int]:
+    """Elements whose state each rank writes, as each part has one writer."""
+    found = Counter[int]()
+    for rank, plans in zip(mesh.group(0, ("pp",)), stages):
+        found += elements_written(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)
+    return found
+
+
+def _of_nodes(mesh: Mesh, held: Sequence[int], written: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """Of each node: bytes of the state of its ranks, of which those of a stage hold the same, and of its copies."""
+    node = mesh.ranks_per_node or mesh.size
+    for first in range(0, mesh.size, node):
+        ranks = range(first, min(first + node, mesh.size))
+        copies = 12 * sum(written.get(rank, 0) for rank in ranks)  # fp32 weights and both moments
+        yield sum(held[mesh.coordinate(rank, "pp")] for rank in ranks), copies
 
 
 def state_bytes(config: RunConfig, ranks: int, rank: int) -> dict[str, int]:
@@ -126,9 +157,10 @@ def state_bytes(config: RunConfig, ranks: int, rank: int) -> dict[str, int]:
     Planned on meta tensors: no memory and no process group, for any number of ranks. Raises `UserError` when the
     parameters cannot be divided as configured.
     """
-    with torch.device("meta"):
-        layouts = layouts_of(Transformer(config.model), config)
-    plans = plan_chunks(layouts, mesh_of(config, ranks), rank, config.state)
+    return _at_rest(config, planned_chunks(config, mesh_of(config, ranks), [rank])[0])
+
+
+def _at_rest(config: RunConfig, plans: Sequence[ChunkPlan]) -> dict[str, int]:
     return bytes_by_kind(plans, DTYPES[config.train.precision], DTYPES[config.state.gradient_dtype])
 
 
@@ -154,18 +186,14 @@ def dry_run(run: Run) -> str:
             "shorten train.context, or recompute some activations (recompute: [norm, attention, ...])"
         ) from None
     needed = one * micro_batch
-    if run.device.type == "cpu" and needed * run.groups.world.size > free:
+    if run.device.type == "cpu" and needed * sharers(run.groups.mesh, run.device) > free:
         raise UserError(_too_large(needed, free, one, run))
     try:
         if run.device.type != "cpu":
             accumulate_gradients(run.model, run.state, tokens, run.config)
     except torch.OutOfMemoryError:
         raise UserError(_too_large(needed, free, one, run)) from None
-    at_rest = bytes_by_kind(
-        [chunk.plan for chunk in run.state.chunks],
-        DTYPES[run.config.train.precision],
-        DTYPES[run.config.state.gradient_dtype],
-    )
+    at_rest = _at_rest(run.config, [chunk.plan for chunk in run.state.chunks])
     kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in at_rest.items() if size)
     return f"memory per rank: {kinds}, activations of a microbatch {_gib(needed)}; {_gib(free)} free"
 
@@ -192,7 +220,7 @@ def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
 
 
 def _too_large(needed: int, free: int, one: int, run: Run) -> str:
-    fitting = free // max(1, one * (run.groups.world.size if run.device.type == "cpu" else 1))
+    fitting = free // max(1, one * sharers(run.groups.mesh, run.device))
     fitting = min(fitting, run.config.train.micro_batch - 1)  # an accelerator runs out by what lives for a moment, too
     cure = f"set train.micro_batch to at most {fitting}" if fitting else "shorten train.context"
     return (

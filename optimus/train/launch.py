@@ -101,8 +101,11 @@ def train(
     return _summary(Path(tree.train.output))
 
 
-def check_run(config: RunConfig, ranks: int, resume: bool) -> Shards:
-    """Raise `UserError` for whatever would keep `ranks` ranks from running; returns the data."""
+def check_run(config: RunConfig, ranks: int, resume: bool, per_node: int | None = None) -> Shards:
+    """Raise `UserError` for whatever would keep `ranks` ranks from running; returns the data.
+
+    `per_node` of them are on each node, where no launcher has said it yet; by default all are on this machine.
+    """
     device = find_device(config.train.device, "train.device")
     shards = Shards(config.data.path)
     shards.check_model(config.train.context, config.model.vocab)
@@ -110,7 +113,7 @@ def check_run(config: RunConfig, ranks: int, resume: bool) -> Shards:
     checks.check_references(config, resume)
     if int(os.environ.get("RANK", "0")) == 0:
         checks.check_output(config, resume, shards)
-    checks.check_memory(config, device, ranks)
+    checks.check_memory(config, device, ranks, per_node)
     return shards
 
 

@@ -53,7 +53,7 @@ def launch(
     """
     ranks = _count(nodes, spares, ranks_per_node)
     tree = with_microbatches(load_config(config, overrides, read_model_folder), ranks)
-    check_run(tree, ranks, resume=True)
+    check_run(tree, ranks, resume=True, per_node=ranks_per_node)
     if inject is not None:
         _read_plan(inject, ranks)
     name_interface(own_address(rendezvous))

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from optimus.parallel.tensor import set_tensor_parallel
 from optimus.parallel.tokens import set_tokens
 from optimus.parallel.vocabulary import set_vocabulary
 from optimus.pipeline.staged import Staged, keep_stages
-from optimus.state import ModelState, divisions
-from optimus.train.pipeline import cut_of, stages_of, tied_ends
+from optimus.state import ModelState, divisions, plan_chunks, plan_stages
+from optimus.state.plan import ChunkPlan
+from optimus.train.pipeline import cut_of, placement_of, stages_of, tied_ends
 from optimus.train.recomputation import find_recomputation
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -120,6 +122,37 @@ def layouts_of(model: Transformer, config: RunConfig) -> dict[str, Layout]:
     )
 
 
+def sharers(mesh: Mesh, device: torch.device) -> int:
+    """Ranks that take their memory from that of `device`: on a CPU all of a node."""
+    return min(mesh.size, mesh.ranks_per_node or mesh.size) if device.type == "cpu" else 1
+
+
+def planned_chunks(config: RunConfig, mesh: Mesh, ranks: Sequence[int]) -> list[list[ChunkPlan]]:
+    """The chunks that `build_model` makes on each of `ranks`, of its stages alone; without memory or a process group.
+
+    Raises `UserError` when the parameters cannot be divided as configured.
+    """
+    _, layouts = _on_meta(config)
+    cut, place = cut_of(config, mesh, ranks[0]), placement_of(config)
+
+    def of(rank: int) -> list[ChunkPlan]:
+        if cut is None:
+            return plan_chunks(layouts, mesh, rank, config.state)
+        own = cut._replace(here=place.stages_of(mesh.coordinate(rank, "pp")))
+        here = {name: each for name, each in layouts.items() if own.keeps(name, config.model.tie_embeddings)}
+        stages = plan_stages(here, mesh, rank, config.state, own.stage_here)
+        return [plan for plans in stages.values() for plan in plans]
+
+    return list(map(of, ranks))
+
+
+def _on_meta(config: RunConfig) -> tuple[Transformer, dict[str, Layout]]:
+    """The whole model, without memory, and the layouts of its parameters."""
+    with torch.device("meta"):
+        model = Transformer(config.model, config.moe.routing)
+    return model, layouts_of(model, config)
+
+
 def build_model(
     config: RunConfig, device: torch.device, groups: Groups, notes: list[str] | None = None
 ) -> tuple[Transformer | Staged, ModelState]:
@@ -128,10 +161,8 @@ def build_model(
     What has been chosen for the user is added to `notes`. All ranks must call. Raises `UserError` when the parameters cannot
     be divided as configured, or their activations do not fit the budget.
     """
-    free = free_memory(device) // (groups.world.size if device.type == "cpu" else 1)
-    with torch.device("meta"):
-        model = Transformer(config.model, config.moe.routing)
-    layouts = layouts_of(model, config)
+    free = free_memory(device) // sharers(groups.mesh, device)
+    model, layouts = _on_meta(config)
     cut = cut_of(config, groups.mesh, groups.rank)
     if cut is not None:
         for layout in layouts.values():  # groups of all stages, which all ranks must make in the same order

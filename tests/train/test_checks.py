@@ -19,6 +19,7 @@ import optimus
 from optimus.checkpoint import list_checkpoints, read_description
 from optimus.config import load_config
 from optimus.observe.metrics import read_metrics
+from optimus.testing import run_ranks
 from optimus.train import checks
 from optimus.train.checkpoints import build_run
 
@@ -407,3 +408,77 @@ def test_initial_weights_of_another_model_are_refused_by_the_check(small_run: di
         checkpoint={"initial": small_run["train"]["output"]},
     )
     assert message(other, check=True).endswith("is of another model: hidden is 32 there and 64 here")
+
+
+# ---- Stages and nodes ----
+
+
+def staged_config(folder: Path, **sections: Any) -> Any:
+    shape = {"family": "olmo", "hidden": 256, "layers": 8, "heads": 4, "intermediate": 1024, "vocab": 1024}
+    train = {"output": "x", "steps": 9, "global_batch": 16, "micro_batch": 1, "context": 32}
+    return load_config({"model": shape, "data": {"path": str(folder)}, "train": train, **sections})
+
+
+def least_free(monkeypatch: pytest.MonkeyPatch, config: Any, device: torch.device, *ranks: int) -> int:
+    """The fewest bytes free with which the check passes."""
+    low, high = 0, 1 << 40
+    while high - low > 1:
+        middle = (low + high) // 2
+        with_free_memory(monkeypatch, lambda middle=middle: middle)
+        try:
+            checks.check_memory(config, device, *ranks)
+            high = middle
+        except optimus.UserError:
+            low = middle
+    return high
+
+
+ACCELERATOR = torch.device("meta")  # whatever is no CPU
+
+
+@pytest.mark.parametrize("schedule", [{}, {"schedule": "interleaved-1f1b", "stages_per_rank": 2}, {"schedule": "zbv"}])
+def test_a_rank_of_a_pipeline_needs_room_for_its_stages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, schedule: dict[str, Any]
+) -> None:
+    """On an accelerator for the fullest rank's, on a node of CPUs for those of its ranks."""
+    one = least_free(monkeypatch, staged_config(tmp_path), ACCELERATOR, 1)
+    stages = {"stages_per_rank": 2} if schedule.get("schedule") == "zbv" else {}
+    config = staged_config(tmp_path, parallel={"pipeline": 4, **schedule, **stages})
+    held = [sum(checks.state_bytes(config, 4, rank).values()) for rank in range(4)]
+    assert least_free(monkeypatch, config, ACCELERATOR, 4) == max(held)
+    assert max(held) < 0.4 * one
+    cpu = torch.device("cpu")
+    assert least_free(monkeypatch, config, cpu, 4) == sum(held) == pytest.approx(one, rel=0.01)
+    assert least_free(monkeypatch, config, cpu, 4, 1) == max(held)
+    assert least_free(monkeypatch, config, cpu, 4, 2) == max(held[0] + held[1], held[2] + held[3])
+
+
+@pytest.mark.parametrize("scattered", [True, False])
+def test_a_node_needs_room_for_its_own_ranks_and_their_copies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scattered: bool
+) -> None:
+    cpu, checkpoint = torch.device("cpu"), {"asynchronous": True, "scattered": scattered}
+    plain, copying = staged_config(tmp_path), staged_config(tmp_path, checkpoint=checkpoint)
+    one = least_free(monkeypatch, plain, cpu, 1)
+    copied = 12 * one // 18
+    assert least_free(monkeypatch, plain, cpu, 8) == 8 * one
+    assert least_free(monkeypatch, plain, cpu, 8, 2) == 2 * one
+    assert least_free(monkeypatch, copying, cpu, 8) == 8 * one + copied
+    found = least_free(monkeypatch, copying, cpu, 8, 2) - 2 * one
+    assert copied / 4 <= found <= (copied / 2 if scattered else copied)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # a launcher knows
+    assert least_free(monkeypatch, plain, cpu, 8) == 4 * one
+
+
+def bytes_of_a_stage(config: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
+    tree = load_config(config)
+    run = build_run(tree, torch.device("cpu"), resume=False)
+    return run.state.bytes_by_kind(), checks.state_bytes(tree, run.groups.world.size, run.groups.rank)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_stages_of_a_rank_need_what_the_check_says(small_run: dict[str, Any], tied: bool) -> None:
+    parallel = {"pipeline": 2, "schedule": "interleaved-1f1b", "stages_per_rank": 2}
+    config = edited(small_run, model={"layers": 4, "tie_embeddings": tied}, parallel=parallel)
+    for held, said in run_ranks(bytes_of_a_stage, 2, config):
+        assert held == said

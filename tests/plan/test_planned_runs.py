@@ -1,0 +1,69 @@
+"""What `optimus plan` writes can be started: it passes the checks before a run on the machine that was planned for."""
+
+import random
+import re
+
+import pytest
+import torch
+
+from optimus.config import RunConfig
+from optimus.errors import UserError
+from optimus.plan.asking import asked, configured
+from optimus.plan.machine import machine_names
+from optimus.plan.question import Question
+from optimus.plan.report import planned
+from optimus.plan.search import search
+from optimus.train import checks
+
+MODELS: dict[str, list[int]] = {  # presets, and numbers of ranks on which they fit somewhere
+    "mula-tiny": [1, 2, 4, 8, 16],
+    "mula-tiny-moe": [1, 2, 4, 8, 16],
+    "mula-1b": [4, 8, 16, 64],
+    "mula-7b-a1b": [16, 32],
+}
+CHOICES: dict[str, list[str]] = {
+    "train.precision": ["bfloat16", "float32"],
+    "state.gradient_dtype": ["float32", "bfloat16"],
+    "train.context": ["512", "2048"],
+    "checkpoint.asynchronous": ["false", "true"],
+    "checkpoint.scattered": ["true", "false"],
+    "model.tie_embeddings": ["false", "true"],
+    "parallel.overlap": ["true", "false"],
+    "moe.dispatch": ["alltoall", "allgather"],
+}
+
+
+def check(monkeypatch: pytest.MonkeyPatch, config: RunConfig, question: Question) -> None:
+    """What `optimus train --check` checks of a layout, with the memory of the machine in place of this one's."""
+    machine = question.machine
+    node = min(question.ranks, machine.ranks_per_node)
+    device = torch.device("cpu" if machine.host.shared else "meta")  # any that is no CPU
+    free = machine.memory * (node if machine.host.shared else 1)
+    monkeypatch.setattr(checks, "free_memory", lambda _: int(free))
+    checks.check_ranks(config, question.ranks)
+    checks.check_memory(config, device, question.ranks, node)
+
+
+def drawn(seed: int) -> tuple[RunConfig, Question] | None:
+    """A question; None where nothing fits. The memory is often hardly enough."""
+    draw = random.Random(seed)
+    model, machine = draw.choice(list(MODELS)), draw.choice(["laptop", *machine_names()])
+    ranks = draw.choice(MODELS[model])
+    rest = [f"{key}={draw.choice(values)}" for key, values in CHOICES.items() if draw.random() < 0.4]
+    changes = [f"memory=x{draw.choice([0.05, 0.1, 0.3, 1])}"] if draw.random() < 0.7 else []
+    try:
+        config = configured(model, [*rest, "train.global_batch=64"], ranks)
+        question, _ = asked(config, machine, ranks, changes, draw.choice([1.0, 1.5]))
+        return planned(search(question, best=1)[0], config), question
+    except UserError as error:
+        if re.search("nothing fits|do not fill nodes|has no .* arithmetic", str(error)):
+            return None
+        raise
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_planned_passes_the_checks_of_a_run(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    for number in range(4 * seed, 4 * seed + 4):
+        found = drawn(number)
+        if found is not None:
+            check(monkeypatch, *found)
