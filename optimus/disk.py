@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from optimus.errors import UserError, how_to_install
+from optimus.errors import UserError
 
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)
 
@@ -52,10 +52,6 @@ def sync(path: Path) -> None:
 def check_plot(given: Path) -> Path:
     """Where the plot goes. Raises `UserError` where none can be made: to be asked before minutes of work."""
     path = user_path(given)
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UserError(f"--plot needs matplotlib: {how_to_install('bench')}, or leave --plot out") from error
     if path.suffix != ".png":
         raise UserError(f"--plot {path}: give the name of a .png file")
     if not path.absolute().parent.is_dir():

@@ -90,6 +90,32 @@ def test_the_kernels_know_torch_only() -> None:
             assert room(module) in (None, "kernels", *BELOW_ALL), f"{file}:{line} imports {module}"
 
 
+def declared(section: str) -> set[str]:
+    """The packages that a list in pyproject.toml names, as they are imported."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    listed = re.search(rf"^{section} = \[(.*?)\]$", text, re.DOTALL | re.MULTILINE)
+    assert listed is not None
+    names = re.findall(r'"([a-z-]+)[>=;"]', listed[1])
+    return {{"pyyaml": "yaml"}.get(name, name).replace("-", "_") for name in names}
+
+
+def test_what_is_imported_is_installed() -> None:
+    """All but what is asked for before use, by the extra that has it."""
+    installed = declared("dependencies") | {"optimus", "triton", *sys.stdlib_module_names}  # torch brings its triton
+    extras = {
+        "evaluate": "evaluate", "hub/drop_in.py": "evaluate", "observe": "wandb",
+        "bench": "bench",
+    }  # fmt: skip
+    missing = []
+    for file in files():
+        name = file.relative_to(PACKAGE).as_posix()
+        extra = next((declared(extra) for where, extra in extras.items() if name.startswith(where)), set())
+        if not name.startswith(TESTING):
+            tops = {(line, module.split(".")[0]) for line, module in imports(file)}
+            missing += [f"{name}:{line} imports {top}" for line, top in sorted(tops) if top not in installed | extra]
+    assert not missing, "\n".join(missing)
+
+
 def cuda_uses(tree: ast.Module) -> Iterator[int]:
     """Lines that name the maker's device to the machine: an attribute or a name, or a text that is no prose.
 

@@ -6,7 +6,7 @@ reported at once, each with the path of its key and the nearest valid key.
 
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -159,13 +159,13 @@ def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
     elsewhere = [f"{name}.{key}" for name, field in root.model_fields.items() if key in _fields_of(field.annotation)]
     if elsewhere:
         return f"did you mean '{elsewhere[0]}'?"
-    hint = nearest(key, _section(section, root))
+    hint = nearest(key, keys_of_section(section, root))
     if "did you mean" in hint and section:
         return hint.replace("'", f"'{'.'.join(section)}.", 1)
     return hint
 
 
-def _section(path: list[str], root: type[BaseModel]) -> Iterable[str]:
+def keys_of_section(path: Sequence[str], root: type[BaseModel]) -> Iterable[str]:
     """The keys of the section at `path`; where keys are free, there is a section behind each."""
     node: typing.Any = root
     for name in path:

@@ -1,5 +1,4 @@
-"""Pictures of timelines, simulated or measured: as text for a terminal, and as a PNG (matplotlib, in the extra
-`bench`)."""
+"""Pictures of timelines, simulated or measured: as text for a terminal, and as a PNG."""
 
 from collections.abc import Mapping
 from math import floor
@@ -56,7 +55,7 @@ def draw(timelines: Mapping[str, Timeline], path: Path) -> None:
 
     Black edges mark all but the first stage of a rank.
 
-    Raises `UserError` without matplotlib, and when the file cannot be written.
+    Raises `UserError` when the file cannot be written.
     """
     path = check_plot(path)
     from matplotlib.figure import Figure

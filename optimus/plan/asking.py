@@ -17,7 +17,7 @@ from optimus.plan.question import Question, memory_in
 from optimus.plan.report import planned
 from optimus.plan.search import search
 from optimus.plan.setting import Setting
-from optimus.plan.what_if import changed, checked
+from optimus.plan.what_if import changed_both, checked
 from optimus.train.pipeline import with_microbatches
 from optimus.train.recomputation import chosen_recomputation
 
@@ -52,8 +52,7 @@ def asked(
     if links is not None:
         network = kind.network.model_dump() | {"links": read_links(links)}
         kind = kind.model_copy(update={"network": checked(Network, network, str(links))})
-    ours = [change.removeprefix("software.") for change in changes if change.startswith("software.")]
-    kind = changed(kind, [change for change in changes if not change.startswith("software.")])
+    kind, software = changed_both(kind, software_of(config), changes)
     train = config.train
     question = Question(
         config.model,
@@ -62,7 +61,7 @@ def asked(
         train.global_batch,
         train.context,
         given_of(config, imbalance, on_host=kind.host.shared),
-        changed(software_of(config), ours),
+        software,
     )
     return question, lambda: _as_is(config, question)
 

@@ -9,6 +9,8 @@ import typer
 from optimus.disk import check_plot
 from optimus.errors import UserError
 
+_WIDTH = 100  # characters of the table
+
 
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Preset, Hugging Face folder, or YAML file of a run.")],
@@ -22,10 +24,16 @@ def plan(
     imbalance: Annotated[float, typer.Option(min=1, help="Tokens of the busiest rank's experts, to the mean.")] = 1.0,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(help="Change the machine or this library: network.bandwidth=x2, software.speed=0.8"),
+        typer.Option(
+            help="Change a figure of the machine's file, or of this library: network.bandwidth=x2, software.speed=0.8"
+        ),
     ] = None,
     links: Annotated[
-        Path | None, typer.Option(help="CSV file: bandwidth between each two nodes, bytes/s, where they differ.")
+        Path | None,
+        typer.Option(
+            help="Where nodes are not equally near: a CSV file with a line for each node, and in it that node's bandwidth "
+            "to each node, bytes/s, with commas between; no header; 0 to itself."
+        ),
     ] = None,
     explain: Annotated[int | None, typer.Option(min=1, help="Break down the plan in this row.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the first plan's configuration to this YAML file.")] = None,
@@ -33,6 +41,7 @@ def plan(
         str | None, typer.Option(help="Numbers of ranks: 384,768,... for a study of weak scaling.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="With --scale: draw it to this PNG file.")] = None,
+    wide: Annotated[bool, typer.Option("--wide", help="A table with all columns, wider than 100 characters.")] = False,
     dry_run: Annotated[int | None, typer.Option(help="Build this rank's part without memory, and count it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -62,6 +71,7 @@ def plan(
     if output is not None:
         report.write_config(plans[0], config, output)
     result: dict[str, Any] = {"plans": [report.as_json(each) for each in plans]}
+    rows = report.scaled_rows(points, wide=wide) if numbers else report.rows_of(plans, wide=wide)
     if numbers:
         result["scaling"] = [{"ranks": point.ranks, "efficiency": point.efficiency} for point in points]
         if plot is not None:
@@ -69,23 +79,19 @@ def plan(
     if as_json:
         print(json.dumps(result, indent=2))
         return
-    _print(question, plans, result.get("scaling"))
+    _print(question, rows, None if wide else _WIDTH)
     if explain is not None:
         if explain > len(plans):
             raise UserError(f"--explain {explain}: there are {len(plans)} rows")
         print(report.explained(plans[explain - 1]))
 
 
-def _print(question: Any, plans: Sequence[Any], scaled: Sequence[dict[str, Any]] | None) -> None:
+def _print(question: Any, rows: Sequence[dict[str, Any]], width: int | None) -> None:
     from optimus.observe.table import print_table
-    from optimus.plan import report
 
-    rows = report.rows_of(plans)
-    for row, point in zip(rows, scaled or ()):
-        row[""] = f"{point['ranks']:,}"
-        row["efficiency"] = f"{100 * point['efficiency']:.1f} %"
     batch = f"{question.global_batch:,} sequences of {question.context:,} tokens"
-    print_table(rows, f"{question.ranks:,} ranks of {question.machine.name}, {batch}, {question.given.precision}")
+    title = f"{question.ranks:,} ranks of {question.machine.name}, {batch}, {question.given.precision}"
+    print_table(rows, title, width)
 
 
 def _numbers(text: str) -> list[int]:
@@ -103,17 +109,24 @@ def _dry_run(question: Any, config: Any, setting: Any, rank: int, as_json: bool)
 
     from optimus.plan.dry_run import dry_run
     from optimus.plan.own import recomputed
-    from optimus.plan.report import planned
+    from optimus.plan.question import besides
+    from optimus.plan.report import planned, verdict
     from optimus.plan.search import search
 
     if setting is None:
-        config = planned(search(question, best=1)[0], config)
+        best = search(question, best=1)[0]
+        setting, config = best.setting, planned(best, config)
     else:
         config = config.model_copy(update=recomputed(setting))
     found = dry_run(config, question.ranks, rank, question.given.imbalance)
+    found |= besides(question, setting, rank)
+    total = sum(found.values())
+    fits, said = verdict(total, question.machine)
     if as_json:
-        print(json.dumps({"rank": rank, "bytes": {"total": sum(found.values()), **found}}, indent=2))
+        told = {"rank": rank, "bytes": {"total": total, **found}, "memory": question.machine.memory, "fits": fits}
+        print(json.dumps(told, indent=2))
         return
-    print(f"rank {rank} of {question.ranks} would hold {sum(found.values()) / 1e9:.2f} GB:")
+    print(f"rank {rank} of {question.ranks} would hold {total / 1e9:.2f} GB:")
     for name, value in found.items():
         print(f"  {name:<14}{value / 1e9:>10.2f} GB")
+    print(said)

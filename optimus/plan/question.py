@@ -9,7 +9,7 @@ from optimus.plan.architecture import Architecture
 from optimus.plan.held import Kind
 from optimus.plan.links import chained, in_order
 from optimus.plan.machine import Machine
-from optimus.plan.memory import Memory, memory_of
+from optimus.plan.memory import Memory, memory_of, memory_of_ranks
 from optimus.plan.own import OwnActivations, blocks_of, kinds_of
 from optimus.plan.setting import BY_DEFAULT, Given, Setting
 from optimus.plan.software import Software, load_software
@@ -126,6 +126,14 @@ def least_time_of(question: Question, setting: Setting, work: Work | None = None
     """Seconds that it takes at least, found sooner."""
     work = work or Work(question.architecture, setting, question.placed, question.software)
     return least_time(setting, question.kinds(setting), work)
+
+
+def besides(question: Question, setting: Setting, rank: int) -> dict[str, int]:
+    """Bytes of `rank` beside its own chunks and activations: whole parameters in use, and copies for checkpoints."""
+    kept = OwnActivations(question.model, setting)
+    ranks = memory_of_ranks(question.architecture, setting, question.software, question.kinds(setting), kept)
+    parts = ranks[setting.mesh.coordinate(rank, "pp")].parts
+    return {kind: int(parts[kind]) for kind in ("gathered", "copies") if parts[kind]}
 
 
 def memory_in(question: Question, setting: Setting) -> Memory:

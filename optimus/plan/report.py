@@ -10,8 +10,12 @@ from optimus.config.parallel import ParallelConfig
 from optimus.disk import user_path
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
+from optimus.plan.machine import Machine
+from optimus.plan.memory import room_of
 from optimus.plan.own import sections_of
 from optimus.plan.question import Plan
+from optimus.plan.scaling import Point
+from optimus.plan.setting import Setting
 
 _COSTS = 3  # named in a row
 # Of a configuration; what else its sections hold stays.
@@ -41,35 +45,83 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def rows_of(plans: Sequence[Plan]) -> list[dict[str, Any]]:
-    """One row per plan."""
-    return [_row(number, plan) for number, plan in enumerate(plans, start=1)]
+def rows_of(plans: Sequence[Plan], *, wide: bool = False) -> list[dict[str, Any]]:
+    """One row per plan: the layout by the axes that are longer than 1, or with `wide` a column for everything."""
+    row = _wide if wide else _short
+    return [row(number, plan) for number, plan in enumerate(plans, start=1)]
 
 
-def _row(number: int, plan: Plan) -> dict[str, Any]:
+def scaled_rows(points: Sequence[Point], *, wide: bool = False) -> list[dict[str, Any]]:
+    """One row per number of ranks; what is the same in all of them is in the first columns alone."""
+    rows = []
+    for point, row in zip(points, rows_of([point.plan for point in points], wide=wide)):
+        row["efficiency"] = f"{100 * point.efficiency:.1f} %"
+        if not wide:
+            row = {"": "", "layout": row["layout"], "tokens/s": _tokens(point.plan), **row}
+            del row["shard"], row["recompute"]
+        rows.append(row | {"": f"{point.ranks:,}"})
+    return rows
+
+
+def _short(number: int, plan: Plan) -> dict[str, Any]:
+    setting, mesh = plan.setting, plan.setting.mesh
+    stages = f" x{setting.stages_per_rank}" if setting.stages_per_rank > 1 else ""
+    side = f" /{mesh.pipeline_stride}" if mesh.pipeline_stride else ""
+    pipeline = f"pp{mesh.pp} {setting.schedule.removesuffix('-1f1b')}{stages}{side}" if mesh.pp > 1 else ""
+    sizes = {
+        "tp": _grid(mesh.tp_out, mesh.tp_in),
+        "cp": f"{mesh.cp}",
+        "ep": _grid(mesh.ep, mesh.etp),
+        "dp": f"{mesh.dp}",
+    }
+    axes = [f"{axis}{size}" for axis, size in sizes.items() if size != "1"]
+    return {
+        "": str(number),
+        "layout": ", ".join([pipeline] * bool(pipeline) + axes) or "one rank",
+        "batch": f"{setting.microbatches}x{setting.micro_batch}",
+        "shard": _sharding(setting),
+        "recompute": ", ".join(sorted(setting.recompute)) or "-",
+        "step_s": round(plan.step.seconds, 3),
+        "MFU": f"{100 * plan.utilisation:.1f} %",
+        "memory": f"{plan.memory.total / 1e9:.1f} GB",
+    }
+
+
+def _wide(number: int, plan: Plan) -> dict[str, Any]:
     setting, mesh = plan.setting, plan.setting.mesh
     pipeline = f"{mesh.pp} {setting.schedule}" if mesh.pp > 1 else "1"
     if setting.stages_per_rank > 1:
         pipeline += f" x{setting.stages_per_rank}"
     if mesh.pipeline_stride:
         pipeline += f" /{mesh.pipeline_stride}"
-    shard = setting.shard + (f" /{setting.shard_ranks}" if setting.shard_ranks else "")
     return {
         "": str(number),
         "pipeline": pipeline,
-        "tensor": f"{mesh.tp_out}x{mesh.tp_in}" if mesh.tp_in > 1 else str(mesh.tp_out),
+        "tensor": _grid(mesh.tp_out, mesh.tp_in),
         "context": mesh.cp,
-        "expert": f"{mesh.ep}x{mesh.etp}" if mesh.etp > 1 else str(mesh.ep),
+        "expert": _grid(mesh.ep, mesh.etp),
         "data": mesh.dp,
         "batch": f"{setting.microbatches} x {setting.micro_batch}",
-        "shard": shard,
+        "shard": _sharding(setting),
         "recompute": ", ".join(sorted(setting.recompute)) or "-",
         "step_s": round(plan.step.seconds, 3),
-        "tokens/s": f"{plan.tokens_per_second:,.0f}",
+        "tokens/s": _tokens(plan),
         "utilisation": f"{100 * plan.utilisation:.1f} %",
         "memory": f"{plan.memory.total / 1e9:.1f} GB",
         "most time": _largest(plan),
     }
+
+
+def _grid(outer: int, inner: int) -> str:
+    return f"{outer}x{inner}" if inner > 1 else str(outer)
+
+
+def _sharding(setting: Setting) -> str:
+    return setting.shard + (f" /{setting.shard_ranks}" if setting.shard_ranks else "")
+
+
+def _tokens(plan: Plan) -> str:
+    return f"{plan.tokens_per_second:,.0f}"
 
 
 def _largest(plan: Plan) -> str:
@@ -95,6 +147,14 @@ def explained(plan: Plan) -> str:
             f"nodes, as the matrix counts them from 0, in this order: {' '.join(map(str, plan.question.nodes))}"
         )
     return "\n".join(lines)
+
+
+def verdict(size: float, machine: Machine) -> tuple[bool, str]:
+    """(whether so many bytes fit on a rank of `machine`, the same in words)."""
+    room, memory = room_of(machine), machine.memory
+    fits = size <= room
+    left = "" if fits or size > memory else f" ({room / 1e9:.3g} GB of them can be used; fragments waste the rest)"
+    return fits, f"{size / 1e9:.3g} GB on {memory / 1e9:.3g} GB{left}: {'fits' if fits else 'does not fit'}"
 
 
 def write_config(plan: Plan, config: RunConfig, path: Path) -> None:

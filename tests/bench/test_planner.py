@@ -173,14 +173,7 @@ def test_other_folders_and_the_form_of_the_report(tables: Path, tmp_path: Path) 
     lines = (tables / "nemo_megatron_bridge.csv").read_text(encoding="utf-8").splitlines()
     (data / "nemo_megatron_bridge.csv").write_text("\n".join(lines[:40]), encoding="utf-8")
     (data / "unknown.csv").write_text("row_id,model,gpu\nunknown-1,GPT,a100\n", encoding="utf-8")
-    arguments = ["--data", str(data), "--output", str(report)]
-    try:
-        import matplotlib  # noqa: F401
-
-        arguments += ["--plot", str(plot)]
-    except ModuleNotFoundError:
-        plot = report
-    command(*arguments)
+    command("--data", str(data), "--output", str(report), "--plot", str(plot))
     found = json.loads(report.read_text(encoding="utf-8"))
     assert found["bench"] == "planner"
     assert found["sources"].keys() == {"internevo_7b", "nemo_megatron_bridge.dense", "nemo_megatron_bridge.moe"}

@@ -47,7 +47,6 @@ def test_text_keeps_every_label_whole_with_any_times() -> None:
 
 
 def test_a_picture_of_a_simulated_and_a_measured_timeline(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="plots need the extra `bench`")
     path = tmp_path / "t.png"
     measured = Timeline.of([Event(0, Kind.FORWARD, 0, 0, 7.0, 8.0), Event(1, Kind.BACKWARD, 1, 0, 8.0, 9.5)], 2)
     draw({"simulated": simulate(make_schedule("zbv", 3, 4))}, path)
@@ -57,12 +56,6 @@ def test_a_picture_of_a_simulated_and_a_measured_timeline(tmp_path: Path) -> Non
     assert alone[:4] == both[:4] == b"\x89PNG"
     heights = [int.from_bytes(content[20:24], "big") for content in (alone, both)]
     assert heights[1] > heights[0] + 100  # a second panel
-
-
-def test_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=r"--plot needs matplotlib: .*bench"):
-        draw({"x": simulate(make_schedule("gpipe", 2, 2))}, tmp_path / "t.png")
 
 
 def test_a_timeline_is_written_and_read(tmp_path: Path) -> None:
@@ -112,7 +105,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 def test_the_command_with_every_option(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib", reason="plots need the extra `bench`")
     trace, plot = tmp_path / "trace.json", tmp_path / "t.png"
     write_timeline(trace, simulate(make_schedule("gpipe", 2, 2)))
     words = ["interleaved-1f1b", "--stages-per-rank", 3, "--jitter", 0.2, "--link", 0.1, "--blocking", "--seed", 3]

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,40 @@ def test_a_table_and_what_one_row_is_made_of(plan: Callable[..., Any]) -> None:
     assert "4 ranks of laptop, 16 sequences of 32 tokens, bf16" in text
     assert "a step of 512 tokens takes " in text
     assert "4 ranks on 1 node" in text
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_table_fits_a_terminal(scaled: bool) -> None:
+    """However long what is in it is; all columns are for those who ask."""
+    parallel = ["data=96", "tensor=[4,2]", "expert=48", "pipeline=4", "schedule=interleaved-1f1b", "stages_per_rank=4"]
+    overrides = [*(f"parallel.{each}" for each in parallel), "parallel.pipeline_stride=384", "state.shard=parameters"]
+    overrides += ["state.shard_ranks=12", "recompute=[norm,attention,moe]"]
+    words = ["plan", "mula-100b-a7b", *overrides, "--machine", "aurora", "--ranks", "3072", "--as-is"]
+    words += ["--scale", "3072,12288"] if scaled else []
+    short, wide = (CliRunner().invoke(app, [*words, *more], catch_exceptions=False).output for more in ([], ["--wide"]))
+    assert max(map(len, short.splitlines())) <= 100
+    assert "…" not in short
+    assert all(word in short for word in ("interleaved", "/384", "tp4x2", "ep48", "dp96", "GB"))
+    columns = ["pipeline", "tensor", "context", "expert", "data", "batch", "shard", "recompute", "step s", "tokens/s"]
+    assert all(column in wide for column in [*columns, "utilisation", "memory", "most time"])
+
+
+@pytest.mark.parametrize(
+    ("memory", "fits", "verdict"),
+    [
+        ("4e9", True, r" GB on 4 GB: fits"),
+        ("1e8", False, r" GB on 0\.1 GB: does not fit"),
+        ("TOTAL", False, r" GB on .* GB \(.* GB of them can be used; fragments waste the rest\): does not fit"),
+    ],
+)
+def test_a_dry_run_ends_with_a_verdict(plan: Callable[..., Any], memory: str, fits: bool, verdict: str) -> None:
+    words = ["--as-is", "--dry-run", "0", "state.shard=parameters", "checkpoint.asynchronous=true"]
+    held = plan(*words)["bytes"]
+    assert held["gathered"] > 0
+    assert held["copies"] > 0
+    words += ["--what-if", f"memory={1.02 * held['total'] if memory == 'TOTAL' else memory}"]
+    assert plan(*words)["fits"] is fits
+    assert re.search(verdict, plan(*words, text=True).splitlines()[-1])
 
 
 def test_what_is_written_can_be_trained(plan: Callable[..., Any], tmp_path: Path) -> None:
@@ -203,8 +238,11 @@ def test_nodes_that_are_not_equally_near(plan: Callable[..., Any], tmp_path: Pat
     ("change", "message"),
     [
         ("memory", "is not of the form key.path=value"),
-        ("wires.bandwidth=x2", "there is no section 'wires' in it"),
-        ("network.bandwith=3", "did you mean 'network.bandwidth'"),
+        ("wires.bandwidth=x2", "there is no 'wires.bandwidth'; did you mean '[a-z]+.bandwidth'"),
+        ("network.bandwith=3", "there is no 'network.bandwith'; did you mean 'network.bandwidth'"),
+        ("network.bandwith=x3", "there is no 'network.bandwith'; did you mean 'network.bandwidth'"),
+        ("memory_bandwdth=x2", "there is no 'memory_bandwdth'; did you mean 'memory_bandwidth'"),
+        ("zzz=2", "there is no 'zzz'; valid: alone, arithmetic.bf16.achieved, "),
         ("memory=much", "much is no number, nor a factor such as x2"),
         ("memory=-1", "'memory' is -1.0"),
     ],
@@ -212,6 +250,12 @@ def test_nodes_that_are_not_equally_near(plan: Callable[..., Any], tmp_path: Pat
 def test_changes_that_make_no_sense(change: str, message: str) -> None:
     with pytest.raises(optimus.UserError, match=message):
         changed(load_machine("laptop"), [change])
+
+
+def test_changes_of_the_software_that_make_no_sense(plan: Callable[..., Any]) -> None:
+    for change, right in (("software.sped=x2", "software.speed"), ("speed=2", "software.speed")):
+        with pytest.raises(optimus.UserError, match=rf"there is no '{change[:-2].strip('=')}'; did you mean '{right}'"):
+            plan("--as-is", "--what-if", change)
 
 
 def test_bad_input(tmp_path: Path) -> None:
