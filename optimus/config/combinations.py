@@ -109,20 +109,20 @@ def check_pipeline(config: "RunConfig") -> None:
 
 
 def check_shapes(config: "RunConfig") -> None:
-    """Raise where heads, widths, vocabulary or sequences cannot be divided as asked."""
+    """Raise where heads, widths or sequences cannot be divided as asked."""
     model, parallel = config.model, config.parallel
     outputs, inputs = parallel.grid
-    divided = parallel.vocabulary and parallel.pipeline > 1
-    vocabulary, by = outputs * (parallel.pipeline if divided else 1), "parallel.tensor" + " x pipeline" * divided
     for name, size, parts, axis in (
         ("model.heads", model.heads, outputs, "parallel.tensor"),
-        ("model.vocab", model.vocab, vocabulary, by),
         ("model.hidden", model.hidden, inputs, "the inputs of parallel.tensor"),
         ("model.intermediate", model.intermediate if model.experts is None else 0, outputs, "parallel.tensor"),
     ):
         if size % parts:
-            cure = f"set it to {-(-size // parts) * parts}" if name == "model.vocab" else "choose a divisor"
-            raise ValueError(f"{name} {size} is not a multiple of {axis} {parts}: {cure}")
+            raise ValueError(f"{name} {size} is not a multiple of {axis} {parts}: choose a divisor")
+    divided = parallel.vocabulary and parallel.pipeline > 1
+    parts, by = outputs * (parallel.pipeline if divided else 1), "parallel.tensor" + " x pipeline" * divided
+    if model.vocab < parts:
+        raise ValueError(f"model.vocab {model.vocab} is less than {by} {parts}: every rank needs a token")
     context, cp = config.train.context, parallel.context
     pieces = 2 * cp if parallel.context_method == "ring" and cp > 1 else cp
     if context % pieces:

@@ -23,7 +23,10 @@ class ModelConfig(Section):
     layers: int = Field(gt=0, description="Number of transformer blocks.")
     heads: int = Field(gt=0, description="Attention heads; hidden / heads is the head size, an even number.")
     intermediate: int = Field(gt=0, description="Width of the feed-forward layer, of each expert for olmoe.")
-    vocab: int = Field(gt=0, description="Rows of the embedding; at least the tokenizer's vocabulary.")
+    vocab: int = Field(
+        gt=0,
+        description="Rows of the embedding; at least the tokenizer's vocabulary. Ranks need not divide it evenly.",
+    )
     experts: int | None = Field(None, gt=0, description="Experts per block (olmoe only).")
     experts_per_token: int | None = Field(None, gt=0, description="Experts that each token chooses (olmoe only).")
     renormalise: bool = Field(

@@ -30,6 +30,7 @@ class VocabularyPart(Protocol):
     """Which rows of the weight are here, and what connects them with the others."""
 
     first: int  # the token of the first row
+    largest: int  # rows that the device with most of them has
 
     def complete(self, logits_TV: Tensor) -> None:
         """Add, in place, what devices that have other columns of x and the same rows of the weight find for them."""
@@ -78,7 +79,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with_gradients: bool,
     ) -> Tensor:
         wide = compute_dtype(x_TH.dtype)
-        block = block_rows(len(w_VH))
+        block = block_rows(len(w_VH) if part is None else part.largest)  # the parts meet after every block
         total = torch.zeros((), dtype=wide, device=x_TH.device)
         x_grad = torch.empty_like(x_TH) if with_gradients else None
         w_grad = torch.zeros_like(w_VH, dtype=wide) if with_gradients else None

@@ -11,28 +11,31 @@ class Layout:
     """`shape` is global. `splits` pairs a tensor dim with the mesh axis that it is split over, the coarser split of a dim
     first; along the axes of `replicas` every rank holds the same part (Elixir's parallel pattern: a group of replicas and a
     group of parts), and the part's gradient is the sum of what they have. Along the axes of `same` they hold the same part,
-    and find the same gradient by themselves; those along `ends` add theirs up at the end of a step."""
+    and find the same gradient by themselves; those along `ends` add theirs up at the end of a step. The parts of a dim in
+    `uneven` may differ by one in size; the first are the largest."""
 
     shape: tuple[int, ...]
     splits: tuple[tuple[int, str], ...] = ()
     replicas: tuple[str, ...] = ("dp", "cp")
     same: tuple[str, ...] = ()
+    uneven: tuple[int, ...] = ()
 
     def region(self, mesh: Mesh, rank: int) -> tuple[slice, ...]:
-        """The part of the global tensor that `rank` holds. Raises `UserError` when a dim cannot be split evenly."""
+        """The part of the global tensor that `rank` holds. Raises `UserError` when a dim cannot be split as asked."""
         slices = [slice(0, size) for size in self.shape]
         for dim, axis in self.splits:
             parts, whole = mesh.axis_size(axis), slices[dim]
             size, left = divmod(whole.stop - whole.start, parts)
-            if left:
+            if left and dim not in self.uneven:
                 raise UserError(
                     f"dim {dim} of a parameter of shape {list(self.shape)} cannot be split over {axis} {parts}: "
                     f"{whole.stop - whole.start} is not a multiple of {parts}"
                 )
-            start = whole.start + mesh.coordinate(rank, axis) * size
-            slices[dim] = slice(start, start + size)
+            index = mesh.coordinate(rank, axis)
+            start = whole.start + index * size + min(index, left)
+            slices[dim] = slice(start, start + size + (index < left))
         return tuple(slices)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """The shape of the part that a rank holds."""
+        """The shape of the largest part that a rank holds."""
         return tuple(part.stop - part.start for part in self.region(mesh, 0))

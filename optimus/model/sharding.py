@@ -22,6 +22,8 @@ SPLITS: dict[str, tuple[tuple[int, str], ...]] = {
     "experts.down": ((0, "ep"), (2, "etp")),
 }
 
+# Any number of rows may be on a rank: tokens have nothing in common.
+VOCABULARY = ("embedding.weight", "head.weight")
 # What is applied to the residual stream, token by token: each rank has other tokens with sequence parallelism.
 ON_ROWS = ("attention_norm.weight", "mlp_norm.weight", "final_norm.weight")
 # What is applied to whole tokens, each on one rank, unless tokens are duplicated.

@@ -96,6 +96,7 @@ class Vocabulary(Protocol):
     """How the embedding and the output layer are carried out."""
 
     multiple: int  # sequences must have a length that is a multiple of this
+    first: int  # the token of the first row of the weight that is here
 
     def embed(self, tokens_T: Tensor, weight: nn.Parameter) -> Tensor:
         """The residual stream [T, H] as the blocks hold it."""
@@ -117,6 +118,7 @@ class LocalVocabulary:
     """The whole weights are here."""
 
     multiple = 1
+    first = 0
 
     def embed(self, tokens_T: Tensor, weight: nn.Parameter) -> Tensor:
         return F.embedding(tokens_T, weight)

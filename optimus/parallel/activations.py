@@ -243,13 +243,13 @@ def _embedding(s: _Sizes, context: int, here: bool) -> _Region:
     """The tokens; and the rotary tables, which all blocks share. The gradient of the whole weight is one tensor."""
     config = s.config
     table = context // s.split.cp * (config.hidden // config.heads) * 4
-    gradient = config.vocab // s.split.tp_out * s.H * s.e if here else 0
+    gradient = -(-config.vocab // s.split.tp_out) * s.H * s.e if here else 0
     return _Region(s.T * 8 + table, [(0, gradient + s.stream)])
 
 
 def _head(s: _Sizes) -> _Region:
     """The gradients of its input and, in fp32, of its weight, made in the forward pass."""
-    V = s.config.vocab // s.split.tp_out
+    V = -(-s.config.vocab // s.split.tp_out)
     rows = min(s.T, block_rows(V))
     x, weight = s.T * s.H * s.e, V * s.H
     whole = x if s.split.sequence and s.split.tp_out > 1 else 0

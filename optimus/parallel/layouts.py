@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import nn
 
 from optimus.mesh import Layout
-from optimus.model.sharding import EXPERTS, ON_ROWS, ON_TOKENS, ends_with, splits_of
+from optimus.model.sharding import EXPERTS, ON_ROWS, ON_TOKENS, VOCABULARY, ends_with, splits_of
 
 _TENSOR = ("tp_in", "tp_out")
 
@@ -29,7 +29,7 @@ def parameter_layouts(
     if tied_ends:
         layout = found["embedding.weight"]
         found["embedding.weight"] = replace(layout, same=(*layout.same, "ends"))
-    for name in ("embedding.weight", "head.weight") if vocabulary else ():
+    for name in VOCABULARY if vocabulary else ():
         if name in found:
             found[name] = replace(found[name], splits=((0, "pp"), *found[name].splits))
     return found
@@ -45,4 +45,5 @@ def _layout(name: str, shape: tuple[int, ...], sequence: bool, duplicates: bool)
     else:
         summed = ["tp_out"] if sequence and ends_with(name, ON_ROWS) else []
     same = tuple(axis for axis in whole if axis not in summed)
-    return Layout(shape, splits, replicas=("dp", "cp", *summed), same=same)
+    uneven = (0,) if ends_with(name, VOCABULARY) else ()
+    return Layout(shape, splits, replicas=("dp", "cp", *summed), same=same, uneven=uneven)

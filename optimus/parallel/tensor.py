@@ -27,7 +27,7 @@ from optimus.model.linear import Linear
 from optimus.model.sharding import splits_of
 from optimus.model.transformer import Embedding, Head, Transformer
 from optimus.parallel.norms import SplitLayerNorm, SplitRMSNorm
-from optimus.parallel.vocabulary import SplitVocabulary
+from optimus.parallel.vocabulary import SplitVocabulary, tokens_along
 
 
 class SplitProduct:
@@ -90,7 +90,8 @@ def set_tensor_parallel(model: Transformer, groups: Groups, *, sequence: bool, o
     outputs, inputs = groups.along("tp_out"), groups.along("tp_in")
     if outputs.size * inputs.size == 1:
         return
-    vocabulary = SplitVocabulary(outputs, inputs, model.config.vocab, sequence)
+    tokens = tokens_along(groups, model.config.vocab, "tp_out")
+    vocabulary = SplitVocabulary(outputs, inputs, tokens, sequence)
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             *_, (_, out_axis), (_, in_axis) = splits_of(f"{name}.weight")

@@ -6,6 +6,8 @@ the vocabulary; logits are never gathered for it (Megatron-LM, section 3).
 Legend: T rows, H columns of the residual stream, V rows of the weight that are here.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,18 +16,26 @@ from optimus.comm import Group, Groups
 from optimus.comm.functional import gather_rows, gathered, share, sum_rows, sum_shared, total
 from optimus.kernels.linear import linear
 from optimus.kernels.linear_cross_entropy import linear_cross_entropy
+from optimus.mesh import Layout
 from optimus.model.transformer import Embedding, Head, Transformer, Vocabulary
 
 
 class SplitVocabulary(Vocabulary):
-    """A `Vocabulary` of `size` tokens, split over `parts`, with the hidden dim split over `columns`.
+    """A `Vocabulary` split over `parts`, with the hidden dim split over `columns`; `tokens` are those of each part.
 
-    `sequence`: the rows of the residual stream are split over `parts`; else every rank has all of them.
+    `sequence`: the rows of the residual stream are split over `parts`; else every rank has all of them. Where every rank of
+    a pipeline has a part of the vocabulary, `everyone` are all ranks that have other tokens, those of `parts` next to each
+    other; nothing but `logits` adds up over these, and `loss` is of no use.
     """
 
-    def __init__(self, parts: Group, columns: Group, size: int, sequence: bool) -> None:
+    def __init__(
+        self, parts: Group, columns: Group, tokens: Sequence[slice], sequence: bool, everyone: Group | None = None
+    ) -> None:
         self.parts, self.columns, self.sequence = parts, columns, sequence
-        self.first = parts.rank * (size // parts.size)
+        self.everyone = everyone or parts
+        self.first = tokens[self.everyone.rank].start
+        self.sizes = [each.stop - each.start for each in tokens]
+        self.largest = max(self.sizes)
         self.multiple = parts.size * columns.size
 
     def embed(self, tokens_T: Tensor, weight: nn.Parameter) -> Tensor:
@@ -36,14 +46,11 @@ class SplitVocabulary(Vocabulary):
 
     def join(self, x_TH: Tensor) -> Tensor:
         rows_TH = gathered(x_TH, self.parts) if self.sequence else x_TH
-        return _whole_columns(rows_TH, self.columns)
+        return _whole_columns(rows_TH, self.columns, [rows_TH.shape[1]] * self.columns.size)
 
     def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
-        return self._logits(x, weight, self.parts)
-
-    def _logits(self, x: Tensor, weight: nn.Parameter, parts: Group) -> Tensor:
         own = x.flatten(0, -2).chunk(self.columns.size, -1)[self.columns.rank]
-        whole_TV = _whole_columns(total(F.linear(own, weight), self.columns), parts)
+        whole_TV = _whole_columns(total(F.linear(own, weight), self.columns), self.everyone, self.sizes)
         return whole_TV.view(*x.shape[:-1], -1)
 
     def part_logits(self, x_TH: Tensor, weight: nn.Parameter) -> Tensor:
@@ -62,30 +69,25 @@ class SplitVocabulary(Vocabulary):
         return all_P2T[:, 0].logsumexp(0), all_P2T[:, 1].sum(0)
 
 
-class VocabularyOfPipeline(SplitVocabulary):
-    """`SplitVocabulary` of which every rank of a pipeline has a part besides; nothing but `logits` adds these up.
-
-    `everyone`: all ranks that have other tokens, those of `parts` next to each other.
-    """
-
-    def __init__(self, everyone: Group, parts: Group, columns: Group, size: int, sequence: bool) -> None:
-        super().__init__(parts, columns, size, sequence)
-        self.everyone = everyone
-        self.first = everyone.rank * (size // everyone.size)
-
-    def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
-        return self._logits(x, weight, self.everyone)
+def tokens_along(groups: Groups, vocab: int, *axes: str) -> list[slice]:
+    """The tokens of each rank of the group along `axes`, of a vocabulary split over these."""
+    layout = Layout((vocab,), tuple((0, axis) for axis in axes), uneven=(0,))
+    return [layout.region(groups.mesh, rank)[0] for rank in groups.along(*axes).ranks]
 
 
 def set_vocabulary(model: Transformer, groups: Groups, *, sequence: bool) -> None:
     """Have embedding and output layer of `model` give what the part of the vocabulary that is here contributes."""
     everyone, parts, columns = groups.along("pp", "tp_out"), groups.along("tp_out"), groups.along("tp_in")
-    vocabulary = VocabularyOfPipeline(everyone, parts, columns, model.config.vocab, sequence)
+    tokens = tokens_along(groups, model.config.vocab, "pp", "tp_out")
+    vocabulary = SplitVocabulary(parts, columns, tokens, sequence, everyone)
     for module in (model.embedding, model.head):
         assert isinstance(module, Embedding | Head)
         module.vocabulary = vocabulary
 
 
-def _whole_columns(x_TC: Tensor, group: Group) -> Tensor:
-    """[T, N * C] on every rank, from the columns of each."""
-    return gathered(x_TC[None], group).transpose(0, 1).flatten(1)
+def _whole_columns(x_TC: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:
+    """[T, sum of `sizes`] on every rank, from the columns of each, of which rank i has `sizes[i]`."""
+    if group.size == 1:
+        return x_TC
+    equal_TC = F.pad(x_TC, (0, max(sizes) - x_TC.shape[1]))
+    return torch.cat([part[:, :size] for part, size in zip(gathered(equal_TC[None], group), sizes, strict=True)], 1)

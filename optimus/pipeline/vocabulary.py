@@ -134,8 +134,7 @@ class VocabularyPasses:
         with self._saving():
             logits_TV = self._model.head(x_TH, part=True)
         edge, logits_TV = get_gradient_edge(logits_TV), logits_TV.detach()
-        group = self._links.normalisers
-        first = group.rank * logits_TV.shape[1]
+        group, first = self._links.normalisers, self._model.head.vocabulary.first
         softmax = partial_softmax(logits_TV, self._targets(microbatch), compute_dtype(logits_TV.dtype), first)
         own_2T = torch.stack([softmax.lse_T, softmax.chosen_T])
         all_P2T = own_2T.new_empty(group.size, *own_2T.shape)

@@ -96,7 +96,7 @@ def _divisions(question: Question) -> Iterator[Division]:
     """Ways to divide a block that the model and the node allow, timed."""
     model, node = question.model, min(question.ranks, question.machine.ranks_per_node)
     within = [size for size in divisors(node) if question.ranks % size == 0]
-    for out in (n for n in within if not model.heads % n and not model.vocab % n and _columns(model, n)):
+    for out in (n for n in within if not model.heads % n and n <= model.vocab and _columns(model, n)):
         for inner in (n for n in within if not node % (out * n) and not model.hidden % n):
             for cp in divisors(question.ranks):
                 if not _parts(question, out, cp):

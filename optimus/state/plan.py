@@ -3,6 +3,7 @@
 `ModelState` allocates what is planned here; checks and the planner ask the same plan for bytes without allocating anything.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,13 +26,21 @@ _CHUNKS = 8  # of a model at least, unless they would be too small: one is compu
 
 @dataclass(frozen=True)
 class Slot:
-    """Where this rank's part of one parameter lies in its chunk: elements `start` to `end`."""
+    """Where this rank's part of one parameter lies in its chunk: elements `start` to `end`.
+
+    There is room up to `limit`, for the largest part that a rank has: so a chunk lies alike on all ranks.
+    """
 
     name: str
     layout: Layout
     region: tuple[slice, ...]  # of the global tensor
     start: int
-    end: int
+    limit: int
+
+    @property
+    def end(self) -> int:
+        """Where this rank's part ends."""
+        return self.start + self.shape.numel()
 
     @property
     def shape(self) -> torch.Size:
@@ -67,7 +76,7 @@ class ChunkPlan:
     @property
     def length(self) -> int:
         """Elements of a part."""
-        return _aligned(-(-self.slots[-1].end // self.parts))
+        return _aligned(-(-self.slots[-1].limit // self.parts))
 
     @property
     def size(self) -> int:
@@ -110,6 +119,7 @@ def plan_chunks(layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: S
     Raises `UserError` when a parameter or its replicas cannot be divided as asked.
     """
     regions = {name: layout.region(mesh, rank) for name, layout in layouts.items()}
+    room = {name: math.prod(layout.local_shape(mesh)) for name, layout in layouts.items()}
     replicas: dict[tuple[str, ...], tuple[int, ...]] = {}  # axes to ranks: two sets of axes may be the same ranks
     groups: dict[tuple[tuple[int, ...], tuple[str, ...]], list[str]] = {}  # by these, and who has the same besides
     for name, layout in layouts.items():
@@ -117,15 +127,15 @@ def plan_chunks(layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: S
             replicas[layout.replicas] = tuple(mesh.group(rank, layout.replicas))
         same = tuple(axis for axis in layout.same if mesh.axis_size(axis) > 1)
         groups.setdefault((replicas[layout.replicas], same), []).append(name)
-    sizes = [[_size(regions[name]) for name in names] for names in groups.values()]
+    sizes = [[room[name] for name in names] for names in groups.values()]
     largest = max(_SMALLEST, min(_LARGEST, sum(map(sum, sizes)) // _CHUNKS))
     limit = options.chunk or search_limit(sizes, _SMALLEST, largest)
     plans = []
-    for (ranks, same), names in groups.items():
+    for ((ranks, same), names), needed in zip(groups.items(), sizes):
         axes = layouts[names[0]].replicas
         parts = shard_groups(mesh, ranks, options)
         own = next(part for part in parts if rank in part)
-        for chunk in lay_out([_size(regions[name]) for name in names], limit):
+        for chunk in lay_out(needed, limit):
             slots = [Slot(names[i], layouts[names[i]], regions[names[i]], start, end) for i, start, end in chunk]
             copies = mesh.axis_size(*same) * len(ranks) // len(own)
             plans.append(ChunkPlan(tuple(slots), axes, options.shard, len(own), own.index(rank), copies))
@@ -290,13 +300,6 @@ def bytes_by_kind(plans: Sequence[ChunkPlan], compute: torch.dtype, gradient: to
     """Bytes at rest of all chunks of a rank, by kind."""
     counts = [plan.bytes_by_kind(compute, gradient) for plan in plans]
     return {kind: sum(count[kind] for count in counts) for kind in ("parameters", "gradients", "master", "moments")}
-
-
-def _size(region: Sequence[slice]) -> int:
-    size = 1
-    for part in region:
-        size *= part.stop - part.start
-    return size
 
 
 def _aligned(elements: int) -> int:

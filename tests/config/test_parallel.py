@@ -33,7 +33,6 @@ def refused(expected: str, model: dict[str, Any], parallel: dict[str, Any], **se
         ({"sequence": True}, r"parallel: sequence splits tokens over the tensor-parallel ranks, but tensor is 1: remove it"),
         ({"sequence": True, "tensor": [1, 1]}, r"parallel: sequence splits tokens .* tensor is 1: remove it"),
         ({"tensor": 8}, r"model\.heads 12 is not a multiple of parallel\.tensor 8: choose a divisor"),
-        ({"tensor": 3}, r"model\.vocab 100 is not a multiple of parallel\.tensor 3: set it to 102"),
         ({"tensor": [1, 5]}, r"model\.hidden 48 is not a multiple of the inputs of parallel\.tensor 5: choose a divisor"),
         ({"context": 3}, r"train\.context 32 cannot be cut into the 6 equal pieces .* 3 needs \(ring\): .* can is 30$"),
         ({"context": 32}, r"the 64 equal pieces that parallel\.context 32 needs \(ring\): the nearest that can is 64"),

@@ -114,3 +114,18 @@ def test_regions_tile_the_parameter() -> None:
     assert Layout((5, 2)).local_shape(mesh) == (5, 2)
     with pytest.raises(UserError, match=r"dim 0 of a parameter of shape \[5, 2\] cannot be split over ep 2"):
         Layout((5, 2), splits=((0, "ep"),)).region(mesh, 0)
+
+
+@pytest.mark.parametrize("size", [6, 7, 8, 11, 12, 65])
+def test_uneven_parts_differ_by_one(size: int) -> None:
+    """In the order of the ranks, and the first rank's is the largest."""
+    mesh = Mesh(pp=2, tp=6, tp_in=2)
+    layout = Layout((size, 4), splits=((0, "pp"), (0, "tp_out"), (1, "tp_in")), uneven=(0,))
+    regions = [layout.region(mesh, rank) for rank in range(mesh.size)]
+    for columns in (slice(0, 2), slice(2, 4)):
+        rows = [region[0] for region in regions if region[1] == columns]
+        assert [row for each in rows for row in range(each.start, each.stop)] == [*range(size)]
+        assert {each.stop - each.start for each in rows} <= {size // 6, -(-size // 6)}
+    assert layout.local_shape(mesh) == (-(-size // 6), 2)
+    with pytest.raises(UserError, match=r"dim 1 of a parameter of shape \[7, 5\] cannot be split over tp_in 2"):
+        Layout((7, 5), layout.splits, uneven=(0,)).region(mesh, 0)

@@ -128,14 +128,14 @@ def test_no_grad_makes_no_graph() -> None:
 
 # ---- A whole model ----
 
-_DENSE = ModelConfig(family="olmo", hidden=24, layers=2, heads=12, intermediate=36, vocab=48)
+_DENSE = ModelConfig(family="olmo", hidden=24, layers=2, heads=12, intermediate=36, vocab=50)
 _SPARSE = {"family": "olmoe", "experts": 4, "experts_per_token": 2}
 MODELS = {
     "dense": _DENSE,
     "tied": _DENSE.model_copy(update={"tie_embeddings": True}),
     "sparse": _DENSE.model_copy(update=_SPARSE),
 }
-TOKENS = torch.randint(48, (3, 24), generator=torch.Generator().manual_seed(0))
+TOKENS = torch.randint(50, (3, 24), generator=torch.Generator().manual_seed(0))
 
 
 def parts_of(model: Transformer, sequence: bool, groups: Groups) -> None:

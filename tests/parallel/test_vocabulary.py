@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from optimus.comm import Groups
 from optimus.comm.functional import own_rows
+from optimus.kernels.linear_cross_entropy import block_rows
 from optimus.mesh import Mesh
 from optimus.model.transformer import LocalVocabulary
-from optimus.parallel.vocabulary import SplitVocabulary
+from optimus.parallel.vocabulary import SplitVocabulary, tokens_along
 from optimus.testing import run_ranks
 
-T, H, V = 24, 12, 36
+T, H, V = 24, 12, 37
 GRIDS = [(2, 1), (1, 2), (4, 1), (2, 2), (3, 1)]
 
 
@@ -52,11 +53,13 @@ def on_a_rank(grid: tuple[int, int], sequence: bool) -> dict[str, tuple[Tensor, 
         own = x.chunk(columns.size, 1)[columns.rank].contiguous()
         return own_rows(own, parts) if sequence else own
 
+    tokens = tokens_along(groups, V, "tp_out")
+
     def part(w: Tensor) -> Tensor:
-        return own_rows(w, parts).chunk(columns.size, 1)[columns.rank].contiguous()
+        return w[tokens[parts.rank]].chunk(columns.size, 1)[columns.rank].contiguous()
 
     tokens_T, target_T, x_TH, w_VH = inputs()
-    vocabulary = SplitVocabulary(parts, columns, V, sequence)
+    vocabulary = SplitVocabulary(parts, columns, tokens, sequence)
     weight, x = nn.Parameter(part(w_VH)), stream(x_TH).requires_grad_()
     loss = vocabulary.loss(x, weight, target_T, 7.0)
     x_grad, w_grad = torch.autograd.grad(loss, [x, weight])
@@ -89,13 +92,19 @@ def test_same_as_one_device(grid: tuple[int, int], sequence: bool) -> None:
             assert (ours - theirs).norm() / theirs.norm() < 1e-5, name
 
 
+def split_over_two(vocab: int) -> tuple[slice, SplitVocabulary]:
+    """The tokens of this rank of two, and how they are split."""
+    groups = Groups(Mesh(tp=2))
+    tokens = tokens_along(groups, vocab, "tp_out")
+    return tokens[groups.rank], SplitVocabulary(groups.along("tp_out"), groups.along("tp_in"), tokens, sequence=False)
+
+
 def large_logits() -> tuple[float, float]:
     """(loss, the same on one device) where the parts of the vocabulary differ by more than fp32's exponentials can span."""
-    group = Groups(Mesh(tp=2)).along("tp_out")
-    w_VH = torch.cat([torch.full((V // 2, H), 20.0), torch.full((V // 2, H), -20.0)])
+    tokens, vocabulary = split_over_two(V)
+    w_VH = torch.cat([torch.full((V // 2, H), 20.0), torch.full((V - V // 2, H), -20.0)])
     x_TH, target_T = torch.ones(2, H), torch.tensor([0, V - 1])
-    vocabulary = SplitVocabulary(group, Groups(Mesh(tp=2)).along("tp_in"), V, sequence=False)
-    ours = vocabulary.loss(x_TH, nn.Parameter(own_rows(w_VH, group)), target_T, 2.0)
+    ours = vocabulary.loss(x_TH, nn.Parameter(w_VH[tokens]), target_T, 2.0)
     return ours.item(), LocalVocabulary().loss(x_TH, nn.Parameter(w_VH), target_T, 2.0).item()
 
 
@@ -103,3 +112,25 @@ def test_parts_of_very_different_size() -> None:
     for ours, theirs in run_ranks(large_logits, 2):
         assert ours == pytest.approx(theirs, rel=1e-6)
         assert theirs > 200  # half the rows choose what has no probability
+
+
+def at_the_border_of_a_block() -> tuple[float, float, float]:
+    """(loss, the same on one device, relative error of the weight's gradient): the larger part's logits of these rows do not
+    fit into a block, the smaller part's do."""
+    vocab, rows = 2049, 2048
+    tokens, vocabulary = split_over_two(vocab)
+    assert block_rows(1025) < rows <= block_rows(1024)
+    generator = torch.Generator().manual_seed(0)
+    x_TH, w_VH = (torch.randn(n, 4, generator=generator) for n in (rows, vocab))
+    target_T = torch.randint(vocab, (rows,), generator=generator)
+    part, whole = nn.Parameter(w_VH[tokens]), nn.Parameter(w_VH)
+    ours = vocabulary.loss(x_TH, part, target_T, 2.0)
+    theirs = LocalVocabulary().loss(x_TH, whole, target_T, 2.0)
+    (gradient,), (right,) = torch.autograd.grad(ours, part), torch.autograd.grad(theirs, whole)
+    return ours.item(), theirs.item(), float((gradient - right[tokens]).norm() / right[tokens].norm())
+
+
+def test_parts_meet_after_as_many_blocks() -> None:
+    for ours, theirs, error in run_ranks(at_the_border_of_a_block, 2):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+        assert error < 1e-5

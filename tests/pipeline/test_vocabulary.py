@@ -16,7 +16,7 @@ from optimus.testing import Layout, assert_same_as_one_process, run_ranks
 from optimus.train.run import build_model, mesh_of
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("zb-h1", 1), ("zbv", 2)]
-MODEL: dict[str, Any] = {"family": "olmo", "hidden": 16, "layers": 4, "heads": 2, "vocab": 56, "intermediate": 24}
+MODEL: dict[str, Any] = {"family": "olmo", "hidden": 16, "layers": 4, "heads": 2, "vocab": 59, "intermediate": 24}
 EXPERTS: dict[str, Any] = {**MODEL, "family": "olmoe", "experts": 4, "experts_per_token": 2}
 
 
@@ -125,7 +125,10 @@ def test_stages_hold_as_much() -> None:
             ["parallel.pipeline=2", "parallel.vocabulary=true", "parallel.executor=message-driven"],
             "parallel.vocabulary needs an order .* remove one of them",
         ),
-        (["parallel.pipeline=3", "parallel.vocabulary=true", "model.vocab=55"], "model.vocab 55 .* set it to 57"),
+        (
+            ["parallel.pipeline=2", "parallel.vocabulary=true", "parallel.tensor=2", "model.vocab=3"],
+            r"model.vocab 3 is less than parallel.tensor x pipeline 4: every rank needs a token",
+        ),
     ],
 )
 def test_bad_configurations_are_refused(overrides: list[str], message: str) -> None:

@@ -80,6 +80,14 @@ def test_what_is_given_is_part_of_every_plan() -> None:
         assert SPARSE.heads // setting.mesh.tp_out % setting.mesh.cp == 0  # Ulysses divides them
 
 
+def test_a_vocabulary_that_does_not_divide_is_divided_all_the_same() -> None:
+    even, odd = (
+        {plan.setting.mesh.tp_out for plan in search(question(DENSE.model_copy(update={"vocab": vocab}), 4, 8), 1000)}
+        for vocab in (1024, 1023)
+    )
+    assert odd == even > {1, 2}
+
+
 def test_a_small_memory_is_met_by_sharding_and_recomputation() -> None:
     roomy, tight = search(question(DENSE, 8, 16), 1)[0], search(question(DENSE, 8, 16, memory=4.2e8), 1)[0]
     assert roomy.setting.shard == "none" or roomy.step.seconds < tight.step.seconds

@@ -50,10 +50,10 @@ def test_as_few_boxes_as_can_be() -> None:
 
 LAYOUTS = {
     "norm": Layout((6,)),
-    "embedding": Layout((12, 6), ((0, "tp_out"), (1, "tp_in"))),
+    "embedding": Layout((13, 6), ((0, "tp_out"), (1, "tp_in")), uneven=(0,)),
     "qkv": Layout((3, 8, 6), ((1, "tp_out"), (2, "tp_in"))),
     "experts": Layout((4, 5, 8), ((0, "ep"), (2, "etp")), replicas=("edp",)),
-    "head": Layout((16, 6), ((0, "pp"), (0, "tp_out"), (1, "tp_in"))),
+    "head": Layout((15, 6), ((0, "pp"), (0, "tp_out"), (1, "tp_in")), uneven=(0,)),
     "router": Layout((4, 6), replicas=("dp", "cp", "tp_in", "tp_out")),
     "scale": Layout(()),
 }

@@ -1,6 +1,7 @@
 """How parameters are laid out in chunks, and chunks over ranks."""
 
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -154,3 +155,23 @@ def test_global_positions() -> None:
         slot = plan.slots[0]
         part = whole[slot.region].flatten()
         assert torch.equal(slot.global_positions(torch.arange(len(part))), part)
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": "optimizer", "chunk": 300}, {"shard": "parameters", "chunk": 120}])
+def test_chunks_lie_alike_whatever_part_a_rank_has(options: dict[str, Any]) -> None:
+    """Ranks with smaller parts of one parameter have the same chunks as the others, or could not share other parameters."""
+    layouts = {
+        "embedding": Layout((7, 33), ((0, "tp_out"),), uneven=(0,)),
+        "experts": Layout((2, 40), replicas=("edp",)),
+        "norm": Layout((33,), replicas=("dp", "cp", "tp_out")),
+        "head": Layout((7, 33), ((0, "tp_out"),), uneven=(0,)),
+    }
+    mesh = Mesh(dp=2, tp=3)
+    plans = [plan_chunks(layouts, mesh, rank, StateConfig.model_validate(options)) for rank in range(mesh.size)]
+
+    def lie(plan: ChunkPlan) -> list[Any]:
+        return [plan.length, plan.parts, plan.copies, *((slot.name, slot.start, slot.limit) for slot in plan.slots)]
+
+    assert all([lie(plan) for plan in each] == [lie(plan) for plan in plans[0]] for each in plans)
+    ends = {slot.end - slot.start for each in plans for plan in each for slot in plan.slots if slot.name == "embedding"}
+    assert ends == {3 * 33, 2 * 33}
