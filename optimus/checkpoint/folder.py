@@ -12,6 +12,7 @@ run leaves behind when it goes back is kept in `checkpoints/abandoned-K`.
 
 import json
 import re
+import zipfile
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from optimus.disk import user_path
 from optimus.errors import UserError
 
 FORMAT, VERSION = "optimus-checkpoint", 2
-DESCRIPTION, MANIFEST = "checkpoint.json", "manifest.json"
+DESCRIPTION, MANIFEST, METADATA = "checkpoint.json", "manifest.json", ".metadata"
 _NAME = re.compile(r"^(step|weights)-(\d+)$")
 
 
@@ -102,7 +103,36 @@ def find_checkpoint(path: str | Path) -> Path:
         raise UserError(f"{path} is a Hugging Face folder: turn it into a checkpoint with `optimus import {path} ...`")
     if not path.exists():
         raise UserError(f"checkpoint {path} does not exist")
+    if what := _of_another_program(path):
+        raise UserError(f"{path} is {what}")
     raise UserError(f"{path} holds no complete checkpoint: name a run folder or one of the folders in its checkpoints/")
+
+
+def _of_another_program(path: Path) -> str | None:
+    """What a file or folder is that no run of ours has written, and what to do with it; None where that is not known."""
+    cure = "save the model as a Hugging Face folder (save_pretrained) and turn that into a checkpoint with `optimus import`"
+    if path.is_file():
+        if _is_of_torch_save(path):
+            return f"a file of torch.save, whose tensors no checkpoint of Optimus describes: {cure}"
+        return f"a file, and a checkpoint is a folder: {cure}" if path.suffix == ".safetensors" else None
+    if (path / DESCRIPTION).exists() or (path / MANIFEST).exists():
+        return None
+    if (path / METADATA).is_file():
+        return (
+            f"a plain checkpoint of torch.distributed.checkpoint, as other programs write it, or has lost {DESCRIPTION} and "
+            f"{MANIFEST}, without which nothing in it can be checked. Use another one; or {cure}"
+        )
+    files = [file for file in sorted(path.glob("*")) if file.is_file() and file.suffix != ".distcp"]
+    pickled = [file.name for file in files if _is_of_torch_save(file)]
+    return f"a folder of files of torch.save ({pickled[0]}), and no checkpoint of Optimus: {cure}" if pickled else None
+
+
+def _is_of_torch_save(file: Path) -> bool:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return any(name.endswith("/data.pkl") for name in archive.namelist())
+    except (OSError, zipfile.BadZipFile):
+        return file.suffix in (".pt", ".pth", ".ckpt")  # as torch has written them formerly
 
 
 def read_description(path: Path) -> Description:
@@ -110,6 +140,8 @@ def read_description(path: Path) -> Description:
 
     Raises `UserError` when it is newer than this code, `DamagedError` when it cannot be read.
     """
+    if what := _of_another_program(path):
+        raise DamagedError(f"{path} is {what}")  # for a run that goes on from another one it is as good as damaged
     file = path / DESCRIPTION
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from optimus.state import Box
 
-METADATA = ".metadata"
-
 
 class Stored(NamedTuple):
     """A box in a file: which part of which global tensor, and the bytes that it takes."""

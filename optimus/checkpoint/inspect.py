@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.folder import all_folders, find_checkpoint, step_of
+from optimus.checkpoint.folder import DESCRIPTION, all_folders, find_checkpoint, step_of
 from optimus.checkpoint.manifest import read_checked_description, read_manifest
 from optimus.checkpoint.reader import Reader, verify
 from optimus.checkpoint.rollback import resume_points
@@ -27,8 +27,9 @@ def list_run(run: str | Path) -> list[dict[str, Any]]:
     Raises `UserError` when `run` is no run folder.
     """
     run = user_path(run)
-    if not run.is_dir():
-        raise UserError(f"{run} is no run folder")
+    if not (run / "checkpoints").is_dir() and not (run / "config.yaml").is_file():
+        inside = " but a checkpoint: name the folder of its run" if (run / DESCRIPTION).is_file() else ""
+        raise UserError(f"{run} is no run folder{inside}")
     rows = [_row(path) for path in all_folders(run)]
     points = [str(point.path) for point in resume_points(run)]
     whole = [path for path in points if any(row["path"] == path and row["problem"] is None for row in rows)]
@@ -146,7 +147,10 @@ def _write_file(tensors: dict[str, Tensor], output: Path, to: To) -> None:
             else:
                 from safetensors.torch import save_file
 
-                save_file(tensors, partial)
+                partial.touch()
+                ordinary = partial.stat().st_mode
+                save_file(tensors, partial)  # which nobody but the owner may read
+                partial.chmod(ordinary)
             sync(partial)
             partial.rename(output)
             sync(output.absolute().parent)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from optimus.checkpoint.folder import Description, damaged
-from optimus.checkpoint.format import METADATA, Stored, by_key, missing, read_box, unpack_metadata
+from optimus.checkpoint.folder import METADATA, Description, damaged
+from optimus.checkpoint.format import Stored, by_key, missing, read_box, unpack_metadata
 from optimus.checkpoint.manifest import read_checked, read_checked_description
 from optimus.errors import UserError
 from optimus.state import Box

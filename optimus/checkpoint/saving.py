@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from optimus.checkpoint.folder import Description, write_description
-from optimus.checkpoint.format import METADATA, Stored, file_of, pack_metadata, write_boxes
+from optimus.checkpoint.folder import METADATA, Description, write_description
+from optimus.checkpoint.format import Stored, file_of, pack_metadata, write_boxes
 from optimus.checkpoint.manifest import write_manifest
 from optimus.checkpoint.slots import clear_leftovers, remove, retire, retire_weights
 from optimus.checkpoint.staging import Staging

@@ -2,14 +2,18 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from optimus.checkpoint import Description, find_checkpoint, list_checkpoints, read_description
 from optimus.checkpoint.folder import differences, write_description
 from optimus.checkpoint.manifest import write_manifest
+from optimus.checkpoint.reader import Reader, verify
 from optimus.config import ModelConfig
 from optimus.errors import UserError
 
@@ -95,6 +99,26 @@ def test_finding_nothing(tmp_path: Path) -> None:
         find_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"is a Hugging Face folder: turn it into a checkpoint with `optimus import"):
+        find_checkpoint(tmp_path)
+
+
+def test_checkpoints_of_torch_are_told_from_damaged_ones(tmp_path: Path) -> None:
+    """Whoever reads one learns what it is and what to do; a run that has another one goes on from that."""
+    tensors = {"weight": torch.zeros(3)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        for name in ("theirs", "step-00000007"):  # the name of one of ours
+            dcp.save(tensors, checkpoint_id=tmp_path / name, no_dist=True)
+            with pytest.raises(
+                UserError, match=rf"{name} is a plain checkpoint of torch.distributed.*optimus import`$"
+            ):
+                Reader.open(find_checkpoint(tmp_path / name))
+    assert [line.endswith("`optimus import`") for line in verify(tmp_path / "step-00000007")] == [True]
+    for name in ("model.pt", "model", "model.ckpt"):
+        torch.save(tensors, tmp_path / name)
+        with pytest.raises(UserError, match=rf"{name} is a file of torch.save, .*optimus import`$"):
+            find_checkpoint(tmp_path / name)
+    with pytest.raises(UserError, match=r"is a folder of files of torch.save \(model\), .*optimus import`$"):
         find_checkpoint(tmp_path)
 
 

@@ -47,8 +47,16 @@ def test_a_run_is_listed(run: Path) -> None:
     rows = list_run(run)
     assert "__0_0.distcp is not there" in rows[2]["problem"]
     assert names([row for row in rows if row["resumes"]]) == ["step-00000004"]
-    with pytest.raises(UserError, match=r"absent is no run folder"):
-        list_run(run / "absent")
+    for path, message in (
+        (run / "absent", r"absent is no run folder$"),
+        (run.parent, r" is no run folder$"),
+        (
+            run / "checkpoints" / "step-00000004",
+            r"step-00000004 is no run folder but a checkpoint: name the folder of its",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            list_run(path)
 
 
 def test_everything_is_verified(run: Path) -> None:
@@ -97,6 +105,9 @@ def test_conversion(run: Path, tmp_path: Path, dtype: str | None) -> None:
     safe = load_file(tmp_path / "all.safetensors")
     assert set(plain) == set(safe) == set(Reader.open(full).stored)
     assert all(torch.equal(plain[key], safe[key]) for key in plain)
+    (tmp_path / "ordinary").touch()
+    modes = {name: (tmp_path / name).stat().st_mode for name in ("ordinary", "all.pt", "all.safetensors")}
+    assert len(set(modes.values())) == 1, modes
     assert torch.equal(plain["model.embedding.weight"], right.embedding.weight)
     with pytest.raises(UserError, match=r"all\.pt exists already"):
         convert(full, tmp_path / "all.pt", "torch")

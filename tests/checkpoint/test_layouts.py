@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from optimus.checkpoint import Description, Reader, Saver, Target, load_state, verify
-from optimus.checkpoint.folder import DESCRIPTION, MANIFEST, step_folder, weights_folder
-from optimus.checkpoint.format import METADATA
+from optimus.checkpoint.folder import DESCRIPTION, MANIFEST, METADATA, step_folder, weights_folder
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.hub import export_checkpoint
