@@ -60,7 +60,9 @@ def prepare(
     seed: Annotated[int, typer.Option(help="Seed of the shuffle.")] = 0,
     workers: Annotated[int | None, typer.Option(help="Processes. Default: one per core.")] = None,
     shard_size: Annotated[str, typer.Option(help="Largest shard.")] = "512MB",
-    text_field: Annotated[str, typer.Option(help="Field of JSON lines and Parquet that holds the text.")] = "text",
+    text_field: Annotated[
+        str, typer.Option(help="Field of JSON lines, column of CSV, TSV and Parquet that holds the text.")
+    ] = "text",
     parse_special: ParseSpecial = False,
     as_json: Json = False,
 ) -> None:
@@ -90,8 +92,17 @@ def prepare(
         as_json,
         f"{output}: {index['tokens']:,} tokens of {index['documents']:,} documents in {index['instances']:,} sequences "
         f"of {context}, {len(index['shards'])} shard(s); the last {index['dropped_tokens']} tokens fill no sequence "
-        "and are left out",
+        f"and are left out{_left_alone(index)}",
     )
+
+
+def _left_alone(index: dict[str, Any]) -> str:
+    """A line about the files that are no text as far as their names tell."""
+    by_ending = index.get("skipped_by_ending", {})
+    if not by_ending:
+        return ""
+    counts = ", ".join(f"{count:,} {ending}" for ending, count in sorted(by_ending.items(), key=lambda one: -one[1]))
+    return f"\nleft alone: {index['skipped_files']:,} file(s) of other kinds ({counts})"
 
 
 @app.command()

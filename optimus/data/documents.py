@@ -1,7 +1,7 @@
 """Reading input files as batches of text of about 1 MB, in order, with the position reached after each.
 
 Batches are what the helper processes tokenise. JSON lines travel as raw blocks of whole lines, so that parsing is done
-by the helpers; text files and parquet rows travel as strings. A document above `BLOCK` is cut into pieces here
+by the helpers; all else travels as strings. A document above `BLOCK` is cut into pieces here
 (`cutting`). A position is a place between two documents, or a checked cut in a text file, from which reading can start
 again and give the same tokens.
 """
@@ -14,7 +14,20 @@ from typing import Any, BinaryIO, NamedTuple
 
 from optimus.data.cutting import LIMIT as PIECE_LIMIT
 from optimus.data.cutting import PIECE, UncuttableError, pieces
-from optimus.data.files import LINES_SUFFIXES, READ, TEXT_SUFFIXES, Source, Sources, open_bytes, skip
+from optimus.data.files import (
+    HTML_SUFFIXES,
+    LINES_SUFFIXES,
+    READ,
+    TABLE_SUFFIXES,
+    TEXT_SUFFIXES,
+    TSV_SUFFIXES,
+    Source,
+    Sources,
+    open_bytes,
+    skip,
+)
+from optimus.data.markup import page_text
+from optimus.data.tables import column
 from optimus.errors import UserError, nearest
 
 BLOCK = 1 << 20  # bytes
@@ -26,7 +39,7 @@ Encode = Callable[[str], list[int]]
 
 
 class Position(NamedTuple):
-    """Before byte `offset` of the decompressed text of file number `file` (before row `offset` of a parquet file).
+    """Before byte `offset` of the decompressed text of file number `file` (before row `offset` of Parquet, CSV or TSV).
 
     `line` counts the lines before it, in JSON lines.
     """
@@ -113,10 +126,14 @@ def read_texts(sources: Sources, text_field: str) -> Iterator[tuple[str, bool]]:
 
 
 def _read_file(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[Batch | _Piece]:
-    if source.path.name.endswith(TEXT_SUFFIXES):
+    if source.ends_in(TEXT_SUFFIXES):
         yield from _read_text(source, start, encode)
-    elif source.path.name.endswith(LINES_SUFFIXES):
+    elif source.ends_in(HTML_SUFFIXES):
+        yield from _read_page(source, start, encode)
+    elif source.ends_in(LINES_SUFFIXES):
         yield from _read_lines(source, start, text_field, encode)
+    elif source.ends_in(TABLE_SUFFIXES):
+        yield from _read_table(source, start, text_field, encode)
     else:
         yield from _read_parquet(source, start, text_field, encode)
 
@@ -129,6 +146,24 @@ def _read_text(source: Source, start: Position, encode: Encode) -> Iterator[_Pie
             offset += len(text.encode())
             after = Position(start.file + 1) if last else Position(start.file, offset)
             yield _Piece(text, last, after, offset)
+
+
+def _read_page(source: Source, start: Position, encode: Encode) -> Iterator[_Piece]:
+    with open_bytes(source) as (stream, raw):
+        text = page_text(_decode(source, stream, 0))
+        for piece, last in _checked_pieces(str(source.path), text, encode):
+            yield _Piece(piece, last, Position(start.file + 1) if last else None, raw.tell())
+
+
+def _read_table(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[_Piece]:
+    place = str(source.path)
+    delimiter = "\t" if source.ends_in(TSV_SUFFIXES) else ","
+    with open_bytes(source) as (stream, raw):
+        for row, text in enumerate(column(stream, place, text_field, delimiter), start=1):
+            if row <= start.offset:
+                continue
+            for piece, last in _checked_pieces(f"{place}: row {row}", _slices(text), encode):
+                yield _Piece(piece, last, Position(start.file, row) if last else None, raw.tell())
 
 
 def _decode(source: Source, stream: BinaryIO, offset: int) -> Iterator[str]:

@@ -5,21 +5,36 @@ import gzip
 import hashlib
 import io
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO
 
 from optimus.disk import user_path
-from optimus.errors import UserError
+from optimus.errors import UserError, naming_read_errors
 
-TEXT_SUFFIXES = (".txt", ".md", ".py")  # one document per file
+CODE_SUFFIXES = (
+    ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx", ".hh", ".hpp", ".hxx", ".cu", ".cuh", ".cs", ".java", ".kt",
+    ".kts", ".scala", ".groovy", ".js", ".mjs", ".jsx", ".ts", ".tsx", ".go", ".rs", ".rb", ".php", ".swift", ".m",
+    ".dart", ".lua", ".pl", ".pm", ".r", ".jl", ".hs", ".ml", ".mli", ".ex", ".exs", ".erl", ".clj", ".lisp", ".el",
+    ".scm", ".f", ".f90", ".f95", ".pas", ".asm", ".s", ".sh", ".bash", ".zsh", ".ps1", ".sql", ".css", ".scss",
+    ".vue", ".proto", ".tex", ".rst",
+)  # fmt: skip
+TEXT_SUFFIXES = (".txt", ".md", *CODE_SUFFIXES)  # one document per file
+HTML_SUFFIXES = (".html", ".htm", ".xhtml")  # the text of the page
 LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")  # one document per line
-SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet")
+TSV_SUFFIXES = (".tsv", ".tsv.gz", ".tsv.zst")
+TABLE_SUFFIXES = (".csv", ".csv.gz", ".csv.zst", *TSV_SUFFIXES)  # one document per row
+SUFFIXES = (*TEXT_SUFFIXES, *HTML_SUFFIXES, *LINES_SUFFIXES, *TABLE_SUFFIXES, ".parquet")
+_SUPPORTED = (
+    ".txt .md .html .jsonl .jsonl.gz .jsonl.zst .json.gz .csv .tsv (and .gz, .zst of both) .parquet, and source code "
+    f"({' '.join(CODE_SUFFIXES)})"
+)
 # How many times larger the text is than the file: assumed when free disk space is checked before the work starts.
-EXPANSION = {".gz": 4.0, ".zst": 4.0, ".parquet": 3.0}
+EXPANSION = {".gz": 4.0, ".zst": 4.0, ".parquet": 3.0, ".html": 0.5, ".htm": 0.5, ".xhtml": 0.5}
 READ = 1 << 20
 
 
@@ -35,16 +50,19 @@ class Source:
 
     @property
     def text_bytes_estimate(self) -> float:
-        return self.size * EXPANSION.get(self.path.suffix, 1.0)
+        return self.size * EXPANSION.get(self.path.suffix.lower(), 1.0)
+
+    def ends_in(self, suffixes: tuple[str, ...]) -> bool:
+        return _ends_in(self.path, suffixes)
 
 
 @dataclass(frozen=True)
 class Sources:
-    """All input files in reading order; `skipped` counts the files of other kinds in folders and globs."""
+    """All input files in reading order; `skipped` counts the files of other kinds in folders and globs, by ending."""
 
     inputs: tuple[str, ...]
     files: tuple[Source, ...]
-    skipped: int
+    skipped: dict[str, int] = field(default_factory=dict)
 
     def content_digest(self) -> str:
         """Says which files go in, wherever and whenever they were written."""
@@ -76,29 +94,42 @@ def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> Sou
     skipped: set[Path] = set()
     for number, given in enumerate(inputs):
         matches = 0
-        for path, root in _expand(given):
-            if any(path.resolve().is_relative_to(folder) for folder in hidden):
-                continue
-            if not path.name.endswith(SUFFIXES):
-                skipped.add(path.resolve())
-                continue
-            matches += 1
-            stat = path.stat()
-            source = Source(path, number, path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns)
-            found.setdefault(path.resolve(), source)
+        with naming_read_errors(Path(given)):
+            for path, root in _expand(given):
+                if any(path.resolve().is_relative_to(folder) for folder in hidden):
+                    continue
+                if not _ends_in(path, SUFFIXES):
+                    skipped.add(path.resolve())
+                    continue
+                matches += 1
+                stat = path.stat()
+                source = Source(path, number, path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns)
+                found.setdefault(path.resolve(), source)
         if not matches:
-            raise UserError(f"no input files in {given}: nothing there ends in {' '.join(SUFFIXES)}")
+            raise UserError(f"no input files in {given}: nothing there ends in {_SUPPORTED}")
     if not found:
         raise UserError("no input given: name files, folders or globs")
-    return Sources(tuple(Path(given).name for given in inputs), tuple(found.values()), len(skipped))
+    by_ending = Counter(map(_ending, skipped))
+    return Sources(tuple(Path(given).name for given in inputs), tuple(found.values()), dict(sorted(by_ending.items())))
+
+
+def _ends_in(path: Path, suffixes: tuple[str, ...]) -> bool:
+    return path.name.lower().endswith(suffixes)
+
+
+def _ending(path: Path) -> str:
+    """What a file's name ends in; of a compressed one, what it held too."""
+    last = path.suffix.lower()
+    within = Path(path.stem).suffix.lower() if last in (".gz", ".zst", ".bz2", ".xz") else ""
+    return f"{within}{last}" or "no ending"
 
 
 def _expand(given: str | Path) -> Iterator[tuple[Path, Path]]:
     """The files that one input stands for, each with the folder that its name is relative to."""
     path = user_path(given)
     if path.is_file():
-        if not path.name.endswith(SUFFIXES):
-            raise UserError(f"unsupported file type: {path}. Supported: {' '.join(SUFFIXES)}")
+        if not _ends_in(path, SUFFIXES):
+            raise UserError(f"unsupported file type: {path}. Supported: {_SUPPORTED}")
         yield path, path.parent
     elif path.is_dir():
         for file in _walk(path):
@@ -143,16 +174,16 @@ def open_bytes(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """
     try:
         with source.path.open("rb") as raw:
-            if source.path.suffix == ".gz":
+            if source.ends_in((".gz",)):
                 yield gzip.GzipFile(fileobj=raw), raw  # type: ignore[misc]
-            elif source.path.suffix == ".zst":
+            elif source.ends_in((".zst",)):
                 yield io.BufferedReader(_ZstdStream(raw), READ), raw
             else:
                 yield raw, raw
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UserError(f"{source.path}: damaged or truncated compressed file ({error})") from error
-    except (PermissionError, FileNotFoundError) as error:
-        raise UserError(f"cannot read {source.path}: {error.strerror}") from error
+    except OSError as error:
+        raise UserError(f"cannot read {source.path}: {error.strerror or error}") from error
 
 
 def skip(stream: BinaryIO, offset: int) -> None:

@@ -129,10 +129,11 @@ def prepare(
         "text_field": text_field,
         "parse_special": parse_special,
     }
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        return _finished_before(run, settings)
-    with _disk_errors(run), journal.locked(run.partial):
-        return _prepare(run, settings, info)
+    with _disk_errors(run):
+        if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+            return _finished_before(run, settings)
+        with journal.locked(run.partial):
+            return _prepare(run, settings, info)
 
 
 def cores() -> int:
@@ -156,8 +157,13 @@ def _disk_errors(run: _Run) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, BrokenPipeError):  # of a progress report, not of a disk
             raise
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            place = error.filename or run.partial
+            raise UserError(
+                f"cannot write {place}: {error.strerror or error}. Choose another --output, or make it writable."
+            ) from error
         raise UserError(
             f"disk full while writing {run.partial}. What was done so far is kept: free some space and run the same "
             "command again, it goes on from there."
@@ -251,7 +257,7 @@ def _training_sample(run: _Run) -> Iterator[str]:
     done = 0
     for source in run.sources.files:
         left = int(source.text_bytes_estimate * share)
-        one = files.Sources(run.sources.inputs, (source,), 0)
+        one = files.Sources(run.sources.inputs, (source,))
         for text, _ in read_texts(one, run.text_field):
             yield text[: max(0, left)]
             left -= len(text)
@@ -466,7 +472,8 @@ def _index(run: _Run, state: Journal, info: TokenizerInfo) -> dict[str, Any]:
         "documents": sum(c.documents for c in counts),
         "empty_documents": sum(c.empty_documents for c in counts),
         "text_bytes": sum(c.text_bytes for c in counts),
-        "skipped_files": run.sources.skipped,
+        "skipped_files": sum(run.sources.skipped.values()),
+        "skipped_by_ending": run.sources.skipped,
         "sources": [
             {"name": name, "files": sum(source.input == k for source in run.sources.files), **asdict(counts[k])}
             for k, name in enumerate(run.sources.inputs)

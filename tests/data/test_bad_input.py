@@ -106,6 +106,52 @@ def test_bad_parquet(run: Callable[..., Any], tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "out.partial")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"id,body\n1,words\n", r"bad\.csv: no column 'text' \(valid: body, id\).*--text-field"),
+        (b"id,text\n1,words\n2,more, words\n", r"bad\.csv:3: a row of 3 cells, where the first has 2"),
+        (b'id,text\n1,"words\n2,more\n', r"bad\.csv:3: not readable as a table \(unexpected end of data\)"),
+        (b'id,text\n1,"words" more\n', r"bad\.csv:2: not readable as a table"),
+        (b"id,text\n1,w\xff\n", r"bad\.csv: not UTF-8 after line \d"),
+    ],
+)
+def test_bad_tables(run: Callable[..., Any], content: bytes, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        run("bad.csv", content)
+
+
+def test_endless_lines_of_tables(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optimus.data.tables.LONGEST_CELL", 1 << 20)
+    with pytest.raises(UserError, match=r"bad\.csv:\d+: not readable as a table \(a line of 1 MB or more\)"):
+        run("bad.csv", b"text\n" + b"words " * 300_000)
+
+
+def test_places_that_cannot_be_written_or_read(
+    tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("some words " * 50)
+
+    def run(output: Path, inputs: Path = tmp_path / "a.txt") -> None:
+        prepare([inputs], output, tokenizer=tokenizer_file, context=16, workers=1)
+
+    with pytest.raises(UserError, match=r"cannot write .*a\.txt.*: Not a directory\. Choose another --output"):
+        run(tmp_path / "a.txt" / "out")
+
+    def refuse(path: Path, *_: Any, **__: Any) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", refuse)
+        with pytest.raises(UserError, match=r"cannot write .*out\.partial: Read-only file system"):
+            run(tmp_path / "out")
+    (tmp_path / "folder").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "iterdir", refuse)
+        with pytest.raises(UserError, match=r"cannot read .*folder: Read-only"):
+            run(tmp_path / "out", tmp_path / "folder")
+
+
 def test_no_input(tmp_path: Path, tokenizer_file: Path, run: Callable[..., Any]) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "picture.png").write_bytes(b"")

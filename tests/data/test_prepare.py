@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from optimus.data import Permutation, Shards, parse_size, prepare
+from optimus.data import Permutation, Shards, parse_size, preparation, prepare
 from optimus.errors import UserError
 
 Encode = Callable[[str], list[int]]
@@ -88,6 +88,58 @@ def test_every_format_folder_and_glob(tmp_path: Path, sources: list[str], tokeni
     assert index["text_bytes"] == sum(len(text.encode()) for text in [*sources[:9], *[sources[9]] * 3])
     assert str(tmp_path) not in (tmp_path / "out" / "index.json").read_text()
     Shards(tmp_path / "out").verify()
+
+
+def test_pages_code_and_tables(tmp_path: Path, sources: list[str], tokenizer_file: Path, encode: Encode) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.HTML").write_text("<html><style>no</style><body><p>One</p><p>two &amp; three")
+    (folder / "b.rs").write_text(sources[0], encoding="utf-8")
+    cells = ['plain, with "quotes"', "", "two\r\nlines", sources[1] * 5]  # a cell above the csv module's usual limit
+    rows = "".join(f'{number},"{cell.replace(chr(34), 2 * chr(34))}"\r\n' for number, cell in enumerate(cells))
+    (folder / "c.csv").write_bytes(f"\ufeffid,body\r\n{rows}".encode())
+    (folder / "d.tsv.gz").write_bytes(gzip.compress(b"body\tid\nsome words\t1\n\nmore, words\t2\n"))
+    (folder / "e.jpg").touch()
+    for name in ("f.JPG", "g.doc.gz", "LICENSE"):
+        (folder / name).touch()
+    index = prepare([folder], tmp_path / "out", tokenizer=tokenizer_file, context=8, workers=1, text_field="body")
+    documents = ["One\n\ntwo & three", sources[0], *filter(None, cells), "some words", "more, words"]
+    expected = joined(documents, encode, index["tokenizer"]["eos_id"])
+    assert stream(tmp_path / "out").tolist() == expected[: index["tokens"]]
+    assert (index["documents"], index["empty_documents"]) == (7, 1)
+    assert index["skipped_files"] == 4
+    assert index["skipped_by_ending"] == {".doc.gz": 1, ".jpg": 2, "no ending": 1}
+
+
+def test_tables_resume_within_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: list[str], tokenizer_file: Path
+) -> None:
+    from optimus.data import documents
+
+    monkeypatch.setattr(documents, "BLOCK", 20_000)
+    good = "text\n" + "".join('"' + source.replace('"', '""') + '"\n' for source in sources)
+    path = tmp_path / "a.csv"
+
+    def run(output: str) -> None:
+        prepare([path], tmp_path / output, tokenizer=tokenizer_file, context=16, workers=1)
+
+    path.write_text(good)
+    run("whole")
+    with monkeypatch.context() as patch:
+        monkeypatch.setattr(preparation, "COMMIT_SECONDS", 0.0)
+        written = preparation._StreamWriter.write
+
+        def stop_later(self: Any, batch: Any, encoded: Any) -> None:
+            if batch.after.offset > 5:
+                raise KeyboardInterrupt
+            written(self, batch, encoded)
+
+        patch.setattr(preparation._StreamWriter, "write", stop_later)
+        with pytest.raises(KeyboardInterrupt):
+            run("out")
+    assert 0 < json.loads((tmp_path / "out.partial" / "journal.json").read_bytes())["mark"]["position"][1] <= 5
+    run("out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_plain_numpy_reads_the_shards(prepared: Path) -> None:

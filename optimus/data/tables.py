@@ -1,0 +1,51 @@
+"""The documents of a CSV or TSV file: the cells of one column, named in the first row.
+
+Cells may be quoted and then hold anything (RFC 4180). A row that does not fit the first one, or a quote that is never
+closed, is an error: text would be lost or run together without a word.
+"""
+
+import csv
+import io
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from optimus.errors import UserError, nearest
+
+LONGEST_CELL = 64 << 20  # characters
+
+
+def column(stream: BinaryIO, place: str, name: str, delimiter: str) -> Iterator[str]:
+    """The cells of the column `name`. Raises `UserError` with the place of what is wrong."""
+    csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))  # the module's one limit, 128 KB unless it is told
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    rows = csv.reader(_lines(text), delimiter=delimiter, strict=True)
+    try:
+        header = next(rows, [])
+        if header and name not in header:
+            raise UserError(
+                f"{place}: no column '{name}' ({nearest(name, header)}). Name the column that holds the text with "
+                "--text-field."
+            )
+        for row in rows:
+            if not row:  # a blank line
+                continue
+            if len(row) != len(header):
+                raise UserError(
+                    f"{place}:{rows.line_num}: a row of {len(row)} cells, where the first has {len(header)}. A cell that "
+                    "holds the delimiter or a line break must be quoted."
+                )
+            yield row[header.index(name)]
+    except csv.Error as error:
+        raise UserError(f"{place}:{rows.line_num}: not readable as a table ({error})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{place}: not UTF-8 after line {rows.line_num} ({error.reason}). Convert it to UTF-8."
+        ) from error
+
+
+def _lines(text: io.TextIOWrapper) -> Iterator[str]:
+    """Lines of bounded length."""
+    while line := text.readline(LONGEST_CELL):
+        if len(line) == LONGEST_CELL:
+            raise csv.Error(f"a line of {LONGEST_CELL >> 20} MB or more")
+        yield line
