@@ -41,8 +41,6 @@ def check_ranks(config: RunConfig, ranks: int) -> None:
 
 def check_references(config: RunConfig, resume: bool) -> None:
     """Raise `UserError` when something that the run will need later, or only sometimes, is not there."""
-    if config.evaluate.text is not None and not Path(config.evaluate.text).exists():
-        raise UserError(f"evaluate.text: {config.evaluate.text} does not exist: name a file or folder of text")
     check_wandb(config)
     initial = config.checkpoint.initial
     if initial is not None and not resume:
@@ -52,6 +50,12 @@ def check_references(config: RunConfig, resume: bool) -> None:
         else:
             path = find_checkpoint(initial)
             check_same_model(read_description(path).model, config.model, path)
+
+
+def check_held_out(config: RunConfig) -> None:
+    """Raise `UserError` when the held-out text is not here, where the first rank is, which alone reads it."""
+    if config.evaluate.text is not None and not Path(config.evaluate.text).exists():
+        raise UserError(f"evaluate.text: {config.evaluate.text} does not exist: name a file or folder of text")
 
 
 def check_output(config: RunConfig, resume: bool, shards: Shards) -> None:

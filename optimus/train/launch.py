@@ -112,6 +112,7 @@ def check_run(config: RunConfig, ranks: int, resume: bool, per_node: int | None 
     checks.check_ranks(config, ranks)
     checks.check_references(config, resume)
     if int(os.environ.get("RANK", "0")) == 0:
+        checks.check_held_out(config)
         checks.check_output(config, resume, shards)
     checks.check_memory(config, device, ranks, per_node)
     return shards

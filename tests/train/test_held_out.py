@@ -13,7 +13,7 @@ from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
 from optimus.testing import run_ranks
 from optimus.train.checkpoints import build_run
-from optimus.train.launch import _claim_folder, _hooks
+from optimus.train.launch import _claim_folder, _hooks, check_run
 from optimus.train.loop import train_loop
 from optimus.train.pipeline import with_microbatches
 
@@ -60,6 +60,19 @@ def test_text_that_the_first_rank_cannot_read_ends_all(config: dict[str, Any], t
         == [f"input not found: {tmp_path / 'absent'} (no such file or folder, and no file matches it as a glob)"] * 2
     )
     assert (Path(config["train"]["output"]) / "checkpoints" / "step-00000001").is_dir()  # the step is not lost
+
+
+def test_only_the_first_rank_is_asked_for_the_text(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a launcher starts every rank with its own checks, a refusal on another node would leave the first waiting."""
+    config["evaluate"]["text"] = str(tmp_path / "absent")
+    tree = with_microbatches(load_config(config), 2)
+    monkeypatch.setenv("RANK", "1")
+    check_run(tree, 2, False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UserError, match=r"evaluate\.text: .*absent does not exist"):
+        check_run(tree, 2, False)
 
 
 def test_data_missing_on_one_node_ends_all(config: dict[str, Any], tmp_path: Path) -> None:
