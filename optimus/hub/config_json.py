@@ -79,8 +79,9 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / FILE
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is not a Hugging Face folder: it has no {FILE}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        lack = "it is a file" if path.is_file() else f"it has no {FILE}"
+        raise UserError(f"{path} is not a Hugging Face folder: {lack}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
     if not isinstance(raw, dict):

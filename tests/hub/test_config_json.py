@@ -98,6 +98,9 @@ def test_what_is_not_supported_is_named(tmp_path: Path, changed: dict, message: 
 def test_folder_must_have_a_readable_config(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is not a Hugging Face folder: it has no config.json"):
         read_model_folder(tmp_path)
+    (tmp_path / "model.pt").touch()
+    with pytest.raises(UserError, match=r"model.pt is not a Hugging Face folder: it is a file$"):
+        read_model_folder(tmp_path / "model.pt")
     for text in ("{", "[]"):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UserError, match=r"config.json (cannot be read|must hold a JSON object)"):
