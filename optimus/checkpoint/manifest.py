@@ -5,6 +5,7 @@ without reading the rest of the file; of any other file as a whole; and of the m
 """
 
 import json
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,17 +19,29 @@ _FORMAT, _VERSION = "optimus-manifest", 1
 
 
 def write_manifest(folder: Path, stored: Iterable[Stored]) -> None:
-    """Write the manifest of all files in `folder`; `stored` are the boxes of its files of tensors."""
+    """Write the manifest of all files in `folder`; `stored` are the boxes of its files of tensors, as their writers tell.
+
+    Raises `UserError` when such a file is not here as long as its boxes are: those who wrote it and this process do not see
+    the same file system, or part of it was lost.
+    """
     boxes: dict[str, list[list[int]]] = {}
     for each in stored:
         boxes.setdefault(each.file, []).append([each.start, each.length, each.crc])
     files: dict[str, Any] = {}
-    for path in sorted(folder.iterdir()):
-        if path.name in boxes:
-            files[path.name] = {"bytes": path.stat().st_size, "boxes": sorted(boxes[path.name])}
-        else:
+    for name, of_it in boxes.items():
+        written = max(start + length for start, length, _ in of_it)
+        if (size := _size_of(folder / name)) != written:
+            how = "is not there" if size is None else f"has {size:,} bytes"
+            raise UserError(
+                f"{folder / name} {how} on the node that completes the checkpoint, of {written:,} that another rank has "
+                "written: mount one file system on all nodes, without a cache of its own on each"
+            )
+        files[name] = {"bytes": written, "boxes": sorted(of_it)}
+    for path in folder.iterdir():
+        if path.name not in boxes:
             small = path.read_bytes()
             files[path.name] = {"bytes": len(small), "crc": zlib.crc32(small)}
+    files = dict(sorted(files.items()))
     content = {"format": _FORMAT, "version": _VERSION, "files": files}
     (folder / MANIFEST).write_text(_text(content | {"crc": zlib.crc32(_text(content).encode())}), encoding="utf-8")
 
@@ -91,6 +104,15 @@ def read_checked(folder: Path, name: str, files: Mapping[str, Any]) -> bytes:
     if zlib.crc32(content) != files.get(name, {}).get("crc"):
         raise damaged(folder, f"{name} is not what was written: its sum is wrong")
     return content
+
+
+def _size_of(path: Path) -> int | None:
+    """Of a file, opened, as network file systems ask the server only then what another node has written."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return None
 
 
 def _text(content: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """What is written is the state of the moment, whatever the optimizer does meanwhile; failures are told to all ranks."""
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -439,3 +440,35 @@ def test_a_rank_that_is_no_writer_writes_nothing(tmp_path: Path, writer: int) ->
     run_ranks(save_by_one, 2, tmp_path, writer)
     assert [path.name for path in step_folder(tmp_path, 1).glob("*.distcp")] == [f"__{writer}_0.distcp"]
     assert_equal(read_back(step_folder(tmp_path, 1)), whole_state(made()[1]))
+
+
+def save_with_a_file_cut(run: Path, length: int | None) -> str:
+    """What a rank is told when the second's file is not, for the first, as it was written; None: not there at all."""
+    _, state = made(2, shard="optimizer")
+    saver, right = Saver(state), saving.write_boxes
+
+    def cut(file: Any, name: str, boxes: Any) -> Any:
+        stored = right(file, name, boxes)
+        os.unlink(file.name) if length is None else os.truncate(file.name, length)
+        return stored
+
+    if dist.get_rank() == 1:
+        saving.write_boxes = cut  # type: ignore[assignment]
+    try:
+        saver.save(full(run, 3))
+    except UserError as error:
+        return str(error)
+    finally:
+        saving.write_boxes = right
+    return ""
+
+
+@pytest.mark.parametrize("length", [1000, None])
+def test_a_file_that_is_not_as_long_as_its_writer_says_completes_no_checkpoint(
+    tmp_path: Path, length: int | None
+) -> None:
+    told = run_ranks(save_with_a_file_cut, 2, tmp_path / "run", length)
+    seen = "is not there" if length is None else "has 1,000 bytes"
+    for text in told:
+        assert f"__1_0.distcp {seen} on the node that completes the checkpoint, of " in text, told
+    assert list_checkpoints(tmp_path / "run") == []
