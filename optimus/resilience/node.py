@@ -80,6 +80,7 @@ class _Member:
 
     def __init__(self, launch: Launch, store: Store, say: Callable[[str], None], waiting: Waiting) -> None:
         self._launch, self._store, self._say, self._waiting = launch, store, say, waiting
+        self._round = 0  # of the world that this node takes part in
         self._events = EventLog(launch.run)
         self._rendezvous = Rendezvous.of(
             store,
@@ -132,9 +133,8 @@ class _Member:
         self._waiting.over()
         first, each = world.rank * self._launch.ranks_per_node, self._launch.ranks_per_node
         ranks = f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
-        newest = list_checkpoints(self._launch.run)
-        begin = f"step {step_of(newest[-1])}" if newest else "the beginning"
-        self._say(f"has place {world.rank} of {world.size}: starts {ranks} of {each * world.size} from {begin}")
+        self._say(f"has place {world.rank} of {world.size}: starts {ranks} of {each * world.size}")
+        self._round = world.round
         store.set(f"member/{world.rank}", json.dumps([self._launch.node, self._rendezvous.member]))
         if world.rank > 0:
             return
@@ -163,6 +163,8 @@ class _Member:
         crashes = int(self._store.add(self._key(f"crashes/{self._launch.node}"), 0))
         codes = {rank: failure.exitcode for rank, failure in failures.items()}
         decision = decide(codes, crashes, self._rendezvous.spares())
+        if decision.do is Do.LEAVE and not self._claim_spare():
+            decision = decide(codes, crashes, 0)
         said = [text for failure in failures.values() if (text := _said(failure))]
         detail = f"{decision.detail}: {said[0]}" if said else decision.detail
         if decision.blamed:
@@ -177,6 +179,23 @@ class _Member:
             self._events.write("exclusion", node=self._launch.node, rank=decision.rank, detail=decision.detail)
         self._say(f"{detail}: {_DOING[decision.do]}")
         return decision.do
+
+    def _claim_spare(self) -> bool:
+        """Whether there is a spare for this node's place, besides those for other nodes that leave this world.
+
+        What is known of nodes may be seconds old, so one that has left may still be here. All claims are in the store.
+        """
+        claims = f"leaving/{self._round}"
+        number = self._store.add(self._key(claims), 1)
+        self._tell(f"{claims}/{number}", self._rendezvous.member)
+        here = self._rendezvous.present()
+        # One that is not told yet counts; one that was in vain, as an empty name, does not.
+        told = [self._told(f"{claims}/{earlier}") for earlier in range(1, number)]
+        claimed = sum(member is None or member in here for member in told)
+        if self._rendezvous.spares() > claimed:
+            return True
+        self._tell(f"{claims}/{number}", "")
+        return False
 
     def _check_progress(self) -> None:
         """Raise `UserError` after too many restarts in a row that have led to nothing."""

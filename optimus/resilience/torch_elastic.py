@@ -188,14 +188,17 @@ class Rendezvous(DynamicRendezvousHandler):
         waiting = super().num_nodes_waiting()
         return 0 if len(self._state_holder.state.participants) >= self._settings.max_nodes else waiting
 
+    def present(self) -> set[str]:
+        """All nodes, by `member`, so far as is known; it asks nobody."""
+        state = self._state_holder.state
+        return {repr(node) for node in (*state.participants, *state.wait_list, *state.redundancy_list)}
+
     def spares(self) -> int:
-        """Nodes that are left over, so far as is known; it asks nobody.
+        """Nodes that are left over, so far as is known.
 
         Those that wait are not all spares: a node that has lost another one waits, too, until the world is made anew.
         """
-        state = self._state_holder.state
-        present = len(state.participants) + len(state.wait_list) + len(state.redundancy_list)
-        return max(0, present - self._settings.max_nodes)
+        return max(0, len(self.present()) - self._settings.max_nodes)
 
     def leave(self) -> None:
         """Give up this node's place, which leaves the rendezvous open."""

@@ -30,6 +30,8 @@ from optimus.resilience.local import register
 from optimus.resilience.node import Launch, run_node
 from optimus.resilience.policy import Do
 from optimus.resilience.store import connect, own_address, parse, serve
+from optimus.resilience.torch_elastic import World
+from optimus.resilience.waiting import Waiting
 from optimus.train.nodes import launch, parse_keep_alive, rehearse
 
 # Does what its node's file says, a word at each start and the last one ever after: it ends with a code, or waits until it is
@@ -179,7 +181,7 @@ def test_the_second_crash_is_the_nodes_fault(
     said = capsys.readouterr().err.splitlines()
     assert "node n2: waits for a place, as a spare: all 2 are taken" in said
     assert re.search(r"node n0: rank [01] crashed \(exit code 3\): leaves, a spare takes its place", "\n".join(said))
-    assert re.search(r"node n2: has place [01] of 2: starts rank [01] of 2 from the beginning", "\n".join(said))
+    assert re.search(r"node n2: has place [01] of 2: starts rank [01] of 2", "\n".join(said))
     assert "node n1: stops its ranks: another node is lost or has stopped its own" in said
 
 
@@ -190,6 +192,37 @@ def test_nobody_is_excluded_where_no_spare_is_left(cluster: Cluster, store: TCPS
     assert cluster.end() == {"n0": None, "n1": None}
     assert {event[0] for event in cluster.events()} == {"failure", "restart"}
     assert excluded(one.run) == []
+
+
+@pytest.mark.parametrize("spares", [1, 2])
+def test_nodes_that_leave_at_one_moment_count_a_spare_once(
+    one: Launch, store: TCPStore, tmp_path: Path, spares: int
+) -> None:
+    """Both are at fault, and neither sees yet that the other leaves."""
+    launch = replace(one, nodes=2, spares=spares, interval=60)  # nothing is heard of the others meanwhile
+    names = ["n0", "n1", *(f"spare{number}" for number in range(spares))]
+    members = [
+        module._Member(replace(launch, node=name), connect(one.endpoint, 5.0), lambda _: None, Waiting(lambda _: None))
+        for name in names
+    ]
+    (bad, worse), waiting = members[:2], members[2:]
+    one.run.mkdir()
+    with ThreadPoolExecutor(4) as pool:
+        worlds = list(pool.map(lambda member: member._rendezvous.next_rendezvous(), (bad, worse)))
+        ends = [pool.submit(member._rendezvous.next_rendezvous) for member in waiting]
+        for member, info in sorted(zip((bad, worse), worlds), key=lambda each: -each[1].rank):
+            member._joined(World(0, info.rank, 2), info.store)
+        for member in (bad, worse):
+            while len(member._rendezvous.present()) < len(members):
+                member._rendezvous.num_nodes_waiting()
+                time.sleep(0.1)
+        failures = {0: SimpleNamespace(exitcode=76, message="")}
+        done = [member._failed(failures) for member in (bad, worse)]  # type: ignore[arg-type]
+        bad._rendezvous.shutdown()
+        assert all(end.exception(30) is not None for end in ends)
+        worse._rendezvous.shutdown()
+    assert done == [Do.LEAVE, Do.RESTART if spares == 1 else Do.LEAVE]
+    assert excluded(one.run) == ["n0", "n1"][:spares]
 
 
 @pytest.mark.parametrize("code", [75, 76, 77])
