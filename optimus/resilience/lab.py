@@ -11,11 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -138,19 +140,51 @@ def lab(nodes: int, *, isolated: bool, bandwidth: str | None = None) -> Iterator
     hosts = [f"{tag}n{number}" for number in range(nodes)]
     made = Lab(hosts, f"{_NETWORK}.1:{_PORT}" if isolated else f"127.0.0.1:{_free_port()}", isolated)
     names, switch = [f"{tag}store", *hosts], f"{tag}switch"
+    with _signals_end_it() as ignore_signals:
+        try:
+            if isolated:
+                _join_all(names, switch, bandwidth)
+            address, _, port = made.endpoint.rpartition(":")
+            made.start(names[0], [sys.executable, "-m", "optimus.resilience.store", address, port], Path(os.devnull))
+            yield made
+        finally:
+            ignore_signals()
+            made.stop()
+            for name in [*names, switch] if isolated else []:
+                subprocess.run(["ip", "netns", "del", name], capture_output=True)
+                shutil.rmtree(_ETC / name, ignore_errors=True)
+            with suppress(OSError):  # others are in it
+                _ETC.rmdir()
+
+
+@contextmanager
+def _signals_end_it() -> Iterator[Callable[[], None]]:
+    """Lets SIGTERM and SIGHUP end the process by an exception inside the context, as Ctrl-C does, with 128 and their number.
+
+    What it yields makes all three be ignored from then on, so that the end comes to its end.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which alone may say what signals do
+        yield lambda: None
+        return
+
+    def end(number: int, _frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    ending = (signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, *ending)}
+    for number in ending:
+        if previous[number] is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, end)
+
+    def ignore() -> None:
+        for number in previous:
+            signal.signal(number, signal.SIG_IGN)
+
     try:
-        if isolated:
-            _join_all(names, switch, bandwidth)
-        address, _, port = made.endpoint.rpartition(":")
-        made.start(names[0], [sys.executable, "-m", "optimus.resilience.store", address, port], Path(os.devnull))
-        yield made
+        yield ignore
     finally:
-        made.stop()
-        for name in [*names, switch] if isolated else []:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-            shutil.rmtree(_ETC / name, ignore_errors=True)
-        with suppress(OSError):  # others are in it
-            _ETC.rmdir()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _join_all(names: Sequence[str], switch: str, bandwidth: str | None) -> None:

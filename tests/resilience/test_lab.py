@@ -1,7 +1,9 @@
 """Runs that lose nodes, in the lab: each goes on as its event log tells, and ends where one that loses none ends."""
 
 import os
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -269,6 +271,38 @@ def test_a_plain_lab_that_is_interrupted(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert all_end(pids)
+
+
+TERMINATED = """
+import pathlib, sys, time
+from optimus.resilience.lab import lab
+with lab(2, isolated=sys.argv[1] == "isolated") as cluster:
+    for host in cluster.hosts:
+        cluster.start(host, ["sleep", "1234"], pathlib.Path(sys.argv[2]))
+    print(*(process.pid for process in cluster._processes.values()), flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("kind", ["isolated", "plain"])
+def test_a_lab_that_is_sent_a_signal_takes_everything_down(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, number: signal.Signals
+) -> None:
+    if kind == "isolated":
+        request.getfixturevalue("namespaces")
+    command = [sys.executable, "-c", TERMINATED, kind, str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 3
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    assert all_end(pids)
+    if kind == "isolated":
+        names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+        assert f"o{process.pid % 100000}" not in names
+        assert not list(Path("/etc/netns").glob(f"o{process.pid % 100000}*"))
 
 
 def start_all(cluster: Lab, log: Path) -> list[int]:
