@@ -69,13 +69,17 @@ def _step(run: Run, loader: TokenLoader, hooks: Sequence[Hook]) -> None:
 
 
 def _next_batch(run: Run, loader: TokenLoader) -> Tensor | None:
-    """The next batch on the run's device; None, and `run.failure` set, when any rank cannot read its part."""
+    """The next batch on the run's device; None where any rank cannot read its part: all have its failure then."""
     failure, tokens_BS = None, None
     try:
         tokens_BS = torch.from_numpy(next(loader)).to(run.device, non_blocking=True)
     except UserError as error:
         failure = error
-    if run.groups.world.any(failure is not None, run.device):
-        run.failure = failure or UserError("another rank cannot read its part of the data")
+    try:
+        run.groups.world.agree(failure, run.device)
+    except CollectiveError:
+        raise
+    except UserError as error:
+        run.failure = error
         return None
     return tokens_BS
