@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -127,19 +128,25 @@ def train(
         summary = run(best_layout(config, overrides or [], auto_plan, ranks), ranks=ranks, resume=resume, check=check)
     else:
         summary = run(config, overrides or [], ranks=ranks, resume=resume, check=check)
+    signalled = None if check else summary["stopped_by"]
+    ended = typer.Exit(0 if signalled is None else 128 + signal.Signals[signalled])
     if os.environ.get("RANK", "0") != "0":
-        return  # under torchrun, rank 0 speaks for all
+        raise ended  # under torchrun, rank 0 speaks for all
     if check:
         where = f"\n{summary['placement']}" if summary["ranks"] > 1 else ""
         ready = f"{config} is ready to run: {summary['steps']} steps on {summary['ranks']} rank(s)"
-        _show(summary, as_json, f"{ready}{where}")
+        held = f"\n{summary['held']}" if summary["held"] else ""
+        _show(summary, as_json, f"{ready}{where}{held}")
         return
-    text = f"step {summary['step']}: loss {summary['loss']:.4f}, checkpoint {summary['checkpoint']}"
+    loss = "" if summary["loss"] is None else f"loss {summary['loss']:.4f}, "
+    text = f"step {summary['step']}: {loss}checkpoint {summary['checkpoint'] or 'none yet'}"
     if summary["step"] < summary["steps"]:
         again = [text for text in overrides or [] if not text.startswith("train.stop_at=")]
         words = shlex.join(["optimus", "train", str(config), *again, *(["--ranks", str(ranks)] if ranks else [])])
-        text += f"\nstopped before step {summary['steps']}; continue with: {words} --resume"
+        why = "" if signalled is None else f" by {signalled}"
+        text += f"\nstopped{why} before step {summary['steps']}; continue with: {words} --resume"
     _show(summary, as_json, text)
+    raise ended
 
 
 @app.command()
@@ -258,9 +265,8 @@ def launch(
     as_json: Json = False,
 ) -> None:
     """Run a node of a training that survives its nodes; to be started on every node and every spare alike."""
-    from optimus.resilience.policy import Do
+    from optimus.train.nodes import exit_code, parse_keep_alive, write_batch_script
     from optimus.train.nodes import launch as run
-    from optimus.train.nodes import parse_keep_alive, write_batch_script
 
     other = ("node", "name", "rendezvous") if scheduler is not None else ("output", "time", "directive")
     sources = {name: context.get_parameter_source(name) for name in other}
@@ -304,7 +310,7 @@ def launch(
     )
     _show({"outcome": "finished" if outcome is None else outcome.value}, as_json, "")
     if outcome is not None:
-        raise typer.Exit(2 if outcome is Do.STOP else 1)  # 2: as bad input, it will be no better next time
+        raise typer.Exit(exit_code(outcome))
 
 
 @app.command()
@@ -534,7 +540,7 @@ def main() -> None:
         app()
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")  # at once: other ranks write there too
-        sys.exit(2)
+        sys.exit(error.code)
 
 
 if __name__ == "__main__":

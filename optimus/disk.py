@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,14 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def file_system_time(folder: Path) -> float:
+    """The time of day by the clock of the file system of `folder`, which all who share it have in common."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-") as file:
+        file.write(b"x")
+        file.flush()
+        return os.stat(file.name).st_mtime
 
 
 def check_plot(given: Path) -> Path:

@@ -12,7 +12,9 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Bad input. `str(error)` is all that the user is shown."""
+    """Bad input. `str(error)` is all that the user is shown, and `code` what the command exits with."""
+
+    code = 2
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

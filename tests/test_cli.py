@@ -156,7 +156,7 @@ def test_check_runs_nothing(
     found = result(capsys, monkeypatch, "train", config, "--check")
     placement = found.pop("placement")
     assert placement.startswith("1 rank on 1 node")
-    assert found == {"ok": True, "output": small_run["train"]["output"], "steps": 6, "ranks": 1}
+    assert found == {"ok": True, "output": small_run["train"]["output"], "steps": 6, "ranks": 1, "held": None}
     code, out, _ = here(capsys, monkeypatch, "train", config, "--check", "train.steps=9")
     assert (code, out) == (0, f"{config} is ready to run: 9 steps on 1 rank(s)\n")
     code, out, _ = here(capsys, monkeypatch, "train", config, "--check", "parallel.tensor=2")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from optimus.checkpoint.folder import all_folders, list_checkpoints, step_folder, step_of, weights_folder
+from optimus.checkpoint.lease import check_free
 from optimus.checkpoint.reader import verify
 from optimus.disk import user_path, write_json
 from optimus.errors import UserError, naming_disk_errors
@@ -51,13 +52,17 @@ def rolled_back_to(run: Path) -> Path | None:
     return path
 
 
-def rollback(run: str | Path, step: int) -> dict[str, Any]:
+def rollback(run: str | Path, step: int, *, held: bool = False) -> dict[str, Any]:
     """Set up `run` so that `--resume` restarts it from the weights of `step`, with fresh moments.
+
+    `held`: the caller holds the run folder. Else raises `HeldError` when a run that goes on does.
 
     Returns `checkpoint`, `step`, `moved` (what is newer, with the metrics so far) and `to`, where that is now. Raises
     `UserError`, nothing having been touched, when there are no weights of that step or they are damaged.
     """
     run = user_path(run)
+    if not held:
+        check_free(run)
     path = next((path for path in (weights_folder(run, step), step_folder(run, step)) if path.is_dir()), None)
     if path is None:
         steps = sorted({step_of(path) for path in list_checkpoints(run, "step", "weights")})

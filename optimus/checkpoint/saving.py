@@ -29,7 +29,7 @@ from optimus.checkpoint.slots import clear_leftovers, remove, retire, retire_wei
 from optimus.checkpoint.staging import Staging
 from optimus.disk import sync
 from optimus.errors import UserError, naming_disk_errors
-from optimus.state import ModelState, boxes
+from optimus.state import Box, ModelState, boxes
 from optimus.state.chunk import Chunk
 
 _CURE = "Earlier checkpoints are untouched: make room or mend the path, then run again with --resume"
@@ -82,6 +82,7 @@ class Saver:
         self._committing = False  # in the last phase
         self._thread: threading.Thread | None = None
         self._failure: UserError | None = None
+        self._abandoned = threading.Event()
         self.seconds = 0.0  # for which the training has waited, in all
 
     def save(self, *targets: Target) -> list[Path]:
@@ -121,6 +122,17 @@ class Saver:
                     self._thread.join()
                 done += self._next()
         return done
+
+    def abandon(self) -> None:
+        """Let nothing be written any more but what rank 0 is completing: this rank alone may have failed."""
+        self._abandoned.set()
+        if self._thread is None or self._world.size > 1:
+            return  # with other ranks, this process ends, and has to say why at once
+        self._thread.join()
+        if not self._committing:
+            for target in self._targets:
+                shutil.rmtree(target.partial, ignore_errors=True)
+        self._targets, self._committing, self._failure, self._thread = (), False, None, None
 
     # ---- Phases ----
 
@@ -168,15 +180,17 @@ class Saver:
                 self._stored.append(self._write_file(target, held) if self._chunks else [])
 
     def _write_file(self, target: Target, held: Callable[[Tensor], Tensor]) -> list[Stored]:
-        found = (
-            box
-            for chunk in self._chunks
-            for kind, buffer in target.buffers(chunk).items()
-            for box in boxes(chunk.plan, kind, held(buffer))
-        )
+        def found() -> Iterator[Box]:
+            for chunk in self._chunks:
+                for kind, buffer in target.buffers(chunk).items():
+                    for box in boxes(chunk.plan, kind, held(buffer)):
+                        if self._abandoned.is_set():
+                            raise UserError(f"{target.folder} was abandoned, as the run ended")
+                        yield box
+
         path = target.partial / self._file
         with path.open("xb") as file:
-            return write_boxes(file, path.name, found)
+            return write_boxes(file, path.name, found())
 
     def _commit(self, stored: Sequence[Sequence[Stored]]) -> None:
         for target, of_it in zip(self._targets, stored):

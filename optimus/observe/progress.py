@@ -4,6 +4,8 @@ import sys
 import time
 from typing import Any
 
+from optimus.observe.terminal import letting_go
+
 _LINE_SECONDS = 10.0  # between plain lines
 
 
@@ -41,11 +43,12 @@ class Progress:
         if self._bar is not None:
             if stage not in self._tasks:
                 self._tasks[stage] = self._bar.add_task(stage, total=total, note=note)
-            self._bar.update(self._tasks[stage], completed=done, total=total, note=note)
+            with letting_go():
+                self._bar.update(self._tasks[stage], completed=done, total=total, note=note)
         elif not self._quiet and (self._due(done) or done == total):
             self._last_line = time.monotonic()
             share = f"{done:,}/{total:,}" if total else f"{done:,}"
-            print(f"{stage}: {share} {note}".rstrip(), file=sys.stderr, flush=True)
+            self.print(f"{stage}: {share} {note}".rstrip())
 
     def _due(self, done: int) -> bool:
         if self._every is not None:
@@ -54,15 +57,17 @@ class Progress:
 
     def print(self, line: str) -> None:
         """A line above the bar."""
-        if self._bar is not None:
-            self._bar.console.print(line, highlight=False)
-        elif not self._quiet:
-            print(line, file=sys.stderr, flush=True)
+        with letting_go():
+            if self._bar is not None:
+                self._bar.console.print(line, highlight=False)
+            elif not self._quiet:
+                print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Leave the terminal as it should be."""
         if self._bar is not None:
-            self._bar.stop()
+            with letting_go():
+                self._bar.stop()
 
     def __enter__(self) -> "Progress":
         return self

@@ -1,10 +1,12 @@
 """What a command does when it is told to end: say so at once, leave things in order, exit as a shell expects."""
 
-import os
 import signal
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
+
+from optimus.observe.terminal import say_at_once
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, a scheduler, a terminal that is gone
 
@@ -13,12 +15,22 @@ class _SignalledError(KeyboardInterrupt):
     """What Ctrl-C raises, for the other signals too; `args[0]` is the number."""
 
 
+def ending_signals() -> list[signal.Signals]:
+    """Those that end a run or a command: all but a hangup that `nohup` has this process ignore."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in ENDING if not (ignored and number == signal.SIGHUP)]
+
+
 @contextmanager
 def ended_by_signals(say: str) -> Iterator[None]:
     """A signal inside prints `say`, is raised as a `KeyboardInterrupt`, and ends the process with 128 + its number.
 
-    A second one does what it would do outside. Signals that are ignored (`nohup`) stay so.
+    A second one does what it would do outside. Signals that are ignored (`nohup`) stay so. In other threads than the main
+    one, which has them all, nothing changes.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     previous = {number: signal.getsignal(number) for number in ENDING}
     previous = {number: handler for number, handler in previous.items() if handler != signal.SIG_IGN}
 
@@ -28,8 +40,7 @@ def ended_by_signals(say: str) -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         restore()
-        with suppress(OSError):  # of a terminal that is gone
-            os.write(2, f"{signal.Signals(number).name}: {say}\n".encode())
+        say_at_once(f"{signal.Signals(number).name}: {say}")
         raise _SignalledError(number)
 
     for number in previous:

@@ -1,8 +1,11 @@
 """What the exit code of a rank tells the launcher."""
 
+import os
+import signal
 from enum import IntEnum
 
 from optimus.errors import UserError
+from optimus.observe.signals import ending_signals
 
 
 class Exit(IntEnum):
@@ -13,6 +16,13 @@ class Exit(IntEnum):
     LOST = 75  # another rank is lost; nothing is wrong here
     BAD_NODE = 76  # this rank's node is at fault
     DIVERGED = 77  # the training is at fault, no node
+    HANGUP = 128 + signal.SIGHUP  # the run was told to end by this signal, and has saved
+    INTERRUPT = 128 + signal.SIGINT
+    TERMINATED = 128 + signal.SIGTERM
+
+
+SAVING = 100  # seconds that ranks have to end their step and save, when their launcher is told to end
+STOPPED = (Exit.HANGUP, Exit.INTERRUPT, Exit.TERMINATED)
 
 
 class EndedError(UserError):
@@ -21,3 +31,9 @@ class EndedError(UserError):
     def __init__(self, code: Exit, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+def told_torch_elastic() -> str:
+    """The signals for TorchElastic to hand on to ranks, as it wants them. It has no other switch than the environment."""
+    names = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in ending_signals())
+    return names

@@ -1,11 +1,12 @@
 """One node of a launch: meets the others, runs its ranks, and decides with the others what to do when some have ended."""
 
 import json
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from optimus.checkpoint.folder import list_checkpoints, step_of
+from optimus.checkpoint.lease import Lease
+from optimus.disk import file_system_time
 from optimus.errors import UserError, naming_disk_errors
 from optimus.resilience.events import EventLog
 from optimus.resilience.exclusion import exclude, excluded
-from optimus.resilience.exits import Exit
+from optimus.resilience.exits import STOPPED, Exit
 from optimus.resilience.hangs import clear
 from optimus.resilience.policy import Do, decide
 from optimus.resilience.store import connect, own_address
@@ -46,11 +49,14 @@ class Launch:
     max_restarts: int = 5  # in a row without a new checkpoint in between
 
 
-def run_node(launch: Launch, command: Sequence[str]) -> Do | None:
-    """Run this node's ranks, each as `command`, until the job is done (None), this node has left, or all have stopped.
+def run_node(launch: Launch, command: Sequence[str]) -> Do | Exit | None:
+    """Run this node's ranks, each as `command`, until the job is done (None), this node has left, all have stopped, or a
+    signal has ended them (an `Exit`).
 
-    Raises `UserError` when the node is excluded, nobody answers at the rendezvous (any more), clocks are too far apart, too
-    few nodes come together, or the run does not get on.
+    What all nodes of the launch are in the lease of the run folder is the last argument of `command`, after `--holder`.
+
+    Raises `UserError` when the node is excluded, another run holds the folder (`HeldError`), nobody answers at the
+    rendezvous (any more), clocks are too far apart, too few nodes come together, or the run does not get on.
     """
     if launch.node in excluded(launch.run):
         raise UserError(
@@ -63,7 +69,8 @@ def run_node(launch: Launch, command: Sequence[str]) -> Do | None:
     waiting.over()
     _check_clocks(launch, store)
     try:
-        return _Member(launch, store, say, waiting).run(command)
+        with _holding(launch, store) as token:
+            return _Member(launch, store, say, waiting).run([*command, "--holder", token])
     except (RendezvousConnectionError, DistError) as error:
         raise UserError(
             f"node {launch.node} has lost the rendezvous {launch.endpoint}: its link is broken, or the store has ended "
@@ -94,20 +101,21 @@ class _Member:
             waiting=waiting.on,
         )
 
-    def run(self, command: Sequence[str]) -> Do | None:
+    def run(self, command: Sequence[str]) -> Do | Exit | None:
         if self._rendezvous.is_closed():
             self._come_too_late()
             return None
-        agent = Agent(
-            self._rendezvous,
-            command,
-            self._launch.ranks_per_node,
-            joined=self._joined,
-            failed=self._failed,
-            say=self._say,
-        )
         try:
-            outcome = agent.until_the_end()
+            with tempfile.TemporaryDirectory(prefix="optimus-ranks-") as logs:
+                outcome = Agent(
+                    self._rendezvous,
+                    command,
+                    self._launch.ranks_per_node,
+                    joined=self._joined,
+                    failed=self._failed,
+                    logs=Path(logs),
+                    say=self._say,
+                ).until_the_end()
         except RendezvousTimeoutError as error:
             why = f"fewer than {self._launch.nodes} nodes have come together within {self._launch.wait:g} s"
             if self._store.add(self._key("few"), 1) == 1:  # no node is the first of a world that is not
@@ -159,7 +167,7 @@ class _Member:
                 self._events.write("failure", node=name, seconds=silent + time.time() - noticed, detail=detail)
                 self._store.delete_key(self._key(f"died/{member}"))  # it may only have been slow, and come back
 
-    def _failed(self, failures: dict[int, ProcessFailure]) -> Do:
+    def _failed(self, failures: dict[int, ProcessFailure]) -> Do | Exit:
         crashes = int(self._store.add(self._key(f"crashes/{self._launch.node}"), 0))
         codes = {rank: failure.exitcode for rank, failure in failures.items()}
         decision = decide(codes, crashes, self._rendezvous.spares())
@@ -225,7 +233,8 @@ class _Member:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
 
-_DOING = {
+_DOING: dict[Do | Exit, str] = {
+    **dict.fromkeys(STOPPED, "ends, and all others"),
     Do.RESTART: "starts again together with the other nodes",
     Do.LEAVE: "leaves, a spare takes its place",
     Do.STOP: "stops, and all others",
@@ -242,6 +251,21 @@ class _Saying:
         print(f"node {self._node}: {what}", file=sys.stderr, flush=True)
 
 
+@contextmanager
+def _holding(launch: Launch, store: Store) -> Iterator[str]:
+    """Hold the run folder together with the other nodes of the launch; the last to leave gives it up. Yields their token."""
+    token = store.compare_set(f"{launch.name}/holder", "", uuid.uuid4().hex).decode()
+    with Lease(launch.run, token, several=launch.nodes + launch.spares > 1) as lease:
+        store.add(f"{launch.name}/holders", 1)
+        try:
+            yield token
+        finally:
+            try:
+                lease.kept = store.add(f"{launch.name}/holders", -1) > 0
+            except DistError:  # nobody knows who is left
+                lease.kept = True
+
+
 def _check_clocks(launch: Launch, store: Store) -> None:
     """Raise `UserError` when this node's clock is too far from another's: heartbeats are compared by the time of day.
 
@@ -249,10 +273,7 @@ def _check_clocks(launch: Launch, store: Store) -> None:
     """
     with naming_disk_errors(launch.run, "Name a folder that all nodes share"):
         launch.run.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=launch.run, prefix=".clock-") as file:
-            file.write(b"x")
-            file.flush()
-            ahead = time.time() - os.stat(file.name).st_mtime
+        ahead = time.time() - file_system_time(launch.run)
     key = f"{launch.name}/clock"
     other, theirs = json.loads(store.compare_set(key, "", json.dumps([launch.node, ahead])))
     limit = launch.interval * launch.attempts / 2

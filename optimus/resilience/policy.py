@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
-from optimus.resilience.exits import Exit
+from optimus.resilience.exits import STOPPED, Exit
 
 CRASHES = 2  # of a node's own ranks, after which it is taken to be at fault
 
@@ -19,9 +19,10 @@ class Do(Enum):
 
 
 class Decision(NamedTuple):
-    """What a node does; `blamed`: whether this node is at fault; `detail`: what happened, for people."""
+    """What a node does, or the code that all nodes end with, where a signal has ended the run; `blamed`: whether this node
+    is at fault; `detail`: what happened, for people."""
 
-    do: Do
+    do: Do | Exit
     blamed: bool
     rank: int | None
     detail: str
@@ -36,6 +37,8 @@ def decide(codes: Mapping[int, int], crashes: int, spares: int) -> Decision:
     by_code = {code: rank for rank, code in sorted(codes.items(), reverse=True)}
     if Exit.USER in by_code:
         return Decision(Do.STOP, False, by_code[Exit.USER], "the run cannot go on as it is configured")
+    if stopped := [code for code in STOPPED if code in by_code]:
+        return Decision(stopped[0], False, by_code[stopped[0]], f"told to end by {_name(stopped[0] - 128)}")
     if Exit.BAD_NODE in by_code:
         do = Do.LEAVE if spares > 0 else Do.RESTART
         return Decision(do, True, by_code[Exit.BAD_NODE], "its numbers are not finite, or it does not answer")

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import Store, TCPStore
@@ -38,11 +39,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
+from optimus.resilience.exits import SAVING, Exit, told_torch_elastic
 from optimus.resilience.policy import Do
 from optimus.resilience.store import serve
 
 _LAST_WORDS = 2  # seconds that ranks have to end by themselves
-_SAVING = 100  # seconds that ranks have to end their step and save, when the launcher itself is told to end
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ class Agent(LocalElasticAgent):
     """Starts and watches the ranks of one node, together with the agents of the others.
 
     `joined` is told of every new world before its ranks are started; `failed` of its own ranks that have ended, and says
-    what to do; `say` is told what the agent does by itself.
+    what to do; `say` is told what the agent does by itself. `logs` is a folder for what TorchElastic writes of them.
     """
 
     def __init__(
@@ -220,7 +221,8 @@ class Agent(LocalElasticAgent):
         ranks: int,
         *,
         joined: Callable[[World, Store], None],
-        failed: Callable[[dict[int, ProcessFailure]], Do],
+        failed: Callable[[dict[int, ProcessFailure]], Do | Exit],
+        logs: Path,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.rendezvous = rendezvous
@@ -236,20 +238,21 @@ class Agent(LocalElasticAgent):
             local_addr=rendezvous._this_node.addr,
         )
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says we say
-        super().__init__(spec, DefaultLogsSpecs(), exit_barrier_timeout=60, shutdown_timeout=_SAVING)
+        told_torch_elastic()
+        super().__init__(spec, DefaultLogsSpecs(str(logs)), exit_barrier_timeout=60, shutdown_timeout=SAVING)
 
-    def until_the_end(self) -> Do | None:
-        """Run until the job is done (None), or this node has left or stopped; a signal that ends it makes it leave."""
+    def until_the_end(self) -> Do | Exit | None:
+        """Run until the job is done (None), this node has left or stopped, or a signal has ended it (an `Exit`)."""
         try:
-            self._outcome: Do | None = None
+            self._outcome: Do | Exit | None = None
             self.run()
             return self._outcome
         except RendezvousClosedError:
             self._say("is not needed any more: the launch has ended")
             return None  # a spare that was never used, or used no more
-        except SignalException as error:
-            self._say(f"leaves, as it was sent {error.sigval.name}; its ranks have finished their step and saved")
-            return Do.LEAVE  # the ranks have had the signal too, and have saved what they could
+        except SignalException as error:  # the ranks have had the signal too, and have saved what they could
+            self._say(f"ends, as it was sent {error.sigval.name}; its ranks have finished their step and saved")
+            return Exit(128 + error.sigval)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """They wait in a collective for ranks that are gone, and would for the 30 s that the base class gives them."""
@@ -281,7 +284,7 @@ class Agent(LocalElasticAgent):
                 if self._outcome is Do.LEAVE:
                     self.rendezvous.leave()
                     return result
-                if self._outcome is Do.STOP:
+                if self._outcome is Do.STOP or isinstance(self._outcome, Exit):
                     self.rendezvous.shutdown()
                     return result
                 self._outcome = None

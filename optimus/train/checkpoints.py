@@ -45,7 +45,7 @@ class Checkpoints(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         section = run.config.checkpoint
-        ends = run.step == run.last_step or run.stop_requested
+        ends = run.step == run.last_step or run.stopped_by > 0
         self._saver.poll()
         targets = []
         # Weights first: a run that is killed between the two goes on behind this step, and would never write them.
@@ -66,6 +66,10 @@ class Checkpoints(Hook):
             keep = run.config.checkpoint.keep
             self._save(run, [Target(step_folder(run.folder, run.step), describe(run, full=True), keep=keep)])
             self._saver.finish()
+
+    def after_training(self, run: Run) -> None:
+        if run.saver is not None:
+            run.saver.abandon()
 
     def _save(self, run: Run, targets: list[Target]) -> None:
         if targets:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from optimus.checkpoint.folder import DamagedError, find_checkpoint, list_checkpoints, read_description, step_of
+from optimus.checkpoint.lease import LEASE
 from optimus.checkpoint.manifest import read_checked_description
 from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import check_same_model, check_same_run
@@ -72,7 +73,7 @@ def check_output(config: RunConfig, resume: bool, shards: Shards) -> None:
         raise UserError(
             f"train.output: {folder} already holds a run{step}: continue it with --resume or choose another train.output"
         )
-    elif folder.is_dir() and any(folder.iterdir()):
+    elif folder.is_dir() and any(path.name != LEASE for path in folder.iterdir()):
         raise UserError(f"train.output: {folder} is not empty and holds no run: choose another train.output")
 
 

@@ -32,6 +32,6 @@ def _go_back(run: Run, detail: str) -> int:
         raise UserError(f"{detail}; {why}. Lower schedule.peak, or look at the data of that step")
     back = steps[max(0, len(steps) - 1 - rollbacks)]
     events.write("failure", step=run.step, detail=detail)
-    rollback(run.folder, back)
+    rollback(run.folder, back, held=True)
     events.write("rollback", step=back, detail=f"back to the weights of step {back}: {detail}")
     return back

@@ -15,6 +15,8 @@ from optimus.model.count import flops_per_token
 from optimus.observe.machine import peak_flops
 from optimus.observe.metrics import MetricsWriter
 from optimus.observe.progress import Progress
+from optimus.observe.signals import ending_signals
+from optimus.observe.terminal import let_go_if_gone, say_at_once
 from optimus.pipeline.staged import Staged
 from optimus.pipeline.timeline import Event, Timeline, write_timeline
 from optimus.resilience.events import EventLog
@@ -45,22 +47,29 @@ class Hook:
 
 
 class Interrupt(Hook):
-    """Ctrl-C or a termination signal lets the step finish; the run then ends as if `train.stop_at` were here."""
+    """Ctrl-C, a termination signal or a terminal that is gone lets the step finish; the run then saves and ends there."""
 
     def __init__(self) -> None:
-        self._signalled = False
+        self._signalled = 0
         self._previous: dict[int, Any] = {}
 
     def before_training(self, run: Run) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        self._speaks = run.groups.rank == 0
+        for number in ending_signals():
             self._previous[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        if number == signal.SIGHUP:
+            let_go_if_gone()
+        if self._speaks and not self._signalled:
+            say_at_once(f"{signal.Signals(number).name}: finishing the step, saving")
+        self._signalled = number
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        if run.groups.world.any(self._signalled, run.device):
-            run.stop_requested = True
+        if run.groups.world.any(self._signalled > 0, run.device) and run.step < run.last_step:
+            run.stopped_by = max(run.groups.world.collect(self._signalled))
+            if self._speaks and not self._signalled:
+                say_at_once("another rank was told to end: saving")
 
     def after_training(self, run: Run) -> None:
         for number, handler in self._previous.items():

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import yaml
 
 from optimus.checkpoint.folder import DamagedError, list_checkpoints, step_of
+from optimus.checkpoint.lease import HeldError, Lease, living_holder
 from optimus.comm import CollectiveError
 from optimus.config import RunConfig, dump_config, load_config
 from optimus.data import Shards
@@ -32,15 +33,18 @@ from optimus.hub import read_model_folder
 from optimus.mesh.placement import describe
 from optimus.observe.machine import find_device
 from optimus.observe.metrics import read_metrics
+from optimus.observe.terminal import let_go_if_gone
 from optimus.resilience import local
 from optimus.resilience.events import EventLog
-from optimus.resilience.exits import EndedError, Exit
+from optimus.resilience.exits import SAVING, STOPPED, EndedError, Exit, told_torch_elastic
 from optimus.resilience.faults import FaultPlan
+from optimus.resilience.parent import end_with
 from optimus.resilience.store import LOOPBACK
 from optimus.train import checks
 from optimus.train.checkpoints import Checkpoints, build_run
 from optimus.train.environment import record_environment
 from optimus.train.health import Hangs, SlowRanks
+from optimus.train.holding import Holding
 from optimus.train.hooks import HeldOut, Hook, Interrupt, Metrics, NonFinite, PipelineTimeline, Recovered, Trace
 from optimus.train.injection import Inject
 from optimus.train.loop import naming_collectives, train_loop
@@ -68,7 +72,8 @@ def train(
     that sets WORLD_SIZE, such as torchrun, this process is one of its ranks. `resume` continues from the newest checkpoint
     in `train.output`. `check` validates everything, every checksum of the data included, and runs nothing.
 
-    Raises `UserError` for anything that the user can mend, before any process is started wherever that is possible. When
+    Raises `UserError` for anything that the user can mend, before any process is started wherever that is possible; it is a
+    `HeldError` when another run holds the folder. When
     another rank is lost under such a launcher, it is a `CollectiveError`, after which this process cannot train again: it
     ignores SIGTERM, by which the launcher would cut the message short, and exits with code 75 without waiting for anything.
     """
@@ -78,9 +83,14 @@ def train(
     launched = "WORLD_SIZE" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if launched else ranks or tree.parallel.least_ranks
     tree = with_microbatches(tree, ranks)
+    lease = Lease(Path(tree.train.output), uuid.uuid4().hex)
+    writes = not launched or os.environ.get("RANK", "0") == "0"
+    if resume and writes and not check:
+        lease.wait()
     shards = check_run(tree, ranks, resume)
     if check:
         shards.verify()
+        holder = living_holder(lease.run)
         placement = describe(mesh_of(tree, ranks, ranks_per_node(ranks)))
         return {
             "ok": True,
@@ -88,17 +98,21 @@ def train(
             "steps": tree.train.steps,
             "ranks": ranks,
             "placement": placement,
+            "held": None
+            if holder is None
+            else f"{lease.run} is held by {holder}: until it ends, this run would not start",
         }
     try:
-        if ranks == 1 or launched:
-            _run_rank(dump_config(tree), resume)
-        else:
-            _launch(dump_config(tree), resume, ranks)
+        with lease if writes else nullcontext():
+            if ranks == 1 or launched:
+                stopped_by = _run_rank(dump_config(tree), resume, holder=lease.token)
+            else:
+                stopped_by = _launch(dump_config(tree), resume, ranks, lease.token)
+            return _summary(tree, stopped_by)
     except UserError as error:
-        found = [] if isinstance(error, DamagedError) else list_checkpoints(Path(tree.train.output))
+        found = [] if isinstance(error, DamagedError | HeldError) else list_checkpoints(Path(tree.train.output))
         saved = f" (the run is saved up to step {step_of(found[-1])})" if found else ""
         raise type(error)(f"{error}{saved}") from error
-    return _summary(Path(tree.train.output))
 
 
 def check_run(config: RunConfig, ranks: int, resume: bool, per_node: int | None = None) -> Shards:
@@ -118,31 +132,51 @@ def check_run(config: RunConfig, ranks: int, resume: bool, per_node: int | None 
     return shards
 
 
-def _launch(config: str, resume: bool, ranks: int) -> None:
-    """Start the ranks on this machine, each this module as a program, and wait for them."""
+def _launch(config: str, resume: bool, ranks: int, holder: str) -> int:
+    """Start the ranks on this machine, each this module as a program, and wait for them.
+
+    Returns the signal that has ended the run before its end, or 0.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says of a failed rank, we say
-    launch = LaunchConfig(  # its endpoint is the store's own
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend=local.register(),
-        local_addr=LOOPBACK,
-        max_restarts=0,
-    )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(config, encoding="utf-8")
+        launch = LaunchConfig(  # its endpoint is the store's own
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            logs_specs=DefaultLogsSpecs(folder),  # else it makes one of its own, and leaves it
+            run_id=uuid.uuid4().hex,
+            rdzv_backend=local.register(),
+            local_addr=LOOPBACK,
+            max_restarts=0,
+        )
+        # Attributes that older versions do not know.
+        launch.signals_to_handle = told_torch_elastic()
+        launch.shutdown_timeout = SAVING
         try:
-            elastic_launch(launch, sys.executable)("-m", __name__, str(file), *(["--resume"] if resume else []))
-        except SignalException:
-            pass  # the ranks have had the signal too: they finish their step and save, and the summary says where
+            words = [str(file), *rank_options(holder), *(["--resume"] if resume else [])]
+            elastic_launch(launch, sys.executable)("-m", __name__, *words)
+        except SignalException as error:
+            let_go_if_gone()
+            return (
+                error.sigval
+            )  # the ranks have had it too: they finish their step and save, and the summary says where
         except ChildFailedError as error:
+            if stopped := {failure.exitcode for failure in error.failures.values()} & set(STOPPED):
+                return max(stopped) - 128  # one of them was told to end, and they have agreed
             raise UserError(explain(error.failures)) from error
+    return 0
+
+
+def rank_options(holder: str | None = None) -> list[str]:
+    """Those of every rank that this process starts: the token of the run folder's lease, and the parent to end with."""
+    return ["--parent", str(os.getpid()), *([] if holder is None else ["--holder", holder])]
 
 
 def explain(failures: Mapping[int, "ProcessFailure"]) -> str:
@@ -158,7 +192,7 @@ def explain(failures: Mapping[int, "ProcessFailure"]) -> str:
         rank = min(lost or silent, key=lambda rank: failures[rank].timestamp)
         head = f"rank {rank} was lost ({_how_ended(failures[rank].exitcode)})"
     elif causes:
-        return f"rank {causes[0]} failed: {re.sub(r'^(User|Damaged)Error: ', '', said[causes[0]])}"
+        return f"rank {causes[0]} failed: {re.sub(r'^(User|Damaged|Held)Error: ', '', said[causes[0]])}"
     elif hung := [rank for rank in silent if failures[rank].exitcode == -signal.SIGKILL]:
         head = f"rank {hung[0]} did not answer and was ended"
     else:
@@ -180,10 +214,19 @@ def _how_ended(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
 
-def _run_rank(config_text: str, resume: bool, plan: FaultPlan | None = None, node: str | None = None) -> None:
+def _run_rank(
+    config_text: str,
+    resume: bool,
+    plan: FaultPlan | None = None,
+    node: str | None = None,
+    holder: str | None = None,
+) -> int:
     """One rank's whole run, under the launcher's environment where there is one.
 
-    `plan` is what goes wrong in it. `node` is the name of the node where a launcher watches nodes.
+    Returns the signal that has ended it before its end, or 0; the same on all ranks, when all have saved.
+
+    `plan` is what goes wrong in it. `node` is the name of the node where a launcher watches nodes. `holder` is the token of
+    the lease by which the run holds its folder.
     """
     config = load_config(yaml.safe_load(config_text))
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -197,13 +240,21 @@ def _run_rank(config_text: str, resume: bool, plan: FaultPlan | None = None, nod
         with naming_collectives("before the first step"):
             run = build_run(config, device, resume)
             run.notes.append(checks.dry_run(run))
+        if run.step >= run.last_step:
+            run.notes.append(
+                f"the run is at step {run.step} already, and ends at {run.last_step}: nothing is left to do"
+            )
         if run.groups.rank == 0:
             _claim_folder(run)
         with _last_words() if ranks > 1 else nullcontext():
-            train_loop(run, [*([Inject(plan)] if plan is not None else []), *_hooks(run, node)])
+            holding = [Holding(holder)] if holder is not None and run.groups.rank == 0 else []
+            train_loop(run, [*holding, *([Inject(plan)] if plan is not None else []), *_hooks(run, node)])
             run.state.finish()
-        if node is not None and run.groups.rank == 0 and run.step == run.last_step:
+            if run.stopped_by:  # launchers end the others when they see that one has ended with a code
+                run.groups.world.any(False, device)
+        if node is not None and run.groups.rank == 0 and run.step >= run.last_step:
             EventLog(run.folder).write("finished", node=node, step=run.step)
+    return run.stopped_by
 
 
 @contextmanager
@@ -225,7 +276,7 @@ def _ranks_together(device: torch.device, timeout: timedelta) -> Iterator[None]:
         yield
         together = True
     except UserError as error:
-        together, code = not isinstance(error, CollectiveError | EndedError), code_of(error)
+        together, code = not isinstance(error, CollectiveError | EndedError | HeldError), code_of(error)
         raise
     finally:
         if together:
@@ -243,7 +294,7 @@ def _leave(code: int) -> None:
 def code_of(error: UserError) -> Exit:
     """The exit code of a rank that ends with this error."""
     if isinstance(error, EndedError):
-        return error.code
+        return Exit(error.code)
     return Exit.LOST if isinstance(error, CollectiveError) else Exit.USER
 
 
@@ -292,33 +343,43 @@ def _claim_folder(run: Run) -> None:
     record_environment(run)
 
 
-def _summary(folder: Path) -> dict[str, Any]:
-    last = read_metrics(folder)[-1]
+def _summary(config: RunConfig, stopped_by: int) -> dict[str, Any]:
+    folder = Path(config.train.output)
+    # A run that was told to end before its first step has none.
+    records = read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
+    last = records[-1] if records else {"step": 0, "tokens": 0, "loss": None}
     found = list_checkpoints(folder)
-    steps = load_config(folder / "config.yaml").train.steps
     return {
         "output": str(folder),
         "step": last["step"],
-        "steps": steps,
+        "steps": config.train.steps,
         "tokens": last["tokens"],
         "loss": last["loss"],
         "checkpoint": str(found[-1]) if found else None,
+        "stopped_by": signal.Signals(stopped_by).name if stopped_by else None,
     }
 
 
 def _main() -> None:
-    """A rank that a launcher started: CONFIG [--resume] [--inject PLAN] [--node NAME]. Its error goes to the launcher."""
+    """A rank that a launcher started: CONFIG [--resume] [--inject PLAN] [--node NAME] --parent PID --holder TOKEN. Its error
+    goes to the launcher."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     config, *options = sys.argv[1:]
-    inject, node = (options[options.index(name) + 1] if name in options else None for name in ("--inject", "--node"))
+    names = ("--inject", "--node", "--parent", "--holder")
+    inject, node, parent, holder = (options[options.index(name) + 1] if name in options else None for name in names)
+    if parent is not None:
+        end_with(int(parent))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a hook handles it: the launcher has said all
     plan = None if inject is None else FaultPlan.read(inject)
     try:
-        record(_run_rank)(Path(config).read_text(encoding="utf-8"), "--resume" in options, plan, node)
+        stopped_by = record(_run_rank)(
+            Path(config).read_text(encoding="utf-8"), "--resume" in options, plan, node, holder
+        )
     except UserError as error:
         sys.exit(code_of(error))
     # All is written. torch's threads may outlive what would end them, and then abort the process as it ends.
-    _leave(Exit.DONE)
+    _leave(Exit(128 + stopped_by) if stopped_by else Exit.DONE)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from optimus.train.step import training_step
 
 
 def train_loop(run: Run, hooks: Sequence[Hook]) -> None:
-    """Run the steps from the last completed one to the end of the run, or until a hook sets `run.stop_requested`.
+    """Run the steps from the last completed one to the end of the run, or until a hook sets `run.stopped_by`.
 
     Hooks are called in their order; on the way out, whatever ended the loop, in reverse order. Raises `run.failure` where
     data or numbers are bad, after the hooks have saved what is good, and `CollectiveError`, which names the step, where
@@ -31,7 +31,7 @@ def train_loop(run: Run, hooks: Sequence[Hook]) -> None:
         for hook in hooks:
             stack.callback(hook.after_training, run)
             hook.before_training(run)
-        while run.step < run.last_step and not run.stop_requested and not run.failure:
+        while run.step < run.last_step and not run.stopped_by and not run.failure:
             with naming_collectives(f"step {run.step + 1}"):
                 _step(run, loader, hooks)
         if run.failure:

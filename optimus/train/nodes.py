@@ -12,8 +12,10 @@ from optimus.config import dump_config, load_config
 from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
+from optimus.observe.signals import ended_by_signals
 from optimus.resilience import lab as resilience_lab
 from optimus.resilience.events import EventLog
+from optimus.resilience.exits import Exit
 from optimus.resilience.faults import FaultPlan
 from optimus.resilience.lab import namespaces_allowed
 from optimus.resilience.local import name_interface
@@ -22,7 +24,7 @@ from optimus.resilience.policy import Do
 from optimus.resilience.scheduler import BatchJob, Scheduler, write_script
 from optimus.resilience.store import own_address
 from optimus.train.checks import check_ranks
-from optimus.train.launch import check_run
+from optimus.train.launch import check_run, rank_options
 from optimus.train.pipeline import with_microbatches
 
 
@@ -40,7 +42,7 @@ def launch(
     wait: float = 600.0,
     max_restarts: int = 5,
     inject: str | Path | None = None,
-) -> Do | None:
+) -> Do | Exit | None:
     """This node's part of the run that `config` describes, from the newest checkpoint on where there is one.
 
     To be called on `nodes` + `spares` nodes alike, which share the file system of `train.output`. `rendezvous` is the
@@ -49,7 +51,7 @@ def launch(
     of `resilience.node.Launch`. `inject` is a file of faults that are to happen.
 
     Returns None when the job is done, `Do.LEAVE` when this node has been excluded, `Do.STOP` when the run ended by a
-    failure that no restart mends. Raises `UserError` for what can be mended here.
+    failure that no restart mends, and an `Exit` when a signal has ended it. Raises `UserError` for what can be mended here.
     """
     ranks = _count(nodes, spares, ranks_per_node)
     tree = with_microbatches(load_config(config, overrides, read_model_folder), ranks)
@@ -70,13 +72,21 @@ def launch(
         wait=wait,
         max_restarts=max_restarts,
     )
-    with tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder:
+    with ended_by_signals("leaving"), tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(tree), encoding="utf-8")
         command = [sys.executable, "-m", "optimus.train.launch", str(file), "--resume", "--node", launch.node]
+        command += rank_options()
         if inject is not None:
             command += ["--inject", str(user_path(inject).absolute())]
         return run_node(launch, command)
+
+
+def exit_code(outcome: Do | Exit | None) -> int:
+    """What `optimus launch` ends with on a node."""
+    if isinstance(outcome, Exit):
+        return outcome
+    return {None: 0, Do.STOP: Exit.USER}.get(outcome, 1)  # a failure that no restart mends is like bad input
 
 
 def rehearse(
@@ -214,7 +224,7 @@ def _main() -> None:
         outcome = launch(**json.loads(sys.argv[1]))
     except UserError as error:
         sys.exit(f"error: {error}")
-    sys.exit(0 if outcome is None else 1)
+    sys.exit(exit_code(outcome))
 
 
 if __name__ == "__main__":

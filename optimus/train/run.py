@@ -53,7 +53,7 @@ class Run:
     step_seconds: float = 0.0  # of the last step, waiting for data included
     waited_seconds: float = 0.0  # of them, waiting for other ranks
     data_seconds: float = 0.0  # of them, waiting for data
-    stop_requested: bool = False
+    stopped_by: int = 0  # the signal that ends the run after this step; the same on every rank
     saver: Saver | None = None  # of its checkpoints, while it trains
     loss_limit: float = math.inf  # above which the next step's update is left out
     checkpoint_seconds: float = 0.0  # since the last record of metrics, waiting for checkpoints

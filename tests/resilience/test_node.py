@@ -21,10 +21,12 @@ import yaml
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
+from optimus.checkpoint.lease import LEASE, HeldError, Lease, living_holder
 from optimus.errors import UserError
 from optimus.resilience import node as module
 from optimus.resilience.events import EventLog
 from optimus.resilience.exclusion import exclude, excluded
+from optimus.resilience.exits import Exit
 from optimus.resilience.faults import FaultPlan
 from optimus.resilience.local import register
 from optimus.resilience.node import Launch, run_node
@@ -65,6 +67,7 @@ sys.stdin.read()
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a launch sets is taken back."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM")
 
 
 @pytest.fixture
@@ -83,7 +86,7 @@ class Cluster:
 
     def __init__(self, pool: ThreadPoolExecutor, store: TCPStore, one: Launch, folder: Path) -> None:
         self._pool, self._store, self._one, self._folder = pool, store, one, folder
-        self._futures: dict[str, Future[Do | None]] = {}
+        self._futures: dict[str, Future[Do | Exit | None]] = {}
 
     def start(self, *, nodes: int, wait: float = 20.0, max_restarts: int = 5, spares: int = 0, **orders: str) -> None:
         """Start nodes by name."""
@@ -142,6 +145,29 @@ def test_a_launch_that_has_ended_is_no_run_that_is_done(
     cluster.start(nodes=1, n2="0")
     assert cluster.end()["n2"] is None
     assert f"has ended already, as the run had finished; {cure}" in capsys.readouterr().err
+
+
+def test_a_run_that_was_told_to_end_ends_on_all_nodes(cluster: Cluster) -> None:
+    """Its ranks have saved, and say so by their code; nothing is restarted, and no node is at fault."""
+    cluster.start(nodes=2, n0="143", n1="143")
+    assert cluster.end() == {"n0": Exit.TERMINATED, "n1": Exit.TERMINATED}
+    assert cluster.events() == []
+
+
+def test_the_nodes_of_a_launch_hold_the_folder_together(cluster: Cluster, store: TCPStore, one: Launch) -> None:
+    """Until the last has ended, in spite of restarts; another launch, or what trains alone, is refused."""
+    cluster.start(nodes=2, n0="3 hold 0", n1="wait 0")
+    cluster.wait_for_world()
+    holder = living_holder(one.run)
+    assert holder is not None
+    assert holder.token == store.get("optimus/holder").decode()
+    with pytest.raises(HeldError, match=f"{one.run} is held by process .* wait until it ends"):
+        run_node(replace(one, node="n2", name="another"), ["true"])
+    with pytest.raises(HeldError):
+        Lease(one.run, "a run").wait()
+    (one.run.parent / "go").touch()
+    assert cluster.end() == {"n0": None, "n1": None}
+    assert not (one.run / LEASE).exists()
 
 
 def test_a_crash_is_restarted_from_on_all_nodes(cluster: Cluster) -> None:

@@ -26,6 +26,10 @@ TERM, KILL = -signal.SIGTERM, -signal.SIGKILL
         # bad input stops everybody, whatever else has happened
         ({0: Exit.USER}, 0, 2, (STOP, False, 0)),
         ({0: KILL, 1: Exit.BAD_NODE, 2: Exit.USER}, 5, 2, (STOP, False, 2)),
+        # a run that was told to end, and has saved; its launcher may have ended some ranks beside
+        ({0: 143, 1: 143}, 1, 2, (Exit.TERMINATED, False, 0)),
+        ({0: TERM, 1: 130}, 1, 2, (Exit.INTERRUPT, False, 1)),
+        ({0: 129, 1: KILL}, 1, 2, (Exit.HANGUP, False, 0)),
         # numbers that are not finite: the node goes where a spare is there
         ({1: Exit.BAD_NODE, 0: Exit.LOST}, 0, 1, (LEAVE, True, 1)),
         ({1: Exit.BAD_NODE, 0: Exit.LOST}, 0, 0, (RESTART, True, 1)),
@@ -46,7 +50,9 @@ TERM, KILL = -signal.SIGTERM, -signal.SIGKILL
         ({0: TERM, 1: TERM}, 0, 2, (RESTART, True, 0)),
     ],
 )
-def test_decisions(codes: dict[int, int], crashes: int, spares: int, expected: tuple[Do, bool, int | None]) -> None:
+def test_decisions(
+    codes: dict[int, int], crashes: int, spares: int, expected: tuple[Do | Exit, bool, int | None]
+) -> None:
     assert decide(codes, crashes, spares)[:3] == expected
 
 
@@ -60,6 +66,7 @@ def test_decisions(codes: dict[int, int], crashes: int, spares: int, expected: t
         (Exit.BAD_NODE, "its numbers are not finite, or it does not answer"),
         (Exit.DIVERGED, "the training has diverged"),
         (Exit.LOST, "another rank was lost"),
+        (Exit.HANGUP, "told to end by SIGHUP"),
     ],
 )
 def test_people_are_told_what_happened(code: int, detail: str) -> None:

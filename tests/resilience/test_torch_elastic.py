@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, Rend
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from optimus.resilience import torch_elastic
+from optimus.resilience.exits import Exit
 from optimus.resilience.policy import Do
 from optimus.resilience.store import LOOPBACK
 from optimus.resilience.torch_elastic import Agent, Rendezvous, World
@@ -295,7 +296,7 @@ class Agents:
 
     def __init__(self, nodes: Nodes, folder: Path) -> None:
         self.worlds: list[tuple[int, World]] = []
-        self.ends: dict[int, Do | None] = {}
+        self.ends: dict[int, Do | Exit | None] = {}
         self._folder = folder
         for number, node in enumerate(nodes.all):
             threading.Thread(target=self._run, args=(number, node), daemon=True).start()
@@ -309,7 +310,15 @@ class Agents:
             return DECISIONS[failure.exitcode]
 
         command = [sys.executable, "-c", RANK, str(orders)]
-        agent = Agent(node, command, 1, joined=lambda world, _: self.worlds.append((number, world)), failed=failed)
+        (self._folder / "logs").mkdir(exist_ok=True)
+        agent = Agent(
+            node,
+            command,
+            1,
+            joined=lambda world, _: self.worlds.append((number, world)),
+            failed=failed,
+            logs=self._folder / "logs",
+        )
         self.ends[number] = agent.until_the_end()
 
     def tell(self, code: int, *numbers: int) -> None:

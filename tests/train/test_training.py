@@ -2,18 +2,12 @@
 
 import copy
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-import yaml
 
 import optimus
 from optimus.checkpoint import list_checkpoints, read_description
@@ -183,32 +177,6 @@ def test_held_out_text_is_measured(small_run: dict[str, Any]) -> None:
     found = [record.get("bits_per_byte") for record in read_metrics(Path(small_run["train"]["output"]))]
     assert [value is not None for value in found] == [False, False, True, False, False, True]
     assert 0 < found[5] < found[2] < 10
-
-
-def test_interrupt_finishes_the_step_saves_and_says_how_to_resume(small_run: dict[str, Any], tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump(changed(small_run, steps=100_000)))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "optimus.cli", "train", str(config)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    watchdog = threading.Timer(120, process.kill)
-    watchdog.start()
-    assert process.stderr is not None
-    for line in process.stderr:
-        if "training: 10/" in line:
-            process.send_signal(signal.SIGINT)
-            break
-    out, _ = process.communicate()
-    watchdog.cancel()
-    assert process.returncode == 0
-    assert f"optimus train {config} --resume" in out
-    folder = Path(small_run["train"]["output"])
-    step = read_metrics(folder)[-1]["step"]
-    assert read_description(list_checkpoints(folder)[-1]).step == step >= 10
 
 
 def test_learning_rate_and_clipping_follow_the_paper() -> None:
