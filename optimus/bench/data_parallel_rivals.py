@@ -29,6 +29,7 @@ from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.model import Transformer
 from optimus.model.init import initialize, initialize_parameter
+from optimus.model.parameters import declarations
 from optimus.train.run import DTYPES, build_model, mesh_of
 from optimus.train.step import objective, terms, training_step
 
@@ -184,12 +185,13 @@ def _ddp(module: nn.Module) -> nn.Module:
 def _initialize_shards(model: nn.Module, config: RunConfig) -> None:
     """Each rank fills its rows of every parameter."""
 
-    for name, parameter in model.named_parameters():
+    for name, declared in declarations(model):
+        parameter = model.get_parameter(name)
         assert isinstance(parameter, DTensor)
         rows = parameter.to_local()
         _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
         start = offset[0] * parameter.stride(0)
-        initialize_parameter(name, rows, config.train.seed, config.model.init_std, start)
+        initialize_parameter(name, rows, declared.initial, config.train.seed, config.model.init_std, start)
 
 
 def _adamw(module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:

@@ -12,6 +12,7 @@ from optimus.kernels.attention import causal_attention
 from optimus.kernels.rotary import rotary
 from optimus.model.dense import RMSNorm
 from optimus.model.linear import Linear
+from optimus.model.parameters import Size
 from optimus.model.sequence import Sequence
 
 
@@ -45,10 +46,11 @@ class Attention(nn.Module):
     def __init__(self, hidden: int, heads: int, qk_norm_eps: float | None) -> None:
         super().__init__()
         self.head_size = hidden // heads
-        self.qkv = Linear(hidden, 3, hidden)
-        self.out = Linear(hidden, hidden)
-        self.q_norm = RMSNorm(hidden, qk_norm_eps) if qk_norm_eps is not None else None
-        self.k_norm = RMSNorm(hidden, qk_norm_eps) if qk_norm_eps is not None else None
+        residual, columns = Size("residual", hidden), Size("heads", hidden)
+        self.qkv = Linear(residual, Size("stack", 3), columns)
+        self.out = Linear(columns, residual)
+        self.q_norm = RMSNorm(columns, qk_norm_eps) if qk_norm_eps is not None else None
+        self.k_norm = RMSNorm(columns, qk_norm_eps) if qk_norm_eps is not None else None
 
     def forward(self, x_TH: Tensor, places: Places, cache: LayerCache | None = None) -> Tensor:
         """[T, H]. The tokens are those of `places`, sequence by sequence; with a `cache` they continue what it holds."""

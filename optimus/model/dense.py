@@ -5,21 +5,21 @@ Legend: T tokens, H hidden, I intermediate.
 
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.kernels.rms_norm import rms_norm
 from optimus.kernels.swiglu import swiglu
 from optimus.model.linear import Linear
+from optimus.model.parameters import Size, declare
 
 
 class RMSNorm(nn.Module):
     """RMSNorm with a weight (OLMoE)."""
 
-    def __init__(self, hidden: int, eps: float) -> None:
+    def __init__(self, columns: Size, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden))
+        self.weight = declare(self, "weight", columns, role="vector", initial="ones")
         self.eps = eps
         self.normalise: Callable[[Tensor, Tensor, float], Tensor] = rms_norm  # unless the columns are elsewhere too
 
@@ -49,8 +49,9 @@ class DenseMlp(nn.Module):
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
-        self.gate_up = Linear(hidden, 2, intermediate)
-        self.down = Linear(intermediate, hidden)
+        residual, ffn = Size("residual", hidden), Size("ffn", intermediate)
+        self.gate_up = Linear(residual, Size("stack", 2), ffn)
+        self.down = Linear(ffn, residual)
 
     def forward(self, x_TH: Tensor) -> Tensor:
         return self.down(swiglu(self.gate_up(x_TH)))

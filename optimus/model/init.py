@@ -12,21 +12,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from optimus.model.parameters import Initial, declarations
+
 _TILE = 1 << 20  # elements at a time: the int64 temporaries stay small
 _GOLDEN, _MIX1, _MIX2 = -7046029254386353131, -4658895280553007687, -7723592293110705685  # SplitMix64, as int64
 _CUT = 3.0
 
 
 def initialize(model: nn.Module, seed: int, std: float) -> None:
-    """Fill every parameter of `model` in place: norms with ones, all else with the cut normal of deviation `std`."""
-    for name, parameter in model.named_parameters():
-        initialize_parameter(name, parameter, seed, std)
+    """Fill every parameter of `model` in place as its module declares: ones, or the cut normal of deviation `std`."""
+    for name, declared in declarations(model):
+        initialize_parameter(name, model.get_parameter(name), declared.initial, seed, std)
 
 
 @torch.no_grad()
 def initialize_parameter(
     name: str,
     parameter: Tensor,
+    initial: Initial,
     seed: int,
     std: float,
     start: int = 0,
@@ -36,7 +39,7 @@ def initialize_parameter(
 
     `positions` maps elements of that part to those of the global row-major tensor.
     """
-    if "norm" in name:
+    if initial == "ones":
         parameter.fill_(1.0)
         return
     flat, key = parameter.view(-1), _key(seed, name)

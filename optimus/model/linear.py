@@ -2,10 +2,10 @@
 
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from optimus.kernels.linear import linear
+from optimus.model.parameters import Size, declare
 
 
 class Product(Protocol):
@@ -26,9 +26,9 @@ class Linear(nn.Module):
     `product` carries it out: on this device, unless it is replaced.
     """
 
-    def __init__(self, inputs: int, *outputs: int) -> None:
+    def __init__(self, inputs: Size, *outputs: Size) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(*outputs, inputs))
+        self.weight = declare(self, "weight", *outputs, inputs)
         self.product: Product = local_product
 
     def forward(self, x: Tensor) -> Tensor:

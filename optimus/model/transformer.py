@@ -20,6 +20,7 @@ from optimus.model.attention import Attention, LayerCache, Places
 from optimus.model.dense import DenseMlp, LayerNorm, RMSNorm
 from optimus.model.moe.layer import MoeLayer
 from optimus.model.moe.router import RouterStats, Routing
+from optimus.model.parameters import Size, declare
 from optimus.model.sequence import Sequence, WholeSequence
 
 
@@ -50,7 +51,8 @@ class KVCache:
 
 def _norm(config: ModelConfig) -> nn.Module:
     """A norm of the residual stream."""
-    return RMSNorm(config.hidden, config.norm_eps) if config.family == "olmoe" else LayerNorm(config.norm_eps)
+    residual = Size("residual", config.hidden)
+    return RMSNorm(residual, config.norm_eps) if config.family == "olmoe" else LayerNorm(config.norm_eps)
 
 
 class Block(nn.Module):
@@ -140,7 +142,7 @@ class Embedding(nn.Module):
 
     def __init__(self, vocab: int, hidden: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab, hidden))
+        self.weight = declare(self, "weight", Size("vocab", vocab), Size("residual", hidden), role="embedding")
         self.vocabulary: Vocabulary = LocalVocabulary()
 
     def forward(self, tokens_T: Tensor) -> Tensor:
@@ -150,12 +152,13 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """The output layer: logits, or the cross-entropy against targets without ever holding all logits.
 
-    `weight` is its own, or that of the embedding when the two are tied.
+    `weight` is its own, or that of the embedding when the two are `tied`.
     """
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, vocab: int, hidden: int, tied: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.weight = weight
+        own = Size("vocab", vocab), Size("residual", hidden)
+        self.weight = declare(self, "weight", *own, role="embedding") if tied is None else tied
         self.vocabulary: Vocabulary = LocalVocabulary()
 
     def forward(self, x: Tensor, target_T: Tensor | None = None, count: float = 1.0, part: bool = False) -> Tensor:
@@ -184,8 +187,8 @@ class Transformer(nn.Module):
         self.embedding = Embedding(config.vocab, config.hidden)
         self.blocks = Blocks(Block(config, routing) for _ in range(config.layers))
         self.final_norm = _norm(config)
-        own = None if config.tie_embeddings else nn.Parameter(torch.empty(config.vocab, config.hidden))
-        self.head = Head(self.embedding.weight if own is None else own)
+        tied = self.embedding.weight if config.tie_embeddings else None
+        self.head = Head(config.vocab, config.hidden, tied)
 
     def forward(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits [B, S, V] in the type of the weights. With a `cache`, the tokens continue the sequence held there."""

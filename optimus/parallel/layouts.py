@@ -1,12 +1,26 @@
-"""The layout of every parameter of a model: set here once, read by chunks, norm, checkpoint and whoever else asks."""
+"""The layout of every parameter of a model, from what its modules declare and one table of rules.
+
+A projection's outputs are split over one axis of the tensor-parallel grid and its inputs over the other. Projections
+alternate: what leaves the residual stream has its outputs over `tp_out`, what returns to it is 'transposed' (AxoNN, section
+5.1.1). So the residual stream's columns lie over `tp_in`, heads and feed-forward columns over `tp_out`; with `tp_in` 1 this
+is Megatron-LM.
+"""
 
 from dataclasses import replace
 
 from torch import nn
 
 from optimus.mesh import Layout
-from optimus.model.sharding import EXPERTS, ON_ROWS, ON_TOKENS, VOCABULARY, ends_with, splits_of
+from optimus.model.parameters import Declaration, Dim, declarations
 
+RULES: dict[Dim, str] = {  # logical dim to the mesh axis that it is split over; the others are whole everywhere
+    "vocab": "tp_out",
+    "residual": "tp_in",
+    "heads": "tp_out",
+    "ffn": "tp_out",
+    "experts": "ep",
+    "expert_ffn": "etp",
+}
 _TENSOR = ("tp_in", "tp_out")
 
 
@@ -21,29 +35,33 @@ def parameter_layouts(
     """By name, of a model that holds every parameter whole (best on the meta device).
 
     What is not an expert is replicated over the data axes. Along a tensor-parallel axis that does not split it, its gradient
-    is made of other tokens on every rank (and summed) or of the same: `sequence` says which for the norms, `duplicates` for
-    the router (TED without duplicate token dropping). `tied_ends`: both ends of a pipeline hold the embedding; `vocabulary`:
-    all its ranks have a part of the vocabulary.
+    is made of other tokens or columns on every rank (and summed) or of the same: with `sequence` the ranks along `tp_out`
+    have other rows of the residual stream; every rank has other whole tokens, unless there are `duplicates` (TED without
+    duplicate token dropping); within a module they have other columns along `tp_out`. `tied_ends`: both ends of a pipeline
+    hold the embedding; `vocabulary`: all its ranks have a part of the vocabulary.
     """
-    found = {name: _layout(name, tuple(value.shape), sequence, duplicates) for name, value in model.named_parameters()}
-    if tied_ends:
-        layout = found["embedding.weight"]
-        found["embedding.weight"] = replace(layout, same=(*layout.same, "ends"))
-    for name in VOCABULARY if vocabulary else ():
-        if name in found:
-            found[name] = replace(found[name], splits=((0, "pp"), *found[name].splits))
+    differs = {
+        "residual": ("tp_out",) if sequence else (),
+        "tokens": () if duplicates else _TENSOR,
+        "inner": ("tp_out",),
+    }
+    found: dict[str, Layout] = {}
+    for name, declared in declarations(model):
+        layout = _layout(declared, tuple(model.get_parameter(name).shape), differs[declared.applied_to])
+        if tied_ends and not found:  # the embedding comes first
+            layout = replace(layout, same=(*layout.same, "ends"))
+        if "vocab" in declared.dims and vocabulary:
+            layout = replace(layout, splits=((declared.dims.index("vocab"), "pp"), *layout.splits))
+        found[name] = layout
     return found
 
 
-def _layout(name: str, shape: tuple[int, ...], sequence: bool, duplicates: bool) -> Layout:
-    splits = splits_of(name)
-    if ends_with(name, EXPERTS):
+def _layout(declared: Declaration, shape: tuple[int, ...], differs: tuple[str, ...]) -> Layout:
+    splits = tuple((dim, RULES[of]) for dim, of in enumerate(declared.dims) if of in RULES)
+    if "experts" in declared.dims:
         return Layout(shape, splits, replicas=("edp",))
     whole = [axis for axis in _TENSOR if axis not in (axis for _, axis in splits)]
-    if ends_with(name, ON_TOKENS):
-        summed = [] if duplicates else whole
-    else:
-        summed = ["tp_out"] if sequence and ends_with(name, ON_ROWS) else []
-    same = tuple(axis for axis in whole if axis not in summed)
-    uneven = (0,) if ends_with(name, VOCABULARY) else ()
-    return Layout(shape, splits, replicas=("dp", "cp", *summed), same=same, uneven=uneven)
+    summed = tuple(axis for axis in whole if axis in differs)
+    same = tuple(axis for axis in whole if axis not in differs)
+    uneven = tuple(dim for dim, of in enumerate(declared.dims) if of == "vocab")  # any number of tokens may be on a rank
+    return Layout(shape, splits, ("dp", "cp", *summed), same, uneven)

@@ -24,8 +24,9 @@ from optimus.kernels.matmul import matmul
 from optimus.kernels.sink import Sink, add_gradient
 from optimus.model.dense import LayerNorm, RMSNorm
 from optimus.model.linear import Linear
-from optimus.model.sharding import splits_of
+from optimus.model.parameters import declaration
 from optimus.model.transformer import Embedding, Head, Transformer
+from optimus.parallel.layouts import RULES
 from optimus.parallel.norms import SplitLayerNorm, SplitRMSNorm
 from optimus.parallel.vocabulary import SplitVocabulary, tokens_along
 
@@ -92,18 +93,18 @@ def set_tensor_parallel(model: Transformer, groups: Groups, *, sequence: bool, o
         return
     tokens = tokens_along(groups, model.config.vocab, "tp_out")
     vocabulary = SplitVocabulary(outputs, inputs, tokens, sequence)
-    for name, module in model.named_modules():
+    for module in model.modules():
         if isinstance(module, Linear):
-            *_, (_, out_axis), (_, in_axis) = splits_of(f"{name}.weight")
+            out_axis, in_axis = (RULES[dim] for dim in declaration(module, "weight").dims[-2:])
             leaves = sequence and out_axis == "tp_out"  # the residual stream, whose rows are then split
             returns = sequence and in_axis == "tp_out"
             module.product = SplitProduct(
                 groups.along(in_axis), groups.along(out_axis), gathers=leaves, scatters=returns, overlap=overlap
             )
         elif isinstance(module, RMSNorm):
-            ((_, axis),) = splits_of(f"{name}.weight")
-            if groups.along(axis).size > 1:
-                module.normalise = SplitRMSNorm(groups.along(axis))
+            group = groups.along(RULES[declaration(module, "weight").dims[0]])
+            if group.size > 1:
+                module.normalise = SplitRMSNorm(group)
         elif isinstance(module, LayerNorm) and inputs.size > 1:
             module.normalise = SplitLayerNorm(inputs)
         elif isinstance(module, Embedding | Head):

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from optimus.comm import Finish, Group
 from optimus.model.init import initialize_parameter
+from optimus.model.parameters import Initial
 from optimus.optim.adamw import AdamW, adamw
 from optimus.state.plan import ChunkPlan, _aligned
 
@@ -148,14 +149,15 @@ class Chunk:
         """By name, each parameter's view of a buffer of the whole chunk's size."""
         return {slot.name: whole[slot.start : slot.end].view(slot.shape) for slot in self.plan.slots}
 
-    def initialize(self, seed: int, std: float) -> None:
-        """Initial master weights by name and position: each rank makes its own part."""
+    def initialize(self, initial: Mapping[str, Initial], seed: int, std: float) -> None:
+        """Initial master weights, of the kind that `initial` names, by name and position: each rank makes its own part."""
         part = self.plan.part
         for slot in self.plan.slots:
             start, end = max(slot.start, part.start), min(slot.end, part.stop)
             if start < end:
                 here = self.master[start - part.start : end - part.start]
-                initialize_parameter(slot.name, here, seed, std, start - slot.start, slot.global_positions)
+                begin = start - slot.start
+                initialize_parameter(slot.name, here, initial[slot.name], seed, std, begin, slot.global_positions)
         self.publish()
 
     # ---- Whole parameters ----

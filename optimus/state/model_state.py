@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from optimus.comm import Groups
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout
+from optimus.model.parameters import declarations
 from optimus.optim.adamw import AdamW
 from optimus.state.chunk import Chunk
 from optimus.state.gathering import Gathering
@@ -40,6 +41,7 @@ class ModelState:
         stage_of: Callable[[str], int] = lambda name: 0,
     ) -> None:
         self.groups = groups
+        self._module = module
         self.tile = options.tile
         self._options = options
         self.steps = 0  # optimizer steps applied, for the bias correction of the moments
@@ -75,9 +77,10 @@ class ModelState:
         return any(chunk.plan.shards_parameters for chunk in self.chunks)
 
     def initialize(self, seed: int, std: float) -> None:
-        """Initial weights by name and position."""
+        """Initial weights by name and position, as the modules declare them."""
+        initial = {name: declared.initial for name, declared in declarations(self._module)}
         for chunk in self.chunks:
-            chunk.initialize(seed, std)
+            chunk.initialize(initial, seed, std)
 
     def begin_step(self) -> None:
         """Set all gradients to zero; must precede the first microbatch of a step."""

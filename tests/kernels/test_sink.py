@@ -153,7 +153,7 @@ def test_a_chunk_waits_for_the_gradients_that_are_put_off(later: bool, microbatc
     one, reduced = Group([0], 0), []
     chunk = Chunk(plan, one, one, FP32, FP32, torch.device("cpu"), started=reduced.append)
     parameters = dict(chunk.make_parameters())
-    chunk.initialize(0, 0.5)
+    chunk.initialize({"norm": "ones", "w": "normal"}, 0, 0.5)
     chunk.begin_step()
     for last in (False, True)[-microbatches:]:
         if last:

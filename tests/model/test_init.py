@@ -14,7 +14,7 @@ def filled(
     name: str = "blocks.0.mlp.down.weight", *shape: int, seed: int = 0, std: float = 1.0, start: int = 0
 ) -> torch.Tensor:
     parameter = torch.empty(shape)
-    initialize_parameter(name, parameter, seed, std, start)
+    initialize_parameter(name, parameter, "normal", seed, std, start)
     return parameter
 
 

@@ -18,6 +18,7 @@ from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.model.linear import Linear, local_product
+from optimus.model.parameters import Size
 from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.tensor import SplitProduct, set_tensor_parallel
 from optimus.parallel.tokens import set_tokens
@@ -116,7 +117,7 @@ def test_a_split_projection_is_the_whole_one(grid: tuple[int, int]) -> None:
 
 def without_gradients() -> bool:
     group = Groups(Mesh(tp=2)).along("tp_out")
-    layer = Linear(L, N // 2)
+    layer = Linear(Size("residual", L), Size("ffn", N // 2))
     layer.product = SplitProduct(Group([group.rank], 0), group, gathers=True, scatters=False, overlap=True)
     with torch.no_grad():
         return layer(normal(0, T // 2, L)).requires_grad

@@ -116,7 +116,7 @@ def test_fp32_gradients_of_bf16_parameters_keep_small_addends() -> None:
         module = nn.Linear(1, 1, bias=False)
         state = ModelState(
             module,
-            parameter_layouts(module),
+            {"weight": Layout((1, 1))},
             Groups(Mesh()),
             StateConfig(),
             compute_dtype=BF16,

@@ -3,13 +3,13 @@
 Legend: T tokens, H hidden, K experts per token, U tokens that this layer works on here.
 """
 
-import torch
 from torch import Tensor, nn
 
 from optimus.kernels.expert_mlp import expert_mlp
 from optimus.model.moe.dispatch import Dispatch, local_dispatch
 from optimus.model.moe.router import Router, RouterStats, Routing
 from optimus.model.moe.tokens import TokenSplit, WholeTokens
+from optimus.model.parameters import Size, declare
 
 
 class Experts(nn.Module):
@@ -17,8 +17,9 @@ class Experts(nn.Module):
 
     def __init__(self, experts: int, hidden: int, intermediate: int) -> None:
         super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(experts, 2, intermediate, hidden))
-        self.down = nn.Parameter(torch.empty(experts, hidden, intermediate))
+        columns, ffn = Size("hidden", hidden), Size("expert_ffn", intermediate)
+        self.gate_up = declare(self, "gate_up", Size("experts", experts), Size("stack", 2), ffn, columns)
+        self.down = declare(self, "down", Size("experts", experts), columns, ffn)
 
     def forward(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:
         """Sum over the K chosen experts of weight times expert output; [T, H]. A choice of -1 is skipped."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from optimus.kernels import backend
 from optimus.kernels.backend import compute_dtype
 from optimus.kernels.linear import linear
+from optimus.model.parameters import Size, declare
 
 Routing = Literal["learned", "uniform"]
 
@@ -62,7 +63,7 @@ class Router(nn.Module):
         self, hidden: int, experts: int, experts_per_token: int, routing: Routing, renormalise: bool = False
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, hidden))
+        self.weight = declare(self, "weight", Size("choices", experts), Size("hidden", hidden))
         self.renormalise = renormalise
         self.experts_per_token = experts_per_token
         self.routing = routing

@@ -5,7 +5,6 @@ from torch import Tensor, nn
 
 from optimus.model.moe.dispatch import local_dispatch, local_indices
 from optimus.model.moe.layer import MoeLayer
-from optimus.model.sharding import EXPERTS, splits_of
 
 
 def layer() -> MoeLayer:
@@ -45,10 +44,3 @@ def test_local_indices() -> None:
     assert local_indices(indices, 0, 8).equal(indices)
     assert local_indices(indices, 2, 3).flatten().tolist() == [-1, -1, 0, 1, 2, -1, -1, -1]
     assert local_indices(indices.int(), 6, 2).dtype == torch.int32
-
-
-def test_the_sharding_table_names_parameters_of_the_layer() -> None:
-    shapes = {name: parameter.shape for name, parameter in layer().named_parameters()}
-    for name in EXPERTS:
-        assert [(shapes[name][dim], axis) for dim, axis in splits_of(name)] == [(6, "ep"), (4, "etp")]
-    assert splits_of("router.weight") == ()

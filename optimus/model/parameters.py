@@ -1,0 +1,79 @@
+"""What a module declares of its parameters: their logical dims, role and initial values. All else derives from this.
+
+A logical dim says what a tensor's dim is of, not where it lies, which is in the table of `parallel.layouts` (as in T5X,
+MaxText and Levanter). A module declares a parameter where it makes it:
+
+    self.weight = declare(self, "weight", Size("ffn", 4 * hidden), Size("residual", hidden))
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+Dim = Literal[
+    "vocab",  # entries of the vocabulary
+    "residual",  # columns of the residual stream
+    "heads",  # columns of all attention heads
+    "ffn",  # columns between the projections of a feed-forward layer
+    "experts",  # experts of a layer, each with its weights
+    "expert_ffn",  # columns between the projections of one expert
+    "choices",  # experts that a router chooses from
+    "hidden",  # columns of a whole token, as routers and experts see it
+    "stack",  # projections of one input, stacked so that one product computes them
+]
+Role = Literal["matrix", "vector", "embedding"]
+Initial = Literal["normal", "ones"]  # normal: cut at three deviations; see `model.init`
+Input = Literal["residual", "tokens", "inner"]
+
+
+class Size(NamedTuple):
+    """One dim of a tensor: what it is of, and its elements."""
+
+    dim: Dim
+    size: int
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A parameter as its module declares it. `dims` are of the whole tensor, in its order."""
+
+    dims: tuple[Dim, ...]
+    role: Role
+    initial: Initial
+
+    @property
+    def applied_to(self) -> Input:
+        """What it is multiplied with: the residual stream, whole tokens, or what lies inside a module."""
+        if "residual" in self.dims:
+            return "residual"
+        return "tokens" if "hidden" in self.dims else "inner"
+
+
+def declare(
+    module: nn.Module, name: str, *dims: Size, role: Role = "matrix", initial: Initial = "normal"
+) -> nn.Parameter:
+    """An empty parameter on the default device, to become `module`'s attribute `name`."""
+    declared = module.__dict__.setdefault("declared", {})
+    declared[name] = Declaration(tuple(of for of, _ in dims), role, initial)
+    return nn.Parameter(torch.empty([size for _, size in dims]))
+
+
+def declaration(module: nn.Module, name: str) -> Declaration:
+    """That of the parameter `name` of `module` itself. Raises `LookupError` for one made without `declare`."""
+    declared: dict[str, Declaration] = module.__dict__.get("declared", {})
+    if name not in declared:
+        raise LookupError(f"parameter {name} of {type(module).__name__} has no declared dims: make it by declare()")
+    return declared[name]
+
+
+def declarations(model: nn.Module) -> Iterator[tuple[str, Declaration]]:
+    """(name, declaration) of every parameter of `model`, in the order and by the names of `named_parameters`.
+
+    Raises `LookupError` for one made without `declare`.
+    """
+    for name, _ in model.named_parameters():
+        owner, _, own = name.rpartition(".")
+        yield name, declaration(model.get_submodule(owner), own)
