@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from optimus.config import RunConfig, load_config, resolve_model
-from optimus.model.count import models
+from optimus.config.models import models
 
 PAGE = Path(__file__).with_name("config.md")
 

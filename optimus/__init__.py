@@ -31,7 +31,7 @@ __getattr__ = lazy_exports(
         "generate": "optimus.evaluate:generate_text",
         "import_folder": "optimus.hub",
         "load_model": "optimus.checkpoint",
-        "models": "optimus.model.count",
+        "models": "optimus.config.models",
         "prepare": "optimus.data",
         "register_experts": "optimus.hub",
         "train": "optimus.train",

@@ -460,7 +460,7 @@ def checkpoint_convert(
 @app.command()
 def models(as_json: Json = False) -> None:
     """List the presets with their total and active parameters."""
-    from optimus.model.count import models as run
+    from optimus.config.models import models as run
 
     rows = run()
     lines = []

@@ -15,9 +15,9 @@ PACKAGE = ROOT / "optimus"
 # From the top down, as in docs/architecture.md; but for `hub`, which writes and reads checkpoints and so stands above them.
 ROOMS = [
     "cli", "bench", "plan", "train", "evaluate", "resilience", "hub", "checkpoint", "observe", "state", "pipeline",
-    "parallel", "optim", "model", "kernels", "comm", "mesh", "data", "config",
+    "parallel", "optim", "data", "config", "model", "kernels", "comm", "mesh",
 ]  # fmt: skip
-BELOW_ALL = ["autograd", "disk", "lazy", "errors"]
+BELOW_ALL = ["autograd", "section", "disk", "lazy", "errors"]
 _LAZY_NAME = re.compile(r"optimus(\.\w+)+(:\w+)?")
 TESTING = "testing"  # for tests and benchmarks; it may use every room
 

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimus.config.tree import ModelConfig
 from optimus.errors import UserError, how_to_install
 from optimus.kernels.backend import compute_dtype
 from optimus.kernels.expert_mlp import expert_mlp, expert_mlp_reference
@@ -24,6 +23,7 @@ from optimus.kernels.linear_cross_entropy import linear_cross_entropy, linear_cr
 from optimus.kernels.rms_norm import rms_norm, rms_norm_reference
 from optimus.kernels.rotary import rotary, rotary_reference, rotary_table
 from optimus.kernels.swiglu import swiglu, swiglu_reference
+from optimus.model.architecture import ModelConfig
 from optimus.model.count import count_parameters
 from optimus.model.moe.router import Router
 from optimus.optim.adamw import AdamW, adamw, adamw_reference

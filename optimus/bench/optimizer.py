@@ -22,8 +22,8 @@ import torch.distributed as dist
 from optimus.bench.fresh_ranks import run_fresh
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
-from optimus.config.tree import ModelConfig
 from optimus.errors import UserError
+from optimus.model.architecture import ModelConfig
 from optimus.state import ModelState
 from optimus.train.run import build_model, mesh_of
 from optimus.train.step import update_rule

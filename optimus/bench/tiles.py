@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from optimus.config.load import model_config_from, resolve_model
-from optimus.config.tree import ModelConfig
 from optimus.errors import UserError
+from optimus.model.architecture import ModelConfig
 from optimus.observe.machine import find_device
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ def check_recomputation(config: "RunConfig") -> None:
     """Raise where what is to be recomputed is not there, or said twice."""
     absent = "moe" if config.model.experts is None else "mlp"
     if absent in config.recompute:
-        raise ValueError(f"recompute: a model of family {config.model.family} has no module '{absent}'")
+        kind = "dense model" if config.model.experts is None else "model whose blocks all have experts"
+        raise ValueError(f"recompute: a {kind} has no module '{absent}'")
     alone = next((kind for kind in config.recompute if kind in ("block", "auto")), None)
     if alone is not None and len(config.recompute) > 1:
         raise ValueError(f"recompute: {alone} is about all modules, remove the others")
@@ -33,9 +34,7 @@ def check_experts(config: "RunConfig") -> None:
     if model.experts is None:
         for name in ("expert", "expert_tensor"):
             if getattr(parallel, name) > 1:
-                raise ValueError(
-                    f"parallel.{name} {getattr(parallel, name)}: the model is dense (family olmo), remove it"
-                )
+                raise ValueError(f"parallel.{name} {getattr(parallel, name)}: the model is dense, remove it")
         return
     if model.experts % parallel.expert:
         raise ValueError(f"model.experts {model.experts} is not a multiple of parallel.expert {parallel.expert}")

@@ -14,10 +14,11 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from optimus.config.tree import ModelConfig, RunConfig
+from optimus.config.tree import RunConfig
 from optimus.config.yaml_text import Dumper, Loader, parse_yaml
 from optimus.disk import user_path
 from optimus.errors import UserError, nearest
+from optimus.model.architecture import ModelConfig
 
 ModelFolderReader = Callable[[Path], dict[str, Any]]
 SomeSection = typing.TypeVar("SomeSection", bound=BaseModel)
@@ -73,7 +74,7 @@ def preset_names() -> list[str]:
 
 def dump_config(config: RunConfig) -> str:
     """The resolved tree as YAML that `load_config` reads back to an equal tree."""
-    tree = config.model_dump(exclude={"moe"} if config.model.family == "olmo" else None)
+    tree = config.model_dump(exclude={"moe"} if config.model.experts is None else None)
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, width=120)
 
 

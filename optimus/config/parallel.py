@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from optimus.config.section import Section
+from optimus.section import Section
 
 
 class ParallelConfig(Section):

@@ -10,49 +10,10 @@ from pydantic import Field, field_validator, model_validator
 
 from optimus.config.combinations import check_experts, check_pipeline, check_recomputation, check_shapes
 from optimus.config.parallel import ParallelConfig
-from optimus.config.section import PathText, Section
 from optimus.config.sizes import parse_size
 from optimus.errors import UserError
-
-
-class ModelConfig(Section):
-    """The architecture, as one device would run it."""
-
-    family: Literal["olmo", "olmoe"] = Field(description="olmo: dense, LayerNorm without weights. olmoe: experts.")
-    hidden: int = Field(gt=0, description="Width of the residual stream.")
-    layers: int = Field(gt=0, description="Number of transformer blocks.")
-    heads: int = Field(gt=0, description="Attention heads; hidden / heads is the head size, an even number.")
-    intermediate: int = Field(gt=0, description="Width of the feed-forward layer, of each expert for olmoe.")
-    vocab: int = Field(
-        gt=0,
-        description="Rows of the embedding; at least the tokenizer's vocabulary. Ranks need not divide it evenly.",
-    )
-    experts: int | None = Field(None, gt=0, description="Experts per block (olmoe only).")
-    experts_per_token: int | None = Field(None, gt=0, description="Experts that each token chooses (olmoe only).")
-    renormalise: bool = Field(
-        False, description="Whether the weights of the experts that a token chooses are made to sum to 1 (olmoe only)."
-    )
-    tie_embeddings: bool = Field(False, description="Whether the output layer shares the embedding's weights.")
-    rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary position frequencies.")
-    norm_eps: float = Field(1e-5, gt=0, description="Epsilon inside the norms.")
-    init_std: float = Field(
-        0.02, gt=0, description="Standard deviation of the initial weights (a normal cut at 3 deviations)."
-    )
-
-    @model_validator(mode="after")
-    def _shapes_fit(self) -> "ModelConfig":
-        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise ValueError(
-                f"hidden {self.hidden} over {self.heads} heads must give an even head size; change hidden or heads"
-            )
-        if self.family == "olmoe":
-            if self.experts is None or self.experts_per_token is None:
-                raise ValueError("family olmoe needs experts and experts_per_token")
-            if self.experts_per_token > self.experts:
-                raise ValueError(f"experts_per_token {self.experts_per_token} is more than experts {self.experts}")
-        elif self.experts is not None or self.experts_per_token is not None or self.renormalise:
-            raise ValueError(f"family {self.family} is dense: remove experts, experts_per_token and renormalise")
-        return self
+from optimus.model.architecture import ModelConfig
+from optimus.section import PathText, Section
 
 
 class DataConfig(Section):
@@ -159,7 +120,7 @@ class ScheduleConfig(Section):
 
 
 class MoeConfig(Section):
-    """Losses and routing of the experts (olmoe only)."""
+    """Losses and routing of the experts, where the model has any."""
 
     balance_coefficient: float = Field(0.01, ge=0, description="Weight of the load-balancing loss.")
     z_coefficient: float = Field(0.001, ge=0, description="Weight of the router z-loss.")
@@ -376,9 +337,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> "RunConfig":
-        dense = self.model.family == "olmo"
-        if dense and "moe" in self.model_fields_set:
-            raise ValueError("moe: the model is dense (family olmo); remove the section moe")
+        if self.model.experts is None and "moe" in self.model_fields_set:
+            raise ValueError("moe: the model is dense: remove the section moe")
         check_recomputation(self)
         check_experts(self)
         check_shapes(self)

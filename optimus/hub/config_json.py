@@ -1,37 +1,20 @@
-"""The architecture in `config.json`, from and to our `ModelConfig`.
+"""The architecture in `config.json`, from and to our `ModelConfig`, by the fields that its family names.
 
 What our models cannot express is refused by name, because a model that loads and computes something else is the worst
 outcome. `transformers` itself is not needed for any of this.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from optimus.config import ModelConfig
 from optimus.config.load import model_config_from
 from optimus.errors import UserError
+from optimus.model.architecture import ModelConfig
+from optimus.model.families import Family, families
 
 FILE = "config.json"
-ARCHITECTURES = {"olmo": "OlmoForCausalLM", "olmoe": "OlmoeForCausalLM"}
-OLMO_NORM_EPS = 1e-5  # a constant in `transformers`, which has no field for it
-
-_FIELDS = {  # ours: the field of config.json; all are whole numbers and must be there
-    "hidden": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "intermediate": "intermediate_size",
-    "vocab": "vocab_size",
-}
-_EXPERT_FIELDS = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
-_FIXED: dict[str, Any] = {  # what our models compute; another value where the field is there is refused
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "clip_qkv": None,
-    "rope_scaling": None,
-    "quantization_config": None,
-}
 
 
 def read_model_folder(path: Path) -> dict[str, Any]:
@@ -61,17 +44,10 @@ def read_model(path: Path) -> ModelConfig:
     """The architecture of the folder `path`. Raises `UserError` as `read_model_folder` does."""
     file, raw = path / FILE, read_config(path)
     family = _family(raw, file)
-    fields = _FIELDS | (_EXPERT_FIELDS if family == "olmoe" else {})
-    model: dict[str, Any] = {"family": family}
-    model |= {ours: whole_number(raw, theirs, file) for ours, theirs in fields.items()}
-    _refuse_unsupported(raw, model, file)
-    if family == "olmoe":
-        model["renormalise"] = bool(raw.get("norm_topk_prob", False))
-    model["tie_embeddings"] = bool(raw.get("tie_word_embeddings", False))
-    model["rope_theta"] = _rope_theta(raw, file)
-    model["norm_eps"] = _number(raw, "rms_norm_eps", 1e-5, file) if family == "olmoe" else OLMO_NORM_EPS
-    model["init_std"] = _number(raw, "initializer_range", 0.02, file)
-    return model_config_from(model, str(file))
+    model: dict[str, Any] = {ours: _value(ours, raw, theirs, file) for ours, theirs in family.fields.items()}
+    _refuse_unsupported(family, raw, file)
+    model |= {ours: _value(ours, raw, theirs, file, family.defaults) for ours, theirs in family.optional.items()}
+    return model_config_from({"family": family.model_type, **family.built_in, **model}, str(file))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -104,49 +80,59 @@ def write_config(
 
     Raises `UserError` for an architecture that `transformers` cannot express.
     """
-    if model.family == "olmo" and model.norm_eps != OLMO_NORM_EPS:
-        raise UserError(
-            f"model.norm_eps is {model.norm_eps}: Hugging Face's OLMo has {OLMO_NORM_EPS} built in, so this model "
-            "has no equal there"
-        )
-    raw: dict[str, Any] = {"architectures": [ARCHITECTURES[model.family]], "model_type": model.family}
-    raw |= {theirs: getattr(model, ours) for ours, theirs in _FIELDS.items()}
-    raw |= {"num_key_value_heads": model.heads, "hidden_act": "silu", "attention_bias": False, "clip_qkv": None}
-    if model.family == "olmoe":
-        raw |= {theirs: getattr(model, ours) for ours, theirs in _EXPERT_FIELDS.items()}
-        raw |= {"norm_topk_prob": model.renormalise, "rms_norm_eps": model.norm_eps}
+    family = families()[model.family]
+    for name, value in family.built_in.items():
+        if getattr(model, name) != value:
+            raise UserError(
+                f"model.{name} is {getattr(model, name)}: {family.architecture} of transformers has {value} built in, so "
+                "this model has no equal there"
+            )
+    raw: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
+    raw |= family.constants
+    raw |= {theirs: getattr(model, ours) for ours, theirs in [*family.fields.items(), *family.optional.items()]}
+    raw |= {theirs: raw[same] for theirs, same in family.equal.items()}
     raw |= {
-        "tie_word_embeddings": model.tie_embeddings,
-        "rope_theta": model.rope_theta,
-        "rope_scaling": None,
         "max_position_embeddings": context,
-        "initializer_range": model.init_std,
         "bos_token_id": None,
         "eos_token_id": eos_id,
         # Not the padding token: `transformers` would give that row of the embedding no gradient.
         "pad_token_id": None,
         "torch_dtype": dtype,
     }
-    _write(folder / FILE, raw)
+    _write(folder / FILE, {field: value for field, value in raw.items() if field != "quantization_config"})
     _write(folder / "generation_config.json", {"eos_token_id": eos_id, "pad_token_id": pad_id})
 
 
-def _family(raw: dict[str, Any], file: Path) -> str:
-    family, architectures = raw.get("model_type"), raw.get("architectures")
-    if not isinstance(family, str) or family not in ARCHITECTURES:
-        raise UserError(f"{file}: model_type is {family!r}: only {' and '.join(ARCHITECTURES)} can be read")
-    if architectures and architectures != [ARCHITECTURES[family]]:
-        raise UserError(f"{file}: architectures is {architectures}: only {ARCHITECTURES[family]} can be read")
+def _family(raw: dict[str, Any], file: Path) -> Family:
+    name, architectures = raw.get("model_type"), raw.get("architectures")
+    if not isinstance(name, str) or name not in families():
+        raise UserError(f"{file}: model_type is {name!r}: only {' and '.join(families())} can be read")
+    family = families()[name]
+    if architectures and architectures != [family.architecture]:
+        raise UserError(f"{file}: architectures is {architectures}: only {family.architecture} can be read")
     return family
 
 
-def _refuse_unsupported(raw: dict[str, Any], model: dict[str, Any], file: Path) -> None:
-    only: dict[str, list[Any]] = {field: [value] for field, value in _FIXED.items()}
-    only["num_key_value_heads"] = [model["heads"], None]
-    only["head_dim"] = [model["hidden"] // max(1, model["heads"]), None]
+def _refuse_unsupported(family: Family, raw: dict[str, Any], file: Path) -> None:
+    only: dict[str, list[Any]] = {field: [value] for field, value in family.constants.items()}
+    only |= {field: [raw.get(same), None] for field, same in family.equal.items()}
+    only["head_dim"] = [raw["hidden_size"] // max(1, raw["num_attention_heads"]), None]
     for field, values in only.items():
         if field in raw and raw[field] not in values:
             raise UserError(f"{file}: {field} is {raw[field]!r}: only {values[0]!r} is supported here")
+
+
+def _value(ours: str, raw: dict[str, Any], theirs: str, file: Path, defaults: Mapping[str, Any] | None = None) -> Any:
+    """`raw[theirs]` in the type of our field. Without `defaults` it must be there."""
+    field = ModelConfig.model_fields[ours]
+    if ours == "rope_theta":
+        return _rope_theta(raw, file)
+    default = None if defaults is None else defaults.get(ours, field.default)
+    if field.annotation is bool:
+        return bool(raw.get(theirs, default))
+    if field.annotation is float:
+        return _number(raw, theirs, default, file)
+    return whole_number(raw, theirs, file)
 
 
 def _rope_theta(raw: dict[str, Any], file: Path) -> float:
@@ -159,9 +145,9 @@ def _rope_theta(raw: dict[str, Any], file: Path) -> float:
     return _number(rope, "rope_theta", 10_000.0, file)
 
 
-def _number(raw: dict[str, Any], field: str, default: float, file: Path) -> float:
+def _number(raw: dict[str, Any], field: str, default: float | None, file: Path) -> float:
     value = raw.get(field, default)
-    if type(value) not in (int, float):
+    if type(value) is not int and type(value) is not float:
         raise UserError(f"{file}: {field} is {value!r}: it must be a number")
     return float(value)
 

@@ -1,9 +1,8 @@
 """How many parameters and how much arithmetic an architecture has, from its shapes alone."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from optimus.config.load import model_config_from, preset_names, resolve_model
-from optimus.config.tree import ModelConfig
+from optimus.model.architecture import ModelConfig
 
 
 class ParameterCount(NamedTuple):
@@ -38,20 +37,3 @@ def flops_per_token(config: ModelConfig, context: int) -> float:
     active = count_parameters(config).active
     look_up = 0 if config.tie_embeddings else config.vocab * config.hidden
     return 6.0 * (active - look_up) + 12.0 * config.layers * config.hidden * context
-
-
-def models() -> list[dict[str, Any]]:
-    """The presets: name, total and active parameters, architecture."""
-    rows: list[dict[str, Any]] = []
-    for name in preset_names():
-        config = model_config_from(resolve_model(name)["model"], name)
-        count = count_parameters(config)
-        rows.append(
-            {
-                "name": name,
-                "total_parameters": count.total,
-                "active_parameters": count.active,
-                **config.model_dump(exclude_none=True),
-            }
-        )
-    return rows

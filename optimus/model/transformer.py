@@ -1,7 +1,4 @@
-"""OLMo (dense) and OLMoE (experts), one model class for both: the families differ in norms and feed-forward layer only.
-
-- olmo: LayerNorm without weights, SwiGLU feed-forward layer, no biases (OLMo, section 2).
-- olmoe: RMSNorm, a norm over q and k, dropless top-k experts (OLMoE, section 2; the Optimus paper's Mula models).
+"""The transformer: one class for all families, which differ in the fields of `ModelConfig` (`architecture.py`).
 
 Legend: B batch, S sequence, H hidden, V vocabulary, T = B * S tokens.
 """
@@ -12,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimus.config.tree import ModelConfig
 from optimus.kernels.linear import linear
 from optimus.kernels.linear_cross_entropy import linear_cross_entropy
 from optimus.kernels.rotary import rotary_table
+from optimus.model.architecture import ModelConfig
 from optimus.model.attention import Attention, LayerCache, Places
 from optimus.model.dense import DenseMlp, LayerNorm, RMSNorm
 from optimus.model.moe.layer import MoeLayer
@@ -52,7 +49,7 @@ class KVCache:
 def _norm(config: ModelConfig) -> nn.Module:
     """A norm of the residual stream."""
     residual = Size("residual", config.hidden)
-    return RMSNorm(residual, config.norm_eps) if config.family == "olmoe" else LayerNorm(config.norm_eps)
+    return RMSNorm(residual, config.norm_eps) if config.norm == "rms" else LayerNorm(config.norm_eps)
 
 
 class Block(nn.Module):
@@ -61,7 +58,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, routing: Routing) -> None:
         super().__init__()
         self.attention_norm = _norm(config)
-        self.attention = Attention(config.hidden, config.heads, config.norm_eps if config.family == "olmoe" else None)
+        self.attention = Attention(config.hidden, config.heads, config.norm_eps if config.qk_norm == "whole" else None)
         self.mlp_norm = _norm(config)
         if config.experts is not None and config.experts_per_token is not None:
             shape = config.hidden, config.intermediate, config.experts, config.experts_per_token

@@ -148,7 +148,7 @@ def _run_again(modules: Sequence[_Module], keep: bool) -> _Region:
 
 def _norm(s: _Sizes) -> _Module:
     """The backward pass holds three wide copies and two gradients."""
-    rms = s.config.family == "olmoe"
+    rms = s.config.norm == "rms"
     statistics = s.R * (s.f if rms else 2 * s.e)
     means = statistics if s.split.tp_in > 1 else 0
     wide = s.R * s.H * s.f * (3 if rms else 0)
@@ -157,7 +157,7 @@ def _norm(s: _Sizes) -> _Module:
 
 def _attention(s: _Sizes) -> _Module:
     """q, k and v in one tensor, q and k turned, the output and a number per head; two per row with a norm of q and k."""
-    normed, columns = s.config.family == "olmoe", s.T * s.A * s.e
+    normed, columns = s.config.qk_norm == "whole", s.T * s.A * s.e
     numbers, wide = s.T * s.heads * s.f, s.T * s.A * s.f
     inside = 6 * columns + numbers + (2 * s.T * s.f if normed else 0)
     results, late = _projection_results(s, 3 * s.A)

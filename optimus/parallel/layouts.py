@@ -63,5 +63,7 @@ def _layout(declared: Declaration, shape: tuple[int, ...], differs: tuple[str, .
     whole = [axis for axis in _TENSOR if axis not in (axis for _, axis in splits)]
     summed = tuple(axis for axis in whole if axis in differs)
     same = tuple(axis for axis in whole if axis not in differs)
-    uneven = tuple(dim for dim, of in enumerate(declared.dims) if of == "vocab")  # any number of tokens may be on a rank
+    uneven = tuple(
+        dim for dim, of in enumerate(declared.dims) if of == "vocab"
+    )  # any number of tokens may be on a rank
     return Layout(shape, splits, ("dp", "cp", *summed), same, uneven)

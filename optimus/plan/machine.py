@@ -12,9 +12,9 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from optimus.config.load import read_section
-from optimus.config.section import Section
 from optimus.disk import user_path
 from optimus.errors import UserError, nearest
+from optimus.section import Section
 
 _FOLDER = Path(__file__).parent / "machines"
 

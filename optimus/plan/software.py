@@ -11,9 +11,9 @@ from typing import Literal
 from pydantic import Field
 
 from optimus.config.load import read_section
-from optimus.config.section import Section
 from optimus.errors import UserError, nearest
 from optimus.plan.collectives import Algorithm
+from optimus.section import Section
 
 
 class Software(Section):

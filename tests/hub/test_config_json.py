@@ -45,6 +45,8 @@ def test_published_olmoe(tmp_path: Path) -> None:
             "intermediate": 1024,
             "renormalise": False,
             "vocab": 50304,
+            "norm": "rms",
+            "qk_norm": "whole",
             "experts": 64,
             "experts_per_token": 8,
             "tie_embeddings": False,

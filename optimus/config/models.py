@@ -1,0 +1,23 @@
+"""The models that have a name here."""
+
+from typing import Any
+
+from optimus.config.load import model_config_from, preset_names, resolve_model
+from optimus.model.count import count_parameters
+
+
+def models() -> list[dict[str, Any]]:
+    """The presets: name, total and active parameters, architecture."""
+    rows: list[dict[str, Any]] = []
+    for name in preset_names():
+        config = model_config_from(resolve_model(name)["model"], name)
+        count = count_parameters(config)
+        rows.append(
+            {
+                "name": name,
+                "total_parameters": count.total,
+                "active_parameters": count.active,
+                **config.model_dump(exclude_none=True),
+            }
+        )
+    return rows

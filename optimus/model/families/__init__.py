@@ -1,0 +1,28 @@
+"""The families of published models, a file each. Start with `family.py`; `olmoe.py` is an example.
+
+Every module of this package that has a `FAMILY` is one: to add a family is to add a file.
+"""
+
+import pkgutil
+from functools import cache
+from importlib import import_module
+
+from optimus.errors import nearest
+from optimus.model.families.family import Family, Key
+
+__all__ = ["Family", "Key", "families", "family_named"]
+
+
+@cache
+def families() -> dict[str, Family]:
+    """All families by name, which is `model_type` in config.json."""
+    modules = (import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
+    found = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
+    return {family.model_type: family for family in found}
+
+
+def family_named(name: str) -> Family:
+    """The family `name`. Raises `ValueError` naming the known ones when there is none."""
+    if name not in families():
+        raise ValueError(f"family '{name}' is not known here, but {', '.join(families())}: {nearest(name, families())}")
+    return families()[name]
