@@ -47,7 +47,10 @@ node=${node%%.*}
 agent=$!
 trap 'kill -TERM "$agent"' TERM
 (
-    until [ -e "$scratch/stop" ]; do sleep 2; done
+    while [ ! -e "$scratch/stop" ]; do
+        kill -0 "$agent" || exit 0 # it has ended, and this shell's parent perhaps before it could say so
+        sleep 2
+    done
     kill -TERM "$agent"
 ) >/dev/null 2>&1 &
 watcher=$!

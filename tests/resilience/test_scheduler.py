@@ -206,6 +206,7 @@ def test_a_node_that_dies_with_its_launcher_is_left_out(stage: Stage) -> None:
     assert names(stage.launches()["4711-2"]) == ["n1", "n2", "n4"]
     asked = [line for line in stage.launchers() if line.endswith("true ")]
     assert len(asked) == 3  # not n1
+    assert not running(stage)  # nor what watched over a node's agent
 
 
 @pytest.mark.parametrize("play", ["exit 2", '[ "$node" = n1 ] || exit 0; exit 2'], ids=["all", "one, others let go"])
