@@ -133,10 +133,7 @@ def train(
     if os.environ.get("RANK", "0") != "0":
         raise ended  # under torchrun, rank 0 speaks for all
     if check:
-        where = f"\n{summary['placement']}" if summary["ranks"] > 1 else ""
-        ready = f"{config} is ready to run: {summary['steps']} steps on {summary['ranks']} rank(s)"
-        held = f"\n{summary['held']}" if summary["held"] else ""
-        _show(summary, as_json, f"{ready}{where}{held}")
+        _show_ready(config, summary, as_json)
         return
     loss = "" if summary["loss"] is None else f"loss {summary['loss']:.4f}, "
     text = f"step {summary['step']}: {loss}checkpoint {summary['checkpoint'] or 'none yet'}"
@@ -262,10 +259,13 @@ def launch(
     directive: Annotated[
         list[str] | None, typer.Option(help="Line for the batch system, such as '--account=physics'; repeated.")
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Validate everything, start nothing, ask no other node.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run a node of a training that survives its nodes; to be started on every node and every spare alike."""
-    from optimus.train.nodes import exit_code, parse_keep_alive, write_batch_script
+    from optimus.train.nodes import check_launch, exit_code, parse_keep_alive, write_batch_script
     from optimus.train.nodes import launch as run
 
     other = ("node", "name", "rendezvous") if scheduler is not None else ("output", "time", "directive")
@@ -273,6 +273,22 @@ def launch(
     if given := [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]:
         why = "leave it out with --scheduler: the batch script chooses it" if scheduler else "it needs --scheduler"
         raise UserError(f"--{given[0]}: {why}")
+    alive = parse_keep_alive(keep_alive)
+    if check:
+        if scheduler is not None:
+            raise UserError("--check: leave it out with --scheduler, which starts nothing either")
+        ready = check_launch(
+            config,
+            overrides or [],
+            nodes=nodes,
+            spares=spares,
+            ranks_per_node=ranks_per_node,
+            rendezvous=rendezvous,
+            node=node,
+            inject=inject,
+        )
+        _show_ready(config, ready, as_json)
+        return
     if scheduler is not None:
         if output is None:
             raise UserError("--scheduler needs --output PATH, where the batch script goes")
@@ -286,7 +302,7 @@ def launch(
             nodes=nodes,
             spares=spares,
             ranks_per_node=ranks_per_node,
-            keep_alive=parse_keep_alive(keep_alive),
+            keep_alive=alive,
             wait=wait,
             max_restarts=max_restarts,
             inject=inject,
@@ -303,7 +319,7 @@ def launch(
         rendezvous=rendezvous,
         node=node,
         name=name,
-        keep_alive=parse_keep_alive(keep_alive),
+        keep_alive=alive,
         wait=wait,
         max_restarts=max_restarts,
         inject=inject,
@@ -519,6 +535,15 @@ def schedule(
         output=output,
     )
     _show(summary, as_json, text)
+
+
+def _show_ready(config: Path, ready: dict[str, Any], as_json: bool) -> None:
+    """What `--check` says of a run that could begin."""
+    where = f"\n{ready['placement']}" if ready["ranks"] > 1 else ""
+    nodes = f" of {ready['nodes']} node(s), with {ready['spares']} spare(s)" if "nodes" in ready else ""
+    text = f"{config} is ready to run: {ready['steps']} steps on {ready['ranks']} rank(s){nodes}"
+    held = f"\n{ready['held']}" if ready["held"] else ""
+    _show(ready, as_json, f"{text}{where}{held}")
 
 
 def _show(result: Any, as_json: bool, text: str) -> None:

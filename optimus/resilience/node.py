@@ -58,11 +58,7 @@ def run_node(launch: Launch, command: Sequence[str]) -> Do | Exit | None:
     Raises `UserError` when the node is excluded, another run holds the folder (`HeldError`), nobody answers at the
     rendezvous (any more), clocks are too far apart, too few nodes come together, or the run does not get on.
     """
-    if launch.node in excluded(launch.run):
-        raise UserError(
-            f"node {launch.node} is excluded from {launch.run}: start another one, or take it out of "
-            f"{launch.run / 'excluded.txt'} when it is mended"
-        )
+    check_not_excluded(launch.run, launch.node)
     say = _Saying(launch.node)
     waiting = Waiting(say)
     store = connect(launch.endpoint, launch.wait, waiting.on)
@@ -80,6 +76,15 @@ def run_node(launch: Launch, command: Sequence[str]) -> Do | Exit | None:
         raise UserError(
             f"{error}; something else writes to {launch.endpoint}: start another `optimus rendezvous`, out of its reach"
         ) from error
+
+
+def check_not_excluded(run: Path, node: str) -> None:
+    """Raise `UserError` when the node is excluded from the run."""
+    if node in excluded(run):
+        raise UserError(
+            f"node {node} is excluded from {run}: start another one, or take it out of {run / 'excluded.txt'} when it is "
+            "mended"
+        )
 
 
 class _Member:

@@ -89,19 +89,7 @@ def train(
         lease.wait()
     shards = check_run(tree, ranks, resume)
     if check:
-        shards.verify()
-        holder = living_holder(lease.run)
-        placement = describe(mesh_of(tree, ranks, ranks_per_node(ranks)))
-        return {
-            "ok": True,
-            "output": tree.train.output,
-            "steps": tree.train.steps,
-            "ranks": ranks,
-            "placement": placement,
-            "held": None
-            if holder is None
-            else f"{lease.run} is held by {holder}: until it ends, this run would not start",
-        }
+        return verify_data(tree, shards, ranks, ranks_per_node(ranks))
     try:
         with lease if writes else nullcontext():
             if ranks == 1 or launched:
@@ -113,6 +101,21 @@ def train(
         found = [] if isinstance(error, DamagedError | HeldError) else list_checkpoints(Path(tree.train.output))
         saved = f" (the run is saved up to step {step_of(found[-1])})" if found else ""
         raise type(error)(f"{error}{saved}") from error
+
+
+def verify_data(config: RunConfig, shards: Shards, ranks: int, per_node: int) -> dict[str, Any]:
+    """Check every checksum of the data, the last that `--check` does; returns what it says of a run that is ready."""
+    shards.verify()
+    folder = Path(config.train.output)
+    holder = living_holder(folder)
+    return {
+        "ok": True,
+        "output": config.train.output,
+        "steps": config.train.steps,
+        "ranks": ranks,
+        "placement": describe(mesh_of(config, ranks, per_node)),
+        "held": None if holder is None else f"{folder} is held by {holder}: until it ends, this run would not start",
+    }
 
 
 def check_run(config: RunConfig, ranks: int, resume: bool, per_node: int | None = None) -> Shards:

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from optimus.config import dump_config, load_config
+from optimus.config import RunConfig, dump_config, load_config
+from optimus.data import Shards
 from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
@@ -19,12 +20,12 @@ from optimus.resilience.exits import Exit
 from optimus.resilience.faults import FaultPlan
 from optimus.resilience.lab import namespaces_allowed
 from optimus.resilience.local import name_interface
-from optimus.resilience.node import Launch, run_node
+from optimus.resilience.node import Launch, check_not_excluded, run_node
 from optimus.resilience.policy import Do
 from optimus.resilience.scheduler import BatchJob, Scheduler, write_script
 from optimus.resilience.store import own_address
 from optimus.train.checks import check_ranks
-from optimus.train.launch import check_run, rank_options
+from optimus.train.launch import check_run, rank_options, verify_data
 from optimus.train.pipeline import with_microbatches
 
 
@@ -53,15 +54,12 @@ def launch(
     Returns None when the job is done, `Do.LEAVE` when this node has been excluded, `Do.STOP` when the run ended by a
     failure that no restart mends, and an `Exit` when a signal has ended it. Raises `UserError` for what can be mended here.
     """
-    ranks = _count(nodes, spares, ranks_per_node)
-    tree = with_microbatches(load_config(config, overrides, read_model_folder), ranks)
-    check_run(tree, ranks, resume=True, per_node=ranks_per_node)
-    if inject is not None:
-        _read_plan(inject, ranks)
+    node = node or platform.node()
+    tree, _ = _check(config, overrides, nodes, spares, ranks_per_node, node, inject)
     name_interface(own_address(rendezvous))
     launch = Launch(
         run=Path(tree.train.output),
-        node=node or platform.node(),
+        node=node,
         nodes=nodes,
         spares=spares,
         ranks_per_node=ranks_per_node,
@@ -87,6 +85,46 @@ def exit_code(outcome: Do | Exit | None) -> int:
     if isinstance(outcome, Exit):
         return outcome
     return {None: 0, Do.STOP: Exit.USER}.get(outcome, 1)  # a failure that no restart mends is like bad input
+
+
+def check_launch(
+    config: str | Path,
+    overrides: Iterable[str] = (),
+    *,
+    nodes: int,
+    spares: int = 0,
+    ranks_per_node: int = 1,
+    rendezvous: str,
+    node: str | None = None,
+    inject: str | Path | None = None,
+) -> dict[str, Any]:
+    """Validate all that `launch` would on this node, and every checksum of the data; starts and asks nobody.
+
+    Returns what `train` does with `check`, `nodes` and `spares`. Raises `UserError` as `launch` does.
+    """
+    tree, shards = _check(config, overrides, nodes, spares, ranks_per_node, node or platform.node(), inject)
+    own_address(rendezvous)
+    ready = verify_data(tree, shards, nodes * ranks_per_node, ranks_per_node)
+    return ready | {"nodes": nodes, "spares": spares}
+
+
+def _check(
+    config: str | Path,
+    overrides: Iterable[str],
+    nodes: int,
+    spares: int,
+    ranks_per_node: int,
+    node: str,
+    inject: str | Path | None,
+) -> tuple[RunConfig, Shards]:
+    """The configuration and the data of a launch. Raises `UserError` for whatever would keep this node from it."""
+    ranks = _count(nodes, spares, ranks_per_node)
+    tree = with_microbatches(load_config(config, overrides, read_model_folder), ranks)
+    shards = check_run(tree, ranks, resume=True, per_node=ranks_per_node)
+    check_not_excluded(Path(tree.train.output), node)
+    if inject is not None:
+        _read_plan(inject, ranks)
+    return tree, shards
 
 
 def rehearse(

@@ -1,7 +1,9 @@
 """A node of a launch: what it says of bad input, and what becomes of ranks that end badly; ranks are scripts here."""
 
+import json
 import pickle
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,9 +22,13 @@ import pytest
 import yaml
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from typer.testing import CliRunner
 
+from optimus import cli
 from optimus.checkpoint.lease import LEASE, HeldError, Lease, living_holder
 from optimus.errors import UserError
+from optimus.mesh import Mesh
+from optimus.mesh.placement import describe
 from optimus.resilience import node as module
 from optimus.resilience.events import EventLog
 from optimus.resilience.exclusion import exclude, excluded
@@ -34,7 +40,7 @@ from optimus.resilience.policy import Do
 from optimus.resilience.store import connect, own_address, parse, serve
 from optimus.resilience.torch_elastic import World
 from optimus.resilience.waiting import Waiting
-from optimus.train.nodes import launch, parse_keep_alive, rehearse
+from optimus.train.nodes import check_launch, launch, parse_keep_alive, rehearse
 
 # Does what its node's file says, a word at each start and the last one ever after: it ends with a code, or waits until it is
 # ended; `hold` makes it wait for a file before the next word.
@@ -422,8 +428,9 @@ def test_a_plan_of_ranks_that_are_not_there(config: Path, tmp_path: Path) -> Non
     message = "there is no rank 2, the run has ranks 0 to 1"
     with pytest.raises(UserError, match=message):
         rehearse(config, nodes=2, inject=tmp_path / "plan.yaml")
-    with pytest.raises(UserError, match=message):
-        launch(config, nodes=2, rendezvous="127.0.0.1:1", inject=tmp_path / "plan.yaml")
+    for start in (launch, check_launch):
+        with pytest.raises(UserError, match=message):
+            start(config, nodes=2, rendezvous="127.0.0.1:1", inject=tmp_path / "plan.yaml")
 
 
 def test_what_a_plain_lab_cannot_do(config: Path, tmp_path: Path) -> None:
@@ -446,5 +453,37 @@ def test_what_a_plain_lab_cannot_do(config: Path, tmp_path: Path) -> None:
 def test_numbers_of_nodes_that_make_no_sense(config: Path, numbers: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         rehearse(config, **numbers)
-    with pytest.raises(UserError, match=message):
-        launch(config, **numbers, rendezvous="127.0.0.1:1")
+    for start in (launch, check_launch):
+        with pytest.raises(UserError, match=message):
+            start(config, **numbers, rendezvous="127.0.0.1:1")
+
+
+def test_a_check_validates_everything_and_starts_nothing(
+    config: Path, small_run: dict[str, Any], tmp_path: Path
+) -> None:
+    """It needs no store; the data is read as a whole, and the name of an excluded node is refused."""
+    words = ["launch", str(config), "--check", "--nodes=2", "--spares=1", "--node=n0", "train.micro_batch=2"]
+    done = CliRunner().invoke(cli.app, words)
+    assert done.exit_code == 0, done.output
+    assert f"{config} is ready to run: 6 steps on 2 rank(s) of 2 node(s), with 1 spare(s)\n" in done.output
+    ready = json.loads(CliRunner().invoke(cli.app, [*words, "--json"]).stdout)
+    assert (ready["ok"], ready["ranks"], ready["nodes"], ready["spares"]) == (True, 2, 2, 1)
+    assert ready["placement"] == describe(Mesh.of(2, ranks_per_node=1))  # not both on this one
+    assert not list((tmp_path / "run").glob("*"))
+
+    with pytest.raises(UserError, match="--rendezvous nowhere: give HOST:PORT"):
+        check_launch(config, nodes=2, rendezvous="nowhere")
+    with pytest.raises(UserError, match="--check: leave it out with --scheduler"):
+        CliRunner().invoke(cli.app, [*words[:3], "--scheduler=slurm"], catch_exceptions=False)
+    data = tmp_path / "data"
+    shutil.copytree(small_run["data"]["path"], data)
+    shard = max(data.rglob("*"), key=lambda path: path.stat().st_size if path.suffix != ".json" else 0)
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(shard.name)):
+        check_launch(config, [f"data.path={data}"], nodes=2, rendezvous="127.0.0.1:1")
+    (tmp_path / "run").mkdir(exist_ok=True)
+    exclude(tmp_path / "run", "n0")
+    with pytest.raises(UserError, match="node n0 is excluded from "):
+        check_launch(config, nodes=2, rendezvous="127.0.0.1:1", node="n0")
