@@ -43,7 +43,7 @@ class MessageDrivenExecutor:
         links: Links,
         work: Work,
         *,
-        caps: Sequence[int],
+        caps: int | Sequence[int] | None,
         team: Group,
         device: torch.device,
         prefer: Preference = "forward",

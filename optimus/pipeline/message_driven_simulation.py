@@ -5,7 +5,7 @@ import heapq
 from collections.abc import Sequence
 
 from optimus.pipeline.costs import Costs, per_stage
-from optimus.pipeline.ready import Preference, Ready, find_caps, message_driven
+from optimus.pipeline.ready import Preference, Ready, message_driven
 from optimus.pipeline.schedule import Action, Schedule, partner
 from optimus.pipeline.timeline import Event, Timeline
 
@@ -33,13 +33,13 @@ def simulate_message_driven(
     Raises `UserError` for a cap below one and for costs or caps that do not fit the stages.
     """
     schedule = message_driven(ranks, microbatches, stages_per_rank)
-    return _Run(schedule, costs or Costs(), find_caps(caps, schedule.stages), prefer).play()
+    return _Run(schedule, costs or Costs(), caps, prefer).play()
 
 
 class _Run:
     """State of one simulation."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, caps: Sequence[int], prefer: Preference) -> None:
+    def __init__(self, schedule: Schedule, costs: Costs, caps: int | Sequence[int] | None, prefer: Preference) -> None:
         self.schedule, self.costs = schedule, costs
         self.duration = costs.durations(schedule.stages, schedule.microbatches)
         self.ready = [Ready(schedule, rank, caps, prefer) for rank in range(schedule.ranks)]

@@ -44,12 +44,13 @@ class _Arrived(NamedTuple):
 class Ready:
     """The computations of `rank` that could be done now, and how many activations its stages keep.
 
-    `caps`: the most live activations of each stage. `prefer`: forward: a forward pass as long as its stage is below its cap;
-    backward: a backward pass; arrival: what came first. Of several stages the last takes precedence.
+    `caps`: the most live activations of each stage, as `find_caps` takes them, which refuses those that let nothing in.
+    `prefer`: forward: a forward pass as long as its stage is below its cap; backward: a backward pass; arrival: what came
+    first. Of several stages the last takes precedence.
     """
 
-    def __init__(self, schedule: Schedule, rank: int, caps: Sequence[int], prefer: Preference) -> None:
-        self._caps, self._prefer = caps, prefer
+    def __init__(self, schedule: Schedule, rank: int, caps: int | Sequence[int] | None, prefer: Preference) -> None:
+        self._caps, self._prefer = find_caps(caps, schedule.stages), prefer
         self._live = dict.fromkeys(schedule.stages_of(rank), 0)
         self._last_stage = schedule.stages - 1
         first = range(schedule.microbatches if 0 in self._live else 0)

@@ -154,28 +154,34 @@ class Schedule:
 
     def inputs_of(self, action: Action) -> list[Action]:
         """All computations, on any ranks, that must end before this one can begin."""
+        found, of_all = self.waits_for(action)
+        if of_all is not None:
+            found += [Action(of_all, rank, action.microbatch) for rank in range(self.ranks)]
+        return found
+
+    def waits_for(self, action: Action) -> tuple[list[Action], Kind | None]:
+        """(stages' computations that must end before this one can begin, what every rank must have done with its part of the
+        vocabulary for the same microbatch)."""
         kind, stage, microbatch = action
         source = self.input_of(action)
         found = [] if source is None else [source]
         if not self.splits_vocabulary:
-            return found
+            return found, None
         last = self.stages - 1
         if kind is Kind.EMBED:
-            return [Action(Kind.FORWARD, 0, microbatch - EMBEDDED_AHEAD)] if microbatch >= EMBEDDED_AHEAD else []
+            ahead = microbatch - EMBEDDED_AHEAD
+            return [Action(Kind.FORWARD, 0, ahead)] if ahead >= 0 else [], None
         if kind is Kind.LOGITS:
-            return [Action(Kind.FORWARD, last, microbatch)]
+            return [Action(Kind.FORWARD, last, microbatch)], None
         if kind is Kind.EMBED_BACKWARD:
-            return [Action(self.first_backward, 0, microbatch)]
-        needed = None
+            return [Action(self.first_backward, 0, microbatch)], None
         if kind is Kind.LOSS:
-            needed = Kind.LOGITS
-        elif kind is Kind.FORWARD and stage == 0:
-            needed = Kind.EMBED
-        elif kind is self.first_backward and stage == last:
-            needed = Kind.LOSS
-        if needed is not None:
-            found += [Action(needed, rank, microbatch) for rank in range(self.ranks)]
-        return found
+            return found, Kind.LOGITS
+        if kind is Kind.FORWARD and stage == 0:
+            return found, Kind.EMBED
+        if kind is self.first_backward and stage == last:
+            return found, Kind.LOSS
+        return found, None
 
     def receive_for(self, action: Action) -> Action | None:
         """The receive that brings a computation its input; None if the input is made on the same rank."""

@@ -15,7 +15,7 @@ from optimus.model.count import count_parameters
 from optimus.pipeline.executor import ForwardWork, Happened, Links, ScheduledExecutor, Work
 from optimus.pipeline.message_driven import MessageDrivenExecutor
 from optimus.pipeline.message_driven_simulation import simulate_message_driven
-from optimus.pipeline.ready import find_caps, message_driven
+from optimus.pipeline.ready import message_driven
 from optimus.pipeline.schedule import Placement, Schedule
 from optimus.pipeline.schedules import forward_only, make_schedule
 from optimus.pipeline.simulation import simulate
@@ -82,9 +82,8 @@ def stages_of(model: Transformer, cut: Cut, config: RunConfig, groups: Groups, d
         links = Links(plan, streams)
         if not backward or parallel.executor == "scheduled":
             return ScheduledExecutor(plan, links, work).run()
-        caps = find_caps(parallel.in_flight, parallel.stages)
         return MessageDrivenExecutor(
-            plan, links, cast(Work, work), caps=caps, team=team, device=work.room()[0].device
+            plan, links, cast(Work, work), caps=parallel.in_flight, team=team, device=work.room()[0].device
         ).run()
 
     share = mesh.tp_out if parallel.splits_sequence else 1, mesh.tp_in

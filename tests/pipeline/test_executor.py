@@ -12,6 +12,7 @@ import torch
 
 from optimus.bench.pipeline_waits import Contestant, Job, run_jobs, simulated, timelines
 from optimus.comm import Group, Groups
+from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.pipeline.costs import Costs
 from optimus.pipeline.executor import Happened, Links, Message, ScheduledExecutor
@@ -167,6 +168,13 @@ def test_a_cap_of_one_lets_one_microbatch_in() -> None:
     (done, peak, _, _), _ = (steps[0] for steps in run_ranks(run_steps, 2, [schedule], Mesh(pp=2), [1, 1]))
     assert peak[0] == 1
     assert [action.kind for action in done] == [Kind.FORWARD, Kind.BACKWARD] * 4
+
+
+def test_a_cap_of_zero_is_refused_where_nothing_would_ever_be_done() -> None:
+    schedule, mesh = message_driven(1, 2), Mesh()
+    links, work = Links(schedule, Groups(mesh).streams(2, "pp")), Numbers(schedule, 0, Groups(mesh).along("dp"))
+    with pytest.raises(UserError, match="cap 0 lets no microbatch in; give at least 1"):
+        MessageDrivenExecutor(schedule, links, work, caps=0, team=work.team, device=torch.device("cpu"))
 
 
 def test_simulated_and_measured_step_times_agree() -> None:

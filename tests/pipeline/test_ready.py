@@ -11,7 +11,7 @@ from optimus.pipeline.schedule import Action, Kind, Schedule
 F, B = Kind.FORWARD, Kind.BACKWARD
 
 
-def ready(rank: int, caps: Sequence[int], prefer: Preference = "forward", per_rank: int = 1) -> Ready:
+def ready(rank: int, caps: int | Sequence[int], prefer: Preference = "forward", per_rank: int = 1) -> Ready:
     """Of a pipeline of two ranks and four microbatches."""
     return Ready(message_driven(2, 4, per_rank), rank, caps, prefer)
 
@@ -41,6 +41,13 @@ def test_caps() -> None:
 def test_caps_that_cannot_be(caps: int | list[int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         find_caps(caps, 3)
+
+
+@pytest.mark.parametrize("caps", [0, [1, 0], [1]])
+def test_a_rank_with_a_cap_that_lets_nothing_in_is_refused(caps: int | list[int]) -> None:
+    """Nothing would ever be chosen, and whoever asks would wait for ever."""
+    with pytest.raises(UserError, match=r"lets no microbatch in|1 caps for 2 stages"):
+        ready(0, caps)
 
 
 def test_the_first_stage_begins_as_many_microbatches_as_its_cap_allows() -> None:

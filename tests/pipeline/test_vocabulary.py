@@ -11,7 +11,7 @@ from optimus.comm import Groups
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.pipeline import Costs, Kind, check, make_schedule, simulate
-from optimus.pipeline.schedule import VOCABULARY, Action
+from optimus.pipeline.schedule import VOCABULARY, Action, Schedule
 from optimus.testing import Layout, assert_same_as_one_process, run_ranks
 from optimus.train.run import build_model, mesh_of
 
@@ -51,6 +51,25 @@ def test_every_schedule_takes_the_passes(kind: tuple[str, int], ranks: int, micr
         assert all(action.stage == rank for action in passes)
         for kind_ in VOCABULARY:
             assert [each.microbatch for each in passes if each.kind is kind_] == list(range(microbatches))
+
+
+def looked_at(monkeypatch: pytest.MonkeyPatch, ranks: int) -> float:
+    """How often it is asked what an action waits for while the passes are placed, per action."""
+    calls, input_of = 0, Schedule.input_of
+
+    def counted(schedule: Schedule, action: Action) -> Action | None:
+        nonlocal calls
+        calls += 1
+        return input_of(schedule, action)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Schedule, "input_of", counted)
+        made = make_schedule("1f1b", ranks, 2 * ranks, vocabulary=True, transfers=False)
+    return calls / sum(map(len, made.actions))
+
+
+def test_each_pass_is_placed_in_the_same_time_on_few_ranks_and_on_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert looked_at(monkeypatch, 16) < 1.5 * looked_at(monkeypatch, 4)
 
 
 @pytest.mark.parametrize("fault", ["without", "late"])

@@ -5,8 +5,10 @@ needs the last stage's output, its pass over their gradients (T) the normaliser,
 stage's backward pass needs the sum of what they give back.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from heapq import heappop, heappush
+from typing import NamedTuple
 
 from optimus.pipeline.replay import ScheduleError
 from optimus.pipeline.schedule import Action, Kind, Schedule
@@ -30,39 +32,98 @@ def with_vocabulary(schedule: Schedule, *, backward: bool = True) -> Schedule:
     The computations are played with usual times. Whenever a rank is free, what others wait for comes first; the gradients of
     the embedding, for which nobody waits, come last, unless more than a few of them are held.
     """
-    result = replace(schedule, splits_vocabulary=True)
-    orders: list[list[Action]] = [[] for _ in range(schedule.ranks)]
-    own = schedule.actions
-    position = [0] * schedule.ranks
-    before, after = (_BEFORE, [Kind.EMBED_BACKWARD]) if backward else ((Kind.EMBED,), [])
-    following = [dict.fromkeys((*before, *after), 0) for _ in own]
-    free = [0.0] * schedule.ranks
-    ends: dict[Action, float] = {}
+    playing = _Playing(replace(schedule, splits_vocabulary=True), backward)
+    while playing.left:
+        if not playing.step():
+            raise ScheduleError(f"schedule {schedule.name}: its order leaves no place for the passes of the vocabulary")
+    return playing.schedule.in_order(playing.orders)
 
-    def options(rank: int) -> Iterator[tuple[float, int, int, Action]]:
-        """(start, priority, rank, action) of each that could be next on `rank`."""
-        candidates = [Action(kind, rank, following[rank][kind]) for kind in before]
-        candidates += own[rank][position[rank] : position[rank] + 1]
-        for kind in after:
-            number = following[rank][kind]
-            late = Action(result.first_backward, 0, number + _HELD) in ends
+
+class _Option(NamedTuple):
+    """What a rank could do next. The first of all is done."""
+
+    start: float
+    priority: int
+    rank: int
+    action: Action
+
+
+class _Playing:
+    """The computations as they are played. Each rank's first option waits in one queue; it changes only by what the rank
+    itself, or a rank before it, has done."""
+
+    def __init__(self, schedule: Schedule, backward: bool) -> None:
+        self.schedule = schedule
+        self.orders: list[list[Action]] = [[] for _ in range(schedule.ranks)]
+        self._before = _BEFORE if backward else (Kind.EMBED,)
+        self._after = (Kind.EMBED_BACKWARD,) if backward else ()
+        self._following = [dict.fromkeys((*self._before, *self._after), 0) for _ in self.orders]
+        passes = len(self._following[0]) * schedule.ranks * schedule.microbatches
+        self.left = sum(map(len, schedule.actions)) + passes
+        self._position = [0] * schedule.ranks
+        self._free = [0.0] * schedule.ranks
+        self._ends: dict[Action, float] = {}
+        self._passes: dict[tuple[Kind, int], tuple[int, float]] = {}  # ranks that have done it, and the last end
+        self._queue: list[_Option] = []
+        self._first: list[_Option | None] = [None] * schedule.ranks
+        self._look(range(schedule.ranks))
+
+    def step(self) -> bool:
+        """Do what can begin first; returns whether there is anything."""
+        while self._queue and self._queue[0] is not self._first[self._queue[0].rank]:
+            heappop(self._queue)  # the rank has something else to do since
+        if not self._queue:
+            return False
+        start, _, rank, action = heappop(self._queue)
+        self._ends[action] = self._free[rank] = start + UNITS[action.kind]
+        self.orders[rank].append(action)
+        if action.kind.of_vocabulary:
+            self._following[rank][action.kind] += 1
+            done, end = self._passes.get((action.kind, action.microbatch), (0, 0.0))
+            self._passes[action.kind, action.microbatch] = done + 1, max(end, self._free[rank])
+        else:
+            self._position[rank] += 1
+        self.left -= 1
+        self._look(self._touched(rank, action))
+        return True
+
+    def _touched(self, rank: int, action: Action) -> Iterable[int]:
+        """Ranks that may have waited for it: all for what the ends of the pipeline do, and for the last of a pass."""
+        stages = self.schedule.stages
+        if action.kind.of_vocabulary:
+            done, _ = self._passes[action.kind, action.microbatch]
+            return range(self.schedule.ranks) if done == self.schedule.ranks else (rank,)
+        if action.stage in (0, stages - 1):
+            return range(self.schedule.ranks)
+        return {rank, self.schedule.rank_of(action.stage - 1), self.schedule.rank_of(action.stage + 1)}
+
+    def _look(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            found = min(self._options(rank), default=None)
+            if found != self._first[rank] or found is None:
+                self._first[rank] = found
+                if found is not None:
+                    heappush(self._queue, found)
+
+    def _options(self, rank: int) -> Iterator[_Option]:
+        following, position = self._following[rank], self._position[rank]
+        candidates = [Action(kind, rank, following[kind]) for kind in self._before]
+        candidates += self.schedule.actions[rank][position : position + 1]
+        for kind in self._after:
+            number = following[kind]
+            late = Action(self.schedule.first_backward, 0, number + _HELD) in self._ends
             candidates.insert(0 if late else len(candidates), Action(kind, rank, number))
         for priority, action in enumerate(candidates):
-            inputs = result.inputs_of(action)
-            if action.microbatch < schedule.microbatches and all(needed in ends for needed in inputs):
-                yield max([free[rank], *(ends[needed] for needed in inputs)]), priority, rank, action
+            ready = self._ready(action) if action.microbatch < self.schedule.microbatches else None
+            if ready is not None:
+                yield _Option(max(self._free[rank], ready), priority, rank, action)
 
-    left = sum(map(len, own)) + len(following[0]) * schedule.ranks * schedule.microbatches
-    while left:
-        found = min((option for rank in range(schedule.ranks) for option in options(rank)), default=None)
-        if found is None:
-            raise ScheduleError(f"schedule {schedule.name}: its order leaves no place for the passes of the vocabulary")
-        start, _, rank, action = found
-        ends[action] = free[rank] = start + UNITS[action.kind]
-        orders[rank].append(action)
-        if action.kind.of_vocabulary:
-            following[rank][action.kind] += 1
-        else:
-            position[rank] += 1
-        left -= 1
-    return result.in_order(orders)
+    def _ready(self, action: Action) -> float | None:
+        """When all that it waits for has ended; None if that is not known yet."""
+        sources, of_all = self.schedule.waits_for(action)
+        times = [self._ends.get(source) for source in sources]
+        if of_all is not None:
+            done, end = self._passes.get((of_all, action.microbatch), (0, 0.0))
+            times.append(end if done == self.schedule.ranks else None)
+        known = [time for time in times if time is not None]
+        return max(known, default=0.0) if len(known) == len(times) else None
