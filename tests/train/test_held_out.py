@@ -81,3 +81,15 @@ def test_data_missing_on_one_node_ends_all(config: dict[str, Any], tmp_path: Pat
     (other / "tokenizer.json").unlink()
     ended = run_ranks(train_rank, 2, config, [str(TEXT)] * 2, [config["data"]["path"], str(other)])
     assert [text.split(" is missing")[0] for text in ended] == [str(other / "tokenizer.json")] * 2
+
+
+def test_data_damaged_on_one_node_is_named_by_all(config: dict[str, Any], tmp_path: Path) -> None:
+    other = tmp_path / "data"
+    shutil.copytree(config["data"]["path"], other)
+    content = bytearray((other / "shard-00000.npy").read_bytes())
+    content[128 + 5 * 32 * 2] ^= 1  # instance 5, the second rank's in the first step
+    (other / "shard-00000.npy").write_bytes(content)
+    ended = run_ranks(train_rank, 2, config, [str(TEXT)] * 2, [config["data"]["path"], str(other)])
+    assert [text.split(" at instance")[0] for text in ended] == [
+        f"{other / 'shard-00000.npy'} is corrupted: its checksum differs from sums.npy"
+    ] * 2
