@@ -208,12 +208,12 @@ def test_steps_with_infinite_gradients_are_skipped_then_end_the_run(
 
 @pytest.mark.slow
 def test_bad_data_on_one_rank_ends_all_and_saves(prepared: Path, small_run: dict[str, Any], tmp_path: Path) -> None:
-    """Shards of 12 rows: of the second step's rows 8 to 15, only rank 1's lie in the damaged second shard."""
+    """Shards of 12 rows: of the second step's rows 8 to 15, only rank 1's lie in the second, whose first row is damaged."""
     sources = Path(__file__).resolve().parents[2] / "optimus" / "config"
     data = tmp_path / "data"
     optimus.prepare([sources], data, tokenizer=prepared, context=32, workers=1, shard_size=12 * 32 * 2)
     damaged = bytearray((data / "shard-00001.npy").read_bytes())
-    damaged[-1] ^= 1
+    damaged[128] ^= 1  # in its first row
     (data / "shard-00001.npy").write_bytes(damaged)
     small_run |= {"data": {"path": str(data)}, "state": {"shard": "optimizer"}}
     with pytest.raises(optimus.UserError, match=r"rank [01] failed: .*\(the run is saved up to step 1\)"):
