@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -24,6 +25,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     is mostly one of them that has ranks and neither waits for the other's."""
     with_ranks = cache(lambda path: bool(_RANKS.search(path.read_text(encoding="utf-8"))))
     items.sort(key=lambda item: not with_ranks(item.path))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """At the end: how many tests were skipped, and why; nobody would notice else that one never runs."""
+    skipped = {(report.nodeid, report.longrepr[2]) for report in terminalreporter.stats.get("skipped", ())}
+    reasons = Counter(reason.removeprefix("Skipped: ") for _, reason in skipped)
+    terminalreporter.write_line(f"skipped: {len(skipped)}" + (", by reason:" if skipped else ""))
+    for reason, number in reasons.most_common():
+        terminalreporter.write_line(f"  {number:>4}  {reason}")
 
 
 @pytest.fixture(scope="session", autouse=True)
