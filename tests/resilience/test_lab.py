@@ -221,7 +221,7 @@ def test_a_full_disk_and_then_more_nodes_lost_than_there_are_spares(prepared: Pa
     config = configuration(prepared, tmp_path)
     full = perform(config, FaultPlan().fill_disk(0, 6), nodes=2, spares=0, plain=True)
     assert not full["finished"]
-    assert set(full["exit_codes"].values()) == {1}
+    assert set(full["exit_codes"].values()) == {2}
     assert "failure" in full["kinds"]
     assert not {"restart", "finished"} & set(full["kinds"])
     for text in full["log"].values():
