@@ -22,7 +22,7 @@ INTRODUCTION = """\
 
 A run is described by one YAML file, read into one typed tree:
 
-```
+```sh
 optimus train first.yaml train.steps=500 optimizer.betas='[0.9, 0.95]'
 ```
 

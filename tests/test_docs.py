@@ -1,0 +1,256 @@
+"""What the documentation tells a reader to do works as printed, and prints what it shows.
+
+Every command and every program of the pages is run in order in an empty folder, with the sizes of SMALLER and with the files
+that the reader is said to have. Training on several ranks is checked (`--check`) but not started, unless the page shows what
+it prints. Of those in NOT_RUN the options are read. Numbers may differ from those shown, words may not.
+"""
+
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from optimus import cli
+from tests.docs import Step, masked, missing, steps
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# What takes long, needs more machines, or another program than ours; and why.
+NOT_RUN = {
+    "source ": "a shell's own",
+    "make ": "installs from a package index, or runs all tests",
+    "optimus rendezvous": "serves until it is ended",
+    "optimus launch run.yaml --nodes 16": "needs 18 nodes",
+    "optimus lab": "takes a minute",
+    "optimus bench machine": "measures for minutes",
+}
+ANY_TEXT = {"optimus generate": "what a model writes is not the same with other sizes"}
+
+SMALLER = {  # of text, tokenizer, context, model and run
+    "$lib/*.py": "$lib/a[bn]*.py",
+    "$lib/asyncio/*.py": "$lib/asyncio/q*.py",
+    "--train-tokenizer 4096": "--train-tokenizer 400",
+    "train_tokenizer=2048": "train_tokenizer=400",
+    "--context 256": "--context 32",
+    "context: 256": "context: 32",
+    "context=128": "context=32",
+    '"context": 128': '"context": 32',
+    "steps: 1000": "steps: 2",
+    "steps: 300": "steps: 9",
+    "every: 100": "every: 3",
+    "log_every: 25": "log_every: 1",
+    "max_bytes: 65536": "max_bytes: 2000",
+    "train.steps=20 schedule.warmup_steps=5": "train.steps=2 schedule.warmup_steps=1",
+    "steps: 40": "steps: 2",
+    "warmup_steps: 10": "warmup_steps: 1",
+    '"steps": 60': '"steps": 3',
+    '"schedule.warmup_steps=10"': '"schedule.warmup_steps=1"',
+    "step-00000300": "step-00000009",
+    "--max-tokens 60": "--max-tokens 4",
+    'time" --temperature': 'time" --max-tokens 4 --temperature',
+    "train.stop_at=150": "train.stop_at=5",
+    "train.steps=500": "train.steps=2",
+    "max_tokens=10": "max_tokens=4",
+    "plan mula-220b-a10b --machine": "plan mula-7b-a1b --best 1 --machine",
+    "--ranks 3072": "--ranks 96",
+}
+STOPPED = "train.stop_at=5"  # where the tutorial's reader presses Ctrl-C
+
+TINY = {"family": "olmoe", "hidden": 16, "layers": 8, "heads": 2, "intermediate": 8, "vocab": 4096, "experts": 8}
+
+
+class Reader:
+    """Does what a page says, in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names: dict[str, Any] = {"__name__": "__main__"}
+        self.variables = ""  # of the shell
+
+    def read(self, page: Path, *, first: dict[str, str] | None = None) -> None:
+        """`first` changes commands further, by their beginning."""
+        for step in sorted(
+            steps(page), key=lambda step: step.kind != "file"
+        ):  # some are spoken of before they are shown
+            for printed, smaller in SMALLER.items():
+                step.text = step.text.replace(printed, smaller)
+            for beginning, more in (first or {}).items():
+                if step.text == beginning:
+                    step.text += f" {more}"
+            self.do(step, f"{page.name}:{step.line}: {step.text}")
+
+    def do(self, step: Step, where: str) -> None:
+        if step.kind == "file":
+            path = self.folder / step.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(step.text, encoding="utf-8")
+            return
+        if step.kind == "python":
+            code, printed = ran(lambda: exec(compile(step.text, where, "exec"), self.names))
+        elif any(step.text.startswith(beginning) for beginning in NOT_RUN):
+            if step.text.startswith("optimus "):
+                read_options(step.text)
+            return
+        else:
+            code, printed = self.run(step)
+        expected = 2 if any(line.startswith("error: ") for line in step.shown) else 0
+        assert code == expected, f"{where}\n{printed}"
+        if not any(step.text.startswith(beginning) for beginning in ANY_TEXT):
+            assert (line := missing(step.shown, printed)) is None, (
+                f"{where}\nshows, but does not print:\n{line}\n\n{printed}"
+            )
+
+    def run(self, step: Step) -> tuple[int, str]:
+        words = shlex.split(step.text.replace("\\\n", " "), comments=True)
+        if words[0] == "torchrun":
+            ranks = words[words.index("--nproc-per-node") + 1]
+            words = ["optimus", *words[words.index("optimus.cli") + 1 :], "--ranks", ranks]
+        if words[0] != "optimus":
+            if re.match(r"\w+=", step.text):
+                self.variables += step.text + "\n"
+            return self.shell(self.variables + step.text)
+        if "--ranks" in words or any(word.startswith("parallel.") for word in words):
+            if step.shown:  # by ranks, which do not print through this process
+                return self.shell(shlex.join([sys.executable, "-m", "optimus.cli", *words[1:]]))
+            if words[1] == "train":
+                words.append("--check")
+        return command(words)
+
+    def shell(self, text: str) -> tuple[int, str]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(["bash", "-c", text], cwd=self.folder, env=environment, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+
+def command(words: list[str]) -> tuple[int, str]:
+    argv, sys.argv = sys.argv, words
+    try:
+        return ran(cli.main)
+    finally:
+        sys.argv = argv
+
+
+def ran(function: Callable[[], object]) -> tuple[int, str]:
+    """The exit code, and all that was printed."""
+    printed = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(printed):
+        try:
+            function()
+        except SystemExit as end:
+            return int(end.code or 0), printed.getvalue()
+    return 0, printed.getvalue()
+
+
+def read_options(text: str) -> None:
+    """Raises for an option or argument that the command does not have."""
+    _, *words = shlex.split(text.replace("\\\n", " "), comments=True)
+    found: Any = typer.main.get_command(cli.app)
+    while hasattr(found, "commands"):
+        found = found.commands[words.pop(0)]
+    found.make_context(found.name, words)
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reader:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"])
+    return Reader(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of somebody who has trained a run with all that the pages on formats and checkpoints speak of."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text").mkdir()
+    shutil.copy(Path(__file__), folder / "text" / "some.py")
+    config = {
+        "model": {**TINY, "experts_per_token": 2, "hidden": 128, "layers": 2},
+        "data": {"path": "data"},
+        "train": {"output": "runs/first", "steps": 9, "global_batch": 8, "micro_batch": 8, "context": 32},
+        "checkpoint": {"every": 3, "weights_every": 3},
+    }
+    (folder / "first.yaml").write_text(yaml.safe_dump(config))
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        for text in ("prepare text --output data --train-tokenizer 400 --context 32", "train first.yaml"):
+            code, printed = command(["optimus", *text.split()])
+            assert code == 0, printed
+    finally:
+        os.chdir(here)
+    return folder
+
+
+def planned(folder: Path) -> None:
+    """The reader's own run, small enough that hundreds of ranks of it are no trouble, and the file of a machine."""
+    train = {"output": "runs/first", "steps": 300, "global_batch": 768, "micro_batch": 1, "context": 32}
+    run = {"model": {**TINY, "experts_per_token": 2}, "data": {"path": "data"}, "train": train}
+    (folder / "run.yaml").write_text(yaml.safe_dump(run))
+    shutil.copy(ROOT / "optimus" / "plan" / "machines" / "laptop.yaml", folder / "node.yaml")
+
+
+@pytest.mark.slow
+def test_tutorial(reader: Reader) -> None:
+    pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
+    reader.read(ROOT / "docs" / "tutorial.md", first={"optimus train first.yaml": STOPPED})
+
+
+def test_readme(reader: Reader) -> None:
+    for name in ("my-texts", "held-out"):
+        (reader.folder / name).mkdir()
+        shutil.copy(Path(__file__), reader.folder / name)
+    reader.read(ROOT / "README.md")
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "data-format"])
+def test_pages_about_a_run(name: str, trained: Path, reader: Reader) -> None:
+    shutil.copytree(trained, reader.folder, dirs_exist_ok=True)
+    reader.read(ROOT / "docs" / f"{name}.md")
+
+
+def test_page_about_the_configuration(trained: Path, reader: Reader) -> None:
+    shutil.copytree(trained, reader.folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("runs"))
+    reader.read(ROOT / "docs" / "config.md")
+
+
+@pytest.mark.parametrize("name", ["planner", "pipeline", "resilience"])
+def test_pages_about_more_ranks(name: str, trained: Path, reader: Reader) -> None:
+    pytest.importorskip("matplotlib", reason="the planner's page draws")
+    shutil.copytree(trained / "data", reader.folder / "data")
+    planned(reader.folder)
+    reader.read(ROOT / "docs" / f"{name}.md")
+
+
+def test_no_page_is_left_out() -> None:
+    """Programs of the page on `transformers` load a model from its index; small ones do the same in tests/hub."""
+    read = {"tutorial", "checkpoints", "data-format", "config", "planner", "pipeline", "resilience", "transformers"}
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.stem not in read]
+    assert not [(page.name, step.line) for page in pages for step in steps(page)]
+
+
+def test_everything_that_is_excepted_is_there() -> None:
+    """Else a change of the pages would leave exceptions that stand for nothing."""
+    texts = [step.text for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")] for step in steps(page)]
+    for beginning in [*NOT_RUN, *ANY_TEXT]:
+        assert any(text.startswith(beginning) for text in texts), beginning
+    for printed in SMALLER:
+        assert any(printed in text for text in texts), printed
+
+
+def test_numbers_may_differ_and_words_may_not() -> None:
+    assert masked("step 148: loss 5.4795, 7,136 tokens/s 63.4 MiB") == masked("step 6: loss 8, 71 tokens/s 3 KiB")
+    assert masked("Model [773, 221, 1e-05]") == masked("Model [1]")
+    assert missing(["a 1", "...", "c"], "a 2\nb\nc") is None
+    assert missing(["c", "a"], "a\nb\nc") == "a"
+    assert missing(["loss 1"], "Loss 1") == "loss 1"
