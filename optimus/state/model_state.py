@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from optimus.comm import Groups
 from optimus.config.tree import StateConfig
+from optimus.errors import UserError
 from optimus.mesh import Layout
 from optimus.model.parameters import declarations
 from optimus.optim.adamw import AdamW
@@ -26,6 +27,8 @@ class ModelState:
     `layouts` says of each parameter, by name, how it lies on the mesh of `groups`. After this, `module`'s parameters are
     views into the chunks, of this rank's parts; their values are zero until `initialize` or `load_boxes`. No chunk holds
     parameters of two stages, `stage_of` by name, of a pipeline.
+
+    Raises `UserError` where a parameter is frozen.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class ModelState:
         device: torch.device,
         stage_of: Callable[[str], int] = lambda name: 0,
     ) -> None:
+        _check_trainable(dict(module.named_parameters()))
         self.groups = groups
         self._module = module
         self.tile = options.tile
@@ -66,7 +70,8 @@ class ModelState:
         stages = plan_stages(layouts, groups.mesh, groups.rank, options, stage_of)
         self._of_stage = {stage: [make(plan) for plan in plans] for stage, plans in stages.items()}
         self.chunks = [chunk for chunks in self._of_stage.values() for chunk in chunks]
-        _replace_parameters(module, dict(made for chunk in self.chunks for made in chunk.make_parameters()))
+        self._parameters = dict(made for chunk in self.chunks for made in chunk.make_parameters())
+        _replace_parameters(module, self._parameters)
         # Else every rank has every gradient, and finds the same norm by itself.
         self._parted = any(chunk.plan.copies < groups.world.size for chunk in self.chunks)
         self._gathering = Gathering(module, self.chunks, options.prefetch, not options.release)
@@ -83,7 +88,8 @@ class ModelState:
             chunk.initialize(initial, seed, std)
 
     def begin_step(self) -> None:
-        """Set all gradients to zero; must precede the first microbatch of a step."""
+        """Set all gradients to zero; must precede the first microbatch of a step. Raises `UserError` as the class does."""
+        _check_trainable(self._parameters)
         self._reducing.clear()
         self._gathering.begin_step()
         for chunk in self.chunks:
@@ -159,6 +165,16 @@ class ModelState:
             self._reducing.append(chunk)
             if len(self._reducing) > _REDUCING:
                 self._reducing.popleft().advance()
+
+
+def _check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
+    """The optimizer goes over whole chunks: it would decay and move a frozen parameter."""
+    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
+    if frozen:
+        raise UserError(
+            f"requires_grad is False for {', '.join(frozen[:3])}{f' and {len(frozen) - 3} more' if frozen[3:] else ''}: a "
+            "run trains all parameters, none can be frozen yet; leave requires_grad True"
+        )
 
 
 def _replace_parameters(module: nn.Module, made: Mapping[str, nn.Parameter]) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from optimus.comm import Groups
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
+from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.model import Transformer
 from optimus.model.init import initialize
@@ -192,3 +193,17 @@ def test_state_that_nobody_holds_is_freed() -> None:
     del state, module
     gc.collect()
     assert [each() for each in left] == [None] * len(left)
+
+
+def test_a_frozen_parameter_is_refused() -> None:
+    """It would be decayed and moved all the same: before a step, and when the state is made."""
+    module, state = made()
+    module.head.weight.requires_grad_(False)
+    with pytest.raises(UserError, match=r"requires_grad is False for head\.weight: .* none can be frozen"):
+        state.begin_step()
+    module.head.weight.requires_grad_(True)
+    state.begin_step()
+    frozen = Transformer(CONFIG).requires_grad_(False)
+    options = {"compute_dtype": BF16, "gradient_dtype": FP32, "device": torch.device("cpu")}
+    with pytest.raises(UserError, match=r"for embedding\.weight, .* and \d+ more"):
+        ModelState(frozen, parameter_layouts(frozen), Groups(Mesh()), StateConfig(), **options)
