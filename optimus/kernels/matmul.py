@@ -2,8 +2,10 @@
 
 A product is called NN, NT or TN after its operands: N lies row by row, T column by column. Libraries of matrix products are
 not equally good at the three: on one chip a TN product was found eight times slower than the same one as NN (AxoNN, section
-5.1.3). So while a `Layouts` measures, every product is timed in all three forms, the transposing of operands included; the
-fastest is used from then on, for the same sizes and type. Without an active `Layouts` products are made as they come.
+5.1.3). So while a `Layouts` measures, every product is timed in all three forms, the transposing of operands included; once
+the ranks have agreed (`choose`) the fastest is used, for the same sizes and type. Until then, and without an active
+`Layouts`, products are made as they come: forms differ in their last bits, and ranks that compute the same must find the
+same, or a token may go to other experts on one of them.
 
 Legend: A [M, L] @ B [L, N] -> [M, N].
 """
@@ -35,7 +37,10 @@ class Product(NamedTuple):
 
 
 class Layouts:
-    """The forms in which products are made: `seconds` by product and form, as far as they have been measured."""
+    """The forms in which products are made: `seconds` by product and form, as far as they have been measured.
+
+    What is measured here changes no form before it is chosen.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[Product, dict[Form, float]] = {}
@@ -44,15 +49,15 @@ class Layouts:
         self._chosen: dict[Product, Form] = {}
 
     def choose(self, seconds: dict[Product, dict[Form, float]]) -> None:
-        """Use these measurements, in place of own ones of the same products."""
+        """Use these measurements, in place of own ones of the same products; they must be the same on all ranks."""
         self.seconds.update(seconds)
-        self._chosen = {product: fastest(product.form, times) for product, times in self.seconds.items()}
+        self._chosen |= {product: fastest(product.form, times) for product, times in seconds.items()}
 
     def form(self, product: Product, a_ML: Tensor, b_LN: Tensor) -> Form:
         """The form in which to make `product`, which is timed now if it is to be and has not been."""
-        if self.measuring and product not in self._chosen and 2 * product.m * product.l * product.n >= _LEAST_WORK:
+        if self.measuring and product not in self.seconds and 2 * product.m * product.l * product.n >= _LEAST_WORK:
             self.measured.append(product)
-            self.choose({product: {form: _seconds(form, a_ML, b_LN) for form in _FORMS}})
+            self.seconds[product] = {form: _seconds(form, a_ML, b_LN) for form in _FORMS}
         return self._chosen.get(product, product.form)
 
     @contextmanager

@@ -21,7 +21,8 @@ Seconds = dict[Product, dict[Form, float]]
 class TuneMatmuls(Hook):
     """Has every product that the cache does not know timed in the first step, in all forms; all ranks then use the same.
 
-    Where ranks have measured the same product, that of the lowest rank counts.
+    The cache of the first rank counts, as nodes may have others; and where ranks have measured the same product, that of
+    the lowest rank.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,8 @@ class TuneMatmuls(Hook):
         cache = run.config.tuning.cache
         self._path = None if cache is None else cache_file(Path(cache), run.device)
         if self._path is not None:
-            known, note = read_seconds(self._path)
+            path = self._path
+            known, note = run.groups.world.on_first(lambda: read_seconds(path))
             self._layouts.choose(known)
             run.notes += [note] if note else []
         self._layouts.measuring = True

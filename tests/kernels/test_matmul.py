@@ -53,10 +53,13 @@ def test_the_fastest_form_is_used_and_right(came: str, best: str, monkeypatch: p
     layouts.measuring = True
     with layouts.active():
         first = matmul(a, b)
+        matmul(a, b)
+        assert used == [came, came]  # until the ranks have agreed
+        layouts.choose(layouts.seconds)
         second = matmul(a, b, out=torch.empty(6, 5))
     torch.testing.assert_close(first, multiply(a, b))
-    assert second.equal(first)
-    assert used == [best, best]
+    torch.testing.assert_close(second, first)
+    assert used == [came, came, best]
     assert sorted(timed) == sorted(FORMS)  # once
 
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import optimus
+from optimus.comm import Groups
 from optimus.config import load_config
 from optimus.kernels import matmul
 from optimus.kernels.matmul import Product
+from optimus.mesh import Mesh
 from optimus.observe.metrics import read_metrics
 from optimus.testing import run_ranks
 from optimus.train.checkpoints import build_run
@@ -126,6 +128,46 @@ def choices_of(config: dict[str, Any]) -> list[Any]:
         train_loop(run, [hook])
     run.state.finish()
     return sorted(hook._layouts.seconds.items())
+
+
+def forms_of(config: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The forms of a rank's products in two steps, when ranks measure different times and have different caches."""
+    group = Groups(Mesh(dp=2)).world
+    tree = load_config(config, [f"tuning.cache={config['train']['output']}-cache-{group.rank}"])
+    path = cache_file(Path(str(tree.tuning.cache)), torch.device("cpu"))
+    known = Product("NT", 2 * 32, 32, 3 * 32, "bfloat16")  # q, k and v of a microbatch of 2
+    times = [{"NN": 1.0, "NT": 2.0, "TN": 3.0}, {"NN": 3.0, "NT": 2.0, "TN": 1.0}][group.rank]
+    assert write_seconds(path, {known: times}) is None
+    run = build_run(tree, torch.device("cpu"), resume=False)
+    used: list[tuple[str, ...]] = []
+    ask = matmul.Layouts.form
+
+    def noting(self: matmul.Layouts, product: Product, a: torch.Tensor, b: torch.Tensor) -> Any:
+        used.append((str(product), ask(self, product, a, b)))
+        return used[-1][1]
+
+    def measure(form: str, a: torch.Tensor, b: torch.Tensor) -> float:
+        return 1.0 + (group.rank + len(a) + FORMS.index(form)) % 3
+
+    with (
+        mock.patch.object(matmul, "_LEAST_WORK", 0),
+        mock.patch.object(matmul, "_seconds", measure),
+        mock.patch.object(matmul.Layouts, "form", noting),
+    ):
+        train_loop(run, [TuneMatmuls()])
+    run.state.finish()
+    assert (str(known), "NN") in used  # as the first rank's cache says
+    return used
+
+
+def test_ranks_use_the_same_forms_from_the_first_product_on(small_run: dict[str, Any]) -> None:
+    """Those of tensor parallelism compute the same from the same tokens, and route them."""
+    small_run["train"] |= {"stop_at": 2, "micro_batch": 2}
+    small_run["parallel"] = {"data": 2}
+    first, second = (set(forms) for forms in run_ranks(forms_of, 2, small_run))
+    same = {product for product, _ in first} & {product for product, _ in second}
+    assert len(same) > 10
+    assert {product for product, _ in first ^ second} & same == set()
 
 
 def test_ranks_agree(small_run: dict[str, Any]) -> None:
