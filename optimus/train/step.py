@@ -44,11 +44,12 @@ def training_step(
     watch.begin()
     with watch.on():
         losses = accumulate_gradients(model, state, tokens_BS, config)
-        data = state.groups.along(*DATA)
-        finish = state.groups.along("pp", *DATA).start_sum(losses)  # one stage of a pipeline has them
+        # Over all ranks, also those of a grid, which find the same: bit by bit, as each decides by it what is applied.
+        finish = state.groups.world.start_sum(losses)
         norm = state.reduce_gradients()
     finish()
-    loss, balance, z = (losses / data.size).tolist()
+    with_losses = state.groups.world.size // state.groups.mesh.pp  # one stage of a pipeline has them
+    loss, balance, z = (losses / with_losses).tolist()
     lr = step_learning_rate(config, step)
     skipped = not (math.isfinite(norm) and math.isfinite(loss)) or loss > loss_limit
     if not skipped:
