@@ -38,7 +38,9 @@ class StateConfig(Section):
     shard_ranks: int | None = Field(
         None,
         gt=0,
-        description="Share out over this many neighbouring ranks only and repeat it in the others (HSDP). Default: all.",
+        description="Share out over this many neighbouring ranks only and repeat it in the others (HSDP); at most as many "
+        "as hold the same parameters. Those that fewer ranks hold, as experts may be, are shared out over all of these. "
+        "Default: all.",
     )
     release: bool = Field(
         True,

@@ -225,6 +225,23 @@ def shard_groups(mesh: Mesh, replicas: Sequence[int], options: StateConfig) -> l
     return [part[i : i + wanted] for part in parts for i in range(0, there, wanted)]
 
 
+def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateConfig) -> None:
+    """Raise `UserError` when `shard_ranks` are more than the ranks that share out any parameter of these, the whole model's.
+
+    Those that tensor parallelism repeats, as norms, do not count: they are few. Where experts have fewer replicas than the
+    rest, or more, the larger number is the limit; the others are shared out over all that there are.
+    """
+    wanted, over_all = options.shard_ranks, options.model_copy(update={"shard_ranks": None})
+    axes = {layout.replicas for layout in layouts.values() if layout.replicas in (("dp", "cp"), ("edp",))}
+    most = max(len(shard_groups(mesh, mesh.group(0, each), over_all)[0]) for each in axes)
+    if wanted is not None and wanted > most:
+        cure = f"at most {most}, or leave it out for all" if most > 1 else "1, or leave it out"
+        raise UserError(
+            f"state.shard_ranks {wanted}: this layout of {mesh.size} ranks has no more than {most} to share out the same "
+            f"parameters; set it to {cure}"
+        )
+
+
 def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> tuple[list[list[int]], list[list[int]]]:
     """All ranks divided into groups that share state out, and into groups that hold the same part of it."""
     shards, copies = [], []

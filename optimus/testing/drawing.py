@@ -5,6 +5,9 @@ import math
 import random
 from typing import Any
 
+from optimus.config.tree import StateConfig
+from optimus.mesh import Mesh
+from optimus.state.plan import shard_groups
 from optimus.testing.equality import Layout
 
 SIZES = {"hidden": 16, "layers": 2, "heads": 4, "vocab": 59}  # tokens that no number of ranks divides evenly
@@ -83,6 +86,7 @@ def drawn(number: int) -> tuple[str, Layout]:
     _draw_state(draw, data * context)
     if "experts" in shape:
         _draw_experts(draw, shape, (outputs, inputs), here)
+        _leave_out_shard_ranks(draw, Mesh(dp=data, cp=context, tp=tensor, tp_in=inputs, **_experts(draw)))
     _draw_recomputation(draw, "moe" if "experts" in shape else "mlp", layers)
     if pipeline > 1:
         _draw_blocks(draw, here, tensor * context)
@@ -167,6 +171,22 @@ def _draw_experts(draw: Draw, shape: dict[str, Any], grid: tuple[int, int], rank
     draw.set("moe.balance_scope", "microbatch", "global")
     if dispatch == "alltoall" and inputs == 1 and split == outputs > 1 and "parallel.sequence=false" in draw.overrides:
         draw.set("moe.drop_duplicates", True, False)
+
+
+def _experts(draw: Draw) -> dict[str, int]:
+    said = dict(override.split("=", 1) for override in draw.overrides)
+    return {"ep": int(said["parallel.expert"]), "etp": int(said["parallel.expert_tensor"])}
+
+
+def _leave_out_shard_ranks(draw: Draw, mesh: Mesh) -> None:
+    """Where they are more than those along the data axis of the experts, over which the state is to be shared out."""
+    said = dict(override.split("=", 1) for override in draw.overrides)
+    if said.get("state.shard_over") != "data" or "state.shard_ranks" not in said:
+        return
+    over_data = StateConfig(shard="optimizer", shard_over="data")
+    parts = [shard_groups(mesh, mesh.group(0, axes), over_data)[0] for axes in (("dp", "cp"), ("edp",))]
+    if any(len(part) % int(said["state.shard_ranks"]) for part in parts):
+        draw.overrides.remove(f"state.shard_ranks={said['state.shard_ranks']}")
 
 
 def _draw_recomputation(draw: Draw, feed_forward: str, layers: int) -> None:

@@ -30,7 +30,7 @@ from optimus.parallel.tokens import set_tokens
 from optimus.parallel.vocabulary import set_vocabulary
 from optimus.pipeline.staged import Staged, keep_stages
 from optimus.state import ModelState, divisions, plan_chunks, plan_stages
-from optimus.state.plan import ChunkPlan
+from optimus.state.plan import ChunkPlan, check_shard_ranks
 from optimus.train.pipeline import cut_of, placement_of, stages_of, tied_ends
 from optimus.train.recomputation import find_recomputation
 
@@ -132,7 +132,7 @@ def planned_chunks(config: RunConfig, mesh: Mesh, ranks: Sequence[int]) -> list[
 
     Raises `UserError` when the parameters cannot be divided as configured.
     """
-    _, layouts = _on_meta(config)
+    _, layouts = _on_meta(config, mesh)
     cut, place = cut_of(config, mesh, ranks[0]), placement_of(config)
 
     def of(rank: int) -> list[ChunkPlan]:
@@ -146,11 +146,13 @@ def planned_chunks(config: RunConfig, mesh: Mesh, ranks: Sequence[int]) -> list[
     return list(map(of, ranks))
 
 
-def _on_meta(config: RunConfig) -> tuple[Transformer, dict[str, Layout]]:
-    """The whole model, without memory, and the layouts of its parameters."""
+def _on_meta(config: RunConfig, mesh: Mesh) -> tuple[Transformer, dict[str, Layout]]:
+    """The whole model, without memory, and the layouts of its parameters, whose state can be shared out on `mesh`."""
     with torch.device("meta"):
         model = Transformer(config.model, config.moe.routing)
-    return model, layouts_of(model, config)
+    layouts = layouts_of(model, config)
+    check_shard_ranks(layouts, mesh, config.state)
+    return model, layouts
 
 
 def build_model(
@@ -162,7 +164,7 @@ def build_model(
     be divided as configured, or their activations do not fit the budget.
     """
     free = free_memory(device) // sharers(groups.mesh, device)
-    model, layouts = _on_meta(config)
+    model, layouts = _on_meta(config, groups.mesh)
     cut = cut_of(config, groups.mesh, groups.rank)
     if cut is not None:
         for layout in layouts.values():  # groups of all stages, which all ranks must make in the same order

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from optimus.config.tree import StateConfig
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
-from optimus.state.plan import ChunkPlan, Slot, divisions, lay_out, plan_chunks, search_limit, shard_groups
+from optimus.state.plan import (
+    ChunkPlan,
+    Slot,
+    check_shard_ranks,
+    divisions,
+    lay_out,
+    plan_chunks,
+    search_limit,
+    shard_groups,
+)
 
 BF16 = torch.bfloat16
 
@@ -109,6 +118,25 @@ def test_shards_and_copies_divide_all_ranks(replicas: tuple[str, ...], over: str
 def test_shard_ranks_that_do_not_divide() -> None:
     with pytest.raises(UserError, match=r"state.shard_ranks 3 does not divide the 8 ranks .* 1, 2, 4, 8"):
         shard_groups(MESH, range(8), StateConfig(shard="optimizer", shard_ranks=3))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options", "most"),
+    [
+        (Mesh(dp=4, cp=2, ep=4), {}, 8),
+        (Mesh(dp=8, ep=2), {"shard_over": "data"}, 4),
+        (Mesh(dp=2, tp=2), {}, 4),  # of experts, which are not split over the grid
+        (Mesh(pp=2, dp=2, ep=2), {}, 2),
+        (Mesh(), {}, 1),
+    ],
+)
+def test_more_shard_ranks_than_replicas_are_refused(mesh: Mesh, options: dict[str, str], most: int) -> None:
+    """They were taken for all, without a word."""
+    layouts = {"dense": Layout((8, 8)), "experts": Layout((8, 8), ((0, "ep"),), replicas=("edp",))}
+    for wanted in (None, 1, most):
+        check_shard_ranks(layouts, mesh, StateConfig(shard="optimizer", shard_ranks=wanted, **options))
+    with pytest.raises(UserError, match=rf"shard_ranks {2 * most}: .* no more than {most} to share .* set it to"):
+        check_shard_ranks(layouts, mesh, StateConfig(shard="optimizer", shard_ranks=2 * most, **options))
 
 
 LAYOUTS = {
