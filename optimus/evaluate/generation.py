@@ -112,7 +112,7 @@ def _continue(
     for _ in range(max_tokens):
         with evaluating(model):  # not around the loop: between two tokens the model is the caller's
             hidden_BSH = model.hidden_states(torch.tensor([new], device=model.embedding.weight.device), cache)
-            logits_V = model.head(hidden_BSH[0, -1]).float().cpu()
+            logits_V = model.head(hidden_BSH[:, -1])[0].float().cpu()
         token = _choose(logits_V, temperature, top_p, random)
         if token == eos_id:
             return

@@ -8,6 +8,7 @@ Legend: B rows, S positions, H hidden, N predicted tokens of a batch, V vocabula
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,8 +31,8 @@ class Scored(Protocol):
     def head(self) -> Callable[[Tensor], Tensor]:
         """[N, H], whole, to logits [N, V], whole."""
 
-    def hidden_states(self, tokens_BS: Tensor) -> Tensor:
-        """Output of the final norm [B, S, H], whole."""
+    def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
+        """fp32 [N, 2]: what `find`, which may call `head`, makes of the hidden states [N, H], whole, of these tokens."""
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
     def eval(self) -> Any: ...
@@ -109,25 +110,26 @@ def _score_batch(model: Scored, inputs: list[tuple[int, ...]], asked: list[tuple
     tokens_BS = torch.zeros(len(inputs), len(inputs[0]), dtype=torch.long)
     for row, tokens in enumerate(inputs):
         tokens_BS[row, : len(tokens)] = torch.tensor(tokens)
-    rows, positions, targets = list[int](), list[int](), list[int]()
+    at, targets = list[int](), list[int]()
     for row, (context, continuation) in asked:
-        rows += [row] * len(continuation)
-        positions += range(len(context) - 1, len(context) - 1 + len(continuation))
+        first = row * tokens_BS.shape[1] + len(context) - 1
+        at += range(first, first + len(continuation))
         targets += continuation
-    hidden_BSH = model.hidden_states(tokens_BS.to(device))
-    hidden_NH = hidden_BSH[torch.tensor(rows, device=device), torch.tensor(positions, device=device)]
-    log_p_N, greedy_N = _predictions(hidden_NH, model, torch.tensor(targets, device=device))
+    target_N = torch.tensor(targets, device=device)
+    find = partial(_predictions, model, target_N)
+    found_N2 = model.at_tokens(tokens_BS.to(device), torch.tensor(at, device=device), find).cpu()
+    log_p_N, greedy_N = found_N2[:, 0].double(), found_N2[:, 1].bool()
     lengths = [len(continuation) for _, (_, continuation) in asked]
     for log_p, greedy in zip(log_p_N.split(lengths), greedy_N.split(lengths)):
         yield Score(log_p.sum().item(), bool(greedy.all()))
 
 
-def _predictions(hidden_NH: Tensor, model: Scored, target_N: Tensor) -> tuple[Tensor, Tensor]:
-    """On the CPU: the log-probability of each target in fp64, and whether it is the most probable token."""
-    log_p, greedy = [], []
+def _predictions(model: Scored, target_N: Tensor, hidden_NH: Tensor) -> Tensor:
+    """fp32 [N, 2]: the log-probability of each target, and 1 where it is the most probable token."""
+    found = []
     block = max(1, _LOGITS_AT_ONCE // model.config.vocab)
     for hidden, target in zip(hidden_NH.split(block), target_N.split(block)):
         logits_NV = model.head(hidden).float()
-        log_p.append(torch.log_softmax(logits_NV, -1).gather(1, target[:, None])[:, 0].cpu().double())
-        greedy.append((logits_NV.argmax(-1) == target).cpu())
-    return torch.cat(log_p), torch.cat(greedy)
+        log_p_N = torch.log_softmax(logits_NV, -1).gather(1, target[:, None])[:, 0]
+        found.append(torch.stack([log_p_N, (logits_NV.argmax(-1) == target).float()], 1))
+    return torch.cat(found)

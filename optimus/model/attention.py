@@ -30,6 +30,11 @@ class LayerCache:
         self.k_BPND, self.v_BPND = k_BSND, v_BSND
         return k_BSND, v_BSND
 
+    def keep(self, length: int) -> None:
+        """Forget all positions but the first `length`."""
+        if self.k_BPND is not None and self.v_BPND is not None:
+            self.k_BPND, self.v_BPND = self.k_BPND[:, :length], self.v_BPND[:, :length]
+
 
 class Places(NamedTuple):
     """Where the tokens of a batch stand: rotary tables (cos, sin) of their positions, and the sequences these are of."""

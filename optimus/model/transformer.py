@@ -3,6 +3,7 @@
 Legend: B batch, S sequence, H hidden, V vocabulary, T = B * S tokens.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -44,6 +45,12 @@ class KVCache:
     def __init__(self, layers: int) -> None:
         self.layers = [LayerCache() for _ in range(layers)]
         self.length = 0
+
+    def keep(self, length: int) -> None:
+        """Hold the first `length` positions: behind them are those of padding."""
+        self.length = length
+        for layer in self.layers:
+            layer.keep(length)
 
 
 def _norm(config: ModelConfig) -> nn.Module:
@@ -198,8 +205,12 @@ class Transformer(nn.Module):
         places = self.whole_places(tokens_BS, start)
         x_TH = self.final_norm(self.blocks(self.embedding(tokens_BS.flatten()), places, cache)[0])
         if cache is not None:
-            cache.length += length
+            cache.keep(start + length)
         return self.head.vocabulary.join(x_TH).unflatten(0, (len(tokens_BS), -1))[:, :length]
+
+    def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
+        """What `find` makes of the hidden states [N, H] of the tokens `at_N`, counted row by row; for evaluation."""
+        return find(self.hidden_states(tokens_BS).flatten(0, 1)[at_N])
 
     def losses(self, tokens_BS: Tensor) -> Losses:
         """Loss of predicting each token but the first from those before it, and the router's statistics.

@@ -109,21 +109,27 @@ class Staged(nn.Module):
         """Of the whole model."""
         return self.model.config
 
-    def hidden_states(self, tokens_BS: Tensor) -> Tensor:
-        """`Transformer.hidden_states` of the whole model; all ranks must call."""
-        work = EvaluationWork(self, tokens_BS)
+    def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
+        """`Transformer.at_tokens` of the whole model, fp32 [N, 2], on every rank; all must call.
+
+        The last stage's rank finds it and tells the others, unless these have parts of the output layer: then it gives them
+        the hidden states of these tokens.
+        """
+        work = EvaluationWork(self, tokens_BS, at_N)
         self.execute(work, 1, False)
-        self.pipeline.broadcast(work.hidden_TH, self.last)
-        return work.hidden_BSH
+        if self.links is not None:
+            self.pipeline.broadcast(work.hidden_NH, self.last)
+        if self.links is not None or self.cut.has_last:
+            found_N2 = find(work.hidden_NH)
+        else:
+            found_N2 = torch.empty(len(at_N), 2, device=at_N.device)
+        if self.links is None:
+            self.pipeline.broadcast(found_N2, self.last)
+        return found_N2
 
     def head(self, x: Tensor) -> Tensor:
-        """Logits [N, V] of the whole model from hidden states [N, H]; all ranks must call."""
-        all_have = self.links is not None
-        here = all_have or self.cut.has_last
-        logits_NV = cast(Tensor, self.model.head(x)) if here else x.new_empty(len(x), self.config.vocab)
-        if not all_have:
-            self.pipeline.broadcast(logits_NV, self.last)
-        return logits_NV
+        """Logits [N, V] of the whole model from hidden states [N, H], where `at_tokens` asks for them."""
+        return cast(Tensor, self.model.head(x))
 
     def train_microbatches(
         self,

@@ -86,7 +86,7 @@ def drawn(number: int) -> tuple[str, Layout]:
     _draw_state(draw, data * context)
     if "experts" in shape:
         _draw_experts(draw, shape, (outputs, inputs), here)
-        _leave_out_shard_ranks(draw, Mesh(dp=data, cp=context, tp=tensor, tp_in=inputs, **_experts(draw)))
+        _limit_shard_ranks(draw, Mesh(dp=data, cp=context, tp=tensor, tp_in=inputs, **_experts(draw)))
     _draw_recomputation(draw, "moe" if "experts" in shape else "mlp", layers)
     if pipeline > 1:
         _draw_blocks(draw, here, tensor * context)
@@ -178,15 +178,16 @@ def _experts(draw: Draw) -> dict[str, int]:
     return {"ep": int(said["parallel.expert"]), "etp": int(said["parallel.expert_tensor"])}
 
 
-def _leave_out_shard_ranks(draw: Draw, mesh: Mesh) -> None:
-    """Where they are more than those along the data axis of the experts, over which the state is to be shared out."""
+def _limit_shard_ranks(draw: Draw, mesh: Mesh) -> None:
+    """Where they do not divide those along the data axis of the experts, over which the state is to be shared: to these."""
     said = dict(override.split("=", 1) for override in draw.overrides)
     if said.get("state.shard_over") != "data" or "state.shard_ranks" not in said:
         return
     over_data = StateConfig(shard="optimizer", shard_over="data")
-    parts = [shard_groups(mesh, mesh.group(0, axes), over_data)[0] for axes in (("dp", "cp"), ("edp",))]
-    if any(len(part) % int(said["state.shard_ranks"]) for part in parts):
-        draw.overrides.remove(f"state.shard_ranks={said['state.shard_ranks']}")
+    most = max(len(shard_groups(mesh, mesh.group(0, axes), over_data)[0]) for axes in (("dp", "cp"), ("edp",)))
+    if most % int(said["state.shard_ranks"]):
+        at = draw.overrides.index(f"state.shard_ranks={said['state.shard_ranks']}")
+        draw.overrides[at] = f"state.shard_ranks={most}"
 
 
 def _draw_recomputation(draw: Draw, feed_forward: str, layers: int) -> None:

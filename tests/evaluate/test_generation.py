@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from optimus.comm import Groups
+from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.evaluate import generate
 from optimus.evaluate.generation import _choose, decode, generate_tokens
 from optimus.model import Transformer
+from optimus.testing import run_ranks
+from optimus.testing.drawing import config_of
+from optimus.train.run import build_model, mesh_of
 
 PROMPT = [3, 141, 59, 26]
 
@@ -106,3 +111,20 @@ def test_errors(model: Transformer, options: dict[str, Any], message: str) -> No
 def test_empty_prompt(model: Transformer, tokenizer: Any) -> None:
     with pytest.raises(UserError, match="prompt is empty"):
         generate(model, tokenizer, "")
+
+
+def generated_on_ranks(config: dict[str, Any], ranks: int) -> list[int]:
+    tree = load_config(config)
+    model, state = build_model(tree, torch.device("cpu"), Groups(mesh_of(tree, ranks)))
+    state.initialize(0, 0.5)
+    assert isinstance(model, Transformer)
+    return list(generate_tokens(model, [3, 41, 5, 26, 7], max_tokens=12))
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"tensor": [2, 2], "sequence": True}], ids=str)
+def test_on_a_sequence_parallel_grid(parallel: dict[str, Any]) -> None:
+    """Whose ranks divide the tokens: 5 of a prompt and 1 of each later step are padded, and the padding has no keys."""
+    alone = generated_on_ranks(config_of("moe"), 1)
+    assert len(set(alone)) > 3
+    ranks = 4 if "sequence" in parallel else 2
+    assert run_ranks(generated_on_ranks, ranks, config_of("moe", parallel=parallel), ranks) == [alone] * ranks

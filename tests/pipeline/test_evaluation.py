@@ -9,6 +9,7 @@ from optimus.comm import Groups
 from optimus.config import load_config
 from optimus.evaluate.score import Score, Window, score
 from optimus.testing import run_ranks
+from optimus.testing.traffic import counting
 from optimus.train.run import build_model, mesh_of
 
 MODEL = {"hidden": 16, "layers": 4, "heads": 2, "vocab": 52, "intermediate": 24}
@@ -47,3 +48,18 @@ def test_scores_are_those_of_one_process(model: dict[str, Any], ranks: int, para
     for found in run_ranks(scores, ranks, config_of(model, parallel={"pipeline": 2, **parallel}, state=shard), ranks):
         assert [each.greedy for each in found] == [each.greedy for each in right]
         assert [each.log_likelihood for each in found] == pytest.approx([e.log_likelihood for e in right], rel=1e-5)
+
+
+def broadcast(config: dict[str, Any], ranks: int) -> int:
+    with counting() as traffic:
+        scores(config, ranks)
+    return traffic.bytes["broadcast"]
+
+
+@pytest.mark.parametrize("vocabulary", [False, True])
+def test_no_more_is_sent_than_scores_need(vocabulary: bool) -> None:
+    """Two numbers of each of the 7 scored tokens; where all ranks have parts of the output layer, their hidden states."""
+    tokens = sum(len(window.continuation) for window in WINDOWS)
+    config = config_of({"family": "olmo"}, parallel={"pipeline": 2, "vocabulary": vocabulary})
+    each = MODEL["hidden"] if vocabulary else 2
+    assert run_ranks(broadcast, 2, config, 2) == [4 * tokens * each] * 2
