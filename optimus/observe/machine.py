@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
 from optimus import __version__
@@ -74,6 +75,16 @@ def free_memory(device: Any) -> int:
     return int(torch.get_device_module(device).mem_get_info(device)[0])
 
 
+def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores that this process may use: those of its affinity, and of its control group's `quota` where it has one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        allowed, period = quota.read_text(encoding="ascii").split()
+        return max(1, min(cores, round(int(allowed) / int(period))))
+    except (OSError, ValueError):  # "max" where there is no limit
+        return cores
+
+
 def describe_machine() -> dict[str, Any]:
     """Processor, cores, memory, accelerators; for reports."""
     import psutil
@@ -83,7 +94,7 @@ def describe_machine() -> dict[str, Any]:
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "accelerators": [device_name(accelerator)] * torch.accelerator.device_count() if accelerator else [],
     }

@@ -31,7 +31,7 @@ from optimus.data import Shards
 from optimus.errors import UserError, naming_disk_errors
 from optimus.hub import read_model_folder
 from optimus.mesh.placement import describe
-from optimus.observe.machine import find_device
+from optimus.observe.machine import find_device, usable_cores
 from optimus.observe.metrics import read_metrics
 from optimus.observe.terminal import let_go_if_gone
 from optimus.resilience import local
@@ -48,6 +48,7 @@ from optimus.train.holding import Holding
 from optimus.train.hooks import HeldOut, Hook, Interrupt, Metrics, NonFinite, PipelineTimeline, Recovered, Trace
 from optimus.train.injection import Inject
 from optimus.train.loop import naming_collectives, train_loop
+from optimus.train.oversubscription import Oversubscription
 from optimus.train.pipeline import with_microbatches
 from optimus.train.run import Run, mesh_of, ranks_per_node
 from optimus.train.soft_failures import SoftFailures
@@ -237,7 +238,7 @@ def _run_rank(
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     elif ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
+        torch.set_num_threads(max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
     timeout = timedelta(seconds=config.resilience.timeout)
     with _ranks_together(device, timeout) if ranks > 1 else nullcontext():
         with naming_collectives("before the first step"):
@@ -323,6 +324,7 @@ def _hooks(run: Run, node: str | None = None) -> list[Hook]:
     """Metrics follow what measures for them and precede the checkpoint, which must not be newer than they are."""
     first = run.groups.rank == 0
     measuring: list[Hook] = [HeldOut()]
+    measuring += [Oversubscription()] if first and run.device.type == "cpu" else []
     measuring += [PipelineTimeline()] if run.config.observe.timeline else []
     reporting: list[Hook] = [Recovered(), Metrics()] if first else []
     tuning: list[Hook] = [TuneMatmuls()] if run.config.tuning.matmul else []

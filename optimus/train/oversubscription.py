@@ -1,0 +1,95 @@
+"""More threads than free cores: threads that compute together wait in every product for the one that is kept from its core,
+so that a step takes many times as long, and nothing fails."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from optimus.observe.machine import usable_cores
+from optimus.train.hooks import Hook
+from optimus.train.run import Run, sharers
+from optimus.train.step import StepResult
+
+WINDOW = 10  # steps of which the median counts
+FACTOR = 3.0  # times as long as the run's fastest window: slow
+_CROWDED = 1.25  # threads that want to run, to the cores
+_STARVED = 0.5  # share of the time that threads which compute all the time get of their cores
+_AGAIN = 1.5  # times as long as the fastest: the run has recovered
+
+
+class Reading(NamedTuple):
+    """What the machine says after a step."""
+
+    wanted: float  # threads that run or wait for a core, of all processes
+    spent: float  # seconds that the threads of this process have computed so far
+
+
+def read_machine() -> Reading:
+    """Now; where the system does not tell the threads of this moment, the mean of the last minute."""
+    try:
+        running = Path("/proc/loadavg").read_text(encoding="ascii").split()[3].split("/")[0]
+        wanted = float(running)
+    except (OSError, ValueError, IndexError):
+        wanted = os.getloadavg()[0]
+    return Reading(wanted, time.process_time())
+
+
+class Oversubscription(Hook):
+    """Says so when steps on a CPU are far slower than the run's fastest, or its threads get less than half of their cores,
+    while more threads want to run than there are cores; once, until the run has recovered. On rank 0."""
+
+    def __init__(
+        self,
+        read: Callable[[], Reading] = read_machine,
+        cores: Callable[[], int] = usable_cores,
+        threads: Callable[[], int] = torch.get_num_threads,
+    ) -> None:
+        self._read, self._cores, self._threads = read, cores, threads
+        self._seconds: list[float] = []
+        self._wanted: list[float] = []
+        self._fastest = float("inf")
+        self._said = False
+
+    def before_training(self, run: Run) -> None:
+        self._spent = self._read().spent
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        reading = self._read()
+        self._seconds.append(run.step_seconds)
+        self._wanted.append(reading.wanted)
+        if len(self._seconds) < WINDOW:
+            return
+        share = (reading.spent - self._spent) / (sum(self._seconds) * self._threads())
+        self._judge(run, statistics.median(self._seconds), statistics.fmean(self._wanted), share)
+        self._spent = reading.spent
+        self._seconds.clear()
+        self._wanted.clear()
+
+    def _judge(self, run: Run, seconds: float, wanted: float, share: float) -> None:
+        slower = seconds / self._fastest
+        self._fastest = min(self._fastest, seconds)
+        ranks, cores, threads = sharers(run.groups.mesh, run.device), self._cores(), self._threads()
+        wanted = max(wanted, float(ranks * threads))
+        slow, starved = slower > FACTOR, share < _STARVED and threads > 1
+        if not (slow or starved) or wanted <= _CROWDED * cores:
+            self._said = self._said and slower > _AGAIN
+            return
+        if self._said:
+            return
+        self._said = True
+        how = f"{slower:.1f} times as long as the fastest before" if slow else f"{seconds:.3g} s"
+        others = max(0.0, wanted - ranks * threads)
+        enough = max(1, int((cores - others) / ranks))
+        if enough < threads:
+            cure = f"set OMP_NUM_THREADS={enough}, or end what else runs"
+        else:
+            cure = "end what else runs" if others >= 1 else f"take at most {cores} ranks on this machine"
+        run.notes.append(
+            f"step {run.step}: steps take {how}, and {wanted:.0f} threads want the {cores} cores of this machine "
+            f"({ranks} x {threads} of this run get {100 * min(1.0, share):.0f} % of theirs): {cure}"
+        )
