@@ -3,6 +3,7 @@
 import fcntl
 import os
 import re
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,16 @@ def ranks_in_turn(tmp_path_factory: pytest.TempPathFactory) -> None:
             yield
 
     ranks.turn = turn
+
+
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """Programs that the test starts heed SIGINT and SIGHUP, which a shell's background job and `nohup` have them ignore."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

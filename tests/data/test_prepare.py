@@ -347,6 +347,7 @@ cli.main()
     ("stage", "number"),
     [("train tokenizer", signal.SIGINT), ("tokenise", signal.SIGTERM), ("shard", signal.SIGINT)],
 )
+@pytest.mark.usefixtures("default_signals")
 def test_signals_end_it_in_order(tmp_path: Path, lines_file: Path, stage: str, number: signal.Signals) -> None:
     def start(stop: str) -> "subprocess.Popen[str]":
         words = f"prepare {lines_file} --output {tmp_path / 'out'} --train-tokenizer 400 --context 64 --workers 2"

@@ -286,6 +286,7 @@ with lab(2, isolated=sys.argv[1] == "isolated") as cluster:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
 @pytest.mark.parametrize("kind", ["isolated", "plain"])
+@pytest.mark.usefixtures("default_signals")
 def test_a_lab_that_is_sent_a_signal_takes_everything_down(
     request: pytest.FixtureRequest, tmp_path: Path, kind: str, number: signal.Signals
 ) -> None:

@@ -28,6 +28,8 @@ from optimus.resilience.store import serve
 from optimus.train.hooks import Metrics
 from optimus.train.launch import _run_rank
 
+pytestmark = pytest.mark.usefixtures("default_signals")
+
 
 @pytest.fixture
 def endless(small_run: dict[str, Any], tmp_path: Path) -> Path:
