@@ -543,7 +543,8 @@ def _show_ready(config: Path, ready: dict[str, Any], as_json: bool) -> None:
     nodes = f" of {ready['nodes']} node(s), with {ready['spares']} spare(s)" if "nodes" in ready else ""
     text = f"{config} is ready to run: {ready['steps']} steps on {ready['ranks']} rank(s){nodes}"
     held = f"\n{ready['held']}" if ready["held"] else ""
-    _show(ready, as_json, f"{text}{where}{held}")
+    about = "\n".join(ready.pop("summary"))
+    _show(ready, as_json, f"{text}\n{about}{where}{held}")
 
 
 def _show(result: Any, as_json: bool, text: str) -> None:

@@ -1,18 +1,26 @@
 """What every section of the configuration is."""
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from optimus.disk import user_path
 from optimus.errors import UserError
 
+Result = TypeVar("Result")
 
-def _expanded(text: str) -> str:
+
+def reported_as_value(read: Callable[[str], Result], value: Any) -> Any:
+    """What `read` makes of a text; other values are left to the tree. Raises `ValueError` for its `UserError`."""
     try:
-        return str(user_path(text))
+        return read(value) if isinstance(value, str) else value
     except UserError as error:
         raise ValueError(str(error)) from None
+
+
+def _expanded(text: str) -> Any:
+    return str(reported_as_value(user_path, text))
 
 
 PathText = Annotated[str, AfterValidator(_expanded)]  # ~ and $NAME are expanded when the tree is read

@@ -98,7 +98,14 @@ def small_run(prepared: Path, tmp_path: Path) -> dict[str, Any]:
             "experts_per_token": 2,
         },
         "data": {"path": str(prepared)},
-        "train": {"output": str(tmp_path / "run"), "steps": 6, "global_batch": 8, "micro_batch": 4, "context": 32},
+        "train": {
+            "output": str(tmp_path / "run"),
+            "steps": 6,
+            "global_batch": 8,
+            "micro_batch": 4,
+            "context": 32,
+            "precision": "bfloat16",
+        },
         "schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
         "observe": {"tensorboard": False},
     }

@@ -156,11 +156,22 @@ def test_check_runs_nothing(
     found = result(capsys, monkeypatch, "train", config, "--check")
     placement = found.pop("placement")
     assert placement.startswith("1 rank on 1 node")
-    assert found == {"ok": True, "output": small_run["train"]["output"], "steps": 6, "ranks": 1, "held": None}
+    expected = {
+        "ok": True,
+        "output": small_run["train"]["output"],
+        "steps": 6,
+        "ranks": 1,
+        "warmup_steps": 2,
+        "held": None,
+    }
+    assert found.items() >= (expected | {"tokens": 6 * 8 * 32, "precision": "bfloat16", "warnings": []}).items()
     code, out, _ = here(capsys, monkeypatch, "train", config, "--check", "train.steps=9")
-    assert (code, out) == (0, f"{config} is ready to run: 9 steps on 1 rank(s)\n")
+    first, *summary = out.splitlines()
+    assert (code, first) == (0, f"{config} is ready to run: 9 steps on 1 rank(s)")
+    assert [line.split(":")[0] for line in summary] == ["model", "length", "warm-up", "batch", "layout", "precision"]
     code, out, _ = here(capsys, monkeypatch, "train", config, "--check", "parallel.tensor=2")
     first, *table = out.splitlines()
+    del table[:6]
     assert (code, first) == (0, f"{config} is ready to run: 6 steps on 2 rank(s)")
     assert table[0] == "2 ranks on 1 node; the last axis varies fastest"
     assert [row.split() for row in table[-2:]] == [[axis, "2", "1", "0", "0", "1"] for axis in ("tp_out", "edp")]

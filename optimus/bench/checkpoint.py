@@ -300,7 +300,14 @@ def _tree(model: Any, batch: int) -> dict[str, Any]:
     return {
         "model": model,
         "data": {"path": ""},
-        "train": {"output": "", "steps": 1 << 20, "global_batch": batch, "micro_batch": 1, "context": 516},
+        "train": {
+            "output": "",
+            "steps": 1 << 20,
+            "global_batch": batch,
+            "micro_batch": 1,
+            "context": 516,
+            "precision": "bfloat16",
+        },
     }
 
 

@@ -120,6 +120,7 @@ def _config(model: str, mode: str, ranks: int, gradients: GradientDtype, sequenc
             "global_batch": ranks * sequences,
             "micro_batch": sequences,
             "context": context,
+            "precision": "bfloat16",
         },
         "optimizer": {"clip_during_warmup": True},
         "schedule": {"name": "constant", "peak": 1e-3, "warmup_steps": 0},

@@ -80,7 +80,14 @@ def _config(model: ModelConfig, dp: int, ep: int, shard_over: str) -> RunConfig:
     tree = {
         "model": model.model_dump(),
         "data": {"path": ""},
-        "train": {"output": "", "steps": 1, "global_batch": dp, "micro_batch": 1, "context": 2},
+        "train": {
+            "output": "",
+            "steps": 1,
+            "global_batch": dp,
+            "micro_batch": 1,
+            "context": 2,
+            "precision": "bfloat16",
+        },
         "parallel": {"data": dp, "expert": ep},
         "state": {"shard": "optimizer", "shard_over": shard_over},
     }

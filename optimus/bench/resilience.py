@@ -54,7 +54,14 @@ def _cost(model: str, layout: str, overrides: list[str], steps: int) -> dict[str
     config = {
         "model": model,
         "data": {"path": ""},
-        "train": {"output": "", "steps": 1000, "global_batch": 8, "micro_batch": 4, "context": 512},
+        "train": {
+            "output": "",
+            "steps": 1000,
+            "global_batch": 8,
+            "micro_batch": 4,
+            "context": 512,
+            "precision": "bfloat16",
+        },
     }
     tree = load_config(config, overrides).model_dump(exclude_unset=True)
     measured = run_fresh(_watched_steps, 2, tree, steps)

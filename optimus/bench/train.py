@@ -63,7 +63,7 @@ def _config(model: str, folder: Path) -> RunConfig:
     probe = {
         "model": model,
         "data": {"path": ""},
-        "train": {"output": "", "steps": 1, "global_batch": 1, "micro_batch": 1, "context": 2},
+        "train": {"output": "", "steps": 1, "global_batch": 1, "micro_batch": 1, "context": 2, "precision": "bfloat16"},
     }
     vocab = load_config(probe).model.vocab
     optimus.prepare(
@@ -121,7 +121,7 @@ def _trainer(experts: str, precision: str) -> Contestant:
             bf16=precision == "bf16 autocast",
             optim="adamw_torch_fused",
             learning_rate=config.schedule.peak,
-            warmup_steps=config.schedule.warmup_steps,
+            warmup_steps=config.warmup_steps,
             lr_scheduler_type="cosine",
             max_grad_norm=config.optimizer.clip_norm or 0.0,
             save_strategy="no",

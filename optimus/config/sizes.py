@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them."""
+"""Numbers of bytes, and of tokens, as people write them."""
 
 import re
 
@@ -14,3 +14,12 @@ def parse_size(text: str) -> int:
     if not match or match[2] not in units:
         raise UserError(f"not a size: {text!r}. Write a number and a unit, such as 512MB, 1.5GB or 64MiB.")
     return int(float(match[1]) * units[match[2]])
+
+
+def parse_count(text: str) -> int:
+    """The number in a text such as "300B", "1.5 M" or "4096". Raises `UserError`."""
+    units = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
+    if not match or match[2] not in units:
+        raise UserError(f"not a number of them: {text!r}. Write a number, or one with a unit, such as 2e9, 2B or 1.5T.")
+    return round(float(match[1]) * units[match[2]])

@@ -10,10 +10,11 @@ from pydantic import Field, field_validator, model_validator
 
 from optimus.config.combinations import check_experts, check_pipeline, check_recomputation, check_shapes
 from optimus.config.parallel import ParallelConfig
-from optimus.config.sizes import parse_size
-from optimus.errors import UserError
+from optimus.config.sizes import parse_count, parse_size
 from optimus.model.architecture import ModelConfig
-from optimus.section import PathText, Section
+from optimus.section import PathText, Section, reported_as_value
+
+_WARMUP_SHARE, _LONGEST_WARMUP = 20, 2500  # of the run, and in steps (the paper)
 
 
 class DataConfig(Section):
@@ -112,7 +113,11 @@ class ScheduleConfig(Section):
     )
     peak: float = Field(4e-4, gt=0, description="Learning rate at the end of the warm-up.")
     minimum: float = Field(4e-5, ge=0, description="Learning rate at the last step (cosine).")
-    warmup_steps: int = Field(2500, ge=0, description="Steps of linear increase from zero.")
+    warmup_steps: int | None = Field(
+        None,
+        ge=0,
+        description="Steps of linear increase from zero. Default: a twentieth of the run, at most the paper's 2,500.",
+    )
 
     @model_validator(mode="after")
     def _order(self) -> "ScheduleConfig":
@@ -152,26 +157,60 @@ class TrainConfig(Section):
     """The run: its length, batches and numbers."""
 
     output: PathText = Field(description="Run folder; made by this run.")
-    steps: int = Field(gt=0, description="Optimizer steps of the whole schedule.")
+    steps: int | None = Field(
+        None,
+        gt=0,
+        description="Length of the run in optimizer steps, which the schedule spans; or give tokens or epochs.",
+    )
+    tokens: int | None = Field(
+        None,
+        gt=0,
+        description="Length of the run in tokens, also as 2e9 or 300B: as many steps as it takes to read them.",
+    )
+    epochs: float | None = Field(
+        None, gt=0, description="Length of the run in passes over the data: the whole steps that it is enough for."
+    )
     global_batch: int = Field(gt=0, description="Sequences per step, over all ranks and microbatches.")
     micro_batch: int = Field(gt=0, description="Sequences per forward pass on one rank.")
     context: int = Field(gt=1, description="Tokens per sequence; must equal the prepared data's.")
     seed: int = Field(
         0, ge=0, description="Seed of the initial weights and of the order of the data after its first pass."
     )
-    precision: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", description="Type of the computation; master weights and moments are always fp32."
+    precision: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto",
+        description="Type of the computation; master weights and moments are always fp32. auto: bfloat16 on accelerators "
+        "that have it; on CPUs what a few matrix products of the model's sizes find faster when the run starts. A resumed "
+        "run keeps its own.",
     )
-    stop_at: int | None = Field(None, gt=0, description="End after this step; the schedule still spans `steps`.")
+    stop_at: int | None = Field(None, gt=0, description="End after this step; the schedule still spans the whole run.")
     device: str = Field("auto", description="auto, or the name of a torch device such as cpu, cuda, xpu.")
 
     @model_validator(mode="after")
     def _batches(self) -> "TrainConfig":
         if self.global_batch % self.micro_batch:
             raise ValueError(f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}")
-        if self.stop_at is not None and self.stop_at > self.steps:
-            raise ValueError(f"stop_at {self.stop_at} is beyond steps {self.steps}")
+        given = [name for name in ("steps", "tokens", "epochs") if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = f"{' and '.join(given)} are given" if given else "it is missing"
+            raise ValueError(f"the length of the run is one of steps, tokens and epochs, but {found}: keep one of them")
+        if self.epochs is None and self.stop_at is not None and self.stop_at > self.total_steps:
+            raise ValueError(f"stop_at {self.stop_at} is beyond steps {self.total_steps}")
         return self
+
+    @field_validator("tokens", mode="before")
+    @classmethod
+    def _count(cls, value: Any) -> Any:
+        whole = isinstance(value, float) and value.is_integer()  # 2e9
+        return int(value) if whole else reported_as_value(parse_count, value)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run. Its length must not be given in epochs: `train.reading` knows the data."""
+        if self.steps is not None:
+            return self.steps
+        if self.tokens is None:
+            raise ValueError("the steps of a run in epochs depend on the data")
+        return -(-self.tokens // (self.global_batch * self.context))
 
 
 class CheckpointConfig(Section):
@@ -337,6 +376,12 @@ class RunConfig(Section):
     observe: ObserveConfig = ObserveConfig()
     tuning: TuningConfig = Field(default_factory=TuningConfig)  # asks for the home of the user: not at import
 
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of the warm-up, by default a share of the run."""
+        given = self.schedule.warmup_steps
+        return min(_LONGEST_WARMUP, self.train.total_steps // _WARMUP_SHARE) if given is None else given
+
     @model_validator(mode="after")
     def _combinations(self) -> "RunConfig":
         if self.model.experts is None and "moe" in self.model_fields_set:
@@ -361,7 +406,4 @@ class RunConfig(Section):
     @field_validator("recompute_budget", mode="before")
     @classmethod
     def _size(cls, value: Any) -> Any:
-        try:
-            return parse_size(value) if isinstance(value, str) else value
-        except UserError as error:
-            raise ValueError(str(error)) from None
+        return reported_as_value(parse_size, value)

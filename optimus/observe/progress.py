@@ -9,6 +9,13 @@ from optimus.observe.terminal import letting_go
 _LINE_SECONDS = 10.0  # between plain lines
 
 
+def time_left(seconds: float, now: float) -> str:
+    """In words, and until when: about 12 min left, until 14:05."""
+    unit, size = next((each for each in (("d", 86400), ("h", 3600), ("min", 60)) if seconds >= 2 * each[1]), ("s", 1))
+    form = "%H:%M" if seconds < 43200 else "%Y-%m-%d %H:%M"
+    return f"about {seconds / size:.0f} {unit} left, until {time.strftime(form, time.localtime(now + seconds))}"
+
+
 class Progress:
     """Progress of one or more stages, shown with rich on a terminal and as a line every few seconds elsewhere.
 
@@ -32,7 +39,9 @@ class Progress:
                 BarColumn(),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
+                TextColumn("elapsed"),
                 TimeRemainingColumn(),
+                TextColumn("left"),
                 TextColumn("{task.fields[note]}"),
                 console=Console(stderr=True),
             )

@@ -12,7 +12,7 @@ from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
 from optimus.plan.machine import Network, load_machine, machine_names
-from optimus.plan.own import given_of, sections_of, setting_of, software_of
+from optimus.plan.own import for_machine, given_of, sections_of, setting_of, software_of
 from optimus.plan.question import Question, memory_in
 from optimus.plan.report import planned
 from optimus.plan.search import search
@@ -53,6 +53,7 @@ def asked(
         network = kind.network.model_dump() | {"links": read_links(links)}
         kind = kind.model_copy(update={"network": checked(Network, network, str(links))})
     kind, software = changed_both(kind, software_of(config), changes)
+    config = for_machine(config, kind)
     train = config.train
     question = Question(
         config.model,

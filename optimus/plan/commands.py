@@ -50,11 +50,13 @@ def plan(
 
     from optimus.plan import report, scaling
     from optimus.plan.asking import asked, configured
+    from optimus.plan.own import for_machine
     from optimus.plan.question import predict
     from optimus.plan.search import search
 
     config = configured(model, overrides or [], ranks)
     question, setting = asked(config, machine, ranks, what_if or [], imbalance, links)
+    config = for_machine(config, question.machine)
     if dry_run is not None:
         _dry_run(question, config, setting() if as_is else None, dry_run, as_json)
         return

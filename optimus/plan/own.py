@@ -8,9 +8,11 @@ from optimus.config import ModelConfig, RunConfig
 from optimus.parallel.activations import Activations, Split, activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.plan.held import Kind, Where, kinds_of_model
+from optimus.plan.machine import Machine
 from optimus.plan.setting import Given, Saving, Setting
 from optimus.plan.software import Software, load_software
 from optimus.train.pipeline import blocks_of_stages
+from optimus.train.precision import WORTH
 from optimus.train.run import mesh_of
 
 PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
@@ -39,6 +41,18 @@ def setting_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None,
         blocks=tuple(parallel.blocks or blocks_of(config.model, parallel.stages, divided=parallel.vocabulary)),
         **(given or given_of(config))._asdict(),
     )
+
+
+def for_machine(config: RunConfig, machine: Machine) -> RunConfig:
+    """`config` with the precision that `train.precision: auto` would be on such a machine, by its rates."""
+    if config.train.precision != "auto":
+        return config
+    known = machine.arithmetic
+    half = "bf16" in known or "fp32" not in known
+    if "bf16" in known and "fp32" in known:
+        half = known["fp32"].sustained_rate <= WORTH * known["bf16"].sustained_rate
+    train = config.train.model_copy(update={"precision": "bfloat16" if half else "float32"})
+    return config.model_copy(update={"train": train})
 
 
 def given_of(config: RunConfig, imbalance: float = 1.0, *, on_host: bool = False) -> Given:
@@ -95,10 +109,11 @@ def sections_of(setting: Setting) -> dict[str, Any]:
         state |= {"shard_ranks": setting.shard_ranks} if setting.shard_ranks else {}
         state |= {"shard_over": setting.shard_over} if setting.shard_over != "replicas" else {}
         state |= {"release": False} if setting.shard == "parameters" and not setting.release else {}
+    precision = {short: name for name, short in PRECISION.items()}.get(setting.precision)
     return {
         "parallel": parallel,
         "state": state,
-        "train": {"micro_batch": setting.micro_batch},
+        "train": {"micro_batch": setting.micro_batch, **({"precision": precision} if precision else {})},
         **recomputed(setting),
     }
 

@@ -14,7 +14,7 @@ from optimus.errors import UserError, naming_disk_errors
 from optimus.model.count import flops_per_token
 from optimus.observe.machine import peak_flops
 from optimus.observe.metrics import MetricsWriter
-from optimus.observe.progress import Progress
+from optimus.observe.progress import Progress, time_left
 from optimus.observe.signals import ending_signals
 from optimus.observe.terminal import let_go_if_gone, say_at_once
 from optimus.pipeline.staged import Staged
@@ -25,6 +25,9 @@ from optimus.train.step import StepResult
 
 if TYPE_CHECKING:
     from optimus.evaluate.text import Part
+
+
+_STEPS_TO_KNOW = 3  # how long one takes
 
 
 class Hook:
@@ -149,6 +152,20 @@ class HeldOut(Hook):
             context=run.config.train.context,
             max_bytes=run.config.evaluate.max_bytes,
         )
+
+
+class TimeLeft(Hook):
+    """Says after a few steps when the run will end; on rank 0."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        self._seconds.append(run.step_seconds)
+        left = run.last_step - run.step
+        if len(self._seconds) == _STEPS_TO_KNOW and left > 0:
+            each = min(self._seconds)  # the first ones prepare much
+            run.notes.append(f"training: {time_left(each * left, time.time())}, at {each:.3g} s a step")
 
 
 class Metrics(Hook):

@@ -15,6 +15,7 @@ import tempfile
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,6 @@ from optimus.comm import CollectiveError
 from optimus.config import RunConfig, dump_config, load_config
 from optimus.data import Shards
 from optimus.errors import UserError, naming_disk_errors
-from optimus.hub import read_model_folder
 from optimus.mesh.placement import describe
 from optimus.observe.machine import find_device, usable_cores
 from optimus.observe.metrics import read_metrics
@@ -45,14 +45,27 @@ from optimus.train.checkpoints import Checkpoints, build_run
 from optimus.train.environment import record_environment
 from optimus.train.health import Hangs, SlowRanks
 from optimus.train.holding import Holding
-from optimus.train.hooks import HeldOut, Hook, Interrupt, Metrics, NonFinite, PipelineTimeline, Recovered, Trace
+from optimus.train.hooks import (
+    HeldOut,
+    Hook,
+    Interrupt,
+    Metrics,
+    NonFinite,
+    PipelineTimeline,
+    Recovered,
+    TimeLeft,
+    Trace,
+)
 from optimus.train.injection import Inject
 from optimus.train.loop import naming_collectives, train_loop
 from optimus.train.oversubscription import Oversubscription
 from optimus.train.pipeline import with_microbatches
+from optimus.train.precision import with_precision
+from optimus.train.reading import read_run
 from optimus.train.run import Run, mesh_of, ranks_per_node
 from optimus.train.soft_failures import SoftFailures
 from optimus.train.spikes import Spikes
+from optimus.train.summary import summarise
 from optimus.train.tuning import TuneMatmuls
 
 if TYPE_CHECKING:
@@ -80,7 +93,7 @@ def train(
     """
     if ranks is not None and ranks < 1:
         raise UserError(f"ranks is {ranks}: a run has at least 1 rank")
-    tree = load_config(config, overrides, read_model_folder)
+    tree, shards = read_run(config, overrides, resume=resume)
     launched = "WORLD_SIZE" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if launched else ranks or tree.parallel.least_ranks
     tree = with_microbatches(tree, ranks)
@@ -88,9 +101,9 @@ def train(
     writes = not launched or os.environ.get("RANK", "0") == "0"
     if resume and writes and not check:
         lease.wait()
-    shards = check_run(tree, ranks, resume)
+    check_run(tree, shards, ranks, resume)
     if check:
-        return verify_data(tree, shards, ranks, ranks_per_node(ranks))
+        return verify_data(tree, shards, ranks, ranks_per_node(ranks), resume)
     try:
         with lease if writes else nullcontext():
             if ranks == 1 or launched:
@@ -104,36 +117,36 @@ def train(
         raise type(error)(f"{error}{saved}") from error
 
 
-def verify_data(config: RunConfig, shards: Shards, ranks: int, per_node: int) -> dict[str, Any]:
+def verify_data(config: RunConfig, shards: Shards, ranks: int, per_node: int, resume: bool) -> dict[str, Any]:
     """Check every checksum of the data, the last that `--check` does; returns what it says of a run that is ready."""
     shards.verify()
     folder = Path(config.train.output)
-    holder = living_holder(folder)
+    holder, mesh = living_holder(folder), mesh_of(config, ranks, per_node)
+    config, why = with_precision(config, find_device(config.train.device, "train.device"), resume)
+    about = summarise(config, mesh, shards.instances)
     return {
         "ok": True,
         "output": config.train.output,
-        "steps": config.train.steps,
-        "ranks": ranks,
-        "placement": describe(mesh_of(config, ranks, per_node)),
+        **asdict(about),
+        "summary": about.lines(why),
+        "placement": describe(mesh),
         "held": None if holder is None else f"{folder} is held by {holder}: until it ends, this run would not start",
     }
 
 
-def check_run(config: RunConfig, ranks: int, resume: bool, per_node: int | None = None) -> Shards:
-    """Raise `UserError` for whatever would keep `ranks` ranks from running; returns the data.
+def check_run(config: RunConfig, shards: Shards, ranks: int, resume: bool, per_node: int | None = None) -> None:
+    """Raise `UserError` for whatever would keep `ranks` ranks from running.
 
     `per_node` of them are on each node, where no launcher has said it yet; by default all are on this machine.
     """
     device = find_device(config.train.device, "train.device")
-    shards = Shards(config.data.path)
-    shards.check_model(config.train.context, config.model.vocab)
     checks.check_ranks(config, ranks)
     checks.check_references(config, resume)
     if int(os.environ.get("RANK", "0")) == 0:
         checks.check_held_out(config)
         checks.check_output(config, resume, shards)
-    checks.check_memory(config, device, ranks, per_node)
-    return shards
+    decided, _ = with_precision(config, device, resume)  # here; the ranks agree on it when they have come together
+    checks.check_memory(decided, device, ranks, per_node)
 
 
 def _launch(config: str, resume: bool, ranks: int, holder: str) -> int:
@@ -242,7 +255,9 @@ def _run_rank(
     timeout = timedelta(seconds=config.resilience.timeout)
     with _ranks_together(device, timeout) if ranks > 1 else nullcontext():
         with naming_collectives("before the first step"):
+            config, why = with_precision(config, device, resume)
             run = build_run(config, device, resume)
+            run.notes[:0] = summarise(config, run.groups.mesh, run.shards.instances).lines(why)
             run.notes.append(checks.dry_run(run))
         if run.step >= run.last_step:
             run.notes.append(
@@ -326,7 +341,7 @@ def _hooks(run: Run, node: str | None = None) -> list[Hook]:
     measuring: list[Hook] = [HeldOut()]
     measuring += [Oversubscription()] if first and run.device.type == "cpu" else []
     measuring += [PipelineTimeline()] if run.config.observe.timeline else []
-    reporting: list[Hook] = [Recovered(), Metrics()] if first else []
+    reporting: list[Hook] = [Recovered(), TimeLeft(), Metrics()] if first else []
     tuning: list[Hook] = [TuneMatmuls()] if run.config.tuning.matmul else []
     slow: list[Hook] = [SlowRanks(node)] if run.groups.world.size > 2 else []
     measuring += [] if run.config.resilience.on_spike == "nothing" else [Spikes(node)]

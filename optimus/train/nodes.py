@@ -27,6 +27,7 @@ from optimus.resilience.store import own_address
 from optimus.train.checks import check_ranks
 from optimus.train.launch import check_run, rank_options, verify_data
 from optimus.train.pipeline import with_microbatches
+from optimus.train.reading import read_run
 
 
 def launch(
@@ -104,7 +105,7 @@ def check_launch(
     """
     tree, shards = _check(config, overrides, nodes, spares, ranks_per_node, node or platform.node(), inject)
     own_address(rendezvous)
-    ready = verify_data(tree, shards, nodes * ranks_per_node, ranks_per_node)
+    ready = verify_data(tree, shards, nodes * ranks_per_node, ranks_per_node, resume=True)
     return ready | {"nodes": nodes, "spares": spares}
 
 
@@ -119,8 +120,9 @@ def _check(
 ) -> tuple[RunConfig, Shards]:
     """The configuration and the data of a launch. Raises `UserError` for whatever would keep this node from it."""
     ranks = _count(nodes, spares, ranks_per_node)
-    tree = with_microbatches(load_config(config, overrides, read_model_folder), ranks)
-    shards = check_run(tree, ranks, resume=True, per_node=ranks_per_node)
+    tree, shards = read_run(config, overrides, resume=True)
+    tree = with_microbatches(tree, ranks)
+    check_run(tree, shards, ranks, resume=True, per_node=ranks_per_node)
     check_not_excluded(Path(tree.train.output), node)
     if inject is not None:
         _read_plan(inject, ranks)
@@ -148,8 +150,9 @@ def rehearse(
     """
     overrides = list(overrides)
     ranks = _count(nodes, spares, ranks_per_node)
-    tree = with_microbatches(load_config(config, overrides, read_model_folder), ranks)
-    check_run(tree, ranks, resume=True)
+    tree, shards = read_run(config, overrides, resume=True)
+    tree = with_microbatches(tree, ranks)
+    check_run(tree, shards, ranks, resume=True)
     isolated = not plain and namespaces_allowed()
     if inject is not None and any(fault.kind == "cut" for fault in _read_plan(inject, ranks).faults) and not isolated:
         raise UserError(f"fault plan {inject}: links can be cut in network namespaces only (Linux, root, no --plain)")

@@ -64,7 +64,7 @@ class Run:
     @property
     def last_step(self) -> int:
         """The step after which the run ends."""
-        return self.config.train.stop_at or self.config.train.steps
+        return self.config.train.stop_at or self.config.train.total_steps
 
     @property
     def tokens(self) -> int:

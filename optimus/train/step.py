@@ -151,7 +151,7 @@ def _choices(counted: Sequence[RouterStats | None], state: ModelState) -> Tensor
 def clip_scale(config: RunConfig, step: int, norm: float) -> float:
     """Factor that brings the gradient norm down to the limit; 1 in the warm-up unless asked otherwise."""
     limit = config.optimizer.clip_norm
-    if limit is None or (step <= config.schedule.warmup_steps and not config.optimizer.clip_during_warmup):
+    if limit is None or (step <= config.warmup_steps and not config.optimizer.clip_during_warmup):
         return 1.0
     return min(1.0, limit / (norm + 1e-6))
 
@@ -171,6 +171,6 @@ def step_learning_rate(config: RunConfig, step: int) -> float:
         name=schedule.name,
         peak=schedule.peak,
         minimum=schedule.minimum,
-        warmup_steps=schedule.warmup_steps,
-        steps=config.train.steps,
+        warmup_steps=config.warmup_steps,
+        steps=config.train.total_steps,
     )

@@ -26,12 +26,12 @@ def message(source: Any, *overrides: str) -> str:
 def test_defaults_then_preset_then_file_then_overrides() -> None:
     assert load_config(base(model="mula-1b")).schedule.peak == 4e-4  # the tree's default
     config = load_config(base())
-    assert (config.schedule.peak, config.schedule.warmup_steps) == (2e-3, 50)  # the preset's recipe
+    assert (config.schedule.peak, config.schedule.minimum) == (2e-3, 2e-4)  # the preset's recipe
     assert config.optimizer.weight_decay == 0.1
     config = load_config(base(schedule={"peak": 1e-3}))
-    assert (config.schedule.peak, config.schedule.warmup_steps) == (1e-3, 50)  # the file, key by key
+    assert (config.schedule.peak, config.schedule.minimum) == (1e-3, 2e-4)  # the file, key by key
     config = load_config(base(schedule={"peak": 1e-3}), ["schedule.peak=5e-3"])
-    assert (config.schedule.peak, config.schedule.warmup_steps) == (5e-3, 50)
+    assert (config.schedule.peak, config.schedule.minimum) == (5e-3, 2e-4)
 
 
 def test_overrides_are_yaml() -> None:
@@ -55,7 +55,7 @@ def test_overrides_are_yaml() -> None:
 def test_a_key_of_a_preset_is_overridden_and_its_recipe_stays() -> None:
     config = load_config(base(), ["model.hidden=64", "model.layers=2"])
     assert (config.model.hidden, config.model.layers, config.model.experts) == (64, 2, 8)
-    assert config.schedule.warmup_steps == 50
+    assert config.schedule.peak == 2e-3
     assert load_config(base(), ["model=mula-tiny", "model.hidden=64"]).model.family == "olmo"
 
 
@@ -119,7 +119,7 @@ def test_a_model_folder_brings_its_sections(tmp_path: Path) -> None:
         (["train.steps=1.5"], r"'train\.steps' is 1\.5: input should be a valid integer"),
         (["train.output=7"], r"'train\.output' is 7: input should be a valid string"),
         (["observe.tensorboard=1"], r"'observe\.tensorboard' is 1: input should be a valid boolean"),
-        (["train.precision=float16"], r"'train\.precision' is 'float16': input should be 'bfloat16' or 'float32'"),
+        (["train.precision=float16"], r"'train\.precision' is 'float16': input should be 'auto', 'bfloat16' or 'float32'"),
         (["train.steps=0"], r"'train\.steps' is 0: input should be greater than 0"),
         (["recompute=[norm, atention]"], r"'recompute\.1' is 'atention': input should be 'norm', 'attention'"),
         (["optimizer.betas=[0.9]"], r"'optimizer\.betas' is \[0\.9\]: list should have at least 2 items"),

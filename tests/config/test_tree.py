@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from optimus.config import RunConfig, load_config
+from optimus.config import RunConfig, load_config, preset_names
 from optimus.errors import UserError
 
 DENSE = {"family": "olmo", "hidden": 64, "layers": 2, "heads": 4, "intermediate": 96, "vocab": 100}
@@ -35,6 +35,20 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
         (DENSE, {"schedule": {"peak": 1e-5}}, r"schedule: minimum 4e-05 is above peak 1e-05"),
         (DENSE, {"train": {**TRAIN, "micro_batch": 3}}, r"train: global_batch 8 is not a multiple of micro_batch 3"),
         (DENSE, {"train": {**TRAIN, "stop_at": 11}}, r"train: stop_at 11 is beyond steps 10"),
+        (
+            DENSE,
+            {"train": TRAIN | {"tokens": 999}},
+            r"train: the length of the run .* but steps and tokens are given",
+        ),
+        (
+            DENSE,
+            {"train": TRAIN | {"epochs": 2.0}},
+            r"train: the length of the run .* but steps and epochs are given",
+        ),
+        (DENSE, {"train": TRAIN | {"steps": None}}, r"train: the length of the run is one of .* but it is missing"),
+        (DENSE, {"train": TRAIN | {"steps": None, "tokens": 256, "stop_at": 2}}, r"train: stop_at 2 is beyond steps 1"),
+        (DENSE, {"train": TRAIN | {"steps": None, "tokens": "2X"}}, r"train\.tokens: not a number of them: '2X'"),
+        (DENSE, {"train": TRAIN | {"steps": None, "tokens": 0.5}}, r"'train\.tokens' is 0\.5"),
         (DENSE, {"evaluate": {"every": 5}}, r"evaluate: every is set but text is not"),
         (DENSE, {"moe": {}}, r"moe: the model is dense: remove the section moe"),
         (DENSE, {"recompute": ["moe"]}, r"recompute: a dense model has no module 'moe'"),
@@ -91,3 +105,22 @@ def test_every_field_is_described() -> None:
         text = field.annotation.__doc__ if is_section else field.description
         assert text, path
         assert text.rstrip().endswith("."), path
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps"),
+    [(256, 1), (257, 2), (2560, 10), ("2.56K", 10), ("1M", 3907), (2.56e3, 10), ("2B", 7812500), ("0.001T", 3906250)],
+)
+def test_a_length_in_tokens_is_as_many_steps_as_reach_them(tokens: Any, steps: int) -> None:
+    assert tree(DENSE, train=TRAIN | {"steps": None, "tokens": tokens}).train.total_steps == steps
+
+
+def test_the_warm_up_is_a_share_of_the_run_and_the_papers_presets_keep_theirs() -> None:
+    def warmup(steps: int, model: Any = DENSE, **sections: Any) -> int:
+        return tree(model, train=TRAIN | {"steps": steps}, **sections).warmup_steps
+
+    assert [warmup(steps) for steps in (1, 19, 20, 300, 50_000, 1_000_000)] == [0, 0, 1, 15, 2500, 2500]
+    assert warmup(300, schedule={"warmup_steps": 0}) == 0
+    assert warmup(300, schedule={"warmup_steps": 299}) == 299
+    for name in preset_names():
+        assert warmup(300, name) == (15 if "tiny" in name else 2500), name

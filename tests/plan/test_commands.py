@@ -31,7 +31,14 @@ def plan(tmp_path: Path, prepared: Path) -> Callable[..., Any]:
     run = {
         "model": MODEL | EXPERTS,
         "data": {"path": str(prepared)},
-        "train": {"output": str(tmp_path / "run"), "steps": 4, "global_batch": 16, "micro_batch": 1, "context": 32},
+        "train": {
+            "output": str(tmp_path / "run"),
+            "steps": 4,
+            "global_batch": 16,
+            "micro_batch": 1,
+            "context": 32,
+            "precision": "bfloat16",
+        },
         "schedule": {"peak": 1e-3, "minimum": 1e-4, "warmup_steps": 2},
     }
     written = tmp_path / "run.yaml"
@@ -303,7 +310,7 @@ def test_memory_is_what_the_parts_of_a_run_hold(layout: list[str], shard: str) -
         f"model.{name}={value}"
         for name, value in {"hidden": 1024, "layers": 8, "intermediate": 1024, "vocab": 32768}.items()
     ]
-    model = [*shape, "train.context=512", *layout, *more]
+    model = [*shape, "train.context=512", "train.precision=bfloat16", *layout, *more]
     config = configured("mula-tiny-moe", model, 8)
     question, setting = asked(config, "dgx-a100", 8, [], 1.0)
     predicted = predict(question, setting()).memory

@@ -75,7 +75,7 @@ def test_what_is_planned_passes_the_checks_of_a_run(monkeypatch: pytest.MonkeyPa
 def test_a_model_of_which_a_rank_holds_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its whole state would take five times the memory of a rank, and one of 8 stages of it, sharded, half."""
     layout = ["data=16", "expert=2", "pipeline=8", "schedule=interleaved-1f1b", "stages_per_rank=4"]
-    overrides = [*(f"parallel.{each}" for each in layout), "state.shard=optimizer"]
+    overrides = [*(f"parallel.{each}" for each in layout), "state.shard=optimizer", "train.precision=bfloat16"]
     config = configured("mula-100b-a7b", overrides, 128)
     question, setting = asked(config, "dgx-h100", 128, [], 1.0)
     assert memory_in(question, setting()).total < question.machine.memory

@@ -415,7 +415,7 @@ def test_initial_weights_of_another_model_are_refused_by_the_check(small_run: di
 
 def staged_config(folder: Path, **sections: Any) -> Any:
     shape = {"family": "olmo", "hidden": 256, "layers": 8, "heads": 4, "intermediate": 1024, "vocab": 1024}
-    train = {"output": "x", "steps": 9, "global_batch": 16, "micro_batch": 1, "context": 32}
+    train = {"output": "x", "steps": 9, "global_batch": 16, "micro_batch": 1, "context": 32, "precision": "bfloat16"}
     return load_config({"model": shape, "data": {"path": str(folder)}, "train": train, **sections})
 
 

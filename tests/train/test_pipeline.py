@@ -21,7 +21,14 @@ def config_of(*overrides: str, layers: int = 8, pipeline: int = 4) -> RunConfig:
     tree: dict[str, Any] = {
         "model": {"family": "olmo", "hidden": 16, "layers": layers, "heads": 2, "vocab": 64, "intermediate": 48},
         "data": {"path": ""},
-        "train": {"output": "", "steps": 10, "global_batch": 96, "micro_batch": 96, "context": 12},
+        "train": {
+            "output": "",
+            "steps": 10,
+            "global_batch": 96,
+            "micro_batch": 96,
+            "context": 12,
+            "precision": "bfloat16",
+        },
         "parallel": {"pipeline": pipeline},
     }
     return load_config(tree, overrides)

@@ -1,0 +1,92 @@
+"""The precision of a run that leaves it to the machine (`train.precision: auto`)."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from optimus.config import ModelConfig, RunConfig
+from optimus.train.reading import chosen_before
+
+WORTH = 0.8  # of the time in fp32 is what bf16 may take: the rest of a step gains nothing by it
+_ROWS, _FLOPS, _ROUNDS, _SECONDS = 256, 2e8, 3, 1.0  # of the products that are timed
+
+
+def with_precision(config: RunConfig, device: torch.device, resume: bool = False) -> tuple[RunConfig, str]:
+    """`config` with a precision that says a type, and why it is that one, for the user.
+
+    A run that is resumed keeps its own. On accelerators it is bfloat16 where they compute in it; on CPUs what is faster is
+    measured. Where there are several ranks all must call: the first decides for all, as measurements differ.
+    """
+    if config.train.precision != "auto":
+        return config, ""
+    first, reason = not dist.is_initialized() or dist.get_rank() == 0, ""
+    if first:
+        chosen, reason = _chosen(config, device, resume)
+        wide = chosen == "float32"
+    if dist.is_initialized():
+        decision = torch.tensor([int(first and wide)], device=device)
+        dist.broadcast(decision, 0)
+        wide = bool(decision.item())
+    train = config.train.model_copy(update={"precision": "float32" if wide else "bfloat16"})
+    return config.model_copy(update={"train": train}), reason
+
+
+def _chosen(config: RunConfig, device: torch.device, resume: bool) -> tuple[str, str]:
+    before = chosen_before(Path(config.train.output)).get("precision") if resume else None
+    if before in ("float32", "bfloat16"):
+        return before, " (as the run has chosen before)"
+    if device.type != "cpu":
+        has = _accelerator_has_bfloat16(device)
+        return (
+            ("bfloat16", f" (auto: {device.type} computes in it)") if has else ("float32", " (auto: no bfloat16 there)")
+        )
+    ratio = bfloat16_to_float32(config.model)
+    chosen = "bfloat16" if ratio <= WORTH else "float32"
+    return chosen, f" (auto: here bfloat16 takes {ratio:.2f} times as long as float32)"
+
+
+def _accelerator_has_bfloat16(device: torch.device) -> bool:
+    module = torch.get_device_module(device)
+    try:
+        return bool(module.is_bf16_supported(including_emulation=False))
+    except (AttributeError, TypeError):  # other makers' have no emulation, or no such function
+        return bool(getattr(module, "is_bf16_supported", lambda: False)())
+
+
+def bfloat16_to_float32(model: ModelConfig, clock: Callable[[], float] = time.perf_counter) -> float:
+    """How long matrix products of the model's sizes take in bf16 on the CPU, to the time in fp32, forward and backward.
+
+    Of a few rows, and for a second or little more where bf16 is slow.
+    """
+    sizes = [(model.hidden, 3 * model.hidden), (model.hidden, model.intermediate)]
+    best = {torch.float32: float("inf"), torch.bfloat16: float("inf")}
+    products = {dtype: [_products(inner, columns, dtype) for inner, columns in sizes] for dtype in best}
+    began = clock()
+    for number in range(1 + _ROUNDS):  # the first prepares kernels
+        for dtype in best:
+            start = clock()
+            for product in products[dtype]:
+                product()
+            if number:
+                best[dtype] = min(best[dtype], clock() - start)
+        if number and clock() - began > _SECONDS:
+            break
+    return best[torch.bfloat16] / best[torch.float32]
+
+
+def _products(inner: int, columns: int, dtype: torch.dtype) -> Callable[[], None]:
+    """A product and the two of its backward pass."""
+    rows = int(min(_ROWS, max(16.0, _FLOPS / (2 * inner * columns))))
+    x = torch.randn(rows, inner).to(dtype)
+    weight = torch.randn(columns, inner).to(dtype)
+    gradient = torch.randn(rows, columns).to(dtype)
+
+    def run() -> None:
+        x @ weight.T
+        gradient @ weight
+        gradient.T @ x
+
+    return run
