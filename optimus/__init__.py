@@ -2,10 +2,38 @@
 
 The commands of the shell are functions here: `prepare`, `train`, `evaluate`, `generate`, `export`, `import_folder`,
 `models`; and `load_model` gives a checkpoint's model. `register_experts` and `FastSparseMoEBlock` put the expert kernels
-into models of `transformers`. All load on first use, so that importing the package costs nothing.
+into models of `transformers`. What the user can mend is a `UserError`. `help(optimus.train)` and so on say more. All load
+on first use, so that importing the package costs nothing.
+
+Example:
+    import optimus
+
+    optimus.prepare(["texts/"], "data", train_tokenizer=4096, context=256)
+    optimus.train(
+        {
+            "model": "mula-tiny-moe",
+            "data": {"path": "data"},
+            "train": {"output": "runs/first", "steps": 300, "global_batch": 8, "micro_batch": 8, "context": 256},
+        }
+    )
+    optimus.evaluate("runs/first", text="held-out/")["bits_per_byte"]
+    optimus.generate("runs/first", "Once upon a time")
 """
 
+from typing import TYPE_CHECKING
+
 from optimus.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from optimus.checkpoint import load_model
+    from optimus.config.models import models
+    from optimus.data import prepare
+    from optimus.errors import UserError
+    from optimus.evaluate import evaluate
+    from optimus.evaluate import generate_text as generate
+    from optimus.hub import FastSparseMoEBlock, import_folder, register_experts
+    from optimus.hub import export_checkpoint as export
+    from optimus.train import train
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,7 +50,7 @@ __all__ = [
     "train",
 ]
 
-__getattr__ = lazy_exports(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "FastSparseMoEBlock": "optimus.hub",

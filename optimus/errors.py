@@ -1,7 +1,8 @@
 """The one exception for what a user can mend.
 
 Every room raises `UserError` when the input (config, files, checkpoint, machine) is at fault. Its text is one message
-that names the thing, the place and the cure; the command line prints it without a traceback and exits with 2.
+that names the thing, the place and the cure; the command line prints it without a traceback and exits with 2. It names an
+argument of a function as a call has it, `context` or `resume=True` in backticks; the command line makes an option of that.
 """
 
 import difflib

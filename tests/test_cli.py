@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -350,3 +350,34 @@ def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     import optimus
 
     assert here(capsys, monkeypatch, "--version") == (0, f"optimus {optimus.__version__}\n", "")
+
+
+def test_an_error_names_arguments_in_python_and_options_in_the_shell(
+    small_run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import optimus
+
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(small_run))
+    Path(small_run["train"]["output"]).mkdir()
+    (Path(small_run["train"]["output"]) / "metrics.jsonl").touch()
+    cases: list[tuple[Callable[[], object], str, list[object], str]] = [
+        (lambda: optimus.train(small_run), "continue it with `resume=True` or",
+         ["train", tmp_path / "run.yaml"], "continue it with --resume or"),
+        (lambda: optimus.train(small_run, ["train.context=64"]), "prepare the data with `context=64`",
+         ["train", tmp_path / "run.yaml", "train.context=64"], "prepare the data with --context 64"),
+        (lambda: optimus.prepare([__file__], tmp_path / "x"), "(`tokenizer`, `train_tokenizer`)",
+         ["prepare", __file__, "--output", tmp_path / "x"], "(--tokenizer, --train-tokenizer)"),
+        (lambda: optimus.prepare([__file__], tmp_path / "x", train_tokenizer=300, shard_size=0), "`shard_size` must be",
+         ["prepare", __file__, "--output", tmp_path / "x", "--train-tokenizer", 300, "--workers", 0], "--workers must be"),
+        (lambda: optimus.evaluate(tmp_path, tasks=["sciq"]), "its folder, `task_data`",
+         ["evaluate", tmp_path, "--tasks", "sciq"], "its folder, --task-data"),
+        (lambda: optimus.train(small_run, ["parallel.tensor=2"], ranks=3), "use `ranks=2`",
+         ["train", tmp_path / "run.yaml", "parallel.tensor=2", "--ranks", 3], "use --ranks 2"),
+    ]  # fmt: skip
+    for call, in_python, words, in_the_shell in cases:
+        with pytest.raises(optimus.UserError) as caught:
+            call()
+        assert in_python in str(caught.value)
+        assert "--" not in str(caught.value)
+        code, _, err = here(capsys, monkeypatch, *words)
+        assert (code, in_the_shell in err, "`" in err) == (2, True, False), err

@@ -22,7 +22,7 @@ import typer
 import yaml
 
 from optimus import cli
-from tests.docs import Step, masked, missing, steps
+from optimus.testing.pages import Step, masked, missing, steps
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 _READER, _SAVING, _STORE = (f"optimus.checkpoint.{name}" for name in ("reader", "saving", "store"))
-__getattr__ = lazy_exports(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "Reader": _READER,

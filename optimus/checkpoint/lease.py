@@ -94,7 +94,7 @@ def check_held(run: Path, token: str) -> None:
         now = "has been" if found is None else f"is held by {found.holder}: it was"
         raise HeldError(
             f"{run} {now} taken over by another run, as this one was silent for {SILENCE:g} s and more. It ends without "
-            "saving; go on with --resume when the other has ended"
+            "saving; go on with `resume=True` when the other has ended"
         )
 
 

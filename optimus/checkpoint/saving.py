@@ -32,7 +32,7 @@ from optimus.errors import UserError, naming_disk_errors
 from optimus.state import Box, ModelState, boxes
 from optimus.state.chunk import Chunk
 
-_CURE = "Earlier checkpoints are untouched: make room or mend the path, then run again with --resume"
+_CURE = "Earlier checkpoints are untouched: make room or mend the path, then run again with `resume=True`"
 _SWITCH = 0.0005  # seconds; see _short_turns
 
 

@@ -72,7 +72,12 @@ def load_state(
 def load_model(
     checkpoint: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Transformer:
-    """The model of a checkpoint or of a run's newest one, in evaluation mode; it maps `tokens_BS` to `logits_BSV`."""
+    """The model of a checkpoint or of a run's newest one, in evaluation mode; it maps `tokens_BS` to `logits_BSV`.
+
+    Example:
+        model = optimus.load_model("runs/first")
+        model(torch.tensor([[1, 2, 3]])).shape  # [1, 3, vocabulary]
+    """
     reader = Reader.open(find_checkpoint(checkpoint))
     model = Transformer(reader.description.model).float()
     reader.fill(

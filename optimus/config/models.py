@@ -7,7 +7,11 @@ from optimus.model.count import count_parameters
 
 
 def models() -> list[dict[str, Any]]:
-    """The presets: name, total and active parameters, architecture."""
+    """The presets: name, total and active parameters, architecture.
+
+    Example:
+        [row["name"] for row in optimus.models()]
+    """
     rows: list[dict[str, Any]] = []
     for name in preset_names():
         config = model_config_from(resolve_model(name)["model"], name)

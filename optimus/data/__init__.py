@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Permutation", "Shards", "TokenLoader", "parse_size", "prepare"]
 
-__getattr__ = lazy_exports(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "Permutation": "optimus.data.permutation",

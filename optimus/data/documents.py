@@ -269,7 +269,7 @@ def parse_line(line: bytes, place: str, number: int, text_field: str) -> str | N
     if text_field not in record:
         raise UserError(
             f"{place}:{number}: no field '{text_field}' ({nearest(text_field, record)}). "
-            "Name the field that holds the text with --text-field."
+            "Name the field that holds the text, `text_field`."
         )
     return _checked_text(record[text_field], f"{place}:{number}", text_field)
 
@@ -294,7 +294,7 @@ def _read_parquet(source: Source, start: Position, text_field: str, encode: Enco
             if text_field not in file.schema_arrow.names:
                 raise UserError(
                     f"{source.path}: no column '{text_field}' ({nearest(text_field, file.schema_arrow.names)}). "
-                    "Name the column that holds the text with --text-field."
+                    "Name the column that holds the text, `text_field`."
                 )
             row = 0
             groups: list[int] = []  # row groups before the position are not read at all

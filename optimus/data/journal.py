@@ -125,5 +125,5 @@ def locked(folder: Path) -> Iterator[None]:
             if not path.exists() or os.fstat(file.fileno()).st_ino != path.stat().st_ino:
                 raise BlockingIOError(errno.EWOULDBLOCK, "finished meanwhile")
         except BlockingIOError as error:
-            raise UserError(f"another run is at work in {folder}. Wait for it, or choose another --output.") from error
+            raise UserError(f"another run is at work in {folder}. Wait for it, or choose another `output`.") from error
         yield

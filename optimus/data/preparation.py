@@ -88,18 +88,22 @@ def prepare(
     An interrupted call goes on where it stopped when it is called again; when `output` is complete already with the
     same settings, its index is returned. Raises `UserError` for bad input, too little disk space, or an `output` that
     something else lies in.
+
+    Example:
+        index = optimus.prepare(["texts/"], "data", train_tokenizer=4096, context=256)
+        index["tokens"]
     """
     output = Path(os.path.abspath(user_path(output)))
     if (tokenizer is None) == (train_tokenizer is None):
         raise UserError(
-            "give either a tokenizer or the vocabulary size of one to train (--tokenizer, --train-tokenizer)"
+            "give either a tokenizer or the vocabulary size of one to train (`tokenizer`, `train_tokenizer`)"
         )
     if train_tokenizer is not None and train_tokenizer < SMALLEST_VOCABULARY:
-        raise UserError(f"--train-tokenizer {train_tokenizer} is too small: byte-level BPE needs {SMALLEST_VOCABULARY}")
+        raise UserError(f"`train_tokenizer` {train_tokenizer} is too small: byte-level BPE needs {SMALLEST_VOCABULARY}")
     workers = cores() if workers is None else workers
-    for name, number in (("--context", context), ("--workers", workers), ("--shard-size", shard_size)):
+    for name, number in (("context", context), ("workers", workers), ("shard_size", shard_size)):
         if number < 1:
-            raise UserError(f"{name} must be at least 1, not {number}")
+            raise UserError(f"`{name}` must be at least 1, not {number}")
 
     info = tokenizers.inspect(user_path(tokenizer)) if tokenizer is not None else None
     if info is not None and not parse_special:
@@ -144,10 +148,10 @@ def cores() -> int:
 def _finished_before(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:
     """The index of an `output` that exists. Raises `UserError` unless these settings made it."""
     if not (run.output / shards.INDEX).exists():
-        raise UserError(f"{run.output} exists and is not prepared data. Choose another --output.")
+        raise UserError(f"{run.output} exists and is not prepared data. Choose another `output`.")
     index = shards.read_index(run.output)
     if different := journal.differences(index["settings"], settings):
-        raise UserError(f"{run.output} is the output of another run ({different}). Choose another --output.")
+        raise UserError(f"{run.output} is the output of another run ({different}). Choose another `output`.")
     run.progress("complete already", 1, 1)
     return index
 
@@ -162,7 +166,7 @@ def _disk_errors(run: _Run) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             place = error.filename or run.partial
             raise UserError(
-                f"cannot write {place}: {error.strerror or error}. Choose another --output, or make it writable."
+                f"cannot write {place}: {error.strerror or error}. Choose another `output`, or make it writable."
             ) from error
         raise UserError(
             f"disk full while writing {run.partial}. What was done so far is kept: free some space and run the same "
@@ -193,7 +197,7 @@ def _refuse(run: _Run, different: str) -> None:
     if different:
         raise UserError(
             f"{run.partial} holds an unfinished run with other settings ({different}). "
-            "Delete it to begin anew, or choose another --output."
+            "Delete it to begin anew, or choose another `output`."
         )
 
 
@@ -203,7 +207,7 @@ def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
     if state is None:
         others = [path.name for path in run.partial.iterdir() if path.name != journal.LOCK]
         if not all(name.endswith(".tmp") for name in others):
-            raise UserError(f"{run.partial} exists and is not an unfinished run. Choose another --output.")
+            raise UserError(f"{run.partial} exists and is not an unfinished run. Choose another `output`.")
         state = journal.start(settings, run.sources)
         state.write(run.partial)
         return state
@@ -360,7 +364,7 @@ def _count_instances(run: _Run, state: Journal) -> None:
             path.unlink()
         run.partial.rmdir()
         what = f"only {tokens} tokens, too few for one instance of {run.context}" if tokens else "no text"
-        cure = "Give more text or a smaller --context." if tokens else "Every document is empty."
+        cure = "Give more text or a smaller `context`." if tokens else "Every document is empty."
         raise UserError(f"the input holds {what}. {cure}")
     state.instances = tokens // run.context
     state.write(run.partial)
@@ -384,7 +388,7 @@ def _check_disk(run: _Run, needed: float) -> None:
     if missing > free:
         raise UserError(
             f"too little disk space for {run.output}: about {missing / 1e9:.2f} GB needed (tokens, and as much again "
-            f"for the shards), {free / 1e9:.2f} GB free. Free some space, or choose an --output on another disk."
+            f"for the shards), {free / 1e9:.2f} GB free. Free some space, or choose an `output` on another disk."
         )
 
 

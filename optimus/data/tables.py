@@ -24,7 +24,7 @@ def column(stream: BinaryIO, place: str, name: str, delimiter: str) -> Iterator[
         if header and name not in header:
             raise UserError(
                 f"{place}: no column '{name}' ({nearest(name, header)}). Name the column that holds the text with "
-                "--text-field."
+                "`text_field`."
             )
         for row in rows:
             if not row:  # a blank line

@@ -79,7 +79,7 @@ def check_text_stays_text(info: TokenizerInfo) -> None:
         raise UserError(
             f"the tokenizer {info.path} cannot keep text apart from its special tokens: the text {found[0]!r} becomes "
             "that token, so a document could end in its middle. Mark the token as special in the tokenizer "
-            '("special": true), or accept it with --parse-special.'
+            '("special": true), or accept it with `parse_special=True`.'
         )
 
 

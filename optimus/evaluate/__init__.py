@@ -29,7 +29,7 @@ def load_tokenizer(path: Path, *, parse_special: bool = False) -> Any:
     return load(path, parse_special=parse_special)
 
 
-__getattr__ = lazy_exports(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "bits_per_byte": "optimus.evaluate.text",

@@ -88,13 +88,13 @@ def decode(tokenizer: Any, prompt_ids: Sequence[int], new_ids: Sequence[int]) ->
 
 def _check_options(max_tokens: int, temperature: float, top_p: float, context: int | None) -> None:
     if max_tokens < 1:
-        raise UserError(f"max_tokens is {max_tokens}: ask for at least one token")
+        raise UserError(f"`max_tokens` is {max_tokens}: ask for at least one token")
     if context is not None and max_tokens >= context:
-        raise UserError(f"max_tokens is {max_tokens}, but the model's context is {context}: ask for less than that")
+        raise UserError(f"`max_tokens` is {max_tokens}, but the model's context is {context}: ask for less than that")
     if temperature < 0:
-        raise UserError(f"temperature is {temperature}: it must be 0 (the most probable token) or more")
+        raise UserError(f"`temperature` is {temperature}: it must be 0 (the most probable token) or more")
     if not 0 < top_p <= 1:
-        raise UserError(f"top_p is {top_p}: it must be above 0 and at most 1")
+        raise UserError(f"`top_p` is {top_p}: it must be above 0 and at most 1")
 
 
 def _continue(

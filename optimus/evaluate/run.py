@@ -49,6 +49,10 @@ def evaluate(
     (none by default), `max_bytes` that of bytes of text. Text that spells a special token is text, and with `parse_special`
     that token. The computation is in fp32.
     Raises `UserError` before the model is loaded for whatever can be known by then.
+
+    Example:
+        optimus.evaluate("runs/first", text="held-out/")["bits_per_byte"]
+        optimus.evaluate("runs/first", tasks=["sciq"], task_data="tasks/")["tasks"]["sciq"]["acc"]
     """
     _check_request(tasks, task_data, text, limit, fewshot, max_bytes)
     target = _check_output(output)
@@ -102,6 +106,9 @@ def generate_text(
 
     A prompt that does not fit into the model's context together with `max_tokens` loses its beginning. A special token
     that the prompt spells is text, and with `parse_special` that token. Raises `UserError` for what cannot be done.
+
+    Example:
+        optimus.generate("runs/first", "Once upon a time", max_tokens=40, temperature=0.8, seed=1)
     """
     loaded = _load(find_checkpoint(checkpoint), device, parse_special)
     return generate(
@@ -127,16 +134,16 @@ def _check_request(
 ) -> None:
     if not tasks and text is None:
         raise UserError(
-            f"nothing to evaluate: name tasks ({', '.join(TASKS)}) with --tasks and the folder of their data with "
-            "--task-data, or a file or folder of text for bits per byte with --text"
+            f"nothing to evaluate: name `tasks` ({', '.join(TASKS)}) and the folder of their data, `task_data`, or "
+            "`text`, a file or folder, for bits per byte"
         )
     if tasks:
         if task_data is None:
-            raise UserError("tasks are run on local data: name its folder with --task-data")
+            raise UserError("tasks are run on local data: name its folder, `task_data`")
         check_lm_eval()
     for name, value, least in (("limit", limit, 1), ("fewshot", fewshot, 0), ("max_bytes", max_bytes, 1)):
         if value is not None and value < least:
-            raise UserError(f"{name} is {value}: it must be at least {least}")
+            raise UserError(f"`{name}` is {value}: it must be at least {least}")
 
 
 def _check_output(output: str | Path | None) -> Path | None:
@@ -145,7 +152,7 @@ def _check_output(output: str | Path | None) -> Path | None:
         return None
     path = user_path(output)
     if path.is_dir():
-        raise UserError(f"output {path} is a folder: name a file")
+        raise UserError(f"`output` {path} is a folder: name a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         probe = path.with_name(f"{path.name}.probe")

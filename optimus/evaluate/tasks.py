@@ -119,7 +119,7 @@ def _check_shots(task: LocalTask, fewshot: int, folder: Path) -> None:
     for part, documents, shots in _parts(task):
         available = len(documents) - 1 if shots is None else len(shots)
         if fewshot > available:
-            raise UserError(f"fewshot is {fewshot}, but {folder} holds {available} examples to show for {part}")
+            raise UserError(f"`fewshot` is {fewshot}, but {folder} holds {available} examples to show for {part}")
 
 
 def _parts(task: LocalTask) -> Iterator[tuple[str, list[Document], list[Document] | None]]:

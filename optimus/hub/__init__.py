@@ -26,7 +26,7 @@ __all__ = [
 
 _DROP_IN = "optimus.hub.drop_in"
 _INWARD, _OUTWARD = "optimus.hub.inward", "optimus.hub.outward"
-__getattr__ = lazy_exports(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "FastSparseMoEBlock": _DROP_IN,

@@ -28,6 +28,10 @@ def register_experts() -> None:
     It serves every model whose experts are two bias-free projections with SwiGLU in between, OLMoE, Qwen3-MoE and Mixtral
     among them; another model raises `UserError` in its first forward pass. Calling it again changes nothing. Raises
     `UserError` without `transformers` 5.17 or newer.
+
+    Example:
+        optimus.register_experts()
+        transformers.AutoModelForCausalLM.from_pretrained("olmoe", experts_implementation="optimus")
     """
     _check_version()
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -61,6 +65,10 @@ class FastSparseMoEBlock(nn.Module):
     Parameters, state dict, initial values, recorded router logits, arguments and result are those of the original. The
     source of the name is the Optimus paper, section 3.1. Raises `UserError` when the config's activation is not SiLU, and
     without `transformers` 5.17 or newer.
+
+    Example:
+        block = optimus.FastSparseMoEBlock(model.config)
+        block.load_state_dict(model.model.layers[0].mlp.state_dict())
     """
 
     def __init__(self, config: Any) -> None:

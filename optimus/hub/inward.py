@@ -21,6 +21,10 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
 
     Returns `checkpoint`, `family`, `parameters`, `context`, `dtype`, `eos_id` and `tokenizer` (whether there was one).
     Raises `UserError` naming the field, tensor or file at fault, or when `output` exists.
+
+    Example:
+        optimus.import_folder("huggingface", "imported")
+        optimus.evaluate("imported", text="held-out/")
     """
     path, output = user_path(hf_dir), user_path(output)
     raw = read_config(path)

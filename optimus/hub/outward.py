@@ -28,9 +28,13 @@ def export_checkpoint(checkpoint: str | Path, output: str | Path, dtype: str = "
     """Write a checkpoint (or a run's newest one) in Hugging Face format; returns what `export_model` does.
 
     `dtype` is float32 (exact) or bfloat16. Raises `UserError`; nothing that exists is touched.
+
+    Example:
+        optimus.export("runs/first", "huggingface")
+        transformers.AutoModelForCausalLM.from_pretrained("huggingface")
     """
     if dtype not in _DTYPES:
-        raise UserError(f"dtype is '{dtype}': {nearest(dtype, _DTYPES)}")
+        raise UserError(f"`dtype` is '{dtype}': {nearest(dtype, _DTYPES)}")
     output = user_path(output)
     _check_free(output)
     path = find_checkpoint(checkpoint)

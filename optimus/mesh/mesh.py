@@ -90,11 +90,11 @@ class Mesh:
                 sizes = f"parallel.pipeline {pipeline} x {sizes}"
             if data is None:
                 raise UserError(
-                    f"{sizes} does not divide {ranks} ranks: use --ranks {max(1, ranks // others) * others} or change them"
+                    f"{sizes} does not divide {ranks} ranks: use `ranks={max(1, ranks // others) * others}` or change them"
                 )
             raise UserError(
                 f"parallel.data {data} x {sizes} makes {data * others}, but there are {ranks} ranks: "
-                f"use --ranks {data * others}, or leave parallel.data away"
+                f"use `ranks={data * others}`, or leave parallel.data away"
             )
         return cls(
             pp=pipeline,

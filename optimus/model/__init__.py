@@ -10,4 +10,4 @@ if TYPE_CHECKING:
 __all__ = ["KVCache", "Losses", "Transformer"]
 
 _HOME = "optimus.model.transformer"
-__getattr__ = lazy_exports(__name__, {"KVCache": _HOME, "Losses": _HOME, "Transformer": _HOME})
+__getattr__, __dir__ = lazy_exports(__name__, {"KVCache": _HOME, "Losses": _HOME, "Transformer": _HOME})

@@ -10,7 +10,7 @@ from optimus.config import RunConfig
 from optimus.errors import naming_disk_errors
 from optimus.observe.wandb import WandbRun
 
-_FULL = "Make room, then run again with --resume"
+_FULL = "Make room, then run again with `resume=True`"
 
 
 class MetricsWriter:

@@ -32,7 +32,7 @@ __all__ = [
     "simulate_message_driven",
 ]
 
-__getattr__ = lazy_exports(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "Action": "optimus.pipeline.schedule",

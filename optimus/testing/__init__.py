@@ -21,7 +21,7 @@ __all__ = [
     "tracking",
 ]
 
-__getattr__ = lazy_exports(
+__getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "Allocations": "optimus.testing.memory",

@@ -9,5 +9,5 @@ if TYPE_CHECKING:
 
 __all__ = ["train"]
 
-__getattr__ = lazy_exports(__name__, {"train": "optimus.train.launch"})
+__getattr__, __dir__ = lazy_exports(__name__, {"train": "optimus.train.launch"})
 callable_package(__name__, "train")

@@ -71,7 +71,8 @@ def check_output(config: RunConfig, resume: bool, shards: Shards) -> None:
     elif found or (folder / "metrics.jsonl").exists():
         step = f" (saved at step {step_of(found[-1])})" if found else ""
         raise UserError(
-            f"train.output: {folder} already holds a run{step}: continue it with --resume or choose another train.output"
+            f"train.output: {folder} already holds a run{step}: continue it with `resume=True` or choose "
+            "another train.output"
         )
     elif folder.is_dir() and any(path.name != LEASE for path in folder.iterdir()):
         raise UserError(f"train.output: {folder} is not empty and holds no run: choose another train.output")

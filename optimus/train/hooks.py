@@ -109,7 +109,8 @@ class NonFinite(Hook):
             run.failure = UserError(
                 f"step {run.step}: loss {result.loss} or gradient norm {result.grad_norm} is not finite, for "
                 f"{self._in_a_row} steps in a row (resilience.max_skipped is {run.config.resilience.max_skipped}). None "
-                "of them was applied. Lower schedule.peak or set optimizer.clip_during_warmup=true, then run with --resume"
+                "of them was applied. Lower schedule.peak or set optimizer.clip_during_warmup=true, then run with "
+                "`resume=True`"
             )
 
 

@@ -87,12 +87,18 @@ def train(
     in `train.output`. `check` validates everything, every checksum of the data included, and runs nothing.
 
     Raises `UserError` for anything that the user can mend, before any process is started wherever that is possible; it is a
-    `HeldError` when another run holds the folder. When
-    another rank is lost under such a launcher, it is a `CollectiveError`, after which this process cannot train again: it
-    ignores SIGTERM, by which the launcher would cut the message short, and exits with code 75 without waiting for anything.
+    `HeldError` when another run holds the folder. When another rank is lost under such a launcher, it is a
+    `CollectiveError`, after which this process cannot train again: it ignores SIGTERM, by which the launcher would cut the
+    message short, and exits with code 75 without waiting for anything.
+
+    Ranks are programs of their own: a script needs no `__main__` guard.
+
+    Example:
+        optimus.train("first.yaml", ["train.steps=500"], ranks=2)
+        optimus.train("first.yaml", ["train.steps=500"], ranks=2, resume=True)["loss"]
     """
     if ranks is not None and ranks < 1:
-        raise UserError(f"ranks is {ranks}: a run has at least 1 rank")
+        raise UserError(f"`ranks` is {ranks}: a run has at least 1 rank")
     tree, shards = read_run(config, overrides, resume=resume)
     launched = "WORLD_SIZE" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if launched else ranks or tree.parallel.least_ranks

@@ -47,7 +47,7 @@ def naming_collectives(when: str) -> Iterator[None]:
     try:
         yield
     except CollectiveError as error:
-        raise CollectiveError(f"{when}: {error}. Run again with --resume") from error
+        raise CollectiveError(f"{when}: {error}. Run again with `resume=True`") from error
 
 
 def _step(run: Run, loader: TokenLoader, hooks: Sequence[Hook]) -> None:

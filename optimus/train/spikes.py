@@ -50,4 +50,4 @@ class Spikes(Hook):
             back = go_back(run, detail)
             if self._node is not None:
                 raise EndedError(Exit.DIVERGED, detail)
-            raise UserError(f"{detail}. Gone back to the weights of step {back}: run again with --resume")
+            raise UserError(f"{detail}. Gone back to the weights of step {back}: run again with `resume=True`")

@@ -351,7 +351,7 @@ def test_a_failure_of_one_rank_is_told_to_all(
     assert len(messages) == 1
     (message,) = messages
     assert message.endswith(
-        "Earlier checkpoints are untouched: make room or mend the path, then run again with --resume"
+        "Earlier checkpoints are untouched: make room or mend the path, then run again with `resume=True`"
     )
     if kind == "disk" and where != "_copy":
         assert message.startswith(f"cannot write {step_folder(tmp_path, 2)}: No space left on device. ")

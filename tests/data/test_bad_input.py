@@ -40,7 +40,7 @@ def run(tmp_path: Path, tokenizer_file: Path) -> Callable[..., dict[str, Any]]:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"body": "words"}', r"no field 'text' \(valid: body\).*--text-field"),
+        (b'{"body": "words"}', r"no field 'text' \(valid: body\).*`text_field`"),
         (b'{"texts": "words"}', r"no field 'text' \(did you mean 'texts'\?\)"),
         (b'{"text": "wor', "not valid JSON"),
         (b'["text"]', "a JSON list, where an object with the text is expected"),
@@ -109,7 +109,7 @@ def test_bad_parquet(run: Callable[..., Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"id,body\n1,words\n", r"bad\.csv: no column 'text' \(valid: body, id\).*--text-field"),
+        (b"id,body\n1,words\n", r"bad\.csv: no column 'text' \(valid: body, id\).*`text_field`"),
         (b"id,text\n1,words\n2,more, words\n", r"bad\.csv:3: a row of 3 cells, where the first has 2"),
         (b'id,text\n1,"words\n2,more\n', r"bad\.csv:3: not readable as a table \(unexpected end of data\)"),
         (b'id,text\n1,"words" more\n', r"bad\.csv:2: not readable as a table"),
@@ -135,7 +135,7 @@ def test_places_that_cannot_be_written_or_read(
     def run(output: Path, inputs: Path = tmp_path / "a.txt") -> None:
         prepare([inputs], output, tokenizer=tokenizer_file, context=16, workers=1)
 
-    with pytest.raises(UserError, match=r"cannot write .*a\.txt.*: Not a directory\. Choose another --output"):
+    with pytest.raises(UserError, match=r"cannot write .*a\.txt.*: Not a directory\. Choose another `output`"):
         run(tmp_path / "a.txt" / "out")
 
     def refuse(path: Path, *_: Any, **__: Any) -> Any:
@@ -166,7 +166,7 @@ def test_no_input(tmp_path: Path, tokenizer_file: Path, run: Callable[..., Any])
             prepare(inputs, tmp_path / "out", tokenizer=tokenizer_file)
     with pytest.raises(UserError, match="the input holds no text"):
         run("a.jsonl", b'{"text": ""}\n')
-    with pytest.raises(UserError, match=r"only \d+ tokens, too few for one instance of 64.*smaller --context"):
+    with pytest.raises(UserError, match=r"only \d+ tokens, too few for one instance of 64.*smaller `context`"):
         run("a.txt", b"a few words", context=64)
     assert run("a.txt", b"a few words", context=2)["instances"] > 0  # the failures left nothing in the way
 
@@ -214,7 +214,7 @@ def test_tokenizers_that_cannot_keep_text_apart(
         tokenizer.save(str(path))
     token = "<|endoftext|>" if kind == "unmarked" else "</s>"
     with pytest.raises(
-        UserError, match=rf"tokenizer\.json cannot keep text apart .*'{re.escape(token)}'.*--parse-special"
+        UserError, match=rf"tokenizer\.json cannot keep text apart .*'{re.escape(token)}'.*`parse_special=True`"
     ):
         run("a.txt", b"some words" * 10, tokenizer=path)
     assert run("a.txt", b"some words" * 10, tokenizer=path, parse_special=True)["instances"] > 0
@@ -225,9 +225,9 @@ def test_tokenizers_that_cannot_keep_text_apart(
     [
         ({"tokenizer": None}, "give either a tokenizer or the vocabulary size"),
         ({"train_tokenizer": 500}, "give either a tokenizer or the vocabulary size"),
-        ({"tokenizer": None, "train_tokenizer": 100}, "--train-tokenizer 100 is too small"),
-        ({"context": 0}, "--context must be at least 1, not 0"),
-        ({"workers": 0}, "--workers must be at least 1, not 0"),
+        ({"tokenizer": None, "train_tokenizer": 100}, "`train_tokenizer` 100 is too small"),
+        ({"context": 0}, "`context` must be at least 1, not 0"),
+        ({"workers": 0}, "`workers` must be at least 1, not 0"),
     ],
 )
 def test_bad_settings(run: Callable[..., Any], settings: dict[str, Any], message: str) -> None:

@@ -97,10 +97,10 @@ def test_decode_keeps_the_first_space() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": 0}, "`max_tokens` is 0"),
         ({"max_tokens": 8, "context": 8}, "context is 8"),
-        ({"max_tokens": 1, "temperature": -1.0}, "temperature is -1"),
-        ({"max_tokens": 1, "top_p": 0.0}, "top_p is 0"),
+        ({"max_tokens": 1, "temperature": -1.0}, "`temperature` is -1"),
+        ({"max_tokens": 1, "top_p": 0.0}, "`top_p` is 0"),
     ],
 )
 def test_errors(model: Transformer, options: dict[str, Any], message: str) -> None:

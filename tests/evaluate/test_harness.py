@@ -157,5 +157,5 @@ def test_errors(make_model: Callable[..., Transformer], ours: HarnessModel, toke
     diverged.head.weight.fill_(float("nan"))
     with pytest.raises(UserError, match="diverged"):
         HarnessModel(diverged, tokenizer, eos_id=0, context=CONTEXT).loglikelihood(requests("loglikelihood", PAIRS))
-    with pytest.raises(UserError, match="max_tokens is 99"):
+    with pytest.raises(UserError, match="`max_tokens` is 99"):
         ours.generate_until(requests("generate_until", [("a", {"until": [], "max_gen_toks": 99})]))

@@ -177,5 +177,5 @@ def test_end_of_text_must_be_in_the_tokenizer(dense: Transformer, tokenizer: Pat
 
 
 def test_unknown_dtype_is_named(dense: Transformer, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="dtype is 'bfloat': did you mean 'bfloat16'"):
+    with pytest.raises(UserError, match="`dtype` is 'bfloat': did you mean 'bfloat16'"):
         export_checkpoint(tmp_path, tmp_path / "hf", dtype="bfloat")

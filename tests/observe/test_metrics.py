@@ -78,7 +78,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 def test_a_full_disk_under_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread hands the error to a later call, which may be the last."""
-    expected = r"cannot write .*tensorboard: No space left on device\. Make room, then run again with --resume"
+    expected = r"cannot write .*tensorboard: No space left on device\. Make room, then run again with `resume=True`"
     writer = MetricsWriter(tmp_path, config(tensorboard=True), 0)
     writer._tensorboard.close()
     monkeypatch.setattr(writer._tensorboard, "add_scalar", refuse)

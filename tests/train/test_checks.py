@@ -100,13 +100,13 @@ def test_an_accelerator_that_is_not_there(small_run: dict[str, Any]) -> None:
         (
             {"parallel": {"data": 2}},
             1,
-            "parallel.data 2 x parallel.context 1 x parallel.tensor 1 = 1 makes 2, but there are 1 ranks: use --ranks 2, or "
+            "parallel.data 2 x parallel.context 1 x parallel.tensor 1 = 1 makes 2, but there are 1 ranks: use `ranks=2`, or "
             "leave parallel.data away",
         ),
         (
             {"parallel": {"tensor": 2}},
             3,
-            "parallel.context 1 x parallel.tensor 2 = 2 does not divide 3 ranks: use --ranks 2 or change them",
+            "parallel.context 1 x parallel.tensor 2 = 2 does not divide 3 ranks: use `ranks=2` or change them",
         ),
         (
             {"parallel": {"tensor": 2, "expert": 4}},
@@ -213,9 +213,7 @@ def test_output_folders_that_are_not_free(small_run: dict[str, Any]) -> None:
     (folder / "thesis.tex").unlink()
     optimus.train(small_run)  # an empty folder will do
     before = sorted(path.stat().st_mtime_ns for path in folder.rglob("*"))
-    expected = (
-        f"train.output: {folder} already holds a run (saved at step 6): continue it with --resume or choose another"
-    )
+    expected = f"train.output: {folder} already holds a run (saved at step 6): continue it with `resume=True` or"
     for options in ({}, {"check": True}):
         assert message(small_run, **options).startswith(expected)
     assert sorted(path.stat().st_mtime_ns for path in folder.rglob("*")) == before

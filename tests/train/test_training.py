@@ -197,7 +197,7 @@ def test_steps_with_infinite_gradients_are_skipped_then_end_the_run(
     right = transformer.linear_cross_entropy
     monkeypatch.setattr(transformer, "linear_cross_entropy", lambda *inputs: right(*inputs) * float("inf"))
     small_run["resilience"] = {"max_skipped": 2}
-    with pytest.raises(optimus.UserError, match=r"not finite, for 3 steps in a row.*--resume"):
+    with pytest.raises(optimus.UserError, match=r"not finite, for 3 steps in a row.*`resume=True`"):
         optimus.train(small_run)
     records = read_metrics(Path(small_run["train"]["output"]))
     assert [record["skipped_steps"] for record in records] == [1, 2, 3]

@@ -1,0 +1,74 @@
+"""What `import optimus` offers, as `dir`, `help` and type checkers see it, and scripts use it."""
+
+import ast
+import inspect
+import pydoc
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import optimus
+import optimus.checkpoint
+
+FUNCTIONS = ["evaluate", "export", "generate", "import_folder", "load_model", "models", "prepare", "train"]
+
+
+def test_dir_shows_what_users_call() -> None:
+    """Before anything of it has been loaded, too."""
+    code = "import optimus; print([name for name in dir(optimus) if not name.startswith('__')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(sorted(optimus.__all__))
+    assert "__version__" in dir(optimus)
+    assert {"find_checkpoint", "load_model", "Reader"} <= set(dir(optimus.checkpoint))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_help_says_arguments_types_and_an_example(name: str) -> None:
+    function = getattr(optimus, name)
+    signature = inspect.signature(function)
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    assert not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    assert all(parameter.annotation is not inspect.Parameter.empty for parameter in signature.parameters.values())
+    assert signature.return_annotation is not inspect.Signature.empty
+    text = pydoc.render_doc(function, renderer=pydoc.plaintext)
+    assert "Example:" in text
+    assert f"optimus.{name}(" in text
+    for argument in signature.parameters:
+        assert argument in text
+    assert str(signature) in text
+
+
+def test_help_of_the_package_has_all_of_them() -> None:
+    text = pydoc.render_doc(optimus, renderer=pydoc.plaintext)
+    assert "Example:" in text
+    for name in ("export_checkpoint", "generate_text", "import_folder", "load_model", "models", "prepare"):
+        assert f"{name}(" in text
+
+
+def test_type_checkers_know_what_is_loaded_later() -> None:
+    """They read imports, not `__getattr__`: each name is imported where only they look."""
+    tree = ast.parse(Path(optimus.__file__).read_text(encoding="utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    names = [
+        alias.asname or alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    ]
+    assert sorted(names) == sorted(optimus.__all__)
+
+
+@pytest.mark.slow
+def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
+    """Workers and ranks are programs of their own; none runs the script again."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import optimus\n"
+        "print('runs')\n"
+        "open('text.md', 'w').write('a line of text\\n' * 2000)\n"
+        "optimus.prepare(['text.md'], 'data', train_tokenizer=300, context=16, workers=2)\n"
+        "train = {'output': 'run', 'steps': 2, 'global_batch': 2, 'micro_batch': 1, 'context': 16}\n"
+        "model = {'family': 'olmo', 'hidden': 16, 'layers': 1, 'heads': 2, 'intermediate': 16, 'vocab': 320}\n"
+        "print(optimus.train({'model': model, 'data': {'path': 'data'}, 'train': train}, ranks=2)['step'])\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["runs", "2"], done.stderr
