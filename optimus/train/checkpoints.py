@@ -25,7 +25,7 @@ from optimus.train.step import StepResult
 
 def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
     """Make model and state on `device`, initialised, or loaded from the newest checkpoint that is whole when `resume`."""
-    run = new_run(config, device)
+    run = new_run(config, device, resume)
     points = run.groups.world.on_first(lambda: resume_points(run.folder)) if resume else []
     if points:
         _resume(run, points)

@@ -261,9 +261,7 @@ def _run_rank(
     timeout = timedelta(seconds=config.resilience.timeout)
     with _ranks_together(device, timeout) if ranks > 1 else nullcontext():
         with naming_collectives("before the first step"):
-            config, why = with_precision(config, device, resume)
             run = build_run(config, device, resume)
-            run.notes[:0] = summarise(config, run.groups.mesh, run.shards.instances).lines(why)
             run.notes.append(checks.dry_run(run))
         if run.step >= run.last_step:
             run.notes.append(

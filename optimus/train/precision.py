@@ -5,33 +5,31 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
+from optimus.comm import Group
 from optimus.config import ModelConfig, RunConfig
 from optimus.train.reading import chosen_before
 
 WORTH = 0.8  # of the time in fp32 is what bf16 may take: the rest of a step gains nothing by it
-_ROWS, _FLOPS, _ROUNDS, _SECONDS = 256, 2e8, 3, 1.0  # of the products that are timed
+_ROWS, _FLOPS, _SECONDS = 256, 2e8, 0.5  # of the products that are timed
 
 
-def with_precision(config: RunConfig, device: torch.device, resume: bool = False) -> tuple[RunConfig, str]:
+def with_precision(
+    config: RunConfig, device: torch.device, resume: bool = False, world: Group | None = None
+) -> tuple[RunConfig, str]:
     """`config` with a precision that says a type, and why it is that one, for the user.
 
     A run that is resumed keeps its own. On accelerators it is bfloat16 where they compute in it; on CPUs what is faster is
-    measured. Where there are several ranks all must call: the first decides for all, as measurements differ.
+    measured. All ranks of `world` must call: its first one decides for all, as measurements differ.
     """
     if config.train.precision != "auto":
         return config, ""
-    first, reason = not dist.is_initialized() or dist.get_rank() == 0, ""
-    if first:
-        chosen, reason = _chosen(config, device, resume)
-        wide = chosen == "float32"
-    if dist.is_initialized():
-        decision = torch.tensor([int(first and wide)], device=device)
-        dist.broadcast(decision, 0)
-        wide = bool(decision.item())
-    train = config.train.model_copy(update={"precision": "float32" if wide else "bfloat16"})
-    return config.model_copy(update={"train": train}), reason
+
+    def choose() -> tuple[str, str]:
+        return _chosen(config, device, resume)
+
+    precision, why = choose() if world is None else world.on_first(choose)
+    return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})}), why
 
 
 def _chosen(config: RunConfig, device: torch.device, resume: bool) -> tuple[str, str]:
@@ -59,21 +57,22 @@ def _accelerator_has_bfloat16(device: torch.device) -> bool:
 def bfloat16_to_float32(model: ModelConfig, clock: Callable[[], float] = time.perf_counter) -> float:
     """How long matrix products of the model's sizes take in bf16 on the CPU, to the time in fp32, forward and backward.
 
-    Of a few rows, and for a second or little more where bf16 is slow.
+    Of a few rows, in turn for half a second; where bf16 is very slow, once. Each counts by its best time, as what else runs
+    on the machine disturbs some of them.
     """
     sizes = [(model.hidden, 3 * model.hidden), (model.hidden, model.intermediate)]
     best = {torch.float32: float("inf"), torch.bfloat16: float("inf")}
     products = {dtype: [_products(inner, columns, dtype) for inner, columns in sizes] for dtype in best}
-    began = clock()
-    for number in range(1 + _ROUNDS):  # the first prepares kernels
+    for dtype in best:  # prepares kernels
+        products[dtype][0]()
+    began, rounds = clock(), 0
+    while not rounds or clock() - began < _SECONDS:
+        rounds += 1
         for dtype in best:
             start = clock()
             for product in products[dtype]:
                 product()
-            if number:
-                best[dtype] = min(best[dtype], clock() - start)
-        if number and clock() - began > _SECONDS:
-            break
+            best[dtype] = min(best[dtype], clock() - start)
     return best[torch.bfloat16] / best[torch.float32]
 
 

@@ -32,7 +32,9 @@ from optimus.pipeline.staged import Staged, keep_stages
 from optimus.state import ModelState, divisions, plan_chunks, plan_stages
 from optimus.state.plan import ChunkPlan, check_shard_ranks
 from optimus.train.pipeline import cut_of, placement_of, stages_of, tied_ends
+from optimus.train.precision import with_precision
 from optimus.train.recomputation import find_recomputation
+from optimus.train.summary import summarise
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -201,12 +203,14 @@ def build_model(
     return staged or model, state
 
 
-def new_run(config: RunConfig, device: torch.device) -> Run:
-    """A run on `device` whose state has no values yet; all ranks must call."""
+def new_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
+    """A run on `device` whose state has no values yet, and whose notes say what it will do; all ranks must call."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     groups = Groups(mesh_of(config, ranks, ranks_per_node(ranks)), config.resilience.timeout)
     shards = _open_data(config, groups, device)
-    notes = [describe(groups.mesh)] if ranks > 1 else []
+    config, why = with_precision(config, device, resume, groups.world)
+    notes = summarise(config, groups.mesh, shards.instances).lines(why)
+    notes += [describe(groups.mesh)] if ranks > 1 else []
     model, state = build_model(config, device, groups, notes)
     return Run(config, Path(config.train.output), device, groups, model, state, shards, notes=notes)
 

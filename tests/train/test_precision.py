@@ -10,8 +10,10 @@ import torch.distributed as dist
 import yaml
 
 import optimus
+from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.config.tree import ModelConfig
+from optimus.mesh import Mesh
 from optimus.plan.machine import load_machine
 from optimus.plan.own import for_machine
 from optimus.testing import run_ranks
@@ -71,17 +73,16 @@ def test_a_run_says_its_choice_writes_it_and_keeps_it(
 
 def decide(config: RunConfig) -> tuple[str, str]:
     """On a rank: the first finds bf16 slower, and the others, had they been asked, faster."""
-    ratio = 2.0 if dist.get_rank() == 0 else 0.1
+    world = Groups(Mesh.of(dist.get_world_size())).world
+    ratio = 2.0 if world.rank == 0 else 0.1
     precision.bfloat16_to_float32 = lambda model: ratio  # type: ignore[assignment]
-    found, why = with_precision(config, CPU)
+    found, why = with_precision(config, CPU, world=world)
     return found.train.precision, why
 
 
 def test_the_first_rank_decides_for_all(small_run: dict[str, Any]) -> None:
-    (first, why), *others = run_ranks(decide, 3, load_config(left_open(small_run)))
-    assert first == "float32"
-    assert "2.00 times" in why
-    assert others == [("float32", "")] * 2
+    found = run_ranks(decide, 3, load_config(left_open(small_run)))
+    assert found == [("float32", " (auto: here bfloat16 takes 2.00 times as long as float32)")] * 3
 
 
 @pytest.mark.parametrize(
@@ -103,12 +104,13 @@ def test_accelerators_are_asked(
     assert found.train.precision == expected
 
 
-def test_products_of_both_types_are_timed_in_turn_and_no_longer_than_needed() -> None:
-    """With a clock of ours: fp32 takes 1, and bf16 6, of whatever; after the first timed round it is late."""
+def test_each_type_counts_by_its_best_time() -> None:
+    """By a clock of ours: fp32 takes 0.04 and, undisturbed, 0.01; bf16 0.06 and, disturbed, 1."""
     model = ModelConfig(family="olmo", hidden=16, layers=1, heads=2, intermediate=32, vocab=64)
-    # Once unseen; then fp32 from 140 to 141, bf16 to 147, and a look at the clock that ends it.
-    ticks = iter([0.0, 0, 50, 140, 141, 141, 147, 147])
-    assert bfloat16_to_float32(model, lambda: next(ticks)) == 6.0
+    ticks = iter([0.0, 0.0, 0.04, 0.04, 0.1, 0.1, 0.1, 0.11, 0.11, 1.11, 1.11])
+    assert bfloat16_to_float32(model, lambda: next(ticks)) == pytest.approx(6)
+    stopped = iter([0.0, 9.0, 9.01, 9.01, 9.03, 9.03])  # before it began
+    assert bfloat16_to_float32(model, lambda: next(stopped)) == pytest.approx(2)
 
 
 def test_the_measurement_measures() -> None:
