@@ -4,6 +4,7 @@ The order of precedence, lowest first: the tree's defaults, the preset's recipe,
 reported at once, each with the path of its key and the nearest valid key.
 """
 
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from optimus.config.other_names import our_name
 from optimus.config.tree import RunConfig
 from optimus.config.yaml_text import Dumper, Loader, parse_yaml
 from optimus.disk import user_path
@@ -138,21 +140,42 @@ def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[str]:
     """One clause per problem: the key's path, what is wrong, the nearest valid key where that helps."""
-    clauses = []
+    clauses: dict[str, str] = {}  # by what it is about: of a key that may be of several types, each has its problem
     for problem in error.errors():
-        path = ".".join(str(part) for part in problem["loc"])
+        where = [str(part) for part in problem["loc"] if not _TYPE.search(str(part))]
+        path = ".".join(where)
         if problem["type"] == "extra_forbidden":
-            *section, key = [str(part) for part in problem["loc"]]
-            clauses.append(f"unknown key '{path}': {_suggest(section, key, root)}")
+            clauses[path] = f"unknown key '{path}': {_suggest(where[:-1], where[-1], root)}"
         elif problem["type"] == "missing":
-            clauses.append(f"'{path}' is missing")
-        elif problem["type"] == "model_type":
-            clauses.append(f"'{path}' is {problem['input']!r}: it must be a mapping of keys")
+            clauses[path] = f"'{path}' is missing"
         elif problem["type"] == "value_error":
-            clauses.append(f"{path + ': ' if path else ''}{problem['ctx']['error']}")
+            clauses[path or str(problem["ctx"]["error"])] = f"{path + ': ' if path else ''}{problem['ctx']['error']}"
+        elif path in clauses:
+            clauses[path] += f" or {_must_be(problem)}"
         else:
-            clauses.append(f"'{path}' is {problem['input']!r}: {problem['msg'].lower()}")
-    return clauses
+            clauses[path] = f"'{path}' is {problem['input']!r}: it must be {_must_be(problem)}"
+    return list(clauses.values())
+
+
+# What pydantic adds to the path of a key that may be of several types.
+_TYPE = re.compile(r"^(constrained-\w+|int|float|str|bool|list\[.*|literal\[.*|function-\w+.*|nullable.*)$")
+_MUST_BE = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "model_type": "a mapping of keys",
+    "dict_type": "a mapping of keys",
+}
+
+
+def _must_be(problem: Any) -> str:
+    """What a value must be, in words of YAML where pydantic's are those of Python."""
+    said: str = problem["msg"]
+    words = said.removeprefix("Input should be ").replace("List should have", "a list of")
+    return _MUST_BE.get(problem["type"], re.sub(" after validation, not .*", "", words))
 
 
 def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
@@ -160,6 +183,8 @@ def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
     elsewhere = [f"{name}.{key}" for name, field in root.model_fields.items() if key in _fields_of(field.annotation)]
     if elsewhere:
         return f"did you mean '{elsewhere[0]}'?"
+    if other := our_name(key):
+        return f"here it is {other}"
     hint = nearest(key, keys_of_section(section, root))
     if "did you mean" in hint and section:
         return hint.replace("'", f"'{'.'.join(section)}.", 1)

@@ -115,14 +115,14 @@ def test_a_model_folder_brings_its_sections(tmp_path: Path) -> None:
         (["train.warmup_steps=5"], r"unknown key 'train\.warmup_steps': did you mean 'schedule\.warmup_steps'\?"),
         (["peak=5"], r"unknown key 'peak': did you mean 'schedule\.peak'\?"),
         (["optimizer.zzz=1"], r"unknown key 'optimizer\.zzz': valid: betas, clip_during_warmup, clip_norm, eps, name"),
-        (["train.steps=ten"], r"'train\.steps' is 'ten': input should be a valid integer"),
-        (["train.steps=1.5"], r"'train\.steps' is 1\.5: input should be a valid integer"),
-        (["train.output=7"], r"'train\.output' is 7: input should be a valid string"),
-        (["observe.tensorboard=1"], r"'observe\.tensorboard' is 1: input should be a valid boolean"),
-        (["train.precision=float16"], r"'train\.precision' is 'float16': input should be 'auto', 'bfloat16' or 'float32'"),
-        (["train.steps=0"], r"'train\.steps' is 0: input should be greater than 0"),
-        (["recompute=[norm, atention]"], r"'recompute\.1' is 'atention': input should be 'norm', 'attention'"),
-        (["optimizer.betas=[0.9]"], r"'optimizer\.betas' is \[0\.9\]: list should have at least 2 items"),
+        (["train.steps=ten"], r"'train\.steps' is 'ten': it must be a whole number"),
+        (["train.steps=1.5"], r"'train\.steps' is 1\.5: it must be a whole number"),
+        (["train.output=7"], r"'train\.output' is 7: it must be text"),
+        (["observe.tensorboard=1"], r"'observe\.tensorboard' is 1: it must be true or false"),
+        (["train.precision=float16"], r"'train\.precision' is 'float16': it must be 'auto', 'bfloat16' or 'float32'"),
+        (["train.steps=0"], r"'train\.steps' is 0: it must be greater than 0"),
+        (["recompute=[norm, atention]"], r"'recompute\.1' is 'atention': it must be 'norm', 'attention'"),
+        (["optimizer.betas=[0.9]"], r"'optimizer\.betas' is \[0\.9\]: it must be a list of at least 2 items"),
         (["train=5"], r"'train' is 5: it must be a mapping"),
         (["model="], r"'model' is None: it must be a mapping"),
         (["model=mula-tny"], r"model: 'mula-tny' is neither a preset nor a Hugging Face folder; did you mean 'mula-tiny'\?"),
@@ -208,3 +208,38 @@ def test_odd_yaml_is_one_message(text: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
     assert str(file) in message(file)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("lr=1e-3", "unknown key 'lr': here it is schedule.peak"),
+        ("train.batch_size=8", "here it is train.global_batch"),
+        ("model.max-seq-length=8", "here it is train.context"),
+        ("bf16=true", "here it is train.precision: bfloat16"),
+        ("zero_stage=2", "here it is state.shard: none, optimizer"),
+        ("state.fsdp=true", "here it is state.shard: parameters"),
+        ("gradient_checkpointing=true", "here it is recompute: block"),
+        ("parallel.tensorModelParallelSize=2", "here it is parallel.tensor"),
+    ],
+)
+def test_keys_of_other_trainers_name_ours(override: str, expected: str) -> None:
+    with pytest.raises(UserError, match=re.escape(expected)):
+        load_config(base(), [override])
+
+
+def test_what_is_named_is_there() -> None:
+    named = {name for ours in OTHER_NAMES.values() for name in re.findall(r"\b[a-z]+\.[a-z_]+\b", ours)}
+    assert len(named) > 30
+    for section, key in (name.split(".") for name in named):
+        assert key in keys_of_section([section], RunConfig), f"{section}.{key}"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [("parallel.data=x", "a whole number or 'auto'"), ("parallel.tensor=x", "a whole number or a list")],
+)
+def test_a_key_of_several_types_is_one_problem(override: str, expected: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(base(), [override])
+    assert str(caught.value) == f"config: '{override[:-2]}' is 'x': it must be {expected}"
