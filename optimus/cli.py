@@ -266,6 +266,9 @@ def launch(
     as_json: Json = False,
 ) -> None:
     """Run a node of a training that survives its nodes; to be started on every node and every spare alike."""
+    from optimus.train.reading import read_run
+
+    read_run(config, overrides or [])  # before torch is imported: a mistake costs no waiting
     from optimus.train.nodes import check_launch, exit_code, parse_keep_alive, write_batch_script
     from optimus.train.nodes import launch as run
 

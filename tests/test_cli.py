@@ -381,3 +381,20 @@ def test_an_error_names_arguments_in_python_and_options_in_the_shell(
         assert "--" not in str(caught.value)
         code, _, err = here(capsys, monkeypatch, *words)
         assert (code, in_the_shell in err, "`" in err) == (2, True, False), err
+
+
+@pytest.mark.parametrize("command", ["train", "launch", "plan"])
+def test_a_mistake_costs_no_import_of_torch(command: str, small_run: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(small_run))
+    code = """
+import sys
+from optimus import cli
+try:
+    cli.main()
+except SystemExit as error:
+    print(error.code, "torch" in sys.modules)
+"""
+    words = [command, str(tmp_path / "run.yaml"), "train.lr=1"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.stdout == "2 False\n"
+    assert "unknown key 'train.lr': here it is schedule.peak" in done.stderr

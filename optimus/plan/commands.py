@@ -48,6 +48,11 @@ def plan(
     """Choose how to divide a model over a machine, and predict its speed and memory."""
     import json
 
+    from optimus.config import load_config
+    from optimus.hub import read_model_folder
+
+    if Path(model).suffix in (".yaml", ".yml"):  # before torch is imported: a mistake costs no waiting
+        load_config(model, overrides or [], read_model_folder)
     from optimus.plan import report, scaling
     from optimus.plan.asking import asked, configured
     from optimus.plan.own import for_machine

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
@@ -61,7 +61,6 @@ from optimus.train.loop import naming_collectives, train_loop
 from optimus.train.oversubscription import Oversubscription
 from optimus.train.pipeline import with_microbatches
 from optimus.train.precision import with_precision
-from optimus.train.reading import read_run
 from optimus.train.run import Run, mesh_of, ranks_per_node
 from optimus.train.soft_failures import SoftFailures
 from optimus.train.spikes import Spikes
@@ -72,34 +71,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
-def train(
-    config: str | Path | Mapping[str, Any] | RunConfig,
-    overrides: Iterable[str] = (),
-    *,
-    ranks: int | None = None,
-    resume: bool = False,
-    check: bool = False,
-) -> dict[str, Any]:
-    """Train as `config` (a YAML file, a mapping or a `RunConfig`) says; returns a summary of the run.
-
-    `ranks` processes on this machine share every global batch (default: as many as `parallel` asks for); under a launcher
-    that sets WORLD_SIZE, such as torchrun, this process is one of its ranks. `resume` continues from the newest checkpoint
-    in `train.output`. `check` validates everything, every checksum of the data included, and runs nothing.
-
-    Raises `UserError` for anything that the user can mend, before any process is started wherever that is possible; it is a
-    `HeldError` when another run holds the folder. When another rank is lost under such a launcher, it is a
-    `CollectiveError`, after which this process cannot train again: it ignores SIGTERM, by which the launcher would cut the
-    message short, and exits with code 75 without waiting for anything.
-
-    Ranks are programs of their own: a script needs no `__main__` guard.
-
-    Example:
-        optimus.train("first.yaml", ["train.steps=500"], ranks=2)
-        optimus.train("first.yaml", ["train.steps=500"], ranks=2, resume=True)["loss"]
-    """
-    if ranks is not None and ranks < 1:
-        raise UserError(f"`ranks` is {ranks}: a run has at least 1 rank")
-    tree, shards = read_run(config, overrides, resume=resume)
+def run_here(tree: RunConfig, shards: Shards, ranks: int | None, *, resume: bool, check: bool) -> dict[str, Any]:
+    """What `train` does with a configuration and data that make sense."""
     launched = "WORLD_SIZE" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if launched else ranks or tree.parallel.least_ranks
     tree = with_microbatches(tree, ranks)

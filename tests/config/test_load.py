@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from optimus.config import RunConfig, dump_config, load_config, preset_names, resolve_model
-from optimus.config.load import read_section
+from optimus.config.load import keys_of_section, read_section
+from optimus.config.other_names import OTHER_NAMES
 from optimus.errors import UserError
 
 

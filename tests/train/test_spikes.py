@@ -11,7 +11,7 @@ from optimus.checkpoint import Reader, list_checkpoints
 from optimus.observe.metrics import read_metrics
 from optimus.resilience.events import EventLog
 from optimus.train import step
-from optimus.train.launch import train
+from optimus.train.start import train
 
 
 def spiking(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
