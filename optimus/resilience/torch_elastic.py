@@ -43,6 +43,7 @@ from optimus.resilience.exits import SAVING, Exit, told_torch_elastic
 from optimus.resilience.policy import Do
 from optimus.resilience.store import serve
 
+_LEAVING = 60  # seconds for the others to learn that a node gives up its place; a busy machine stops for some
 _LAST_WORDS = 2  # seconds that ranks have to end by themselves
 
 
@@ -204,7 +205,7 @@ class Rendezvous(DynamicRendezvousHandler):
     def leave(self) -> None:
         """Give up this node's place, which leaves the rendezvous open."""
         self._stop_heartbeats()
-        self._op_executor.run(_RendezvousExitOp(), time.monotonic() + 10)
+        self._op_executor.run(_RendezvousExitOp(), time.monotonic() + _LEAVING)
 
 
 class Agent(LocalElasticAgent):
