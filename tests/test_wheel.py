@@ -95,6 +95,7 @@ def test_every_command_runs_from_the_wheel(installed: Path, tmp_path: Path) -> N
         "schedule zbv --stages 2 --microbatches 4",
         "plan mula-1b --machine dgx-h100 --ranks 8 --best 1",
         *[f"plan mula-tiny --as-is --machine {name} --ranks 1" for name in machines],
+        f"launch run.yaml train.output=other {' '.join(small)} --check",
         f"launch run.yaml train.output=other {' '.join(small)} --scheduler slurm --output job.sh",
         f"launch run.yaml train.output=other {' '.join(small)} --scheduler pbs --output job.pbs",
     ]  # fmt: skip
