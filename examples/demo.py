@@ -115,7 +115,8 @@ def unigram_entropy() -> float:
     import numpy as np
 
     counts = sum(
-        np.bincount(np.load(shard, mmap_mode="r").ravel(), minlength=4096) for shard in (ROOT / "data").glob("*.npy")
+        np.bincount(np.load(shard, mmap_mode="r").ravel(), minlength=4096)
+        for shard in (ROOT / "data").glob("shard-*.npy")
     )
     p = counts[counts > 0] / counts.sum()
     return float(-(p * np.log(p)).sum())
