@@ -121,7 +121,7 @@ def _check_free(output: Path) -> None:
 def _check_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if size > free:
-        raise UserError(f"{folder.parent} has {free / 1e9:.1f} GB free, but the weights take {size / 1e9:.1f} GB")
+        raise UserError(f"{folder.parent} has {free / 1e9:.3g} GB free, but the weights take {size / 1e9:.3g} GB")
 
 
 def _special_tokens(tokenizer: Path | None, eos_id: int | None) -> SpecialTokens:
