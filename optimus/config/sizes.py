@@ -16,6 +16,12 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * units[match[2]])
 
 
+def size_text(size: int) -> str:
+    """Bytes as people read them, such as "1.5 GB" or "10 B"."""
+    unit = max((power for power in range(5) if size >= 1000**power), default=0)
+    return f"{size / 1000**unit:.3g} {['B', 'kB', 'MB', 'GB', 'TB'][unit]}"
+
+
 def parse_count(text: str) -> int:
     """The number in a text such as "300B", "1.5 M" or "4096". Raises `UserError`."""
     units = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from optimus.checkpoint import find_checkpoint, load_model, read_description
+from optimus.config.sizes import size_text
 from optimus.disk import user_path
 from optimus.errors import UserError, nearest
 from optimus.hub.config_json import write_config
@@ -121,7 +122,7 @@ def _check_free(output: Path) -> None:
 def _check_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if size > free:
-        raise UserError(f"{folder.parent} has {free / 1e9:.3g} GB free, but the weights take {size / 1e9:.3g} GB")
+        raise UserError(f"{folder.parent} has {size_text(free)} free, but the weights take {size_text(size)}")
 
 
 def _special_tokens(tokenizer: Path | None, eos_id: int | None) -> SpecialTokens:
