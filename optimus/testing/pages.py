@@ -85,8 +85,8 @@ def add_transcript(found: list[Step], block: list[str], line: int) -> None:
 
 
 def masked(text: str) -> str:
-    """Without what may differ: numbers, their units, the width of columns."""
-    return " ".join(re.sub(r"\b([KMG]i?B|[KMBT])\b", "B", _NUMBERS.sub(" 0 ", text)).split())
+    """Without what may differ: numbers, thousands and millions, units of memory, the width of columns."""
+    return " ".join(re.sub(r"\b[KMG]i?B\b|(?<= 0 )[KMBT]\b", "", _NUMBERS.sub(" 0 ", text)).split())
 
 
 def missing(shown: list[str], printed: str) -> str | None:
