@@ -28,6 +28,7 @@ from optimus.observe.machine import find_device
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _TOLERANCE = {"bf16": 2e-2, "fp32": 1e-4}
 _CHECKED = 128  # tokens on a CPU, where float64 takes long; all on an accelerator
+_PRODUCT = 2048, 8192  # rows and columns of the product that shows what the machine can do: on a CPU, an accelerator
 _HOPELESS = 10, 5.0  # times slower than ours, and seconds: on a CPU such a contestant has one pass
 
 Row = dict[str, Any]
@@ -179,7 +180,7 @@ def _first_pass(entries: list[_Entry], inputs: Inputs, case: _Case) -> None:
 def _take_turns(entries: list[_Entry], inputs: Inputs, case: _Case) -> dict[str, list[float]]:
     """The rounds, after some that warm up; seconds of the large products."""
     warm_up = 1 if case.on_cpu else 25
-    size = 2048 if case.on_cpu else 8192
+    size = _PRODUCT[not case.on_cpu]
     a, b, out = torch.randn(3, size, size, device=case.device).to(DTYPES[case.dtype])
     products = {f"one product {size} NN": b, f"one product {size} NT": b.T}
     matmuls: dict[str, list[float]] = {name: [] for name in products}
