@@ -27,7 +27,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.kernels.sink import TensorSink, deferring
-from optimus.model import Losses, Transformer
+from optimus.model import Batch, Losses, Transformer
 from optimus.model.attention import Places
 from optimus.model.init import initialize
 from optimus.pipeline.staged import Staged, keep_stages
@@ -62,17 +62,24 @@ def make_stages(config: RunConfig) -> Staged:
 
 def ours(staged: Staged, config: RunConfig) -> Step:
     """By our executor, as configured."""
-    microbatches = _microbatches(config)
-
-    def objective(losses: Losses) -> tuple[Tensor, Tensor]:
-        return losses.cross_entropy / microbatches, losses.cross_entropy.detach()
+    objective = _CrossEntropy(_microbatches(config), config.train.micro_batch * (config.train.context - 1))
 
     def step(tokens_BS: Tensor) -> Tensor:
-        each = tokens_BS.split(config.train.micro_batch)
+        each = Batch(tokens_BS).split(config.train.micro_batch)
         reported = staged.train_microbatches(each, objective, nullcontext, lambda stage: None)
         return torch.stack(reported) if reported else torch.empty(0)
 
     return step
+
+
+class _CrossEntropy:
+    """The mean over the microbatches, an `Objective`."""
+
+    def __init__(self, microbatches: int, count: int) -> None:
+        self.scale, self.count = 1 / microbatches, float(count)
+
+    def __call__(self, losses: Losses) -> tuple[Tensor, Tensor]:
+        return losses.cross_entropy * self.scale, losses.cross_entropy.detach()
 
 
 def torchs(staged: Staged, config: RunConfig) -> Step:
@@ -81,7 +88,7 @@ def torchs(staged: Staged, config: RunConfig) -> Step:
     positions_S, places = model.places(torch.empty(1, config.train.context))
 
     def loss_of(x_TH: Tensor, tokens_BS: Tensor) -> Tensor:
-        return model.losses_of(x_TH, None, tokens_BS, positions_S).cross_entropy / microbatches
+        return model.losses_of(x_TH, None, Batch(tokens_BS), positions_S).cross_entropy / microbatches
 
     modules = {
         stage: _Module(staged.stages[stage], places, model.embedding if stage == 0 else None)

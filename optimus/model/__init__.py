@@ -5,9 +5,12 @@ from typing import TYPE_CHECKING
 from optimus.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from optimus.model.batch import Batch
     from optimus.model.transformer import KVCache, Losses, Transformer
 
-__all__ = ["KVCache", "Losses", "Transformer"]
+__all__ = ["Batch", "KVCache", "Losses", "Transformer"]
 
 _HOME = "optimus.model.transformer"
-__getattr__, __dir__ = lazy_exports(__name__, {"KVCache": _HOME, "Losses": _HOME, "Transformer": _HOME})
+__getattr__, __dir__ = lazy_exports(
+    __name__, {"Batch": "optimus.model.batch", "KVCache": _HOME, "Losses": _HOME, "Transformer": _HOME}
+)

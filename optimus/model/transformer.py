@@ -15,6 +15,7 @@ from optimus.kernels.linear_cross_entropy import linear_cross_entropy
 from optimus.kernels.rotary import rotary_table
 from optimus.model.architecture import ModelConfig
 from optimus.model.attention import Attention, LayerCache, Places
+from optimus.model.batch import Batch
 from optimus.model.dense import DenseMlp, LayerNorm, RMSNorm
 from optimus.model.moe.layer import MoeLayer
 from optimus.model.moe.router import RouterStats, Routing
@@ -25,7 +26,7 @@ from optimus.model.sequence import Sequence, WholeSequence
 class Losses(NamedTuple):
     """What a microbatch's loss is made of; the losses are fp32 scalars, those of the router zero for a dense model."""
 
-    cross_entropy: Tensor  # nats per predicted token
+    cross_entropy: Tensor  # nats, summed over predicted tokens and divided by a count of them
     router: RouterStats | None
 
     @property
@@ -212,27 +213,31 @@ class Transformer(nn.Module):
         """What `find` makes of the hidden states [N, H] of the tokens `at_N`, counted row by row; for evaluation."""
         return find(self.hidden_states(tokens_BS).flatten(0, 1)[at_N])
 
-    def losses(self, tokens_BS: Tensor) -> Losses:
+    def losses(self, given: Tensor | Batch, count: float | None = None) -> Losses:
         """Loss of predicting each token but the first from those before it, and the router's statistics.
 
-        The mean over all devices that the sequences are divided over is the mean over the predicted tokens.
+        The cross-entropies are summed and divided by `count`. By default the mean over all devices that the sequences are
+        divided over is the mean over the predicted tokens, and 0 where there is none.
         """
-        positions_S, places = self.places(tokens_BS)
-        x_TH, stats = self.blocks(self.embedding(tokens_BS[:, positions_S].flatten()), places)
-        return self.losses_of(x_TH, stats, tokens_BS, positions_S)
+        batch = Batch.of(given)
+        positions_S, places = self.places(batch.tokens_BS)
+        x_TH, stats = self.blocks(self.embedding(batch.tokens_BS[:, positions_S].flatten()), places)
+        return self.losses_of(x_TH, stats, batch, positions_S, count)
 
-    def losses_of(self, x_TH: Tensor, stats: RouterStats | None, tokens_BS: Tensor, positions_S: Tensor) -> Losses:
+    def losses_of(
+        self, x_TH: Tensor, stats: RouterStats | None, batch: Batch, positions_S: Tensor, count: float | None = None
+    ) -> Losses:
         """`losses` from the output of the blocks at these positions of the sequences."""
-        target_T = self.targets(tokens_BS, positions_S)
-        predicted = tokens_BS[:, 1:].numel() / self.sequence.parts
-        return Losses(self.head(self.final_norm(x_TH), target_T, predicted), stats)
+        count = max(1, batch.predicted()) / self.sequence.parts if count is None else count
+        return Losses(self.head(self.final_norm(x_TH), self.targets(batch, positions_S), count), stats)
 
-    def targets(self, tokens_BS: Tensor, positions_S: Tensor) -> Tensor:
-        """What follows these positions [T], -1 where nothing does."""
-        return F.pad(tokens_BS[:, 1:], (0, 1), value=-1)[:, positions_S].flatten()
+    def targets(self, batch: Batch, positions_S: Tensor) -> Tensor:
+        """What is to be predicted at these positions [T], -1 where nothing is."""
+        return batch.target_BS[:, positions_S].flatten()
 
-    def router_statistics(self, tokens_BS: Tensor) -> RouterStats | None:
+    def router_statistics(self, batch: Batch) -> RouterStats | None:
         """What `losses` would find for the router's losses, all layers summed."""
+        tokens_BS = batch.tokens_BS
         positions_S, places = self.places(tokens_BS)
         return self.blocks(self.embedding(tokens_BS[:, positions_S].flatten()), places)[1]
 

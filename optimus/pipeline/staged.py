@@ -8,7 +8,7 @@ Legend: T rows of the residual stream, H columns of it, E experts.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,23 @@ from torch import Tensor, nn
 from optimus.comm import Group
 from optimus.config import ModelConfig
 from optimus.kernels.sink import deferring
-from optimus.model import Losses, Transformer
+from optimus.model import Batch, Losses, Transformer
 from optimus.model.moe.router import RouterStats
 from optimus.model.transformer import Blocks
 from optimus.pipeline.evaluation import EvaluationWork
 from optimus.pipeline.executor import ForwardWork, Happened, Message
 from optimus.pipeline.schedule import Kind
 from optimus.pipeline.vocabulary import VocabularyLinks, VocabularyPasses
+
+
+class Objective(Protocol):
+    """What a step minimises."""
+
+    count: float  # by which the sum of a microbatch's cross-entropies is divided
+    scale: float  # the gradient of what is minimised with respect to the cross-entropy
+
+    def __call__(self, losses: Losses) -> tuple[Tensor, Tensor]:
+        """What is minimised of a microbatch, and what is reported."""
 
 
 class Cut(NamedTuple):
@@ -133,22 +143,21 @@ class Staged(nn.Module):
 
     def train_microbatches(
         self,
-        microbatches: Sequence[Tensor],
-        objective: Callable[[Losses], tuple[Tensor, Tensor]],
+        microbatches: Sequence[Batch],
+        objective: Objective,
         saving: Callable[[], AbstractContextManager[Any]],
         through: Callable[[int], None],
     ) -> list[Tensor]:
         """Forward and backward passes of a step; on the last stage's rank, what `objective` reports of each microbatch.
 
-        `objective` makes of losses what is minimised and what is reported; `saving` is around every forward pass; `through`
-        is called when a stage of this rank has done its last backward pass.
+        `saving` is around every forward pass; `through` is called when a stage of this rank has done its last backward pass.
         """
         work = _Work(self, microbatches, objective, saving, through)
         self.happened = self.execute(work, len(microbatches), True)
         work.finish()
         return work.reported
 
-    def router_statistics(self, microbatches: Sequence[Tensor]) -> list[RouterStats]:
+    def router_statistics(self, microbatches: Sequence[Batch]) -> list[RouterStats]:
         """On the last stage's rank, the statistics of each microbatch, all layers summed; forward passes only."""
         work = _Work(self, microbatches, None, nullcontext, lambda stage: None)
         self.execute(work, len(microbatches), False)
@@ -162,8 +171,8 @@ class _Work:
     def __init__(
         self,
         staged: Staged,
-        microbatches: Sequence[Tensor],
-        objective: Callable[[Losses], tuple[Tensor, Tensor]] | None,
+        microbatches: Sequence[Batch],
+        objective: Objective | None,
         saving: Callable[[], AbstractContextManager[Any]],
         through: Callable[[int], None],
     ) -> None:
@@ -175,14 +184,14 @@ class _Work:
         self.reported: list[Tensor] = []
         self.statistics: list[RouterStats] = []
         self._router: dict[int, RouterStats | None] = {}  # of the last stage, until the loss is known
-        self._positions, self._places = staged.model.places(microbatches[0])
+        self._positions, self._places = staged.model.places(microbatches[0].tokens_BS)
         self._last_stage = len(staged.cut.blocks) - 1
         self._vocabulary: VocabularyPasses | None = None
         if staged.links is not None:
             around = saving if objective is not None else torch.no_grad
-            scale = 0.0 if objective is None else _scale(objective)
+            count, scale = (1.0, 0.0) if objective is None else (objective.count, objective.scale)
             self._vocabulary = VocabularyPasses(
-                staged.links, staged.model, microbatches, lambda: self.room()[0], scale, around
+                staged.links, staged.model, microbatches, lambda: self.room()[0], count, scale, around
             )
 
     def forward(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
@@ -197,13 +206,13 @@ class _Work:
         return None if stage == self._last_stage else tuple(tensor.detach() for tensor in made)
 
     def _run(self, stage: int, microbatch: int, given: Message | None) -> Message:
-        model, tokens_BS = self._staged.model, self._microbatches[microbatch]
+        model, batch = self._staged.model, self._microbatches[microbatch]
         blocks, stats = self._staged.cut.blocks[stage], None
         if given is None:
-            x_TH = model.embedding(tokens_BS[:, self._positions].flatten())
+            x_TH = model.embedding(batch.tokens_BS[:, self._positions].flatten())
         else:
             x_TH = given[0]
-            stats = _unpacked(given[1], tokens_BS.numel() * blocks.start) if len(given) > 1 else None
+            stats = _unpacked(given[1], batch.tokens_BS.numel() * blocks.start) if len(given) > 1 else None
         x_TH, stats = self._staged.stages[stage](x_TH, self._places, None, stats)
         if stage < self._last_stage:
             return (x_TH,) if stats is None else (x_TH, _packed(stats))
@@ -215,7 +224,8 @@ class _Work:
             self._router[microbatch] = stats
             self._vocabulary.send_output(microbatch, x_TH.detach())
             return (x_TH,)
-        minimised, reported = self._objective(model.losses_of(x_TH, stats, tokens_BS, self._positions))
+        losses = model.losses_of(x_TH, stats, batch, self._positions, self._objective.count)
+        minimised, reported = self._objective(losses)
         self.reported.append(reported)
         return (minimised,)
 
@@ -272,18 +282,11 @@ class _Work:
             self._through(stage)
 
     def room(self) -> Message:
-        tokens_BS, config = self._microbatches[0], self._staged.model.config
+        tokens_BS, config = self._microbatches[0].tokens_BS, self._staged.model.config
         rows, columns = self._staged.share
         shape = len(tokens_BS) * len(self._positions) // rows, config.hidden // columns
         x_TH, experts = torch.empty(shape, dtype=self._staged.dtype, device=tokens_BS.device), config.experts
         return (x_TH,) if experts is None else (x_TH, x_TH.new_empty(2 * experts + 1, dtype=torch.float32))
-
-
-def _scale(objective: Callable[[Losses], tuple[Tensor, Tensor]]) -> float:
-    """The gradient of what is minimised with respect to the cross-entropy."""
-    cross_entropy = torch.zeros((), requires_grad=True)
-    minimised, _ = objective(Losses(cross_entropy, None))
-    return float(torch.autograd.grad(minimised, cross_entropy)[0])
 
 
 def _packed(stats: RouterStats) -> Tensor:

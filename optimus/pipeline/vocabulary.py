@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from optimus.comm import Finish, Group, Groups
 from optimus.kernels.backend import compute_dtype
 from optimus.kernels.linear_cross_entropy import PartialSoftmax, complete_softmax, partial_softmax
-from optimus.model import Transformer
+from optimus.model import Batch, Transformer
 from optimus.pipeline.schedule import Kind, Schedule
 
 
@@ -50,22 +50,23 @@ class _Logits(NamedTuple):
 class VocabularyPasses:
     """What a rank does for the vocabulary in one step.
 
-    `room` gives an empty tensor of the shape of a stage's output. The gradient of the loss is `scale`.
+    `room` gives an empty tensor of the shape of a stage's output. The loss is a sum over `count`, its gradient `scale`.
     """
 
     def __init__(
         self,
         links: VocabularyLinks,
         model: Transformer,
-        microbatches: Sequence[Tensor],
+        microbatches: Sequence[Batch],
         room: Callable[[], Tensor],
+        count: float,
         scale: float,
         saving: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._links, self._model, self._microbatches = links, model, microbatches
-        self._room, self._scale, self._saving = room, scale, saving
+        self._room, self._count, self._scale, self._saving = room, count, scale, saving
         self._rank = links.outputs.rank
-        self._positions_S = model.places(microbatches[0])[0]
+        self._positions_S = model.places(microbatches[0].tokens_BS)[0]
         self._embedded: dict[int, tuple[Tensor, Finish]] = {}  # on the first stage's rank
         self._embedding_edges: dict[int, GradientEdge] = {}
         self._input_gradients: dict[int, Tensor] = {}  # on the first stage's rank
@@ -112,7 +113,7 @@ class VocabularyPasses:
         self._under_way.clear()
 
     def _embed(self, microbatch: int) -> None:
-        tokens_BS = self._microbatches[microbatch]
+        tokens_BS = self._microbatches[microbatch].tokens_BS
         with self._saving():
             x_TH = self._model.embedding(tokens_BS[:, self._positions_S].flatten())
         if x_TH.requires_grad:
@@ -145,9 +146,8 @@ class VocabularyPasses:
         x_TH, edge, softmax, all_P2T, finish = self._logits.pop(microbatch)
         finish()
         lse_T, chosen_T = all_P2T[:, 0].logsumexp(0), all_P2T[:, 1].sum(0)
-        count = self._microbatches[microbatch][:, 1:].numel() / self._model.sequence.parts
-        loss = ((lse_T - chosen_T) * (softmax.target_T >= 0)).sum() / count
-        grad_TV = complete_softmax(softmax, lse_T).mul_(self._scale / count)
+        loss = ((lse_T - chosen_T) * (softmax.target_T >= 0)).sum() / self._count
+        grad_TV = complete_softmax(softmax, lse_T).mul_(self._scale / self._count)
         torch.autograd.backward(edge, grad_TV.to(x_TH.dtype))
         x_grad_TH = x_TH.grad
         assert x_grad_TH is not None

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
+from optimus.model import Batch
 from optimus.pipeline.staged import Staged
 from optimus.train.pipeline import with_microbatches
 from optimus.train.run import build_model, mesh_of
@@ -26,12 +27,13 @@ class Steps:
         self.state.initialize(self.config.train.seed, self.config.model.init_std)
         self.done = 0
 
-    def train(self) -> StepResult:
-        """The next step, on this rank's part of a random batch."""
+    def train(self, target_mask_BS: Tensor | None = None) -> StepResult:
+        """The next step, on this rank's part of a random batch; `target_mask_BS` is that of the whole batch."""
         self.done += 1
         data = self.groups.along("dp")
-        tokens_BS = random_batch(self.config, self.done).chunk(data.size)[data.rank]
-        return training_step(self.model, self.state, tokens_BS, self.config, self.done)
+        tokens_BS = random_batch(self.config, self.done)
+        batch = Batch(tokens_BS, target_mask_BS).split(len(tokens_BS) // data.size)[data.rank]
+        return training_step(self.model, self.state, batch, self.config, self.done)
 
     @property
     def blocks(self) -> list[nn.Module]:

@@ -1,14 +1,15 @@
 """One training step, as the architecture draws it: microbatches, reduce, check, clip, update."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from optimus.comm import Group
 from optimus.config import RunConfig
-from optimus.model import Losses, Transformer
+from optimus.model import Batch, Losses, Transformer
 from optimus.model.moe.router import RouterStats
 from optimus.optim.adamw import AdamW
 from optimus.optim.schedule import learning_rate
@@ -19,10 +20,9 @@ DATA = ("dp", "cp")  # axes along which the tokens of a global batch are divided
 
 
 class StepResult(NamedTuple):
-    """Means over the tokens of the global batch; `skipped`: nothing was applied, as the gradients were not finite or
-    the loss above its limit."""
+    """Of the global batch; `skipped`: nothing was applied, as the gradients were not finite or the loss above its limit."""
 
-    loss: float
+    loss: float  # nats per predicted token; 0 where none is predicted
     balance_loss: float
     z_loss: float
     grad_norm: float
@@ -33,17 +33,20 @@ class StepResult(NamedTuple):
 def training_step(
     model: Transformer | Staged,
     state: ModelState,
-    tokens_BS: Tensor,
+    batch: Tensor | Batch,
     config: RunConfig,
     step: int,
     loss_limit: float = math.inf,
 ) -> StepResult:
-    """Train on this rank's part of a global batch; `step` counts from 1. Above `loss_limit` nothing is applied."""
+    """Train on this rank's part of a global batch; `step` counts from 1. Above `loss_limit` nothing is applied.
+
+    Every rank has as many sequences. Where any rank has a mask, all must.
+    """
     state.begin_step()
     watch = state.groups.watch
     watch.begin()
     with watch.on():
-        losses = accumulate_gradients(model, state, tokens_BS, config)
+        losses = accumulate_gradients(model, state, batch, config)
         # Over all ranks, also those of a grid, which find the same: bit by bit, as each decides by it what is applied.
         finish = state.groups.world.start_sum(losses)
         norm = state.reduce_gradients()
@@ -58,50 +61,88 @@ def training_step(
 
 
 def accumulate_gradients(
-    model: Transformer | Staged, state: ModelState, tokens_BS: Tensor, config: RunConfig
+    model: Transformer | Staged, state: ModelState, given: Tensor | Batch, config: RunConfig
 ) -> Tensor:
     """Forward and backward over this rank's microbatches; their mean losses [3] (cross-entropy, balance, z), fp32.
 
-    The gradients are those of this rank's share of the mean over the global batch: their sum over the ranks is the whole.
+    The gradients are those of this rank's share of the losses of the global batch: their sum over the ranks is the whole.
+    The cross-entropy is a mean over the predicted tokens of the global batch, in whichever microbatches these are; the
+    losses of the router are means over the microbatches.
     """
-    microbatches = tokens_BS.split(config.train.micro_batch)
-    share = 1 / (len(microbatches) * state.groups.along(*DATA).size)
+    batch = Batch.of(given)
+    microbatches = batch.split(config.train.micro_batch)
+    objective = _Objective(config, state, len(microbatches), predicted_tokens(batch, state.groups.along("dp")))
     if isinstance(model, Staged):
-        return _through_the_pipeline(model, state, microbatches, config, share)
-    choices_E = _global_choices(model.router_statistics, state, microbatches, config)
-    total = torch.zeros(3, device=tokens_BS.device)
-    for number, tokens in enumerate(microbatches, start=1):
+        return _through_the_pipeline(model, state, microbatches, objective)
+    if objective.counts_beforehand:
+        with torch.no_grad():
+            objective.count_choices([model.router_statistics(each) for each in microbatches])
+    total = torch.zeros(3, device=batch.tokens_BS.device)
+    for number, each in enumerate(microbatches, start=1):
         with state.saving():
-            losses = model.losses(tokens)
-            if choices_E is None and _counts_globally(config, losses):
-                choices_E = _choices([losses.router], state)
-            parts = terms(losses, choices_E)
+            minimised, reported = objective(model.losses(each, objective.count))
         if number == len(microbatches):
             state.reduce_on_arrival()
-        (objective(parts, config) * share).backward()
-        total += parts.detach()
+        minimised.backward()
+        total += reported
     return total / len(microbatches)
 
 
 def _through_the_pipeline(
-    staged: Staged, state: ModelState, microbatches: Sequence[Tensor], config: RunConfig, share: float
+    staged: Staged, state: ModelState, microbatches: Sequence[Batch], objective: "_Objective"
 ) -> Tensor:
     """`accumulate_gradients` by the stages of a pipeline; the losses are zero but on the ranks of the last one."""
-
-    def find_objective(losses: Losses) -> tuple[Tensor, Tensor]:
-        choices = choices_E
-        if choices is None and _counts_globally(config, losses):
-            choices = _choices([losses.router], state)
-        parts = terms(losses, choices)
-        return objective(parts, config) * share, parts.detach()
-
-    choices_E = None
-    if _counts_beforehand(config, len(microbatches)):
-        counted = staged.router_statistics(microbatches)
-        choices_E = _choices(counted, state) if counted else None
-    reported = staged.train_microbatches(microbatches, find_objective, state.saving, state.start_reduction)
-    total = torch.stack(reported).sum(0) if reported else torch.zeros(3, device=microbatches[0].device)
+    if objective.counts_beforehand:
+        objective.count_choices(staged.router_statistics(microbatches))
+    reported = staged.train_microbatches(microbatches, objective, state.saving, state.start_reduction)
+    total = torch.stack(reported).sum(0) if reported else torch.zeros(3, device=microbatches[0].tokens_BS.device)
     return total / len(microbatches)
+
+
+def predicted_tokens(batch: Batch, data: Group) -> int:
+    """Predicted tokens of the global batch, of which each rank of `data` has as many sequences; at least 1.
+
+    Without a mask the shape says it. Else all ranks must call, each with a mask.
+    """
+    count = batch.predicted()
+    if batch.target_mask_BS is None or data.size == 1:
+        return max(1, count * data.size)
+    total_1 = torch.tensor([count], device=batch.tokens_BS.device)
+    data.unwatched.sum(total_1)
+    return max(1, int(total_1))
+
+
+class _Objective:
+    """What each of this rank's `microbatches` adds to the losses of the global batch, in which `predicted` tokens are
+    predicted.
+
+    Called with the losses of a microbatch, whose cross-entropies are divided by `count`; returns what is minimised, which is
+    `scale` times the losses, and the losses themselves [3].
+    """
+
+    def __init__(self, config: RunConfig, state: ModelState, microbatches: int, predicted: int) -> None:
+        parts = microbatches * state.groups.along(*DATA).size  # whose mean are the losses of the global batch
+        self.count, self.scale = predicted / parts, 1 / parts
+        self._config, self._data = config, state.groups.along("dp")
+        self._global = config.moe.balance_scope == "global" and config.model.experts is not None
+        self._choices_E: Tensor | None = None
+        # The first microbatch's gradient depends on the choices in the last. One alone needs no pass of its own.
+        self.counts_beforehand = self._global and microbatches > 1
+
+    def __call__(self, losses: Losses) -> tuple[Tensor, Tensor]:
+        if self._global and not self.counts_beforehand:
+            self.count_choices([losses.router])
+        parts = terms(losses, self._choices_E)
+        return objective(parts, self._config) * self.scale, parts.detach()
+
+    def count_choices(self, counted: Sequence[RouterStats | None]) -> None:
+        """How often each expert is chosen per token of the global batch: over these microbatches of all data ranks."""
+        routers = [router for router in counted if router is not None]
+        if not routers:  # they are on the ranks of another stage
+            return
+        counts_E = torch.stack([router.counts_E for router in routers]).sum(0)
+        self._data.sum(counts_E)  # the ranks of a microbatch have added theirs already
+        self._choices_E = counts_E / (sum(router.tokens for router in routers) * self._data.size)
 
 
 def terms(losses: Losses, choices_E: Tensor | None = None) -> Tensor:
@@ -114,38 +155,6 @@ def objective(terms_3: Tensor, config: RunConfig) -> Tensor:
     """What is minimised: cross-entropy plus the weighted losses of the router."""
     cross_entropy, balance, z = terms_3
     return cross_entropy + config.moe.balance_coefficient * balance + config.moe.z_coefficient * z
-
-
-def _counts_globally(config: RunConfig, losses: Losses) -> bool:
-    return config.moe.balance_scope == "global" and losses.router is not None
-
-
-def _counts_beforehand(config: RunConfig, microbatches: int) -> bool:
-    return config.moe.balance_scope == "global" and config.model.experts is not None and microbatches > 1
-
-
-def _global_choices(
-    statistics: Callable[[Tensor], RouterStats | None],
-    state: ModelState,
-    microbatches: Sequence[Tensor],
-    config: RunConfig,
-) -> Tensor | None:
-    """How often each expert is chosen per token of the global batch, where a forward pass must find out beforehand.
-
-    The first microbatch's gradient depends on the choices in the last. One microbatch alone needs no pass of its own.
-    """
-    if not _counts_beforehand(config, len(microbatches)):
-        return None
-    with torch.no_grad():
-        return _choices([statistics(tokens) for tokens in microbatches], state)
-
-
-def _choices(counted: Sequence[RouterStats | None], state: ModelState) -> Tensor:
-    """Choices of each expert per token, over these microbatches of all data ranks."""
-    routers = [router for router in counted if router is not None]
-    counts_E = torch.stack([router.counts_E for router in routers]).sum(0)
-    state.groups.along("dp").sum(counts_E)  # the ranks of a microbatch have added theirs already
-    return counts_E / (sum(router.tokens for router in routers) * state.groups.along("dp").size)
 
 
 def clip_scale(config: RunConfig, step: int, norm: float) -> float:
