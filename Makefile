@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt
 
-.PHONY: install install-dev demo test lint docs gpu-check clean
+.PHONY: install install-dev demo test sweep lint docs gpu-check clean
 
 install: .venv/installed        ## a virtual environment with Optimus in it
 install-dev: .venv/installed-dev
@@ -30,8 +30,13 @@ install-evaluate install-wandb install-bench: install-%: install  ## an optional
 demo: install                   ## text to evaluated model in minutes, with what every machine has
 	@$(BIN)/python examples/demo.py
 
-test: install-dev lint          ## lint and all tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 25 --durations-min 5
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 25 --durations-min 5
+
+test: install-dev lint          ## lint and all tests; of random layouts a part, another with each commit
+	@$(PYTEST)
+
+sweep: install-dev              ## all random layouts against one process
+	@SWEEP=all $(PYTEST) tests/train/test_layouts.py -k test_random_layouts
 
 lint: install-dev
 	@$(BIN)/ruff format --check --quiet . || (echo "run: .venv/bin/ruff format ." && exit 1)

@@ -57,6 +57,11 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(columns, qk_norm_eps) if qk_norm_eps is not None else None
         self.k_norm = RMSNorm(columns, qk_norm_eps) if qk_norm_eps is not None else None
 
+    @property
+    def score_columns(self) -> int:
+        """Columns that a token's scores are made of, and those that they weigh: queries and values of all heads."""
+        return 2 * self.out.weight.shape[-1]
+
     def forward(self, x_TH: Tensor, places: Places, cache: LayerCache | None = None) -> Tensor:
         """[T, H]. The tokens are those of `places`, sequence by sequence; with a `cache` they continue what it holds."""
         q, k, v = self.qkv(x_TH).chunk(3, -1)

@@ -1,8 +1,18 @@
-"""How many parameters and how much arithmetic an architecture has, from its shapes alone."""
+"""How many parameters and how much arithmetic a model has: from what its modules declare, whatever they are.
 
+The model is made on the meta device, once for each architecture.
+"""
+
+from collections import Counter
+from functools import lru_cache
 from typing import NamedTuple
 
+import torch
+
 from optimus.model.architecture import ModelConfig
+from optimus.model.attention import Attention
+from optimus.model.parameters import declarations
+from optimus.model.transformer import Transformer
 
 
 class ParameterCount(NamedTuple):
@@ -12,28 +22,52 @@ class ParameterCount(NamedTuple):
     active: int
 
 
+class _Counts(NamedTuple):
+    parts: dict[str, ParameterCount]
+    multiplied: int  # active weights of matrices that a token is multiplied with
+    scored: int  # columns of queries and of values, of all heads and layers
+
+
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Exact numbers of parameters, embedding and output layer included."""
-    h, i = config.hidden, config.intermediate
-    attention, expert = 4 * h * h, 3 * h * i
-    if config.experts is not None and config.experts_per_token is not None:
-        norms = 4 * h
-        fixed = attention + norms + h * config.experts
-        total, active = fixed + config.experts * expert, fixed + config.experts_per_token * expert
-        final_norm = h
-    else:
-        total = active = attention + expert
-        final_norm = 0
-    outside = config.vocab * h * (1 if config.tie_embeddings else 2) + final_norm
-    return ParameterCount(config.layers * total + outside, config.layers * active + outside)
+    return ParameterCount(*map(sum, zip(*_counts(config.model_dump_json()).parts.values())))
+
+
+def count_parts(config: ModelConfig) -> dict[str, ParameterCount]:
+    """`count_parameters` of what pipeline stages are made of: embedding, blocks.0, blocks.1 ..., final_norm, head.
+
+    A tied embedding is counted as both embedding and head; a part without parameters is not there.
+    """
+    parts = _counts(config.model_dump_json()).parts
+    return parts | {"head": parts["embedding"]} if config.tie_embeddings else parts
 
 
 def flops_per_token(config: ModelConfig, context: int) -> float:
     """Floating point operations of forward and backward per token (PaLM, appendix B; backward twice the forward).
 
-    6 per active weight of a matrix product (the input embedding is a look-up), and 12 L H S for the attention scores over a
-    whole square, as is usual for model-FLOP utilisation.
+    6 per active weight of a matrix product (the input embedding is a look-up), and as many per column of queries and of
+    values and position, for the attention scores over a whole square, as is usual for model-FLOP utilisation.
     """
-    active = count_parameters(config).active
-    look_up = 0 if config.tie_embeddings else config.vocab * config.hidden
-    return 6.0 * (active - look_up) + 12.0 * config.layers * config.hidden * context
+    counts = _counts(config.model_dump_json())
+    return 6.0 * counts.multiplied + 6.0 * counts.scored * context
+
+
+@lru_cache(maxsize=64)
+def _counts(text: str) -> _Counts:
+    config = ModelConfig.model_validate_json(text)
+    with torch.device("meta"):
+        model = Transformer(config)
+    total, active, multiplied = Counter[str](), Counter[str](), 0
+    for name, declared in declarations(model):
+        parameter = model.get_parameter(name)
+        chosen = parameter.numel()
+        if "experts" in declared.dims:
+            chosen = chosen // parameter.shape[declared.dims.index("experts")] * (config.experts_per_token or 0)
+        first, second, *_ = name.split(".")
+        part = f"{first}.{second}" if first == "blocks" else first
+        total[part] += parameter.numel()
+        active[part] += chosen
+        if declared.role == "matrix" or parameter is model.head.weight:
+            multiplied += chosen
+    scored = sum(module.score_columns for module in model.modules() if isinstance(module, Attention))
+    return _Counts({part: ParameterCount(total[part], active[part]) for part in total}, multiplied, scored)

@@ -11,7 +11,7 @@ from optimus.config import ModelConfig, RunConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.model import Transformer
-from optimus.model.count import count_parameters
+from optimus.model.count import count_parts
 from optimus.pipeline.executor import ForwardWork, Happened, Links, ScheduledExecutor, Work
 from optimus.pipeline.message_driven import MessageDrivenExecutor
 from optimus.pipeline.message_driven_simulation import simulate_message_driven
@@ -56,11 +56,10 @@ def _weights(model: ModelConfig, *, divided: bool) -> tuple[Weights, Weights]:
 
     With the vocabulary `divided` over all ranks, its share is everywhere the same.
     """
-    vocabulary, counted = model.vocab * model.hidden, count_parameters(model)
-    ends = vocabulary * (1 if model.tie_embeddings else 2)
-    met, held = ((number - ends) / model.layers for number in (counted.active, counted.total))
-    besides = 0 if divided else vocabulary
-    return Weights([met] * model.layers, last=besides), Weights([held] * model.layers, besides, besides)
+    parts = count_parts(model)
+    met, held = ([getattr(parts[f"blocks.{i}"], of) for i in range(model.layers)] for of in ("active", "total"))
+    first, last = (0 if divided else parts[end].total for end in ("embedding", "head"))
+    return Weights(met, last=last), Weights(held, first, last)
 
 
 def stages_of(model: Transformer, cut: Cut, config: RunConfig, groups: Groups, dtype: torch.dtype) -> Staged:

@@ -1,15 +1,28 @@
-"""Every layout gives the numbers of one process: random combinations of all that says how work and state are divided."""
+"""Every layout gives the numbers of one process: combinations of all that says how work and state are divided.
+
+They are drawn at random. Of many draws, a covering array is tested: some fifty that have every value of every option, every
+pair of values of the options in `factors` that any draw has, and every pair of `PAIRS`. Beside them,
+of the draws in `SWEEP` one part in `PARTS`, another with each commit; `make sweep` tests them all.
+"""
 
 import itertools
+import os
+import subprocess
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from optimus.testing import Layout, assert_same_as_one_process, run_ranks
+from optimus.testing.covering import covering
 from optimus.testing.drawing import MODELS, config_of, drawn
 from optimus.testing.equality import train_steps
 
-DRAWS = range(160)
+POOL = range(2500)  # draws that the covering array is chosen from
+SWEEP = range(160)
+PARTS = 20
 STEPS = 3
 PAIRS = [
     ("parallel.tensor=", "parallel.context=2"),
@@ -23,6 +36,8 @@ PAIRS = [
     ("parallel.expert_tensor=2", "moe.dispatch=allgather"),
     ("parallel.expert_tensor=2", "parallel.context=2"),
     ("moe.drop_duplicates=false", "recompute_collectives="),
+    ("moe.drop_duplicates=false", "state.shard=parameters"),
+    ("moe.drop_duplicates=false", "parallel.pipeline="),
     ("parallel.tensor=", "recompute_collectives=keep"),
     ("parallel.context=", "recompute_collectives=keep"),
     ("parallel.context=", "recompute_collectives=repeat"),
@@ -71,6 +86,114 @@ PAIRS = [
 ]
 
 
+OPTIONS = {
+    "parallel.tensor": ("2", "3", "4", "[2,2]", "[1,2]", "[2,3]", "[4,2]"),
+    "parallel.sequence": ("true", "false"),
+    "parallel.overlap": ("true", "false"),
+    "parallel.context": ("2", "3", "4"),
+    "parallel.context_method": ("ring", "ulysses"),
+    "parallel.expert": ("1", "2", "3", "4", "6", "8"),
+    "parallel.expert_tensor": ("1", "2", "3", "4"),
+    "moe.dispatch": ("alltoall", "allgather"),
+    "moe.drop_duplicates": ("true", "false"),
+    "moe.balance_scope": ("microbatch", "global"),
+    "state.shard": ("none", "optimizer", "gradients", "parameters"),
+    "state.shard_over": ("replicas", "data"),
+    "state.shard_ranks": ("1", "2", "4"),
+    "state.release": ("true", "false"),
+    "state.prefetch": ("0", "1", "3"),
+    "state.overlap": ("true", "false"),
+    "state.coarsening": ("1", "3"),
+    "state.tile": ("64",),
+    "recompute": (
+        "[block]",
+        "[moe]",
+        "[mlp]",
+        "[norm]",
+        "[attention]",
+        "[norm,attention,moe]",
+        "[norm,attention,mlp]",
+    ),
+    "recompute_every": ("1", "2"),
+    "recompute_collectives": ("keep", "repeat"),
+    "parallel.pipeline": ("2", "4"),
+    "parallel.schedule": ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"),
+    "parallel.warm_up": ("1", "2"),
+    "parallel.stages_per_rank": ("1", "2"),
+    "parallel.executor": ("scheduled", "message-driven"),
+    "parallel.in_flight": ("1", "2", "5"),
+    "parallel.blocks": ("[1,1]", "[1,2]", "[2,1]", "[1,1,1,1]"),
+    "parallel.vocabulary": ("true", "false"),
+    "parallel.microbatches": ("1", "2", "4", "8", "auto"),
+    "parallel.pipeline_stride": ("1", "2", "4"),
+}
+VALUES = {f"{option}={value}" for option, values in OPTIONS.items() for value in values}
+PAIRED = (  # as they are drawn; `factors` has the others. Few draws say moe.drop_duplicates: what it meets is in `PAIRS`
+    "parallel.sequence",
+    "parallel.overlap",
+    "parallel.context_method",
+    "parallel.executor",
+    "parallel.schedule",
+    "parallel.stages_per_rank",
+    "parallel.vocabulary",
+    "moe.dispatch",
+    "moe.balance_scope",
+    "state.shard",
+    "state.shard_over",
+    "state.overlap",
+    "state.release",
+    "recompute_collectives",
+)
+
+
+def factors(model: str, layout: Layout) -> dict[str, str]:
+    """Options and values that are met in pairs: sizes are told apart where they make other code run."""
+    said = dict(override.split("=", 1) for override in layout.overrides)
+    outputs, _, inputs = said.get("parallel.tensor", "1").strip("[]").partition(",")
+    recomputed = said.get("recompute", "nothing")
+    return {option: said[option] for option in PAIRED if option in said} | {
+        "model": model,
+        "outputs": str(int(outputs) > 1),
+        "inputs": str(int(inputs or 1) > 1),
+        "parallel.pipeline": said.get("parallel.pipeline", "1"),
+        **{
+            option: str(int(said.get(option, 1)) > 1)
+            for option in ("parallel.context", "parallel.expert", "parallel.expert_tensor", "recompute_every")
+        },
+        **{kind: str(kind in recomputed) for kind in ("nothing", "block", "norm", "attention", "m")},  # moe or mlp
+    }
+
+
+def pairs(model: str, layout: Layout) -> set[tuple[object, ...]]:
+    """All pairs of factors."""
+    return set(itertools.combinations(sorted(factors(model, layout).items()), 2))
+
+
+def asked(model: str, layout: Layout) -> set[object]:
+    """All that this draw has of what some case must have."""
+    text = " ".join(layout.overrides)
+    together = {pair for pair in PAIRS if all(part in text for part in pair)}
+    return {model, layout.ranks, *VALUES.intersection(layout.overrides), *together, *pairs(model, layout)}
+
+
+@cache
+def cases() -> list[int]:
+    """The draws of the covering array."""
+    return [POOL[index] for index in covering([asked(*drawn(number)) for number in POOL])]
+
+
+def part_of_the_sweep() -> range:
+    """All if SWEEP is in the environment, else what this commit's turn is; without git, the first part."""
+    if os.environ.get("SWEEP"):
+        return SWEEP
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        commit = "0"
+    return SWEEP[int(commit, 16) % PARTS :: PARTS]
+
+
 FORCED = {
     "context": [
         Layout(2, ["parallel.context=2"]),
@@ -95,7 +218,13 @@ def test_forced_routing(axis: str) -> None:
     assert_same_as_one_process(config, FORCED[axis], STEPS, rtol=2e-5)
 
 
-@pytest.mark.parametrize("number", DRAWS)
+@pytest.mark.parametrize("number", cases())
+def test_covering_layouts(number: int) -> None:
+    model, layout = drawn(number)
+    assert_same_as_one_process(config_of(model), [layout], STEPS, rtol=2e-5)
+
+
+@pytest.mark.parametrize("number", part_of_the_sweep())
 def test_random_layouts(number: int) -> None:
     model, layout = drawn(number)
     assert_same_as_one_process(config_of(model), [layout], STEPS, rtol=2e-5)
@@ -118,60 +247,34 @@ def test_stages_side_by_side(model: str, overrides: list[str]) -> None:
     assert_same_as_one_process(config_of(model), [Layout(8, ["parallel.pipeline=2", *overrides])], STEPS, rtol=2e-5)
 
 
-def test_the_draws_meet_everything() -> None:
-    drawings = [drawn(number) for number in DRAWS]
-    said = {override for _, layout in drawings for override in layout.overrides}
-    options = {
-        "parallel.tensor": ("2", "3", "4", "[2,2]", "[1,2]", "[2,3]", "[4,2]"),
-        "parallel.sequence": ("true", "false"),
-        "parallel.overlap": ("true", "false"),
-        "parallel.context": ("2", "3", "4"),
-        "parallel.context_method": ("ring", "ulysses"),
-        "parallel.expert": ("1", "2", "3", "4", "6", "8"),
-        "parallel.expert_tensor": ("1", "2", "3", "4"),
-        "moe.dispatch": ("alltoall", "allgather"),
-        "moe.drop_duplicates": ("true", "false"),
-        "moe.balance_scope": ("microbatch", "global"),
-        "state.shard": ("none", "optimizer", "gradients", "parameters"),
-        "state.shard_over": ("replicas", "data"),
-        "state.shard_ranks": ("1", "2", "4"),
-        "state.release": ("true", "false"),
-        "state.prefetch": ("0", "1", "3"),
-        "state.overlap": ("true", "false"),
-        "state.coarsening": ("1", "3"),
-        "state.tile": ("64",),
-        "recompute": (
-            "[block]",
-            "[moe]",
-            "[mlp]",
-            "[norm]",
-            "[attention]",
-            "[norm,attention,moe]",
-            "[norm,attention,mlp]",
-        ),
-        "recompute_every": ("1", "2"),
-        "recompute_collectives": ("keep", "repeat"),
-        "parallel.pipeline": ("2", "4"),
-        "parallel.schedule": ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"),
-        "parallel.warm_up": ("1", "2"),
-        "parallel.stages_per_rank": ("1", "2"),
-        "parallel.executor": ("scheduled", "message-driven"),
-        "parallel.in_flight": ("1", "2", "5"),
-        "parallel.blocks": ("[1,1]", "[1,2]", "[2,1]", "[1,1,1,1]"),
-        "parallel.vocabulary": ("true", "false"),
-        "parallel.microbatches": ("1", "2", "4", "8", "auto"),
-        "parallel.pipeline_stride": ("1", "2", "4"),
-    }
-    assert {f"{key}={value}" for key, values in options.items() for value in values} - said == set()
+def test_the_cases_meet_everything() -> None:
+    drawings = [drawn(number) for number in cases()]
+    assert VALUES - {override for _, layout in drawings for override in layout.overrides} == set()
     assert {model for model, _ in drawings} == set(MODELS)
     assert {layout.ranks for _, layout in drawings} == {1, 2, 3, 4, 6, 8}
+    assert len(drawings) <= 64
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
-def test_the_draws_combine(pair: tuple[str, str]) -> None:
+def test_the_cases_combine(pair: tuple[str, str]) -> None:
     """Forms that meet in the same place of the code are drawn together."""
-    drawings = [" ".join(drawn(number)[1].overrides) for number in DRAWS]
+    drawings = [" ".join(drawn(number)[1].overrides) for number in cases()]
     assert any(all(part in text for part in pair) for text in drawings)
+
+
+def test_the_cases_have_every_pair() -> None:
+    """That any draw has, of those they were chosen from; and but for rare ones, of others."""
+
+    def found(numbers: Iterable[int]) -> set[object]:
+        return set().union(*(pairs(*drawn(number)) for number in numbers))
+
+    met = found(cases())
+    assert found(POOL) == met
+    assert len(found(range(POOL.stop, POOL.stop + 500)) - met) <= 5
+
+
+def test_every_draw_of_the_sweep_has_its_turn() -> None:
+    assert sorted(number for part in range(PARTS) for number in SWEEP[part::PARTS]) == [*SWEEP]
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
