@@ -24,7 +24,9 @@ class ParameterCount(NamedTuple):
 
 class _Counts(NamedTuple):
     parts: dict[str, ParameterCount]
-    multiplied: int  # active weights of matrices that a token is multiplied with
+    multiplied: Counter[
+        str
+    ]  # active weights of matrices that a token is multiplied with, by module; of a block without number
     scored: int  # columns of queries and of values, of all heads and layers
 
 
@@ -49,7 +51,17 @@ def flops_per_token(config: ModelConfig, context: int) -> float:
     values and position, for the attention scores over a whole square, as is usual for model-FLOP utilisation.
     """
     counts = _counts(config.model_dump_json())
-    return 6.0 * counts.multiplied + 6.0 * counts.scored * context
+    return 6.0 * sum(counts.multiplied.values()) + 6.0 * counts.scored * context
+
+
+def forward_flops(config: ModelConfig, context: int) -> dict[str, float]:
+    """Those of the forward pass of a module of a block per token, in the mean of all blocks; the scores over half a square.
+
+    By kind of module: attention, and mlp, moe or both.
+    """
+    counts = _counts(config.model_dump_json())
+    found = {kind: 2.0 * weights / config.layers for kind, weights in counts.multiplied.items() if kind != "head"}
+    return found | {"attention": found["attention"] + counts.scored * context / config.layers}
 
 
 @lru_cache(maxsize=64)
@@ -57,17 +69,19 @@ def _counts(text: str) -> _Counts:
     config = ModelConfig.model_validate_json(text)
     with torch.device("meta"):
         model = Transformer(config)
-    total, active, multiplied = Counter[str](), Counter[str](), 0
+    total, active, multiplied = Counter[str](), Counter[str](), Counter[str]()
     for name, declared in declarations(model):
         parameter = model.get_parameter(name)
         chosen = parameter.numel()
         if "experts" in declared.dims:
             chosen = chosen // parameter.shape[declared.dims.index("experts")] * (config.experts_per_token or 0)
-        first, second, *_ = name.split(".")
-        part = f"{first}.{second}" if first == "blocks" else first
+        first, second, third, *_ = (*name.split("."), "")
+        part, module = (f"{first}.{second}", third) if first == "blocks" else (first, first)
         total[part] += parameter.numel()
         active[part] += chosen
-        if declared.role == "matrix" or parameter is model.head.weight:
-            multiplied += chosen
+        if parameter is model.head.weight:
+            multiplied["head"] += chosen
+        elif declared.role == "matrix":
+            multiplied[module] += chosen
     scored = sum(module.score_columns for module in model.modules() if isinstance(module, Attention))
     return _Counts({part: ParameterCount(total[part], active[part]) for part in total}, multiplied, scored)

@@ -13,6 +13,7 @@ from typing import Any
 
 from optimus.config import ModelConfig
 from optimus.errors import UserError
+from optimus.model.count import forward_flops
 from optimus.parallel.activations import Activations, activation_bytes
 from optimus.parallel.recompute import Recomputation
 
@@ -51,15 +52,9 @@ def choose_recomputation(
 
 def recomputed_flops(config: ModelConfig, chosen: Recomputation, context: int, layers: int) -> float:
     """Floating point operations per token that are made again, roughly; attention over half a square."""
-    hidden, width = config.hidden, config.intermediate * (config.experts_per_token or 1)
-    cost = {
-        "norm": 20.0 * hidden,
-        "attention": 8.0 * hidden**2 + 2.0 * hidden * context,
-        "mlp": 6.0 * hidden * width,
-        "moe": 6.0 * hidden * width + 2.0 * hidden * (config.experts or 0),
-    }
+    cost = {"norm": 20.0 * config.hidden, **forward_flops(config, context)}
     if "block" in chosen.kinds:
-        return layers * (cost["norm"] + cost["attention"] + cost["moe" if config.experts else "mlp"])
+        return layers * sum(cost.values())
     return layers // chosen.every * sum(cost[kind] for kind in chosen.kinds)
 
 

@@ -6,7 +6,7 @@ import torch
 from optimus.config import ModelConfig, preset_names, resolve_model
 from optimus.config.load import model_config_from
 from optimus.model import Transformer
-from optimus.model.count import count_parameters, count_parts, flops_per_token
+from optimus.model.count import count_parameters, count_parts, flops_per_token, forward_flops
 
 
 def preset(name: str) -> ModelConfig:
@@ -37,6 +37,8 @@ def test_numbers_by_hand(config: ModelConfig) -> None:
     assert count_parameters(config) == (total, active)
     products = layers * matrices[1] + config.vocab * h
     assert flops_per_token(config, 100) == 6.0 * products + 12.0 * layers * h * 100
+    inside = {"moe" if sparse else "mlp": 2.0 * (matrices[1] - 4 * h * h), "attention": 8.0 * h * h + 2.0 * h * 100}
+    assert forward_flops(config, 100) == inside
     parts = count_parts(config)
     assert {part for part in parts if part.startswith("blocks.")} == {f"blocks.{i}" for i in range(layers)}
     assert len({count for part, count in parts.items() if part.startswith("blocks.")}) == 1
