@@ -17,7 +17,7 @@ ROOMS = [
     "cli", "bench", "plan", "train", "evaluate", "resilience", "hub", "checkpoint", "observe", "state", "pipeline",
     "parallel", "optim", "data", "config", "model", "kernels", "comm", "mesh",
 ]  # fmt: skip
-BELOW_ALL = ["autograd", "section", "disk", "lazy", "errors"]
+BELOW_ALL = ["step_context", "autograd", "section", "disk", "lazy", "errors"]
 _LAZY_NAME = re.compile(r"optimus(\.\w+)+(:\w+)?")
 TESTING = "testing"  # for tests and benchmarks; it may use every room
 

@@ -9,7 +9,7 @@ token, V vocabulary.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,9 @@ from optimus.kernels.swiglu import swiglu, swiglu_reference
 from optimus.model.architecture import ModelConfig
 from optimus.model.count import count_parameters
 from optimus.model.moe.router import Router
+from optimus.model.parts import Parts
 from optimus.optim.adamw import AdamW, adamw, adamw_reference
+from optimus.testing.buffers import GradientBuffers
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -58,6 +60,7 @@ class Sizes(NamedTuple):
     context: int  # tokens of a sequence
     dtype: torch.dtype
     device: torch.device
+    buffers: GradientBuffers  # of weights, by those for whom gradients shall accumulate
 
 
 def cases(sizes: Sizes) -> Iterator[Callable[[], Case]]:
@@ -83,11 +86,6 @@ def _weight(sizes: Sizes, *shape: int) -> nn.Parameter:
     return nn.Parameter(_WEIGHT_STD * _random(sizes, *shape))
 
 
-def _sink(weight: Tensor) -> Any:
-    """Where a weight's gradient accumulates, if somewhere: as the model's modules ask."""
-    return getattr(weight, "sink", None)
-
-
 def _one(function: Callable[..., Tensor]) -> Function:
     return lambda *inputs: (function(*inputs),)
 
@@ -107,7 +105,7 @@ def _product(sizes: Sizes, kernel: str, inputs: int, outputs: int) -> Case:
     return Case(
         kernel, f"{T}x{inputs} by {inputs}x{outputs}", sizes.model.layers,
         [_activation(sizes, T, inputs), _weight(sizes, outputs, inputs)],
-        _one(lambda x, w: linear(x, w, _sink(w))), {"F.linear": _one(F.linear)}, _one(linear_reference),
+        _one(lambda x, w: linear(x, w, sizes.buffers.get(w))), {"F.linear": _one(F.linear)}, _one(linear_reference),
         flops=6.0 * T * inputs * outputs,
     )  # fmt: skip
 
@@ -209,7 +207,8 @@ def _router(sizes: Sizes) -> Case:
     computing them makes the same choices.
     """
     T, H, (E, K) = sizes.tokens, sizes.model.hidden, _expert_counts(sizes.model)
-    router = Router(H, E, K, "learned", sizes.model.renormalise).to(sizes.device, sizes.dtype)
+    parts = Parts(parameters=sizes.buffers)
+    router = Router(H, E, K, "learned", sizes.model.renormalise, parts).to(sizes.device, sizes.dtype)
     x_TH = _random(sizes, T, H)
     with torch.no_grad():
         order_TE = torch.rand(T, E, device=sizes.device).argsort(-1)
@@ -248,8 +247,9 @@ def _experts(sizes: Sizes) -> Case:
     def with_indices(function: Callable[..., Tensor]) -> Function:
         return _one(lambda x, weights, *parameters: function(x, weights, indices_TK, *parameters))
 
-    def ours(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor]:
-        return (expert_mlp(x, weights, indices_TK, gate_up, down, (_sink(gate_up), _sink(down))),)
+    def ours(x: Tensor, weights: Tensor, gate_up: nn.Parameter, down: nn.Parameter) -> tuple[Tensor]:
+        buffers = sizes.buffers.get(gate_up), sizes.buffers.get(down)
+        return (expert_mlp(x, weights, indices_TK, gate_up, down, buffers),)
 
     return Case(
         "experts", f"{T}x{H}, {K} of {E}x{I}", sizes.model.layers, inputs, ours,

@@ -20,8 +20,9 @@ from optimus.bench.kernel_cases import Case, Function, Sizes, cases
 from optimus.bench.moe_measure import Stopwatch
 from optimus.config.load import model_config_from, resolve_model
 from optimus.errors import UserError
-from optimus.kernels.sink import TensorSink
+from optimus.kernels.gradient_buffer import TensorBuffer
 from optimus.observe.machine import find_device
+from optimus.testing.buffers import GradientBuffers
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative, in the Frobenius norm
 _CHECK_TOKENS, _CHECK_EXPERTS = 64, 16  # float64 is slow: as many as make no difference to what is checked
@@ -50,7 +51,7 @@ def run(
     if tokens % context:
         raise UserError(f"--tokens {tokens} is no multiple of --context {context}: change either")
     config = model_config_from(resolve_model(model)["model"], model)
-    sizes = Sizes(config, tokens, context, dtype, find_device(device, "--device"))
+    sizes = Sizes(config, tokens, context, dtype, find_device(device, "--device"), GradientBuffers())
     with one_thread(sizes.device):
         errors = check(sizes)
         rows = []
@@ -116,9 +117,10 @@ def _row(case: Case, relative_error: float | None, sizes: Sizes, rounds: int) ->
     }  # fmt: skip
     if relative_error is not None and not relative_error <= TOLERANCE[sizes.dtype]:
         return row | {"plain": "ours is wrong: not timed"}
+    sizes.buffers.clear()
     for parameter in case.inputs:
         if isinstance(parameter, nn.Parameter):
-            parameter.sink = TensorSink(torch.zeros_like(parameter))  # type: ignore[attr-defined]
+            sizes.buffers[parameter] = TensorBuffer(torch.zeros_like(parameter))
     ways = {"ours": case.ours, **case.plain}
     seconds = _seconds(case, ways, sizes.device, rounds)
     plain = min(seconds.keys() & case.plain.keys(), key=seconds.__getitem__, default="ours")

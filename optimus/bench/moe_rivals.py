@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.bench.moe_inputs import Shape, Weights
-from optimus.kernels.sink import TensorSink
+from optimus.kernels.gradient_buffer import TensorBuffer
 from optimus.model.moe.layer import MoeLayer
+from optimus.model.parts import Parts
 from optimus.observe.machine import free_memory
+from optimus.testing.buffers import GradientBuffers
 
 
 class LeftOut(Exception):
@@ -54,12 +56,12 @@ Make = Callable[[Setting], Block]
 
 
 class Ours(Block):
-    """`MoeLayer`, its experts' gradients going where they accumulate through sinks, as in training."""
+    """`MoeLayer`, its experts' gradients going where they accumulate through gradient buffers, as in training."""
 
     def __init__(self, setting: Setting) -> None:
-        weights, gradients = setting.weights, setting.gradients
+        weights, gradients, self._buffers = setting.weights, setting.gradients, GradientBuffers()
         with torch.device("meta"):
-            layer = MoeLayer(*setting.shape[1:], routing="learned")
+            layer = MoeLayer(*setting.shape[1:], routing="learned", parts=Parts(parameters=self._buffers))
         layer.router.weight = nn.Parameter(weights.router_EH)
         layer.experts.gate_up = nn.Parameter(weights.gate_up_EJH.unflatten(1, (2, -1)))
         layer.experts.down = nn.Parameter(weights.down_EHI)
@@ -69,8 +71,9 @@ class Ours(Block):
 
     def begin(self, *, accumulating: bool) -> None:
         super().begin(accumulating=accumulating)
-        for parameter, buffer in self._experts:
-            parameter.sink = TensorSink(buffer) if accumulating else None  # type: ignore[attr-defined]
+        self._buffers.clear()
+        if accumulating:
+            self._buffers |= {parameter: TensorBuffer(gradient) for parameter, gradient in self._experts}
 
 
 def in_transformers(experts: str, *, compiled: bool = False) -> Make:

@@ -26,11 +26,14 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from optimus.comm import Groups
 from optimus.config import RunConfig
-from optimus.kernels.sink import TensorSink, deferring
-from optimus.model import Batch, Losses, Transformer
+from optimus.kernels.gradient_buffer import TensorBuffer
+from optimus.model import Batch, Losses
 from optimus.model.attention import Places
 from optimus.model.init import initialize
+from optimus.parallel.build import StageOptions, build_stage
 from optimus.pipeline.staged import Staged, keep_stages
+from optimus.step_context import StepContext
+from optimus.testing.buffers import GradientBuffers
 from optimus.train.pipeline import cut_of, stages_of
 from optimus.train.run import mesh_of
 
@@ -49,14 +52,15 @@ TORCH: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
 def make_stages(config: RunConfig) -> Staged:
     """This rank's stages, initialised, in fp32. Gradients accumulate in `.grad` of the parameters."""
     groups = Groups(mesh_of(config, dist.get_world_size()))
-    model = Transformer(config.model)
+    buffers = GradientBuffers()
+    model = build_stage(config.model, groups, StageOptions(), buffers)
     initialize(model, config.train.seed, config.model.init_std)
     cut = cut_of(config, groups.mesh, groups.rank)
     assert cut is not None
     keep_stages(model, cut)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-        parameter.sink = TensorSink(parameter.grad)  # type: ignore[attr-defined]
+        buffers[parameter] = TensorBuffer(parameter.grad, groups.step)
     return stages_of(model, cut, config, groups, torch.float32)
 
 
@@ -94,7 +98,7 @@ def torchs(staged: Staged, config: RunConfig) -> Step:
         stage: _Module(staged.stages[stage], places, model.embedding if stage == 0 else None)
         for stage in staged.cut.here
     }
-    stages = [_TorchStage(module, stage, last + 1) for stage, module in modules.items()]
+    stages = [_TorchStage(module, stage, last + 1, model.parts.step) for stage, module in modules.items()]
     kind = TORCH[config.parallel.schedule]
     given: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
     schedule = kind(given, microbatches, loss_fn=loss_of, scale_grads=False)
@@ -128,8 +132,9 @@ class _Module(nn.Module):
 class _TorchStage(PipelineStage):
     """One whose weight gradients can be put off as ours are."""
 
-    def __init__(self, module: _Module, stage: int, stages: int) -> None:
+    def __init__(self, module: _Module, stage: int, stages: int, context: StepContext) -> None:
         super().__init__(module, stage, stages, torch.device("cpu"), dw_builder=self._take_deferred)
+        self._context = context
         self._deferred: list[Callable[[], None]] = []
 
     def backward_one_chunk(
@@ -138,7 +143,7 @@ class _TorchStage(PipelineStage):
         if full_backward:
             super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
             return
-        with deferring() as self._deferred:
+        with self._context.deferring() as self._deferred:
             super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
 
     def _take_deferred(self) -> Callable[[], None]:

@@ -7,23 +7,23 @@ they were made, so ranks with the same graph agree on the order of the backward 
 A tensor that all ranks hold in common, because they compute the same from it, is *shared*: its gradient, too, is the same on
 all of them. What `split_rows`, `sum_shared` and `share` say of it is what makes gradients right.
 
-Where a forward pass is run again for its activations, what its collectives gave the first time can be kept and given again
-(`keeping`; communication-aware checkpointing, TED, section 7.3), so that none is issued.
+Where a forward pass is recomputed for its activations, what its collectives gave the first time can be cached and given
+again (`step_context.CollectiveCache`), so that none is issued.
 
 Legend: N ranks of the group, T rows of this rank.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from optimus.autograd import once_differentiable
 from optimus.comm.group import Group
+
+T = TypeVar("T")
 
 
 def gather_rows(x: Tensor, group: Group) -> Tensor:
@@ -192,7 +192,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
         ctx.group, ctx.back = group, back
         issues_none = there in (own_rows, _same)  # and gives a view, with which all of x would be kept
-        return there(x, group) if issues_none else kept(lambda: there(x, group))
+        return there(x, group) if issues_none else cached(lambda: there(x, group), group)
 
     @staticmethod
     @once_differentiable
@@ -200,57 +200,7 @@ class _Linear(torch.autograd.Function):
         return ctx.back(grads[0], ctx.group), None, None, None
 
 
-# ---- What collectives gave, kept for a forward pass that is run again ----
-
-
-class Kept:
-    """What the collectives of a forward pass gave, in order."""
-
-    def __init__(self) -> None:
-        self._results: deque[Any] = deque()
-        self._again = False
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Within, what collectives give is kept."""
-        with self._active():
-            yield
-
-    @contextmanager
-    def repeating(self) -> Iterator[None]:
-        """Within, the same forward pass is given what was kept, and issues no collective."""
-        self._again = True
-        with self._active():
-            yield
-
-    def take(self, make: Callable[[], Any]) -> Any:
-        """The next result: made and kept, or given again."""
-        if self._again:
-            return self._results.popleft()
-        made = make()
-        self._results.append(_without_history(made))
-        return made
-
-    @contextmanager
-    def _active(self) -> Iterator[None]:
-        global _kept
-        before, _kept = _kept, self
-        try:
-            yield
-        finally:
-            _kept = before
-
-
-_kept: Kept | None = None  # not an argument, as collectives are issued deep inside of a module that is run again
-
-
-def _without_history(value: Any) -> Any:
-    """The same, its tensors as others of the same memory: autograd makes its own what a forward pass gives."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    return tuple(map(_without_history, value)) if isinstance(value, tuple) else value
-
-
-def kept(make: Callable[[], Any]) -> Any:
-    """What `make`, which issues collectives, gives in a forward pass; or gave when the pass was run first."""
-    return make() if _kept is None else _kept.take(make)
+def cached(make: Callable[[], T], group: Group) -> T:
+    """What `make`, which issues collectives of `group`, gives in a forward pass; or gave when the pass was run first."""
+    cache = group.step.collectives
+    return make() if cache is None else cache.take(make)

@@ -20,6 +20,7 @@ from optimus.comm.recorder import Recorder
 from optimus.comm.watch import Watch
 from optimus.errors import UserError
 from optimus.mesh import Mesh
+from optimus.step_context import StepContext
 
 Finish = Callable[[], None]
 T = TypeVar("T")
@@ -43,7 +44,9 @@ class Group:
         *,
         recorder: Recorder | None = None,
         watch: Watch | None = None,
+        step: StepContext | None = None,
     ) -> None:
+        self.step = step or StepContext()
         self.ranks = list(ranks)
         self.watch = watch  # of what leaves and comes
         self._recorder = recorder or Recorder()
@@ -57,7 +60,7 @@ class Group:
     @property
     def unwatched(self) -> "Group":
         """The same group, of which nothing is noted."""
-        return Group(self.ranks, self.rank, self._handle, self._tag, recorder=self._recorder)
+        return Group(self.ranks, self.rank, self._handle, self._tag, recorder=self._recorder, step=self.step)
 
     @property
     def _point_to_point(self) -> bool:
@@ -330,7 +333,7 @@ class Groups:
 
     def __init__(self, mesh: Mesh, timeout: float | None = None) -> None:
         self.mesh = mesh
-        self.watch, self.recorder = Watch(), Recorder()
+        self.watch, self.recorder, self.step = Watch(), Recorder(), StepContext()
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._made: dict[tuple[tuple[int, ...], ...], Group] = {}
@@ -362,7 +365,7 @@ class Groups:
         """
         group = self.along(*axes)
         if group.size > 1 and dist.get_backend() == "gloo":
-            noted = partial(Group, recorder=self.recorder, watch=self.watch)
+            noted = partial(Group, recorder=self.recorder, watch=self.watch, step=self.step)
             return [noted(group.ranks, group.rank, group._handle, tag) for tag in range(1, number + 1)]
         return self.apart(number, *axes)
 
@@ -386,7 +389,8 @@ class Groups:
         # Every rank takes part in making every group, also where its own needs none.
         needed = [part for part in parts if len(part) > 1 and (alone or len(part) < self.mesh.size)]
         handles = {part[0]: dist.new_group(list(part), timeout=self._timeout) for part in needed}
-        return Group(own, own.index(self.rank), handles.get(own[0]), alone, recorder=self.recorder, watch=self.watch)
+        noted = partial(Group, recorder=self.recorder, watch=self.watch, step=self.step)
+        return noted(own, own.index(self.rank), handles.get(own[0]), alone)
 
 
 def _newest(new: str, old: str) -> Callable[..., Any]:

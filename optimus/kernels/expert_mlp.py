@@ -26,9 +26,10 @@ from torch import Tensor
 
 from optimus.autograd import once_differentiable
 from optimus.kernels import backend
+from optimus.kernels.gradient_buffer import GradientBuffer, WeightGradient
 from optimus.kernels.matmul import matmul
-from optimus.kernels.sink import Sink, WeightGradient
 from optimus.kernels.swiglu import swiglu_backward, swiglu_reference
+from optimus.step_context import Forms
 
 PADDING = 16  # rows of an expert are a multiple of this
 
@@ -80,20 +81,21 @@ def expert_mlp(
     indices_TK: Tensor,
     gate_up_EJH: Tensor,
     down_EHI: Tensor,
-    sinks: tuple[Sink | None, Sink | None] = (None, None),
+    buffers: tuple[GradientBuffer | None, GradientBuffer | None] = (None, None),
+    forms: Forms | None = None,
 ) -> Tensor:
     """Sum over k of weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)) with e = indices[t, k]; [T, H].
 
     Where e is -1 the choice is skipped: it adds nothing to the output or a gradient, whatever its token and weight hold.
-    `gate_up_EJH` holds gate then up. Gradients flow to x, the weights and both parameters; to a parameter with a sink
-    directly, and autograd is given none.
+    `gate_up_EJH` holds gate then up. Gradients flow to x, the weights and both parameters; to a parameter with a
+    gradient buffer directly, and autograd is given none. `forms` says in which form to make a product.
     """
     if backend.use_triton(x_TH):
         from optimus.kernels.triton import expert_mlp as kernels
 
-        return kernels.expert_mlp_triton(x_TH, weights_TK, indices_TK, gate_up_EJH, down_EHI, sinks)
+        return kernels.expert_mlp_triton(x_TH, weights_TK, indices_TK, gate_up_EJH, down_EHI, buffers)
     routes = make_routes(indices_TK, len(down_EHI), weights_TK.dtype)
-    return _ExpertMLP.apply(x_TH, weights_TK, gate_up_EJH, down_EHI, routes, sinks)
+    return _ExpertMLP.apply(x_TH, weights_TK, gate_up_EJH, down_EHI, routes, buffers, forms)
 
 
 def expert_mlp_reference(
@@ -114,7 +116,8 @@ class _ExpertMLP(torch.autograd.Function):
         gate_up_EJH: Tensor,
         down_EHI: Tensor,
         routes: Routes,
-        sinks: tuple[Sink | None, Sink | None],
+        buffers: tuple[GradientBuffer | None, GradientBuffer | None],
+        forms: Forms | None,
     ) -> Tensor:
         token_P = routes.choice_P // weights_TK.shape[1]
         z_PJ = x_TH.new_empty(len(token_P), gate_up_EJH.shape[1])
@@ -124,13 +127,13 @@ class _ExpertMLP(torch.autograd.Function):
         for e, rows in routes.slices:
             x, h = (scratch[: rows.stop - rows.start] for scratch in (x_scratch, h_scratch))
             torch.index_select(x_TH, 0, token_P[rows], out=x)
-            matmul(x, gate_up_EJH[e].T, out=z_PJ[rows], rows_vary=True)
+            matmul(x, gate_up_EJH[e].T, out=z_PJ[rows], rows_vary=True, forms=forms)
             gate, up = z_PJ[rows].chunk(2, -1)
             torch.mul(F.silu(gate), up, out=h)
-            matmul(h, down_EHI[e].T, out=y_PH[rows], rows_vary=True)
+            matmul(h, down_EHI[e].T, out=y_PH[rows], rows_vary=True, forms=forms)
         # The index too, so that recomputing the block frees it.
         ctx.save_for_backward(x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *routes[:-1])
-        ctx.slices, ctx.sinks = routes.slices, sinks
+        ctx.slices, ctx.buffers, ctx.forms = routes.slices, buffers, forms
         if routes.skipped_TK is not None:
             weights_TK = weights_TK.masked_fill(routes.skipped_TK, 0)
             y_PH[-1] = 0
@@ -139,7 +142,7 @@ class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (y_grad_TH,) = grads
+        (y_grad_TH,), forms = grads, ctx.forms
         x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *index = ctx.saved_tensors
         routes = Routes._make([*index, ctx.slices])
         token_P = routes.choice_P // weights_TK.shape[1]
@@ -147,25 +150,25 @@ class _ExpertMLP(torch.autograd.Function):
         weight_grad_P = torch.empty_like(routes.real_P)
         x_grad_PH = x_TH.new_empty(len(token_P), x_TH.shape[1])
         busy = [e for e, _ in routes.slices]
-        gate_up = WeightGradient(gate_up_EJH, ctx.sinks[0], busy, ctx.needs_input_grad[2])
-        down = WeightGradient(down_EHI, ctx.sinks[1], busy, ctx.needs_input_grad[3])
+        gate_up = WeightGradient(gate_up_EJH, ctx.buffers[0], busy, ctx.needs_input_grad[2], forms)
+        down = WeightGradient(down_EHI, ctx.buffers[1], busy, ctx.needs_input_grad[3], forms)
         x_scratch, g_scratch = x_TH.new_empty(2, routes.most, x_TH.shape[1])
         h_scratch = x_TH.new_empty(routes.most, down_EHI.shape[2])
         for e, rows in routes.slices:
             x, g, h_grad = (scratch[: rows.stop - rows.start] for scratch in (x_scratch, g_scratch, h_scratch))
             torch.index_select(x_TH, 0, token_P[rows], out=x)
             torch.index_select(y_grad_TH, 0, token_P[rows], out=g)
-            matmul(g, down_EHI[e], out=h_grad, rows_vary=True)
+            matmul(g, down_EHI[e], out=h_grad, rows_vary=True, forms=forms)
             z_grad, h = swiglu_backward(h_grad * weight_P1[rows], z_PJ[rows])
             torch.linalg.vecdot(h, h_grad, out=weight_grad_P[rows])
             down.add(e, g.T, h.mul_(weight_P1[rows]))
             gate_up.add(e, z_grad.T, x)
-            matmul(z_grad, gate_up_EJH[e], out=x_grad_PH[rows], rows_vary=True)
+            matmul(z_grad, gate_up_EJH[e], out=x_grad_PH[rows], rows_vary=True, forms=forms)
         if routes.skipped_TK is not None:
             x_grad_PH[-1] = 0
             weight_grad_P[-1] = 0
         x_grad = _sum_of_rows(x_grad_PH, routes.position_TK, None)
-        return x_grad, weight_grad_P[routes.position_TK], gate_up.close(), down.close(), None, None
+        return x_grad, weight_grad_P[routes.position_TK], gate_up.close(), down.close(), None, None, None
 
 
 def _sum_of_rows(rows_PH: Tensor, position_TK: Tensor, weights_TK: Tensor | None) -> Tensor:

@@ -10,13 +10,48 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optimus.autograd import once_differentiable
+from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.matmul import matmul
-from optimus.kernels.sink import Sink, add_gradient
+from optimus.step_context import StepContext
 
 
-def linear(x: Tensor, w_NL: Tensor, sink: Sink | None = None) -> Tensor:
-    """[..., L] to [..., N]: x @ w.T. With a `sink`, the gradient of `w_NL` goes there and autograd is given none."""
-    return _Linear.apply(x, w_NL, sink)
+class MatrixProduct:
+    """The three products of a weight that is here, forward and backward, in the type of the operands.
+
+    Whatever else is done for a projection is around it: autograd (`linear`), communication (`parallel.tensor`). Another
+    precision is a class with other products. All matrices are contiguous. `step` says in which forms products are made.
+    """
+
+    def __init__(self, step: StepContext | None = None) -> None:
+        self._step = step or StepContext()
+
+    def forward(self, x_TL: Tensor, w_NL: Tensor) -> Tensor:
+        """x @ w.T, [T, N]."""
+        return matmul(x_TL, w_NL.T, forms=self._step.forms)
+
+    def input_gradient(self, y_grad_TN: Tensor, w_NL: Tensor) -> Tensor:
+        """The gradient of x [T, L]."""
+        return matmul(y_grad_TN, w_NL, forms=self._step.forms)
+
+    def weight_gradient(
+        self, y_grad_TN: Tensor, x_TL: Tensor, w_NL: Tensor, buffer: GradientBuffer | None
+    ) -> Tensor | None:
+        """The gradient of w [N, L]; with a `buffer` it is added there, and None is left for autograd."""
+        forms = self._step.forms
+        if buffer is None:
+            return matmul(y_grad_TN.T, x_TL, forms=forms)
+        buffer.add(lambda grad: matmul(y_grad_TN.T, x_TL, out=grad.view(w_NL.shape), add=True, forms=forms))
+        return None
+
+
+_PLAIN = MatrixProduct()
+
+
+def linear(
+    x: Tensor, w_NL: Tensor, buffer: GradientBuffer | None = None, product: MatrixProduct | None = None
+) -> Tensor:
+    """[..., L] to [..., N]: x @ w.T. With a `buffer`, the gradient of `w_NL` goes there and autograd is given none."""
+    return _Linear.apply(x, w_NL, buffer, product or _PLAIN)
 
 
 def linear_reference(x: Tensor, w_NL: Tensor) -> Tensor:
@@ -26,23 +61,20 @@ def linear_reference(x: Tensor, w_NL: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w_NL: Tensor, sink: Sink | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w_NL: Tensor, buffer: GradientBuffer | None, product: MatrixProduct) -> Tensor:
         ctx.save_for_backward(x, w_NL)
-        ctx.sink = sink
-        return matmul(_rows(x), w_NL.T).view(*x.shape[:-1], len(w_NL))
+        ctx.buffer, ctx.product = buffer, product
+        return product.forward(_rows(x), w_NL).view(*x.shape[:-1], len(w_NL))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, w_NL = ctx.saved_tensors
-        y_grad_TN = _rows(grads[0])
-        x_grad = matmul(y_grad_TN, w_NL).view_as(x) if ctx.needs_input_grad[0] else None
+        y_grad_TN, product = _rows(grads[0]), ctx.product
+        x_grad = product.input_gradient(y_grad_TN, w_NL).view_as(x) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
-            return x_grad, None, None
-        if ctx.sink is None:
-            return x_grad, matmul(y_grad_TN.T, _rows(x)), None
-        add_gradient(ctx.sink, lambda grad: matmul(y_grad_TN.T, _rows(x), out=grad.view(w_NL.shape), add=True))
-        return x_grad, None, None
+            return x_grad, None, None, None
+        return x_grad, product.weight_gradient(y_grad_TN, _rows(x), w_NL, ctx.buffer), None, None
 
 
 def _rows(x: Tensor) -> Tensor:

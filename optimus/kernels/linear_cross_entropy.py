@@ -19,6 +19,7 @@ from optimus.autograd import once_differentiable
 from optimus.kernels import backend
 from optimus.kernels.backend import compute_dtype
 from optimus.kernels.matmul import matmul
+from optimus.step_context import Forms
 
 _BLOCK_ELEMENTS = 1 << 21  # fp32 logits of one block: 8 MB, which stays in a CPU's cache
 _LEAST_ROWS = (
@@ -40,19 +41,25 @@ class VocabularyPart(Protocol):
 
 
 def linear_cross_entropy(
-    x_TH: Tensor, w_VH: Tensor, target_T: Tensor, count: float | None = None, part: VocabularyPart | None = None
+    x_TH: Tensor,
+    w_VH: Tensor,
+    target_T: Tensor,
+    count: float | None = None,
+    part: VocabularyPart | None = None,
+    forms: Forms | None = None,
 ) -> Tensor:
     """Sum of the cross-entropies of `x_TH @ w_VH.T` against `target_T`, over `count` (by default T); an fp32 scalar.
 
     Rows with a target below 0 are left out. Softmax and loss are computed in fp32. Gradients flow to `x_TH` and `w_VH`. With
-    a `part` the loss is that of the whole vocabulary, and x gets what the gradient owes to this part.
+    a `part` the loss is that of the whole vocabulary, and x gets what the gradient owes to this part. `forms` says
+    in which form to make a product.
     """
     count = float(len(x_TH)) if count is None else count
     if part is None and backend.use_triton(x_TH):
         from optimus.kernels.triton import linear_cross_entropy as kernels
 
         return kernels.linear_cross_entropy(x_TH, w_VH, target_T, count)
-    return _LinearCrossEntropy.apply(x_TH, w_VH, target_T, count, part, torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(x_TH, w_VH, target_T, count, part, forms, torch.is_grad_enabled())
 
 
 def linear_cross_entropy_reference(x_TH: Tensor, w_VH: Tensor, target_T: Tensor, count: float | None = None) -> Tensor:
@@ -76,6 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         target_T: Tensor,
         count: float,
         part: VocabularyPart | None,
+        forms: Forms | None,
         with_gradients: bool,
     ) -> Tensor:
         wide = compute_dtype(x_TH.dtype)
@@ -85,13 +93,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         w_grad = torch.zeros_like(w_VH, dtype=wide) if with_gradients else None
         for start in range(0, len(x_TH), block):
             x, target = x_TH[start : start + block], target_T[start : start + block]
-            logits = matmul(x, w_VH.T)
+            logits = matmul(x, w_VH.T, forms=forms)
             p, loss = _probabilities(logits, target, wide, part)
             total += loss.sum()
             if x_grad is not None and w_grad is not None:
                 logits_grad = p.div_(count).to(x.dtype)
-                matmul(logits_grad, w_VH, out=x_grad[start : start + block])
-                matmul(logits_grad.T, x, out=w_grad, add=True)
+                matmul(logits_grad, w_VH, out=x_grad[start : start + block], forms=forms)
+                matmul(logits_grad.T, x, out=w_grad, add=True, forms=forms)
         if x_grad is not None:
             ctx.save_for_backward(x_grad, w_grad)
             ctx.weight_dtype = w_VH.dtype
@@ -102,7 +110,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, w_grad = ctx.saved_tensors
         scale = grads[0]
-        return backend.scaled(x_grad, scale), (w_grad * scale).to(ctx.weight_dtype), None, None, None, None
+        return backend.scaled(x_grad, scale), (w_grad * scale).to(ctx.weight_dtype), None, None, None, None, None
 
 
 def _probabilities(

@@ -2,21 +2,21 @@
 
 A product is called NN, NT or TN after its operands: N lies row by row, T column by column. Libraries of matrix products are
 not equally good at the three: on one chip a TN product was found eight times slower than the same one as NN (AxoNN, section
-5.1.3). So while a `Layouts` measures, every product is timed in all three forms, the transposing of operands included; once
-the ranks have agreed (`choose`) the fastest is used, for the same sizes and type. Until then, and without an active
-`Layouts`, products are made as they come: forms differ in their last bits, and ranks that compute the same must find the
-same, or a token may go to other experts on one of them.
+5.1.3). So while a `MatmulForms` measures, every product is timed in all three forms, the transposing of operands included;
+once the ranks have agreed (`choose`) the fastest is used, for the same sizes and type. Until then, and without one, products
+are made as they come: forms differ in their last bits, and ranks that compute the same must find the same, or a token may go
+to other experts on one of them.
 
 Legend: A [M, L] @ B [L, N] -> [M, N].
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from optimus.step_context import Forms
 
 Form = Literal["NN", "NT", "TN"]
 
@@ -26,7 +26,7 @@ _GAIN = 0.9  # another form must take less than this share of the time: chance m
 _REPEATS = 4
 
 
-class Product(NamedTuple):
+class MatmulShape(NamedTuple):
     """What a choice of form holds for. `form` is as the operands come; `type` their torch dtype's name."""
 
     form: Form
@@ -36,55 +36,49 @@ class Product(NamedTuple):
     type: str
 
 
-class Layouts:
+class MatmulForms:
     """The forms in which products are made: `seconds` by product and form, as far as they have been measured.
 
     What is measured here changes no form before it is chosen.
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[Product, dict[Form, float]] = {}
+        self.seconds: dict[MatmulShape, dict[Form, float]] = {}
         self.measuring = False
-        self.measured: list[Product] = []  # here, since the beginning
-        self._chosen: dict[Product, Form] = {}
+        self.measured: list[MatmulShape] = []  # here, since the beginning
+        self._chosen: dict[MatmulShape, Form] = {}
 
-    def choose(self, seconds: dict[Product, dict[Form, float]]) -> None:
+    def choose(self, seconds: dict[MatmulShape, dict[Form, float]]) -> None:
         """Use these measurements, in place of own ones of the same products; they must be the same on all ranks."""
         self.seconds.update(seconds)
         self._chosen |= {product: fastest(product.form, times) for product, times in seconds.items()}
 
-    def form(self, product: Product, a_ML: Tensor, b_LN: Tensor) -> Form:
-        """The form in which to make `product`, which is timed now if it is to be and has not been."""
-        if self.measuring and product not in self.seconds and 2 * product.m * product.l * product.n >= _LEAST_WORK:
-            self.measured.append(product)
-            self.seconds[product] = {form: _seconds(form, a_ML, b_LN) for form in _FORMS}
-        return self._chosen.get(product, product.form)
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Within, `matmul` asks this."""
-        global _active
-        before, _active = _active, self
-        try:
-            yield
-        finally:
-            _active = before
-
-
-_active: Layouts | None = None  # not an argument, as products are made inside of autograd
+    def form(self, shape: MatmulShape, a_ML: Tensor, b_LN: Tensor) -> Form:
+        """The form in which to make a product, which is timed now if it is to be and has not been."""
+        if self.measuring and shape not in self.seconds and 2 * shape.m * shape.l * shape.n >= _LEAST_WORK:
+            self.measured.append(shape)
+            self.seconds[shape] = {form: _seconds(form, a_ML, b_LN) for form in _FORMS}
+        return self._chosen.get(shape, shape.form)
 
 
 def matmul(
-    a_ML: Tensor, b_LN: Tensor, *, out: Tensor | None = None, add: bool = False, rows_vary: bool = False
+    a_ML: Tensor,
+    b_LN: Tensor,
+    *,
+    out: Tensor | None = None,
+    add: bool = False,
+    rows_vary: bool = False,
+    forms: Forms | None = None,
 ) -> Tensor:
     """A @ B, [M, N], of two matrices of one type, each contiguous or the transpose of a contiguous one.
 
     With `out` it is written there, or with `add` added; `out` may then be of another type. `rows_vary`: the size that tokens
     give (M, or L where A comes transposed) is another one in every batch; one choice holds up to the next power of two.
+    `forms` says in which form to make it.
     """
-    if _active is not None:
+    if forms is not None:
         form = form_of(a_ML, b_LN)
-        chosen = _active.form(_product(form, a_ML, b_LN, rows_vary), a_ML, b_LN)
+        chosen = forms.form(_shape(form, a_ML, b_LN, rows_vary), a_ML, b_LN)
         if chosen != form:
             a_ML, b_LN = in_form(chosen, a_ML, b_LN)
     if out is None:
@@ -116,13 +110,13 @@ def fastest(form: Form, seconds: dict[Form, float]) -> Form:
     return best if seconds[best] < _GAIN * seconds[form] else form
 
 
-def _product(form: Form, a_ML: Tensor, b_LN: Tensor, rows_vary: bool) -> Product:
+def _shape(form: Form, a_ML: Tensor, b_LN: Tensor, rows_vary: bool) -> MatmulShape:
     (m, l), n = a_ML.shape, b_LN.shape[1]
     if rows_vary and form == "TN":
         l = 1 << (l - 1).bit_length()
     elif rows_vary:
         m = 1 << (m - 1).bit_length()
-    return Product(form, m, l, n, str(a_ML.dtype).removeprefix("torch."))
+    return MatmulShape(form, m, l, n, str(a_ML.dtype).removeprefix("torch."))
 
 
 def _seconds(form: Form, a_ML: Tensor, b_LN: Tensor) -> float:

@@ -13,6 +13,7 @@ from optimus.kernels.rotary import rotary
 from optimus.model.dense import RMSNorm
 from optimus.model.linear import Linear
 from optimus.model.parameters import Size
+from optimus.model.parts import LOCAL, Parts
 from optimus.model.sequence import Sequence
 
 
@@ -48,14 +49,14 @@ class Places(NamedTuple):
 class Attention(nn.Module):
     """Multi-head attention; the weights of q, k and v are one parameter so that one product computes all three."""
 
-    def __init__(self, hidden: int, heads: int, qk_norm_eps: float | None) -> None:
+    def __init__(self, hidden: int, heads: int, qk_norm_eps: float | None, parts: Parts = LOCAL) -> None:
         super().__init__()
         self.head_size = hidden // heads
         residual, columns = Size("residual", hidden), Size("heads", hidden)
-        self.qkv = Linear(residual, Size("stack", 3), columns)
-        self.out = Linear(columns, residual)
-        self.q_norm = RMSNorm(columns, qk_norm_eps) if qk_norm_eps is not None else None
-        self.k_norm = RMSNorm(columns, qk_norm_eps) if qk_norm_eps is not None else None
+        self.qkv = Linear(residual, Size("stack", 3), columns, parts=parts)
+        self.out = Linear(columns, residual, parts=parts)
+        self.q_norm = RMSNorm(columns, qk_norm_eps, parts) if qk_norm_eps is not None else None
+        self.k_norm = RMSNorm(columns, qk_norm_eps, parts) if qk_norm_eps is not None else None
 
     @property
     def score_columns(self) -> int:

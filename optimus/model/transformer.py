@@ -3,15 +3,13 @@
 Legend: B batch, S sequence, H hidden, V vocabulary, T = B * S tokens.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimus.kernels.linear import linear
-from optimus.kernels.linear_cross_entropy import linear_cross_entropy
 from optimus.kernels.rotary import rotary_table
 from optimus.model.architecture import ModelConfig
 from optimus.model.attention import Attention, LayerCache, Places
@@ -20,6 +18,7 @@ from optimus.model.dense import DenseMlp, LayerNorm, RMSNorm
 from optimus.model.moe.layer import MoeLayer
 from optimus.model.moe.router import RouterStats, Routing
 from optimus.model.parameters import Size, declare
+from optimus.model.parts import LOCAL, Parts
 from optimus.model.sequence import Sequence, WholeSequence
 
 
@@ -54,103 +53,78 @@ class KVCache:
             layer.keep(length)
 
 
-def _norm(config: ModelConfig) -> nn.Module:
+def _norm(config: ModelConfig, parts: Parts) -> nn.Module:
     """A norm of the residual stream."""
     residual = Size("residual", config.hidden)
-    return RMSNorm(residual, config.norm_eps) if config.norm == "rms" else LayerNorm(config.norm_eps)
+    made = RMSNorm if config.norm == "rms" else LayerNorm
+    return made(residual, config.norm_eps, parts)
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed_forward(norm(x))."""
 
-    def __init__(self, config: ModelConfig, routing: Routing) -> None:
+    def __init__(self, config: ModelConfig, routing: Routing, parts: Parts = LOCAL) -> None:
         super().__init__()
-        self.attention_norm = _norm(config)
-        self.attention = Attention(config.hidden, config.heads, config.norm_eps if config.qk_norm == "whole" else None)
-        self.mlp_norm = _norm(config)
+        self._runner = parts.runner
+        self.attention_norm = _norm(config, parts)
+        qk_norm_eps = config.norm_eps if config.qk_norm == "whole" else None
+        self.attention = Attention(config.hidden, config.heads, qk_norm_eps, parts)
+        self.mlp_norm = _norm(config, parts)
         if config.experts is not None and config.experts_per_token is not None:
             shape = config.hidden, config.intermediate, config.experts, config.experts_per_token
-            self.moe = MoeLayer(*shape, routing, config.renormalise)
+            self.moe = MoeLayer(*shape, routing, config.renormalise, parts)
         else:
-            self.mlp = DenseMlp(config.hidden, config.intermediate)
+            self.mlp = DenseMlp(config.hidden, config.intermediate, parts)
 
     def forward(
-        self, x_TH: Tensor, places: Places, cache: LayerCache | None = None
+        self, x_TH: Tensor, places: Places, cache: LayerCache | None = None, number: int = 0
     ) -> tuple[Tensor, RouterStats | None]:
-        x_TH = x_TH + self.attention(self.attention_norm(x_TH), places, cache)
-        normed = self.mlp_norm(x_TH)
+        """(residual stream [T, H], router statistics). The block is the `number`-th of a row, counted from 0."""
+        run = self._runner.modules
+        x_TH = x_TH + run(number, x_TH, ("norm", self.attention_norm), ("attention", self.attention, places, cache))
         if hasattr(self, "moe"):
-            y_TH, stats = self.moe(normed, places.position_T)
+            y_TH, stats = run(number, x_TH, ("norm", self.mlp_norm), ("moe", self.moe, places.position_T))
             return x_TH + y_TH, stats
-        return x_TH + self.mlp(normed), None
+        return x_TH + run(number, x_TH, ("norm", self.mlp_norm), ("mlp", self.mlp)), None
 
 
 class Blocks(nn.ModuleList):
-    """Blocks one after the other."""
+    """A row of blocks, one after the other."""
+
+    def __init__(self, blocks: Iterable[nn.Module], parts: Parts = LOCAL) -> None:
+        super().__init__(blocks)
+        self._runner = parts.runner
 
     def forward(
         self, x_TH: Tensor, places: Places, cache: KVCache | None = None, stats: RouterStats | None = None
     ) -> tuple[Tensor, RouterStats | None]:
         """(residual stream [T, H], router statistics summed over the blocks and added to `stats`)."""
-        for i, block in enumerate(self):
-            x_TH, own = block(x_TH, places, cache.layers[i] if cache is not None else None)
+        if cache is not None:  # generation, which has no backward pass
+            return self._through(range(len(self)), x_TH, places, cache, stats)
+        for segment in self._runner.segments(len(self)):
+            x_TH, stats = self._runner.segment(self._through, segment, x_TH, places, None, stats)
+        return x_TH, stats
+
+    def _through(
+        self, segment: range, x_TH: Tensor, places: Places, cache: KVCache | None, stats: RouterStats | None
+    ) -> tuple[Tensor, RouterStats | None]:
+        for i in segment:
+            x_TH, own = self[i](x_TH, places, cache.layers[i] if cache is not None else None, i)
             if own is not None:
                 stats = own if stats is None else stats + own
         return x_TH, stats
 
 
-class Vocabulary(Protocol):
-    """How the embedding and the output layer are carried out."""
-
-    multiple: int  # sequences must have a length that is a multiple of this
-    first: int  # the token of the first row of the weight that is here
-
-    def embed(self, tokens_T: Tensor, weight: nn.Parameter) -> Tensor:
-        """The residual stream [T, H] as the blocks hold it."""
-
-    def join(self, x_TH: Tensor) -> Tensor:
-        """The whole [T, H] from the residual stream as the blocks hold it."""
-
-    def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
-        """[..., H], whole, to [..., V] in the type of the weight."""
-
-    def part_logits(self, x_TH: Tensor, weight: nn.Parameter) -> Tensor:
-        """The logits of the tokens whose rows of the weight are here, of all rows of the residual stream."""
-
-    def loss(self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float) -> Tensor:
-        """Sum of the cross-entropies of the residual stream against targets, over `count`; targets below 0 are left out."""
-
-
-class LocalVocabulary:
-    """The whole weights are here."""
-
-    multiple = 1
-    first = 0
-
-    def embed(self, tokens_T: Tensor, weight: nn.Parameter) -> Tensor:
-        return F.embedding(tokens_T, weight)
-
-    def join(self, x_TH: Tensor) -> Tensor:
-        return x_TH
-
-    def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
-        return linear(x, weight)
-
-    part_logits = logits
-
-    def loss(self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float) -> Tensor:
-        return linear_cross_entropy(x_TH, weight, target_T, count)
-
-
 class Embedding(nn.Module):
     """One row per token of the vocabulary."""
 
-    def __init__(self, vocab: int, hidden: int) -> None:
+    def __init__(self, vocab: int, hidden: int, parts: Parts = LOCAL) -> None:
         super().__init__()
         self.weight = declare(self, "weight", Size("vocab", vocab), Size("residual", hidden), role="embedding")
-        self.vocabulary: Vocabulary = LocalVocabulary()
+        self.vocabulary, self._use = parts.vocabulary, parts.parameters.use
 
     def forward(self, tokens_T: Tensor) -> Tensor:
+        self._use(self.weight)
         return self.vocabulary.embed(tokens_T, self.weight)
 
 
@@ -160,17 +134,18 @@ class Head(nn.Module):
     `weight` is its own, or that of the embedding when the two are `tied`.
     """
 
-    def __init__(self, vocab: int, hidden: int, tied: nn.Parameter | None = None) -> None:
+    def __init__(self, vocab: int, hidden: int, tied: nn.Parameter | None = None, parts: Parts = LOCAL) -> None:
         super().__init__()
         own = Size("vocab", vocab), Size("residual", hidden)
         self.weight = declare(self, "weight", *own, role="embedding") if tied is None else tied
-        self.vocabulary: Vocabulary = LocalVocabulary()
+        self.vocabulary, self._use = parts.vocabulary, parts.parameters.use
 
     def forward(self, x: Tensor, target_T: Tensor | None = None, count: float = 1.0, part: bool = False) -> Tensor:
         """[..., H] to [..., V]; with `target_T`, x [T, H] to an fp32 scalar, their summed cross-entropy over `count`.
 
         With `part`, the residual stream [T, H] as the blocks hold it to the logits of the tokens that are here.
         """
+        self._use(self.weight)
         if part:
             return self.vocabulary.part_logits(x, self.weight)
         if target_T is None:
@@ -181,19 +156,19 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """A causal language model: `tokens_BS` int64 to `logits_BSV`.
 
-    Parameters are made empty on the default device; `model.init.initialize` or a checkpoint fills them. `sequence` says
-    which positions this device trains on: all, unless it is replaced.
+    Parameters are made empty on the default device; `model.init.initialize` or a checkpoint fills them. What its modules
+    are made with is in `parts`, which say how they lie on devices.
     """
 
-    def __init__(self, config: ModelConfig, routing: Routing = "learned") -> None:
+    def __init__(self, config: ModelConfig, routing: Routing = "learned", parts: Parts = LOCAL) -> None:
         super().__init__()
-        self.config = config
-        self.sequence: Sequence = WholeSequence()
-        self.embedding = Embedding(config.vocab, config.hidden)
-        self.blocks = Blocks(Block(config, routing) for _ in range(config.layers))
-        self.final_norm = _norm(config)
+        self.config, self.parts = config, parts
+        self.sequence = parts.sequence
+        self.embedding = Embedding(config.vocab, config.hidden, parts)
+        self.blocks = Blocks((Block(config, routing, parts) for _ in range(config.layers)), parts)
+        self.final_norm = _norm(config, parts)
         tied = self.embedding.weight if config.tie_embeddings else None
-        self.head = Head(config.vocab, config.hidden, tied)
+        self.head = Head(config.vocab, config.hidden, tied, parts)
 
     def forward(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits [B, S, V] in the type of the weights. With a `cache`, the tokens continue the sequence held there."""

@@ -1,1 +1,1 @@
-"""Applying splits and recomputation to a model that knows nothing of them."""
+"""How the modules of a model are composed for a mesh: read `build.py` first."""

@@ -11,24 +11,16 @@ as one tensor [2, B, S, N, D].
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from optimus.autograd import once_differentiable
-from optimus.comm import Group, Groups
-from optimus.comm.functional import exchange_rows, kept
+from optimus.comm import Group
+from optimus.comm.functional import cached, exchange_rows
 from optimus.errors import UserError
 from optimus.kernels.attention import attention_block, attention_block_backward, causal_attention, merge_block
-from optimus.model import Transformer
-
-
-def set_sequence(model: Transformer, groups: Groups, method: Literal["ring", "ulysses"]) -> None:
-    """Divide the sequences that `model` trains on over the context-parallel ranks, where there are several."""
-    group = groups.along("cp")
-    if group.size > 1:
-        model.sequence = RingSequence(group) if method == "ring" else UlyssesSequence(group)
 
 
 class RingSequence:
@@ -102,7 +94,7 @@ class UlyssesSequence:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, group: Group) -> Tensor:
-        out_BSND, lse_BNS = kept(lambda: _ring(q_BSND, k_BSND, v_BSND, group))
+        out_BSND, lse_BNS = cached(lambda: _ring(q_BSND, k_BSND, v_BSND, group), group)
         ctx.save_for_backward(q_BSND, k_BSND, v_BSND, out_BSND, lse_BNS)
         ctx.group = group
         return out_BSND

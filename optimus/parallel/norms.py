@@ -10,27 +10,20 @@ from torch import Tensor
 
 from optimus.autograd import once_differentiable
 from optimus.comm import Group
-from optimus.comm.functional import kept, total
+from optimus.comm.functional import cached, total
 from optimus.kernels.backend import compute_dtype
 
 
-class SplitRMSNorm:
-    """`kernels.rms_norm` with columns and weights split over `group`."""
+class SplitNorms:
+    """`Norms` of rows whose columns, and their weights, are split over `group`."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
 
-    def __call__(self, x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
-        return _SplitRMSNorm.apply(x_TH, w_H, eps, self.group)
+    def rms(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+        return _SplitRMSNorm.apply(x_TH, weight_H, eps, self.group)
 
-
-class SplitLayerNorm:
-    """LayerNorm without weights, with columns split over `group`."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def __call__(self, x_TH: Tensor, eps: float) -> Tensor:
+    def layer(self, x_TH: Tensor, eps: float) -> Tensor:
         return _SplitLayerNorm.apply(x_TH, eps, self.group)
 
 
@@ -43,7 +36,7 @@ class _SplitRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, w_H: Tensor, eps: float, group: Group) -> Tensor:
         x = x_TH.to(compute_dtype(x_TH.dtype))
-        r_T1 = kept(lambda: _mean(x.square(), group)).add(eps).rsqrt_()
+        r_T1 = cached(lambda: _mean(x.square(), group), group).add(eps).rsqrt_()
         ctx.save_for_backward(x_TH, w_H, r_T1)
         ctx.group = group
         return (x * r_T1).to(x_TH.dtype).mul_(w_H)
@@ -64,8 +57,8 @@ class _SplitLayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, eps: float, group: Group) -> Tensor:
         x = x_TH.to(compute_dtype(x_TH.dtype))
-        x = x - kept(lambda: _mean(x, group))
-        r_T1 = kept(lambda: _mean(x.square(), group)).add(eps).rsqrt_()
+        x = x - cached(lambda: _mean(x, group), group)
+        r_T1 = cached(lambda: _mean(x.square(), group), group).add(eps).rsqrt_()
         n_TH = x.mul_(r_T1).to(x_TH.dtype)
         ctx.save_for_backward(n_TH, r_T1)
         ctx.group = group

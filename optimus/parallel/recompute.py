@@ -5,23 +5,20 @@ whole blocks (the dissertation on AxoNN, section 3.3.1, where n is called ac). A
 again together where both are chosen, so that what goes from one to the other is not kept either.
 
 The router's statistics are outputs like any other, so running it again counts nothing twice. The state of the random
-generators is that of the first time. What collectives gave the first time is kept as well and given again, unless memory
+generators is that of the first time. What collectives gave the first time is cached and given again, unless memory
 is dearer than communication (communication-aware checkpointing, TED, section 7.3).
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from optimus.comm.functional import Kept
-from optimus.model.attention import Places
-from optimus.model.moe.router import RouterStats
-from optimus.model.transformer import Blocks, KVCache
-
-_FED = {"attention": "attention_norm", "mlp": "mlp_norm", "moe": "mlp_norm"}  # module -> the norm before it
+from optimus.model.parts import RunOnce
+from optimus.step_context import CollectiveCache, StepContext
 
 
 class Recomputation(NamedTuple):
@@ -35,69 +32,50 @@ class Recomputation(NamedTuple):
         return f"recompute: [{', '.join(self.kinds)}]{every}"
 
 
-def recompute(blocks: nn.ModuleList, kinds: Collection[str], every: int = 1, *, keep_collectives: bool = True) -> None:
-    """Have what is chosen of `blocks`, as `Recomputation` says, recompute its activations.
+class Recompute(RunOnce):
+    """The `Runner` that recomputes the activations of what is `chosen`.
 
-    Without `keep_collectives` the collectives in it are issued again, which all ranks then do together. What is run again
-    with kept results can be run again once only: no second backward pass through the same graph.
+    What collectives gave is cached in `step`; without `keep_collectives` they are issued again, which all ranks then do
+    together. What is run again with cached results can be run again once only: no second backward pass through the same
+    graph.
     """
-    if "block" in kinds:
-        blocks.forward = _in_segments(blocks, every, keep_collectives)  # type: ignore[arg-type]
-        return
-    for block in blocks[every - 1 :: every]:
-        _recompute_modules(block, kinds, keep_collectives)
+
+    def __init__(self, chosen: Recomputation, step: StepContext, *, keep_collectives: bool = True) -> None:
+        self._chosen, self._step = chosen, step
+        self._contexts = self._caching if keep_collectives else noop_context_fn
+
+    def segments(self, blocks: int) -> Sequence[range]:
+        if "block" not in self._chosen.kinds:
+            return [range(blocks)]
+        return [range(blocks)[start : start + self._chosen.every] for start in range(0, blocks, self._chosen.every)]
+
+    def segment(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self._again(function, *args) if "block" in self._chosen.kinds else function(*args)
+
+    def modules(self, number: int, x: Any, *modules: tuple[Any, ...]) -> Any:
+        kinds = self._chosen.kinds if (number + 1) % self._chosen.every == 0 else ()
+        for again, group in groupby(modules, lambda each: each[0] in kinds):
+            if again:
+                together = list(group)
+                calls = [(module, len(others)) for _, module, *others in together]
+                x = self._again(
+                    partial(_one_after_the_other, calls), x, *(arg for each in together for arg in each[2:])
+                )
+            else:
+                x = super().modules(number, x, *group)
+        return x
+
+    def _again(self, function: Callable[..., Any], *args: Any) -> Any:
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, context_fn=self._contexts)
+
+    def _caching(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Contexts of the first run and of the second; of one call, as others may come before its backward pass."""
+        cache = CollectiveCache()
+        return self._step.recording(cache), self._step.repeating(cache)
 
 
-def _recompute_modules(block: nn.Module, kinds: Collection[str], keep: bool) -> None:
-    present = [name for name in _FED if name in dict(block.named_children())]
-    for name in present:
-        module = block.get_submodule(name)
-        if name in kinds and "norm" in kinds:
-            norm = block.get_submodule(_FED[name])
-            module.forward = _checkpointed(_one_after_the_other(norm.forward, module.forward), keep)
-            norm.forward = _identity
-        elif name in kinds:
-            module.forward = _checkpointed(module.forward, keep)
-        elif "norm" in kinds:
-            norm = block.get_submodule(_FED[name])
-            norm.forward = _checkpointed(norm.forward, keep)
-
-
-def _in_segments(blocks: Blocks, length: int, keep: bool) -> Callable[..., tuple[Tensor, RouterStats | None]]:
-    segments = [blocks[start : start + length].forward for start in range(0, len(blocks), length)]
-    checkpointed = [_checkpointed(segment, keep) for segment in segments]
-    whole = blocks.forward
-
-    def forward(
-        x_TH: Tensor, places: Places, cache: KVCache | None = None, stats: RouterStats | None = None
-    ) -> tuple[Tensor, RouterStats | None]:
-        if cache is not None:  # generation, which has no backward pass
-            return whole(x_TH, places, cache, stats)
-        for segment in checkpointed:
-            x_TH, stats = segment(x_TH, places, None, stats)
-        return x_TH, stats
-
-    return forward
-
-
-def _checkpointed(forward: Callable[..., Any], keep: bool) -> Callable[..., Any]:
-    contexts = _keeping if keep else noop_context_fn
-
-    def run_again_in_backward(*args: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, context_fn=contexts)
-
-    return run_again_in_backward
-
-
-def _keeping() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of the first run and of the second; of one call, as others may come before its backward pass."""
-    kept = Kept()
-    return kept.recording(), kept.repeating()
-
-
-def _one_after_the_other(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, *others: second(first(x), *others)
-
-
-def _identity(x: Any) -> Any:
+def _one_after_the_other(calls: Sequence[tuple[Callable[..., Any], int]], x: Any, *args: Any) -> Any:
+    """Each call takes what the one before has made, and so many of the further arguments."""
+    for call, number in calls:
+        x, args = call(x, *args[:number]), args[number:]
     return x

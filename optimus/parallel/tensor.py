@@ -18,32 +18,29 @@ import torch
 from torch import Tensor, nn
 
 from optimus.autograd import once_differentiable
-from optimus.comm import Group, Groups
-from optimus.comm.functional import gathered, kept, start_gathered, start_summed, start_total
-from optimus.kernels.matmul import matmul
-from optimus.kernels.sink import Sink, add_gradient
-from optimus.model.dense import LayerNorm, RMSNorm
-from optimus.model.linear import Linear
-from optimus.model.parameters import declaration
-from optimus.model.transformer import Embedding, Head, Transformer
-from optimus.parallel.layouts import RULES
-from optimus.parallel.norms import SplitLayerNorm, SplitRMSNorm
-from optimus.parallel.vocabulary import SplitVocabulary, tokens_along
+from optimus.comm import Group
+from optimus.comm.functional import cached, gathered, start_gathered, start_summed, start_total
+from optimus.kernels.gradient_buffer import GradientBuffer
+from optimus.kernels.linear import MatrixProduct
 
 
 class SplitProduct:
-    """A `Product` of a weight whose inputs are split over `inputs` and outputs over `outputs`.
+    """A `Product` of a weight whose inputs are split over `inputs` and outputs over `outputs`: communication around `inner`,
+    which multiplies what is here.
 
     `gathers`: the rows of x are split over `outputs`; `scatters`: those of the result are to be over `inputs`. `overlap`:
     the input's gradient is on its way while that of the weight is computed (AxoNN, section 5.1.4).
     """
 
-    def __init__(self, inputs: Group, outputs: Group, *, gathers: bool, scatters: bool, overlap: bool) -> None:
+    def __init__(
+        self, inner: MatrixProduct, inputs: Group, outputs: Group, *, gathers: bool, scatters: bool, overlap: bool
+    ) -> None:
+        self.inner = inner
         self.inputs, self.outputs = inputs, outputs
         self.gathers, self.scatters, self.overlap = gathers, scatters, overlap
 
-    def __call__(self, x: Tensor, weight: nn.Parameter) -> Tensor:
-        return _SplitProduct.apply(x, weight.flatten(0, -2), self, getattr(weight, "sink", None))
+    def __call__(self, x: Tensor, weight: nn.Parameter, buffer: GradientBuffer | None) -> Tensor:
+        return _SplitProduct.apply(x, weight.flatten(0, -2), self, buffer)
 
     def whole_rows(self, x_TL: Tensor) -> Tensor:
         """All rows that the product is about."""
@@ -63,49 +60,22 @@ class SplitProduct:
 
 class _SplitProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TL: Tensor, w_NL: Tensor, how: SplitProduct, sink: Sink | None) -> Tensor:
+    def forward(ctx: Any, x_TL: Tensor, w_NL: Tensor, how: SplitProduct, buffer: GradientBuffer | None) -> Tensor:
         ctx.save_for_backward(x_TL, w_NL)
-        ctx.how, ctx.sink = how, sink
-        if how.inputs.size > 1:  # what is kept is the sum, and with it the product
-            return kept(lambda: how.add_up(matmul(how.whole_rows(x_TL), w_NL.T)))
-        return matmul(kept(lambda: how.whole_rows(x_TL)) if how.gathers else x_TL, w_NL.T)
+        ctx.how, ctx.buffer = how, buffer
+        multiply = how.inner.forward
+        if how.inputs.size > 1:  # what is cached is the sum, and with it the product
+            return cached(lambda: how.add_up(multiply(how.whole_rows(x_TL), w_NL)), how.inputs)
+        return multiply(cached(lambda: how.whole_rows(x_TL), how.outputs) if how.gathers else x_TL, w_NL)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x_TL, w_NL = ctx.saved_tensors
         how: SplitProduct = ctx.how
         y_grad_TN = gathered(grads[0], how.inputs) if how.scatters else grads[0].contiguous()
         rows = how.now_or_later(start_gathered(x_TL, how.outputs) if how.gathers else lambda: x_TL)
         start = start_summed if how.gathers else start_total
-        x_grad = how.now_or_later(start(matmul(y_grad_TN, w_NL), how.outputs))
-        x_TL = rows()
-        if ctx.sink is None:
-            return x_grad(), matmul(y_grad_TN.T, x_TL), None, None
-        add_gradient(ctx.sink, lambda grad: matmul(y_grad_TN.T, x_TL, out=grad.view(w_NL.shape), add=True))
-        return x_grad(), None, None, None
-
-
-def set_tensor_parallel(model: Transformer, groups: Groups, *, sequence: bool, overlap: bool) -> None:
-    """Have every projection, norm, embedding and output layer of `model` work on the parts of its weight that are here."""
-    outputs, inputs = groups.along("tp_out"), groups.along("tp_in")
-    if outputs.size * inputs.size == 1:
-        return
-    tokens = tokens_along(groups, model.config.vocab, "tp_out")
-    vocabulary = SplitVocabulary(outputs, inputs, tokens, sequence)
-    for module in model.modules():
-        if isinstance(module, Linear):
-            out_axis, in_axis = (RULES[dim] for dim in declaration(module, "weight").dims[-2:])
-            leaves = sequence and out_axis == "tp_out"  # the residual stream, whose rows are then split
-            returns = sequence and in_axis == "tp_out"
-            module.product = SplitProduct(
-                groups.along(in_axis), groups.along(out_axis), gathers=leaves, scatters=returns, overlap=overlap
-            )
-        elif isinstance(module, RMSNorm):
-            group = groups.along(RULES[declaration(module, "weight").dims[0]])
-            if group.size > 1:
-                module.normalise = SplitRMSNorm(group)
-        elif isinstance(module, LayerNorm) and inputs.size > 1:
-            module.normalise = SplitLayerNorm(inputs)
-        elif isinstance(module, Embedding | Head):
-            module.vocabulary = vocabulary
+        x_grad = how.now_or_later(start(how.inner.input_gradient(y_grad_TN, w_NL), how.outputs))
+        w_grad = how.inner.weight_gradient(y_grad_TN, rows(), w_NL, ctx.buffer)
+        return x_grad(), w_grad, None, None

@@ -8,9 +8,9 @@ Legend: T rows of the residual stream, H columns of it, U tokens that a rank wor
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from optimus.comm import Group, Groups
+from optimus.comm import Group
 from optimus.comm.functional import (
     columns_to_rows,
     join_rows,
@@ -20,7 +20,6 @@ from optimus.comm.functional import (
     sum_over,
     sum_shared,
 )
-from optimus.model.moe.layer import MoeLayer
 from optimus.model.moe.router import RouterStats
 
 
@@ -58,12 +57,3 @@ class SplitTokens:
             tokens *= self.rows.size * self.columns.size
         counts_E, probabilities_E, z_1 = sum_over(sums, self.parts).split([len(stats.counts_E)] * 2 + [1])
         return RouterStats(counts_E.detach(), probabilities_E, z_1[0], tokens)
-
-
-def set_tokens(model: nn.Module, groups: Groups, *, sequence: bool, duplicates: bool) -> None:
-    """Give every sparse layer of `model` its share of the tokens, where there is anything to share."""
-    rows, columns, parts = (groups.along(axis) for axis in ("tp_out", "tp_in", "cp"))
-    if rows.size * columns.size * parts.size > 1:
-        for layer in model.modules():
-            if isinstance(layer, MoeLayer):
-                layer.tokens = SplitTokens(rows, columns, parts, sequence=sequence, duplicates=duplicates)

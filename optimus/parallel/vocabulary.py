@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from optimus.comm import Group, Groups
 from optimus.comm.functional import gather_rows, gathered, share, sum_rows, sum_shared, total
-from optimus.kernels.linear import linear
+from optimus.kernels.linear import MatrixProduct, linear
 from optimus.kernels.linear_cross_entropy import linear_cross_entropy
 from optimus.mesh import Layout
-from optimus.model.transformer import Embedding, Head, Transformer, Vocabulary
+from optimus.model.vocabulary import Vocabulary
+from optimus.step_context import StepContext
 
 
 class SplitVocabulary(Vocabulary):
@@ -29,8 +30,16 @@ class SplitVocabulary(Vocabulary):
     """
 
     def __init__(
-        self, parts: Group, columns: Group, tokens: Sequence[slice], sequence: bool, everyone: Group | None = None
+        self,
+        parts: Group,
+        columns: Group,
+        tokens: Sequence[slice],
+        sequence: bool,
+        everyone: Group | None = None,
+        step: StepContext | None = None,
     ) -> None:
+        self._step = step or StepContext()
+        self._product = MatrixProduct(self._step)
         self.parts, self.columns, self.sequence = parts, columns, sequence
         self.everyone = everyone or parts
         self.first = tokens[self.everyone.rank].start
@@ -55,11 +64,11 @@ class SplitVocabulary(Vocabulary):
 
     def part_logits(self, x_TH: Tensor, weight: nn.Parameter) -> Tensor:
         rows_TH = gather_rows(x_TH, self.parts) if self.sequence else share(x_TH, self.parts)
-        return sum_shared(linear(rows_TH, weight), self.columns)
+        return sum_shared(linear(rows_TH, weight, product=self._product), self.columns)
 
     def loss(self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float) -> Tensor:
         rows_TH = gather_rows(x_TH, self.parts) if self.sequence else share(x_TH, self.parts)
-        return linear_cross_entropy(rows_TH, weight, target_T, count, self)
+        return linear_cross_entropy(rows_TH, weight, target_T, count, self, self._step.forms)
 
     def complete(self, logits_TV: Tensor) -> None:
         self.columns.sum(logits_TV)
@@ -73,16 +82,6 @@ def tokens_along(groups: Groups, vocab: int, *axes: str) -> list[slice]:
     """The tokens of each rank of the group along `axes`, of a vocabulary split over these."""
     layout = Layout((vocab,), tuple((0, axis) for axis in axes), uneven=(0,))
     return [layout.region(groups.mesh, rank)[0] for rank in groups.along(*axes).ranks]
-
-
-def set_vocabulary(model: Transformer, groups: Groups, *, sequence: bool) -> None:
-    """Have embedding and output layer of `model` give what the part of the vocabulary that is here contributes."""
-    everyone, parts, columns = groups.along("pp", "tp_out"), groups.along("tp_out"), groups.along("tp_in")
-    tokens = tokens_along(groups, model.config.vocab, "pp", "tp_out")
-    vocabulary = SplitVocabulary(parts, columns, tokens, sequence, everyone)
-    for module in (model.embedding, model.head):
-        assert isinstance(module, Embedding | Head)
-        module.vocabulary = vocabulary
 
 
 def _whole_columns(x_TC: Tensor, group: Group, sizes: Sequence[int]) -> Tensor:

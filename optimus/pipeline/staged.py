@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from optimus.comm import Group
 from optimus.config import ModelConfig
-from optimus.kernels.sink import deferring
 from optimus.model import Batch, Losses, Transformer
 from optimus.model.moe.router import RouterStats
 from optimus.model.transformer import Blocks
@@ -112,7 +111,7 @@ class Staged(nn.Module):
         self.cut, self.share, self.dtype = cut, share, dtype
         self.execute, self.pipeline, self.last, self.multiple, self.links = execute, pipeline, last, multiple, links
         self.happened: list[Happened] = []  # in the last step
-        self.stages = {stage: Blocks(model.blocks[i] for i in cut.blocks[stage]) for stage in cut.here}
+        self.stages = {stage: Blocks((model.blocks[i] for i in cut.blocks[stage]), model.parts) for stage in cut.here}
 
     @property
     def config(self) -> ModelConfig:
@@ -235,7 +234,7 @@ class _Work:
         if stage == self._last_stage and self._vocabulary is not None:
             made, grads = self._with_loss(self._vocabulary, microbatch, made)
         if defer:
-            with deferring() as deferred:
+            with self._staged.model.parts.step.deferring() as deferred:
                 torch.autograd.backward(made, grads)
             self._deferred[stage, microbatch] = deferred
         else:

@@ -27,38 +27,38 @@ import torch
 from torch import Tensor, nn
 
 from optimus.comm import Finish, Group
+from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.model.init import initialize_parameter
 from optimus.model.parameters import Initial
 from optimus.optim.adamw import AdamW, adamw
 from optimus.state.plan import ChunkPlan, _aligned
+from optimus.step_context import StepContext
 
 _PIECE = 1024  # numbers whose squares are added up one after the other
 
 
-class GradientSink:
-    """Lets a kernel add a parameter's gradient to the chunk's buffer by itself, in place of autograd.
+class ChunkGradient(GradientBuffer):
+    """The gradient buffer of a parameter of a chunk: a view of the chunk's.
 
-    It must add once in every backward pass of a step: between `open` and `close`, which counts the gradient as arrived.
-    Autograd is then given no gradient; that it calls its hooks all the same must not count.
+    A kernel adds to it in place of autograd, once in every backward pass of a step: between `open` and `close`, which counts
+    the gradient as arrived. Autograd is then given no gradient; that it calls its hooks all the same must not count.
     """
 
-    def __init__(self, chunk: "Chunk", parameter: nn.Parameter) -> None:
+    def __init__(self, chunk: "Chunk", parameter: nn.Parameter, step: StepContext | None) -> None:
+        super().__init__(step)
         self._chunk, self._parameter = chunk, parameter
         self.used = False  # in this step
 
     def open(self) -> Tensor:
-        """The buffer to add to, of the parameter's shape and the gradient type."""
         self.expect()
         self._chunk._before_gradient()
         assert self._parameter.grad is not None
         return self._parameter.grad
 
     def close(self) -> None:
-        """The gradient has been added."""
         self._chunk._after_gradient()
 
     def expect(self) -> None:
-        """What autograd says of this parameter does not count."""
         self.used = True
 
 
@@ -70,7 +70,7 @@ class Chunk:
     are views of the long buffers where those are kept. With compute type fp32, `master` is `own`.
 
     `keep`: whole parameters stay from their first use to the optimizer step. `piece`: elements per all-reduce of gradients.
-    `started` is called when a reduction that holds memory has begun.
+    `started` is called when a reduction that holds memory has begun. `step` may defer gradients.
     """
 
     def __init__(
@@ -85,11 +85,12 @@ class Chunk:
         keep: bool = False,
         piece: int | None = None,
         started: Callable[["Chunk"], None] = lambda chunk: None,
+        step: StepContext | None = None,
     ) -> None:
         self.plan, self._watch = plan, group.watch
         # What is summed and gathered here may be of others: only what enters the sums is watched.
         self.group, self.copies = group.unwatched, copies.unwatched
-        self._keep, self._piece, self._started = keep, piece, started
+        self._keep, self._piece, self._started, self._step = keep, piece, started, step
         self.parameter = torch.zeros(plan.size, dtype=compute_dtype, device=device)
         self.gradient = torch.zeros(plan.size, dtype=gradient_dtype, device=device)
         self.own, self.reduced = self.parameter[plan.part], self.gradient[plan.part]
@@ -101,7 +102,7 @@ class Chunk:
         self._copies_master = self.master is not self.own
         self.m = torch.zeros_like(self.own, dtype=torch.float32)
         self.v = torch.zeros_like(self.own, dtype=torch.float32)
-        self._sinks: list[GradientSink] = []
+        self.gradient_buffers: dict[nn.Parameter, ChunkGradient] = {}
         self._arrived = 0  # gradients of this microbatch
         self._last = False  # this microbatch is the step's last
         self._summed = False  # `reduced` is, or is being, summed over the copies
@@ -133,13 +134,12 @@ class Chunk:
             if self.gradient.dtype != self.parameter.dtype:
                 parameter.grad_dtype = self.gradient.dtype
             parameter.grad = gradients[name]
-            sink = GradientSink(self, parameter)
+            buffer = ChunkGradient(self, parameter, self._step)
             # Hooks are held where no garbage collector looks: with strong references a chunk would never be freed.
             own = weakref.ref(self)
             parameter.register_hook(partial(_before_accumulation, own))
-            parameter.register_post_accumulate_grad_hook(partial(_after_accumulation, own, weakref.ref(sink)))
-            parameter.sink = sink  # type: ignore[attr-defined]
-            self._sinks.append(sink)
+            parameter.register_post_accumulate_grad_hook(partial(_after_accumulation, own, weakref.ref(buffer)))
+            self.gradient_buffers[parameter] = buffer
             yield name, parameter
         if self.plan.shards_gradients:
             _release(self.gradient)  # now that the views of it are made
@@ -212,8 +212,8 @@ class Chunk:
         """Set the gradients to zero; must precede the first microbatch of a step."""
         self.finish_reduction()  # of a step that was not finished
         self._arrived, self._last, self._summed = 0, False, False
-        for sink in self._sinks:
-            sink.used = False
+        for buffer in self.gradient_buffers.values():
+            buffer.used = False
         self.reduced.zero_()
         if self.plan.shards_gradients:
             _release(self.gradient)
@@ -360,9 +360,9 @@ def _before_accumulation(own: "weakref.ref[Chunk]", gradient: Tensor | None) -> 
         chunk._before_gradient()
 
 
-def _after_accumulation(own: "weakref.ref[Chunk]", sink: "weakref.ref[GradientSink]", parameter: Tensor) -> None:
+def _after_accumulation(own: "weakref.ref[Chunk]", buffer: "weakref.ref[ChunkGradient]", parameter: Tensor) -> None:
     """Autograd is through with a parameter of a chunk."""
-    chunk, to = own(), sink()
+    chunk, to = own(), buffer()
     if chunk is not None and to is not None and not to.used:
         chunk._after_gradient()
 

@@ -1,45 +1,58 @@
-"""Whole parameters where and when they are used: gather on use, gather ahead, release after use.
+"""Whole parameters where and when they are used: gather on use, gather ahead, reshard after use.
 
-A unit is an outermost module that owns parameters. Its forward pass first has its chunks here. In the backward pass a chunk
-is needed when an operation asks for a weight that it has saved: saved tensors that lie in a chunk are noticed when they are
-packed, and gathered when they are unpacked, whatever the module. Nothing else about the model needs to be known.
+A module says which parameters it is about to use (`model.parts.Parameters`), and their chunks are gathered. In the backward
+pass a chunk is needed when an operation asks for a weight that it has saved: saved tensors that lie in a chunk are noticed
+when they are packed, and gathered when they are unpacked, whatever the module. Nothing else about the model is known.
 
-Chunks are released when another unit's forward pass begins, and when the last of their gradients has arrived (`chunk.py`).
-The order in which chunks had to be gathered in the first step is remembered, and in later steps the next ones are gathered
-ahead (FSDP's prefetching, in the order of execution).
+Chunks are resharded when a forward pass comes to parameters of others, and when the last of their gradients has arrived
+(`chunk.py`). The order in which chunks had to be gathered in the first step is remembered, and in later steps the next ones
+are gathered ahead (FSDP's prefetching, in the order of execution).
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.state.chunk import Chunk
 
 
 class Gathering:
-    """Gathers the `chunks` of `module`, whose parameters are views of them already; `ahead` chunks ahead of their use.
+    """The `Parameters` of modules whose parameters are in chunks; given to the modules before the chunks are made."""
 
-    With `keep`, chunks stay until the optimizer step.
-    """
-
-    def __init__(self, module: nn.Module, chunks: Sequence[Chunk], ahead: int, keep: bool) -> None:
-        self._ahead, self._keep = ahead, keep
+    def __init__(self) -> None:
+        self._ahead, self._keep = 0, False
         self.watch: Callable[[Tensor], None] | None = None  # is shown every tensor saved for a backward pass
-        self._releasing = [chunk for chunk in chunks if chunk.plan.shards_parameters]
-        self._by_storage = {chunk.parameter.untyped_storage()._cdata: chunk for chunk in self._releasing}
+        self._buffers: dict[nn.Parameter, GradientBuffer] = {}
+        self._chunks: dict[nn.Parameter, Chunk] = {}  # of parameters that are sharded
+        self._releasing: list[Chunk] = []
+        self._by_storage: dict[int, Chunk] = {}
         self._order: list[Chunk] = []  # in which chunks had to be gathered
         self._place = 0  # in that order: the next one
         self._steps = 0
-        owner = {slot.name: chunk for chunk in chunks if chunk.plan.sharded for slot in chunk.plan.slots}
-        by_parameter = {id(p): owner[name] for name, p in module.named_parameters() if name in owner}
-        for unit in _units(module):
-            used = dict.fromkeys(by_parameter[id(p)] for p in unit.parameters() if id(p) in by_parameter)
-            if used:
-                unit.forward = self._gathered(unit.forward, list(used))
+
+    def hold(self, chunks: Sequence[Chunk], ahead: int, keep: bool) -> None:
+        """Take over `chunks`, whose parameters the modules have; gather `ahead` chunks ahead of their use.
+
+        With `keep`, chunks stay until the optimizer step.
+        """
+        self._ahead, self._keep = ahead, keep
+        for chunk in chunks:
+            self._buffers |= chunk.gradient_buffers
+            if chunk.plan.sharded:
+                self._chunks |= dict.fromkeys(chunk.gradient_buffers, chunk)
+        self._releasing = [chunk for chunk in chunks if chunk.plan.shards_parameters]
+        self._by_storage = {chunk.parameter.untyped_storage()._cdata: chunk for chunk in self._releasing}
+
+    def use(self, *parameters: nn.Parameter) -> Sequence[GradientBuffer | None]:
+        """Have the parameters whole on this device; their gradient buffers. All ranks must call alike."""
+        if self._chunks:
+            self._gather(list(dict.fromkeys(self._chunks[each] for each in parameters if each in self._chunks)))
+        return [self._buffers.get(each) for each in parameters]
 
     def begin_step(self) -> None:
         """A step begins: the order of gathering begins anew."""
@@ -52,20 +65,15 @@ class Gathering:
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def _gathered(self, forward: Callable[..., Any], chunks: list[Chunk]) -> Callable[..., Any]:
-        @wraps(forward)
-        def with_parameters(*args: Any, **kwargs: Any) -> Any:
-            if not self._keep and not _in_backward():  # what is run again there is needed there
-                for other in self._releasing:
-                    if other.gathered and other not in chunks:
-                        other.release()
-            for chunk in chunks:
-                self._use(chunk)
-            return forward(*args, **kwargs)
+    def _gather(self, chunks: list[Chunk]) -> None:
+        if chunks and not self._keep and not _in_backward():  # what is recomputed there is needed there
+            for other in self._releasing:
+                if other.gathered and other not in chunks:
+                    other.release()
+        for chunk in chunks:
+            self._have(chunk)
 
-        return with_parameters
-
-    def _use(self, chunk: Chunk) -> None:
+    def _have(self, chunk: Chunk) -> None:
         """Have a chunk here, and begin to gather those that will be needed next."""
         if chunk.gathered:
             return
@@ -89,15 +97,8 @@ class Gathering:
         return packed if isinstance(packed, Tensor) else packed()
 
     def _with_chunk(self, chunk: Chunk, tensor: Tensor) -> Tensor:
-        self._use(chunk)
+        self._have(chunk)
         return tensor
-
-
-def _units(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules that own parameters."""
-    if module._parameters:
-        return [module]
-    return [unit for child in module.children() for unit in _units(child)]
 
 
 def _in_backward() -> bool:

@@ -26,7 +26,8 @@ class ModelState:
 
     `layouts` says of each parameter, by name, how it lies on the mesh of `groups`. After this, `module`'s parameters are
     views into the chunks, of this rank's parts; their values are zero until `initialize` or `load_boxes`. No chunk holds
-    parameters of two stages, `stage_of` by name, of a pipeline.
+    parameters of two stages, `stage_of` by name, of a pipeline. `gathering` is what the modules of `module` were given as
+    their `Parameters`; without it, parameters must not be sharded, and autograd accumulates all gradients.
 
     Raises `UserError` where a parameter is frozen.
     """
@@ -42,6 +43,7 @@ class ModelState:
         gradient_dtype: torch.dtype,
         device: torch.device,
         stage_of: Callable[[str], int] = lambda name: 0,
+        gathering: Gathering | None = None,
     ) -> None:
         _check_trainable(dict(module.named_parameters()))
         self.groups = groups
@@ -65,6 +67,7 @@ class ModelState:
                 keep=not options.release,
                 piece=piece,
                 started=self._limit_reductions,
+                step=groups.step,
             )
 
         stages = plan_stages(layouts, groups.mesh, groups.rank, options, stage_of)
@@ -74,7 +77,8 @@ class ModelState:
         _replace_parameters(module, self._parameters)
         # Else every rank has every gradient, and finds the same norm by itself.
         self._parted = any(chunk.plan.copies < groups.world.size for chunk in self.chunks)
-        self._gathering = Gathering(module, self.chunks, options.prefetch, not options.release)
+        self._gathering = gathering or Gathering()
+        self._gathering.hold(self.chunks, options.prefetch, not options.release)
 
     @property
     def gathers_on_use(self) -> bool:

@@ -21,15 +21,11 @@ from optimus.mesh import Layout, Mesh
 from optimus.mesh.placement import describe
 from optimus.model import Transformer
 from optimus.observe.machine import free_memory
-from optimus.parallel.context import set_sequence
-from optimus.parallel.dispatch import set_dispatch
+from optimus.parallel.build import StageOptions, build_stage
 from optimus.parallel.layouts import parameter_layouts
-from optimus.parallel.recompute import recompute
-from optimus.parallel.tensor import set_tensor_parallel
-from optimus.parallel.tokens import set_tokens
-from optimus.parallel.vocabulary import set_vocabulary
+from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.staged import Staged, keep_stages
-from optimus.state import ModelState, divisions, plan_chunks, plan_stages
+from optimus.state import Gathering, ModelState, bytes_by_kind, divisions, plan_chunks, plan_stages
 from optimus.state.plan import ChunkPlan, check_shard_ranks
 from optimus.train.pipeline import cut_of, placement_of, stages_of, tied_ends
 from optimus.train.precision import with_precision
@@ -166,7 +162,16 @@ def build_model(
     be divided as configured, or their activations do not fit the budget.
     """
     free = free_memory(device) // sharers(groups.mesh, device)
-    model, layouts = _on_meta(config, groups.mesh)
+    compute, gradient = DTYPES[config.train.precision], DTYPES[config.state.gradient_dtype]
+    (plans,) = planned_chunks(config, groups.mesh, [groups.rank])
+    free -= sum(bytes_by_kind(plans, compute, gradient).values())
+    chosen, note = find_recomputation(config, groups, compute.itemsize, free)
+    if notes is not None and note:
+        notes.append(note)
+    gathering = Gathering()
+    with torch.device("meta"):
+        model = build_stage(config.model, groups, stage_options(config, chosen), gathering)
+    layouts = layouts_of(model, config)
     cut = cut_of(config, groups.mesh, groups.rank)
     if cut is not None:
         for layout in layouts.values():  # groups of all stages, which all ranks must make in the same order
@@ -181,26 +186,28 @@ def build_model(
         layouts,
         groups,
         config.state,
-        compute_dtype=DTYPES[config.train.precision],
-        gradient_dtype=DTYPES[config.state.gradient_dtype],
+        compute_dtype=compute,
+        gradient_dtype=gradient,
         device=device,
+        gathering=gathering,
         **({} if cut is None else {"stage_of": cut.stage_here}),
     )
-    duplicates = not config.moe.drop_duplicates
-    set_tensor_parallel(model, groups, sequence=config.parallel.splits_sequence, overlap=config.parallel.overlap)
-    if config.parallel.vocabulary:
-        set_vocabulary(model, groups, sequence=config.parallel.splits_sequence)
-    set_sequence(model, groups, config.parallel.context_method)
-    set_tokens(model, groups, sequence=config.parallel.splits_sequence, duplicates=duplicates)
-    set_dispatch(model, groups, config.moe.dispatch, duplicates=duplicates)
-    free -= sum(state.bytes_by_kind().values())
-    chosen, note = find_recomputation(config, groups, DTYPES[config.train.precision].itemsize, free)
-    if notes is not None and note:
-        notes.append(note)
-    staged = None if cut is None else stages_of(model, cut, config, groups, DTYPES[config.train.precision])
-    for blocks in [model.blocks] if staged is None else staged.stages.values():
-        recompute(blocks, *chosen, keep_collectives=config.recompute_collectives == "keep")
-    return staged or model, state
+    return (model if cut is None else stages_of(model, cut, config, groups, compute)), state
+
+
+def stage_options(config: RunConfig, chosen: Recomputation) -> StageOptions:
+    """How the model is divided, as configured; `chosen` is recomputed."""
+    return StageOptions(
+        routing=config.moe.routing,
+        sequence=config.parallel.splits_sequence,
+        overlap=config.parallel.overlap,
+        vocabulary=config.parallel.vocabulary,
+        context_method=config.parallel.context_method,
+        duplicates=not config.moe.drop_duplicates,
+        dispatch=config.moe.dispatch,
+        recomputation=chosen,
+        keep_collectives=config.recompute_collectives == "keep",
+    )
 
 
 def new_run(config: RunConfig, device: torch.device, resume: bool) -> Run:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from optimus.kernels.matmul import Form, Layouts, Product, fastest
+from optimus.kernels.matmul import Form, MatmulForms, MatmulShape, fastest
 from optimus.observe.machine import device_name
 from optimus.train.hooks import Hook
 from optimus.train.run import Run
 from optimus.train.step import StepResult
 
-Seconds = dict[Product, dict[Form, float]]
+Seconds = dict[MatmulShape, dict[Form, float]]
 
 
 class TuneMatmuls(Hook):
@@ -26,7 +26,7 @@ class TuneMatmuls(Hook):
     """
 
     def __init__(self) -> None:
-        self._layouts = Layouts()
+        self._forms = MatmulForms()
         self._stack = ExitStack()
 
     def before_training(self, run: Run) -> None:
@@ -35,20 +35,20 @@ class TuneMatmuls(Hook):
         if self._path is not None:
             path = self._path
             known, note = run.groups.world.on_first(lambda: read_seconds(path))
-            self._layouts.choose(known)
+            self._forms.choose(known)
             run.notes += [note] if note else []
-        self._layouts.measuring = True
-        self._stack.enter_context(self._layouts.active())
+        self._forms.measuring = True
+        self._stack.enter_context(run.groups.step.multiplying(self._forms))
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        if not self._layouts.measuring:
+        if not self._forms.measuring:
             return
-        self._layouts.measuring = False
+        self._forms.measuring = False
         together: Seconds = {}
-        ranks = run.groups.world.collect((self._layouts.seconds, self._layouts.measured))
+        ranks = run.groups.world.collect((self._forms.seconds, self._forms.measured))
         for seconds, _ in reversed(ranks):
             together |= seconds
-        self._layouts.choose(together)
+        self._forms.choose(together)
         measured = dict.fromkeys(product for _, products in ranks for product in products)
         if measured and run.groups.rank == 0:
             run.notes += describe({product: together[product] for product in measured})
@@ -71,7 +71,7 @@ def read_seconds(path: Path) -> tuple[Seconds, str | None]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
         return {
-            Product(*(entry[field] for field in Product._fields)): {
+            MatmulShape(*(entry[field] for field in MatmulShape._fields)): {
                 form: float(t) for form, t in entry["seconds"].items()
             }
             for entry in entries
@@ -82,7 +82,7 @@ def read_seconds(path: Path) -> tuple[Seconds, str | None]:
         return {}, f"{path} cannot be used ({type(error).__name__}: {error}): all products are measured again"
 
 
-def write_seconds(path: Path, seconds: Mapping[Product, Mapping[Form, float]]) -> str | None:
+def write_seconds(path: Path, seconds: Mapping[MatmulShape, Mapping[Form, float]]) -> str | None:
     """Add to what other runs have written; returns a note where that cannot be done."""
     known, _ = read_seconds(path)
     entries = [{**product._asdict(), "seconds": dict(times)} for product, times in (known | dict(seconds)).items()]
@@ -96,9 +96,11 @@ def write_seconds(path: Path, seconds: Mapping[Product, Mapping[Form, float]]) -
     return None
 
 
-def describe(seconds: Mapping[Product, Mapping[Form, float]]) -> list[str]:
+def describe(seconds: Mapping[MatmulShape, Mapping[Form, float]]) -> list[str]:
     """A line about all products, and one about each that is made in another form than it comes in."""
-    chosen: dict[Product, Form] = {product: fastest(product.form, dict(times)) for product, times in seconds.items()}
+    chosen: dict[MatmulShape, Form] = {
+        product: fastest(product.form, dict(times)) for product, times in seconds.items()
+    }
     other = [product for product, form in chosen.items() if form != product.form]
     lines = [
         f"matrix products: {len(chosen)} timed as NN, NT and TN, {len(other)} faster in another form than their own"

@@ -12,6 +12,7 @@ from optimus.bench import kernel_cases, kernels, tiles
 from optimus.bench.kernel_cases import Case, Sizes, cases
 from optimus.config.load import model_config_from, resolve_model
 from optimus.errors import UserError
+from optimus.testing.buffers import GradientBuffers
 
 CPU = torch.device("cpu")
 OLMOE = {
@@ -24,7 +25,9 @@ OLMO = OLMOE - {"rms_norm", "qk_norm", "router", "experts"} | {
 
 
 def sizes(preset: str, tokens: int, dtype: torch.dtype) -> Sizes:
-    return Sizes(model_config_from(resolve_model(preset)["model"], preset), tokens, tokens, dtype, CPU)
+    return Sizes(
+        model_config_from(resolve_model(preset)["model"], preset), tokens, tokens, dtype, CPU, GradientBuffers()
+    )
 
 
 @pytest.mark.slow

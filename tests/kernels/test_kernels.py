@@ -194,7 +194,7 @@ def test_frozen_experts_cost_no_products(monkeypatch: pytest.MonkeyPatch) -> Non
     made: list[str] = []
     multiply = experts_op.matmul
     monkeypatch.setattr(experts_op, "matmul", lambda *args, **how: (made.append("x"), multiply(*args, **how))[1])
-    monkeypatch.setattr("optimus.kernels.sink.matmul", lambda *args, **how: made.append("w"))
+    monkeypatch.setattr("optimus.kernels.gradient_buffer.matmul", lambda *args, **how: made.append("w"))
     x, weights = torch.randn(6, 16, requires_grad=True), torch.rand(6, 1)
     gate_up, down = torch.randn(2, 16, 16), torch.randn(2, 16, 8)
     experts_op.expert_mlp(x, weights, torch.zeros(6, 1, dtype=torch.int64), gate_up, down).sum().backward()

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from optimus.kernels import matmul as module
+from optimus.kernels.gradient_buffer import TensorBuffer
 from optimus.kernels.linear import linear, linear_reference
-from optimus.kernels.matmul import Layouts, Product, fastest, form_of, in_form, matmul
-from optimus.kernels.sink import TensorSink
+from optimus.kernels.matmul import MatmulForms, MatmulShape, fastest, form_of, in_form, matmul
 
 FORMS = ("NN", "NT", "TN")
 
@@ -49,14 +49,13 @@ def test_the_fastest_form_is_used_and_right(came: str, best: str, monkeypatch: p
     multiply = torch.mm
     monkeypatch.setattr(torch, "mm", lambda a, b, **rest: (used.append(form_of(a, b)), multiply(a, b, **rest))[1])
     a, b = operands(came)
-    layouts = Layouts()
-    layouts.measuring = True
-    with layouts.active():
-        first = matmul(a, b)
-        matmul(a, b)
-        assert used == [came, came]  # until the ranks have agreed
-        layouts.choose(layouts.seconds)
-        second = matmul(a, b, out=torch.empty(6, 5))
+    forms = MatmulForms()
+    forms.measuring = True
+    first = matmul(a, b, forms=forms)
+    matmul(a, b, forms=forms)
+    assert used == [came, came]  # until the ranks have agreed
+    forms.choose(forms.seconds)
+    second = matmul(a, b, out=torch.empty(6, 5), forms=forms)
     torch.testing.assert_close(first, multiply(a, b))
     torch.testing.assert_close(second, first)
     assert used == [came, came, best]
@@ -67,23 +66,21 @@ def test_the_fastest_form_is_used_and_right(came: str, best: str, monkeypatch: p
 def test_nothing_is_timed_outside_of_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = pretend(monkeypatch, NN=3.0, NT=1.0, TN=3.0)
     a, b = operands("NN")
-    layouts = Layouts()
+    forms = MatmulForms()
     matmul(a, b)
-    with layouts.active():
-        matmul(a, b)
-    layouts.measuring = True
+    matmul(a, b, forms=forms)
+    forms.measuring = True
     matmul(a, b)
     assert timed == []
 
 
 def test_what_is_too_short_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = pretend(monkeypatch, NN=3.0, NT=1.0, TN=3.0)
-    layouts = Layouts()
-    layouts.measuring = True
-    with layouts.active():
-        matmul(*operands("NN"))
-        assert timed == []
-        matmul(*operands("NN", 512, 512, 512))
+    forms = MatmulForms()
+    forms.measuring = True
+    matmul(*operands("NN"), forms=forms)
+    assert timed == []
+    matmul(*operands("NN", 512, 512, 512), forms=forms)
     assert timed == list(FORMS)
 
 
@@ -95,24 +92,22 @@ def test_chance_does_not_choose() -> None:
 @pytest.mark.usefixtures("everything_counts")
 def test_one_choice_for_rows_of_one_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, NN=1.0, NT=1.0, TN=1.0)
-    layouts = Layouts()
-    layouts.measuring = True
-    with layouts.active():
-        for rows in (5, 7, 8, 9):
-            matmul(*operands("NN", m=rows), rows_vary=True)
-            matmul(*operands("TN", l=rows), rows_vary=True)
-    assert [(p.form, p.m, p.l) for p in layouts.measured] == [("NN", 8, 4), ("TN", 6, 8), ("NN", 16, 4), ("TN", 6, 16)]
+    forms = MatmulForms()
+    forms.measuring = True
+    for rows in (5, 7, 8, 9):
+        matmul(*operands("NN", m=rows), rows_vary=True, forms=forms)
+        matmul(*operands("TN", l=rows), rows_vary=True, forms=forms)
+    assert [(p.form, p.m, p.l) for p in forms.measured] == [("NN", 8, 4), ("TN", 6, 8), ("NN", 16, 4), ("TN", 6, 16)]
 
 
 def test_real_times_are_taken() -> None:
-    layouts = Layouts()
-    layouts.measuring = True
-    with layouts.active():
-        matmul(*operands("TN", 512, 256, 512))
-    (product,) = layouts.measured
-    assert product == Product("TN", 512, 256, 512, "float32")
-    assert set(layouts.seconds[product]) == set(FORMS)
-    assert all(seconds > 0 for seconds in layouts.seconds[product].values())
+    forms = MatmulForms()
+    forms.measuring = True
+    matmul(*operands("TN", 512, 256, 512), forms=forms)
+    (product,) = forms.measured
+    assert product == MatmulShape("TN", 512, 256, 512, "float32")
+    assert set(forms.seconds[product]) == set(FORMS)
+    assert all(seconds > 0 for seconds in forms.seconds[product].values())
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
@@ -123,15 +118,15 @@ def test_adding(out_dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.float(), 1 + a.float() @ b.float(), rtol=2e-2, atol=2e-2)
 
 
-def test_linear_adds_its_weights_gradient_to_the_sink() -> None:
+def test_linear_adds_its_weights_gradient_to_the_buffer() -> None:
     x, w = torch.randn(3, 7, 4), torch.randn(5, 4, requires_grad=True)
-    sink = TensorSink(torch.ones(5, 4))
-    linear(x, w, sink).square().sum().backward()
+    buffer = TensorBuffer(torch.ones(5, 4))
+    linear(x, w, buffer).square().sum().backward()
     assert w.grad is None
-    assert sink.added == 1
+    assert buffer.added == 1
     expected = w.detach().clone().requires_grad_()
     linear_reference(x, expected).square().sum().backward()
-    torch.testing.assert_close(sink.grad - 1, expected.grad)
+    torch.testing.assert_close(buffer.grad - 1, expected.grad)
 
 
 def test_linear_of_a_frozen_weight() -> None:

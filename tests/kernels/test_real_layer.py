@@ -1,10 +1,14 @@
 """The sparse block at the sizes of Mula-7B-A1B's layers on the CPU: what it keeps for the backward pass."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from optimus.model.moe.layer import MoeLayer
-from optimus.parallel.recompute import recompute
+from optimus.parallel.recompute import Recomputation, Recompute
+from optimus.step_context import StepContext
 from optimus.testing.memory import tracking
 
 T, H, I, E, K = 1024, 2048, 1024, 64, 8
@@ -28,21 +32,20 @@ def block() -> OneBlock:
     return model
 
 
-def kept(model: OneBlock, x: Tensor) -> int:
+def kept(layer: Callable[[Tensor], Any], x: Tensor) -> int:
     """Bytes besides x, the parameters and what it returns that are alive between forward and backward pass."""
     with tracking() as bytes_alive:
-        y, stats = model.moe(x)
+        y, stats = layer(x)
         returned = [y, stats.counts_E, stats.probabilities_E, stats.z]
         return bytes_alive.current - sum(tensor.nbytes for tensor in returned)
 
 
 def test_kept_for_the_backward_pass() -> None:
     x = torch.zeros(1, T, H, dtype=torch.bfloat16, requires_grad=True)
-    assert kept(block(), x) + x.nbytes <= KEPT_PER_TOKEN * T
+    assert kept(block().moe, x) + x.nbytes <= KEPT_PER_TOKEN * T
 
 
 def test_recomputed_it_keeps_its_input_alone() -> None:
-    model = block()
-    recompute(nn.ModuleList([model]), ["moe"])
+    moe, runner = block().moe, Recompute(Recomputation(("moe",)), StepContext())
     x = torch.zeros(1, T, H, dtype=torch.bfloat16, requires_grad=True)
-    assert kept(model, x) == 0
+    assert kept(lambda x: runner.modules(0, x, ("moe", moe)), x) == 0

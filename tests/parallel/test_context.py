@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from optimus.comm import Group, Groups
-from optimus.comm.functional import Kept
 from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.kernels.attention import attention_reference
@@ -19,9 +18,11 @@ from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.attention import Attention, Places
 from optimus.model.init import initialize
+from optimus.model.parts import Parts
 from optimus.model.sequence import Sequence, WholeSequence
 from optimus.parallel.context import RingSequence, UlyssesSequence
-from optimus.parallel.recompute import recompute
+from optimus.parallel.recompute import Recomputation, Recompute
+from optimus.step_context import CollectiveCache
 from optimus.testing import Traffic, counting, run_ranks
 
 Shape = tuple[int, int, int, int]  # B, L, N, D
@@ -105,13 +106,14 @@ def test_the_same_as_on_one_device(method: str, ranks: int, shapes: list[Shape],
 
 def attended_again(method: str) -> tuple[bool, bool, int]:
     """(same output, same gradients, collectives issued) of a forward pass that is run again with kept results."""
-    sequence = sequence_of(method, 2)
+    group = Groups(Mesh(dp=2)).world
+    sequence = METHODS[method](group)
     at = sequence.positions(16, CPU)
     *given, out_grad = (t[:, at] for t in inputs((2, 16, 2, 8), torch.float32))
-    given, kept = [t.requires_grad_() for t in given], Kept()
-    with kept.recording():
+    given, cache = [t.requires_grad_() for t in given], CollectiveCache()
+    with group.step.recording(cache):
         first = sequence.attend(*given)
-    with kept.repeating(), counting() as traffic:
+    with group.step.repeating(cache), counting() as traffic:
         second = sequence.attend(*given)
     grads = [torch.autograd.grad(out, given, out_grad) for out in (first, second)]
     return first.equal(second), all(a.equal(b) for a, b in zip(*grads, strict=True)), traffic.calls.total()
@@ -204,13 +206,11 @@ TOKENS_BL = torch.randint(50, (2, 32), generator=torch.Generator().manual_seed(0
 
 def trained(config: ModelConfig, method: str | None, ranks: int, recomputed: bool) -> tuple[list[Tensor], int]:
     """(loss and gradients of one process, or their means over the ranks; collectives before those)."""
-    model = Transformer(config)
-    initialize(model, 0, 0.2)
     group = Groups(Mesh(dp=ranks)).world
-    if method is not None:
-        model.sequence = METHODS[method](group)
-    if recomputed:
-        recompute(model.blocks, ["attention"])
+    sequence = WholeSequence() if method is None else METHODS[method](group)
+    chosen = Recomputation(("attention",) if recomputed else ())
+    model = Transformer(config, parts=Parts(sequence=sequence, runner=Recompute(chosen, group.step)))
+    initialize(model, 0, 0.2)
     with counting() as traffic:
         loss = model.losses(TOKENS_BL).cross_entropy
         loss.backward()

@@ -1,17 +1,14 @@
 """Norms of rows whose columns are split over ranks, against the norms of whole rows."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
 from optimus.comm import Group, Groups
-from optimus.comm.functional import Kept
-from optimus.kernels.rms_norm import rms_norm
 from optimus.mesh import Mesh
-from optimus.model.dense import layer_norm
-from optimus.parallel.norms import SplitLayerNorm, SplitRMSNorm
+from optimus.model.norms import LocalNorms, Norms
+from optimus.parallel.norms import SplitNorms
+from optimus.step_context import CollectiveCache
 from optimus.testing import counting, run_ranks
 
 EPS = 1e-5
@@ -27,24 +24,27 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return x_BTH.to(dtype), w_H.to(dtype), y_grad_BTH.to(dtype)
 
 
-def outputs(norm: Callable[..., Tensor], x: Tensor, w: Tensor, y_grad: Tensor) -> list[Tensor]:
-    """[y, gradient of x] and for a norm with weights theirs."""
+def outputs(norms: Norms, x: Tensor, w: Tensor, y_grad: Tensor) -> list[list[Tensor]]:
+    """Of both norms [y, gradient of x] and of the weights, where it has some."""
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
-    weighted = norm is rms_norm or isinstance(norm, SplitRMSNorm)
-    y = norm(x, w, EPS) if weighted else norm(x, EPS)
-    return [y.detach(), *torch.autograd.grad(y, [x, w] if weighted else [x], y_grad)]
+    rms, layer = norms.rms(x, w, EPS), norms.layer(x, EPS)
+    return [
+        [rms.detach(), *torch.autograd.grad(rms, [x, w], y_grad)],
+        [layer.detach(), *torch.autograd.grad(layer, [x], y_grad)],
+    ]
 
 
-def on_a_rank(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+def on_a_rank(dtype: torch.dtype) -> list[list[Tensor]]:
     group = Groups(Mesh(tp=torch.distributed.get_world_size())).along("tp")
-    x, w, y_grad = (value.chunk(group.size, -1)[group.rank].contiguous() for value in inputs(dtype))
-    return outputs(SplitRMSNorm(group), x, w, y_grad), outputs(SplitLayerNorm(group), x, w, y_grad)
+    return outputs(
+        SplitNorms(group), *(value.chunk(group.size, -1)[group.rank].contiguous() for value in inputs(dtype))
+    )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_same_as_one_device(ranks: int, dtype: torch.dtype) -> None:
-    whole = [outputs(norm, *inputs(torch.float32)) for norm in (rms_norm, layer_norm)]
+    whole = outputs(LocalNorms(), *inputs(torch.float32))
     for rank, found in enumerate(run_ranks(on_a_rank, ranks, dtype)):
         for ours, theirs in zip(found, whole, strict=True):
             for value, right in zip(ours, theirs, strict=True):
@@ -57,11 +57,11 @@ def run_again() -> tuple[bool, dict[str, int]]:
     """Whether a second forward pass with what was kept has the same bits; and its calls of collectives."""
     group = Groups(Mesh(tp=2)).along("tp")
     x, w, _ = (value.chunk(2, -1)[group.rank].contiguous().requires_grad_() for value in inputs(torch.float32))
-    kept = Kept()
-    with kept.recording():
-        first = [SplitRMSNorm(group)(x, w, EPS), SplitLayerNorm(group)(x, EPS)]
-    with counting() as traffic, kept.repeating():
-        second = [SplitRMSNorm(group)(x, w, EPS), SplitLayerNorm(group)(x, EPS)]
+    norms, cache = SplitNorms(group), CollectiveCache()
+    with group.step.recording(cache):
+        first = [norms.rms(x, w, EPS), norms.layer(x, EPS)]
+    with counting() as traffic, group.step.repeating(cache):
+        second = [norms.rms(x, w, EPS), norms.layer(x, EPS)]
     return all(a.equal(b) for a, b in zip(first, second)), dict(traffic.calls)
 
 
@@ -79,7 +79,7 @@ def bytes_of_a_row() -> tuple[tuple[int, int], ...]:
     group = Groups(Mesh(tp=2)).along("tp")
     x, w, y_grad = (value.chunk(2, -1)[group.rank].contiguous().requires_grad_() for value in inputs(torch.float32))
     found = []
-    for norm in (lambda: SplitRMSNorm(group)(x, w, EPS), lambda: SplitLayerNorm(group)(x, EPS)):
+    for norm in (lambda: SplitNorms(group).rms(x, w, EPS), lambda: SplitNorms(group).layer(x, EPS)):
         with counting() as forward:
             y = norm()
         with counting() as backward:
@@ -89,7 +89,7 @@ def bytes_of_a_row() -> tuple[tuple[int, int], ...]:
 
 
 def test_a_group_of_one_is_the_norm() -> None:
-    x, w, y_grad = inputs(torch.float32)
-    for split, whole in ((SplitRMSNorm(Group([0], 0)), rms_norm), (SplitLayerNorm(Group([0], 0)), layer_norm)):
-        for ours, theirs in zip(outputs(split, x, w, y_grad), outputs(whole, x, w, y_grad), strict=True):
-            torch.testing.assert_close(ours, theirs)
+    split, whole = (outputs(norms, *inputs(torch.float32)) for norms in (SplitNorms(Group([0], 0)), LocalNorms()))
+    for ours, theirs in zip(split, whole, strict=True):
+        for value, right in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(value, right)

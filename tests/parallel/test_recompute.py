@@ -11,8 +11,10 @@ from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.model.moe.layer import Experts
-from optimus.parallel.dispatch import set_dispatch
-from optimus.parallel.recompute import recompute
+from optimus.model.parts import Parts
+from optimus.parallel.build import StageOptions, build_stage
+from optimus.parallel.recompute import Recomputation, Recompute
+from optimus.step_context import StepContext
 from optimus.testing import counting, run_ranks
 
 DENSE = ModelConfig(family="olmo", hidden=32, layers=2, heads=2, intermediate=64, vocab=50)
@@ -22,14 +24,17 @@ EXPERTS = ModelConfig(
 TOKENS = torch.randint(50, (2, 64), generator=torch.Generator().manual_seed(0))
 
 
+def recomputing(config: ModelConfig, kinds: list[str], every: int = 1) -> Transformer:
+    return Transformer(config, parts=Parts(runner=Recompute(Recomputation(tuple(kinds), every), StepContext())))
+
+
 def measured(
     config: ModelConfig, kinds: list[str], precision: torch.dtype, every: int = 1
 ) -> tuple[list[torch.Tensor], int]:
     """(losses and all gradients, bytes kept for the backward pass besides the parameters)."""
-    model = Transformer(config)
+    model = recomputing(config, kinds, every)
     initialize(model, 0, 0.2)
     model = model.to(precision)
-    recompute(model.blocks, kinds, every)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -99,9 +104,8 @@ def test_a_norm_and_what_it_feeds_are_one() -> None:
 
 @pytest.mark.parametrize("kinds", [["moe"], ["block"]])
 def test_router_statistics_are_counted_once(kinds: list[str]) -> None:
-    model = Transformer(EXPERTS)
+    model = recomputing(EXPERTS, kinds)
     initialize(model, 0, 0.2)
-    recompute(model.blocks, kinds)
     losses = model.losses(TOKENS)
     assert losses.router is not None
     losses.balance.backward()
@@ -111,19 +115,10 @@ def test_router_statistics_are_counted_once(kinds: list[str]) -> None:
     assert losses.router.probabilities_E.sum().item() == pytest.approx(choices / 2, rel=1e-5)
 
 
-class Noisy(nn.Module):
-    """Stands for a block whose module draws random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.Dropout(0.5)
-
-
 def test_random_numbers_are_the_same_again() -> None:
-    blocks = nn.ModuleList([Noisy()])
-    recompute(blocks, ["attention"])
+    runner = Recompute(Recomputation(("attention",)), StepContext())
     x = torch.ones(1000, requires_grad=True)
-    y = blocks[0].get_submodule("attention")(x)
+    y = runner.modules(0, x, ("attention", nn.Dropout(0.5)))
     torch.rand(7)  # whatever is drawn in between
     y.square().sum().backward()
     assert x.grad is not None
@@ -140,15 +135,15 @@ Measured = tuple[list[torch.Tensor], int, int]
 def traffic(kind: str, ranks: int, kinds: list[str], keep: bool, early: bool) -> Measured:
     """(losses and gradients of two microbatches that are under way at once, calls, bytes of all collectives)."""
     groups = Groups(Mesh(dp=ranks, ep=ranks))
-    model = Transformer(SPREAD)
+    chosen = Recomputation(tuple(kinds))
+    options = StageOptions(dispatch=kind, recomputation=chosen, keep_collectives=keep)  # type: ignore[arg-type]
+    model = build_stage(SPREAD, groups, options)
     initialize(model, 0, 0.2)
-    set_dispatch(model, groups, kind)  # type: ignore[arg-type]
     for module in model.modules():
         if isinstance(module, Experts):
             for name in ("gate_up", "down"):
                 whole = module.get_parameter(name).detach()
                 setattr(module, name, nn.Parameter(whole.chunk(ranks)[groups.rank].clone()))
-    recompute(model.blocks, kinds, keep_collectives=keep)
     tokens = torch.randint(50, (2, 4, 16), generator=torch.Generator().manual_seed(groups.rank))
     with set_checkpoint_early_stop(early), counting() as counted:
         losses = [model.losses(microbatch) for microbatch in tokens]

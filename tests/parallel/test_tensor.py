@@ -13,15 +13,17 @@ from torch import Tensor, nn
 from optimus.comm import Group, Groups
 from optimus.comm.functional import own_rows
 from optimus.config import ModelConfig
-from optimus.kernels.sink import TensorSink
+from optimus.kernels.gradient_buffer import GradientBuffer, TensorBuffer
+from optimus.kernels.linear import MatrixProduct
 from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.init import initialize
-from optimus.model.linear import Linear, local_product
+from optimus.model.linear import Linear
 from optimus.model.parameters import Size
+from optimus.model.parts import LOCAL, LocalProduct, Parts
+from optimus.parallel.build import StageOptions, build_stage, parts_of
 from optimus.parallel.layouts import parameter_layouts
-from optimus.parallel.tensor import SplitProduct, set_tensor_parallel
-from optimus.parallel.tokens import set_tokens
+from optimus.parallel.tensor import SplitProduct
 from optimus.testing import run_ranks
 
 GRIDS = [(2, 1), (1, 2), (4, 1), (2, 2), (3, 1)]  # ranks over outputs, over inputs, of what leaves the residual stream
@@ -52,7 +54,7 @@ class Form(NamedTuple):
     returns: bool  # to the residual stream: its inputs are split over the grid's first axis; else its outputs are
     sequence: bool
     overlap: bool
-    sink: bool
+    buffer: bool
 
 
 def split_product(form: Form, outer: Group, inner: Group) -> dict[str, tuple[Tensor, Tensor]]:
@@ -61,7 +63,7 @@ def split_product(form: Form, outer: Group, inner: Group) -> dict[str, tuple[Ten
     gathers, scatters = form.sequence and not form.returns, form.sequence and form.returns
     x_TL, y_grad_TN = normal(0, T, L).requires_grad_(), normal(1, T, 2 * N)
     w_2NL = nn.Parameter(normal(2, 2, N, L))
-    y_TN = local_product(x_TL, w_2NL)
+    y_TN = LocalProduct(MatrixProduct())(x_TL, w_2NL, None)
     y_TN.backward(y_grad_TN)
 
     def at_input(x: Tensor) -> Tensor:
@@ -75,15 +77,14 @@ def split_product(form: Form, outer: Group, inner: Group) -> dict[str, tuple[Ten
         return columns(columns(w, inputs), outputs, 1)
 
     x, w = at_input(x_TL.detach()).requires_grad_(), nn.Parameter(of_weight(w_2NL.detach()))
-    sink = TensorSink(torch.ones(w.shape))
-    if form.sink:
-        w.sink = sink  # type: ignore[attr-defined]
+    buffer = TensorBuffer(torch.ones(w.shape))
     before = x.detach().clone()
-    y = SplitProduct(inputs, outputs, gathers=gathers, scatters=scatters, overlap=form.overlap)(x, w)
+    split = SplitProduct(MatrixProduct(), inputs, outputs, gathers=gathers, scatters=scatters, overlap=form.overlap)
+    y = split(x, w, buffer if form.buffer else None)
     y.backward(at_output(y_grad_TN))
     assert x.equal(before)
-    assert (w.grad is None, sink.added) == ((True, 1) if form.sink else (False, 0))
-    w_grad = sink.grad - 1 if form.sink else w.grad
+    assert (w.grad is None, buffer.added) == ((True, 1) if form.buffer else (False, 0))
+    w_grad = buffer.grad - 1 if form.buffer else w.grad
     assert x.grad is not None
     assert w_grad is not None
     assert x_TL.grad is not None
@@ -106,7 +107,7 @@ def split_products(grid: tuple[int, int]) -> dict[Form, dict[str, tuple[Tensor, 
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_split_projection_is_the_whole_one(grid: tuple[int, int]) -> None:
-    """Both roles, with and without sequence parallelism, overlap and a sink."""
+    """Both roles, with and without sequence parallelism, overlap and a gradient buffer."""
     for found in run_ranks(split_products, grid[0] * grid[1], grid):
         for form, tensors in found.items():
             for name, (ours, theirs) in tensors.items():
@@ -117,8 +118,9 @@ def test_a_split_projection_is_the_whole_one(grid: tuple[int, int]) -> None:
 
 def without_gradients() -> bool:
     group = Groups(Mesh(tp=2)).along("tp_out")
-    layer = Linear(Size("residual", L), Size("ffn", N // 2))
-    layer.product = SplitProduct(Group([group.rank], 0), group, gathers=True, scatters=False, overlap=True)
+    alone = Group([group.rank], 0)
+    split = SplitProduct(MatrixProduct(), alone, group, gathers=True, scatters=False, overlap=True)
+    layer = Linear(Size("residual", L), Size("ffn", N // 2), parts=Parts(product=lambda outputs, inputs: split))
     with torch.no_grad():
         return layer(normal(0, T // 2, L)).requires_grad
 
@@ -139,7 +141,7 @@ MODELS = {
 TOKENS = torch.randint(50, (3, 24), generator=torch.Generator().manual_seed(0))
 
 
-def parts_of(model: Transformer, sequence: bool, groups: Groups) -> None:
+def keep_own(model: Transformer, sequence: bool, groups: Groups) -> None:
     """Keep this rank's parts of the parameters only; tied ones stay tied."""
     layouts = parameter_layouts(model, sequence=sequence)
     parts = {
@@ -162,12 +164,10 @@ def trained(model: Transformer) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 
 def model_on_a_grid(name: str, grid: tuple[int, int], sequence: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     groups = Groups(Mesh(tp=grid[0] * grid[1], tp_in=grid[1]))
-    model = Transformer(MODELS[name])
+    model = build_stage(MODELS[name], groups, StageOptions(sequence=sequence))
     initialize(model, 0, 0.2)
     layouts = parameter_layouts(model, sequence=sequence)
-    parts_of(model, sequence, groups)
-    set_tensor_parallel(model, groups, sequence=sequence, overlap=True)
-    set_tokens(model, groups, sequence=sequence, duplicates=False)
+    keep_own(model, sequence, groups)
     logits_BSV, loss, gradients = trained(model)
     for key, gradient in gradients.items():
         groups.along(*layouts[key].replicas).sum(gradient)
@@ -191,7 +191,81 @@ def test_a_model_is_the_one_of_one_device(name: str, grid: tuple[int, int], sequ
             assert error(gradient, gradients[key][layouts[key].region(mesh, rank)]) < 1e-5, (rank, key)
 
 
-def test_one_rank_is_left_as_it_is() -> None:
-    model = Transformer(MODELS["dense"])
-    set_tensor_parallel(model, Groups(Mesh()), sequence=True, overlap=True)
-    assert all(module.product is local_product for module in model.modules() if isinstance(module, Linear))
+def test_one_rank_has_local_products() -> None:
+    parts = parts_of(MODELS["dense"], Groups(Mesh()), StageOptions(sequence=True))
+    assert isinstance(parts.product("ffn", "residual"), LocalProduct)
+    assert type(parts.norms("residual")) is type(LOCAL.norms("residual"))
+    assert type(parts.vocabulary) is type(LOCAL.vocabulary)
+
+
+# ---- Another inner product ----
+
+
+class Rounded(MatrixProduct):
+    """Stands for a low precision: operands are rounded to bf16. Counts what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = {"forward": 0, "input": 0, "weight": 0}
+
+    def forward(self, x_TL: Tensor, w_NL: Tensor) -> Tensor:
+        self.calls["forward"] += 1
+        return super().forward(_rounded(x_TL), _rounded(w_NL))
+
+    def input_gradient(self, y_grad_TN: Tensor, w_NL: Tensor) -> Tensor:
+        self.calls["input"] += 1
+        return super().input_gradient(_rounded(y_grad_TN), _rounded(w_NL))
+
+    def weight_gradient(
+        self, y_grad_TN: Tensor, x_TL: Tensor, w_NL: Tensor, buffer: GradientBuffer | None
+    ) -> Tensor | None:
+        self.calls["weight"] += 1
+        return super().weight_gradient(_rounded(y_grad_TN), _rounded(x_TL), w_NL, buffer)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    return x.bfloat16().to(x.dtype)
+
+
+def rounded_product(outputs: int, deferred: bool) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, int]]:
+    """A projection by `Rounded` split over a grid of two: (this rank's, its part of one device's) by name, and calls."""
+    groups = Groups(Mesh(tp=2, tp_in=2 // outputs))
+    outer, inner = groups.along("tp_out"), groups.along("tp_in")
+    x_TL, w_NL, y_grad_TN = normal(0, T, L).requires_grad_(), nn.Parameter(normal(1, N, L)), normal(2, T, N)
+    y_TN = LocalProduct(Rounded())(x_TL, w_NL, None)
+    y_TN.backward(y_grad_TN)
+    rounded = Rounded()
+    split = SplitProduct(rounded, inner, outer, gathers=False, scatters=False, overlap=True)
+    x = columns(x_TL.detach(), inner).requires_grad_()
+    w = nn.Parameter(columns(columns(w_NL.detach(), inner), outer, 0))
+    buffer = TensorBuffer(torch.zeros_like(w), groups.step)
+    y = split(x, w, buffer)
+    if deferred:
+        with groups.step.deferring() as later:
+            y.backward(columns(y_grad_TN, outer))
+        assert not buffer.grad.any()
+        for add in later:
+            add()
+    else:
+        y.backward(columns(y_grad_TN, outer))
+    assert x.grad is not None
+    assert x_TL.grad is not None
+    assert w_NL.grad is not None
+    found = {
+        "y": (y.detach(), columns(y_TN.detach(), outer)),
+        "x_grad": (x.grad, columns(x_TL.grad, inner)),
+        "w_grad": (buffer.grad, columns(columns(w_NL.grad, inner), outer, 0)),
+    }
+    return found, rounded.calls
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_any_inner_product_is_split(outputs: int, deferred: bool) -> None:
+    """The numbers of that product on one device, which are not those of fp32; it is asked once for each of the three."""
+    exact = normal(0, T, L) @ normal(1, N, L).T
+    for found, calls in run_ranks(rounded_product, 2, outputs, deferred):
+        assert calls == {"forward": 1, "input": 1, "weight": 1}
+        for name, (ours, theirs) in found.items():
+            assert error(ours, theirs) < 1e-6, name
+    assert error(LocalProduct(Rounded())(normal(0, T, L), nn.Parameter(normal(1, N, L)), None), exact) > 1e-4

@@ -14,7 +14,8 @@ from optimus.comm.functional import own_rows
 from optimus.mesh import Mesh
 from optimus.model.init import initialize
 from optimus.model.moe.layer import MoeLayer
-from optimus.parallel.tokens import SplitTokens, set_tokens
+from optimus.model.parts import LOCAL, Parts
+from optimus.parallel.tokens import SplitTokens
 from optimus.testing import run_ranks
 
 T, H = 24, 12
@@ -81,8 +82,8 @@ def test_every_token_once_and_whole(form: Form) -> None:
     assert {len(rows) for rows, _ in results} == {T * copies // form.mesh.size}  # an equal share each
 
 
-def layer_of() -> MoeLayer:
-    layer = MoeLayer(H, intermediate=8, experts=4, experts_per_token=2)
+def layer_of(parts: Parts = LOCAL) -> MoeLayer:
+    layer = MoeLayer(H, intermediate=8, experts=4, experts_per_token=2, parts=parts)
     initialize(layer, 0, 0.5)
     return layer
 
@@ -107,8 +108,9 @@ def layer_on_a_grid(form: Form) -> dict[str, tuple[Tensor, Tensor]]:
     x_TH, y_grad_TH = inputs()
     alone, groups = layer_of(), Groups(form.mesh)
     right = backward(alone, x_TH.clone().requires_grad_(), y_grad_TH, 1.0)
-    layer = layer_of()
-    set_tokens(layer, groups, sequence=form.sequence, duplicates=form.duplicates)
+    rows, columns, sequences = (groups.along(axis) for axis in ("tp_out", "tp_in", "cp"))
+    split = SplitTokens(rows, columns, sequences, sequence=form.sequence, duplicates=form.duplicates)
+    layer = layer_of(Parts(tokens=split))
     own, own_grad = (residual_stream(value, form, groups) for value in (x_TH, y_grad_TH))
     y, x_grad, losses = backward(layer, own.requires_grad_(), own_grad, 1 / form.parts)
     found = {
@@ -131,10 +133,3 @@ def test_a_layer_has_the_numbers_of_one_device(form: Form) -> None:
         for name, (ours, theirs) in found.items():
             assert ours.shape == theirs.shape, name
             assert (ours - theirs).norm() / theirs.norm() < 1e-5, name
-
-
-def test_one_rank_is_left_as_it_is() -> None:
-    layer = layer_of()
-    before = layer.tokens
-    set_tokens(layer, Groups(Mesh()), sequence=False, duplicates=False)
-    assert layer.tokens is before

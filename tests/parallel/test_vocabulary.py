@@ -11,7 +11,7 @@ from optimus.comm import Groups
 from optimus.comm.functional import own_rows
 from optimus.kernels.linear_cross_entropy import block_rows
 from optimus.mesh import Mesh
-from optimus.model.transformer import LocalVocabulary
+from optimus.model.vocabulary import LocalVocabulary
 from optimus.parallel.vocabulary import SplitVocabulary, tokens_along
 from optimus.testing import run_ranks
 

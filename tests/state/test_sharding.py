@@ -10,9 +10,10 @@ from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
 from optimus.mesh import Mesh
 from optimus.model import Transformer
+from optimus.model.parts import Parts
 from optimus.optim.adamw import AdamW
 from optimus.parallel.layouts import parameter_layouts
-from optimus.state import ModelState
+from optimus.state import Gathering, ModelState
 from optimus.testing import counting, run_ranks
 from optimus.testing.whole import whole_state
 
@@ -26,8 +27,9 @@ def made_with_module(
     config = ModelConfig(
         family="olmoe", hidden=16, layers=2, heads=2, intermediate=24, vocab=50, experts=4, experts_per_token=2
     )
+    gathering = Gathering()
     with torch.device("meta"):
-        module = Transformer(config)
+        module = Transformer(config, parts=Parts(parameters=gathering))
     state = ModelState(
         module,
         parameter_layouts(module),
@@ -36,6 +38,7 @@ def made_with_module(
         compute_dtype=compute,
         gradient_dtype=gradient,
         device=torch.device("cpu"),
+        gathering=gathering,
     )
     state.initialize(3, 0.02)
     return module, state

@@ -13,7 +13,7 @@ import optimus
 from optimus.comm import Groups
 from optimus.config import load_config
 from optimus.kernels import matmul
-from optimus.kernels.matmul import Product
+from optimus.kernels.matmul import MatmulShape
 from optimus.mesh import Mesh
 from optimus.observe.metrics import read_metrics
 from optimus.testing import run_ranks
@@ -22,7 +22,7 @@ from optimus.train.loop import train_loop
 from optimus.train.tuning import TuneMatmuls, cache_file, describe, read_seconds, write_seconds
 
 FORMS = ("NN", "NT", "TN")
-ONE = Product("TN", 64, 32, 16, "float32")
+ONE = MatmulShape("TN", 64, 32, 16, "float32")
 TIMES = {ONE: {"NN": 1.0, "NT": 3.0, "TN": 2.0}}
 
 
@@ -43,12 +43,12 @@ def test_first_step_measures_and_the_next_run_does_not(
     assert note is None
     model = tuned_run["model"]
     rows = 4 * 32
-    assert Product("NT", rows, model["hidden"], 3 * model["hidden"], "bfloat16") in known  # q, k and v
+    assert MatmulShape("NT", rows, model["hidden"], 3 * model["hidden"], "bfloat16") in known  # q, k and v
     assert (
-        Product("TN", 3 * model["hidden"], rows, model["hidden"], "bfloat16") in known
+        MatmulShape("TN", 3 * model["hidden"], rows, model["hidden"], "bfloat16") in known
     )  # the gradient of their weights
     monkeypatch.setattr(matmul, "_seconds", lambda *_: pytest.fail("measured again"))
-    monkeypatch.setattr(matmul.Layouts, "form", only_known(matmul.Layouts.form))
+    monkeypatch.setattr(matmul.MatmulForms, "form", only_known(matmul.MatmulForms.form))
     optimus.train(tuned_run, ["train.stop_at=6"], resume=True)
     assert len(read_metrics(Path(tuned_run["train"]["output"]))) == 6
 
@@ -56,7 +56,7 @@ def test_first_step_measures_and_the_next_run_does_not(
 def only_known(form: Any) -> Any:
     """Products of experts with another number of rows may be new in any step."""
 
-    def ask(self: matmul.Layouts, product: Product, a: torch.Tensor, b: torch.Tensor) -> Any:
+    def ask(self: matmul.MatmulForms, product: MatmulShape, a: torch.Tensor, b: torch.Tensor) -> Any:
         self.measuring = self.measuring and product in self.seconds
         return form(self, product, a, b)
 
@@ -93,7 +93,7 @@ def test_the_cache_is_of_this_chip_and_version(tmp_path: Path) -> None:
 
 
 def test_what_other_runs_have_written_stays(tmp_path: Path) -> None:
-    other = Product("NN", 1, 2, 3, "float32")
+    other = MatmulShape("NN", 1, 2, 3, "float32")
     path = tmp_path / "new" / "file.json"
     assert write_seconds(path, TIMES) is None
     assert write_seconds(path, {other: {"NN": 1.0, "NT": 1.0, "TN": 1.0}}) is None
@@ -110,7 +110,7 @@ def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 
 def test_choices_are_named() -> None:
-    lines = describe(TIMES | {Product("NT", 1, 1, 1, "float32"): {"NN": 1.0, "NT": 1.0, "TN": 1.0}})
+    lines = describe(TIMES | {MatmulShape("NT", 1, 1, 1, "float32"): {"NN": 1.0, "NT": 1.0, "TN": 1.0}})
     assert "2 timed" in lines[0]
     assert "1 faster" in lines[0]
     assert lines[1].strip() == "[64, 32] @ [32, 16] float32: NN instead of TN, 2.00x as fast"
@@ -135,14 +135,14 @@ def forms_of(config: dict[str, Any]) -> list[tuple[str, ...]]:
     group = Groups(Mesh(dp=2)).world
     tree = load_config(config, [f"tuning.cache={config['train']['output']}-cache-{group.rank}"])
     path = cache_file(Path(str(tree.tuning.cache)), torch.device("cpu"))
-    known = Product("NT", 2 * 32, 32, 3 * 32, "bfloat16")  # q, k and v of a microbatch of 2
+    known = MatmulShape("NT", 2 * 32, 32, 3 * 32, "bfloat16")  # q, k and v of a microbatch of 2
     times = [{"NN": 1.0, "NT": 2.0, "TN": 3.0}, {"NN": 3.0, "NT": 2.0, "TN": 1.0}][group.rank]
     assert write_seconds(path, {known: times}) is None
     run = build_run(tree, torch.device("cpu"), resume=False)
     used: list[tuple[str, ...]] = []
-    ask = matmul.Layouts.form
+    ask = matmul.MatmulForms.form
 
-    def noting(self: matmul.Layouts, product: Product, a: torch.Tensor, b: torch.Tensor) -> Any:
+    def noting(self: matmul.MatmulForms, product: MatmulShape, a: torch.Tensor, b: torch.Tensor) -> Any:
         used.append((str(product), ask(self, product, a, b)))
         return used[-1][1]
 
@@ -152,7 +152,7 @@ def forms_of(config: dict[str, Any]) -> list[tuple[str, ...]]:
     with (
         mock.patch.object(matmul, "_LEAST_WORK", 0),
         mock.patch.object(matmul, "_seconds", measure),
-        mock.patch.object(matmul.Layouts, "form", noting),
+        mock.patch.object(matmul.MatmulForms, "form", noting),
     ):
         train_loop(run, [TuneMatmuls()])
     run.state.finish()

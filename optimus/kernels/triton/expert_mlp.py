@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from optimus.autograd import once_differentiable
-from optimus.kernels.sink import Sink, add_gradient
+from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.triton.expert_down import expert_down, expert_down_backward, expert_down_weight_gradient
 from optimus.kernels.triton.expert_reduce import expert_reduce, expert_reduce_backward
 from optimus.kernels.triton.expert_up import expert_up, expert_up_backward, expert_up_weight_gradient
 from optimus.kernels.triton.token_index import Routes, token_index
 from optimus.kernels.triton.tuning import row_tile
 
-Sinks = tuple[Sink | None, Sink | None]  # of gate_up and of down
+Buffers = tuple[GradientBuffer | None, GradientBuffer | None]  # of gate_up and of down
 
 
 def expert_mlp_triton(
@@ -30,14 +30,14 @@ def expert_mlp_triton(
     indices_TK: Tensor,
     gate_up_EJH: Tensor,
     down_EHI: Tensor,
-    sinks: Sinks = (None, None),
+    buffers: Buffers = (None, None),
 ) -> Tensor:
     """Sum over k of weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)) with e = indices[t, k]; [T, H].
 
     `indices_TK` counts this rank's experts from 0; a choice outside [0, E) is another rank's and is skipped. Gradients flow
-    to x, the weights and both parameters; to a parameter with a sink directly, and autograd is given none.
+    to x, the weights and both parameters; to a parameter with a gradient buffer directly, and autograd is given none.
     """
-    return _ExpertMLP.apply(x_TH, weights_TK, indices_TK, gate_up_EJH, down_EHI, sinks)
+    return _ExpertMLP.apply(x_TH, weights_TK, indices_TK, gate_up_EJH, down_EHI, buffers)
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -49,7 +49,7 @@ class _ExpertMLP(torch.autograd.Function):
         indices_TK: Tensor,
         gate_up_EJH: Tensor,
         down_EHI: Tensor,
-        sinks: Sinks,
+        buffers: Buffers,
     ) -> Tensor:
         x_TH, weights_TK = x_TH.contiguous(), weights_TK.contiguous()
         gate_up_EJH, down_EHI = gate_up_EJH.contiguous(), down_EHI.contiguous()
@@ -58,7 +58,7 @@ class _ExpertMLP(torch.autograd.Function):
         z_PJ, h_PI = expert_up(x_TH, gate_up_EJH, routes)
         y_PH = expert_down(h_PI, down_EHI, routes)
         ctx.save_for_backward(x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *routes[:-1])
-        ctx.row_tile, ctx.sinks = routes.row_tile, sinks
+        ctx.row_tile, ctx.buffers = routes.row_tile, buffers
         return expert_reduce(y_PH, weights_TK, routes.position_TK)
 
     @staticmethod
@@ -66,21 +66,21 @@ class _ExpertMLP(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *index = ctx.saved_tensors
         routes = Routes._make([*index, ctx.row_tile])
-        up_sink, down_sink = ctx.sinks
+        up_buffer, down_buffer = ctx.buffers
         y_grad_TH = grads[0].contiguous()
         z_grad_PJ, weighted_h_PI, weight_grad_PC = expert_down_backward(y_grad_TH, weights_TK, z_PJ, down_EHI, routes)
         of_down = partial(expert_down_weight_gradient, y_grad_TH, weighted_h_PI, routes)
-        down_grad = _gradient(down_EHI, down_sink, of_down) if ctx.needs_input_grad[4] else None
+        down_grad = _gradient(down_EHI, down_buffer, of_down) if ctx.needs_input_grad[4] else None
         of_gate_up = partial(expert_up_weight_gradient, z_grad_PJ, x_TH, routes)
-        gate_up_grad = _gradient(gate_up_EJH, up_sink, of_gate_up) if ctx.needs_input_grad[3] else None
+        gate_up_grad = _gradient(gate_up_EJH, up_buffer, of_gate_up) if ctx.needs_input_grad[3] else None
         x_grad_TH = expert_up_backward(z_grad_PJ, gate_up_EJH, routes)
         weights_grad_TK = expert_reduce_backward(weight_grad_PC, weights_TK, routes.position_TK)
         return x_grad_TH, weights_grad_TK, None, gate_up_grad, down_grad, None
 
 
-def _gradient(weight: Tensor, sink: Sink | None, write: Callable[..., Tensor]) -> Tensor | None:
-    """What autograd is to add: nothing where a sink has it, which can go on its way at once."""
-    if sink is None:
+def _gradient(weight: Tensor, buffer: GradientBuffer | None, write: Callable[..., Tensor]) -> Tensor | None:
+    """What autograd is to add: nothing where a buffer has it, which can go on its way at once."""
+    if buffer is None:
         return write(torch.empty_like(weight), accumulate=False)
-    add_gradient(sink, lambda grad: write(grad.view(weight.shape), accumulate=True))
+    buffer.add(lambda grad: write(grad.view(weight.shape), accumulate=True))
     return None

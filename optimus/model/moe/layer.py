@@ -6,33 +6,31 @@ Legend: T tokens, H hidden, K experts per token, U tokens that this layer works 
 from torch import Tensor, nn
 
 from optimus.kernels.expert_mlp import expert_mlp
-from optimus.model.moe.dispatch import Dispatch, local_dispatch
 from optimus.model.moe.router import Router, RouterStats, Routing
-from optimus.model.moe.tokens import TokenSplit, WholeTokens
 from optimus.model.parameters import Size, declare
+from optimus.model.parts import LOCAL, Parts
 
 
 class Experts(nn.Module):
     """The weights of the experts that are here: gate and up projection together, and the down projection."""
 
-    def __init__(self, experts: int, hidden: int, intermediate: int) -> None:
+    def __init__(self, experts: int, hidden: int, intermediate: int, parts: Parts = LOCAL) -> None:
         super().__init__()
+        self._step, self._use = parts.step, parts.parameters.use
         columns, ffn = Size("hidden", hidden), Size("expert_ffn", intermediate)
         self.gate_up = declare(self, "gate_up", Size("experts", experts), Size("stack", 2), ffn, columns)
         self.down = declare(self, "down", Size("experts", experts), columns, ffn)
 
     def forward(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:
         """Sum over the K chosen experts of weight times expert output; [T, H]. A choice of -1 is skipped."""
-        sinks = getattr(self.gate_up, "sink", None), getattr(self.down, "sink", None)
-        return expert_mlp(x_TH, weights_TK, indices_TK, self.gate_up.flatten(1, 2), self.down, sinks)
+        of_gate_up, of_down = self._use(self.gate_up, self.down)
+        weights = self.gate_up.flatten(1, 2), self.down
+        return expert_mlp(x_TH, weights_TK, indices_TK, *weights, (of_gate_up, of_down), self._step.forms)
 
 
 class MoeLayer(nn.Module):
-    """Router, then experts.
-
-    `tokens` says which of the tokens this device works on, and `dispatch` carries them to their experts: all are on this
-    device, unless they are replaced.
-    """
+    """Router, then experts. Of `parts`, `tokens` say which tokens this device works on, and `dispatch` carries them to their
+    experts."""
 
     def __init__(
         self,
@@ -42,13 +40,12 @@ class MoeLayer(nn.Module):
         experts_per_token: int,
         routing: Routing = "learned",
         renormalise: bool = False,
+        parts: Parts = LOCAL,
     ) -> None:
         super().__init__()
-        self.expert_count = experts  # of the whole layer; some may be on other ranks
-        self.tokens: TokenSplit = WholeTokens()
-        self.dispatch: Dispatch = local_dispatch
-        self.router = Router(hidden, experts, experts_per_token, routing, renormalise)
-        self.experts = Experts(experts, hidden, intermediate)
+        self.tokens, self.dispatch = parts.tokens, parts.dispatch
+        self.router = Router(hidden, experts, experts_per_token, routing, renormalise, parts)
+        self.experts = Experts(experts, hidden, intermediate, parts)
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, RouterStats]:
         """(output in the shape of x, of any leading dims; statistics of all tokens that the losses are about).

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from optimus.kernels import backend
 from optimus.kernels.backend import compute_dtype
-from optimus.kernels.linear import linear
 from optimus.model.parameters import Size, declare
+from optimus.model.parts import LOCAL, Parts
 
 Routing = Literal["learned", "uniform"]
 
@@ -60,10 +60,17 @@ class Router(nn.Module):
     """
 
     def __init__(
-        self, hidden: int, experts: int, experts_per_token: int, routing: Routing, renormalise: bool = False
+        self,
+        hidden: int,
+        experts: int,
+        experts_per_token: int,
+        routing: Routing,
+        renormalise: bool = False,
+        parts: Parts = LOCAL,
     ) -> None:
         super().__init__()
         self.weight = declare(self, "weight", Size("choices", experts), Size("hidden", hidden))
+        self._product, self._use = parts.product("choices", "hidden"), parts.parameters.use
         self.renormalise = renormalise
         self.experts_per_token = experts_per_token
         self.routing = routing
@@ -73,7 +80,7 @@ class Router(nn.Module):
 
         `position_T`: of every token in its sequence, by default as if all were one sequence.
         """
-        logits_TE = linear(x_TH, self.weight, getattr(self.weight, "sink", None))
+        logits_TE = self._product(x_TH, self.weight, *self._use(self.weight))
         forced_T = self._forced(x_TH, position_T)
         if backend.use_triton(x_TH):
             from optimus.kernels.triton.router import router

@@ -3,11 +3,12 @@
 Legend: T tokens, H hidden, U tokens that are worked on here.
 """
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from optimus.model.moe.router import RouterStats
+if TYPE_CHECKING:
+    from optimus.model.moe.router import RouterStats
 
 
 class TokenSplit(Protocol):
@@ -22,7 +23,7 @@ class TokenSplit(Protocol):
     def put_back(self, y_UH: Tensor) -> Tensor:
         """[T, H], as `take` was given."""
 
-    def sum(self, stats: RouterStats) -> RouterStats:
+    def sum(self, stats: "RouterStats") -> "RouterStats":
         """The statistics of the tokens of all devices that share a microbatch."""
 
 
@@ -38,5 +39,5 @@ class WholeTokens:
     def put_back(self, y_UH: Tensor) -> Tensor:
         return y_UH
 
-    def sum(self, stats: RouterStats) -> RouterStats:
+    def sum(self, stats: "RouterStats") -> "RouterStats":
         return stats

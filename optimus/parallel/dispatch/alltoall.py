@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from optimus.autograd import once_differentiable
 from optimus.comm import Group
 from optimus.comm.functional import (
+    cached,
     exchange_rows,
     gather_uneven_rows,
-    kept,
     share,
     sum_shared,
     sum_uneven_rows,
@@ -70,7 +70,7 @@ class AllToAllDispatch:
         x_RH = exchange_rows(_Spread.apply(x_TH, copies), send, receive, self.group)
         weights_RK = exchange_rows(_Spread.apply(weights_TK, copies), send, receive, self.group)
         leaving_SK = indices_TK.int()[copies.token_S]  # int32: half the bytes
-        indices_RK = kept(lambda: self.group.exchange(leaving_SK, send, receive))
+        indices_RK = cached(lambda: self.group.exchange(leaving_SK, send, receive), self.group)
         local_RK = local_indices(indices_RK, self.group.rank * self.experts_per_rank, self.experts_per_rank)
         y_RH = self._with_all_parts(x_RH, weights_RK, local_RK, experts)
         return _Collect.apply(exchange_rows(y_RH, receive, send, self.group), copies)
@@ -81,14 +81,14 @@ class AllToAllDispatch:
             return experts(x_RH, weights_RK, local_RK)
         if self.duplicates:
             return sum_shared(experts(share(x_RH, self.parts), share(weights_RK, self.parts), local_RK), self.parts)
-        rows = kept(lambda: self.parts.collect(len(x_RH)))
+        rows = cached(lambda: self.parts.collect(len(x_RH)), self.parts)
         given = [gather_uneven_rows(rows_R, rows, self.parts) for rows_R in (x_RH, weights_RK, local_RK)]
         return sum_uneven_rows(experts(*given), rows, self.parts)
 
     def _counts(self, send_N: Tensor) -> tuple[list[int], list[int]]:
         """How many rows go to each rank, and how many come from it."""
         one_each = [1] * self.group.size
-        receive_N = kept(lambda: self.group.exchange(send_N, one_each, one_each))
+        receive_N = cached(lambda: self.group.exchange(send_N, one_each, one_each), self.group)
         send, receive = torch.stack([send_N, receive_N]).tolist()
         return send, receive
 

@@ -90,8 +90,8 @@ def run_all() -> None:
     import torch
     from torch import Tensor
 
+    from optimus.kernels.gradient_buffer import TensorBuffer
     from optimus.kernels.rotary import rotary_table
-    from optimus.kernels.sink import TensorSink
     from optimus.kernels.triton.adamw import adamw
     from optimus.kernels.triton.expert_mlp import expert_mlp_triton
     from optimus.kernels.triton.linear_cross_entropy import linear_cross_entropy
@@ -109,8 +109,8 @@ def run_all() -> None:
     indices = torch.zeros(T, K, dtype=torch.int64)
     expert_mlp_triton(empty(T, H), empty(T, K), indices, empty(E, 2 * I, H), empty(E, H, I)).sum().backward()
     wide = empty(E, 2 * 1536, 3072), empty(E, 3072, 1536)  # Mula-100B's, adding to fp32 gradients as chunks have them
-    sinks = TensorSink(wide[0].float()), TensorSink(wide[1].float())
-    expert_mlp_triton(empty(T, 3072), empty(T, K), indices, *wide, sinks).sum().backward()
+    buffers = TensorBuffer(wide[0].float()), TensorBuffer(wide[1].float())
+    expert_mlp_triton(empty(T, 3072), empty(T, K), indices, *wide, buffers).sum().backward()
     token_index(torch.zeros(T, 8, dtype=torch.int64), 240, 128)
     for experts, renormalise in ((64, False), (240, True)):
         routed = router(empty(64, experts), 8, renormalise=renormalise)

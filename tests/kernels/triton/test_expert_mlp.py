@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optimus.kernels.expert_mlp import expert_mlp_reference
-from optimus.kernels.sink import deferring
+from optimus.kernels.gradient_buffer import GradientBuffer
+from optimus.step_context import StepContext
 
 pytest.importorskip("triton")
 
@@ -92,10 +93,11 @@ def test_twice_the_same_bits(random: Random, dtype: torch.dtype) -> None:
     assert all(a.equal(b) for a, b in zip(results(inputs, indices), results(inputs, indices)))
 
 
-class RecordingSink:
+class RecordingBuffer(GradientBuffer):
     """A buffer with something in it; notes what it is asked."""
 
-    def __init__(self, buffer: Tensor) -> None:
+    def __init__(self, buffer: Tensor, step: StepContext | None = None) -> None:
+        super().__init__(step)
         self.buffer, self.asked = buffer, list[str]()
 
     def open(self) -> Tensor:
@@ -111,47 +113,47 @@ class RecordingSink:
 
 @pytest.mark.parametrize("which", [(True, True), (True, False), (False, True)], ids=["both", "gate_up", "down"])
 @pytest.mark.parametrize("wide", [True, False], ids=["fp32 buffer", "buffer of its type"])
-def test_gradients_are_added_to_sinks(
+def test_gradients_are_added_to_buffers(
     random: Random, close: Callable[..., None], dtype: torch.dtype, wide: bool, which: tuple[bool, bool]
 ) -> None:
     indices, inputs = inputs_of(CASES["plain"], random, dtype)
     x, weights, *parameters = (value.requires_grad_() for value in inputs)
     _, x_grad, weights_grad, *expected = results(inputs, indices)
     before = [random(*p.shape, dtype=torch.float32 if wide else dtype) for p in parameters]
-    sinks = [RecordingSink(b.clone().unflatten(1, (2, -1))) if use else None for b, use in zip(before, which)]
-    y = expert_mlp_triton(x, weights, indices, *parameters, (sinks[0], sinks[1]))
+    buffers = [RecordingBuffer(b.clone().unflatten(1, (2, -1))) if use else None for b, use in zip(before, which)]
+    y = expert_mlp_triton(x, weights, indices, *parameters, (buffers[0], buffers[1]))
     torch.autograd.backward(y, torch.ones_like(y))
     assert x.grad is not None
     assert x.grad.equal(x_grad)
     assert weights.grad is not None
     assert weights.grad.equal(weights_grad)
-    for parameter, sink, b, gradient in zip(parameters, sinks, before, expected):
-        if sink is None:
+    for parameter, buffer, b, gradient in zip(parameters, buffers, before, expected):
+        if buffer is None:
             assert parameter.grad is not None
             assert parameter.grad.equal(gradient)
         else:
             assert parameter.grad is None
-            assert sink.asked == ["open", "close"]
-            close(sink.buffer.flatten(1, 2).to(dtype), b.double() + gradient.double())
+            assert buffer.asked == ["open", "close"]
+            close(buffer.buffer.flatten(1, 2).to(dtype), b.double() + gradient.double())
 
 
-def test_gradients_that_are_put_off(random: Random, dtype: torch.dtype) -> None:
-    """The same bits as at once; until then the sinks are told to expect something, and nothing is added."""
+def test_gradients_that_are_deferred(random: Random, dtype: torch.dtype) -> None:
+    """The same bits as at once; until then the buffers are told to expect something, and nothing is added."""
     indices, inputs = inputs_of(CASES["sizes that no tile divides, K = 3"], random, dtype)
-    found = []
+    found, step = [], StepContext()
     for later in (False, True):
         x, weights, *parameters = (value.detach().clone().requires_grad_() for value in inputs)
-        sinks = [RecordingSink(torch.ones_like(p).unflatten(1, (1, -1))) for p in parameters]
-        y = expert_mlp_triton(x, weights, indices, *parameters, (sinks[0], sinks[1]))
+        buffers = [RecordingBuffer(torch.ones_like(p).unflatten(1, (1, -1)), step) for p in parameters]
+        y = expert_mlp_triton(x, weights, indices, *parameters, (buffers[0], buffers[1]))
         if later:
-            with deferring() as deferred:
+            with step.deferring() as deferred:
                 torch.autograd.backward(y, torch.ones_like(y))
-            assert all(sink.asked == ["expect"] and bool((sink.buffer == 1).all()) for sink in sinks)
+            assert all(buffer.asked == ["expect"] and bool((buffer.buffer == 1).all()) for buffer in buffers)
             for add in deferred:
                 add()
         else:
             torch.autograd.backward(y, torch.ones_like(y))
-        found.append([x.grad, weights.grad, *(sink.buffer for sink in sinks)])
+        found.append([x.grad, weights.grad, *(buffer.buffer for buffer in buffers)])
     assert all(a is not None and a.equal(b) for a, b in zip(*found))
 
 

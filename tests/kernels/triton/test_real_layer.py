@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from optimus.kernels.expert_mlp import expert_mlp_reference
-from optimus.kernels.sink import TensorSink
+from optimus.kernels.gradient_buffer import TensorBuffer
 from optimus.testing.memory import tracking
 
 pytest.importorskip("triton")
@@ -60,13 +60,13 @@ def test_equals_the_definition(device: torch.device, random: Random, close: Clos
     x, weights, gate_up, down = inputs_of(random)
     place = choices(device)
     indices = torch.tensor([*HERE, -1], device=device)[place]
-    sinks = TensorSink(torch.zeros_like(gate_up)), TensorSink(torch.zeros_like(down))
-    y = expert_mlp_triton(x, weights, indices, gate_up, down, sinks)
+    buffers = TensorBuffer(torch.zeros_like(gate_up)), TensorBuffer(torch.zeros_like(down))
+    y = expert_mlp_triton(x, weights, indices, gate_up, down, buffers)
     gradients = list(torch.autograd.grad(y, [x, weights], torch.ones_like(y)))
-    for sink in sinks:
-        gradients.append(sink.grad[HERE].clone())
-        sink.grad[HERE] = 0
-        assert not sink.grad.any()
+    for buffer in buffers:
+        gradients.append(buffer.grad[HERE].clone())
+        buffer.grad[HERE] = 0
+        assert not buffer.grad.any()
 
     few = [x, weights, gate_up[HERE], down[HERE]]
     leaves = [value.detach().double().requires_grad_() for value in few]

@@ -3,29 +3,30 @@
 import torch
 from torch import Tensor, nn
 
-from optimus.model.moe.dispatch import local_dispatch, local_indices
+from optimus.model.moe.dispatch import Dispatch, local_dispatch, local_indices
 from optimus.model.moe.layer import MoeLayer
+from optimus.model.parts import Parts
 
 
-def layer() -> MoeLayer:
+def layer(dispatch: Dispatch = local_dispatch) -> MoeLayer:
     torch.manual_seed(0)
-    made = MoeLayer(hidden=8, intermediate=4, experts=6, experts_per_token=2, routing="learned")
+    parts = Parts(dispatch=dispatch)
+    made = MoeLayer(hidden=8, intermediate=4, experts=6, experts_per_token=2, routing="learned", parts=parts)
     for parameter in made.parameters():
         nn.init.normal_(parameter)
     return made
 
 
 def test_the_layer_calls_its_dispatch_with_its_experts() -> None:
-    moe = layer()
     x = torch.randn(2, 3, 8)
-    before, _ = moe(x)
+    before, _ = layer()(x)
     seen = []
 
     def doubling(x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module) -> Tensor:
         seen.append((x_TH.shape, weights_TK.shape, indices_TK.shape, experts))
         return 2 * local_dispatch(x_TH, weights_TK, indices_TK, experts)
 
-    moe.dispatch = doubling
+    moe = layer(doubling)
     after, _ = moe(x)
     assert seen == [((6, 8), (6, 2), (6, 2), moe.experts)]
     assert after.equal(2 * before)

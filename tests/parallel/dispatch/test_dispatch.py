@@ -18,9 +18,10 @@ from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.model.moe.dispatch import Dispatch, local_dispatch
 from optimus.model.moe.layer import Experts, MoeLayer
-from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch, set_dispatch
+from optimus.parallel.build import StageOptions, build_stage
+from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch
 from optimus.parallel.layouts import parameter_layouts
-from optimus.parallel.recompute import recompute
+from optimus.parallel.recompute import Recomputation
 from optimus.testing import run_ranks
 
 Kind = Literal["allgather", "alltoall"]
@@ -203,15 +204,13 @@ def losses_and_gradients(model: Transformer, tokens_BS: Tensor) -> tuple[float, 
 def model_on_a_rank(mesh: Mesh, kind: Kind, recomputed: list[str]) -> tuple[float, dict[str, Tensor]]:
     """The mean loss of this rank's sequences; of the gradients, the sums over the ranks that hold the same parameter."""
     groups = Groups(mesh)
-    model = Transformer(MODEL)
+    model = build_stage(MODEL, groups, StageOptions(dispatch=kind, recomputation=Recomputation(tuple(recomputed))))
     initialize(model, 0, 0.2)
     layouts = parameter_layouts(model)
-    set_dispatch(model, groups, kind)
     for name, parameter in list(model.named_parameters()):
         owner, _, leaf = name.rpartition(".")
         local = parameter.detach()[layouts[name].region(mesh, groups.rank)].clone()
         setattr(model.get_submodule(owner), leaf, nn.Parameter(local))
-    recompute(model.blocks, recomputed)
     loss, gradients = losses_and_gradients(model, SEQUENCES.chunk(mesh.size)[groups.rank])
     for name, gradient in gradients.items():
         groups.along(*layouts[name].replicas).sum(gradient)
@@ -252,12 +251,11 @@ def _six_expert_ranks() -> Groups:
 
 
 def test_experts_that_cannot_be_divided() -> None:
-    with pytest.raises(UserError, match=r"8 experts of layer blocks\.0\.moe cannot be divided over ep 6"):
-        set_dispatch(Transformer(MODEL), _six_expert_ranks(), "alltoall")
+    with pytest.raises(UserError, match="8 experts cannot be divided over ep 6"):
+        build_stage(MODEL, _six_expert_ranks(), StageOptions())
 
 
 def test_one_expert_rank_needs_no_dispatcher() -> None:
-    model = Transformer(MODEL)
-    set_dispatch(model, Groups(Mesh()), "alltoall")
+    model = build_stage(MODEL, Groups(Mesh()), StageOptions())
     layers = [module for module in model.modules() if isinstance(module, MoeLayer)]
     assert [layer.dispatch for layer in layers] == [local_dispatch] * MODEL.layers

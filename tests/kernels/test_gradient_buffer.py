@@ -1,4 +1,4 @@
-"""Gradients of weights that are put off: the same bits as those added at once, and nothing is added before."""
+"""Weight gradients that are deferred: the same bits as those added at once, and nothing is added before."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from optimus.comm import Group, Groups
 from optimus.config.tree import StateConfig
 from optimus.kernels.expert_mlp import expert_mlp
-from optimus.kernels.linear import linear
+from optimus.kernels.gradient_buffer import TensorBuffer
+from optimus.kernels.linear import MatrixProduct, linear
 from optimus.kernels.rms_norm import rms_norm
-from optimus.kernels.sink import TensorSink, add_gradient, deferring
 from optimus.mesh import Layout, Mesh
 from optimus.parallel.tensor import SplitProduct
 from optimus.state.chunk import Chunk
 from optimus.state.plan import plan_chunks
+from optimus.step_context import StepContext
 from optimus.testing import run_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -30,24 +31,25 @@ def normal(seed: int, *shape: int, dtype: torch.dtype = FP32) -> Tensor:
 def at_once_and_later(
     function: Function, inputs: Sequence[Sequence[Tensor]], weights: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """All gradients after a pass for each of `inputs`, the weights' being put off until the last pass or not.
+    """All gradients after a pass for each of `inputs`, the weights' being deferred until the last pass or not.
 
-    `function` takes the inputs of a pass, the weights and their sinks.
+    `function` takes the inputs of a pass, the weights and their buffers.
     """
     found = []
     for later in (False, True):
-        sinks = [TensorSink(torch.ones(w.shape, dtype=dtype)) for w in weights]
+        step = StepContext()
+        buffers = [TensorBuffer(torch.ones(w.shape, dtype=dtype), step) for w in weights]
         put_off: list[Callable[[], None]] = []
         gradients = []
         for seed, given in enumerate(inputs):
             leaves = [x.clone().requires_grad_() for x in given]
             parameters = [w.clone().requires_grad_() for w in weights]
-            y = function(*leaves, *parameters, sinks)
+            y = function(*leaves, *parameters, buffers)
             if later:
-                with deferring() as deferred:
+                with step.deferring() as deferred:
                     y.backward(normal(seed, *y.shape, dtype=y.dtype))
                 put_off += deferred
-                assert all(bool((sink.grad == 1).all()) and sink.added == 0 for sink in sinks)
+                assert all(bool((buffer.grad == 1).all()) and buffer.added == 0 for buffer in buffers)
             else:
                 y.backward(normal(seed, *y.shape, dtype=y.dtype))
             assert all(w.grad is None for w in parameters)
@@ -55,9 +57,9 @@ def at_once_and_later(
         assert len(put_off) == (len(weights) * len(inputs) if later else 0)
         for add in put_off:
             add()
-        assert [sink.added for sink in sinks] == [len(inputs)] * len(sinks)
-        assert all(bool((sink.grad != 1).any()) for sink in sinks)
-        found.append([*gradients, *(sink.grad for sink in sinks)])
+        assert [buffer.added for buffer in buffers] == [len(inputs)] * len(buffers)
+        assert all(bool((buffer.grad != 1).any()) for buffer in buffers)
+        found.append([*gradients, *(buffer.grad for buffer in buffers)])
     return found[0], found[1]
 
 
@@ -69,8 +71,8 @@ def same_bits(found: tuple[list[Tensor], list[Tensor]]) -> bool:
 def test_linear(weight: torch.dtype, gradient: torch.dtype) -> None:
     inputs = [[normal(seed, 3, 7, 24, dtype=weight)] for seed in (1, 2)]
 
-    def function(x: Tensor, w: Tensor, sinks: list[TensorSink]) -> Tensor:
-        return linear(x, w, sinks[0])
+    def function(x: Tensor, w: Tensor, buffers: list[TensorBuffer]) -> Tensor:
+        return linear(x, w, buffers[0])
 
     assert same_bits(at_once_and_later(function, inputs, [normal(3, 40, 24, dtype=weight)], gradient))
 
@@ -84,8 +86,8 @@ def test_expert_mlp(weight: torch.dtype, gradient: torch.dtype, candidates: int)
     chosen_TK = torch.randint(-1, candidates, (tokens, 2), generator=torch.Generator().manual_seed(0))
     weights = [normal(3, experts, 2 * inner, hidden, dtype=weight), normal(4, experts, hidden, inner, dtype=weight)]
 
-    def function(x: Tensor, share: Tensor, up: Tensor, down: Tensor, sinks: list[TensorSink]) -> Tensor:
-        return expert_mlp(x, share, chosen_TK, up, down, (sinks[0], sinks[1]))
+    def function(x: Tensor, share: Tensor, up: Tensor, down: Tensor, buffers: list[TensorBuffer]) -> Tensor:
+        return expert_mlp(x, share, chosen_TK, up, down, (buffers[0], buffers[1]))
 
     assert same_bits(at_once_and_later(function, inputs, weights, gradient))
 
@@ -96,12 +98,12 @@ def split_products(inputs: int) -> list[bool]:
     outer, inner = groups.along("tp_out"), groups.along("tp_in")
     found = []
     for sequence, overlap in ((False, True), (True, True), (True, False)):
-        split = SplitProduct(inner, outer, gathers=sequence and inputs == 1, scatters=False, overlap=overlap)
+        split = SplitProduct(
+            MatrixProduct(), inner, outer, gathers=sequence and inputs == 1, scatters=False, overlap=overlap
+        )
 
-        def function(x: Tensor, w: Tensor, sinks: list[TensorSink], split: SplitProduct = split) -> Tensor:
-            weight = nn.Parameter(w.detach())
-            weight.sink = sinks[0]  # type: ignore[attr-defined]
-            return split(x, weight)
+        def function(x: Tensor, w: Tensor, buffers: list[TensorBuffer], split: SplitProduct = split) -> Tensor:
+            return split(x, nn.Parameter(w.detach()), buffers[0])
 
         given = [[normal(10 * groups.rank + seed, 12, 36)] for seed in (1, 2)]
         found.append(same_bits(at_once_and_later(function, given, [normal(groups.rank, 20, 36)], FP32)))
@@ -113,45 +115,56 @@ def test_a_product_split_over_ranks(inputs: int) -> None:
     assert run_ranks(split_products, 2, inputs) == [[True] * 3] * 2
 
 
-def test_only_what_is_inside_is_put_off() -> None:
-    sink = TensorSink(torch.zeros(2))
+def test_only_what_is_inside_is_deferred() -> None:
+    step = StepContext()
+    buffer = TensorBuffer(torch.zeros(2), step)
 
     def add(value: float) -> None:
-        add_gradient(sink, lambda grad: grad.add_(value))
+        buffer.add(lambda grad: grad.add_(value))
 
     add(1.0)
-    with deferring() as outer:
+    with step.deferring() as outer:
         add(10.0)
-        with deferring() as inner:
+        with step.deferring() as inner:
             add(100.0)
         add(1000.0)
-    with pytest.raises(ZeroDivisionError), deferring():
+    with pytest.raises(ZeroDivisionError), step.deferring():
         raise ZeroDivisionError
     add(2.0)
-    assert sink.grad.tolist() == [3.0, 3.0]
+    assert buffer.grad.tolist() == [3.0, 3.0]
     assert (len(outer), len(inner)) == (2, 1)
     for each in (*inner, *outer):
         each()
-    assert sink.grad.tolist() == [1113.0, 1113.0]
-    assert sink.added == 5
+    assert buffer.grad.tolist() == [1113.0, 1113.0]
+    assert buffer.added == 5
 
 
-def test_without_a_sink_nothing_is_put_off() -> None:
-    w = normal(0, 5, 4).requires_grad_()
-    with deferring() as deferred:
-        linear(normal(1, 3, 4), w).sum().backward()
+def test_without_a_buffer_nothing_is_deferred() -> None:
+    step, w = StepContext(), normal(0, 5, 4).requires_grad_()
+    with step.deferring() as deferred:
+        linear(normal(1, 3, 4), w, product=MatrixProduct(step)).sum().backward()
     assert not deferred
     assert w.grad is not None
 
 
+def test_models_do_not_defer_for_each_other() -> None:
+    one, other = StepContext(), StepContext()
+    buffer = TensorBuffer(torch.zeros(2), other)
+    with one.deferring() as deferred:
+        buffer.add(lambda grad: grad.add_(1.0))
+    assert not deferred
+    assert buffer.added == 1
+
+
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_chunk_waits_for_the_gradients_that_are_put_off(later: bool, microbatches: int) -> None:
-    """Autograd calls its hooks for a weight whose sink has been given nothing yet; that must not count as arrived."""
+def test_a_chunk_waits_for_the_gradients_that_are_deferred(later: bool, microbatches: int) -> None:
+    """Autograd calls its hooks for a weight whose buffer has been given nothing yet; that must not count as arrived."""
     layouts = {"norm": Layout((4,)), "w": Layout((5, 4))}
     (plan,) = plan_chunks(layouts, Mesh(), 0, StateConfig())
     one, reduced = Group([0], 0), []
-    chunk = Chunk(plan, one, one, FP32, FP32, torch.device("cpu"), started=reduced.append)
+    step = StepContext()
+    chunk = Chunk(plan, one, one, FP32, FP32, torch.device("cpu"), started=reduced.append, step=step)
     parameters = dict(chunk.make_parameters())
     chunk.initialize({"norm": "ones", "w": "normal"}, 0, 0.5)
     chunk.begin_step()
@@ -159,9 +172,9 @@ def test_a_chunk_waits_for_the_gradients_that_are_put_off(later: bool, microbatc
         if last:
             chunk.reduce_on_arrival()
         w = parameters["w"]
-        y = linear(rms_norm(normal(1, 3, 4), parameters["norm"], 1e-5), w, w.sink)  # type: ignore[attr-defined]
+        y = linear(rms_norm(normal(1, 3, 4), parameters["norm"], 1e-5), w, chunk.gradient_buffers[w])
         if later:
-            with deferring() as deferred:
+            with step.deferring() as deferred:
                 y.square().sum().backward()
             assert not reduced
             assert w.grad is not None

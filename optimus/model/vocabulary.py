@@ -1,0 +1,60 @@
+"""How the vocabulary lies: the interface, and its form on one device, which has all of it.
+
+Legend: H hidden, V vocabulary, T tokens.
+"""
+
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimus.kernels.linear import MatrixProduct, linear
+from optimus.kernels.linear_cross_entropy import linear_cross_entropy
+from optimus.step_context import StepContext
+
+
+class Vocabulary(Protocol):
+    """How the embedding and the output layer are carried out."""
+
+    multiple: int  # sequences must have a length that is a multiple of this
+    first: int  # the token of the first row of the weight that is here
+
+    def embed(self, tokens_T: Tensor, weight: nn.Parameter) -> Tensor:
+        """The residual stream [T, H] as the blocks hold it."""
+
+    def join(self, x_TH: Tensor) -> Tensor:
+        """The whole [T, H] from the residual stream as the blocks hold it."""
+
+    def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
+        """[..., H], whole, to [..., V] in the type of the weight."""
+
+    def part_logits(self, x_TH: Tensor, weight: nn.Parameter) -> Tensor:
+        """The logits of the tokens whose rows of the weight are here, of all rows of the residual stream."""
+
+    def loss(self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float) -> Tensor:
+        """Sum of the cross-entropies of the residual stream against targets, over `count`; targets below 0 are left out."""
+
+
+class LocalVocabulary:
+    """The whole weights are here."""
+
+    multiple = 1
+    first = 0
+
+    def __init__(self, step: StepContext | None = None) -> None:
+        self._step = step or StepContext()
+        self._product = MatrixProduct(self._step)
+
+    def embed(self, tokens_T: Tensor, weight: nn.Parameter) -> Tensor:
+        return F.embedding(tokens_T, weight)
+
+    def join(self, x_TH: Tensor) -> Tensor:
+        return x_TH
+
+    def logits(self, x: Tensor, weight: nn.Parameter) -> Tensor:
+        return linear(x, weight, product=self._product)
+
+    part_logits = logits
+
+    def loss(self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float) -> Tensor:
+        return linear_cross_entropy(x_TH, weight, target_T, count, forms=self._step.forms)

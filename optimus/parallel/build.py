@@ -1,0 +1,135 @@
+"""A model's modules, made with the parts that its place on the mesh asks for: one sequence, in which order does not matter.
+
+What a rank holds of each parameter is another question (`layouts.py`): the modules are made as one device has them.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from optimus.comm import Group, Groups
+from optimus.config import ModelConfig
+from optimus.errors import UserError
+from optimus.kernels.linear import MatrixProduct
+from optimus.model import Transformer
+from optimus.model.moe.dispatch import Dispatch, local_dispatch
+from optimus.model.moe.router import Routing
+from optimus.model.moe.tokens import TokenSplit, WholeTokens
+from optimus.model.norms import LocalNorms, Norms
+from optimus.model.parameters import Dim
+from optimus.model.parts import KeptParameters, LocalProduct, Parameters, Parts, Product
+from optimus.model.sequence import Sequence, WholeSequence
+from optimus.model.vocabulary import LocalVocabulary, Vocabulary
+from optimus.parallel.context import RingSequence, UlyssesSequence
+from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch
+from optimus.parallel.layouts import RULES
+from optimus.parallel.norms import SplitNorms
+from optimus.parallel.recompute import Recomputation, Recompute
+from optimus.parallel.tensor import SplitProduct
+from optimus.parallel.tokens import SplitTokens
+from optimus.parallel.vocabulary import SplitVocabulary, tokens_along
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """How a model is divided, beyond the sizes of the mesh, and what is recomputed.
+
+    `sequence`: the rows of the residual stream are split over `tp_out`. `overlap`: communication of a projection goes on
+    beside its products. `vocabulary`: all ranks of the pipeline have a part of it. `duplicates`: the ranks of a
+    tensor-parallel grid send the same tokens to the experts.
+    """
+
+    routing: Routing = "learned"
+    sequence: bool = False
+    overlap: bool = True
+    vocabulary: bool = False
+    context_method: Literal["ring", "ulysses"] = "ring"
+    duplicates: bool = False
+    dispatch: Literal["alltoall", "allgather"] = "alltoall"
+    recomputation: Recomputation = field(default_factory=Recomputation)
+    keep_collectives: bool = True
+
+
+def build_stage(
+    architecture: ModelConfig, groups: Groups, options: StageOptions, parameters: Parameters | None = None
+) -> Transformer:
+    """The model, every parameter whole and empty on the default device, of modules that work on this rank's parts of them.
+
+    `parameters` keeps the parameters between their uses. All ranks must call. Raises `UserError` when the experts cannot be
+    divided evenly.
+    """
+    return Transformer(architecture, options.routing, parts_of(architecture, groups, options, parameters))
+
+
+def parts_of(
+    architecture: ModelConfig, groups: Groups, options: StageOptions, parameters: Parameters | None = None
+) -> Parts:
+    """The parts of `build_stage`."""
+    inner = MatrixProduct(groups.step)
+    local = LocalProduct(inner)
+
+    def product(outputs: Dim, inputs: Dim) -> Product:
+        over = _along(groups, inputs), _along(groups, outputs)
+        if over[0].size * over[1].size == 1:
+            return local
+        # Where the residual stream is on the other side, its rows are split.
+        gathers, scatters = (options.sequence and RULES.get(dim) == "tp_out" for dim in (outputs, inputs))
+        return SplitProduct(inner, *over, gathers=gathers, scatters=scatters, overlap=options.overlap)
+
+    def norms(columns: Dim) -> Norms:
+        group = _along(groups, columns)
+        return SplitNorms(group) if group.size > 1 else LocalNorms()
+
+    return Parts(
+        product=product,
+        norms=norms,
+        vocabulary=_vocabulary(architecture, groups, options),
+        sequence=_sequence(groups, options),
+        tokens=_tokens(groups, options),
+        dispatch=_dispatch(architecture, groups, options),
+        parameters=parameters or KeptParameters(),
+        runner=Recompute(options.recomputation, groups.step, keep_collectives=options.keep_collectives),
+        step=groups.step,
+    )
+
+
+def _along(groups: Groups, dim: Dim) -> Group:
+    """The ranks that a dim is split over."""
+    return groups.along(*([RULES[dim]] if dim in RULES else []))
+
+
+def _vocabulary(architecture: ModelConfig, groups: Groups, options: StageOptions) -> Vocabulary:
+    axes = ("pp", "tp_out") if options.vocabulary else ("tp_out",)
+    everyone, rows, columns = groups.along(*axes), groups.along("tp_out"), groups.along("tp_in")
+    if everyone.size * columns.size == 1:
+        return LocalVocabulary(groups.step)
+    tokens = tokens_along(groups, architecture.vocab, *axes)
+    return SplitVocabulary(rows, columns, tokens, options.sequence, everyone, groups.step)
+
+
+def _sequence(groups: Groups, options: StageOptions) -> Sequence:
+    group = groups.along("cp")
+    if group.size == 1:
+        return WholeSequence()
+    return RingSequence(group) if options.context_method == "ring" else UlyssesSequence(group)
+
+
+def _tokens(groups: Groups, options: StageOptions) -> TokenSplit:
+    rows, columns, parts = (groups.along(axis) for axis in ("tp_out", "tp_in", "cp"))
+    if rows.size * columns.size * parts.size == 1:
+        return WholeTokens()
+    return SplitTokens(rows, columns, parts, sequence=options.sequence, duplicates=options.duplicates)
+
+
+def _dispatch(architecture: ModelConfig, groups: Groups, options: StageOptions) -> Dispatch:
+    ranks, parts = groups.along("ep"), groups.along("etp")
+    if architecture.experts is None or ranks.size * parts.size == 1:
+        return local_dispatch
+    each, rest = divmod(architecture.experts, ranks.size)
+    if rest:
+        raise UserError(
+            f"{architecture.experts} experts cannot be divided over ep {ranks.size}: set parallel.expert to a divisor of "
+            "model.experts"
+        )
+    if options.dispatch == "alltoall":
+        return AllToAllDispatch(ranks, each, parts, duplicates=options.duplicates)
+    return AllGatherDispatch(groups.along("ep", "etp"), ranks.rank * each, each)

@@ -1,0 +1,88 @@
+"""What holds for the step of one model that is under way: deferred weight gradients, cached collectives, forms of products.
+
+One object per model, given to those who need it when they are made; its fields change within `with` blocks alone. It is no
+thread-local: autograd has threads of its own on an accelerator.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Forms(Protocol):
+    """In which forms matrix products are made; see `kernels.matmul`."""
+
+    def form(self, shape: Any, a_ML: Tensor, b_LN: Tensor) -> Any:
+        """The form in which to make a product of this shape."""
+
+
+class CollectiveCache:
+    """What the collectives of a forward pass gave, in order, to be given again when the pass is recomputed.
+
+    (Communication-aware checkpointing, TED, section 7.3.)
+    """
+
+    def __init__(self) -> None:
+        self._results: deque[Any] = deque()
+        self._again = False
+
+    def take(self, make: Callable[[], Any]) -> Any:
+        """The next result: made and cached, or given again."""
+        if self._again:
+            return self._results.popleft()
+        made = make()
+        self._results.append(_without_history(made))
+        return made
+
+
+class StepContext:
+    """The fields are None outside of the `with` blocks that set them."""
+
+    def __init__(self) -> None:
+        self.deferred: list[Callable[[], None]] | None = None  # what adds weight gradients, to be called in order
+        self.collectives: CollectiveCache | None = None
+        self.forms: Forms | None = None
+
+    @contextmanager
+    def deferring(self) -> Iterator[list[Callable[[], None]]]:
+        """Within, additions to gradient buffers are deferred: the list holds what makes them, to be called in order."""
+        before, self.deferred = self.deferred, []
+        try:
+            yield self.deferred
+        finally:
+            self.deferred = before
+
+    @contextmanager
+    def recording(self, cache: CollectiveCache) -> Iterator[None]:
+        """Within, what the collectives of a forward pass give is cached."""
+        before, self.collectives = self.collectives, cache
+        try:
+            yield
+        finally:
+            self.collectives = before
+
+    @contextmanager
+    def repeating(self, cache: CollectiveCache) -> Iterator[None]:
+        """Within, the same forward pass is given what is cached, and issues no collective."""
+        cache._again = True
+        with self.recording(cache):
+            yield
+
+    @contextmanager
+    def multiplying(self, forms: Forms) -> Iterator[None]:
+        """Within, matrix products are made in these forms."""
+        before, self.forms = self.forms, forms
+        try:
+            yield
+        finally:
+            self.forms = before
+
+
+def _without_history(value: Any) -> Any:
+    """The same, its tensors as others of the same memory: autograd makes its own what a forward pass gives."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    return tuple(map(_without_history, value)) if isinstance(value, tuple) else value
