@@ -29,6 +29,10 @@ class CollectiveCache:
         self._results: deque[Any] = deque()
         self._again = False
 
+    def begin_again(self) -> None:
+        """From here on, give what is cached."""
+        self._again = True
+
     def take(self, make: Callable[[], Any]) -> Any:
         """The next result: made and cached, or given again."""
         if self._again:
@@ -67,7 +71,7 @@ class StepContext:
     @contextmanager
     def repeating(self, cache: CollectiveCache) -> Iterator[None]:
         """Within, the same forward pass is given what is cached, and issues no collective."""
-        cache._again = True
+        cache.begin_again()
         with self.recording(cache):
             yield
 

@@ -8,6 +8,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "optimus"
@@ -155,6 +156,54 @@ def test_no_room_but_the_kernels_names_cuda() -> None:
 )  # fmt: skip
 def test_the_rule_about_cuda(code: str, uses: int) -> None:
     assert len(list(cuda_uses(ast.parse(code)))) == uses
+
+
+COMPOSED = ("model", "kernels", "parallel", "comm")  # rooms whose objects are complete when they are made
+
+
+def patches(tree: ast.Module, room: str) -> Iterator[int]:
+    """Lines that change what is made elsewhere, instead of making it with other parts.
+
+    These are global statements, assignments to `forward`, and attributes hung on parameters; in the rooms of `COMPOSED` any
+    attribute of what is not one's own; in `parallel` functions that set parts of a model which is there already.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            owner = ast.unparse(node.value)
+            hung = owner.split(".")[-1] in ("parameter", "param", "weight", "bias") and not hasattr(
+                nn.Parameter, node.attr
+            )
+            if node.attr == "forward" or hung or (room in COMPOSED and owner not in ("self", "ctx")):
+                yield node.lineno
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+            if ast.unparse(node.args[1]) == "'forward'":
+                yield node.lineno
+        elif isinstance(node, ast.FunctionDef) and room == "parallel" and node.name.startswith("set_"):
+            yield node.lineno
+
+
+def test_models_are_composed_and_not_patched() -> None:
+    found = []
+    for file in files():
+        here = file.relative_to(PACKAGE).parts[0]
+        lines = patches(ast.parse(file.read_text(encoding="utf-8")), here)
+        found += [f"{file.relative_to(ROOT)}:{line}" for line in lines]
+    assert not found, "give it to the constructor instead (model/parts.py): " + ", ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("code", "room", "lines"),
+    [
+        ("def f():\n    global x", "train", 1), ("module.forward = f", "state", 1), ("setattr(m, 'forward', f)", "state", 1),
+        ("parameter.sink = s", "state", 1), ("self.weight.sink = s", "bench", 1), ("parameter.grad = g", "state", 0),
+        ("layer.dispatch = d", "parallel", 1), ("self.dispatch = d", "parallel", 0), ("ctx.group = g", "parallel", 0),
+        ("def set_dispatch(model): ...", "parallel", 1), ("run.x = 3", "train", 0), ("def forward(self): ...", "model", 0),
+    ],
+)  # fmt: skip
+def test_the_rule_about_patches(code: str, room: str, lines: int) -> None:
+    assert len(list(patches(ast.parse(code), room))) == lines
 
 
 def test_the_config_reference_is_current() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from optimus.comm import Group, Groups
 from optimus.comm.functional import own_rows
 from optimus.config import load_config
+from optimus.kernels.linear import MatrixProduct
 from optimus.mesh import Mesh
 from optimus.parallel.tensor import SplitProduct
 from optimus.testing import Traffic, counting, run_ranks
@@ -75,12 +76,12 @@ def one_projection(grid: tuple[int, int], returns: bool, sequence: bool) -> tupl
     outer, inner = groups.along("tp_out"), groups.along("tp_in")
     inputs, outputs = (outer, inner) if returns else (inner, outer)
     gathers, scatters = sequence and not returns, sequence and returns
-    product = SplitProduct(inputs, outputs, gathers=gathers, scatters=scatters, overlap=True)
+    product = SplitProduct(MatrixProduct(), inputs, outputs, gathers=gathers, scatters=scatters, overlap=True)
     weight = nn.Parameter(torch.ones(N // outputs.size, K // inputs.size))
     x: Tensor = torch.ones(M, K // inputs.size)
     x = (own_rows(x, outputs) if gathers else x).requires_grad_()
     with counting() as forward:
-        y = product(x, weight)
+        y = product(x, weight, None)
     with counting() as backward:
         y.backward(torch.ones_like(y))
     return sent(forward, max(grid)), sent(backward, max(grid))

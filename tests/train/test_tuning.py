@@ -127,7 +127,7 @@ def choices_of(config: dict[str, Any]) -> list[Any]:
     with mock.patch.object(matmul, "_LEAST_WORK", 0), mock.patch.object(matmul, "_seconds", measure):
         train_loop(run, [hook])
     run.state.finish()
-    return sorted(hook._layouts.seconds.items())
+    return sorted(hook._forms.seconds.items())
 
 
 def forms_of(config: dict[str, Any]) -> list[tuple[str, ...]]:
