@@ -6,10 +6,12 @@ thread-local: autograd has threads of its own on an accelerator.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Forms(Protocol):
@@ -50,23 +52,13 @@ class StepContext:
         self.collectives: CollectiveCache | None = None
         self.forms: Forms | None = None
 
-    @contextmanager
-    def deferring(self) -> Iterator[list[Callable[[], None]]]:
+    def deferring(self) -> AbstractContextManager[list[Callable[[], None]]]:
         """Within, additions to gradient buffers are deferred: the list holds what makes them, to be called in order."""
-        before, self.deferred = self.deferred, []
-        try:
-            yield self.deferred
-        finally:
-            self.deferred = before
+        return self._having("deferred", list[Callable[[], None]]())
 
-    @contextmanager
-    def recording(self, cache: CollectiveCache) -> Iterator[None]:
+    def recording(self, cache: CollectiveCache) -> AbstractContextManager[CollectiveCache]:
         """Within, what the collectives of a forward pass give is cached."""
-        before, self.collectives = self.collectives, cache
-        try:
-            yield
-        finally:
-            self.collectives = before
+        return self._having("collectives", cache)
 
     @contextmanager
     def repeating(self, cache: CollectiveCache) -> Iterator[None]:
@@ -75,14 +67,18 @@ class StepContext:
         with self.recording(cache):
             yield
 
-    @contextmanager
-    def multiplying(self, forms: Forms) -> Iterator[None]:
+    def multiplying(self, forms: Forms) -> AbstractContextManager[Forms]:
         """Within, matrix products are made in these forms."""
-        before, self.forms = self.forms, forms
+        return self._having("forms", forms)
+
+    @contextmanager
+    def _having(self, field: str, value: T) -> Iterator[T]:
+        before = getattr(self, field)
+        setattr(self, field, value)
         try:
-            yield
+            yield value
         finally:
-            self.forms = before
+            setattr(self, field, before)
 
 
 def _without_history(value: Any) -> Any:

@@ -68,7 +68,7 @@ class Recompute(RunOnce):
     def _again(self, function: Callable[..., Any], *args: Any) -> Any:
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, context_fn=self._contexts)
 
-    def _caching(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    def _caching(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         """Contexts of the first run and of the second; of one call, as others may come before its backward pass."""
         cache = CollectiveCache()
         return self._step.recording(cache), self._step.repeating(cache)
