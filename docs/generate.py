@@ -87,6 +87,7 @@ def _section(item: tuple[str, FieldInfo]) -> str:
 
 def _row(path: str, field: FieldInfo) -> list[str]:
     default = "required" if field.is_required() else f"`{_value(field.default)}`"
+    default = "of others" if field.default_factory_takes_validated_data else default
     words, *null = _type(field.annotation).split(" or null")
     kind = f"{words}{_limits(field)}{', or null' if null else ''}"
     return [f"`{path}`", kind, default, field.description or ""]

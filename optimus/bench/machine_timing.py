@@ -290,7 +290,8 @@ def _attended(clock: Clock, extent: Extent, device: torch.device) -> Iterator[At
         out_grad = torch.randn(shape, device=device, dtype=torch.bfloat16)
 
         def call(leaves: list[Tensor] = leaves, out_grad: Tensor = out_grad) -> None:
-            torch.autograd.grad(causal_attention(*leaves), leaves, out_grad)
+            q, k, v = leaves
+            torch.autograd.grad(causal_attention(q, k, v), leaves, out_grad)
 
         yield Attended(*shape, clock.seconds(call))
 

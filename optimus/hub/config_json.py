@@ -5,14 +5,14 @@ outcome. `transformers` itself is not needed for any of this.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from optimus.config.load import model_config_from
 from optimus.errors import UserError
 from optimus.model.architecture import ModelConfig
-from optimus.model.families import Family, families
+from optimus.model.families import Choice, Family, Field, families
 
 FILE = "config.json"
 
@@ -44,10 +44,14 @@ def read_model(path: Path) -> ModelConfig:
     """The architecture of the folder `path`. Raises `UserError` as `read_model_folder` does."""
     file, raw = path / FILE, read_config(path)
     family = _family(raw, file)
-    model: dict[str, Any] = {ours: _value(ours, raw, theirs, file) for ours, theirs in family.fields.items()}
+    raw = {family.aliases.get(name, name): value for name, value in raw.items()}
+    model: dict[str, Any] = {"family": family.model_type, **family.built_in}
+    model |= {ours: _value(ours, raw, theirs, file) for ours, theirs in family.fields.items()}
     _refuse_unsupported(family, raw, file)
-    model |= {ours: _value(ours, raw, theirs, file, family.defaults) for ours, theirs in family.optional.items()}
-    return model_config_from({"family": family.model_type, **family.built_in, **model}, str(file))
+    for ours, theirs in family.optional.items():
+        if ours not in family.fields and (found := _value(ours, raw, theirs, file, optional=True)) is not None:
+            model[ours] = found
+    return model_config_from(model, str(file))
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -89,8 +93,8 @@ def write_config(
             )
     raw: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     raw |= family.constants
-    raw |= {theirs: getattr(model, ours) for ours, theirs in [*family.fields.items(), *family.optional.items()]}
-    raw |= {theirs: raw[same] for theirs, same in family.equal.items()}
+    for ours, theirs in {**family.optional, **family.fields}.items():
+        raw |= _published(ours, theirs, model)
     raw |= {
         "max_position_embeddings": context,
         "bos_token_id": None,
@@ -106,7 +110,7 @@ def write_config(
 def _family(raw: dict[str, Any], file: Path) -> Family:
     name, architectures = raw.get("model_type"), raw.get("architectures")
     if not isinstance(name, str) or name not in families():
-        raise UserError(f"{file}: model_type is {name!r}: only {' and '.join(families())} can be read")
+        raise UserError(f"{file}: model_type is {name!r}: only {', '.join(families())} can be read")
     family = families()[name]
     if architectures and architectures != [family.architecture]:
         raise UserError(f"{file}: architectures is {architectures}: only {family.architecture} can be read")
@@ -115,38 +119,152 @@ def _family(raw: dict[str, Any], file: Path) -> Family:
 
 def _refuse_unsupported(family: Family, raw: dict[str, Any], file: Path) -> None:
     only: dict[str, list[Any]] = {field: [value] for field, value in family.constants.items()}
-    only |= {field: [raw.get(same), None] for field, same in family.equal.items()}
-    only["head_dim"] = [raw["hidden_size"] // max(1, raw["num_attention_heads"]), None]
+    known = {*family.fields, *family.optional}
+    if "head_size" not in known:
+        only["head_dim"] = [raw["hidden_size"] // max(1, raw["num_attention_heads"]), None]
+    if "window_except" not in known:
+        only["layer_types"] = [["full_attention"] * raw["num_hidden_layers"], None]
     for field, values in only.items():
         if field in raw and raw[field] not in values:
             raise UserError(f"{file}: {field} is {raw[field]!r}: only {values[0]!r} is supported here")
 
 
-def _value(ours: str, raw: dict[str, Any], theirs: str, file: Path, defaults: Mapping[str, Any] | None = None) -> Any:
-    """`raw[theirs]` in the type of our field. Without `defaults` it must be there."""
-    field = ModelConfig.model_fields[ours]
-    if ours == "rope_theta":
-        return _rope_theta(raw, file)
-    default = None if defaults is None else defaults.get(ours, field.default)
+def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optional: bool = False) -> Any:
+    """What config.json says of our field `ours`, in its type; None where it is `optional` and not there."""
+    if ours in _SPECIAL:
+        return _SPECIAL[ours](raw, file)
+    name, values = theirs if isinstance(theirs, Choice) else (theirs, None)
+    field, value = ModelConfig.model_fields[ours], raw.get(name)
+    if optional and (name not in raw or (value is None and field.default_factory is not None)):
+        return None
+    if values is not None:
+        if value not in values:
+            raise UserError(f"{file}: {name} is {value!r}: only {' and '.join(map(repr, values))} are supported here")
+        return values[value]
     if field.annotation is bool:
-        return bool(raw.get(theirs, default))
-    if field.annotation is float:
-        return _number(raw, theirs, default, file)
-    return whole_number(raw, theirs, file)
+        return bool(value)
+    return _number(raw, name, file) if field.annotation is float else whole_number(raw, name, file)
 
 
-def _rope_theta(raw: dict[str, Any], file: Path) -> float:
-    """The base, which `transformers` 5 keeps in rope_parameters and version 4 beside the other fields."""
-    rope = raw.get("rope_parameters")
-    if rope is None:
-        return _number(raw, "rope_theta", 10_000.0, file)
-    if not isinstance(rope, dict) or {**rope, "rope_theta": 0} != {"rope_theta": 0, "rope_type": "default"}:
-        raise UserError(f"{file}: rope_parameters is {rope!r}: only a theta with rope_type 'default' is supported")
-    return _number(rope, "rope_theta", 10_000.0, file)
+def _published(ours: str, theirs: Field, model: ModelConfig) -> dict[str, Any]:
+    """The field of config.json that says our field `ours`."""
+    value = getattr(model, ours)
+    if isinstance(theirs, Choice):
+        return {theirs.name: {ours: theirs for theirs, ours in theirs.values.items()}[value]}
+    if ours == "window_except":
+        kinds = "sliding_attention", "full_attention"
+        return {theirs: [kinds[model.window_of(layer) is None] for layer in range(model.layers)]}
+    if ours == "rope_scaling":
+        return {theirs: _published_scaling(model)}
+    if ours == "window_rope_theta":  # `transformers` 5 would not take it from rope_theta
+        full = {"rope_theta": model.rope_theta, **(_published_scaling(model) or {"rope_type": "default"})}
+        return {
+            "rope_parameters": {"full_attention": full, "sliding_attention": {"rope_type": "default", theirs: value}}
+        }
+    return {theirs: value}
 
 
-def _number(raw: dict[str, Any], field: str, default: float | None, file: Path) -> float:
-    value = raw.get(field, default)
+def _published_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    scaling = model.rope_scaling
+    if scaling is None:
+        return None
+    own = {_SCALING[name]: value for name, value in scaling if _SCALING.get(name) in _RULES[scaling.kind]}
+    return {"rope_type": scaling.kind} | {name: value for name, value in own.items() if value is not None}
+
+
+_SCALING = {
+    "factor": "factor",
+    "original_context": "original_max_position_embeddings",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+}  # our fields of `RopeScaling` to those of a rule in config.json
+_LLAMA3 = ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+_YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
+_RULES = {"linear": ("factor",), "llama3": ("factor", *_LLAMA3), "yarn": ("factor", *_YARN)}
+
+
+def _rope(raw: dict[str, Any], file: Path, layers: str = "full_attention") -> dict[str, Any]:
+    """The rotary positions of the `layers` of a kind: `rope_theta`, if it is said, and the scaling's fields beside it.
+
+    `transformers` 5 keeps them in rope_parameters, of one kind of layers or of each; version 4 beside the other fields,
+    where the scaling is not for layers with a window.
+    """
+    whole = raw.get("rope_parameters")
+    if whole is None:
+        scaling = (raw.get("rope_scaling") or {}) if layers == "full_attention" else {}
+        whole = {"rope_theta": raw["rope_theta"]} | scaling if "rope_theta" in raw else scaling
+    of = whole.get(layers, whole) if isinstance(whole, dict) else None
+    if not isinstance(of, dict):
+        raise UserError(f"{file}: rope_parameters is {whole!r}: it must be an object")
+    return of
+
+
+def _rope_theta(raw: dict[str, Any], file: Path) -> float | None:
+    rope = _rope(raw, file)
+    return _number(rope, "rope_theta", file) if "rope_theta" in rope else None
+
+
+def _rope_scaling(raw: dict[str, Any], file: Path) -> dict[str, Any] | None:
+    rope = {name: value for name, value in _rope(raw, file).items() if value is not None and name != "rope_theta"}
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    if kind == "default" and not rope:
+        return None
+    if kind not in _RULES or not rope.keys() <= set(_RULES[kind]):
+        known = " and ".join(f"{name} (with {', '.join(fields)})" for name, fields in _RULES.items())
+        said = {"rope_type": kind} | rope
+        raise UserError(
+            f"{file}: the rotary positions are {said}: only rope_type default and {known} are supported here"
+        )
+    ours = {theirs: ours for ours, theirs in _SCALING.items()}
+    numbers = {ours[name]: _number(rope, name, file) for name in rope}
+    if "original_context" in numbers:
+        numbers["original_context"] = int(numbers["original_context"])
+    return {"kind": kind} | numbers
+
+
+def _window_rope_theta(raw: dict[str, Any], file: Path) -> float | None:
+    rope = _rope(raw, file, "sliding_attention")
+    if rope.get("rope_type", "default") != "default":
+        raise UserError(
+            f"{file}: rope_type of sliding_attention is {rope['rope_type']!r}: only 'default' is supported here"
+        )
+    return _number(rope, "rope_theta", file) if "rope_theta" in rope else None
+
+
+def _window(raw: dict[str, Any], file: Path) -> int | None:
+    if "sliding_window" not in raw:
+        raise UserError(f"{file}: sliding_window is missing: it must be a whole number, or null for none")
+    return None if raw["sliding_window"] is None else whole_number(raw, "sliding_window", file)
+
+
+def _window_except(raw: dict[str, Any], file: Path) -> int | None:
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        return None
+    every = (
+        kinds.index("full_attention") + 1 if isinstance(kinds, list) and "full_attention" in kinds else len(kinds) + 1
+    )
+    pattern = ["full_attention" if layer % every == 0 else "sliding_attention" for layer in range(1, len(kinds) + 1)]
+    if kinds != pattern or len(kinds) != raw["num_hidden_layers"]:
+        raise UserError(f"{file}: layer_types is {kinds}: only full_attention in every n-th layer is supported here")
+    return every
+
+
+_SPECIAL: dict[str, Callable[[dict[str, Any], Path], Any]] = {
+    "rope_theta": _rope_theta,
+    "rope_scaling": _rope_scaling,
+    "window": _window,
+    "window_except": _window_except,
+    "window_rope_theta": _window_rope_theta,
+}
+
+
+def _number(raw: dict[str, Any], field: str, file: Path) -> float:
+    value = raw.get(field)
     if type(value) is not int and type(value) is not float:
         raise UserError(f"{file}: {field} is {value!r}: it must be a number")
     return float(value)

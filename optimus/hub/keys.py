@@ -25,11 +25,11 @@ def published(family: str, name: str, parameter: Tensor) -> Iterator[tuple[str, 
 
 
 def fused(family: str, name: str, parameter: Tensor) -> tuple[str, Tensor] | None:
-    """(name, view of `parameter` [E, 2 I, H] or [E, H, I]) of the fused form; None where there is none."""
+    """(name, view of `parameter`, of experts [E, 2 I, H] or [E, H, I]) of the fused form; None where there is none."""
     key, layer = _find(family, name)
     if key.fused is None:
         return None
-    return key.fused.format(i=layer), parameter.view(len(parameter), -1, parameter.shape[-1])
+    return key.fused.format(i=layer), parameter.flatten(1, -2) if parameter.dim() > 2 else parameter
 
 
 def _find(family: str, name: str) -> tuple[Key, str]:

@@ -4,12 +4,12 @@ The softmax over two sets of keys follows from those over each and their log-sum
 ring attention, Liu et al. 2023), and so does its gradient, in which each block needs the log-sum-exp of all. Scores are
 q . k / sqrt(D), log-sum-exps are natural and in fp32 (float64 stays so); no path ever holds more than one block of scores.
 
-Legend: B batch, S queries, P keys, N heads, D head size.
+Legend: B batch, S queries, P keys, N heads, M heads of keys and values (N / M heads share one), D head size.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,21 +24,28 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 _BLOCK_ELEMENTS = 1 << 22  # scores of one block, in the path that makes them itself
 
 
-def causal_attention(q_BSND: Tensor, k_BPND: Tensor, v_BPND: Tensor) -> Tensor:
-    """Attention of the last S of P positions over all positions up to their own, [B, S, N, D]."""
-    new, seen = q_BSND.shape[1], k_BPND.shape[1]
-    if 1 < new < seen:
-        return _Continued.apply(q_BSND, k_BPND, v_BPND)
-    q, k, v = _heads_first(q_BSND, k_BPND, v_BPND)
+def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, window: int | None = None) -> Tensor:
+    """Attention of the last S of P positions over all positions up to their own, [B, S, N, D].
+
+    N is a multiple of M: consecutive heads share keys and values. With a `window`, a position sees as many up to its own.
+    """
+    new, seen = q_BSND.shape[1], k_BPMD.shape[1]
+    if new == 1 and window is not None:
+        k_BPMD, v_BPMD = k_BPMD[:, -window:], v_BPMD[:, -window:]
+    elif 1 < new < seen or (window or seen) < seen or (new > 1 and q_BSND.shape[2] != k_BPMD.shape[2]):
+        return _Blocks.apply(q_BSND, k_BPMD, v_BPMD, window)
+    q, k, v = _heads_first(q_BSND, k_BPMD, v_BPMD)
+    k, v = _for_each_head(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1).transpose(1, 2)
 
 
-def attention_block(q_BSND: Tensor, k_BPND: Tensor, v_BPND: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def attention_block(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """(attention of all queries over all keys [B, S, N, D], log-sum-exp of the scores [B, N, S]); autograd sees neither.
 
     `causal`: S is P, and query i has the keys up to i only.
     """
-    q, k, v = _heads_first(q_BSND, k_BPND, v_BPND)
+    q, k, v = _heads_first(q_BSND, k_BPMD, v_BPMD)
+    k, v = _for_each_head(q, k, v)
     out, lse_BNS = _path(q, k, v, causal).forward(q, k, v, causal)
     return out.transpose(1, 2), lse_BNS
 
@@ -46,8 +53,8 @@ def attention_block(q_BSND: Tensor, k_BPND: Tensor, v_BPND: Tensor, causal: bool
 def attention_block_backward(
     out_grad_BSND: Tensor,
     q_BSND: Tensor,
-    k_BPND: Tensor,
-    v_BPND: Tensor,
+    k_BPMD: Tensor,
+    v_BPMD: Tensor,
     out_BSND: Tensor,
     lse_BNS: Tensor,
     causal: bool,
@@ -56,8 +63,12 @@ def attention_block_backward(
 
     `out_BSND` and `lse_BNS` are those over all keys of the queries, of which the block has some.
     """
-    q, k, v, out, out_grad = _heads_first(q_BSND, k_BPND, v_BPND, out_BSND, out_grad_BSND)
+    q, k, v, out, out_grad = _heads_first(q_BSND, k_BPMD, v_BPMD, out_BSND, out_grad_BSND)
+    shared = k.shape[1]
+    k, v = _for_each_head(q, k, v)
     q_grad, k_grad, v_grad = _path(q, k, v, causal).backward(out_grad, q, k, v, out, lse_BNS, causal)
+    if shared != q.shape[1]:
+        k_grad, v_grad = (t.unflatten(1, (shared, -1)).sum(2) for t in (k_grad, v_grad))
     return q_grad.transpose(1, 2), k_grad.transpose(1, 2), v_grad.transpose(1, 2)
 
 
@@ -68,42 +79,108 @@ def merge_block(out_BSND: Tensor, lse_BNS: Tensor, block_BSND: Tensor, block_lse
     lse_BNS.copy_(torch.logaddexp(lse_BNS, block_lse_BNS))
 
 
-def attention_reference(q_BSND: Tensor, k_BPND: Tensor, v_BPND: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def attention_reference(
+    q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, causal: bool, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """The definition of (attention, log-sum-exp), for tests; if causal, of the last S of P positions."""
-    q, k, v = (t.to(compute_dtype(t.dtype)) for t in _heads_first(q_BSND, k_BPND, v_BPND))
+    q, k, v = (t.to(compute_dtype(t.dtype)) for t in _heads_first(q_BSND, k_BPMD, v_BPMD))
+    k, v = _for_each_head(q, k, v)
     scores_BNSP = q @ k.mT / math.sqrt(q.shape[-1])
     if causal:
         new, seen = scores_BNSP.shape[-2:]
         hidden_SP = torch.ones(new, seen, dtype=torch.bool, device=q.device).triu(seen - new + 1)
+        if window is not None:
+            hidden_SP |= torch.ones_like(hidden_SP).tril(seen - new - window)
         scores_BNSP = scores_BNSP.masked_fill(hidden_SP, -math.inf)
     out = scores_BNSP.softmax(-1) @ v
     return out.transpose(1, 2).to(q_BSND.dtype), scores_BNSP.logsumexp(-1)
 
 
-class _Continued(torch.autograd.Function):
-    """The last S of P positions, 1 < S < P: a block of the keys before them, and a causal one. No mask is held."""
+class _Blocks(torch.autograd.Function):
+    """Attention put together from blocks of keys, so that no mask is held and shared keys and values are saved once."""
 
     @staticmethod
-    def forward(ctx: Any, q_BSND: Tensor, k_BPND: Tensor, v_BPND: Tensor) -> Tensor:
-        before = k_BPND.shape[1] - q_BSND.shape[1]
-        block, lse_BNS = attention_block(q_BSND, k_BPND[:, before:], v_BPND[:, before:], True)
-        out_BSND = block.to(lse_BNS.dtype)
-        merge_block(out_BSND, lse_BNS, *attention_block(q_BSND, k_BPND[:, :before], v_BPND[:, :before], False))
+    def forward(ctx: Any, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, window: int | None) -> Tensor:
+        ctx.blocks = list(blocks_of(q_BSND.shape[1], k_BPMD.shape[1], window))
+        if len(ctx.blocks) == 1:
+            out_BSND, lse_BNS = attention_block(q_BSND, k_BPMD, v_BPMD, True)
+        else:
+            out_BSND = torch.empty_like(q_BSND, dtype=compute_dtype(q_BSND.dtype))
+            lse_BNS = out_BSND.new_empty(*out_BSND.shape[:1], *out_BSND.shape[2:0:-1])
+        for block in ctx.blocks if len(ctx.blocks) > 1 else ():
+            q, k, v = block.of_queries(q_BSND), block.of_keys(k_BPMD), block.of_keys(v_BPMD)
+            out, lse = attention_block(q, k, v, block.mask != "none")
+            if block.mask == "window":
+                out, lse = out.flip(1), lse.flip(2)
+            if block.mask == "causal":  # the first of these queries
+                out_BSND[:, block.queries], lse_BNS[:, :, block.queries] = out, lse
+            else:
+                merge_block(out_BSND[:, block.queries], lse_BNS[:, :, block.queries], out, lse)
         out_BSND = out_BSND.to(q_BSND.dtype)
-        ctx.save_for_backward(q_BSND, k_BPND, v_BPND, out_BSND, lse_BNS)
+        ctx.save_for_backward(q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS)
         return out_BSND
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Gradients:
-        q_BSND, k_BPND, v_BPND, out_BSND, lse_BNS = ctx.saved_tensors
-        before = k_BPND.shape[1] - q_BSND.shape[1]
-        found = [
-            attention_block_backward(grads[0], q_BSND, k_BPND[:, part], v_BPND[:, part], out_BSND, lse_BNS, causal)
-            for part, causal in ((slice(before), False), (slice(before, None), True))
-        ]
-        (q_before, k_before, v_before), (q_new, k_new, v_new) = found
-        return q_before + q_new, torch.cat([k_before, k_new], 1), torch.cat([v_before, v_new], 1)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS = ctx.saved_tensors
+        if len(ctx.blocks) == 1:
+            return *attention_block_backward(grads[0], q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS, True), None
+        found = [torch.zeros_like(t, dtype=lse_BNS.dtype) for t in (q_BSND, k_BPMD, v_BPMD)]
+        for block in ctx.blocks:
+            out_grad, q, out = map(block.of_queries, (grads[0], q_BSND, out_BSND))
+            lse = block.of_queries(lse_BNS.mT).mT
+            given = out_grad, q, block.of_keys(k_BPMD), block.of_keys(v_BPMD), out, lse
+            parts = attention_block_backward(*given, block.mask != "none")
+            for total, part, rows in zip(found, parts, (block.queries, block.keys, block.keys), strict=True):
+                total[:, rows] += part.flip(1) if block.mask == "window" else part
+        return *(total.to(q_BSND.dtype) for total in found), None
+
+
+class Block(NamedTuple):
+    """Queries and the keys that they see: all of them; up to their own; or, of equally many, from their own next on.
+
+    The last is causal when queries and keys are taken backwards, so that no path needs to know of it.
+    """
+
+    queries: slice
+    keys: slice
+    mask: Literal["none", "causal", "window"]
+
+    def of_queries(self, t_BSX: Tensor) -> Tensor:
+        """The rows of the queries, as `attention_block` is to have them."""
+        return t_BSX[:, self.queries].flip(1) if self.mask == "window" else t_BSX[:, self.queries]
+
+    def of_keys(self, t_BPX: Tensor) -> Tensor:
+        """The rows of the keys, as `attention_block` is to have them."""
+        return t_BPX[:, self.keys].flip(1) if self.mask == "window" else t_BPX[:, self.keys]
+
+
+def blocks_of(new: int, seen: int, window: int | None) -> Iterator[Block]:
+    """What the last `new` of `seen` positions attend to, each to as many as `window` up to its own.
+
+    Queries come in pieces that begin at multiples of the window; each piece's causal block is its first.
+    """
+    before = seen - new
+    if window is None or window >= seen:
+        yield Block(slice(new), slice(before, seen), "causal")
+        if before:
+            yield Block(slice(new), slice(before), "none")
+        return
+    starts = [before, *range((before // window + 1) * window, seen, window)]
+    for start, end in zip(starts, [*starts[1:], seen], strict=True):
+        yield Block(slice(start - before, end - before), slice(start, end), "causal")
+        whole = max(0, end - window)
+        if whole < start:
+            yield Block(slice(start - before, end - before), slice(whole, start), "none")
+        if start >= window and end - start > 1:
+            yield Block(slice(start - before, end - 1 - before), slice(start - window + 1, whole), "window")
+
+
+def _for_each_head(q: Tensor, *shared: Tensor) -> list[Tensor]:
+    """Keys and values [B, M, P, D] for every head of q, [B, N, P, D]."""
+    times = q.shape[1] // shared[0].shape[1]
+    return [t if times == 1 else t.repeat_interleave(times, 1) for t in shared]
 
 
 def _heads_first(*tensors_BSND: Tensor) -> list[Tensor]:

@@ -6,6 +6,7 @@ angle, so nothing but the table is saved.
 Legend: B batch, S sequence, N heads, D head size.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,10 +16,18 @@ from optimus.autograd import once_differentiable
 from optimus.kernels import backend
 
 
-def rotary_table(positions_S: Tensor, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each fp32 [S, D/2], of the angles at integer `positions_S`."""
+def rotary_table(
+    positions_S: Tensor,
+    head_size: int,
+    theta: float,
+    scaled: Callable[[Tensor], Tensor] = lambda frequencies_D: frequencies_D,
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each fp32 [S, D/2], of the angles at integer `positions_S`.
+
+    `scaled` may make other frequencies [D/2] of theta^(-2i/D), in radians per position.
+    """
     exponent = torch.arange(0, head_size, 2, dtype=torch.float32, device=positions_S.device) / head_size
-    angle_SD = positions_S.float()[:, None] * (1.0 / theta**exponent)
+    angle_SD = positions_S.float()[:, None] * scaled(1.0 / theta**exponent)
     return angle_SD.cos(), angle_SD.sin()
 
 

@@ -13,6 +13,33 @@ from optimus.model.families import family_named
 from optimus.section import Section
 
 
+class RopeScaling(Section):
+    """How rotary frequencies are slowed down for contexts longer than those first trained on."""
+
+    kind: Literal["linear", "llama3", "yarn"] = Field(
+        description="The rule: of all frequencies alike, Llama 3's, YaRN's."
+    )
+    factor: float = Field(ge=1, description="The frequencies of the longest turns are divided by this.")
+    original_context: int | None = Field(None, gt=0, description="llama3, yarn: the context before scaling, in tokens.")
+    low_freq_factor: float = Field(1.0, gt=0, description="llama3: frequencies with fewer turns in it are slow.")
+    high_freq_factor: float = Field(4.0, gt=0, description="llama3: those with more turns in it are left as they are.")
+    beta_fast: float = Field(32.0, gt=0, description="yarn: pairs that turn more often in it are left as they are.")
+    beta_slow: float = Field(1.0, gt=0, description="yarn: pairs that turn less often in it are slow.")
+    attention_factor: float | None = Field(
+        None, gt=0, description="yarn: factor of queries and keys. Default: 0.1 ln(factor) + 1."
+    )
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> "RopeScaling":
+        if self.kind != "linear" and self.original_context is None:
+            raise ValueError(f"rope_scaling {self.kind} needs original_context")
+        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor} must be below high_freq_factor {self.high_freq_factor}"
+            )
+        return self
+
+
 class ModelConfig(Section):
     """The architecture, as one device would run it."""
 
@@ -21,7 +48,17 @@ class ModelConfig(Section):
     )
     hidden: int = Field(gt=0, description="Width of the residual stream.")
     layers: int = Field(gt=0, description="Number of transformer blocks.")
-    heads: int = Field(gt=0, description="Attention heads; hidden / heads is the head size, an even number.")
+    heads: int = Field(gt=0, description="Attention heads.")
+    kv_heads: int = Field(
+        default_factory=lambda given: given["heads"],
+        gt=0,
+        description="Heads of keys and values, a divisor of heads. Default: heads.",
+    )
+    head_size: int = Field(
+        default_factory=lambda given: given["hidden"] // given["heads"],
+        gt=0,
+        description="Columns of a head, an even number. Default: hidden / heads.",
+    )
     intermediate: int = Field(gt=0, description="Width of the feed-forward layer, or of each expert.")
     vocab: int = Field(
         gt=0, description="Entries of the vocabulary, at least the tokenizer's. Ranks need not divide it evenly."
@@ -29,8 +66,20 @@ class ModelConfig(Section):
     norm: Literal["layer", "rms"] = Field(
         "rms", description="layer: LayerNorm without weights; rms: RMSNorm with weights. Default: the family's."
     )
-    qk_norm: Literal["none", "whole"] = Field(
-        "none", description="whole: an RMSNorm over all columns of q, and of k. Default: the family's."
+    norm_place: Literal["before", "after", "both"] = Field(
+        "before", description="Where a block's modules have their norms. Default: the family's."
+    )
+    qk_norm: Literal["none", "whole", "head"] = Field(
+        "none",
+        description="RMSNorm of q and of k, whole: over all columns, head: over each head's. Default: the family's.",
+    )
+    attention_bias: Literal["none", "qkv", "all"] = Field(
+        "none", description="Biases of the attention's projections; all: of the last one too. Default: the family's."
+    )
+    mlp_bias: bool = Field(False, description="Whether the projections of the dense feed-forward layer have biases.")
+    window: int | None = Field(None, gt=0, description="Positions that a token attends to, its own one counted.")
+    window_except: int | None = Field(
+        None, gt=0, description="Of so many layers the last attends to all positions, whatever the window is."
     )
     experts: int | None = Field(None, gt=0, description="Experts per block.")
     experts_per_token: int | None = Field(None, gt=0, description="Experts that each token chooses.")
@@ -39,6 +88,12 @@ class ModelConfig(Section):
     )
     tie_embeddings: bool = Field(False, description="Whether the output layer shares the embedding's weights.")
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary position frequencies.")
+    rope_scaling: RopeScaling | None = Field(None, description="Slower rotary frequencies, for longer contexts.")
+    window_rope_theta: float = Field(
+        default_factory=lambda given: given["rope_theta"],
+        gt=0,
+        description="Base of the frequencies in layers with a window, which are not scaled. Default: rope_theta.",
+    )
     norm_eps: float = Field(1e-5, gt=0, description="Epsilon inside the norms.")
     init_std: float = Field(
         0.02, gt=0, description="Standard deviation of the initial weights (a normal cut at 3 deviations)."
@@ -47,26 +102,35 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _values_of_the_family(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and isinstance(given.get("family"), str):
-            return {**family_named(given["family"]).defaults, **given}
-        return given
+        if not isinstance(given, Mapping) or not isinstance(given.get("family"), str):
+            return given
+        return {**family_named(given["family"]).defaults, **given}
 
     @model_validator(mode="after")
     def _makes_sense(self) -> "ModelConfig":
-        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+        if self.head_size % 2 or (self.head_size == self.hidden // self.heads and self.hidden % self.heads):
             raise ValueError(
                 f"hidden {self.hidden} over {self.heads} heads must give an even head size; change hidden or heads"
             )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}: change one of them")
         family = family_named(self.family)
+        if self.window is not None and self.rope_scaling is not None and "window_rope_theta" not in family.varies:
+            raise ValueError(f"family {self.family} cannot have both window and rope_scaling: remove one of them")
         sparse = "experts" in family.fields
         if sparse and (self.experts is None or self.experts_per_token is None):
             raise ValueError(f"family {self.family} needs experts and experts_per_token")
         if not sparse and (self.experts is not None or self.experts_per_token is not None or self.renormalise):
             raise ValueError(f"family {self.family} is dense: remove experts, experts_per_token and renormalise")
         for name, value in self:
-            usual = family.defaults.get(name, type(self).model_fields[name].default)
+            field = type(self).model_fields[name]
+            usual = family.defaults.get(name, field.get_default(call_default_factory=True, validated_data=dict(self)))
             if name not in family.varies and value != usual:
                 raise ValueError(f"{name} is {value!r}, but {usual!r} in all models of family {self.family}: remove it")
         if self.experts is not None and self.experts_per_token is not None and self.experts_per_token > self.experts:
             raise ValueError(f"experts_per_token {self.experts_per_token} is more than experts {self.experts}")
         return self
+
+    def window_of(self, layer: int) -> int | None:
+        """Positions that a token of layer `layer`, counted from 0, attends to; None: all."""
+        return None if self.window_except is not None and (layer + 1) % self.window_except == 0 else self.window

@@ -1,6 +1,7 @@
-"""Causal self-attention with rotary positions and, for OLMoE, a norm over all of q and all of k.
+"""Causal self-attention: heads that may share keys and values, with rotary positions, norms of q and k, and windows.
 
-Legend: B batch, S sequence, N heads, D head size, H = N * D hidden, T = B * S tokens, P positions in the cache.
+Legend: B batch, S sequence, N heads, M heads of keys and values, D head size, H hidden, T = B * S tokens, P positions in the
+cache.
 """
 
 from typing import NamedTuple
@@ -10,10 +11,12 @@ from torch import Tensor, nn
 
 from optimus.kernels.attention import causal_attention
 from optimus.kernels.rotary import rotary
+from optimus.model.architecture import ModelConfig
 from optimus.model.dense import RMSNorm
 from optimus.model.linear import Linear
 from optimus.model.parameters import Size
 from optimus.model.parts import LOCAL, Parts
+from optimus.model.positions import Table
 from optimus.model.sequence import Sequence
 
 
@@ -21,42 +24,55 @@ class LayerCache:
     """Keys and values of the positions seen so far, in one layer."""
 
     def __init__(self) -> None:
-        self.k_BPND: Tensor | None = None
-        self.v_BPND: Tensor | None = None
+        self.k_BPMD: Tensor | None = None
+        self.v_BPMD: Tensor | None = None
 
-    def append(self, k_BSND: Tensor, v_BSND: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, k_BSMD: Tensor, v_BSMD: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values up to and including these."""
-        if self.k_BPND is not None and self.v_BPND is not None:
-            k_BSND, v_BSND = torch.cat([self.k_BPND, k_BSND], 1), torch.cat([self.v_BPND, v_BSND], 1)
-        self.k_BPND, self.v_BPND = k_BSND, v_BSND
-        return k_BSND, v_BSND
+        if self.k_BPMD is not None and self.v_BPMD is not None:
+            k_BSMD, v_BSMD = torch.cat([self.k_BPMD, k_BSMD], 1), torch.cat([self.v_BPMD, v_BSMD], 1)
+        self.k_BPMD, self.v_BPMD = k_BSMD, v_BSMD
+        return k_BSMD, v_BSMD
 
     def keep(self, length: int) -> None:
         """Forget all positions but the first `length`."""
-        if self.k_BPND is not None and self.v_BPND is not None:
-            self.k_BPND, self.v_BPND = self.k_BPND[:, :length], self.v_BPND[:, :length]
+        if self.k_BPMD is not None and self.v_BPMD is not None:
+            self.k_BPMD, self.v_BPMD = self.k_BPMD[:, :length], self.v_BPMD[:, :length]
 
 
 class Places(NamedTuple):
-    """Where the tokens of a batch stand: rotary tables (cos, sin) of their positions, and the sequences these are of."""
+    """Where the tokens of a batch stand: rotary tables of their positions, and the sequences these are of."""
 
-    cos_SD: Tensor
-    sin_SD: Tensor
+    table: Table  # of layers that attend to all positions before
+    window_table: Table  # of layers with a window
     sequence: Sequence
     position_T: Tensor  # of every token in its sequence
 
 
 class Attention(nn.Module):
-    """Multi-head attention; the weights of q, k and v are one parameter so that one product computes all three."""
+    """Grouped-query attention (Ainslie et al. 2023), in which N / M heads share the keys and values of one.
 
-    def __init__(self, hidden: int, heads: int, qk_norm_eps: float | None, parts: Parts = LOCAL) -> None:
+    Where every head has its own, the weights of q, k and v are one parameter, so that one product computes all three.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int = 0, parts: Parts = LOCAL) -> None:
         super().__init__()
-        self.head_size = hidden // heads
-        residual, columns = Size("residual", hidden), Size("heads", hidden)
-        self.qkv = Linear(residual, Size("stack", 3), columns, parts=parts)
-        self.out = Linear(columns, residual, parts=parts)
-        self.q_norm = RMSNorm(columns, qk_norm_eps, parts) if qk_norm_eps is not None else None
-        self.k_norm = RMSNorm(columns, qk_norm_eps, parts) if qk_norm_eps is not None else None
+        self.head_size, self.window = config.head_size, config.window_of(layer)
+        residual, head = Size("residual", config.hidden), Size("head", config.head_size)
+        columns = Size("heads", config.heads * config.head_size)
+        shared = Size("kv_heads", config.kv_heads * config.head_size)
+        bias = config.attention_bias != "none"
+        if shared.size == columns.size:
+            self.qkv = Linear(residual, Size("stack", 3), columns, bias=bias, parts=parts)
+        else:
+            self.q = Linear(residual, columns, bias=bias, parts=parts)
+            self.kv = Linear(residual, Size("stack", 2), shared, bias=bias, parts=parts)
+        self.out = Linear(columns, residual, bias=config.attention_bias == "all", parts=parts)
+        self.norms_heads = config.qk_norm == "head"
+        normed = {"none": (None, None), "whole": (columns, shared), "head": (head, head)}[config.qk_norm]
+        self.q_norm, self.k_norm = (
+            None if size is None else RMSNorm(size, config.norm_eps, parts) for size in normed
+        )
 
     @property
     def score_columns(self) -> int:
@@ -65,11 +81,19 @@ class Attention(nn.Module):
 
     def forward(self, x_TH: Tensor, places: Places, cache: LayerCache | None = None) -> Tensor:
         """[T, H]. The tokens are those of `places`, sequence by sequence; with a `cache` they continue what it holds."""
-        q, k, v = self.qkv(x_TH).chunk(3, -1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (t.view(-1, len(places.cos_SD), t.shape[-1] // self.head_size, self.head_size) for t in (q, k, v))
-        q, k = rotary(q, places[:2]), rotary(k, places[:2])
-        attend = places.sequence.attend if cache is None else causal_attention
-        y_BSND = attend(q, *((k, v) if cache is None else cache.append(k, v)))
+        q, k, v = self.qkv(x_TH).chunk(3, -1) if hasattr(self, "qkv") else (self.q(x_TH), *self.kv(x_TH).chunk(2, -1))
+        if not self.norms_heads:
+            q, k = self._normed(q, k)
+        table = places.table if self.window is None else places.window_table
+        q, k, v = (t.view(-1, len(table[0]), t.shape[-1] // self.head_size, self.head_size) for t in (q, k, v))
+        if self.norms_heads:
+            q, k = self._normed(q, k)
+        q, k = rotary(q, table), rotary(k, table)
+        if cache is None:
+            y_BSND = places.sequence.attend(q, k, v, self.window)
+        else:
+            y_BSND = causal_attention(q, *cache.append(k, v), window=self.window)
         return self.out(y_BSND.flatten(2).flatten(0, 1))
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))

@@ -12,7 +12,7 @@ from optimus.model.parts import LOCAL, Parts
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm with a weight (OLMoE)."""
+    """RMSNorm with a weight, of the last dim."""
 
     def __init__(self, columns: Size, eps: float, parts: Parts = LOCAL) -> None:
         super().__init__()
@@ -38,13 +38,13 @@ class LayerNorm(nn.Module):
 
 
 class DenseMlp(nn.Module):
-    """SwiGLU feed-forward layer without biases."""
+    """SwiGLU feed-forward layer."""
 
-    def __init__(self, hidden: int, intermediate: int, parts: Parts = LOCAL) -> None:
+    def __init__(self, hidden: int, intermediate: int, *, bias: bool = False, parts: Parts = LOCAL) -> None:
         super().__init__()
         residual, ffn = Size("residual", hidden), Size("ffn", intermediate)
-        self.gate_up = Linear(residual, Size("stack", 2), ffn, parts=parts)
-        self.down = Linear(ffn, residual, parts=parts)
+        self.gate_up = Linear(residual, Size("stack", 2), ffn, bias=bias, parts=parts)
+        self.down = Linear(ffn, residual, bias=bias, parts=parts)
 
     def forward(self, x_TH: Tensor) -> Tensor:
         return self.down(swiglu(self.gate_up(x_TH)))

@@ -20,7 +20,7 @@ _CUT = 3.0
 
 
 def initialize(model: nn.Module, seed: int, std: float) -> None:
-    """Fill every parameter of `model` in place as its module declares: ones, or the cut normal of deviation `std`."""
+    """Fill every parameter of `model` in place as its module declares: a constant, or the cut normal of deviation `std`."""
     for name, declared in declarations(model):
         initialize_parameter(name, model.get_parameter(name), declared.initial, seed, std)
 
@@ -39,8 +39,8 @@ def initialize_parameter(
 
     `positions` maps elements of that part to those of the global row-major tensor.
     """
-    if initial == "ones":
-        parameter.fill_(1.0)
+    if initial != "normal":
+        parameter.fill_(initial == "ones")
         return
     flat, key = parameter.view(-1), _key(seed, name)
     for tile in range(0, flat.numel(), _TILE):

@@ -7,12 +7,16 @@ from optimus.model.parts import LOCAL, Parts
 
 
 class Linear(nn.Module):
-    """x @ W.T without a bias. `weight` is [*outputs, inputs]: several outputs of one input are one product."""
+    """x @ W.T, plus a bias if asked. `weight` is [*outputs, inputs]: several outputs of one input are one product."""
 
-    def __init__(self, inputs: Size, *outputs: Size, parts: Parts = LOCAL) -> None:
+    def __init__(self, inputs: Size, *outputs: Size, bias: bool = False, parts: Parts = LOCAL) -> None:
         super().__init__()
         self.weight = declare(self, "weight", *outputs, inputs)
+        self.bias = declare(self, "bias", *outputs, role="vector", initial="zeros") if bias else None
         self._product, self._use = parts.product(outputs[-1].dim, inputs.dim), parts.parameters.use
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._product(x, self.weight, *self._use(self.weight))
+        if self.bias is None:
+            return self._product(x, self.weight, *self._use(self.weight))
+        buffer, _ = self._use(self.weight, self.bias)
+        return self._product(x, self.weight, buffer) + self.bias.flatten()

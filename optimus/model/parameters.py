@@ -17,6 +17,8 @@ Dim = Literal[
     "vocab",  # entries of the vocabulary
     "residual",  # columns of the residual stream
     "heads",  # columns of all attention heads
+    "kv_heads",  # columns of all key heads, or of all value heads
+    "head",  # columns of one head
     "ffn",  # columns between the projections of a feed-forward layer
     "experts",  # experts of a layer, each with its weights
     "expert_ffn",  # columns between the projections of one expert
@@ -25,7 +27,7 @@ Dim = Literal[
     "stack",  # projections of one input, stacked so that one product computes them
 ]
 Role = Literal["matrix", "vector", "embedding"]
-Initial = Literal["normal", "ones"]  # normal: cut at three deviations; see `model.init`
+Initial = Literal["normal", "ones", "zeros"]  # normal: cut at three deviations; see `model.init`
 Input = Literal["residual", "tokens", "inner"]
 
 

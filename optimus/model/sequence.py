@@ -1,6 +1,6 @@
 """How the sequences of a batch lie: the interface, and its form on one device, which has all of every sequence.
 
-Legend: B batch, S positions on this device, N heads, D head size.
+Legend: B batch, S positions on this device, N heads, M heads of keys and values, D head size.
 """
 
 from typing import Protocol
@@ -19,8 +19,8 @@ class Sequence(Protocol):
     def positions(self, length: int, device: torch.device) -> Tensor:
         """int64 [length / parts], increasing: those of this device, of sequences of `length`."""
 
-    def attend(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> Tensor:
-        """Causal softmax attention of these positions over all up to their own, [B, S, N, D]."""
+    def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None) -> Tensor:
+        """Causal softmax attention of these positions over all up to their own, or the last `window`; [B, S, N, D]."""
 
 
 class WholeSequence:
@@ -31,5 +31,5 @@ class WholeSequence:
     def positions(self, length: int, device: torch.device) -> Tensor:
         return torch.arange(length, device=device)
 
-    def attend(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> Tensor:
-        return causal_attention(q_BSND, k_BSND, v_BSND)
+    def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None) -> Tensor:
+        return causal_attention(q_BSND, k_BSMD, v_BSMD, window)

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimus.kernels.rotary import rotary_table
 from optimus.model.architecture import ModelConfig
 from optimus.model.attention import Attention, LayerCache, Places
 from optimus.model.batch import Batch
@@ -19,6 +18,7 @@ from optimus.model.moe.layer import MoeLayer
 from optimus.model.moe.router import RouterStats, Routing
 from optimus.model.parameters import Size, declare
 from optimus.model.parts import LOCAL, Parts
+from optimus.model.positions import tables
 from optimus.model.sequence import Sequence, WholeSequence
 
 
@@ -60,32 +60,39 @@ def _norm(config: ModelConfig, parts: Parts) -> nn.Module:
     return made(residual, config.norm_eps, parts)
 
 
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+def _if_there(norm: nn.Module | None) -> list[tuple[str, nn.Module]]:
+    return [] if norm is None else [("norm", norm)]
 
-    def __init__(self, config: ModelConfig, routing: Routing, parts: Parts = LOCAL) -> None:
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); the norm may come after the module, or before and after."""
+
+    def __init__(self, config: ModelConfig, layer: int, routing: Routing, parts: Parts = LOCAL) -> None:
         super().__init__()
         self._runner = parts.runner
-        self.attention_norm = _norm(config, parts)
-        qk_norm_eps = config.norm_eps if config.qk_norm == "whole" else None
-        self.attention = Attention(config.hidden, config.heads, qk_norm_eps, parts)
-        self.mlp_norm = _norm(config, parts)
+        before, after = config.norm_place != "after", config.norm_place != "before"
+        self.attention_norm = _norm(config, parts) if before else None
+        self.attention = Attention(config, layer, parts)
+        self.attention_out_norm = _norm(config, parts) if after else None
+        self.mlp_norm = _norm(config, parts) if before else None
         if config.experts is not None and config.experts_per_token is not None:
             shape = config.hidden, config.intermediate, config.experts, config.experts_per_token
             self.moe = MoeLayer(*shape, routing, config.renormalise, parts)
         else:
-            self.mlp = DenseMlp(config.hidden, config.intermediate, parts)
+            self.mlp = DenseMlp(config.hidden, config.intermediate, bias=config.mlp_bias, parts=parts)
+        self.mlp_out_norm = _norm(config, parts) if after else None
 
     def forward(
         self, x_TH: Tensor, places: Places, cache: LayerCache | None = None, number: int = 0
     ) -> tuple[Tensor, RouterStats | None]:
         """(residual stream [T, H], router statistics). The block is the `number`-th of a row, counted from 0."""
-        run = self._runner.modules
-        x_TH = x_TH + run(number, x_TH, ("norm", self.attention_norm), ("attention", self.attention, places, cache))
+        run, stats = self._runner.modules, None
+        attention = ("attention", self.attention, places, cache)
+        x_TH = x_TH + run(number, x_TH, *_if_there(self.attention_norm), attention, *_if_there(self.attention_out_norm))
         if hasattr(self, "moe"):
-            y_TH, stats = run(number, x_TH, ("norm", self.mlp_norm), ("moe", self.moe, places.position_T))
-            return x_TH + y_TH, stats
-        return x_TH + run(number, x_TH, ("norm", self.mlp_norm), ("mlp", self.mlp)), None
+            y_TH, stats = run(number, x_TH, *_if_there(self.mlp_norm), ("moe", self.moe, places.position_T))
+            return x_TH + run(number, y_TH, *_if_there(self.mlp_out_norm)), stats
+        return x_TH + run(number, x_TH, *_if_there(self.mlp_norm), ("mlp", self.mlp), *_if_there(self.mlp_out_norm)), None
 
 
 class Blocks(nn.ModuleList):
@@ -165,7 +172,7 @@ class Transformer(nn.Module):
         self.config, self.parts = config, parts
         self.sequence = parts.sequence
         self.embedding = Embedding(config.vocab, config.hidden, parts)
-        self.blocks = Blocks((Block(config, routing, parts) for _ in range(config.layers)), parts)
+        self.blocks = Blocks((Block(config, layer, routing, parts) for layer in range(config.layers)), parts)
         self.final_norm = _norm(config, parts)
         tied = self.embedding.weight if config.tie_embeddings else None
         self.head = Head(config.vocab, config.hidden, tied, parts)
@@ -227,5 +234,4 @@ class Transformer(nn.Module):
         return self._places(positions_S, len(tokens_BS), WholeSequence())
 
     def _places(self, positions_S: Tensor, sequences: int, sequence: Sequence) -> Places:
-        table = rotary_table(positions_S, self.config.hidden // self.config.heads, self.config.rope_theta)
-        return Places(*table, sequence, positions_S.repeat(sequences))
+        return Places(*tables(self.config, positions_S), sequence, positions_S.repeat(sequences))

@@ -5,8 +5,8 @@ The work is even because a rank has a piece of the beginning and its mirror imag
 `UlyssesSequence`: an all-to-all makes parts of the sequence into parts of the heads and another one makes them parts of the
 sequence again (DeepSpeed-Ulysses, Jacobs et al. 2023).
 
-Legend: n ranks, B batch, L positions of a whole sequence, S = L / n of this rank, N heads, D head size; KV: keys and values
-as one tensor [2, B, S, N, D].
+Legend: n ranks, B batch, L positions of a whole sequence, S = L / n of this rank, N heads, M heads of keys and values, D
+head size.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,8 +26,8 @@ from optimus.kernels.attention import attention_block, attention_block_backward,
 class RingSequence:
     """Rank i has pieces i and 2n - 1 - i of 2n. A `Sequence`.
 
-    Each rank sends n - 1 times its keys and values in the forward pass, 2 (n - 1) B S N D numbers; in the backward pass it
-    does so again and sends n times their gradients, 2 n B S N D numbers in fp32. The transfers to the next rank overlap
+    Each rank sends n - 1 times its keys and values in the forward pass, 2 (n - 1) B S M D numbers; in the backward pass it
+    does so again and sends n times their gradients, 2 n B S M D numbers in fp32. The transfers to the next rank overlap
     with the attention to what is here. Saved are q, k, v and the output, and one number per query and head.
     """
 
@@ -45,16 +45,18 @@ class RingSequence:
         pieces = torch.arange(length, device=device).view(2 * self.parts, -1)
         return torch.cat([pieces[self._group.rank], pieces[-1 - self._group.rank]])
 
-    def attend(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> Tensor:
+    def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None) -> Tensor:
         """Causal attention over all ranks' positions; all must call it. See `Sequence`."""
-        return _Ring.apply(q_BSND, k_BSND, v_BSND, self._group)
+        if window is not None:
+            raise NotImplementedError("config.combinations refuses windows in a ring")
+        return _Ring.apply(q_BSND, k_BSMD, v_BSMD, self._group)
 
 
 class UlyssesSequence:
     """Rank i has the i-th of n pieces; during attention, the i-th of n parts of the heads. A `Sequence`.
 
-    N must be a multiple of n. Given to an all-to-all in the forward pass are q, k and v in one, and the output: 4 B S N D
-    numbers, of which (n - 1) / n leave the rank; and as many in the backward pass.
+    N and M must be multiples of n. Given to an all-to-all in the forward pass are q, k and v in one, and the output:
+    2 B S (N + M) D numbers, of which (n - 1) / n leave the rank; and as many in the backward pass.
     """
 
     def __init__(self, group: Group) -> None:
@@ -70,16 +72,16 @@ class UlyssesSequence:
         _check(length, self.parts, "context_method ulysses")
         return torch.arange(length, device=device).view(self.parts, -1)[self._group.rank]
 
-    def attend(self, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor) -> Tensor:
+    def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None) -> Tensor:
         """Causal attention over all ranks' positions; all must call it. See `Sequence`."""
-        q, k, v = self._to_heads(q_BSND, k_BSND, v_BSND)
-        return self._to_sequence(causal_attention(q, k, v))
+        q, k, v = self._to_heads(q_BSND, k_BSMD, v_BSMD)
+        return self._to_sequence(causal_attention(q, k, v, window))
 
     def _to_heads(self, *tensors_BSND: Tensor) -> tuple[Tensor, ...]:
         """This rank's heads of the whole sequence, each [B, L, N / n, D]."""
         per_rank = [t.unflatten(2, (self.parts, -1)).permute(2, 0, 1, 3, 4) for t in tensors_BSND]
-        came = self._exchange(torch.stack(per_rank, 1))
-        return came.permute(1, 2, 0, 3, 4, 5).flatten(2, 3).unbind(0)
+        came = self._exchange(torch.cat(per_rank, 3)).permute(1, 0, 2, 3, 4).flatten(1, 2)
+        return came.split([t.shape[3] for t in per_rank], 2)
 
     def _to_sequence(self, y_BLND: Tensor) -> Tensor:
         """All heads of this rank's positions, [B, S, N, D], from this rank's of the whole sequence [B, L, N / n, D]."""
@@ -93,9 +95,9 @@ class UlyssesSequence:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, group: Group) -> Tensor:
-        out_BSND, lse_BNS = cached(lambda: _ring(q_BSND, k_BSND, v_BSND, group), group)
-        ctx.save_for_backward(q_BSND, k_BSND, v_BSND, out_BSND, lse_BNS)
+    def forward(ctx: Any, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, group: Group) -> Tensor:
+        out_BSND, lse_BNS = cached(lambda: _ring(q_BSND, k_BSMD, v_BSMD, group), group)
+        ctx.save_for_backward(q_BSND, k_BSMD, v_BSMD, out_BSND, lse_BNS)
         ctx.group = group
         return out_BSND
 
@@ -105,9 +107,9 @@ class _Ring(torch.autograd.Function):
         return *_ring_backward(ctx.group, grads[0], *ctx.saved_tensors), None
 
 
-def _ring(q_BSND: Tensor, k_BSND: Tensor, v_BSND: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+def _ring(q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     """(attention [B, S, N, D], log-sum-exp of the scores [B, N, S]) over all ranks' positions."""
-    round_trip = _going_round(torch.stack([k_BSND, v_BSND]), group)
+    round_trip = _going_round(torch.stack([k_BSMD, v_BSMD]), group)
     _, (k, v) = next(round_trip)
     own, lse_BNS = attention_block(q_BSND, k, v, causal=True)
     out_BSND = own.to(lse_BNS.dtype)
@@ -122,16 +124,16 @@ def _ring_backward(
     group: Group,
     out_grad_BSND: Tensor,
     q_BSND: Tensor,
-    k_BSND: Tensor,
-    v_BSND: Tensor,
+    k_BSMD: Tensor,
+    v_BSMD: Tensor,
     out_BSND: Tensor,
     lse_BNS: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. Those of k and v follow their keys and values round the ring, a step behind them."""
     wide = lse_BNS.dtype
     q_grad = torch.zeros_like(q_BSND, dtype=wide)
-    arrive: Callable[[], Tensor] = partial(q_grad.new_zeros, (2, *k_BSND.shape))
-    for source, (k, v) in _going_round(torch.stack([k_BSND, v_BSND]), group):
+    arrive: Callable[[], Tensor] = partial(q_grad.new_zeros, (2, *k_BSMD.shape))
+    for source, (k, v) in _going_round(torch.stack([k_BSMD, v_BSMD]), group):
         rows, keys, causal = _seen(group.rank, source, q_BSND.shape[1])
         given = out_grad_BSND[:, rows], q_BSND[:, rows], k[:, keys], v[:, keys], out_BSND[:, rows], lse_BNS[:, :, rows]
         q_part, k_part, v_part = attention_block_backward(*given, causal)
@@ -141,7 +143,7 @@ def _ring_backward(
         kv_grad[1, :, keys] += v_part
         arrive = _start_shift(kv_grad, group)
     k_grad, v_grad = arrive()
-    return q_grad.to(q_BSND.dtype), k_grad.to(k_BSND.dtype), v_grad.to(v_BSND.dtype)
+    return q_grad.to(q_BSND.dtype), k_grad.to(k_BSMD.dtype), v_grad.to(v_BSMD.dtype)
 
 
 def _going_round(own: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:

@@ -17,6 +17,7 @@ RULES: dict[Dim, str] = {  # logical dim to the mesh axis that it is split over;
     "vocab": "tp_out",
     "residual": "tp_in",
     "heads": "tp_out",
+    "kv_heads": "tp_out",
     "ffn": "tp_out",
     "experts": "ep",
     "expert_ffn": "etp",

@@ -1,4 +1,4 @@
-"""Small models of both families with every weight random, and a tokenizer."""
+"""Small models of every family with every weight random, and a tokenizer."""
 
 from pathlib import Path
 
@@ -13,6 +13,28 @@ CONFIGS = {
     "olmo-tied": {"family": "olmo", "intermediate": 24, "tie_embeddings": True, "rope_theta": 500.0},
     "olmoe": {"family": "olmoe", "intermediate": 12, "experts": 5, "experts_per_token": 2, "norm_eps": 1e-4},
     "olmoe-tied": {"family": "olmoe", "intermediate": 12, "experts": 3, "experts_per_token": 3, "tie_embeddings": True},
+    "olmo2": {"family": "olmo2", "intermediate": 24, "kv_heads": 1, "attention_bias": "all"},
+    "olmo3": {
+        "family": "olmo3",
+        "intermediate": 24,
+        "window": 5,
+        "window_except": 2,
+        "rope_theta": 700.0,
+        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_context": 16},
+    },
+    "llama": {
+        "family": "llama",
+        "intermediate": 24,
+        "kv_heads": 1,
+        "attention_bias": "all",
+        "mlp_bias": True,
+        "rope_scaling": {"kind": "llama3", "factor": 8.0, "original_context": 32},
+    },
+    "mistral": {"family": "mistral", "intermediate": 24, "kv_heads": 1, "window": 7, "head_size": 12},
+    "mixtral": {"family": "mixtral", "intermediate": 12, "experts": 4, "experts_per_token": 2, "kv_heads": 1},
+    "qwen2": {"family": "qwen2", "intermediate": 24, "tie_embeddings": True},
+    "qwen3": {"family": "qwen3", "intermediate": 24, "kv_heads": 1, "head_size": 12},
+    "qwen3_moe": {"family": "qwen3_moe", "intermediate": 12, "experts": 4, "experts_per_token": 2, "head_size": 6},
 }
 
 

@@ -12,6 +12,7 @@ from optimus.checkpoint import save_model
 from optimus.errors import UserError
 from optimus.hub import export_checkpoint, export_model, load_weights
 from optimus.model import Transformer
+from optimus.model.families import families
 
 transformers = pytest.importorskip("transformers")
 
@@ -26,7 +27,7 @@ def test_transformers_loads_the_same_model(model: Transformer, tmp_path: Path) -
     bare(model, tmp_path / "hf")
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert type(theirs).__name__ == {"olmo": "OlmoForCausalLM", "olmoe": "OlmoeForCausalLM"}[model.config.family]
+    assert type(theirs).__name__ == families()[model.config.family].architecture
     assert theirs.dtype == torch.float32
     assert theirs.config.max_position_embeddings == 64
     with torch.no_grad():

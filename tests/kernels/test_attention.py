@@ -12,6 +12,7 @@ from optimus.kernels.attention import (
     attention_block,
     attention_block_backward,
     attention_reference,
+    blocks_of,
     causal_attention,
     merge_block,
 )
@@ -44,9 +45,10 @@ def expected(q: Tensor, k: Tensor, v: Tensor, out_grad: Tensor, causal: bool) ->
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, parameters, out_grad.double())]
 
 
-def assert_close(found: Tensor, wanted: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+def assert_close(found: Tensor, wanted: Tensor, scale: Tensor, dtype: torch.dtype, parts: int = 1) -> None:
+    """`parts`: roundings to `dtype` that add up."""
     assert found.shape == wanted.shape
-    assert (found.double() - wanted).norm() <= TOLERANCE[dtype] * scale.norm()
+    assert (found.double() - wanted).norm() <= parts * TOLERANCE[dtype] * scale.norm()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -170,3 +172,31 @@ def test_other_devices_take_the_plain_path() -> None:
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (2, 3, 4), torch.float32)
     found = attention_block_backward(out, q, k, v, out, lse, False)
     assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in (q, k, v)]
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 5, 8, 24, 30])
+@pytest.mark.parametrize(("new", "heads"), [(24, (6, 2)), (24, (3, 3)), (9, (4, 1)), (17, (4, 2)), (1, (4, 2))])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_windows_and_shared_keys(window: int | None, new: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    """The last of 24 positions: pieces that begin and end inside of a window, one query alone, windows of one position."""
+    q, out_grad = normal(2, new, heads[0], 8, dtype=dtype), normal(2, new, heads[0], 8, dtype=dtype)
+    k, v = (normal(2, 24, heads[1], 8, dtype=dtype) for _ in range(2))
+    given, wanted = ([t.to(kind).requires_grad_() for t in (q, k, v)] for kind in (dtype, torch.float64))
+    out, want = causal_attention(*given, window), attention_reference(*wanted, True, window)[0]
+    assert_close(out, want, want, dtype)
+    found = torch.autograd.grad(out, given, out_grad)
+    for a, b in zip(found, torch.autograd.grad(want, wanted, out_grad.double()), strict=True):
+        assert_close(a, b, b if b.norm() > 1e-9 else out_grad, dtype, parts=3)
+
+
+@pytest.mark.parametrize(("new", "seen", "window"), [(9, 9, None), (4, 9, None), (64, 64, 7), (13, 64, 7), (5, 64, 7)])
+def test_blocks_cover_each_pair_once(new: int, seen: int, window: int | None) -> None:
+    pairs: dict[tuple[int, int], int] = {}
+    for block in blocks_of(new, seen, window):
+        for i, query in enumerate(range(new)[block.queries]):
+            for j, key in enumerate(range(seen)[block.keys]):
+                if block.mask == "none" or (j <= i if block.mask == "causal" else j >= i):
+                    pairs[query, key] = pairs.get((query, key), 0) + 1
+    reach = window or seen
+    wanted = {(i, j) for i in range(new) for j in range(seen) if 0 <= i + seen - new - j < reach}
+    assert pairs == dict.fromkeys(wanted, 1)

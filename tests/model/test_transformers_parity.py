@@ -1,4 +1,4 @@
-"""Both families against `transformers` on random weights: logits, losses, every gradient, greedy text."""
+"""Every family against `transformers` on random weights: logits, losses, every gradient, greedy text."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,47 @@ def olmoe(**changed: object) -> ModelConfig:
     return olmo(**{"family": "olmoe", "intermediate": 24, "experts": 8, "experts_per_token": 2} | changed)
 
 
+def of(family: str, **changed: object) -> ModelConfig:
+    return olmo(**{"family": family, "heads": 4, "norm_eps": 1e-4} | changed)
+
+
+def yarn(**changed: object) -> dict[str, object]:
+    return {"kind": "yarn", "factor": 4.0, "original_context": 16} | changed
+
+
+LLAMA3 = {"kind": "llama3", "factor": 8.0, "original_context": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SPARSE = {"experts": 6, "experts_per_token": 2, "intermediate": 24}
 CONFIGS = {
+    "llama": of("llama", kv_heads=2),
+    "llama-biases-tied": of(
+        "llama", attention_bias="all", mlp_bias=True, tie_embeddings=True, head_size=12, kv_heads=1, hidden=64
+    ),
+    "llama-3": of("llama", rope_theta=5e5, rope_scaling=LLAMA3, layers=3),
+    "llama-linear": of("llama", rope_scaling={"kind": "linear", "factor": 2.0}, kv_heads=2),
+    "llama-yarn": of("llama", rope_scaling=yarn(), head_size=16),
+    "mistral": of("mistral", kv_heads=2, window=5),
+    "mistral-no-window": of("mistral", kv_heads=1, head_size=16),
+    "mistral-tied": of("mistral", window=2, tie_embeddings=True, rope_theta=1e6),
+    "qwen2": of("qwen2", kv_heads=2),
+    "qwen2-tied": of("qwen2", heads=2, tie_embeddings=True, rope_theta=1e6),
+    "qwen2-one-key-head": of("qwen2", heads=8, kv_heads=1, layers=3),
+    "qwen3": of("qwen3", kv_heads=2, head_size=16),
+    "qwen3-tied": of("qwen3", kv_heads=4, head_size=4, tie_embeddings=True),
+    "qwen3-biases": of("qwen3", kv_heads=1, attention_bias="all", rope_theta=1e6),
+    "qwen3_moe": of("qwen3_moe", kv_heads=2, head_size=16, renormalise=True, **SPARSE),
+    "qwen3_moe-raw": of("qwen3_moe", kv_heads=1, head_size=8, **SPARSE | {"experts_per_token": 3}),
+    "qwen3_moe-tied": of("qwen3_moe", attention_bias="all", head_size=8, tie_embeddings=True, **SPARSE),
+    "mixtral": of("mixtral", kv_heads=2, **SPARSE),
+    "mixtral-window": of("mixtral", kv_heads=1, window=4, head_size=16, **SPARSE),
+    "mixtral-tied": of("mixtral", tie_embeddings=True, **SPARSE | {"experts_per_token": 4}),
+    "olmo2": of("olmo2"),
+    "olmo2-groups": of("olmo2", kv_heads=2, layers=3, rope_theta=5e5),
+    "olmo2-biases": of("olmo2", attention_bias="all", heads=8, kv_heads=2, hidden=64),
+    "olmo3": of("olmo3", window=4, layers=4, window_except=4),
+    "olmo3-groups": of(
+        "olmo3", window=6, layers=4, window_except=2, kv_heads=2, rope_scaling=yarn(attention_factor=1.5)
+    ),
+    "olmo3-all-windows": of("olmo3", window=3, window_except=3, tie_embeddings=True, rope_scaling=yarn(factor=8.0)),
     "olmo": olmo(),
     "olmo-wide": olmo(hidden=96, heads=3, intermediate=40, layers=3),
     "olmo-one-head-tied": olmo(heads=1, tie_embeddings=True, rope_theta=500.0),
@@ -48,7 +88,7 @@ def one_thread() -> Iterator[None]:
 
 
 def random_model(config: ModelConfig, seed: int = 1) -> Transformer:
-    """Weights large enough that attention and routing are far from uniform; norms' weights far from one."""
+    """Weights so large that attention and routing are far from uniform; norms' weights far from one, biases from zero."""
     model = Transformer(config)
     initialize(model, seed=seed, std=0.15)
     generator = torch.Generator().manual_seed(seed)
@@ -56,33 +96,80 @@ def random_model(config: ModelConfig, seed: int = 1) -> Transformer:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+            if name.endswith("bias"):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
         if config.tie_embeddings:
             model.embedding.weight.mul_(0.1)  # else every token's most probable successor is the token itself
     return model
 
 
+def rope_parameters(config: ModelConfig) -> dict[str, object]:
+    rope: dict[str, object] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if (scaling := config.rope_scaling) is None:
+        return rope
+    rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind != "linear":
+        rope["original_max_position_embeddings"] = scaling.original_context
+    if scaling.kind == "llama3":
+        rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if scaling.attention_factor is not None:
+        rope["attention_factor"] = scaling.attention_factor
+    return rope
+
+
+NAMES = {
+    "olmo": "Olmo",
+    "olmoe": "Olmoe",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+}
+
+
 def twin_of(model: Transformer) -> "transformers.PreTrainedModel":
     """The same model in `transformers`, built and filled without the code that exports."""
     config = model.config
+    rope = rope_parameters(config)
+    if config.family == "olmo3":
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": config.rope_theta}}
     fields = {
         "vocab_size": config.vocab,
         "hidden_size": config.hidden,
-        "intermediate_size": config.intermediate,
         "num_hidden_layers": config.layers,
         "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
         "tie_word_embeddings": config.tie_embeddings,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_parameters": rope,
         "pad_token_id": None,  # else that row of the embedding has no gradient
         "eos_token_id": None,
         "attn_implementation": "eager",
+        "moe_intermediate_size" if config.family == "qwen3_moe" else "intermediate_size": config.intermediate,
     }
-    if config.family == "olmo":
-        twin = transformers.OlmoForCausalLM(transformers.OlmoConfig(**fields))
-    else:
-        fields |= {"num_experts": config.experts, "num_experts_per_tok": config.experts_per_token}
-        fields |= {"norm_topk_prob": config.renormalise}
-        fields |= {"rms_norm_eps": config.norm_eps, "experts_implementation": "eager"}
-        twin = transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**fields))
+    if config.norm == "rms":
+        fields["rms_norm_eps"] = config.norm_eps
+    if config.experts:
+        count = "num_local_experts" if config.family == "mixtral" else "num_experts"
+        fields |= {count: config.experts, "num_experts_per_tok": config.experts_per_token}
+        fields |= {"norm_topk_prob": config.renormalise, "experts_implementation": "eager"}
+    if config.family not in ("olmo", "olmoe", "olmo2", "olmo3", "qwen2"):
+        fields["head_dim"] = config.head_size
+    if config.family not in ("mistral", "mixtral", "qwen2"):
+        fields["attention_bias"] = config.attention_bias == "all"
+    if config.family == "llama":
+        fields["mlp_bias"] = config.mlp_bias
+    if config.family in ("mistral", "mixtral", "olmo3"):
+        fields["sliding_window"] = config.window
+    if config.family == "olmo3":
+        every = config.window_except
+        layers = range(1, config.layers + 1)
+        fields["layer_types"] = ["sliding_attention" if layer % every else "full_attention" for layer in layers]
+    name = NAMES[config.family]
+    twin = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**fields))
     theirs = dict(twin.named_parameters())
     filled = set()
     with torch.no_grad():
@@ -122,7 +209,7 @@ def test_losses_and_every_gradient_equal(pair: tuple) -> None:
     losses = model.losses(tokens_BS)
     (losses.cross_entropy + BALANCE * losses.balance + Z * losses.z).backward()
 
-    dense = model.config.family == "olmo"
+    dense = model.config.experts is None
     output = twin(tokens_BS, labels=tokens_BS, **({} if dense else {"output_router_logits": True}))
     if dense:
         assert losses.balance == losses.z == 0

@@ -17,6 +17,7 @@ from optimus.kernels.rotary import rotary_table
 from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.attention import Attention, Places
+from optimus.model.dense import RMSNorm
 from optimus.model.init import initialize
 from optimus.model.parts import Parts
 from optimus.model.sequence import Sequence, WholeSequence
@@ -171,7 +172,7 @@ def test_traffic_of_ulysses(ranks: int, dtype: torch.dtype) -> None:
 def saved(make: Callable[[], Sequence], length: int) -> int:
     """Bytes that an attention layer keeps for the backward pass, besides its weights."""
     torch.manual_seed(0)
-    layer, sequence = Attention(32, 4, 1e-5), make()
+    layer, sequence = Attention(ATTENTION, 0, lambda columns: RMSNorm(columns, 1e-5)), make()
     initialize(layer, 0, 0.2)
     at = sequence.positions(length, CPU)
     weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
@@ -183,8 +184,12 @@ def saved(make: Callable[[], Sequence], length: int) -> int:
 
     x_TH = normal(0, len(at), 32).float().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x_TH, Places(*rotary_table(at, 8, 10_000.0), sequence, at)).sum()
+        table = rotary_table(at, 8, 10_000.0)
+        layer(x_TH, Places(table, table, sequence, at)).sum()
     return sum(size for where, size in kept.items() if where not in weights)
+
+
+ATTENTION = ModelConfig(family="olmo2", hidden=32, layers=1, heads=4, intermediate=8, vocab=50)
 
 
 def saved_on_a_rank(method: str, ranks: int, length: int) -> int:

@@ -1,30 +1,75 @@
 """What most families have in common: names of sizes in config.json, and of tensors."""
 
-from optimus.model.families.family import Key
+from typing import Any
+
+from optimus.model.families.family import Choice, Field, Key
 
 LAYER, ATTENTION, MLP = "model.layers.{i}.", "model.layers.{i}.self_attn.", "model.layers.{i}.mlp."
 
-SIZES = {
+SIZES: dict[str, Field] = {
     "hidden": "hidden_size",
     "layers": "num_hidden_layers",
     "heads": "num_attention_heads",
     "intermediate": "intermediate_size",
     "vocab": "vocab_size",
 }
-OPTIONAL = {"tie_embeddings": "tie_word_embeddings", "rope_theta": "rope_theta", "init_std": "initializer_range"}
-CONSTANTS = {
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "clip_qkv": None,
-    "rope_scaling": None,
-    "quantization_config": None,
+OPTIONAL: dict[str, Field] = {
+    "kv_heads": "num_key_value_heads",
+    "tie_embeddings": "tie_word_embeddings",
+    "rope_theta": "rope_theta",
+    "rope_scaling": "rope_scaling",
+    "init_std": "initializer_range",
 }
-EQUAL = {"num_key_value_heads": "num_attention_heads"}
+RMS: dict[str, Field] = {"norm_eps": "rms_norm_eps"}
+BIASES: dict[str, Field] = {"attention_bias": Choice("attention_bias", {False: "none", True: "all"})}
+EXPERTS: dict[str, Field] = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
+CONSTANTS: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
 
-KEYS = {
-    "embedding.weight": Key(("model.embed_tokens.weight",)),
-    "blocks.{i}.attention.qkv.weight": Key(tuple(f"{ATTENTION}{x}_proj.weight" for x in "qkv")),
-    "blocks.{i}.attention.out.weight": Key((ATTENTION + "o_proj.weight",)),
-    "head.weight": Key(("lm_head.weight",)),
-}
+
+def attention(*, bias: bool = False, norms: bool = False) -> dict[str, Key]:
+    """Keys of the attention's weights, with the biases that models may have, and norms of q and k."""
+    q, k, v, out = (f"{ATTENTION}{name}_proj" for name in "qkvo")
+    own = "blocks.{i}.attention."
+    keys: dict[str, Key] = {}
+    for kind in ("weight", "bias") if bias else ("weight",):
+        names = {"qkv": (q, k, v), "q": (q,), "kv": (k, v), "out": (out,)}
+        keys |= {
+            f"{own}{ours}.{kind}": Key(tuple(f"{name}.{kind}" for name in theirs)) for ours, theirs in names.items()
+        }
+    if norms:
+        keys |= {f"{own}{name}_norm.weight": Key((f"{ATTENTION}{name}_norm.weight",)) for name in "qk"}
+    return keys
+
+
+def norms(**names: str) -> dict[str, Key]:
+    """Keys of a block's norms by their own names, and of the last."""
+    keys = {f"blocks.{{i}}.{ours}.weight": Key((f"{LAYER}{theirs}.weight",)) for ours, theirs in names.items()}
+    return keys | {"final_norm.weight": Key(("model.norm.weight",))}
+
+
+def mlp(*, bias: bool = False) -> dict[str, Key]:
+    """Keys of the dense feed-forward layer."""
+    keys = {}
+    for kind in ("weight", "bias") if bias else ("weight",):
+        keys[f"blocks.{{i}}.mlp.gate_up.{kind}"] = Key((f"{MLP}gate_proj.{kind}", f"{MLP}up_proj.{kind}"))
+        keys[f"blocks.{{i}}.mlp.down.{kind}"] = Key((f"{MLP}down_proj.{kind}",))
+    return keys
+
+
+def experts(
+    layer: str = MLP, *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> dict[str, Key]:
+    """Keys of the sparse feed-forward layer `layer`."""
+    expert = layer + "experts.{e}."
+    return {
+        "blocks.{i}.moe.router.weight": Key((layer + "gate.weight",), fused=MLP + "gate.weight"),
+        "blocks.{i}.moe.experts.gate_up": Key(
+            (f"{expert}{gate}.weight", f"{expert}{up}.weight"), fused=MLP + "experts.gate_up_proj"
+        ),
+        "blocks.{i}.moe.experts.down": Key((f"{expert}{down}.weight",), fused=MLP + "experts.down_proj"),
+    }
+
+
+BEFORE = norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+AFTER = norms(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
+ENDS = {"embedding.weight": Key(("model.embed_tokens.weight",)), "head.weight": Key(("lm_head.weight",))}

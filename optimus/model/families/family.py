@@ -13,12 +13,22 @@ class Key(NamedTuple):
     """The published tensors of one kind of parameter.
 
     Each is a view, got by indexing leading dims: [e] the expert, where the name says {e}; then [n] the n-th name, where a
-    parameter stacks several tensors. {i} is the layer. `fused` is the name of the form that newer `transformers` may save:
-    the experts of a layer as one tensor, which is the parameter with its middle dims flattened.
+    parameter stacks several tensors. {i} is the layer. `fused` is the name under which newer `transformers` may save all of
+    it as one tensor: the experts of a layer with their middle dims flattened.
     """
 
     names: tuple[str, ...]
     fused: str | None = None
+
+
+class Choice(NamedTuple):
+    """A field of `config.json` whose values have other names there; `values`: theirs to ours."""
+
+    name: str
+    values: Mapping[Any, Any]
+
+
+Field = str | Choice
 
 
 @dataclass(frozen=True)
@@ -28,14 +38,17 @@ class Family:
     model_type: str  # in config.json, and `model.family`
     architecture: str  # the class in `transformers`
     defaults: Mapping[str, Any]  # what its models are, unless `fields` or `optional` say otherwise
-    fields: Mapping[str, str]  # that must be there
-    optional: Mapping[str, str]  # that may be there
+    fields: Mapping[str, Field]  # that must be there
+    optional: Mapping[str, Field]  # that may be there
     constants: Mapping[str, Any]  # of config.json, which must have these values where they are there
-    equal: Mapping[str, str]  # of config.json, which must equal another one where they are there
     keys: Mapping[str, Key]
     built_in: Mapping[str, Any] = field(
         default_factory=dict
     )  # values of `ModelConfig` that `transformers` has no field for
+
+    aliases: Mapping[str, str] = field(
+        default_factory=dict
+    )  # in config.json: what newer `transformers` writes, the name
 
     @property
     def varies(self) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """OLMo: dense, LayerNorm without weights, SwiGLU, no biases (OLMo, section 2)."""
 
-from optimus.model.families.common import CONSTANTS, EQUAL, KEYS, MLP, OPTIONAL, SIZES
-from optimus.model.families.family import Family, Key
+from optimus.model.families.common import CONSTANTS, ENDS, OPTIONAL, SIZES, attention, mlp
+from optimus.model.families.family import Family
 
 FAMILY = Family(
     model_type="olmo",
@@ -9,12 +9,7 @@ FAMILY = Family(
     defaults={"norm": "layer"},
     fields=SIZES,
     optional=OPTIONAL,
-    constants=CONSTANTS,
-    equal=EQUAL,
-    keys=KEYS
-    | {
-        "blocks.{i}.mlp.gate_up.weight": Key((MLP + "gate_proj.weight", MLP + "up_proj.weight")),
-        "blocks.{i}.mlp.down.weight": Key((MLP + "down_proj.weight",)),
-    },
+    constants=CONSTANTS | {"attention_bias": False, "clip_qkv": None},
+    keys=ENDS | attention() | mlp(),
     built_in={"norm_eps": 1e-5},
 )

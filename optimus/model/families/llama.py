@@ -1,0 +1,14 @@
+"""Llama 2 and 3 (Llama 2, section 2.2; The Llama 3 Herd of Models, section 3.2)."""
+
+from optimus.model.families.common import BEFORE, BIASES, CONSTANTS, ENDS, OPTIONAL, RMS, SIZES, attention, mlp
+from optimus.model.families.family import Family
+
+FAMILY = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    defaults={"norm_eps": 1e-6},
+    fields=SIZES,
+    optional=OPTIONAL | RMS | BIASES | {"head_size": "head_dim", "mlp_bias": "mlp_bias"},
+    constants=CONSTANTS | {"pretraining_tp": 1},
+    keys=ENDS | BEFORE | attention(bias=True) | mlp(bias=True),
+)

@@ -1,0 +1,14 @@
+"""Mistral: Llama with a window of attention in all layers, or without (Mistral 7B, section 2)."""
+
+from optimus.model.families.common import BEFORE, CONSTANTS, ENDS, OPTIONAL, RMS, SIZES, attention, mlp
+from optimus.model.families.family import Family
+
+FAMILY = Family(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    defaults={"norm_eps": 1e-6},
+    fields=SIZES | {"kv_heads": "num_key_value_heads", "window": "sliding_window"},
+    optional=OPTIONAL | RMS | {"head_size": "head_dim"},
+    constants=CONSTANTS,
+    keys=ENDS | BEFORE | attention() | mlp(),
+)

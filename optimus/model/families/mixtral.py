@@ -1,0 +1,15 @@
+"""Mixtral: Mistral with experts, whose weights sum to 1 (Mixtral of Experts, section 2)."""
+
+from optimus.model.families.common import BEFORE, CONSTANTS, ENDS, LAYER, OPTIONAL, RMS, SIZES, attention, experts
+from optimus.model.families.family import Family
+
+FAMILY = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    defaults={"renormalise": True, "rope_theta": 1e6},
+    fields=SIZES
+    | {"kv_heads": "num_key_value_heads", "experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+    optional=OPTIONAL | RMS | {"head_size": "head_dim", "window": "sliding_window"},
+    constants=CONSTANTS | {"router_jitter_noise": 0.0},
+    keys=ENDS | BEFORE | attention() | experts(LAYER + "block_sparse_moe.", gate="w1", up="w3", down="w2"),
+)

@@ -1,0 +1,14 @@
+"""OLMo 2: RMSNorm after each module, and over all of q and of k (2 OLMo 2 Furious, section 3.1)."""
+
+from optimus.model.families.common import AFTER, BIASES, CONSTANTS, ENDS, OPTIONAL, RMS, SIZES, attention, mlp
+from optimus.model.families.family import Family
+
+FAMILY = Family(
+    model_type="olmo2",
+    architecture="Olmo2ForCausalLM",
+    defaults={"norm_place": "after", "qk_norm": "whole"},
+    fields=SIZES,
+    optional=OPTIONAL | RMS | BIASES,
+    constants=CONSTANTS,
+    keys=ENDS | AFTER | attention(bias=True, norms=True) | mlp(),
+)

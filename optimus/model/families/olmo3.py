@@ -1,0 +1,14 @@
+"""OLMo 3: OLMo 2 with windows in three of four layers, whose rotary frequencies are not scaled."""
+
+from optimus.model.families.common import AFTER, BIASES, CONSTANTS, ENDS, OPTIONAL, RMS, SIZES, attention, mlp
+from optimus.model.families.family import Family
+
+FAMILY = Family(
+    model_type="olmo3",
+    architecture="Olmo3ForCausalLM",
+    defaults={"norm_place": "after", "qk_norm": "whole", "window_except": 4, "rope_theta": 5e5},
+    fields=SIZES | {"window": "sliding_window"},
+    optional=OPTIONAL | RMS | BIASES | {"window_except": "layer_types", "window_rope_theta": "rope_theta"},
+    constants=CONSTANTS,
+    keys=ENDS | AFTER | attention(bias=True, norms=True) | mlp(),
+)

@@ -1,0 +1,16 @@
+"""Qwen 3 with experts in every layer (Qwen3 Technical Report, section 2)."""
+
+from optimus.model.families import common
+from optimus.model.families.common import BEFORE, BIASES, CONSTANTS, ENDS, EXPERTS, OPTIONAL, RMS, SIZES
+from optimus.model.families.family import Family
+
+FAMILY = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    defaults={"qk_norm": "head", "norm_eps": 1e-6},
+    fields=SIZES | EXPERTS | {"kv_heads": "num_key_value_heads", "intermediate": "moe_intermediate_size"},
+    optional=OPTIONAL | RMS | BIASES | {"head_size": "head_dim", "renormalise": "norm_topk_prob"},
+    constants=CONSTANTS | {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    aliases={"num_local_experts": "num_experts"},
+    keys=ENDS | BEFORE | common.attention(bias=True, norms=True) | common.experts(),
+)

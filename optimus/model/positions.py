@@ -1,0 +1,58 @@
+"""Rotary positions: the frequencies of a head's pairs of columns, and what longer contexts make of them.
+
+Legend: S positions, D head size.
+"""
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from optimus.kernels.rotary import rotary_table
+from optimus.model.architecture import ModelConfig, RopeScaling
+
+Table = tuple[Tensor, Tensor]  # (cos, sin), fp32 [S, D / 2]
+
+
+def tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:
+    """The tables of these positions for layers that attend to all before, and for those with a window."""
+    scaling = config.rope_scaling
+    if scaling is None:
+        table = rotary_table(positions_S, config.head_size, config.rope_theta)
+    else:
+        scaled = partial(_scaled, theta=config.rope_theta, scaling=scaling)
+        cos_SD, sin_SD = rotary_table(positions_S, config.head_size, config.rope_theta, scaled)
+        table = cos_SD * _attention_factor(scaling), sin_SD * _attention_factor(scaling)
+    if config.window is None or (scaling is None and config.window_rope_theta == config.rope_theta):
+        return table, table
+    return table, rotary_table(positions_S, config.head_size, config.window_rope_theta)
+
+
+def _scaled(frequencies_D: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """Slower where a turn is long beside the context before scaling; `linear`: everywhere (Chen et al. 2023)."""
+    slow_D = frequencies_D / scaling.factor
+    if scaling.kind == "linear":
+        return slow_D
+    assert scaling.original_context is not None
+    if scaling.kind == "llama3":  # Llama 3.1's rule: by wavelength, between two shares of the context
+        turns_D = scaling.original_context * frequencies_D / (2 * math.pi)
+        fast_D = (turns_D - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    else:  # YaRN (Peng et al. 2023, section 3.2): by pair, between the pairs that turn so often in the context
+        size = 2 * len(frequencies_D)
+
+        def pair(turns: float) -> float:
+            length = scaling.original_context or 0
+            return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        first, last = max(math.floor(pair(scaling.beta_fast)), 0), min(math.ceil(pair(scaling.beta_slow)), size - 1)
+        place_D = torch.arange(len(frequencies_D), dtype=torch.float32, device=frequencies_D.device)
+        fast_D = 1 - (place_D - first) / max(last - first, 1e-3)
+    return torch.lerp(slow_D, frequencies_D, fast_D.clamp(0, 1))
+
+
+def _attention_factor(scaling: RopeScaling) -> float:
+    """What YaRN multiplies queries and keys by (its section 3.4)."""
+    if scaling.kind != "yarn":
+        return 1.0
+    return scaling.attention_factor or 0.1 * math.log(max(1.0, scaling.factor)) + 1.0
