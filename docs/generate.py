@@ -78,16 +78,25 @@ def _section(item: tuple[str, FieldInfo]) -> str:
     """A heading and a table: of a section's keys, or of the one key that is no section."""
     name, field = item
     section = field.annotation
-    if not (isinstance(section, type) and issubclass(section, BaseModel)):
+    if not _is_section(section):
         return f"## `{name}`\n\n{_table([_row(name, field)])}"
     text = " ".join(filter(None, [(section.__doc__ or "").strip(), field.description]))
     rows = [_row(f"{name}.{key}", inner) for key, inner in section.model_fields.items()]
+    for key, inner in section.model_fields.items():
+        nested = [each for each in typing.get_args(inner.annotation) if _is_section(each)]
+        rows += [_row(f"{name}.{key}.{own}", of) for each in nested for own, of in each.model_fields.items()]
     return f"## `{name}`\n\n{text}\n\n{_table(rows)}"
 
 
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
 def _row(path: str, field: FieldInfo) -> list[str]:
-    default = "required" if field.is_required() else f"`{_value(field.default)}`"
-    default = "of others" if field.default_factory_takes_validated_data else default
+    if field.default_factory_takes_validated_data:
+        default = "from others"
+    else:
+        default = "required" if field.is_required() else f"`{_value(field.default)}`"
     words, *null = _type(field.annotation).split(" or null")
     kind = f"{words}{_limits(field)}{', or null' if null else ''}"
     return [f"`{path}`", kind, default, field.description or ""]
@@ -110,6 +119,8 @@ def _type(annotation: Any) -> str:
         return " or ".join(f"`{value}`" for value in arguments)
     if origin is typing.Annotated:
         return _type(arguments[0]) + "".join(_limits(each) for each in arguments[1:] if isinstance(each, FieldInfo))
+    if _is_section(annotation):
+        return "section"
     if origin is list:
         return f"list of {_type(arguments[0])}"
     names = {int: "integer", float: "number", str: "text", bool: "true or false", types.NoneType: "null"}

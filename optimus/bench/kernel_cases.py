@@ -128,7 +128,7 @@ def _down(sizes: Sizes) -> Case:
 
 def _heads(sizes: Sizes) -> tuple[int, int, int, int]:
     model = sizes.model
-    return sizes.tokens // sizes.context, sizes.context, model.heads, model.hidden // model.heads
+    return sizes.tokens // sizes.context, sizes.context, model.heads, model.head_size
 
 
 def _attention(sizes: Sizes) -> Case:

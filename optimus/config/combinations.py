@@ -113,6 +113,7 @@ def check_shapes(config: "RunConfig") -> None:
     outputs, inputs = parallel.grid
     for name, size, parts, axis in (
         ("model.heads", model.heads, outputs, "parallel.tensor"),
+        ("model.kv_heads", model.kv_heads, outputs, "parallel.tensor"),
         ("model.hidden", model.hidden, inputs, "the inputs of parallel.tensor"),
         ("model.intermediate", model.intermediate if model.experts is None else 0, outputs, "parallel.tensor"),
     ):
@@ -129,11 +130,14 @@ def check_shapes(config: "RunConfig") -> None:
             f"train.context {context} cannot be cut into the {pieces} equal pieces that parallel.context {cp} needs "
             f"({parallel.context_method}): the nearest that can is {max(1, context // pieces) * pieces}"
         )
-    if parallel.context_method == "ulysses" and (model.heads // outputs) % cp:
+    if parallel.context_method == "ulysses" and (model.kv_heads // outputs) % cp:
+        heads = "heads" if model.kv_heads == model.heads else "kv_heads"
         raise ValueError(
-            f"parallel.context {cp} by ulysses divides heads, but a rank has {model.heads // outputs} of them: choose a "
-            "divisor, or context_method ring"
+            f"parallel.context {cp} by ulysses divides {heads}, but a rank has {model.kv_heads // outputs} of them: choose "
+            "a divisor, or context_method ring"
         )
+    if cp > 1 and parallel.context_method == "ring" and model.window is not None:
+        raise ValueError("parallel.context_method ring has no windows of attention: choose ulysses")
     rows, ranks = config.train.micro_batch * context // cp, outputs * inputs
     if rows % ranks and (parallel.splits_sequence or model.experts is not None):
         raise ValueError(

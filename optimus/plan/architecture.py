@@ -59,6 +59,8 @@ class Architecture:
             heads=model.heads,
             intermediate=0 if sparse else model.intermediate,
             vocab=model.vocab,
+            groups=model.kv_heads,
+            head=model.head_size,
             tied=model.tie_embeddings,
             experts=model.experts or 0,
             experts_per_token=model.experts_per_token or 0,

@@ -96,7 +96,7 @@ def _divisions(question: Question) -> Iterator[Division]:
     """Ways to divide a block that the model and the node allow, timed."""
     model, node = question.model, min(question.ranks, question.machine.ranks_per_node)
     within = [size for size in divisors(node) if question.ranks % size == 0]
-    for out in (n for n in within if not model.heads % n and n <= model.vocab and _columns(model, n)):
+    for out in (n for n in within if not model.kv_heads % n and n <= model.vocab and _columns(model, n)):
         for inner in (n for n in within if not node % (out * n) and not model.hidden % n):
             for cp in divisors(question.ranks):
                 if not _parts(question, out, cp):
@@ -109,7 +109,8 @@ def _divisions(question: Question) -> Iterator[Division]:
 def _parts(question: Question, out: int, cp: int) -> bool:
     """Whether sequences can be cut into `cp` parts: two pieces each in a ring, while Ulysses also divides the heads."""
     pieces = cp if question.given.ulysses or cp == 1 else 2 * cp
-    heads = question.model.heads // out % cp == 0 or not question.given.ulysses
+    model, ulysses = question.model, question.given.ulysses
+    heads = model.kv_heads // out % cp == 0 if ulysses else cp == 1 or model.window is None
     return heads and question.context % pieces == 0 and (cp == 1 or question.context // cp >= _SMALLEST_PART)
 
 

@@ -1,0 +1,55 @@
+"""Every family trains the same on each axis of parallelism as in one process."""
+
+from typing import Any
+
+import pytest
+
+from optimus.model.families import families
+from optimus.testing import Layout, assert_same_as_one_process
+from optimus.testing.drawing import config_of
+
+SIZES = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 24, "vocab": 59}
+EXPERTS = {"experts": 4, "experts_per_token": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "olmo": {},
+    "olmoe": EXPERTS,
+    "olmo2": {"attention_bias": "all"},
+    "olmo3": {"window": 7, "window_except": 2, "kv_heads": 4},
+    "llama": {
+        "attention_bias": "all",
+        "mlp_bias": True,
+        "rope_scaling": {"kind": "llama3", "factor": 8.0, "original_context": 16},
+        "tie_embeddings": True,
+    },
+    "mistral": {"window": 5, "kv_heads": 4, "head_size": 6},
+    "mixtral": EXPERTS,
+    "qwen2": {},
+    "qwen3": {"head_size": 6, "tie_embeddings": True},
+    "qwen3_moe": EXPERTS | {"head_size": 6, "renormalise": True},
+}
+
+
+def layouts(model: dict[str, Any]) -> list[Layout]:
+    """Each axis, and pairs of them, with what is run again and shared out; eight of them."""
+    feed_forward, expert = ("moe", ["parallel.expert=2"]) if "experts" in model else ("mlp", [])
+    context = ["parallel.context=2", "parallel.context_method=" + ("ulysses" if "window" in model else "ring")]
+    return [
+        Layout(2, ["parallel.tensor=2", "parallel.sequence=true", f"recompute=[norm,{feed_forward}]"]),
+        Layout(2, ["parallel.tensor=[1,2]", "parallel.sequence=false", "state.shard=gradients"]),
+        Layout(2, [*context, *expert, "recompute=[norm,attention]"]),
+        Layout(2, ["parallel.context=2", "parallel.context_method=ulysses", "state.shard=optimizer"]),
+        Layout(2, ["parallel.pipeline=2", "parallel.schedule=zb-h1", "recompute=[block]"]),
+        Layout(2, ["state.shard=parameters", *expert, "recompute=[attention]"]),
+        Layout(4, ["parallel.tensor=2", "parallel.pipeline=2", "parallel.vocabulary=true", *expert]),
+        Layout(4, ["parallel.tensor=2", *context, "parallel.sequence=false", "state.shard=parameters", *expert]),
+    ]
+
+
+def test_every_family_is_here() -> None:
+    assert set(MODELS) == set(families())
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_layouts(family: str) -> None:
+    model = SIZES | {"family": family} | MODELS[family]
+    assert_same_as_one_process(config_of("dense") | {"model": model}, layouts(model), 2, rtol=2e-5)
