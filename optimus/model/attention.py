@@ -70,9 +70,7 @@ class Attention(nn.Module):
         self.out = Linear(columns, residual, bias=config.attention_bias == "all", parts=parts)
         self.norms_heads = config.qk_norm == "head"
         normed = {"none": (None, None), "whole": (columns, shared), "head": (head, head)}[config.qk_norm]
-        self.q_norm, self.k_norm = (
-            None if size is None else RMSNorm(size, config.norm_eps, parts) for size in normed
-        )
+        self.q_norm, self.k_norm = (None if size is None else RMSNorm(size, config.norm_eps, parts) for size in normed)
 
     @property
     def score_columns(self) -> int:

@@ -92,7 +92,9 @@ class Block(nn.Module):
         if hasattr(self, "moe"):
             y_TH, stats = run(number, x_TH, *_if_there(self.mlp_norm), ("moe", self.moe, places.position_T))
             return x_TH + run(number, y_TH, *_if_there(self.mlp_out_norm)), stats
-        return x_TH + run(number, x_TH, *_if_there(self.mlp_norm), ("mlp", self.mlp), *_if_there(self.mlp_out_norm)), None
+        return x_TH + run(
+            number, x_TH, *_if_there(self.mlp_norm), ("mlp", self.mlp), *_if_there(self.mlp_out_norm)
+        ), None
 
 
 class Blocks(nn.ModuleList):
