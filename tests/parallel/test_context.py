@@ -17,7 +17,6 @@ from optimus.kernels.rotary import rotary_table
 from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.attention import Attention, Places
-from optimus.model.dense import RMSNorm
 from optimus.model.init import initialize
 from optimus.model.parts import Parts
 from optimus.model.sequence import Sequence, WholeSequence
@@ -172,7 +171,7 @@ def test_traffic_of_ulysses(ranks: int, dtype: torch.dtype) -> None:
 def saved(make: Callable[[], Sequence], length: int) -> int:
     """Bytes that an attention layer keeps for the backward pass, besides its weights."""
     torch.manual_seed(0)
-    layer, sequence = Attention(ATTENTION, 0, lambda columns: RMSNorm(columns, 1e-5)), make()
+    layer, sequence = Attention(ATTENTION), make()
     initialize(layer, 0, 0.2)
     at = sequence.positions(length, CPU)
     weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
