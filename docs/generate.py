@@ -148,8 +148,8 @@ def _value(value: Any) -> str:
 def _presets() -> str:
     head = [
         "## Presets\n",
-        "The five large ones are the models of the Optimus paper (table 1), with its warm-up and the defaults above; the",
-        "tiny ones train in minutes on a CPU and bring learning rates of their own.\n",
+        "The five large `mula` ones are the models of the Optimus paper (table 1), with its warm-up and the defaults above;",
+        "the tiny ones train in minutes on a CPU and bring learning rates of their own. The others are published models.\n",
         "| Preset | Family | Parameters | Active | Layers | Hidden | Heads | Intermediate "
         "| Experts | Chosen | Vocabulary | Schedule |",
         "|---" * 12 + "|",

@@ -27,7 +27,7 @@ class _Counts(NamedTuple):
     multiplied: Counter[
         str
     ]  # active weights of matrices that a token is multiplied with, by module; of a block without number
-    scored: int  # columns of queries and of values, of all heads and layers
+    scored: Counter[int | None]  # columns of queries and of values, of all heads and layers, by their windows
 
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
@@ -51,7 +51,8 @@ def flops_per_token(config: ModelConfig, context: int) -> float:
     values and position, for the attention scores over a whole square, as is usual for model-FLOP utilisation.
     """
     counts = _counts(config.model_dump_json())
-    return 6.0 * sum(counts.multiplied.values()) + 6.0 * counts.scored * context
+    scores = sum(columns * min(window or context, context) for window, columns in counts.scored.items())
+    return 6.0 * sum(counts.multiplied.values()) + 6.0 * scores
 
 
 def forward_flops(config: ModelConfig, context: int) -> dict[str, float]:
@@ -61,7 +62,11 @@ def forward_flops(config: ModelConfig, context: int) -> dict[str, float]:
     """
     counts = _counts(config.model_dump_json())
     found = {kind: 2.0 * weights / config.layers for kind, weights in counts.multiplied.items() if kind != "head"}
-    return found | {"attention": found["attention"] + counts.scored * context / config.layers}
+    scores = 0.0
+    for window, columns in counts.scored.items():
+        seen = min(window or context, context)
+        scores += columns * (2 * seen - seen * seen / context)  # twice the mean of the positions that are seen
+    return found | {"attention": found["attention"] + scores / config.layers}
 
 
 @lru_cache(maxsize=64)
@@ -83,5 +88,8 @@ def _counts(text: str) -> _Counts:
             multiplied["head"] += chosen
         elif declared.role == "matrix":
             multiplied[module] += chosen
-    scored = sum(module.score_columns for module in model.modules() if isinstance(module, Attention))
+    scored = Counter[int | None]()
+    for attention in model.modules():
+        if isinstance(attention, Attention):
+            scored[attention.window] += attention.score_columns
     return _Counts({part: ParameterCount(total[part], active[part]) for part in total}, multiplied, scored)

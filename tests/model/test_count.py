@@ -19,11 +19,23 @@ def small(**fields: object) -> ModelConfig:
 
 
 OLMO, OLMOE = {"family": "olmo"}, {"family": "olmoe", "experts": 8, "experts_per_token": 2}
+HAND = [name for name in preset_names() if name.startswith("mula-")]  # of the two families in the formulas by hand
+PUBLISHED = {  # parameters of the files on Hugging Face
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.1-8b": 8_030_261_248,
+    "mistral-7b": 7_241_732_096,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "olmo-2-1b": 1_484_916_736,
+    "olmo-3-7b": 7_298_011_136,
+}
 MODELS = [
-    *map(preset, preset_names()),
+    *map(preset, HAND),
     *(small(**family, tie_embeddings=tied) for family in (OLMO, OLMOE) for tied in (False, True)),
 ]
-IDS = [*preset_names(), "dense", "dense tied", "moe", "moe tied"]
+IDS = [*HAND, "dense", "dense tied", "moe", "moe tied"]
 
 
 @pytest.mark.parametrize("config", MODELS, ids=IDS)
@@ -52,3 +64,26 @@ def test_the_parameters_themselves(config: ModelConfig) -> None:
     with torch.device("meta"):
         model = Transformer(config)
     assert count_parameters(config).total == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_published_size(name: str) -> None:
+    config = preset(name)
+    assert count_parameters(config).total == PUBLISHED[name]
+    with torch.device("meta"):
+        model = Transformer(config)
+    assert count_parameters(config).total == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_every_preset_is_counted_here() -> None:
+    assert {*HAND, *PUBLISHED} == set(preset_names())
+
+
+def test_scores_within_windows() -> None:
+    """Of four layers, three see 64 positions of 256."""
+    config = small(family="olmo3", layers=4, window=64)
+    whole = small(family="olmo3", layers=4, window=256)
+    assert flops_per_token(whole, 256) - flops_per_token(config, 256) == 6.0 * 2 * 32 * 3 * (256 - 64)
+    assert flops_per_token(config, 64) == flops_per_token(whole, 64)
+    less = forward_flops(whole, 256)["attention"] - forward_flops(config, 256)["attention"]
+    assert less == 2 * 32 * 3 / 4 * (256 - (2 * 64 - 64 * 64 / 256))  # the first 64 positions see half of theirs
