@@ -21,8 +21,9 @@ class RMSNorm(nn.Module):
         self._norms, self._use = parts.norms(columns.dim), parts.parameters.use
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        self._use(self.weight)
-        return self._norms.rms(x_TH, self.weight, self.eps)
+        weight = self.weight
+        self._use(weight)
+        return self._norms.rms(x_TH, weight, self.eps)
 
 
 class LayerNorm(nn.Module):

@@ -16,7 +16,8 @@ class Linear(nn.Module):
         self._product, self._use = parts.product(outputs[-1].dim, inputs.dim), parts.parameters.use
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return self._product(x, self.weight, *self._use(self.weight))
-        buffer, _ = self._use(self.weight, self.bias)
-        return self._product(x, self.weight, buffer) + self.bias.flatten()
+        weight, bias = self.weight, self.bias
+        if bias is None:
+            return self._product(x, weight, *self._use(weight))
+        buffer, _ = self._use(weight, bias)
+        return self._product(x, weight, buffer) + bias.flatten()

@@ -3,6 +3,7 @@
 What a rank holds of each parameter is another question (`layouts.py`): the modules are made as one device has them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -64,7 +65,26 @@ def parts_of(
     architecture: ModelConfig, groups: Groups, options: StageOptions, parameters: Parameters | None = None
 ) -> Parts:
     """The parts of `build_stage`."""
-    inner = MatrixProduct(groups.step)
+
+    def norms(columns: Dim) -> Norms:
+        group = _along(groups, columns)
+        return SplitNorms(group) if group.size > 1 else LocalNorms()
+
+    return Parts(
+        product=products(groups, options, MatrixProduct(groups.step)),
+        norms=norms,
+        vocabulary=_vocabulary(architecture, groups, options),
+        sequence=_sequence(groups, options),
+        tokens=_tokens(groups, options),
+        dispatch=_dispatch(architecture, groups, options),
+        parameters=parameters or KeptParameters(),
+        runner=Recompute(options.recomputation, groups.step, keep_collectives=options.keep_collectives),
+        step=groups.step,
+    )
+
+
+def products(groups: Groups, options: StageOptions, inner: MatrixProduct) -> Callable[[Dim, Dim], Product]:
+    """How a weight with these dims (outputs, inputs) multiplies: by `inner`, and the communication that its splits need."""
     local = LocalProduct(inner)
 
     def product(outputs: Dim, inputs: Dim) -> Product:
@@ -75,21 +95,7 @@ def parts_of(
         gathers, scatters = (options.sequence and RULES.get(dim) == "tp_out" for dim in (outputs, inputs))
         return SplitProduct(inner, *over, gathers=gathers, scatters=scatters, overlap=options.overlap)
 
-    def norms(columns: Dim) -> Norms:
-        group = _along(groups, columns)
-        return SplitNorms(group) if group.size > 1 else LocalNorms()
-
-    return Parts(
-        product=product,
-        norms=norms,
-        vocabulary=_vocabulary(architecture, groups, options),
-        sequence=_sequence(groups, options),
-        tokens=_tokens(groups, options),
-        dispatch=_dispatch(architecture, groups, options),
-        parameters=parameters or KeptParameters(),
-        runner=Recompute(options.recomputation, groups.step, keep_collectives=options.keep_collectives),
-        step=groups.step,
-    )
+    return product
 
 
 def _along(groups: Groups, dim: Dim) -> Group:

@@ -52,7 +52,7 @@ class Gathering:
         """Have the parameters whole on this device; their gradient buffers. All ranks must call alike."""
         if self._chunks:
             self._gather(list(dict.fromkeys(self._chunks[each] for each in parameters if each in self._chunks)))
-        return [self._buffers.get(each) for each in parameters]
+        return list(map(self._buffers.get, parameters))
 
     def begin_step(self) -> None:
         """A step begins: the order of gathering begins anew."""

@@ -4,6 +4,7 @@ Legend: T rows, L inputs and N outputs of a weight.
 """
 
 import itertools
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -21,7 +22,7 @@ from optimus.model.init import initialize
 from optimus.model.linear import Linear
 from optimus.model.parameters import Size
 from optimus.model.parts import LOCAL, LocalProduct, Parts
-from optimus.parallel.build import StageOptions, build_stage, parts_of
+from optimus.parallel.build import StageOptions, build_stage, parts_of, products
 from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.tensor import SplitProduct
 from optimus.testing import run_ranks
@@ -268,4 +269,26 @@ def test_any_inner_product_is_split(outputs: int, deferred: bool) -> None:
         assert calls == {"forward": 1, "input": 1, "weight": 1}
         for name, (ours, theirs) in found.items():
             assert error(ours, theirs) < 1e-6, name
-    assert error(LocalProduct(Rounded())(normal(0, T, L), nn.Parameter(normal(1, N, L)), None), exact) > 1e-4
+    rounded = LocalProduct(Rounded())(normal(0, T, L), nn.Parameter(normal(1, N, L)), None)
+    assert error(rounded.detach(), exact) > 1e-4
+
+
+def rounded_model(ranks: int, sequence: bool) -> tuple[Tensor, dict[str, int]]:
+    """(loss, calls) of a model all of whose projections multiply by `Rounded`, on a grid."""
+    groups, options, rounded = Groups(Mesh(tp=ranks)), StageOptions(sequence=sequence), Rounded()
+    parts = parts_of(MODELS["dense"], groups, options)
+    model = Transformer(MODELS["dense"], parts=replace(parts, product=products(groups, options, rounded)))
+    initialize(model, 0, 0.2)
+    keep_own(model, sequence, groups)
+    return trained(model)[1], rounded.calls
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_model_of_another_inner_product(sequence: bool) -> None:
+    """Four projections a layer, twice forward (logits and losses) and once backward."""
+    loss, calls = rounded_model(1, sequence)
+    projections = 4 * MODELS["dense"].layers
+    assert calls == {"forward": 2 * projections, "input": projections, "weight": projections}
+    for found, its_calls in run_ranks(rounded_model, 2, 2, sequence):
+        assert its_calls == calls
+        assert error(found, loss) < 1e-3
