@@ -59,11 +59,27 @@ def test_numbers_by_hand(config: ModelConfig) -> None:
     assert parts["embedding"] == parts["head"] == (config.vocab * h,) * 2
 
 
-@pytest.mark.parametrize("config", MODELS[-4:], ids=IDS[-4:])
+OTHERS = {
+    "grouped heads": small(family="llama", kv_heads=2, head_size=16),
+    "biases": small(family="qwen2", kv_heads=2),
+    "norms of heads": small(family="qwen3", kv_heads=1, head_size=12, tie_embeddings=True),
+    "norms behind": small(family="olmo2"),
+    "grouped heads, experts": small(family="mixtral", kv_heads=2, experts=8, experts_per_token=2),
+}
+
+
+@pytest.mark.parametrize("config", [*MODELS[-4:], *OTHERS.values()], ids=[*IDS[-4:], *OTHERS])
 def test_the_parameters_themselves(config: ModelConfig) -> None:
+    """Every parameter is counted, and every matrix is one that tokens are multiplied with."""
     with torch.device("meta"):
         model = Transformer(config)
     assert count_parameters(config).total == sum(parameter.numel() for parameter in model.parameters())
+    share = (config.experts_per_token or 1) / (config.experts or 1)
+    matrices = [(name, weight) for name, weight in model.blocks.named_parameters() if weight.dim() > 1]
+    biases = sum(weight.numel() for name, weight in matrices if name.endswith("bias"))
+    met = sum(weight.numel() * (share if "experts" in name else 1) for name, weight in matrices) - biases
+    scores = 12.0 * config.layers * config.heads * config.head_size * 100
+    assert flops_per_token(config, 100) == 6.0 * (met + config.vocab * config.hidden) + scores
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
