@@ -56,7 +56,6 @@ def make_stages(config: RunConfig) -> Staged:
     model = build_stage(config.model, groups, StageOptions(), buffers)
     initialize(model, config.train.seed, config.model.init_std)
     cut = cut_of(config, groups.mesh, groups.rank)
-    assert cut is not None
     keep_stages(model, cut)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -70,7 +69,7 @@ def ours(staged: Staged, config: RunConfig) -> Step:
 
     def step(tokens_BS: Tensor) -> Tensor:
         each = Batch(tokens_BS).split(config.train.micro_batch)
-        reported = staged.train_microbatches(each, objective, nullcontext, lambda stage: None)
+        reported = staged.train_microbatches(each, objective, _Plain())
         return torch.stack(reported) if reported else torch.empty(0)
 
     return step
@@ -84,6 +83,15 @@ class _CrossEntropy:
 
     def __call__(self, losses: Losses) -> tuple[Tensor, Tensor]:
         return losses.cross_entropy * self.scale, losses.cross_entropy.detach()
+
+
+class _Plain:
+    """`Gradients` that stay in `.grad`."""
+
+    saving = nullcontext
+
+    def reduce_on_arrival(self, stage: int) -> None: ...
+    def start_reduction(self, stage: int) -> None: ...
 
 
 def torchs(staged: Staged, config: RunConfig) -> Step:

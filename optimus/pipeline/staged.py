@@ -1,4 +1,5 @@
-"""A model cut into the stages of a pipeline: what a rank keeps of it, and what it computes for each of its stages.
+"""A model cut into stages: what a rank keeps of it, and what it computes for each of its stages. Without a pipeline there is
+one stage, and a step is its forward and backward passes in turns.
 
 A stage's output is the residual stream and the router statistics of all blocks so far. So the losses of the router, which
 are made of the sums over all layers, are found once, by the last stage, and their gradients go back with the others.
@@ -7,7 +8,7 @@ Legend: T rows of the residual stream, H columns of it, E experts.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -34,8 +35,21 @@ class Objective(Protocol):
         """What is minimised of a microbatch, and what is reported."""
 
 
+class Gradients(Protocol):
+    """Where the gradients of this rank's stages go. Parameters of a divided vocabulary are of no stage, which is -1."""
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Is around every forward pass that a backward pass follows."""
+
+    def reduce_on_arrival(self, stage: int) -> None:
+        """The coming backward pass, which is not split, is the last of the stage."""
+
+    def start_reduction(self, stage: int) -> None:
+        """The stage's last backward pass is done."""
+
+
 class Cut(NamedTuple):
-    """The blocks of every stage of a pipeline, and the stages that are here."""
+    """The blocks of every stage, and the stages that are here."""
 
     blocks: Sequence[range]
     here: Sequence[int]
@@ -144,39 +158,35 @@ class Staged(nn.Module):
         self,
         microbatches: Sequence[Batch],
         objective: Objective,
-        saving: Callable[[], AbstractContextManager[Any]],
-        through: Callable[[int], None],
+        gradients: Gradients,
     ) -> list[Tensor]:
-        """Forward and backward passes of a step; on the last stage's rank, what `objective` reports of each microbatch.
-
-        `saving` is around every forward pass; `through` is called when a stage of this rank has done its last backward pass.
-        """
-        work = _Work(self, microbatches, objective, saving, through)
+        """Forward and backward passes of a step; on the last stage's rank, what `objective` reports of each microbatch."""
+        work = _Work(self, microbatches, objective, gradients)
         self.happened = self.execute(work, len(microbatches), True)
         work.finish()
         return work.reported
 
     def router_statistics(self, microbatches: Sequence[Batch]) -> list[RouterStats]:
         """On the last stage's rank, the statistics of each microbatch, all layers summed; forward passes only."""
-        work = _Work(self, microbatches, None, nullcontext, lambda stage: None)
+        work = _Work(self, microbatches)
         self.execute(work, len(microbatches), False)
         work.finish()
         return work.statistics
 
 
 class _Work:
-    """The `Work` of a step. Without an `objective` nothing is kept, and statistics are all that is found."""
+    """The `Work` of a step. Without an `objective` and `gradients` nothing is kept, and statistics are all that is found."""
 
     def __init__(
         self,
         staged: Staged,
         microbatches: Sequence[Batch],
-        objective: Objective | None,
-        saving: Callable[[], AbstractContextManager[Any]],
-        through: Callable[[int], None],
+        objective: Objective | None = None,
+        gradients: Gradients | None = None,
     ) -> None:
         self._staged, self._microbatches = staged, microbatches
-        self._objective, self._saving, self._through = objective, saving, through
+        self._objective, self._gradients = objective, gradients
+        self._saving = torch.no_grad if gradients is None else gradients.saving
         self._kept: dict[tuple[int, int], tuple[Message | None, Message]] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self._left = dict.fromkeys(staged.cut.here, len(microbatches))  # backward passes of each stage
@@ -187,10 +197,9 @@ class _Work:
         self._last_stage = len(staged.cut.blocks) - 1
         self._vocabulary: VocabularyPasses | None = None
         if staged.links is not None:
-            around = saving if objective is not None else torch.no_grad
             count, scale = (1.0, 0.0) if objective is None else (objective.count, objective.scale)
             self._vocabulary = VocabularyPasses(
-                staged.links, staged.model, microbatches, lambda: self.room()[0], count, scale, around
+                staged.links, staged.model, microbatches, lambda: self.room()[0], count, scale, self._saving
             )
 
     def forward(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
@@ -198,7 +207,7 @@ class _Work:
         if stage == 0 and self._vocabulary is not None:
             received = (self._vocabulary.embedded(microbatch),)
         given = None if received is None else tuple(tensor.requires_grad_(training) for tensor in received)
-        with self._saving() if training else torch.no_grad():
+        with self._saving():
             made = self._run(stage, microbatch, given)
         if training:
             self._kept[stage, microbatch] = given, made
@@ -233,11 +242,14 @@ class _Work:
         grads: Sequence[Tensor | None] | None = received
         if stage == self._last_stage and self._vocabulary is not None:
             made, grads = self._with_loss(self._vocabulary, microbatch, made)
+        assert self._gradients is not None
         if defer:
             with self._staged.model.parts.step.deferring() as deferred:
                 torch.autograd.backward(made, grads)
             self._deferred[stage, microbatch] = deferred
         else:
+            if self._left[stage] == 1:
+                self._gradients.reduce_on_arrival(stage)
             torch.autograd.backward(made, grads)
             self._count(stage)
         gradients = None if given is None else tuple(_gradient(tensor) for tensor in given)
@@ -251,7 +263,8 @@ class _Work:
         assert self._vocabulary is not None
         self._vocabulary.run(kind, microbatch)
         if kind is Kind.EMBED_BACKWARD and microbatch == len(self._microbatches) - 1:
-            self._through(-1)
+            assert self._gradients is not None
+            self._gradients.start_reduction(-1)
 
     def finish(self) -> None:
         """Wait for what is under way at the end of a step."""
@@ -276,9 +289,10 @@ class _Work:
 
     def _count(self, stage: int) -> None:
         """A backward pass of the stage is complete."""
+        assert self._gradients is not None
         self._left[stage] -= 1
         if not self._left[stage]:
-            self._through(stage)
+            self._gradients.start_reduction(stage)
 
     def room(self) -> Message:
         tokens_BS, config = self._microbatches[0].tokens_BS, self._staged.model.config

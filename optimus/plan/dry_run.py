@@ -36,9 +36,6 @@ def _activations(config: RunConfig, ranks: int, rank: int, load: float) -> dict[
     shapes = activation_shapes(config, mesh, DTYPES[config.train.precision].itemsize)
     chosen = Recomputation(tuple(config.recompute), config.recompute_every)
     cut = cut_of(config, mesh, rank)
-    if cut is None:
-        kept, peak = activation_bytes(config.model, chosen, load=load, **shapes)
-        return {"activations": kept, "working": peak - kept}
     stages = {
         stage: activation_bytes(
             config.model,

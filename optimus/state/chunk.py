@@ -228,18 +228,22 @@ class Chunk:
     def start_reduction(self) -> None:
         """No gradient of this step will come any more: begin to reduce them, where that has not begun on arrival."""
         self._last = True
-        if not self.plan.shards_gradients:
+        if not self._begun and not self.plan.shards_gradients:
             self._start_reduction()
 
     def reduce_gradients(self) -> None:
         """Sum the gradients over the replicas into `reduced`: finish what began on arrival, or do all of it now."""
         self._last = True
-        if self._pending is None and not self._summed and (not self.plan.shards_gradients or _allocated(self.gradient)):
+        if not self._begun and (not self.plan.shards_gradients or _allocated(self.gradient)):
             self._start_reduction()
         self.finish_reduction()
         if not self._summed:
             self._sum_copies()
             self.finish_reduction()
+
+    @property
+    def _begun(self) -> bool:
+        return self._pending is not None or self._summed
 
     def advance(self) -> None:
         """Finish the part of the reduction that is under way; the next part, if there is one, has then begun."""

@@ -112,13 +112,13 @@ class ModelState:
         finally:
             self._gathering.watch = None
 
-    def reduce_on_arrival(self) -> None:
-        """The coming backward pass is the last of the step: each chunk is reduced when its last gradient is there."""
-        for chunk in self.chunks:
+    def reduce_on_arrival(self, stage: int) -> None:
+        """The coming backward pass is the last of a stage: each chunk is reduced when its last gradient is there."""
+        for chunk in self._of_stage.get(stage, []):
             chunk.reduce_on_arrival()
 
     def start_reduction(self, stage: int) -> None:
-        """A stage of a pipeline has done its last backward pass: begin to reduce what is not on its way yet."""
+        """A stage has done its last backward pass: begin to reduce what is not on its way yet."""
         for chunk in self._of_stage.get(stage, []):
             chunk.start_reduction()
 

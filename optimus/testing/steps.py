@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.model import Batch
-from optimus.pipeline.staged import Staged
 from optimus.train.pipeline import with_microbatches
 from optimus.train.run import build_model, mesh_of
 from optimus.train.step import StepResult, training_step
@@ -38,9 +37,7 @@ class Steps:
     @property
     def blocks(self) -> list[nn.Module]:
         """The blocks of the model that are on this rank."""
-        if isinstance(self.model, Staged):
-            return [block for blocks in self.model.stages.values() for block in blocks]
-        return list(self.model.blocks)
+        return [block for blocks in self.model.stages.values() for block in blocks]
 
 
 def random_batch(config: RunConfig, step: int) -> Tensor:

@@ -17,7 +17,6 @@ from optimus.observe.metrics import MetricsWriter
 from optimus.observe.progress import Progress, time_left
 from optimus.observe.signals import ending_signals
 from optimus.observe.terminal import let_go_if_gone, say_at_once
-from optimus.pipeline.staged import Staged
 from optimus.pipeline.timeline import Event, Timeline, write_timeline
 from optimus.resilience.events import EventLog
 from optimus.train.run import Run
@@ -254,7 +253,7 @@ class PipelineTimeline(Hook):
     """Writes what the ranks of the first pipeline computed when in one step."""
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        if run.step != run.config.observe.timeline or not isinstance(run.model, Staged):
+        if run.step != run.config.observe.timeline:
             return
         offset = time.time() - time.perf_counter()  # nodes have one time of day, but each its own counter
         happened = [each._replace(start=each.start + offset, end=each.end + offset) for each in run.model.happened]

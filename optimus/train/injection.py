@@ -16,7 +16,6 @@ from optimus.checkpoint import saving
 from optimus.checkpoint.folder import step_folder
 from optimus.checkpoint.format import file_of
 from optimus.errors import UserError
-from optimus.pipeline.staged import Staged
 from optimus.resilience.faults import FaultPlan, happens_now
 from optimus.train.hooks import Hook
 from optimus.train.run import Run
@@ -80,7 +79,7 @@ class Inject(Hook):
             time.sleep(3600)
 
     def _nan(self, run: Run) -> None:
-        blocks = next(iter(run.model.stages.values())) if isinstance(run.model, Staged) else run.model.blocks
+        blocks = next(iter(run.model.stages.values()))
 
         def poison(_module: Any, _inputs: Any, output: Any) -> Any:
             x, *others = output if isinstance(output, tuple) else (output,)

@@ -1,4 +1,4 @@
-"""The pipeline of a run, from its configuration: which stage is where, and in what order they are run."""
+"""The stages of a run, from its configuration: which is where, and in what order they are run."""
 
 from functools import cache
 from itertools import accumulate, pairwise
@@ -26,14 +26,12 @@ from optimus.pipeline.vocabulary import VocabularyLinks
 _IDLE = 0.1  # of a rank's computing time: what `microbatches: auto` allows
 
 
-def cut_of(config: RunConfig, mesh: Mesh, rank: int) -> Cut | None:
-    """How the model is cut into stages, and which are on `rank`; None without a pipeline.
+def cut_of(config: RunConfig, mesh: Mesh, rank: int) -> Cut:
+    """How the model is cut into stages, and which are on `rank`; without a pipeline, one of all blocks.
 
     Raises `UserError` when there are too few blocks.
     """
     parallel, model = config.parallel, config.model
-    if parallel.pipeline == 1:
-        return None
     ends = parallel.blocks and list(accumulate(parallel.blocks, initial=0))
     if ends:
         blocks = [range(start, end) for start, end in pairwise(ends)]

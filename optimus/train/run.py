@@ -25,7 +25,7 @@ from optimus.parallel.build import StageOptions, build_stage
 from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.staged import Staged, keep_stages
-from optimus.state import Gathering, ModelState, bytes_by_kind, divisions, plan_chunks, plan_stages
+from optimus.state import Gathering, ModelState, bytes_by_kind, divisions, plan_stages
 from optimus.state.plan import ChunkPlan, check_shard_ranks
 from optimus.train.pipeline import cut_of, placement_of, stages_of, tied_ends
 from optimus.train.precision import with_precision
@@ -43,7 +43,7 @@ class Run:
     folder: Path
     device: torch.device
     groups: Groups
-    model: Transformer | Staged
+    model: Staged
     state: ModelState
     shards: Shards
     step: int = 0  # steps completed
@@ -134,8 +134,6 @@ def planned_chunks(config: RunConfig, mesh: Mesh, ranks: Sequence[int]) -> list[
     cut, place = cut_of(config, mesh, ranks[0]), placement_of(config)
 
     def of(rank: int) -> list[ChunkPlan]:
-        if cut is None:
-            return plan_chunks(layouts, mesh, rank, config.state)
         own = cut._replace(here=place.stages_of(mesh.coordinate(rank, "pp")))
         here = {name: each for name, each in layouts.items() if own.keeps(name, config.model.tie_embeddings)}
         stages = plan_stages(here, mesh, rank, config.state, own.stage_here)
@@ -155,8 +153,8 @@ def _on_meta(config: RunConfig, mesh: Mesh) -> tuple[Transformer, dict[str, Layo
 
 def build_model(
     config: RunConfig, device: torch.device, groups: Groups, notes: list[str] | None = None
-) -> tuple[Transformer | Staged, ModelState]:
-    """The model, or its stages on this rank, with this rank's parts of its parameters, and their state, without values yet.
+) -> tuple[Staged, ModelState]:
+    """The stages of the model on this rank, with this rank's parts of its parameters, and their state, without values yet.
 
     What has been chosen for the user is added to `notes`. All ranks must call. Raises `UserError` when the parameters cannot
     be divided as configured, or their activations do not fit the budget.
@@ -173,14 +171,13 @@ def build_model(
         model = build_stage(config.model, groups, stage_options(config, chosen), gathering)
     layouts = layouts_of(model, config)
     cut = cut_of(config, groups.mesh, groups.rank)
-    if cut is not None:
-        for layout in layouts.values():  # groups of all stages, which all ranks must make in the same order
-            for parts in divisions(groups.mesh, layout.replicas, config.state):
-                groups.dividing(parts)
-            groups.along(*layout.replicas)
-        groups.along("ends")
-        keep_stages(model, cut)
-        layouts = {name: layouts[name] for name, _ in model.named_parameters()}
+    for layout in layouts.values():  # groups of all stages, which all ranks must make in the same order
+        for parts in divisions(groups.mesh, layout.replicas, config.state):
+            groups.dividing(parts)
+        groups.along(*layout.replicas)
+    groups.along("ends")
+    keep_stages(model, cut)
+    layouts = {name: layouts[name] for name, _ in model.named_parameters()}
     state = ModelState(
         model,
         layouts,
@@ -190,9 +187,9 @@ def build_model(
         gradient_dtype=gradient,
         device=device,
         gathering=gathering,
-        **({} if cut is None else {"stage_of": cut.stage_here}),
+        stage_of=cut.stage_here,
     )
-    return (model if cut is None else stages_of(model, cut, config, groups, compute)), state
+    return stages_of(model, cut, config, groups, compute), state
 
 
 def stage_options(config: RunConfig, chosen: Recomputation) -> StageOptions:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from optimus.comm import Group
 from optimus.config import RunConfig
-from optimus.model import Batch, Losses, Transformer
+from optimus.model import Batch, Losses
 from optimus.model.moe.router import RouterStats
 from optimus.optim.adamw import AdamW
 from optimus.optim.schedule import learning_rate
@@ -31,7 +31,7 @@ class StepResult(NamedTuple):
 
 
 def training_step(
-    model: Transformer | Staged,
+    model: Staged,
     state: ModelState,
     batch: Tensor | Batch,
     config: RunConfig,
@@ -60,10 +60,10 @@ def training_step(
     return StepResult(loss, balance, z, norm, lr, skipped)
 
 
-def accumulate_gradients(
-    model: Transformer | Staged, state: ModelState, given: Tensor | Batch, config: RunConfig
-) -> Tensor:
+def accumulate_gradients(model: Staged, state: ModelState, given: Tensor | Batch, config: RunConfig) -> Tensor:
     """Forward and backward over this rank's microbatches; their mean losses [3] (cross-entropy, balance, z), fp32.
+
+    The losses are zero but on the ranks of the last stage.
 
     The gradients are those of this rank's share of the losses of the global batch: their sum over the ranks is the whole.
     The cross-entropy is a mean over the predicted tokens of the global batch, in whichever microbatches these are; the
@@ -72,30 +72,10 @@ def accumulate_gradients(
     batch = Batch.of(given)
     microbatches = batch.split(config.train.micro_batch)
     objective = _Objective(config, state, len(microbatches), predicted_tokens(batch, state.groups.along("dp")))
-    if isinstance(model, Staged):
-        return _through_the_pipeline(model, state, microbatches, objective)
     if objective.counts_beforehand:
-        with torch.no_grad():
-            objective.count_choices([model.router_statistics(each) for each in microbatches])
-    total = torch.zeros(3, device=batch.tokens_BS.device)
-    for number, each in enumerate(microbatches, start=1):
-        with state.saving():
-            minimised, reported = objective(model.losses(each, objective.count))
-        if number == len(microbatches):
-            state.reduce_on_arrival()
-        minimised.backward()
-        total += reported
-    return total / len(microbatches)
-
-
-def _through_the_pipeline(
-    staged: Staged, state: ModelState, microbatches: Sequence[Batch], objective: "_Objective"
-) -> Tensor:
-    """`accumulate_gradients` by the stages of a pipeline; the losses are zero but on the ranks of the last one."""
-    if objective.counts_beforehand:
-        objective.count_choices(staged.router_statistics(microbatches))
-    reported = staged.train_microbatches(microbatches, objective, state.saving, state.start_reduction)
-    total = torch.stack(reported).sum(0) if reported else torch.zeros(3, device=microbatches[0].tokens_BS.device)
+        objective.count_choices(model.router_statistics(microbatches))
+    reported = model.train_microbatches(microbatches, objective, state)
+    total = torch.stack(reported).sum(0) if reported else torch.zeros(3, device=batch.tokens_BS.device)
     return total / len(microbatches)
 
 

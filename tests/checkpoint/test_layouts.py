@@ -25,7 +25,6 @@ from optimus.checkpoint.folder import DESCRIPTION, MANIFEST, METADATA, step_fold
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.hub import export_checkpoint
-from optimus.model import Transformer
 from optimus.pipeline.staged import Staged
 from optimus.state import ModelState, Send
 from optimus.testing import Layout, run_ranks
@@ -179,14 +178,14 @@ def visit(config: dict[str, Any], how: How, run: Path, source: Path | None) -> V
     return Visit(loaded, results, saved)
 
 
-def _made(config: dict[str, Any]) -> tuple[RunConfig, Transformer | Staged, ModelState]:
+def _made(config: dict[str, Any]) -> tuple[RunConfig, Staged, ModelState]:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     tree = with_microbatches(load_config(config), ranks)
     model, state = build_model(tree, torch.device("cpu"), Groups(mesh_of(tree, ranks)))
     return tree, model, state
 
 
-def _train(tree: RunConfig, model: Transformer | Staged, state: ModelState, step: int) -> StepResult:
+def _train(tree: RunConfig, model: Staged, state: ModelState, step: int) -> StepResult:
     data = state.groups.along("dp")
     return training_step(model, state, random_batch(tree, step).chunk(data.size)[data.rank], tree, step)
 

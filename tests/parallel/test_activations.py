@@ -56,7 +56,7 @@ def measured(source: dict[str, Any], ranks: int) -> tuple[int, Activations, Acti
     def forward() -> torch.Tensor:
         state.begin_step()
         with state.saving():
-            return terms(model.losses(tokens)).sum()
+            return terms(model.model.losses(tokens)).sum()
 
     with state.watching(lambda tensor: shown.update({tensor.untyped_storage()._cdata: tensor.untyped_storage()})):
         forward().backward()  # what is made once is there now

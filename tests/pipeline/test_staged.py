@@ -116,7 +116,6 @@ def test_among_divisions_that_are_as_fast_memory_decides() -> None:
 def test_a_large_vocabulary_takes_blocks_from_the_last_stage() -> None:
     config = load_config(config_of("dense", layers=8), ["parallel.pipeline=2", "model.vocab=5000"])
     cut = cut_of(config, Mesh(pp=2), 1)
-    assert cut is not None
     assert len(cut.blocks[0]) > len(cut.blocks[1])
     assert cut.stage_of("head.weight") == 1
     assert cut.stage_of("blocks.0.attention.qkv.weight") == 0

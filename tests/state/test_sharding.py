@@ -158,7 +158,7 @@ def trained(ranks: int, shard: str, limit: int, on_arrival: bool) -> tuple[list[
         state.begin_step()
         for number, tokens in enumerate(batch.chunk(ranks)[rank].chunk(2)):
             if number == 1 and on_arrival:
-                state.reduce_on_arrival()
+                state.reduce_on_arrival(0)
             with state.saving():
                 loss = module.losses(tokens).cross_entropy / (2 * ranks)
             loss.backward()
@@ -207,7 +207,7 @@ def partly_used(ranks: int, shard: str) -> list[torch.Tensor]:
     module, state = made_with_module(ranks, shard, FP32, FP32, 1 << 26)
     state.begin_step()
     (module.embedding.weight * (rank + 1)).sum().backward()
-    state.reduce_on_arrival()
+    state.reduce_on_arrival(0)
     (module.head.weight * (rank + 1)).sum().backward()
     state.reduce_gradients()
     (chunk,) = state.chunks

@@ -311,7 +311,7 @@ def direct_count(config: dict[str, Any]) -> int:
     kept: list[torch.UntypedStorage] = []  # all are held, so no address is used twice
     tokens = torch.arange(32)[None]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.untyped_storage()) or t, lambda t: t):
-        losses = run.model.losses(tokens)
+        losses = run.model.model.losses(tokens)
         _ = losses.cross_entropy + 0.01 * losses.balance + 0.001 * losses.z
     return sum({s.data_ptr(): s.nbytes() for s in kept if s.data_ptr() not in state}.values())
 

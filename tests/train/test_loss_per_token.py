@@ -100,7 +100,7 @@ def test_uneven_microbatches_are_one_mean(masked: bool) -> None:
     steps.state.begin_step()
     found = accumulate_gradients(steps.model, steps.state, batch, steps.config)
     torch.testing.assert_close(found[0].double(), loss, rtol=1e-6, atol=0)
-    for name, parameter in steps.model.named_parameters():
+    for name, parameter in steps.model.model.named_parameters():
         error = float((parameter.grad.double() - gradients[name]).norm() / gradients[name].norm())  # type: ignore[union-attr]
         assert error < 1e-5, name
 
