@@ -494,13 +494,11 @@ def models(as_json: Json = False) -> None:
 
 @app.command()
 def schedule(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="gpipe, 1f1b, interleaved-1f1b, zb-h1 or zbv.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="As parallel.schedule; another word shows all.")],
     stages: Annotated[int, typer.Option(help="Ranks of the pipeline, each with --stages-per-rank stages.")] = 4,
     microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 8,
-    stages_per_rank: Annotated[
-        int | None, typer.Option(help="Default: 2 for interleaved-1f1b and zbv, else 1.")
-    ] = None,
-    warm_up: Annotated[float, typer.Option(help="1f1b: times its usual activations that a stage may keep.")] = 1.0,
+    stages_per_rank: Annotated[int | None, typer.Option(help="Default: the least that the schedule takes.")] = None,
+    warm_up: Annotated[float, typer.Option(help="Times its usual activations that a stage may keep.")] = 1.0,
     vocabulary: Annotated[
         bool, typer.Option("--vocabulary", help="Every rank has a part of embedding and output layer (S and T).")
     ] = False,

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from optimus.pipeline.schedules import schedules
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "optimus"
 
 # From the top down, as in docs/architecture.md; but for `hub`, which writes and reads checkpoints and so stands above them.
 ROOMS = [
-    "cli", "bench", "plan", "train", "evaluate", "resilience", "hub", "checkpoint", "observe", "state", "pipeline",
-    "parallel", "optim", "data", "config", "model", "kernels", "comm", "mesh",
+    "cli", "bench", "plan", "train", "evaluate", "resilience", "hub", "checkpoint", "observe", "state",
+    "parallel", "optim", "data", "config", "pipeline", "model", "kernels", "comm", "mesh",
 ]  # fmt: skip
 BELOW_ALL = ["step_context", "autograd", "section", "disk", "lazy", "errors"]
 _LAZY_NAME = re.compile(r"optimus(\.\w+)+(:\w+)?")
@@ -145,6 +147,41 @@ def test_no_room_but_the_kernels_names_cuda() -> None:
         tree = ast.parse(file.read_text(encoding="utf-8"))
         found += [f"{file.relative_to(ROOT)}:{line}" for line in cuda_uses(tree)]
     assert not found, "ask torch.accelerator and the device's own name instead: " + ", ".join(found)
+
+
+def schedule_names(tree: ast.Module) -> Iterator[int]:
+    """Lines that name a pipeline schedule: in a text that is no docstring, or as an identifier."""
+    texts = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, schedules()))})(?![\w-])")
+    names = {name.replace("-", "_") for name in schedules()}
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant):
+            named = isinstance(node.value, str) and node not in docstrings and texts.search(node.value) is not None
+        else:
+            named = any(getattr(node, field, "") in names for field in ("attr", "id", "arg", "name"))
+        if named:
+            yield node.lineno  # type: ignore[attr-defined]
+
+
+def test_schedules_register_themselves() -> None:
+    """No other file names one; benchmarks compare those that they choose."""
+    found = []
+    for file in files():
+        if not any(file.is_relative_to(PACKAGE / room) for room in ("pipeline/schedules", "bench")):
+            lines = schedule_names(ast.parse(file.read_text(encoding="utf-8")))
+            found += [f"{file.relative_to(ROOT)}:{line}" for line in lines]
+    assert not found, "ask the row in optimus.pipeline.schedules.schedules() instead: " + ", ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("code", "uses"),
+    [
+        ("x = '1f1b'", 1), ("f'parallel.schedule=zbv{x}'", 1), ("from a import gpipe", 1), ("zb_h1(2)", 1),
+        ("'zbv is a schedule'", 0), ("kind = 'interleaved'", 0),
+    ],
+)  # fmt: skip
+def test_the_rule_about_schedules(code: str, uses: int) -> None:
+    assert len(list(schedule_names(ast.parse(code)))) == uses
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from optimus.bench.pipeline_waits import Contestant, Job, run_jobs, simulated, t
 from optimus.bench.report import print_table, report
 from optimus.config import RunConfig, load_config
 from optimus.pipeline.costs import Costs
-from optimus.pipeline.ready import caps_like_1f1b, message_driven
+from optimus.pipeline.ready import falling_caps, message_driven
 from optimus.pipeline.schedules import make_schedule
 
 _DRAWS = 20  # of the mean of simulations
@@ -66,7 +66,7 @@ class Point(NamedTuple):
         found = [Contestant(_BASE, shallow)]
         if self.live > 1:
             found.append(Contestant(_DEEP, deep))
-        return [*found, Contestant(_DRIVEN, driven, tuple(caps_like_1f1b(self.stages, self.live)))]
+        return [*found, Contestant(_DRIVEN, driven, tuple(falling_caps(self.stages, self.live)))]
 
 
 POINTS = {

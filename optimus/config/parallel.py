@@ -1,11 +1,22 @@
 """The section that says how the ranks divide the work."""
 
 import math
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from optimus.pipeline.schedules import DEFAULT, schedules
 from optimus.section import Section
+
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[tuple(schedules())]
+
+_DEEPENED = " or ".join(row.name for row in schedules().values() if row.deepens)
+_STAGES = ", ".join(
+    f"for {row.name} {row.stages}{' or more' * row.any_stages}" for row in schedules().values() if row.stages > 1
+)
 
 
 class ParallelConfig(Section):
@@ -42,12 +53,10 @@ class ParallelConfig(Section):
     expert_tensor: int = Field(1, gt=0, description="Ranks over which each expert is split, at most as many as tensor.")
 
     pipeline: int = Field(1, gt=0, description="Pipeline-parallel ranks: each holds some of the blocks.")
-    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"] = Field(
-        "1f1b", description="With pipeline: the order of forward and backward passes (`optimus schedule` draws them)."
+    schedule: ScheduleName = Field(
+        DEFAULT, description="With pipeline: the order of forward and backward passes (`optimus schedule` draws them)."
     )
-    stages_per_rank: int = Field(
-        1, gt=0, description="With pipeline: stages on each rank, for interleaved-1f1b two or more, for zbv two."
-    )
+    stages_per_rank: int = Field(1, gt=0, description=f"With pipeline: stages on each rank, {_STAGES}, else 1.")
     microbatches: Annotated[int, Field(gt=0)] | Literal["auto"] | None = Field(
         None,
         description="With pipeline: microbatches of a step on each data-parallel rank, none larger than train.micro_batch; "
@@ -66,7 +75,7 @@ class ParallelConfig(Section):
     warm_up: float = Field(
         1.0,
         ge=1,
-        description="With schedule 1f1b: how many times its usual activations a stage may hold; more hides jitter.",
+        description=f"With schedule {_DEEPENED}: how many times its usual activations a stage may hold; more hides jitter.",
     )
     blocks: list[int] | None = Field(
         None, description="With pipeline: blocks of each stage. Default: so that the most expensive stage is cheapest."

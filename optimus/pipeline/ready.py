@@ -9,7 +9,7 @@ from optimus.pipeline.schedule import Action, Kind, Schedule
 Preference = Literal["forward", "backward", "arrival"]
 
 
-def caps_like_1f1b(stages: int, factor: float = 1.0) -> list[int]:
+def falling_caps(stages: int, factor: float = 1.0) -> list[int]:
     """The most live activations per stage: `factor` times those of 1F1B, stages - s for stage s, rounded down."""
     return [int(factor * (stages - stage)) for stage in range(stages)]
 

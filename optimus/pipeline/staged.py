@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from optimus.comm import Group
-from optimus.config import ModelConfig
 from optimus.model import Batch, Losses, Transformer
+from optimus.model.architecture import ModelConfig
 from optimus.model.moe.router import RouterStats
 from optimus.model.transformer import Blocks
 from optimus.pipeline.evaluation import EvaluationWork

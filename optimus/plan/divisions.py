@@ -2,7 +2,7 @@
 
 Left out beforehand:
 - tensor-parallel groups that reach over a node, expert-parallel ones that share nodes unevenly;
-- GPipe (1F1B takes as long and keeps less), and microbatches that are no power of two;
+- schedules of which another one takes as long and keeps less, and microbatches that are no power of two;
 - context-parallel parts of fewer than 512 tokens.
 """
 
@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
+from optimus.pipeline.schedules import DEFAULT, Row, schedules
 from optimus.plan.question import Question
-from optimus.plan.setting import Schedule, Setting
+from optimus.plan.setting import Setting
 from optimus.plan.work import Passes, Work
 
 _SMALLEST_PART = 512  # tokens of a sequence on a context-parallel rank
@@ -45,7 +46,7 @@ class Base(NamedTuple):
     pp: int
     dp: int
     microbatches: int
-    schedule: Schedule
+    schedule: str
     stages_per_rank: int
 
     def setting(self, question: Question) -> Setting:
@@ -87,9 +88,9 @@ def bases(question: Question) -> Iterator[Base]:
             if left or not microbatches:
                 continue
             for order in orders:
-                if order.schedule != "interleaved-1f1b" or microbatches % pp == 0:
+                if not order.row.in_rounds or microbatches % pp == 0:
                     bound = order.bound(division, microbatches)
-                    yield Base(bound, division, pp, data, microbatches, order.schedule, order.stages_per_rank)
+                    yield Base(bound, division, pp, data, microbatches, order.row.name, order.stages_per_rank)
 
 
 def _divisions(question: Question) -> Iterator[Division]:
@@ -142,7 +143,7 @@ class _Order(NamedTuple):
     """A schedule, and blocks: of the model, on the busiest rank, in the last stage, and in all stages that a microbatch
     passes before the last rank has any. `lent`: what a rank leaves idle the others use."""
 
-    schedule: Schedule
+    row: Row
     pp: int
     stages_per_rank: int
     blocks: int
@@ -156,21 +157,18 @@ class _Order(NamedTuple):
         block, end = division.block, self.last * division.block + division.head
         if self.pp == 1 or self.lent:
             return microbatches * (self.blocks * block + division.head + division.embedding) / self.pp
-        passing = sum(division.forward) if self.schedule == "zb-h1" else block  # it fills the end of a step
-        before = 0.0 if self.schedule == "zbv" else self.before * passing
+        before = self.before * self.row.idle(sum(division.forward), block)
         return max(microbatches * max(self.busiest * block, end), microbatches * end + before)
 
 
 def _orders(question: Question, pp: int) -> Iterator[_Order]:
-    names: list[tuple[Schedule, int]] = [("1f1b", 1)]
-    if pp > 1:
-        names += [("zb-h1", 1), ("zbv", 2)]
-        names += [("interleaved-1f1b", per_rank) for per_rank in range(2, _MOST_STAGES_PER_RANK + 1)]
+    rows = [row for row in schedules().values() if row.name == DEFAULT or (pp > 1 and not row.dominated)]
     layers, lent = question.model.layers, question.machine.alone > 1
-    for schedule, per_rank in names:
-        if per_rank * pp <= layers:
-            cut = question.blocks(pp * per_rank)
-            yield _Order(schedule, pp, per_rank, layers, -(-layers // pp), cut[-1], sum(cut[: pp - 1]), lent)
+    for row in sorted(rows, key=lambda row: (row.name != DEFAULT, row.any_stages)):
+        for per_rank in range(row.stages, (_MOST_STAGES_PER_RANK if row.any_stages else row.stages) + 1):
+            if per_rank * pp <= layers:
+                cut = question.blocks(pp * per_rank)
+                yield _Order(row, pp, per_rank, layers, -(-layers // pp), cut[-1], sum(cut[: pp - 1]), lent)
 
 
 def _timed(question: Question, out: int, inner: int, cp: int, micro_batch: int) -> Iterator[Division]:

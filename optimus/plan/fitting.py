@@ -59,7 +59,7 @@ class Fitting:
     def _room(self, setting: Setting, shard: Shard, width: int | None) -> list[float]:
         """Bytes that its state leaves of each rank of `_ranks_of`."""
         question = self._question
-        key = setting.mesh, setting.stages_per_rank, setting.schedule == "zbv", shard, width
+        key = setting.mesh, setting.stages_per_rank, setting.ends_apart, shard, width
         if key not in self._states:
             held = replace(setting, shard=shard, shard_ranks=width)
             counts = [together(stages) for stages in unlike(stages_of_each(question.architecture, held))]

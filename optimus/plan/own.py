@@ -126,7 +126,7 @@ def recomputed(setting: Setting) -> dict[str, Any]:
 
 def kinds_of(model: ModelConfig, setting: Setting) -> tuple[Kind, ...]:
     """The parameters of `model`, laid out so."""
-    ends = model.tie_embeddings and setting.mesh.pp > 1 and not setting.divided_vocabulary and setting.schedule != "zbv"
+    ends = model.tie_embeddings and setting.ends_apart and not setting.divided_vocabulary
     return _kinds(model.model_dump_json(), setting.sequence, ends, setting.divided_vocabulary)
 
 

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from optimus.pipeline.costs import Costs
 from optimus.pipeline.replay import replay
-from optimus.pipeline.schedule import Kind, Placement, Schedule, live_changes
-from optimus.pipeline.schedules import make_schedule
+from optimus.pipeline.schedule import Kind, Schedule, live_changes
+from optimus.pipeline.schedules import Sizes, make_schedule, schedules
+from optimus.pipeline.schedules.vocabulary import AHEAD
 from optimus.pipeline.simulation import makespan
 
 _PARTS = [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS, Kind.BACKWARD]
@@ -94,12 +95,13 @@ def _replayed(name: str, ranks: int, microbatches: int, stages_per_rank: int) ->
 
 
 def least_seconds(name: str, ranks: int, microbatches: int, times: Sequence[StageTimes]) -> float:
-    """What `pipeline_seconds` is no less than: a rank's own time, and that of the stages before it to and fro once."""
+    """What `pipeline_seconds` is no less than: a rank's own time, and what the stages before it leave it idle."""
     stages, found, before = stages_of_ranks(name, ranks, len(times) // ranks), 0.0, 0.0
+    idle = schedules()[name].idle
     for rank in range(ranks):
         own = sum(times[stage].seconds for stage in stages[rank])
-        found = max(found, microbatches * own + (0.0 if name == "zbv" else before))
-        before += times[rank].forward if name == "zb-h1" else times[rank].seconds  # it fills the end of a step
+        found = max(found, microbatches * own + before)
+        before += idle(times[rank].forward, times[rank].seconds)
     return found
 
 
@@ -108,7 +110,7 @@ def _few(name: str, ranks: int, microbatches: int) -> int:
     few = _ROUNDS * ranks
     if microbatches <= few:
         return microbatches
-    return few + (microbatches - few) % ranks if name == "interleaved-1f1b" else few
+    return few + (microbatches - few) % ranks if schedules()[name].in_rounds else few
 
 
 Live = tuple[int, ...]
@@ -126,11 +128,10 @@ def live_microbatches(
     """
     if ranks == 1:
         return (((1,),),)
-    if name == "gpipe":
-        return (((microbatches,) * stages_per_rank,),) * ranks
-    if name in ("1f1b", "zb-h1") and not vocabulary:  # as below, sooner
-        most = [ranks - rank if name == "1f1b" else ranks for rank in range(ranks)]
-        return tuple(((min(microbatches, own),),) for own in most)
+    live = schedules()[name].live
+    if live is not None:  # as below, sooner
+        sizes = Sizes(ranks, microbatches, ahead=AHEAD if vocabulary else 0)
+        return tuple(((min(microbatches, live(sizes, rank)),),) for rank in range(ranks))
     plan = schedule(name, ranks, _few(name, ranks, microbatches), stages_per_rank, vocabulary=vocabulary)
     owned = stages_of_ranks(name, ranks, stages_per_rank)
     return tuple(_most(live_changes(actions), own) for own, actions in zip(owned, plan.actions))
@@ -155,6 +156,5 @@ def largest(seen: Iterable[Live]) -> tuple[Live, ...]:
 @lru_cache(maxsize=1024)
 def stages_of_ranks(name: str, ranks: int, stages_per_rank: int) -> tuple[tuple[int, ...], ...]:
     """Stages of each rank of the pipeline, in order."""
-    placement: Placement = "v" if name == "zbv" else "loop"
-    order = Schedule(name, ranks, 0, (), stages_per_rank, placement)
-    return tuple(tuple(order.stages_of(rank)) for rank in range(ranks))
+    place = schedules()[name].place(ranks, stages_per_rank)
+    return tuple(tuple(place.stages_of(rank)) for rank in range(ranks))

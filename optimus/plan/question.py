@@ -76,7 +76,7 @@ class Question:
 
     def kinds(self, setting: Setting) -> tuple[Kind, ...]:
         """The model's parameters, laid out as in `setting`."""
-        key = setting.sequence, setting.mesh.pp > 1, setting.divided_vocabulary, setting.schedule == "zbv"
+        key = setting.sequence, setting.ends_apart, setting.divided_vocabulary
         if key not in self._kinds:
             self._kinds[key] = kinds_of(self.model, setting)
         return self._kinds[key]

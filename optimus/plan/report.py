@@ -67,7 +67,7 @@ def _short(number: int, plan: Plan) -> dict[str, Any]:
     setting, mesh = plan.setting, plan.setting.mesh
     stages = f" x{setting.stages_per_rank}" if setting.stages_per_rank > 1 else ""
     side = f" /{mesh.pipeline_stride}" if mesh.pipeline_stride else ""
-    pipeline = f"pp{mesh.pp} {setting.schedule.removesuffix('-1f1b')}{stages}{side}" if mesh.pp > 1 else ""
+    pipeline = f"pp{mesh.pp} {setting.schedule}{stages}{side}" if mesh.pp > 1 else ""
     sizes = {
         "tp": _grid(mesh.tp_out, mesh.tp_in),
         "cp": f"{mesh.cp}",

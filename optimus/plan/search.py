@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from optimus.errors import UserError
+from optimus.pipeline.schedules import DEFAULT
 from optimus.plan.divisions import Base, bases
 from optimus.plan.fitting import Fitting
 from optimus.plan.links import even, exchanged
@@ -77,11 +78,11 @@ def _no_division(question: Question) -> UserError:
 
 def _too_large(question: Question, ways: Sequence[Base]) -> UserError:
     """Names the least memory, and the smallest machine of those that are known."""
-    smallest = min(base.division.micro_batch for base in ways)  # and no order keeps less than 1F1B
+    smallest = min(base.division.micro_batch for base in ways)  # and no order keeps less than the usual one
     tightest = [
         replace(base.setting(question), recompute=frozenset({"block"}), shard="parameters")
         for base in ways
-        if base.division.micro_batch == smallest and base.schedule == "1f1b"
+        if base.division.micro_batch == smallest and base.schedule == DEFAULT
     ]
     least = min((memory_in(question, setting) for setting in tightest), key=lambda memory: memory.total)
     rooms = sorted({(load_machine(name).memory, name) for name in machine_names()})

@@ -5,10 +5,9 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from optimus.mesh import Mesh
+from optimus.pipeline.schedules import DEFAULT, schedules
 from optimus.plan.collectives import Place
 from optimus.state.plan import Shard
-
-Schedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv"]
 
 
 class Saving(NamedTuple):
@@ -53,7 +52,7 @@ class Setting:
     context: int
     micro_batch: int
     microbatches: int
-    schedule: Schedule = "1f1b"
+    schedule: str = DEFAULT
     stages_per_rank: int = 1
     sequence: bool = True
     ulysses: bool = False
@@ -98,6 +97,11 @@ class Setting:
     def stages(self) -> int:
         """Stages of the pipeline."""
         return self.mesh.pp * self.stages_per_rank
+
+    @property
+    def ends_apart(self) -> bool:
+        """Whether the first and the last stage are on different ranks of a pipeline."""
+        return self.mesh.pp > 1 and schedules()[self.schedule].placement == "loop"
 
     def place(self, *axes: str) -> Place:
         """Where the ranks along `axes` lie."""

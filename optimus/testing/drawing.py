@@ -7,6 +7,7 @@ from typing import Any
 
 from optimus.config.tree import StateConfig
 from optimus.mesh import Mesh
+from optimus.pipeline.schedules import schedules
 from optimus.state.plan import shard_groups
 from optimus.testing.equality import Layout
 
@@ -104,7 +105,8 @@ def _draw_pipeline(draw: Draw, ranks: int, sequences: int, microbatches: list[in
         blocks = [1] * stages
         blocks[draw.of(*range(stages))] += layers - stages
         draw.set("parallel.blocks", blocks)
-    least = ranks if "parallel.schedule=interleaved-1f1b" in draw.overrides else 1
+    in_rounds = (f"parallel.schedule={row.name}" for row in schedules().values() if row.in_rounds)
+    least = ranks if any(said in draw.overrides for said in in_rounds) else 1
     number = draw.of(*(n for n in microbatches if n >= least))
     if draw.of(True, False):
         draw.set("train.micro_batch", sequences // number)
@@ -124,11 +126,12 @@ def _draw_order(draw: Draw, ranks: int, most: int) -> int:
         elif cap == "list":
             draw.set("parallel.in_flight", [draw.of(1, 2, 3) for _ in range(ranks * per_rank)])
         return per_rank
-    interleaved = ["interleaved-1f1b"] if most >= ranks else []
-    schedule = draw.set("parallel.schedule", "gpipe", "1f1b", "1f1b", "zb-h1", "zbv", *interleaved)
-    if schedule == "1f1b":
+    free, rounds = ([row for row in schedules().values() if row.in_rounds == yes] for yes in (False, True))
+    twice = [row.name for row in free for _ in range(1 + row.deepens)]
+    row = schedules()[draw.set("parallel.schedule", *twice, *(each.name for each in rounds if most >= ranks))]
+    if row.deepens:
         draw.set("parallel.warm_up", 1, 2)
-    return draw.set("parallel.stages_per_rank", 2) if schedule in ("interleaved-1f1b", "zbv") else 1
+    return draw.set("parallel.stages_per_rank", row.stages) if row.stages > 1 else 1
 
 
 def _draw_parallel(draw: Draw, shape: dict[str, Any], grid: tuple[int, int], context: int) -> None:

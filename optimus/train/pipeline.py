@@ -16,8 +16,8 @@ from optimus.pipeline.executor import ForwardWork, Happened, Links, ScheduledExe
 from optimus.pipeline.message_driven import MessageDrivenExecutor
 from optimus.pipeline.message_driven_simulation import simulate_message_driven
 from optimus.pipeline.ready import message_driven
-from optimus.pipeline.schedule import Placement, Schedule
-from optimus.pipeline.schedules import forward_only, make_schedule
+from optimus.pipeline.schedule import Schedule
+from optimus.pipeline.schedules import forward_only, make_schedule, schedules
 from optimus.pipeline.simulation import simulate
 from optimus.pipeline.staged import Cut, Staged
 from optimus.pipeline.stages import Weights, divide
@@ -91,8 +91,7 @@ def stages_of(model: Transformer, cut: Cut, config: RunConfig, groups: Groups, d
 def placement_of(config: RunConfig) -> Schedule:
     """Which rank of the pipeline has which stages; without actions."""
     parallel = config.parallel
-    placement: Placement = "v" if parallel.schedule == "zbv" else "loop"
-    return Schedule(parallel.schedule, parallel.pipeline, 0, (), parallel.stages_per_rank, placement)
+    return schedules()[parallel.schedule].place(parallel.pipeline, parallel.stages_per_rank)
 
 
 def schedule_of(config: RunConfig, microbatches: int) -> Schedule:

@@ -17,9 +17,9 @@ from optimus.mesh import Mesh
 from optimus.pipeline.costs import Costs
 from optimus.pipeline.executor import Happened, Links, Message, ScheduledExecutor
 from optimus.pipeline.message_driven import MessageDrivenExecutor
-from optimus.pipeline.ready import caps_like_1f1b, message_driven
+from optimus.pipeline.ready import falling_caps, message_driven
 from optimus.pipeline.schedule import Action, Kind, Schedule
-from optimus.pipeline.schedules import SCHEDULES, make_schedule
+from optimus.pipeline.schedules import make_schedule, schedules
 from optimus.pipeline.timeline import Timeline
 from optimus.testing import counting, run_ranks
 
@@ -118,7 +118,7 @@ def run_steps(
 def execute(schedule: Schedule, links: Links, work: Numbers, team: Group, caps: Sequence[int] | None) -> list[Happened]:
     if schedule.name != "message-driven":
         return ScheduledExecutor(schedule, links, work).run()
-    caps, device = caps or caps_like_1f1b(schedule.stages, 2), torch.device("cpu")
+    caps, device = caps or falling_caps(schedule.stages, 2), torch.device("cpu")
     return MessageDrivenExecutor(schedule, links, work, caps=caps, team=team, device=device).run()
 
 
@@ -143,7 +143,7 @@ def test_every_computation_once_with_the_right_messages_and_bytes() -> None:
             if schedule.actions:
                 assert done == [action for action in schedule.actions[rank] if action.kind.computes]
             else:
-                caps = caps_like_1f1b(schedule.stages, 2)
+                caps = falling_caps(schedule.stages, 2)
                 assert all(peak[stage] <= caps[stage] for stage in schedule.stages_of(rank))
             places = PLACES[name]
             forward = sum(here == rank != there for here, there in pairwise(places))
@@ -180,7 +180,7 @@ def test_a_cap_of_zero_is_refused_where_nothing_would_ever_be_done() -> None:
 def test_simulated_and_measured_step_times_agree() -> None:
     """Within 15 %, 4 stages on 4 ranks; a step counts if no rank's own waits were late by more than 3 %, as they are where
     ranks are kept from their cores."""
-    jobs, last = [job_of(name) for name in (*SCHEDULES, "message-driven")], 3
+    jobs, last = [job_of(name) for name in (*schedules(), "message-driven")], 3
     for attempt in range(last + 1):
         apart = {}
         for job, timeline in zip(jobs, timelines(run_ranks(run_jobs, 4, jobs))):
@@ -210,5 +210,5 @@ def job_of(name: str) -> Job:
     schedule = schedule_of(name, 4, 6)
     whole = 1 / schedule.stages_per_rank  # a rank has as much to compute in any of them
     costs = Costs(forward=whole, backward_input=whole, backward_weights=whole, link=0.1, jitter=0.2)
-    caps = tuple(caps_like_1f1b(4, 2)) if name == "message-driven" else None
+    caps = tuple(falling_caps(4, 2)) if name == "message-driven" else None
     return Job(Contestant(name, schedule, caps), costs, unit=0.04)

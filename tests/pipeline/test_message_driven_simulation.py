@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from optimus.errors import UserError
 from optimus.pipeline import Costs, Kind, Timeline, make_schedule, simulate, simulate_message_driven
-from optimus.pipeline.ready import Preference, caps_like_1f1b
+from optimus.pipeline.ready import Preference, falling_caps
 
 MICROBATCHES, DRAWS = 64, 8
 Run = Callable[[int, Costs], Timeline]
@@ -18,7 +18,7 @@ Run = Callable[[int, Costs], Timeline]
 
 def driven(factor: float, prefer: Preference) -> Run:
     return lambda stages, costs: simulate_message_driven(
-        stages, MICROBATCHES, costs, caps=caps_like_1f1b(stages, factor), prefer=prefer
+        stages, MICROBATCHES, costs, caps=falling_caps(stages, factor), prefer=prefer
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from optimus.errors import UserError
-from optimus.pipeline.ready import Preference, Ready, caps_like_1f1b, find_caps, message_driven
+from optimus.pipeline.ready import Preference, Ready, falling_caps, find_caps, message_driven
 from optimus.pipeline.schedule import Action, Kind, Schedule
 
 F, B = Kind.FORWARD, Kind.BACKWARD
@@ -21,9 +21,9 @@ def names(actions: Sequence[Action | None]) -> list[str]:
 
 
 def test_caps() -> None:
-    assert caps_like_1f1b(4) == [4, 3, 2, 1]
-    assert caps_like_1f1b(4, 2) == [8, 6, 4, 2]
-    assert caps_like_1f1b(3, 1.5) == [4, 3, 1]
+    assert falling_caps(4) == [4, 3, 2, 1]
+    assert falling_caps(4, 2) == [8, 6, 4, 2]
+    assert falling_caps(3, 1.5) == [4, 3, 1]
     assert find_caps(None, 3) == [3, 3, 3]
     assert find_caps(7, 2) == [7, 7]
     assert find_caps((1, 2), 2) == [1, 2]

@@ -1,5 +1,7 @@
 """Every generator: proven by `check`, run by threads, and held to the bubble and memory of the papers."""
 
+import sys
+from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
 
@@ -9,16 +11,19 @@ from hypothesis import strategies as st
 
 from optimus.errors import UserError
 from optimus.pipeline import Action, Costs, Kind, Schedule, ScheduleError, check, make_schedule, simulate
+from optimus.pipeline import schedules as package
 from optimus.pipeline.schedule import partner
-from optimus.pipeline.schedules import SCHEDULES
+from optimus.pipeline.schedules import Sizes, schedules
 from optimus.pipeline.schedules.interleaved import interleaved
+from optimus.pipeline.schedules.vocabulary import AHEAD
 from optimus.pipeline.transfers import with_transfers
+from optimus.plan.pipeline import live_microbatches
 
 SIZES = [(1, 1), (1, 4), (2, 2), (2, 5), (3, 3), (3, 7), (4, 4), (4, 8), (4, 13), (7, 21), (8, 8), (8, 64)]
 
 
 @given(
-    name=st.sampled_from(SCHEDULES),
+    name=st.sampled_from(sorted(schedules())),
     ranks=st.integers(1, 9),
     microbatches=st.integers(1, 24),
     stages_per_rank=st.integers(2, 4),
@@ -44,7 +49,7 @@ def test_check_passes_on_any_size(
     )
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedules())
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 4), (3, 7), (4, 8)])
 def test_threads_run_it_with_sends_that_wait_for_their_receives(name: str, ranks: int, microbatches: int) -> None:
     """An executor of the simplest kind. Messages carry what they are, and their receivers look."""
@@ -105,8 +110,8 @@ def test_bubble_and_memory_of_interleaving(ranks: int, rounds: int, stages_per_r
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (4, 5), (4, 7), (8, 9)])
 def test_interleaving_with_a_round_that_is_not_whole(ranks: int, microbatches: int) -> None:
     """Valid, and shorter than with the missing microbatches."""
-    timeline = simulate(interleaved(ranks, microbatches, 2))
-    whole = simulate(interleaved(ranks, -(-microbatches // ranks) * ranks, 2))
+    timeline = simulate(interleaved(Sizes(ranks, microbatches, 2)))
+    whole = simulate(interleaved(Sizes(ranks, -(-microbatches // ranks) * ranks, 2)))
     assert (ranks - 1) / (2 * microbatches) < timeline.bubble < (ranks - 1) / microbatches
     assert timeline.makespan < whole.makespan
 
@@ -183,3 +188,42 @@ def test_what_cannot_be(words: dict[str, object], message: str) -> None:
     with pytest.raises(UserError) as caught:
         make_schedule(**{"name": "1f1b", "ranks": 4, "microbatches": 8, **words})  # type: ignore[arg-type]
     assert message in str(caught.value)
+
+
+# ---- The table ----
+
+
+@pytest.mark.parametrize("vocabulary", [False, True])
+@pytest.mark.parametrize("name", [name for name, row in schedules().items() if row.live])
+def test_a_row_says_what_its_order_keeps(name: str, vocabulary: bool) -> None:
+    live = schedules()[name].live
+    assert live is not None
+    for ranks, microbatches in SIZES[2:]:
+        sizes = Sizes(ranks, microbatches, ahead=AHEAD if vocabulary else 0)
+        peaks = check(make_schedule(name, ranks, microbatches, vocabulary=vocabulary)).peak_activations
+        assert peaks == tuple(min(microbatches, live(sizes, rank)) for rank in range(ranks))
+
+
+MADE_UP = """
+from optimus.pipeline.schedules.gpipe import gpipe
+from optimus.pipeline.schedules.row import Row
+
+ROWS = (Row("made-up", gpipe, live=lambda sizes, rank: sizes.microbatches),)
+"""
+
+
+def test_a_schedule_is_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is made, checked, simulated and planned without any other change."""
+    (tmp_path / "made_up.py").write_text(MADE_UP)
+    module = "optimus.pipeline.schedules.made_up"
+    with monkeypatch.context() as changed:
+        changed.setattr("optimus.pipeline.schedules.__path__", [*package.__path__, str(tmp_path)])
+        schedules.cache_clear()
+        try:
+            schedule = make_schedule("made-up", 3, 5)
+            assert check(schedule).peak_activations == (5, 5, 5)
+            assert simulate(schedule).bubble == pytest.approx(2 / 5)
+            assert live_microbatches("made-up", 3, 5, 1) == (((5,),),) * 3
+        finally:
+            schedules.cache_clear()
+            sys.modules.pop(module, None)

@@ -6,7 +6,7 @@ import pytest
 
 from optimus.errors import UserError
 from optimus.pipeline import Action, Costs, Event, Kind, Timeline, make_schedule, simulate
-from optimus.pipeline.schedules import SCHEDULES
+from optimus.pipeline.schedules import schedules
 from optimus.pipeline.simulation import makespan
 
 
@@ -48,7 +48,7 @@ def test_blocking_transfers_written_out() -> None:
     assert timeline.makespan == 11
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedules())
 def test_blocking_never_gains(name: str) -> None:
     schedule = make_schedule(name, 3, 6)
     for link in (0.0, 0.3):
@@ -58,7 +58,7 @@ def test_blocking_never_gains(name: str) -> None:
         assert waiting.busy == pytest.approx(beside.busy)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedules())
 def test_links_and_imbalance_cost_what_they_must(name: str) -> None:
     schedule = make_schedule(name, 4, 8)
     usual = simulate(schedule)
@@ -124,7 +124,7 @@ def test_actions_are_json() -> None:
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", schedules())
 def test_the_makespan_alone(name: str, blocking: bool) -> None:
     costs = Costs(forward=1.0, backward_input=1.5, backward_weights=0.5, link=0.25, blocking=blocking, jitter=0.2)
     schedule = make_schedule(name, 4, 8)

@@ -18,7 +18,7 @@ from optimus.bench.published.gpt import full_or_none
 from optimus.bench.published.models import agree, gpt, named
 from optimus.bench.published.table import Inexpressible, Row
 from optimus.plan.architecture import Architecture
-from optimus.plan.setting import Schedule, Setting
+from optimus.plan.setting import Setting
 from optimus.state.plan import Shard
 
 # Every second block: the set of parts, as 'block' with a stride means to keep fewer inputs of blocks.
@@ -149,7 +149,7 @@ def torchtitan(row: Row, source: str) -> Case:
     for words, trait in (("async tp", "async-tp"), ("asynctp", "async-tp"), ("hsdp", "hsdp")):
         if words in techniques:
             traits.add(trait)
-    schedule: Schedule = "interleaved-1f1b" if mesh.pp > 1 and "interleaved" in techniques else "1f1b"
+    schedule = "interleaved-1f1b" if mesh.pp > 1 and "interleaved" in techniques else "1f1b"
     # The local batch is divided into as many microbatches as pp has ranks, torchtitan's default then; with it, the gain
     # of two interleaved stages over 1F1B is the measured one.
     micro_batch, left = divmod(row.size("micro_batch"), mesh.pp)

@@ -1,30 +1,31 @@
-"""The schedules by name.
+"""The schedules by name, a file each. Start with `row.py`; `gpipe.py` is an example.
 
+Every module of this package that has `ROWS` registers these: to add a schedule is to add a file, and nobody else names one.
 Each generator lists the computations of every rank; `transfers.with_transfers` adds the sends and receives.
 """
 
+import pkgutil
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+
 from optimus.errors import UserError, nearest
 from optimus.pipeline.schedule import Schedule
-from optimus.pipeline.schedules.gpipe import forward_only, gpipe
-from optimus.pipeline.schedules.interleaved import interleaved
-from optimus.pipeline.schedules.one_f_one_b import one_f_one_b
+from optimus.pipeline.schedules.gpipe import forward_only
+from optimus.pipeline.schedules.row import Row, Sizes
 from optimus.pipeline.schedules.vocabulary import AHEAD, with_vocabulary
-from optimus.pipeline.schedules.zero_bubble import zb_h1, zbv
 from optimus.pipeline.transfers import with_transfers
 
-__all__ = [
-    "SCHEDULES",
-    "forward_only",
-    "gpipe",
-    "interleaved",
-    "make_schedule",
-    "one_f_one_b",
-    "with_vocabulary",
-    "zb_h1",
-    "zbv",
-]
+__all__ = ["DEFAULT", "Row", "Sizes", "forward_only", "make_schedule", "schedules", "with_vocabulary"]
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv")
+DEFAULT = "1f1b"
+
+
+@cache
+def schedules() -> Mapping[str, Row]:
+    """All schedules by name."""
+    modules = (import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
+    return {row.name: row for module in modules for row in getattr(module, "ROWS", ())}
 
 
 def make_schedule(
@@ -40,51 +41,51 @@ def make_schedule(
     """The schedule of that name.
 
     Args:
-        name: one of `SCHEDULES`.
+        name: one of `schedules()`.
         ranks: of the pipeline.
         microbatches: of a step.
-        stages_per_rank: default: 2 for interleaved-1f1b and zbv, else 1.
-        warm_up: for 1f1b: how many times its usual live activations a stage may hold.
-        vocabulary: every rank has a part of the vocabulary; 1f1b and interleaved-1f1b are then two microbatches further
-            ahead.
+        stages_per_rank: default: the least that the schedule takes.
+        warm_up: how many times its usual live activations a stage may hold, where the schedule can do with more.
+        vocabulary: every rank has a part of the vocabulary; schedules that can are then two microbatches further ahead.
         transfers: False leaves out sends and receives, for whoever asks about computations alone.
 
     Raises `UserError` for an unknown name and for numbers that the schedule cannot take.
     """
-    if name not in SCHEDULES:
-        raise UserError(f"schedule {name!r} does not exist; {nearest(name, SCHEDULES)}")
-    for what, value in (("ranks", ranks), ("microbatches", microbatches), ("stages per rank", stages_per_rank)):
-        if value is not None and value < 1:
+    if name not in schedules():
+        raise UserError(f"schedule {name!r} does not exist; {nearest(name, schedules())}")
+    row = schedules()[name]
+    per_rank = row.stages if stages_per_rank is None else stages_per_rank
+    for what, value in (("ranks", ranks), ("microbatches", microbatches), ("stages per rank", per_rank)):
+        if value < 1:
             raise UserError(f"schedule {name}: {value} {what}; give at least one")
-    ahead = AHEAD if vocabulary else 0
-    made = _make(name, ranks, microbatches, stages_per_rank, warm_up, ahead)
+    sizes = Sizes(ranks, microbatches, per_rank, warm_up, AHEAD if vocabulary else 0)
+    _check(row, sizes)
+    made = row.make(sizes)
     made = with_vocabulary(made) if vocabulary else made
     return with_transfers(made) if transfers else made
 
 
-def _make(
-    name: str, ranks: int, microbatches: int, stages_per_rank: int | None, warm_up: float, ahead: int
-) -> Schedule:
-    if warm_up != 1.0 and name != "1f1b":
-        raise UserError(f"schedule {name}: a deeper warm-up is an option of 1f1b; leave it out or choose 1f1b")
-    usual = 2 if name in ("interleaved-1f1b", "zbv") else 1
-    per_rank = usual if stages_per_rank is None else stages_per_rank
-    if name == "interleaved-1f1b":
-        _check_interleaving(ranks, microbatches, per_rank)
-        return interleaved(ranks, microbatches, per_rank, ahead)
-    if per_rank != usual:
-        cure = f"take {usual}, or schedule interleaved-1f1b, which takes any number from 2"
-        raise UserError(f"schedule {name}: {per_rank} stages per rank cannot be; {cure}")
-    if name == "1f1b":
-        return one_f_one_b(ranks, microbatches, warm_up, ahead)
-    return {"gpipe": gpipe, "zb-h1": zb_h1, "zbv": zbv}[name](ranks, microbatches)
-
-
-def _check_interleaving(ranks: int, microbatches: int, stages_per_rank: int) -> None:
-    if stages_per_rank < 2:
-        raise UserError("schedule interleaved-1f1b: 1 stage per rank leaves nothing to interleave; take 2, or 1f1b")
-    if microbatches < ranks:
+def _check(row: Row, sizes: Sizes) -> None:
+    """Raise `UserError` where the schedule cannot take these sizes."""
+    if sizes.warm_up != 1.0 and not row.deepens:
+        able = " or ".join(each.name for each in schedules().values() if each.deepens)
+        raise UserError(f"schedule {row.name}: a deeper warm-up is an option of {able}; leave it out or choose {able}")
+    if row.any_stages and sizes.stages_per_rank < row.stages:
         raise UserError(
-            f"schedule interleaved-1f1b: {microbatches} microbatches cannot fill {ranks} ranks; take at least {ranks} "
-            "microbatches (smaller ones), fewer ranks, or schedule 1f1b"
+            f"schedule {row.name}: {sizes.stages_per_rank} stage per rank leaves nothing to interleave; take {row.stages}, "
+            f"or {DEFAULT}"
+        )
+    if not row.any_stages and sizes.stages_per_rank != row.stages:
+        others = "".join(
+            f", or schedule {each.name}, which takes any number from {each.stages}"
+            for each in schedules().values()
+            if each.any_stages
+        )
+        raise UserError(
+            f"schedule {row.name}: {sizes.stages_per_rank} stages per rank cannot be; take {row.stages}{others}"
+        )
+    if row.in_rounds and sizes.microbatches < sizes.ranks:
+        raise UserError(
+            f"schedule {row.name}: {sizes.microbatches} microbatches cannot fill {sizes.ranks} ranks; take at least "
+            f"{sizes.ranks} microbatches (smaller ones), fewer ranks, or schedule {DEFAULT}"
         )

@@ -3,16 +3,18 @@
 from dataclasses import replace
 
 from optimus.pipeline.schedule import Action, Kind, Schedule
+from optimus.pipeline.schedules.row import Row, Sizes
 from optimus.pipeline.schedules.vocabulary import with_vocabulary
 from optimus.pipeline.transfers import with_transfers
 
 
-def gpipe(ranks: int, microbatches: int) -> Schedule:
+def gpipe(sizes: Sizes) -> Schedule:
     """Every stage keeps the activations of all microbatches. Bubble: (ranks - 1) / microbatches.
 
     The backward passes take the microbatches in the order of the forward passes, so that gradients are added in the
     order of the other schedules.
     """
+    ranks, microbatches = sizes.ranks, sizes.microbatches
     orders = [
         [Action(kind, rank, microbatch) for kind in (Kind.FORWARD, Kind.BACKWARD) for microbatch in range(microbatches)]
         for rank in range(ranks)
@@ -33,3 +35,6 @@ def forward_only(place: Schedule, microbatches: int, *, vocabulary: bool = False
     ]
     made = schedule.in_order(orders)
     return with_transfers(with_vocabulary(made, backward=False) if vocabulary else made)
+
+
+ROWS = (Row("gpipe", gpipe, dominated=True, live=lambda sizes, rank: sizes.microbatches),)  # 1F1B keeps less

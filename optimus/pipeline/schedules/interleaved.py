@@ -4,9 +4,10 @@ from collections.abc import Iterable
 
 from optimus.pipeline.schedule import Action, Kind, Schedule
 from optimus.pipeline.schedules.one_f_one_b import take_turns
+from optimus.pipeline.schedules.row import Row, Sizes
 
 
-def interleaved(ranks: int, microbatches: int, stages_per_rank: int, ahead: int = 0) -> Schedule:
+def interleaved(sizes: Sizes) -> Schedule:
     """Stage s is on rank s mod ranks. Bubble: (ranks - 1) / (stages per rank * microbatches), for whole rounds.
 
     A rank takes a round of as many microbatches as there are ranks through its first stage, then the same through its
@@ -14,6 +15,7 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int, ahead: int 
     its missing microbatches are left out of the order of a whole one, which keeps it valid and lengthens the bubble. With
     `ahead`, a rank begins so many more forward passes before its first backward pass.
     """
+    ranks, microbatches, stages_per_rank, _, ahead = sizes
     rounds = -(-microbatches // ranks)
 
     def passes(kind: Kind, stages: Iterable[int]) -> list[Action]:
@@ -28,3 +30,6 @@ def interleaved(ranks: int, microbatches: int, stages_per_rank: int, ahead: int 
         whole = take_turns(passes(Kind.FORWARD, stages), passes(Kind.BACKWARD, reversed(stages)), live)
         orders.append([action for action in whole if action.microbatch < microbatches])
     return Schedule("interleaved-1f1b", ranks, microbatches, (), stages_per_rank=stages_per_rank).in_order(orders)
+
+
+ROWS = (Row("interleaved-1f1b", interleaved, stages=2, any_stages=True, in_rounds=True),)

@@ -5,9 +5,10 @@ from itertools import zip_longest
 
 from optimus.errors import UserError
 from optimus.pipeline.schedule import Action, Kind, Schedule
+from optimus.pipeline.schedules.row import Row, Sizes
 
 
-def one_f_one_b(ranks: int, microbatches: int, warm_up: float = 1.0, ahead: int = 0) -> Schedule:
+def one_f_one_b(sizes: Sizes) -> Schedule:
     """Stage s keeps the activations of ranks - s microbatches. Bubble: (ranks - 1) / microbatches, as GPipe.
 
     With `warm_up` c > 1, a stage begins c times as many microbatches, c * (ranks - s) rounded down, before its first
@@ -16,16 +17,16 @@ def one_f_one_b(ranks: int, microbatches: int, warm_up: float = 1.0, ahead: int 
 
     Raises `UserError` for a warm-up below 1, with which stages would wait for each other in a circle.
     """
-    if warm_up < 1:
-        raise UserError(f"schedule 1f1b: warm-up {warm_up:g} is too short to fill the pipeline; take at least 1")
+    if sizes.warm_up < 1:
+        raise UserError(f"schedule 1f1b: warm-up {sizes.warm_up:g} is too short to fill the pipeline; take at least 1")
     orders = []
-    for rank in range(ranks):
+    for rank in range(sizes.ranks):
         forwards, backwards = (
-            [Action(kind, rank, microbatch) for microbatch in range(microbatches)]
+            [Action(kind, rank, microbatch) for microbatch in range(sizes.microbatches)]
             for kind in (Kind.FORWARD, Kind.BACKWARD)
         )
-        orders.append(take_turns(forwards, backwards, live=int(warm_up * (ranks - rank)) + ahead))
-    return Schedule("1f1b", ranks, microbatches, ()).in_order(orders)
+        orders.append(take_turns(forwards, backwards, _live(sizes, rank)))
+    return Schedule("1f1b", sizes.ranks, sizes.microbatches, ()).in_order(orders)
 
 
 def take_turns(forwards: Sequence[Action], backwards: Sequence[Action], live: int) -> list[Action]:
@@ -33,3 +34,10 @@ def take_turns(forwards: Sequence[Action], backwards: Sequence[Action], live: in
     first = min(live - 1, len(forwards))
     turns = zip_longest(forwards[first:], backwards)
     return [*forwards[:first], *(action for turn in turns for action in turn if action is not None)]
+
+
+def _live(sizes: Sizes, rank: int) -> int:
+    return int(sizes.warm_up * (sizes.ranks - rank)) + sizes.ahead
+
+
+ROWS = (Row("1f1b", one_f_one_b, deepens=True, live=_live),)

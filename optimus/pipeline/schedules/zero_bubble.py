@@ -6,17 +6,20 @@ Zero Bubble Pipeline Parallelism, Qi et al. 2023: ZB-H1 (section 2.1) and ZBV (s
 from collections.abc import Iterator
 
 from optimus.pipeline.schedule import Action, Kind, Schedule
+from optimus.pipeline.schedules.row import Row, Sizes
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS
 _STEPS = {F: 1, I: 0, W: -1}  # change of the live activations
 
 
-def zb_h1(ranks: int, microbatches: int) -> Schedule:
+def zb_h1(sizes: Sizes) -> Schedule:
     """1F1B in which stage s does the weights' part of a microbatch s microbatches after its input's part.
 
     So every stage keeps at most the activations of `ranks` microbatches, the maximum of 1F1B. If the three times are
     equal and there are at least `ranks` microbatches, the bubble is (ranks - 1) / (3 * microbatches), a third of 1F1B's.
     """
+
+    ranks, microbatches = sizes.ranks, sizes.microbatches
 
     def order(rank: int) -> Iterator[Action]:
         ahead = ranks - rank - 1  # forward passes before the first turn; then F, I and W in turns
@@ -28,7 +31,7 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     return Schedule("zb-h1", ranks, microbatches, (), splits_backward=True).in_order(map(order, range(ranks)))
 
 
-def zbv(ranks: int, microbatches: int) -> Schedule:
+def zbv(sizes: Sizes) -> Schedule:
     """Rank r holds stages r and 2 * ranks - 1 - r, and keeps at most 2 * ranks activations, in bytes the maximum of 1F1B.
 
     If the three times are equal and there are at least `ranks` microbatches, the bubble is (ranks - 1) / (6 *
@@ -40,6 +43,7 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
     microbatches. Of all orders of preference this is one of the few that reach the bubble above for every number; the
     tests hold it to that.)
     """
+    ranks, microbatches = sizes.ranks, sizes.microbatches
     schedule = Schedule("zbv", ranks, microbatches, (), stages_per_rank=2, placement="v", splits_backward=True)
     ends: dict[Action, int] = {}
     next_microbatch = dict.fromkeys(((kind, stage) for kind in (F, I, W) for stage in range(schedule.stages)), 0)
@@ -68,3 +72,9 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
                 orders[rank].append(action)
         now += 1
     return schedule.in_order(orders)
+
+
+ROWS = (  # the weights' passes fill the end of a step
+    Row("zb-h1", zb_h1, idle=lambda forward, whole: forward, live=lambda sizes, rank: sizes.ranks),
+    Row("zbv", zbv, placement="v", stages=2, idle=lambda forward, whole: 0.0),
+)
