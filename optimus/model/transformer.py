@@ -187,7 +187,7 @@ class Transformer(nn.Module):
         """Output of the final norm [B, S, H], whole on every device; for evaluation, without gradients."""
         length, start = tokens_BS.shape[1], cache.length if cache is not None else 0
         tokens_BS = F.pad(tokens_BS, (0, -length % self.head.vocabulary.multiple))  # a causal model does not see it
-        places = self.whole_places(tokens_BS, start)
+        _, places = self.whole_places(tokens_BS, start)
         x_TH = self.final_norm(self.blocks(self.embedding(tokens_BS.flatten()), places, cache)[0])
         if cache is not None:
             cache.keep(start + length)
@@ -219,21 +219,15 @@ class Transformer(nn.Module):
         """What is to be predicted at these positions [T], -1 where nothing is."""
         return batch.target_BS[:, positions_S].flatten()
 
-    def router_statistics(self, batch: Batch) -> RouterStats | None:
-        """What `losses` would find for the router's losses, all layers summed."""
-        tokens_BS = batch.tokens_BS
-        positions_S, places = self.places(tokens_BS)
-        return self.blocks(self.embedding(tokens_BS[:, positions_S].flatten()), places)[1]
-
     def places(self, tokens_BS: Tensor) -> tuple[Tensor, Places]:
         """The positions [S] of these sequences that this device trains on, as numbers and for the blocks."""
         positions_S = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
         return positions_S, self._places(positions_S, len(tokens_BS), self.sequence)
 
-    def whole_places(self, tokens_BS: Tensor, start: int = 0) -> Places:
-        """For the blocks: all positions of these sequences, which begin at `start`, on every device."""
+    def whole_places(self, tokens_BS: Tensor, start: int = 0) -> tuple[Tensor, Places]:
+        """As `places`: all positions of these sequences, which begin at `start`, on every device."""
         positions_S = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
-        return self._places(positions_S, len(tokens_BS), WholeSequence())
+        return positions_S, self._places(positions_S, len(tokens_BS), WholeSequence())
 
     def _places(self, positions_S: Tensor, sequences: int, sequence: Sequence) -> Places:
         return Places(*tables(self.config, positions_S), sequence, positions_S.repeat(sequences))

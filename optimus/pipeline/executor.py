@@ -28,8 +28,8 @@ class ForwardWork(Protocol):
     def vocabulary(self, kind: Kind, microbatch: int) -> None:
         """What this rank does with its part of the vocabulary."""
 
-    def room(self) -> Message:
-        """Empty tensors for what a receive brings."""
+    def room(self, microbatch: int) -> Message:
+        """Empty tensors for what a receive brings of a microbatch."""
 
 
 class Work(ForwardWork, Protocol):
@@ -155,7 +155,7 @@ class ScheduledExecutor:
         for action in self._actions:
             if action.kind.computes:
                 for receive in next(posts):
-                    self._coming[receive] = self._links.start_receive(receive, self._work.room())
+                    self._coming[receive] = self._links.start_receive(receive, self._work.room(receive.microbatch))
                 needed = self._schedule.receive_for(action)
                 self._computing.run(action, None if needed is None else self._coming.pop(needed)())
             elif action.kind.sends:

@@ -123,7 +123,7 @@ class MessageDrivenExecutor:
                 receive = self._schedule.receive_for(action)
                 assert receive is not None
                 try:
-                    message = self._links.start_receive(receive, self._work.room())()
+                    message = self._links.start_receive(receive, self._work.room(microbatch))()
                     settle()
                 except (UserError, RuntimeError) as error:
                     self._queue.put(_Arrival(action, (), error))

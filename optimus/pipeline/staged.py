@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.comm import Group
@@ -19,7 +20,6 @@ from optimus.model import Batch, Losses, Transformer
 from optimus.model.architecture import ModelConfig
 from optimus.model.moe.router import RouterStats
 from optimus.model.transformer import Blocks
-from optimus.pipeline.evaluation import EvaluationWork
 from optimus.pipeline.executor import ForwardWork, Happened, Message
 from optimus.pipeline.schedule import Kind
 from optimus.pipeline.vocabulary import VocabularyLinks, VocabularyPasses
@@ -138,12 +138,19 @@ class Staged(nn.Module):
         The last stage's rank finds it and tells the others, unless these have parts of the output layer: then it gives them
         the hidden states of these tokens.
         """
-        work = EvaluationWork(self, tokens_BS, at_N)
-        self.execute(work, 1, False)
+        model, length = self.model, tokens_BS.shape[1]
+        padded_BS = F.pad(tokens_BS, (0, -length % self.multiple))  # a causal model does not see it
+        hidden_NH = torch.empty(len(at_N), self.config.hidden, dtype=self.dtype, device=at_N.device)
+
+        def end(x_TH: Tensor, _stats: RouterStats | None) -> None:
+            whole_TH = model.head.vocabulary.join(model.final_norm(x_TH))
+            hidden_NH.copy_(whole_TH.unflatten(0, padded_BS.shape)[:, :length].flatten(0, 1)[at_N])
+
+        self._run_forward([Batch(padded_BS)], end, whole=True)
         if self.links is not None:
-            self.pipeline.broadcast(work.hidden_NH, self.last)
+            self.pipeline.broadcast(hidden_NH, self.last)
         if self.links is not None or self.cut.has_last:
-            found_N2 = find(work.hidden_NH)
+            found_N2 = find(hidden_NH)
         else:
             found_N2 = torch.empty(len(at_N), 2, device=at_N.device)
         if self.links is None:
@@ -161,72 +168,119 @@ class Staged(nn.Module):
         gradients: Gradients,
     ) -> list[Tensor]:
         """Forward and backward passes of a step; on the last stage's rank, what `objective` reports of each microbatch."""
-        work = _Work(self, microbatches, objective, gradients)
+        work = _Training(self, microbatches, objective, gradients)
         self.happened = self.execute(work, len(microbatches), True)
         work.finish()
         return work.reported
 
     def router_statistics(self, microbatches: Sequence[Batch]) -> list[RouterStats]:
         """On the last stage's rank, the statistics of each microbatch, all layers summed; forward passes only."""
-        work = _Work(self, microbatches)
+        found: list[RouterStats | None] = []
+        self._run_forward(microbatches, lambda _x_TH, stats: found.append(stats))
+        return [stats for stats in found if stats is not None]
+
+    def _run_forward(
+        self, microbatches: Sequence[Batch], end: Callable[[Tensor, RouterStats | None], None], *, whole: bool = False
+    ) -> None:
+        """Forward passes alone; `end` gets what the last stage's blocks give. `whole`: of all positions on every rank."""
+        work = _Forward(self, microbatches, end, whole=whole)
         self.execute(work, len(microbatches), False)
         work.finish()
-        return work.statistics
 
 
-class _Work:
-    """The `Work` of a step. Without an `objective` and `gradients` nothing is kept, and statistics are all that is found."""
+class _Forward:
+    """The `ForwardWork` of some microbatches."""
 
     def __init__(
         self,
         staged: Staged,
         microbatches: Sequence[Batch],
-        objective: Objective | None = None,
-        gradients: Gradients | None = None,
+        end: Callable[[Tensor, RouterStats | None], None] | None = None,
+        *,
+        whole: bool = False,
+        saving: Callable[[], AbstractContextManager[Any]] = torch.no_grad,
+        count: float = 1.0,
+        scale: float = 0.0,
     ) -> None:
-        self._staged, self._microbatches = staged, microbatches
+        self._staged, self._microbatches, self._end = staged, microbatches, end
+        self._last_stage, self._saving = len(staged.cut.blocks) - 1, saving
+        find = staged.model.whole_places if whole else staged.model.places
+        self._lying = {len(each.tokens_BS): find(each.tokens_BS) for each in microbatches}  # by number of sequences
+        self._vocabulary: VocabularyPasses | None = None
+        if staged.links is not None:
+            given = staged.links, staged.model, microbatches, self._positions
+            self._vocabulary = VocabularyPasses(*given, lambda number: self.room(number)[0], count, scale, saving)
+
+    @property
+    def _positions(self) -> Tensor:
+        return next(iter(self._lying.values()))[0]
+
+    def forward(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
+        if stage == 0 and self._vocabulary is not None:
+            received = (self._vocabulary.embedded(microbatch),)
+        with self._saving():
+            return self._run(stage, microbatch, received)
+
+    def _run(self, stage: int, microbatch: int, given: Message | None) -> Message | None:
+        tokens_BS, stats = self._microbatches[microbatch].tokens_BS, None
+        positions_S, places = self._lying[len(tokens_BS)]
+        if given is None:
+            x_TH = self._staged.model.embedding(tokens_BS[:, positions_S].flatten())
+        else:
+            x_TH = given[0]
+            layers = self._staged.cut.blocks[stage].start
+            stats = _unpacked(given[1], tokens_BS.numel() * layers) if len(given) > 1 else None
+        x_TH, stats = self._staged.stages[stage](x_TH, places, None, stats)
+        if stage == self._last_stage:
+            return self._finish_stages(microbatch, x_TH, stats)
+        return (x_TH,) if stats is None else (x_TH, _packed(stats))
+
+    def _finish_stages(self, microbatch: int, x_TH: Tensor, stats: RouterStats | None) -> Message | None:
+        """Make of the output of the last stage's blocks what its backward pass begins with, if there will be one."""
+        assert self._end is not None
+        self._end(x_TH, stats)
+        return None
+
+    def vocabulary(self, kind: Kind, microbatch: int) -> None:
+        assert self._vocabulary is not None
+        self._vocabulary.run(kind, microbatch)
+
+    def finish(self) -> None:
+        """Wait for what is under way at the end of a step."""
+        if self._vocabulary is not None:
+            self._vocabulary.finish()
+
+    def room(self, microbatch: int) -> Message:
+        tokens_BS, config = self._microbatches[microbatch].tokens_BS, self._staged.model.config
+        rows, columns = self._staged.share
+        shape = len(tokens_BS) * len(self._positions) // rows, config.hidden // columns
+        x_TH, experts = torch.empty(shape, dtype=self._staged.dtype, device=tokens_BS.device), config.experts
+        return (x_TH,) if experts is None else (x_TH, x_TH.new_empty(2 * experts + 1, dtype=torch.float32))
+
+
+class _Training(_Forward):
+    """The `Work` of a step."""
+
+    def __init__(
+        self, staged: Staged, microbatches: Sequence[Batch], objective: Objective, gradients: Gradients
+    ) -> None:
+        super().__init__(staged, microbatches, saving=gradients.saving, count=objective.count, scale=objective.scale)
         self._objective, self._gradients = objective, gradients
-        self._saving = torch.no_grad if gradients is None else gradients.saving
         self._kept: dict[tuple[int, int], tuple[Message | None, Message]] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self._left = dict.fromkeys(staged.cut.here, len(microbatches))  # backward passes of each stage
-        self.reported: list[Tensor] = []
-        self.statistics: list[RouterStats] = []
         self._router: dict[int, RouterStats | None] = {}  # of the last stage, until the loss is known
-        self._positions, self._places = staged.model.places(microbatches[0].tokens_BS)
-        self._last_stage = len(staged.cut.blocks) - 1
-        self._vocabulary: VocabularyPasses | None = None
-        if staged.links is not None:
-            count, scale = (1.0, 0.0) if objective is None else (objective.count, objective.scale)
-            self._vocabulary = VocabularyPasses(
-                staged.links, staged.model, microbatches, lambda: self.room()[0], count, scale, self._saving
-            )
+        self.reported: list[Tensor] = []
 
-    def forward(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
-        training = self._objective is not None
-        if stage == 0 and self._vocabulary is not None:
-            received = (self._vocabulary.embedded(microbatch),)
-        given = None if received is None else tuple(tensor.requires_grad_(training) for tensor in received)
-        with self._saving():
-            made = self._run(stage, microbatch, given)
-        if training:
-            self._kept[stage, microbatch] = given, made
+    def _run(self, stage: int, microbatch: int, given: Message | None) -> Message | None:
+        given = None if given is None else tuple(tensor.requires_grad_() for tensor in given)
+        made = super()._run(stage, microbatch, given)
+        assert made is not None
+        self._kept[stage, microbatch] = given, made
         return None if stage == self._last_stage else tuple(tensor.detach() for tensor in made)
 
-    def _run(self, stage: int, microbatch: int, given: Message | None) -> Message:
+    def _finish_stages(self, microbatch: int, x_TH: Tensor, stats: RouterStats | None) -> Message:
         model, batch = self._staged.model, self._microbatches[microbatch]
-        blocks, stats = self._staged.cut.blocks[stage], None
-        if given is None:
-            x_TH = model.embedding(batch.tokens_BS[:, self._positions].flatten())
-        else:
-            x_TH = given[0]
-            stats = _unpacked(given[1], batch.tokens_BS.numel() * blocks.start) if len(given) > 1 else None
-        x_TH, stats = self._staged.stages[stage](x_TH, self._places, None, stats)
-        if stage < self._last_stage:
-            return (x_TH,) if stats is None else (x_TH, _packed(stats))
-        if self._objective is None:
-            self.statistics += [] if stats is None else [stats]
-            return ()
         if self._vocabulary is not None:
             x_TH = model.final_norm(x_TH)
             self._router[microbatch] = stats
@@ -242,7 +296,6 @@ class _Work:
         grads: Sequence[Tensor | None] | None = received
         if stage == self._last_stage and self._vocabulary is not None:
             made, grads = self._with_loss(self._vocabulary, microbatch, made)
-        assert self._gradients is not None
         if defer:
             with self._staged.model.parts.step.deferring() as deferred:
                 torch.autograd.backward(made, grads)
@@ -260,22 +313,14 @@ class _Work:
         return gradients
 
     def vocabulary(self, kind: Kind, microbatch: int) -> None:
-        assert self._vocabulary is not None
-        self._vocabulary.run(kind, microbatch)
+        super().vocabulary(kind, microbatch)
         if kind is Kind.EMBED_BACKWARD and microbatch == len(self._microbatches) - 1:
-            assert self._gradients is not None
             self._gradients.start_reduction(-1)
-
-    def finish(self) -> None:
-        """Wait for what is under way at the end of a step."""
-        if self._vocabulary is not None:
-            self._vocabulary.finish()
 
     def _with_loss(
         self, vocabulary: VocabularyPasses, microbatch: int, made: Message
     ) -> tuple[Message, tuple[Tensor, Tensor | None]]:
         """What the last stage's backward pass begins with, and the gradients of it: its output and the router's losses."""
-        assert self._objective is not None
         loss, x_grad_TH = vocabulary.output_gradient(microbatch)
         minimised, reported = self._objective(Losses(loss.requires_grad_(), self._router.pop(microbatch)))
         self.reported.append(reported)
@@ -289,17 +334,9 @@ class _Work:
 
     def _count(self, stage: int) -> None:
         """A backward pass of the stage is complete."""
-        assert self._gradients is not None
         self._left[stage] -= 1
         if not self._left[stage]:
             self._gradients.start_reduction(stage)
-
-    def room(self) -> Message:
-        tokens_BS, config = self._microbatches[0].tokens_BS, self._staged.model.config
-        rows, columns = self._staged.share
-        shape = len(tokens_BS) * len(self._positions) // rows, config.hidden // columns
-        x_TH, experts = torch.empty(shape, dtype=self._staged.dtype, device=tokens_BS.device), config.experts
-        return (x_TH,) if experts is None else (x_TH, x_TH.new_empty(2 * experts + 1, dtype=torch.float32))
 
 
 def _packed(stats: RouterStats) -> Tensor:

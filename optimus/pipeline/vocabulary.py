@@ -50,7 +50,8 @@ class _Logits(NamedTuple):
 class VocabularyPasses:
     """What a rank does for the vocabulary in one step.
 
-    `room` gives an empty tensor of the shape of a stage's output. The loss is a sum over `count`, its gradient `scale`.
+    The positions of the sequences are `positions_S` here. `room` gives an empty tensor of the shape of a stage's output of a
+    microbatch. The loss is a sum over `count`, its gradient `scale`.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class VocabularyPasses:
         links: VocabularyLinks,
         model: Transformer,
         microbatches: Sequence[Batch],
-        room: Callable[[], Tensor],
+        positions_S: Tensor,
+        room: Callable[[int], Tensor],
         count: float,
         scale: float,
         saving: Callable[[], AbstractContextManager[Any]],
@@ -66,7 +68,7 @@ class VocabularyPasses:
         self._links, self._model, self._microbatches = links, model, microbatches
         self._room, self._count, self._scale, self._saving = room, count, scale, saving
         self._rank = links.outputs.rank
-        self._positions_S = model.places(microbatches[0].tokens_BS)[0]
+        self._positions_S = positions_S
         self._embedded: dict[int, tuple[Tensor, Finish]] = {}  # on the first stage's rank
         self._embedding_edges: dict[int, GradientEdge] = {}
         self._input_gradients: dict[int, Tensor] = {}  # on the first stage's rank
@@ -129,7 +131,7 @@ class VocabularyPasses:
         if self._rank == self._links.last:
             x_TH = self._outputs.pop(microbatch)
         else:
-            x_TH = self._room()
+            x_TH = self._room(microbatch)
             _receive(x_TH, self._links.outputs, self._links.last, f"output of microbatch {microbatch}")
         x_TH = x_TH.detach().requires_grad_()
         with self._saving():
@@ -161,7 +163,7 @@ class VocabularyPasses:
         if self._rank == self._links.first:
             x_grad_TH = self._input_gradients.pop(microbatch)
         else:
-            x_grad_TH = self._room()
+            x_grad_TH = self._room(microbatch)
             what = f"gradient of the embeddings of microbatch {microbatch}"
             _receive(x_grad_TH, self._links.embedding_gradients, self._links.first, what)
         for what in ("embedding", "output gradient"):  # from which this gradient has come

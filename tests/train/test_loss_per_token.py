@@ -16,7 +16,7 @@ from optimus.testing.equality import Trained, compare
 from optimus.testing.steps import Steps, random_batch
 from optimus.testing.traffic import Traffic, counting
 from optimus.testing.whole import whole_state
-from optimus.train.step import accumulate_gradients
+from optimus.train.step import StepResult, accumulate_gradients, training_step
 
 MASKS = ["random", "microbatch", "rank", "one", "none"]
 
@@ -103,6 +103,22 @@ def test_uneven_microbatches_are_one_mean(masked: bool) -> None:
     for name, parameter in steps.model.model.named_parameters():
         error = float((parameter.grad.double() - gradients[name]).norm() / gradients[name].norm())  # type: ignore[union-attr]
         assert error < 1e-5, name
+
+
+def uneven(config: dict[str, Any]) -> StepResult:
+    """A step of seven sequences in microbatches of two."""
+    steps = Steps(config)
+    batch = Batch(random_batch(steps.config, 1), mask_of("random", 1, (16, 24))).split(7)[0]
+    return training_step(steps.model, steps.state, batch, steps.config, 1)
+
+
+@pytest.mark.parametrize("override", ["schedule=1f1b", "executor=message-driven", "vocabulary=true"])
+def test_uneven_microbatches_go_through_a_pipeline(override: str) -> None:
+    config = config_of("moe", moe={"routing": "uniform"})
+    right = uneven(config)
+    tree = load_config(config, ["parallel.pipeline=2", f"parallel.{override}"]).model_dump(exclude_unset=True)
+    for found in run_ranks(uneven, 2, tree):
+        assert found == pytest.approx(right, rel=2e-5)
 
 
 def test_a_batch_without_targets_is_a_loss_of_zero() -> None:
