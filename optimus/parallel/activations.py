@@ -8,8 +8,9 @@ and a block of logits. Gradients of parameters are held elsewhere (`state/`), bu
 Experts are taken to get equally many tokens, or a multiple of the mean; each one's rows are padded as the CPU path does it.
 Tokens are taken to choose experts at random, which says how many ranks a token goes to.
 
-Legend, of this rank: T rows of its sequences, R rows of the residual stream and H columns, A columns of all its heads, I
-intermediate, U tokens that a sparse layer works on, K experts per token, e bytes per element, f bytes where e is not enough.
+Legend, of this rank: T rows of its sequences, R rows of the residual stream and H columns, A columns of all its heads, C of
+its heads of keys, I intermediate, U tokens that a sparse layer works on, K experts per token, e bytes per element, f bytes
+where e is not enough.
 """
 
 from collections.abc import Sequence
@@ -103,7 +104,8 @@ class _Sizes:
         self.T = rows
         self.R = rows // split.tp_out if split.sequence else rows
         self.H = config.hidden // split.tp_in
-        self.A, self.heads = config.hidden // split.tp_out, config.heads // split.tp_out
+        self.heads = config.heads // split.tp_out
+        self.A, self.C = (heads * config.head_size // split.tp_out for heads in (config.heads, config.kv_heads))
         self.I = config.intermediate // (split.etp if config.experts else split.tp_out)
         self.stream = self.R * self.H * self.e  # the residual stream
         self.narrow = self.e < self.f  # whether norms and rotations make copies in fp32
@@ -156,20 +158,30 @@ def _norm(s: _Sizes) -> _Module:
 
 
 def _attention(s: _Sizes) -> _Module:
-    """q, k and v in one tensor, q and k turned, the output and a number per head; two per row with a norm of q and k."""
-    normed, columns = s.config.qk_norm == "whole", s.T * s.A * s.e
+    """q, k and v in one tensor, q and k turned, the output and a number per head; with a norm of q and k also per row.
+
+    Where heads share keys, q is a tensor of its own, which nobody keeps but a norm.
+    """
+    normed, q, k = s.config.qk_norm != "none", s.T * s.A * s.e, s.T * s.C * s.e
+    apart = s.C < s.A and not normed
     numbers, wide = s.T * s.heads * s.f, s.T * s.A * s.f
-    inside = 6 * columns + numbers + (2 * s.T * s.f if normed else 0)
-    results, late = _projection_results(s, 3 * s.A)
-    work = s.stream + max(4 * columns, columns + (3 if normed else 2) * wide)  # then those of the norms or the turns
+    inside = 2 * q + 3 * k + (0 if apart else q) + numbers
+    if normed:
+        inside += 2 * s.T * s.f if s.config.qk_norm == "whole" else numbers + s.T * s.f * s.C // s.config.head_size
+    results, late = _projection_results(s, s.A + 2 * s.C)
+    if s.C < s.A and s.split.sequence and s.split.tp_out > 1 and s.split.tp_in == 1:  # both projections gather the rows
+        results += s.T * s.H * s.e
+    work = s.stream + max(2 * (q + k), q + (3 if normed else 2) * wide)  # then those of the norms or the turns
     if s.split.cp > 1 and s.split.method == "ring":
-        results += columns + numbers
-        work += 5 * wide + 8 * columns  # keys, values and gradients, coming and going, and a block's gradients
+        results += q + numbers
+        # Keys, values and gradients, coming and going, and a block's gradients.
+        work += wide + 4 * s.T * s.C * s.f + 2 * q + 6 * k
     elif s.split.cp > 1:  # copies of q, k, v and the output, for other heads; the first ones are saved by norms alone
-        inside += (2 if normed else -1) * columns
-        results += 4 * columns
-        work += 3 * columns
-    last = 2 * s.stream - 3 * columns + _product(s, 3 * s.A, s.H)  # the first projection's, when the rest is given up
+        inside += q + k if normed else q - k if apart else -q
+        results += 2 * (q + k)
+        work += q + 2 * k
+    product = _product(s, s.A + 2 * s.C, s.H)
+    last = 2 * s.stream - q - 2 * k + product  # the first projection's, when the rest is given up
     return _Module(s.stream, inside, results, late, max(work, last))
 
 
@@ -242,7 +254,7 @@ def _rows(split: Split, tokens: int, experts: int, chosen: int, load: float) -> 
 def _embedding(s: _Sizes, context: int, here: bool) -> _Region:
     """The tokens; and the rotary tables, which all blocks share. The gradient of the whole weight is one tensor."""
     config = s.config
-    table = context // s.split.cp * (config.hidden // config.heads) * 4
+    table = context // s.split.cp * config.head_size * 4
     gradient = -(-config.vocab // s.split.tp_out) * s.H * s.e if here else 0
     return _Region(s.T * 8 + table, [(0, gradient + s.stream)])
 

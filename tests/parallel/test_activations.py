@@ -89,6 +89,21 @@ def test_computed_is_measured(model: dict[str, Any], feed_forward: str, kinds: l
         assert computed.peak == pytest.approx(found.peak, rel=0.05)
 
 
+GROUPED = {
+    "shared keys": {"family": "llama", "kv_heads": 2},
+    "wide heads, normed": {"family": "qwen3", "kv_heads": 2, "head_size": 32},
+    "normed whole, norms behind": {"family": "olmo2", "kv_heads": 1},
+}
+
+
+@pytest.mark.parametrize("fields", GROUPED.values(), ids=GROUPED)
+def test_heads_that_share_keys(fields: dict[str, Any]) -> None:
+    for kinds in ([], ["norm", "attention"]):
+        _, found, computed = measured(tree(DENSE | fields, recompute=kinds), 1)
+        assert computed.kept == pytest.approx(found.kept, rel=0.01)
+        assert computed.peak == pytest.approx(found.peak, rel=0.05)
+
+
 def test_half_of_the_layers() -> None:
     """A rank that has some of the blocks keeps what a shorter model would."""
     config, shorter = ModelConfig(**DENSE), ModelConfig(**{**DENSE, "layers": 2})
@@ -97,6 +112,7 @@ def test_half_of_the_layers() -> None:
 
 
 ONE_EACH = {**EXPERTS, "experts_per_token": 1}
+SHARED = DENSE | GROUPED["shared keys"]
 UNIFORM = {"routing": "uniform"}
 
 
@@ -106,6 +122,8 @@ UNIFORM = {"routing": "uniform"}
         (DENSE, 2, {"parallel": {"tensor": 2}}),
         (DENSE, 4, {"parallel": {"tensor": [2, 2]}}),
         (DENSE, 2, {"parallel": {"context": 2}}),
+        (SHARED, 2, {"parallel": {"tensor": 2}}),
+        (SHARED, 2, {"parallel": {"context": 2, "context_method": "ulysses"}}),
         (EXPERTS, 2, {"parallel": {"context": 2, "context_method": "ulysses"}}),
         (EXPERTS, 2, {"parallel": {"tensor": 2, "sequence": False}}),
         (EXPERTS, 2, {"parallel": {"tensor": [1, 2]}}),
@@ -117,7 +135,7 @@ UNIFORM = {"routing": "uniform"}
 )
 def test_computed_is_measured_on_ranks(model: dict[str, Any], ranks: int, sections: dict[str, Any]) -> None:
     """What is kept of collectives is part of it. Their own buffers, which last a moment or two, are not: see the peak."""
-    modules = ["norm", "attention", "mlp" if model is DENSE else "moe"]
+    modules = ["norm", "attention", "moe" if "experts" in model else "mlp"]
     cases = [([], "keep"), (modules, "keep"), (modules, "repeat")]
     sources = [tree(model, recompute=kinds, recompute_collectives=how, **sections) for kinds, how in cases]
     for results in run_ranks(measured_all, ranks, sources, ranks):
