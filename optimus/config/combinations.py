@@ -136,8 +136,6 @@ def check_shapes(config: "RunConfig") -> None:
             f"parallel.context {cp} by ulysses divides {heads}, but a rank has {model.kv_heads // outputs} of them: choose "
             "a divisor, or context_method ring"
         )
-    if cp > 1 and parallel.context_method == "ring" and model.window is not None:
-        raise ValueError("parallel.context_method ring has no windows of attention: choose ulysses")
     rows, ranks = config.train.micro_batch * context // cp, outputs * inputs
     if rows % ranks and (parallel.splits_sequence or model.experts is not None):
         raise ValueError(

@@ -105,36 +105,26 @@ class _Blocks(torch.autograd.Function):
         if len(ctx.blocks) == 1:
             out_BSND, lse_BNS = attention_block(q_BSND, k_BPMD, v_BPMD, True)
         else:
-            out_BSND = torch.empty_like(q_BSND, dtype=compute_dtype(q_BSND.dtype))
-            lse_BNS = out_BSND.new_empty(*out_BSND.shape[:1], *out_BSND.shape[2:0:-1])
-        for block in ctx.blocks if len(ctx.blocks) > 1 else ():
-            q, k, v = block.of_queries(q_BSND), block.of_keys(k_BPMD), block.of_keys(v_BPMD)
-            out, lse = attention_block(q, k, v, block.mask != "none")
-            if block.mask == "window":
-                out, lse = out.flip(1), lse.flip(2)
-            if block.mask == "causal":  # the first of these queries
-                out_BSND[:, block.queries], lse_BNS[:, :, block.queries] = out, lse
-            else:
-                merge_block(out_BSND[:, block.queries], lse_BNS[:, :, block.queries], out, lse)
-        out_BSND = out_BSND.to(q_BSND.dtype)
+            out_BSND, lse_BNS = no_attention(q_BSND)
+            for block in ctx.blocks:
+                block.attend(out_BSND, lse_BNS, q_BSND, k_BPMD, v_BPMD)
+            out_BSND = out_BSND.to(q_BSND.dtype)
         ctx.save_for_backward(q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS)
         return out_BSND
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS = ctx.saved_tensors
+        saved = ctx.saved_tensors  # once: what is recomputed gives them once
         if len(ctx.blocks) == 1:
+            q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS = saved
             return *attention_block_backward(grads[0], q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS, True), None
-        found = [torch.zeros_like(t, dtype=lse_BNS.dtype) for t in (q_BSND, k_BPMD, v_BPMD)]
+        found = [torch.zeros_like(t, dtype=saved[-1].dtype) for t in saved[:3]]
         for block in ctx.blocks:
-            out_grad, q, out = map(block.of_queries, (grads[0], q_BSND, out_BSND))
-            lse = block.of_queries(lse_BNS.mT).mT
-            given = out_grad, q, block.of_keys(k_BPMD), block.of_keys(v_BPMD), out, lse
-            parts = attention_block_backward(*given, block.mask != "none")
+            parts = block.backward(grads[0], *saved)
             for total, part, rows in zip(found, parts, (block.queries, block.keys, block.keys), strict=True):
-                total[:, rows] += part.flip(1) if block.mask == "window" else part
-        return *(total.to(q_BSND.dtype) for total in found), None
+                total[:, rows] += part
+        return *(total.to(saved[0].dtype) for total in found), None
 
 
 class Block(NamedTuple):
@@ -147,13 +137,48 @@ class Block(NamedTuple):
     keys: slice
     mask: Literal["none", "causal", "window"]
 
-    def of_queries(self, t_BSX: Tensor) -> Tensor:
-        """The rows of the queries, as `attention_block` is to have them."""
-        return t_BSX[:, self.queries].flip(1) if self.mask == "window" else t_BSX[:, self.queries]
+    def moved(self, queries: int, keys: int) -> "Block":
+        """The same, so many positions later."""
+        rows, seen = self.queries, self.keys
+        return Block(
+            slice(rows.start + queries, rows.stop + queries), slice(seen.start + keys, seen.stop + keys), self.mask
+        )
 
-    def of_keys(self, t_BPX: Tensor) -> Tensor:
-        """The rows of the keys, as `attention_block` is to have them."""
-        return t_BPX[:, self.keys].flip(1) if self.mask == "window" else t_BPX[:, self.keys]
+    def attend(self, out_BSND: Tensor, lse_BNS: Tensor, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor) -> None:
+        """Add these keys to attention and log-sum-exp (`no_attention`). A causal block is the first of its queries."""
+        q, k, v = self._rows(self.queries, q_BSND), self._rows(self.keys, k_BPMD), self._rows(self.keys, v_BPMD)
+        out, lse = attention_block(q, k, v, self.mask != "none")
+        if self.mask == "window":
+            out, lse = out.flip(1), lse.flip(2)
+        if self.mask == "causal":
+            out_BSND[:, self.queries], lse_BNS[:, :, self.queries] = out, lse
+        else:
+            merge_block(out_BSND[:, self.queries], lse_BNS[:, :, self.queries], out, lse)
+
+    def backward(
+        self, out_grad_BSND: Tensor, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, out_BSND: Tensor, lse_BNS: Tensor
+    ) -> Gradients:
+        """The gradients of these queries, keys and values; `out_BSND` and `lse_BNS` are those over all keys."""
+        out_grad, q, out = (self._rows(self.queries, t) for t in (out_grad_BSND, q_BSND, out_BSND))
+        k, v, lse = (
+            self._rows(self.keys, k_BPMD),
+            self._rows(self.keys, v_BPMD),
+            self._rows(self.queries, lse_BNS.mT).mT,
+        )
+        q_grad, k_grad, v_grad = attention_block_backward(out_grad, q, k, v, out, lse, self.mask != "none")
+        if self.mask == "window":
+            return q_grad.flip(1), k_grad.flip(1), v_grad.flip(1)
+        return q_grad, k_grad, v_grad
+
+    def _rows(self, rows: slice, t_BSX: Tensor) -> Tensor:
+        """As `attention_block` is to have them."""
+        return t_BSX[:, rows].flip(1) if self.mask == "window" else t_BSX[:, rows]
+
+
+def no_attention(q_BSND: Tensor) -> tuple[Tensor, Tensor]:
+    """Where attention and log-sum-exp [B, N, S] of blocks come together: empty, in fp32 (float64 stays so)."""
+    out_BSND = torch.empty_like(q_BSND, dtype=compute_dtype(q_BSND.dtype), memory_format=torch.contiguous_format)
+    return out_BSND, out_BSND.new_empty(len(q_BSND), *q_BSND.shape[2:0:-1])
 
 
 def blocks_of(new: int, seen: int, window: int | None) -> Iterator[Block]:
@@ -163,9 +188,9 @@ def blocks_of(new: int, seen: int, window: int | None) -> Iterator[Block]:
     """
     before = seen - new
     if window is None or window >= seen:
-        yield Block(slice(new), slice(before, seen), "causal")
+        yield Block(slice(0, new), slice(before, seen), "causal")
         if before:
-            yield Block(slice(new), slice(before), "none")
+            yield Block(slice(0, new), slice(0, before), "none")
         return
     starts = [before, *range((before // window + 1) * window, seen, window)]
     for start, end in zip(starts, [*starts[1:], seen], strict=True):
@@ -186,6 +211,19 @@ def _for_each_head(q: Tensor, *shared: Tensor) -> list[Tensor]:
 def _heads_first(*tensors_BSND: Tensor) -> list[Tensor]:
     """[B, N, S, D] each, with its last dim in order: the CPU's operator takes that for granted."""
     return [(t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2) for t in tensors_BSND]
+
+
+def blocks_before(length: int, distance: int, window: int | None) -> Iterator[Block]:
+    """What `length` positions attend to of as many that begin `distance` before theirs, at least `length`."""
+    reach = length if window is None else min(window - distance, length)  # query i sees key j where i - j < reach
+    if reach > 0:
+        yield Block(slice(0, reach), slice(0, length), "none")
+    if 1 < reach < length:
+        yield Block(slice(reach, length), slice(length - reach + 1, length), "none")
+    query, key = max(reach, 0), max(1, 1 - reach)  # from here on a triangle of so many
+    size = length - max(reach, 1 - reach)
+    if size > 0:
+        yield Block(slice(query, query + size), slice(key, key + size), "window")
 
 
 # ---- The paths. Everything below has heads first: q [B, N, S, D], k and v [B, N, P, D] ----

@@ -123,13 +123,21 @@ class ModelConfig(Section):
         if not sparse and (self.experts is not None or self.experts_per_token is not None or self.renormalise):
             raise ValueError(f"family {self.family} is dense: remove experts, experts_per_token and renormalise")
         for name, value in self:
-            field = type(self).model_fields[name]
-            usual = family.defaults.get(name, field.get_default(call_default_factory=True, validated_data=dict(self)))
+            usual = family.defaults.get(name, self._default(name))
             if name not in family.varies and value != usual:
                 raise ValueError(f"{name} is {value!r}, but {usual!r} in all models of family {self.family}: remove it")
         if self.experts is not None and self.experts_per_token is not None and self.experts_per_token > self.experts:
             raise ValueError(f"experts_per_token {self.experts_per_token} is more than experts {self.experts}")
         return self
+
+    @property
+    def derived(self) -> frozenset[str]:
+        """The fields whose values follow from others."""
+        fields = type(self).model_fields
+        return frozenset(name for name, value in self if fields[name].default_factory and value == self._default(name))
+
+    def _default(self, name: str) -> Any:
+        return type(self).model_fields[name].get_default(call_default_factory=True, validated_data=dict(self))
 
     def window_of(self, layer: int) -> int | None:
         """Positions that a token of layer `layer`, counted from 0, attends to; None: all."""

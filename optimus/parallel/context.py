@@ -20,7 +20,7 @@ from optimus.autograd import once_differentiable
 from optimus.comm import Group
 from optimus.comm.functional import cached, exchange_rows
 from optimus.errors import UserError
-from optimus.kernels.attention import attention_block, attention_block_backward, causal_attention, merge_block
+from optimus.kernels.attention import Block, blocks_before, blocks_of, causal_attention, no_attention
 
 
 class RingSequence:
@@ -47,9 +47,7 @@ class RingSequence:
 
     def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None) -> Tensor:
         """Causal attention over all ranks' positions; all must call it. See `Sequence`."""
-        if window is not None:
-            raise NotImplementedError("config.combinations refuses windows in a ring")
-        return _Ring.apply(q_BSND, k_BSMD, v_BSMD, self._group)
+        return _Ring.apply(q_BSND, k_BSMD, v_BSMD, self._group, window)
 
 
 class UlyssesSequence:
@@ -95,33 +93,30 @@ class UlyssesSequence:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, group: Group) -> Tensor:
-        out_BSND, lse_BNS = cached(lambda: _ring(q_BSND, k_BSMD, v_BSMD, group), group)
+    def forward(ctx: Any, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, group: Group, window: int | None) -> Tensor:
+        out_BSND, lse_BNS = cached(lambda: _ring(q_BSND, k_BSMD, v_BSMD, group, window), group)
         ctx.save_for_backward(q_BSND, k_BSMD, v_BSMD, out_BSND, lse_BNS)
-        ctx.group = group
+        ctx.group, ctx.window = group, window
         return out_BSND
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        return *_ring_backward(ctx.group, grads[0], *ctx.saved_tensors), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *_ring_backward(ctx.group, ctx.window, grads[0], *ctx.saved_tensors), None, None
 
 
-def _ring(q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, group: Group) -> tuple[Tensor, Tensor]:
+def _ring(q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, group: Group, window: int | None) -> tuple[Tensor, Tensor]:
     """(attention [B, S, N, D], log-sum-exp of the scores [B, N, S]) over all ranks' positions."""
-    round_trip = _going_round(torch.stack([k_BSMD, v_BSMD]), group)
-    _, (k, v) = next(round_trip)
-    own, lse_BNS = attention_block(q_BSND, k, v, causal=True)
-    out_BSND = own.to(lse_BNS.dtype)
-    for source, (k, v) in round_trip:
-        rows, keys, causal = _seen(group.rank, source, q_BSND.shape[1])
-        block, block_lse = attention_block(q_BSND[:, rows], k[:, keys], v[:, keys], causal)
-        merge_block(out_BSND[:, rows], lse_BNS[:, :, rows], block, block_lse)
+    out_BSND, lse_BNS = no_attention(q_BSND)
+    for source, (k, v) in _going_round(torch.stack([k_BSMD, v_BSMD]), group):
+        for block in _seen(group.rank, source, group.size, q_BSND.shape[1], window):
+            block.attend(out_BSND, lse_BNS, q_BSND, k, v)
     return out_BSND.to(q_BSND.dtype), lse_BNS
 
 
 def _ring_backward(
     group: Group,
+    window: int | None,
     out_grad_BSND: Tensor,
     q_BSND: Tensor,
     k_BSMD: Tensor,
@@ -134,13 +129,13 @@ def _ring_backward(
     q_grad = torch.zeros_like(q_BSND, dtype=wide)
     arrive: Callable[[], Tensor] = partial(q_grad.new_zeros, (2, *k_BSMD.shape))
     for source, (k, v) in _going_round(torch.stack([k_BSMD, v_BSMD]), group):
-        rows, keys, causal = _seen(group.rank, source, q_BSND.shape[1])
-        given = out_grad_BSND[:, rows], q_BSND[:, rows], k[:, keys], v[:, keys], out_BSND[:, rows], lse_BNS[:, :, rows]
-        q_part, k_part, v_part = attention_block_backward(*given, causal)
-        q_grad[:, rows] += q_part
+        blocks = list(_seen(group.rank, source, group.size, q_BSND.shape[1], window))
+        found = [block.backward(out_grad_BSND, q_BSND, k, v, out_BSND, lse_BNS) for block in blocks]
         kv_grad = arrive()
-        kv_grad[0, :, keys] += k_part
-        kv_grad[1, :, keys] += v_part
+        for block, (q_part, k_part, v_part) in zip(blocks, found):
+            q_grad[:, block.queries] += q_part
+            kv_grad[0, :, block.keys] += k_part
+            kv_grad[1, :, block.keys] += v_part
         arrive = _start_shift(kv_grad, group)
     k_grad, v_grad = arrive()
     return q_grad.to(q_BSND.dtype), k_grad.to(k_BSMD.dtype), v_grad.to(v_BSMD.dtype)
@@ -163,15 +158,28 @@ def _start_shift(x: Tensor, group: Group) -> Callable[[], Tensor]:
     return lambda: (finish(), came)[1]
 
 
-def _seen(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
-    """(queries of `rank` that see keys of `source`, those keys, whether causally), as all others see or are seen by none.
+def _seen(rank: int, source: int, ranks: int, length: int, window: int | None) -> Iterator[Block]:
+    """What `rank`'s positions see of those of `source`, of `length` each; causal blocks come first.
 
     A rank's first piece comes before those of higher ranks, and its second, their mirror image, after them.
     """
-    first, second, whole = slice(0, length // 2), slice(length // 2, None), slice(None)
+    half = length // 2
+    if window is None:
+        first, second, whole = slice(half), slice(half, length), slice(length)
+        if source == rank:
+            yield Block(whole, whole, "causal")
+        else:
+            yield Block(whole, first, "none") if source < rank else Block(second, whole, "none")
+        return
+    pieces = [(0, rank), (half, 2 * ranks - 1 - rank)]  # (where on this rank, which of the whole sequence)
+    theirs = [(0, source), (half, 2 * ranks - 1 - source)]
     if source == rank:
-        return whole, whole, True
-    return (whole, first, False) if source < rank else (second, whole, False)
+        for at, _ in pieces:
+            yield from (block.moved(at, at) for block in blocks_of(half, half, window))
+    for at, piece in pieces:
+        for there, other in theirs:
+            if other < piece:
+                yield from (block.moved(at, there) for block in blocks_before(half, (piece - other) * half, window))
 
 
 def _check(length: int, multiple: int, method: str) -> None:

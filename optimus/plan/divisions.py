@@ -111,7 +111,7 @@ def _parts(question: Question, out: int, cp: int) -> bool:
     """Whether sequences can be cut into `cp` parts: two pieces each in a ring, while Ulysses also divides the heads."""
     pieces = cp if question.given.ulysses or cp == 1 else 2 * cp
     model, ulysses = question.model, question.given.ulysses
-    heads = model.kv_heads // out % cp == 0 if ulysses else cp == 1 or model.window is None
+    heads = model.kv_heads // out % cp == 0 or not ulysses
     return heads and question.context % pieces == 0 and (cp == 1 or question.context // cp >= _SMALLEST_PART)
 
 

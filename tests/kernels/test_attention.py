@@ -12,6 +12,7 @@ from optimus.kernels.attention import (
     attention_block,
     attention_block_backward,
     attention_reference,
+    blocks_before,
     blocks_of,
     causal_attention,
     merge_block,
@@ -199,4 +200,21 @@ def test_blocks_cover_each_pair_once(new: int, seen: int, window: int | None) ->
                     pairs[query, key] = pairs.get((query, key), 0) + 1
     reach = window or seen
     wanted = {(i, j) for i in range(new) for j in range(seen) if 0 <= i + seen - new - j < reach}
+    assert pairs == dict.fromkeys(wanted, 1)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 7, 8, 9, 12, 15, 16, 23, 24, 40])
+@pytest.mark.parametrize(("length", "distance"), [(8, 8), (8, 16), (1, 1), (1, 3), (2, 4)])
+def test_blocks_of_positions_before(length: int, distance: int, window: int | None) -> None:
+    pairs: dict[tuple[int, int], int] = {}
+    for block in blocks_before(length, distance, window):
+        queries, keys = range(length)[block.queries], range(length)[block.keys]
+        assert queries
+        assert keys
+        for i, query in enumerate(queries):
+            for j, key in enumerate(keys):
+                if block.mask == "none" or j >= i:
+                    pairs[query, key] = pairs.get((query, key), 0) + 1
+    reach = window or 3 * length + distance
+    wanted = {(i, j) for i in range(length) for j in range(length) if i + distance - j < reach}
     assert pairs == dict.fromkeys(wanted, 1)

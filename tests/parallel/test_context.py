@@ -3,6 +3,7 @@
 Legend: n ranks, B batch, L positions of a sequence, S = L / n of a rank, N heads, D head size.
 """
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -65,14 +66,16 @@ def test_a_length_that_cannot_be_divided(method: str, length: int, cure: str) ->
 # ---- Attention ----
 
 
-def attended(method: str, ranks: int, shapes: list[Shape], dtype: torch.dtype) -> list[list[Tensor]]:
-    """Of each shape: this rank's positions, its output and its gradients of q, k and v."""
+def attended(
+    method: str, ranks: int, shapes: list[Shape], dtype: torch.dtype, windows: tuple[int | None, ...] = (None,)
+) -> list[list[Tensor]]:
+    """Of each shape and window: this rank's positions, its output and its gradients of q, k and v."""
     sequence, results = sequence_of(method, ranks), []
-    for shape in shapes:
+    for shape, window in itertools.product(shapes, windows):
         at = sequence.positions(shape[1], CPU)
         *given, out_grad = (t[:, at] for t in inputs(shape, dtype))
         given = [t.requires_grad_() for t in given]
-        out = sequence.attend(*given)
+        out = sequence.attend(*given, window)
         results.append([at, out.detach(), *torch.autograd.grad(out, given, out_grad)])
     return results
 
@@ -102,6 +105,25 @@ def test_the_same_as_on_one_device(method: str, ranks: int, shapes: list[Shape],
             found = torch.cat(parts, 1)
             assert found.dtype == dtype
             assert (found.double() - whole[:, order]).norm() <= TOLERANCE[dtype] * whole.norm(), shape
+
+
+WINDOWS = (1, 3, 4, 5, 8, 11, 16, 21, 31, 32)
+
+
+@pytest.mark.parametrize(("method", "ranks"), [("ring", 1), ("ring", 2), ("ring", 4), ("ulysses", 2)])
+def test_windows(method: str, ranks: int) -> None:
+    """Shorter than a piece of 4, as long, across pieces of the same rank and of others."""
+    shape = 2, 32, 2, 8
+    results = run_ranks(attended, ranks, method, ranks, [shape], torch.float64, WINDOWS)
+    for i, window in enumerate(WINDOWS):
+        *given, out_grad = inputs(shape, torch.float64)
+        given = [t.requires_grad_() for t in given]
+        out, _ = attention_reference(*given, True, window)
+        expected = [out.detach(), *torch.autograd.grad(out, given, out_grad)]
+        order = torch.cat([result[i][0] for result in results])
+        for parts, whole in zip(zip(*(result[i][1:] for result in results)), expected, strict=True):
+            found = torch.cat(parts, 1)
+            assert (found - whole[:, order]).norm() <= 1e-12 * max(1, whole.norm()), window
 
 
 def attended_again(method: str) -> tuple[bool, bool, int]:
@@ -202,6 +224,10 @@ def test_a_rank_of_four_holds_a_quarter_of_the_activations() -> None:
 # ---- The model ----
 
 DENSE = ModelConfig(family="olmo", hidden=32, layers=2, heads=4, intermediate=48, vocab=50)
+WINDOWED = ModelConfig(
+    family="olmo3", hidden=32, layers=2, heads=4, intermediate=48, vocab=50, window=6, window_except=2
+)
+GROUPED = ModelConfig(family="qwen3", hidden=32, layers=2, heads=8, kv_heads=4, intermediate=48, vocab=50, head_size=6)
 EXPERTS = ModelConfig(
     family="olmoe", hidden=32, layers=2, heads=4, intermediate=24, vocab=50, experts=4, experts_per_token=2
 )
@@ -225,7 +251,7 @@ def trained(config: ModelConfig, method: str | None, ranks: int, recomputed: boo
     return [tensor / ranks for tensor in found], calls
 
 
-@pytest.mark.parametrize("config", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("config", [DENSE, EXPERTS, WINDOWED, GROUPED], ids=["dense", "experts", "windows", "groups"])
 @pytest.mark.parametrize(("method", "ranks"), [("ring", 2), ("ring", 4), ("ulysses", 2), ("ulysses", 4)])
 def test_a_model_has_the_same_loss_and_gradients(config: ModelConfig, method: str, ranks: int) -> None:
     expected, none = trained(config, None, 1, False)

@@ -32,7 +32,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def layouts(model: dict[str, Any]) -> list[Layout]:
     """Each axis, and pairs of them, with what is run again and shared out; eight of them."""
     feed_forward, expert = ("moe", ["parallel.expert=2"]) if "experts" in model else ("mlp", [])
-    context = ["parallel.context=2", "parallel.context_method=" + ("ulysses" if "window" in model else "ring")]
+    context = ["parallel.context=2", "parallel.context_method=ring"]
     return [
         Layout(2, ["parallel.tensor=2", "parallel.sequence=true", f"recompute=[norm,{feed_forward}]"]),
         Layout(2, ["parallel.tensor=[1,2]", "parallel.sequence=false", "state.shard=gradients"]),
