@@ -12,7 +12,7 @@ import torch
 import optimus
 from optimus.checkpoint import list_checkpoints, read_description
 from optimus.config import load_config
-from optimus.model import transformer
+from optimus.model import vocabulary
 from optimus.observe.metrics import read_metrics
 from optimus.train.step import clip_scale, step_learning_rate
 
@@ -194,8 +194,8 @@ def test_learning_rate_and_clipping_follow_the_paper() -> None:
 def test_steps_with_infinite_gradients_are_skipped_then_end_the_run(
     small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = transformer.linear_cross_entropy
-    monkeypatch.setattr(transformer, "linear_cross_entropy", lambda *inputs: right(*inputs) * float("inf"))
+    right = vocabulary.linear_cross_entropy
+    monkeypatch.setattr(vocabulary, "linear_cross_entropy", lambda *of, **how: right(*of, **how) * float("inf"))
     small_run["resilience"] = {"max_skipped": 2}
     with pytest.raises(optimus.UserError, match=r"not finite, for 3 steps in a row.*`resume=True`"):
         optimus.train(small_run)
