@@ -22,7 +22,7 @@ def meeting_place(run: Path, incarnation: str) -> Path:
 
 
 def clear(run: Path) -> None:
-    """Remove what ranks that hung have said; none of them is there any more."""
+    """Remove what ranks that hung have said; none of them is asked any more."""
     shutil.rmtree(run / _FOLDER, ignore_errors=True)
 
 

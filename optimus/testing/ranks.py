@@ -55,7 +55,7 @@ class RankError(Exception):
         self.ranks = list(ranks)
 
 
-def run_ranks(fn: Callable[..., T], n: int, *args: Any, timeout: float = 60.0) -> list[T]:
+def run_ranks(fn: Callable[..., T], n: int, *args: Any, timeout: float = 240.0) -> list[T]:
     """Run `fn(*args)` on each of `n` ranks of one Gloo process group, and return the results by rank.
 
     `fn` is a function at the top level of a module (any: a test module or a script too), `args` and results can be

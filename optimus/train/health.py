@@ -10,7 +10,7 @@ from contextlib import suppress
 from optimus.mesh import Mesh
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import EndedError, Exit
-from optimus.resilience.hangs import Verdict, Watchdog, meeting_place
+from optimus.resilience.hangs import Verdict, Watchdog, clear, meeting_place
 from optimus.resilience.slow import Persistence, Slow, alone, find_slow
 from optimus.train.hooks import Hook
 from optimus.train.run import Run
@@ -41,6 +41,8 @@ class Hangs(Hook):
 
     def after_training(self, run: Run) -> None:
         self._dog.stop()
+        if self._rank == 0:
+            clear(run.folder)  # what ranks have said that were replaced as they hung
 
     def _end(self, verdict: Verdict) -> None:
         """In the watchdog's thread, as the main one does not go on; the launcher reads the exit code.
