@@ -63,8 +63,10 @@ class ModelConfig(Section):
     vocab: int = Field(
         gt=0, description="Entries of the vocabulary, at least the tokenizer's. Ranks need not divide it evenly."
     )
-    norm: Literal["layer", "rms"] = Field(
-        "rms", description="layer: LayerNorm without weights; rms: RMSNorm with weights. Default: the family's."
+    norm: Literal["layer", "layer_affine", "rms", "rms_offset"] = Field(
+        "rms",
+        description="layer: LayerNorm without weights; layer_affine: with weights and biases; rms: RMSNorm with weights; "
+        "rms_offset: whose weights are kept minus one. Default: the family's.",
     )
     norm_place: Literal["before", "after", "both"] = Field(
         "before", description="Where a block's modules have their norms. Default: the family's."
@@ -75,6 +77,13 @@ class ModelConfig(Section):
     )
     attention_bias: Literal["none", "qkv", "all"] = Field(
         "none", description="Biases of the attention's projections; all: of the last one too. Default: the family's."
+    )
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = Field(
+        "silu",
+        description="Activation of the feed-forward layer; gelu_tanh: GELU by its tanh formula. Default: the family's.",
+    )
+    gated: bool = Field(
+        True, description="Whether the activation of one projection is multiplied by another. Default: the family's."
     )
     mlp_bias: bool = Field(False, description="Whether the projections of the dense feed-forward layer have biases.")
     window: int | None = Field(None, gt=0, description="Positions that a token attends to, its own one counted.")

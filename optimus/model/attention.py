@@ -62,7 +62,8 @@ class Attention(nn.Module):
         columns = Size("heads", config.heads * config.head_size)
         shared = Size("kv_heads", config.kv_heads * config.head_size)
         bias = config.attention_bias != "none"
-        if shared.size == columns.size:
+        self.grouped = shared.size != columns.size
+        if not self.grouped:
             self.qkv = Linear(residual, Size("stack", 3), columns, bias=bias, parts=parts)
         else:
             self.q = Linear(residual, columns, bias=bias, parts=parts)
@@ -70,7 +71,10 @@ class Attention(nn.Module):
         self.out = Linear(columns, residual, bias=config.attention_bias == "all", parts=parts)
         self.norms_heads = config.qk_norm == "head"
         normed = {"none": (None, None), "whole": (columns, shared), "head": (head, head)}[config.qk_norm]
-        self.q_norm, self.k_norm = (None if size is None else RMSNorm(size, config.norm_eps, parts) for size in normed)
+        self.q_norm, self.k_norm = (
+            None if size is None else RMSNorm(size, config.norm_eps, parts, offset=config.norm == "rms_offset")
+            for size in normed
+        )
 
     @property
     def score_columns(self) -> int:
@@ -79,7 +83,7 @@ class Attention(nn.Module):
 
     def forward(self, x_TH: Tensor, places: Places, cache: LayerCache | None = None) -> Tensor:
         """[T, H]. The tokens are those of `places`, sequence by sequence; with a `cache` they continue what it holds."""
-        q, k, v = self.qkv(x_TH).chunk(3, -1) if hasattr(self, "qkv") else (self.q(x_TH), *self.kv(x_TH).chunk(2, -1))
+        q, k, v = (self.q(x_TH), *self.kv(x_TH).chunk(2, -1)) if self.grouped else self.qkv(x_TH).chunk(3, -1)
         if not self.norms_heads:
             q, k = self._normed(q, k)
         table = places.table if self.window is None else places.window_table

@@ -17,8 +17,8 @@ class Norms(Protocol):
     def rms(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         """RMSNorm with a weight."""
 
-    def layer(self, x_TH: Tensor, eps: float) -> Tensor:
-        """LayerNorm without weight or bias."""
+    def layer(self, x_TH: Tensor, eps: float, weight_H: Tensor | None = None, bias_H: Tensor | None = None) -> Tensor:
+        """LayerNorm, with weight and bias or without both."""
 
 
 class LocalNorms:
@@ -27,5 +27,5 @@ class LocalNorms:
     def rms(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         return rms_norm(x_TH, weight_H, eps)
 
-    def layer(self, x_TH: Tensor, eps: float) -> Tensor:
-        return F.layer_norm(x_TH, x_TH.shape[-1:], eps=eps)
+    def layer(self, x_TH: Tensor, eps: float, weight_H: Tensor | None = None, bias_H: Tensor | None = None) -> Tensor:
+        return F.layer_norm(x_TH, x_TH.shape[-1:], weight_H, bias_H, eps)

@@ -56,8 +56,9 @@ class KVCache:
 def _norm(config: ModelConfig, parts: Parts) -> nn.Module:
     """A norm of the residual stream."""
     residual = Size("residual", config.hidden)
-    made = RMSNorm if config.norm == "rms" else LayerNorm
-    return made(residual, config.norm_eps, parts)
+    if config.norm.startswith("rms"):
+        return RMSNorm(residual, config.norm_eps, parts, offset=config.norm == "rms_offset")
+    return LayerNorm(residual, config.norm_eps, parts, affine=config.norm == "layer_affine")
 
 
 def _if_there(norm: nn.Module | None) -> list[tuple[str, nn.Module]]:
@@ -79,7 +80,9 @@ class Block(nn.Module):
             shape = config.hidden, config.intermediate, config.experts, config.experts_per_token
             self.moe = MoeLayer(*shape, routing, config.renormalise, parts)
         else:
-            self.mlp = DenseMlp(config.hidden, config.intermediate, bias=config.mlp_bias, parts=parts)
+            kind, gated = config.activation, config.gated
+            sizes = config.hidden, config.intermediate
+            self.mlp = DenseMlp(*sizes, kind=kind, gated=gated, bias=config.mlp_bias, parts=parts)
         self.mlp_out_norm = _norm(config, parts) if after else None
 
     def forward(

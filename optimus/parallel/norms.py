@@ -23,8 +23,9 @@ class SplitNorms:
     def rms(self, x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
         return _SplitRMSNorm.apply(x_TH, weight_H, eps, self.group)
 
-    def layer(self, x_TH: Tensor, eps: float) -> Tensor:
-        return _SplitLayerNorm.apply(x_TH, eps, self.group)
+    def layer(self, x_TH: Tensor, eps: float, weight_H: Tensor | None = None, bias_H: Tensor | None = None) -> Tensor:
+        n_TH = _SplitLayerNorm.apply(x_TH, eps, self.group)
+        return n_TH if weight_H is None or bias_H is None else torch.addcmul(bias_H, n_TH, weight_H)
 
 
 def _mean(x_TH: Tensor, group: Group) -> Tensor:

@@ -51,6 +51,8 @@ def test_published_olmoe(tmp_path: Path) -> None:
             "norm_place": "before",
             "qk_norm": "whole",
             "attention_bias": "none",
+            "activation": "silu",
+            "gated": True,
             "mlp_bias": False,
             "experts": 64,
             "experts_per_token": 8,

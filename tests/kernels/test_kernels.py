@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from optimus.kernels import activation as act
 from optimus.kernels import expert_mlp as experts_op
 from optimus.kernels import linear_cross_entropy as lce
 from optimus.kernels import rms_norm as rms
@@ -58,6 +59,14 @@ def test_rotary_depends_on_distance_only() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_swiglu(dtype: torch.dtype) -> None:
     assert compare(glu.swiglu, glu.swiglu_reference, [torch.randn(9, 2 * 24, dtype=dtype)]) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_activation(kind: act.Activation, gated: bool, dtype: torch.dtype) -> None:
+    z = torch.randn(9, 2 * 24, dtype=dtype)
+    assert compare(act.activation, act.activation_reference, [z], kind, gated) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

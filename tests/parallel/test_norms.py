@@ -25,13 +25,11 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def outputs(norms: Norms, x: Tensor, w: Tensor, y_grad: Tensor) -> list[list[Tensor]]:
-    """Of both norms [y, gradient of x] and of the weights, where it has some."""
+    """Of each norm [y, gradient of x] and of the weights and biases, where it has some."""
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
-    rms, layer = norms.rms(x, w, EPS), norms.layer(x, EPS)
-    return [
-        [rms.detach(), *torch.autograd.grad(rms, [x, w], y_grad)],
-        [layer.detach(), *torch.autograd.grad(layer, [x], y_grad)],
-    ]
+    b = (1 - w.detach()).requires_grad_()
+    made = [(norms.rms(x, w, EPS), [x, w]), (norms.layer(x, EPS), [x]), (norms.layer(x, EPS, w, b), [x, w, b])]
+    return [[y.detach(), *torch.autograd.grad(y, leaves, y_grad)] for y, leaves in made]
 
 
 def on_a_rank(dtype: torch.dtype) -> list[list[Tensor]]:
