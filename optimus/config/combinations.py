@@ -124,6 +124,10 @@ def check_shapes(config: "RunConfig") -> None:
     if model.vocab < parts:
         raise ValueError(f"model.vocab {model.vocab} is less than {by} {parts}: every rank needs a token")
     context, cp = config.train.context, parallel.context
+    if context > (model.learned_positions or context):
+        raise ValueError(
+            f"train.context {context} is more than model.learned_positions {model.learned_positions}: lower it"
+        )
     pieces = 2 * cp if parallel.context_method == "ring" and cp > 1 else cp
     if context % pieces:
         raise ValueError(

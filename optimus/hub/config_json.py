@@ -7,12 +7,12 @@ outcome. `transformers` itself is not needed for any of this.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from optimus.config.load import model_config_from
 from optimus.errors import UserError
 from optimus.model.architecture import ModelConfig
-from optimus.model.families import Choice, Family, Field, families
+from optimus.model.families import Choice, Family, Field, Multiple, Same, families
 
 FILE = "config.json"
 
@@ -47,7 +47,7 @@ def read_model(path: Path) -> ModelConfig:
     raw = {family.aliases.get(name, name): value for name, value in raw.items()}
     model: dict[str, Any] = {"family": family.model_type, **family.built_in}
     model |= {ours: _value(ours, raw, theirs, file) for ours, theirs in family.fields.items()}
-    _refuse_unsupported(family, raw, file)
+    _refuse_unsupported(family, raw, model, file)
     for ours, theirs in family.optional.items():
         if ours not in family.fields and (found := _value(ours, raw, theirs, file, optional=True)) is not None:
             model[ours] = found
@@ -92,11 +92,11 @@ def write_config(
                 "this model has no equal there"
             )
     raw: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
-    raw |= family.constants
+    raw |= dict.fromkeys(family.dropout, 0.0) | _constants(family, dict(model))
     for ours, theirs in {**family.optional, **family.fields}.items():
         raw |= _published(ours, theirs, model)
     raw |= {
-        "max_position_embeddings": context,
+        "max_position_embeddings": model.learned_positions or context,
         "bos_token_id": None,
         "eos_token_id": eos_id,
         # Not the padding token: `transformers` would give that row of the embedding no gradient.
@@ -117,13 +117,18 @@ def _family(raw: dict[str, Any], file: Path) -> Family:
     return family
 
 
-def _refuse_unsupported(family: Family, raw: dict[str, Any], file: Path) -> None:
-    only: dict[str, list[Any]] = {field: [value] for field, value in family.constants.items()}
+def _constants(family: Family, model: dict[str, Any]) -> dict[str, Any]:
+    """What config.json must have if it has it, of this model."""
+    return {name: model[value.ours] if isinstance(value, Same) else value for name, value in family.constants.items()}
+
+
+def _refuse_unsupported(family: Family, raw: dict[str, Any], model: dict[str, Any], file: Path) -> None:
+    only: dict[str, list[Any]] = {field: [value] for field, value in _constants(family, model).items()}
     known = {*family.fields, *family.optional}
     if "head_size" not in known:
-        only["head_dim"] = [raw["hidden_size"] // max(1, raw["num_attention_heads"]), None]
+        only["head_dim"] = [model["hidden"] // max(1, model["heads"]), None]
     if "window_except" not in known:
-        only["layer_types"] = [["full_attention"] * raw["num_hidden_layers"], None]
+        only["layer_types"] = [["full_attention"] * model["layers"], None]
     for field, values in only.items():
         if field in raw and raw[field] not in values:
             raise UserError(f"{file}: {field} is {raw[field]!r}: only {values[0]!r} is supported here")
@@ -132,36 +137,41 @@ def _refuse_unsupported(family: Family, raw: dict[str, Any], file: Path) -> None
 def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optional: bool = False) -> Any:
     """What config.json says of our field `ours`, in its type; None where it is `optional` and not there."""
     if ours in _SPECIAL:
-        return _SPECIAL[ours](raw, file)
-    name, values = theirs if isinstance(theirs, Choice) else (theirs, None)
+        return _SPECIAL[ours].read(raw, file)
+    name = theirs if isinstance(theirs, str) else theirs.name
     field, value = ModelConfig.model_fields[ours], raw.get(name)
+    if isinstance(theirs, Multiple) and value is None:
+        return theirs.times * whole_number(raw, theirs.of, file)
     if optional and (name not in raw or (value is None and field.default_factory is not None)):
         return None
-    if values is not None:
-        if value not in values:
-            raise UserError(f"{file}: {name} is {value!r}: only {' and '.join(map(repr, values))} are supported here")
-        return values[value]
+    if isinstance(theirs, Choice):
+        if value not in theirs.values:
+            known = " and ".join(map(repr, theirs.values))
+            raise UserError(f"{file}: {name} is {value!r}: only {known} are supported here")
+        return theirs.values[value]
     if field.annotation is bool:
         return bool(value)
     return _number(raw, name, file) if field.annotation is float else whole_number(raw, name, file)
 
 
 def _published(ours: str, theirs: Field, model: ModelConfig) -> dict[str, Any]:
-    """The field of config.json that says our field `ours`."""
-    value = getattr(model, ours)
+    """The fields of config.json that say our field `ours`."""
+    value, name = getattr(model, ours), theirs if isinstance(theirs, str) else theirs.name
     if isinstance(theirs, Choice):
-        return {theirs.name: {ours: theirs for theirs, ours in theirs.values.items()}[value]}
-    if ours == "window_except":
-        kinds = "sliding_attention", "full_attention"
-        return {theirs: [kinds[model.window_of(layer) is None] for layer in range(model.layers)]}
-    if ours == "rope_scaling":
-        return {theirs: _published_scaling(model)}
-    if ours == "window_rope_theta":  # `transformers` 5 would not take it from rope_theta
-        full = {"rope_theta": model.rope_theta, **(_published_scaling(model) or {"rope_type": "default"})}
-        return {
-            "rope_parameters": {"full_attention": full, "sliding_attention": {"rope_type": "default", theirs: value}}
-        }
-    return {theirs: value}
+        return {name: {ours: theirs for theirs, ours in theirs.values.items()}[value]}
+    return _SPECIAL[ours].write(name, model) if ours in _SPECIAL else {name: value}
+
+
+def _layer_types(name: str, model: ModelConfig) -> dict[str, Any]:
+    kinds = "sliding_attention", "full_attention"
+    return {name: [kinds[model.window_of(layer) is None] for layer in range(model.layers)]}
+
+
+def _rope_parameters(name: str, model: ModelConfig) -> dict[str, Any]:
+    """Of both kinds of layers: `transformers` 5 would not take those of windows from rope_theta."""
+    full = {"rope_theta": model.rope_theta, **(_published_scaling(model) or {"rope_type": "default"})}
+    windows = {"rope_type": "default", "rope_theta": model.window_rope_theta}
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": windows}}
 
 
 def _published_scaling(model: ModelConfig) -> dict[str, Any] | None:
@@ -254,12 +264,19 @@ def _window_except(raw: dict[str, Any], file: Path) -> int | None:
     return every
 
 
-_SPECIAL: dict[str, Callable[[dict[str, Any], Path], Any]] = {
-    "rope_theta": _rope_theta,
-    "rope_scaling": _rope_scaling,
-    "window": _window,
-    "window_except": _window_except,
-    "window_rope_theta": _window_rope_theta,
+class _Special(NamedTuple):
+    """How a field of ours is read from config.json, and how written there, under a name."""
+
+    read: Callable[[dict[str, Any], Path], Any]
+    write: Callable[[str, ModelConfig], dict[str, Any]]
+
+
+_SPECIAL: dict[str, _Special] = {
+    "rope_theta": _Special(_rope_theta, lambda name, model: {name: model.rope_theta}),
+    "rope_scaling": _Special(_rope_scaling, lambda name, model: {name: _published_scaling(model)}),
+    "window": _Special(_window, lambda name, model: {name: model.window}),
+    "window_except": _Special(_window_except, _layer_types),
+    "window_rope_theta": _Special(_window_rope_theta, _rope_parameters),
 }
 
 

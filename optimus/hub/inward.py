@@ -1,5 +1,6 @@
 """From a Hugging Face folder to a model or a checkpoint. Nothing is rounded and nothing is left out silently."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from optimus.hub.config_json import FILE, read_config, read_model, whole_number
 from optimus.hub.keys import fused, published
 from optimus.hub.tensors import FolderTensors
 from optimus.model import Transformer
+from optimus.model.families import families
 
 
 def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
@@ -32,7 +34,7 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
     dtypes = {tensors.dtype(name) for name in tensors.where}
     model = Transformer(model_config).to(torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32)
     _fill(model, tensors, path)
-    context = whole_number(raw, "max_position_embeddings", path / FILE)
+    context = model_config.learned_positions or whole_number(raw, "max_position_embeddings", path / FILE)
     eos_id = _eos_id(raw, model_config.vocab)
     tokenizer = path / "tokenizer.json"
     has_tokenizer = tokenizer.is_file()
@@ -63,7 +65,7 @@ def _fill(model: Transformer, tensors: FolderTensors, path: Path) -> None:
     targets = _targets(model, tensors)
     if missing := [name for name in targets if name not in tensors.where]:
         raise UserError(f"{path} lacks the tensor {missing[0]} (and {len(missing) - 1} more): the folder is incomplete")
-    unexpected = [name for name in tensors.where if name not in targets and not _is_tied_copy(name, model, tensors)]
+    unexpected = [name for name in tensors.where if name not in targets and not _is_no_parameter(name, model, tensors)]
     if unexpected:
         raise UserError(
             f"{tensors.where[unexpected[0]]} holds the tensor {unexpected[0]} (and {len(unexpected) - 1} more), which "
@@ -82,14 +84,22 @@ def _targets(model: Transformer, tensors: FolderTensors) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         whole = fused(family, name, parameter)
         pairs = [whole] if whole and whole[0] in tensors.where else published(family, name, parameter)
-        targets.update(pairs)
+        targets.update((_stored(theirs, family, tensors), view) for theirs, view in pairs)
     return targets
 
 
-def _is_tied_copy(name: str, model: Transformer, tensors: FolderTensors) -> bool:
-    """Some folders of models with tied embeddings hold the same weights under both names."""
+def _stored(name: str, family: str, tensors: FolderTensors) -> str:
+    """A published name as this folder has it, which may leave out the prefix."""
+    return name if name in tensors.where else name.removeprefix(families()[family].prefix)
+
+
+def _is_no_parameter(name: str, model: Transformer, tensors: FolderTensors) -> bool:
+    """Some folders hold masks, or those of models with tied embeddings the same weights under both names."""
+    if any(re.fullmatch(pattern, name) for pattern in families()[model.config.family].no_parameters):
+        return True
     ((embedding, _),) = published(model.config.family, "embedding.weight", model.embedding.weight)
     ((head, _),) = published(model.config.family, "head.weight", model.embedding.weight)
+    embedding = _stored(embedding, model.config.family, tensors)
     return model.config.tie_embeddings and name == head and torch.equal(tensors.read(head), tensors.read(embedding))
 
 

@@ -21,7 +21,8 @@ def published(family: str, name: str, parameter: Tensor) -> Iterator[tuple[str, 
     for e, expert in enumerate(parameter) if per_expert else [(0, parameter)]:
         stacked = expert if len(key.names) > 1 else expert[None]
         for pattern, view in zip(key.names, stacked, strict=True):
-            yield pattern.format(i=layer, e=e), view
+            whole = view.flatten(0, 1) if key.joined else view
+            yield pattern.format(i=layer, e=e), whole.T if key.transposed else whole
 
 
 def fused(family: str, name: str, parameter: Tensor) -> tuple[str, Tensor] | None:

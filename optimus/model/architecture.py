@@ -96,6 +96,14 @@ class ModelConfig(Section):
         False, description="Whether the weights of the experts that a token chooses are made to sum to 1."
     )
     tie_embeddings: bool = Field(False, description="Whether the output layer shares the embedding's weights.")
+    learned_positions: int | None = Field(
+        None,
+        gt=0,
+        description="Positions that have a learned embedding, instead of rotary ones: no sequence is longer.",
+    )
+    position_offset: int = Field(
+        0, ge=0, description="Rows of that embedding before the one of the first position. Default: the family's."
+    )
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary position frequencies.")
     rope_scaling: RopeScaling | None = Field(None, description="Slower rotary frequencies, for longer contexts.")
     window_rope_theta: float = Field(

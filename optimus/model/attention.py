@@ -62,6 +62,7 @@ class Attention(nn.Module):
         columns = Size("heads", config.heads * config.head_size)
         shared = Size("kv_heads", config.kv_heads * config.head_size)
         bias = config.attention_bias != "none"
+        self.rotary = config.learned_positions is None
         self.grouped = shared.size != columns.size
         if not self.grouped:
             self.qkv = Linear(residual, Size("stack", 3), columns, bias=bias, parts=parts)
@@ -90,7 +91,8 @@ class Attention(nn.Module):
         q, k, v = (t.view(-1, len(table[0]), t.shape[-1] // self.head_size, self.head_size) for t in (q, k, v))
         if self.norms_heads:
             q, k = self._normed(q, k)
-        q, k = rotary(q, table), rotary(k, table)
+        if self.rotary:
+            q, k = rotary(q, table), rotary(k, table)
         if cache is None:
             y_BSND = places.sequence.attend(q, k, v, self.window)
         else:

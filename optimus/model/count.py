@@ -36,7 +36,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
 
 
 def count_parts(config: ModelConfig) -> dict[str, ParameterCount]:
-    """`count_parameters` of what pipeline stages are made of: embedding, blocks.0, blocks.1 ..., final_norm, head.
+    """`count_parameters` of what stages are made of: embedding, positions, blocks.0, blocks.1 ..., final_norm, head.
 
     A tied embedding is counted as both embedding and head; a part without parameters is not there.
     """

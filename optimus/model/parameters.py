@@ -24,6 +24,7 @@ Dim = Literal[
     "expert_ffn",  # columns between the projections of one expert
     "choices",  # experts that a router chooses from
     "hidden",  # columns of a whole token, as routers and experts see it
+    "positions",  # learned positions
     "stack",  # projections of one input, stacked so that one product computes them
 ]
 Role = Literal["matrix", "vector", "embedding"]

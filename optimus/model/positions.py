@@ -1,18 +1,36 @@
-"""Rotary positions: the frequencies of a head's pairs of columns, and what longer contexts make of them.
+"""Learned positions, and rotary ones: the frequencies of a head's pairs of columns, and what longer contexts make of them.
 
-Legend: S positions, D head size.
+Legend: S positions, D head size, T tokens, H hidden.
 """
 
 import math
 from functools import partial
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from optimus.kernels.rotary import rotary_table
 from optimus.model.architecture import ModelConfig, RopeScaling
+from optimus.model.parameters import Size, declare
+from optimus.model.parts import LOCAL, Parts
 
 Table = tuple[Tensor, Tensor]  # (cos, sin), fp32 [S, D / 2]
+
+
+class LearnedPositions(nn.Module):
+    """One row per position, the first of them `offset` rows down."""
+
+    def __init__(self, positions: int, offset: int, hidden: int, parts: Parts = LOCAL) -> None:
+        super().__init__()
+        rows = Size("positions", positions + offset)
+        self.weight = declare(self, "weight", rows, Size("residual", hidden), role="embedding")
+        self.offset, self._use = offset, parts.parameters.use
+
+    def forward(self, position_T: Tensor) -> Tensor:
+        """[T, H]. Beyond the last row is padding only, which nothing sees."""
+        self._use(self.weight)
+        return F.embedding((position_T + self.offset).clamp(max=len(self.weight) - 1), self.weight)
 
 
 def tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optimus.errors import UserError
 from optimus.model.architecture import ModelConfig
 from optimus.model.attention import Attention, LayerCache, Places
 from optimus.model.batch import Batch
@@ -18,7 +19,7 @@ from optimus.model.moe.layer import MoeLayer
 from optimus.model.moe.router import RouterStats, Routing
 from optimus.model.parameters import Size, declare
 from optimus.model.parts import LOCAL, Parts
-from optimus.model.positions import tables
+from optimus.model.positions import LearnedPositions, tables
 from optimus.model.sequence import Sequence, WholeSequence
 
 
@@ -177,6 +178,9 @@ class Transformer(nn.Module):
         self.config, self.parts = config, parts
         self.sequence = parts.sequence
         self.embedding = Embedding(config.vocab, config.hidden, parts)
+        learned = config.learned_positions
+        sizes = learned or 0, config.position_offset, config.hidden
+        self.positions = LearnedPositions(*sizes, parts) if learned else None
         self.blocks = Blocks((Block(config, layer, routing, parts) for layer in range(config.layers)), parts)
         self.final_norm = _norm(config, parts)
         tied = self.embedding.weight if config.tie_embeddings else None
@@ -189,12 +193,29 @@ class Transformer(nn.Module):
     def hidden_states(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
         """Output of the final norm [B, S, H], whole on every device; for evaluation, without gradients."""
         length, start = tokens_BS.shape[1], cache.length if cache is not None else 0
+        self.check_length(start + length)
         tokens_BS = F.pad(tokens_BS, (0, -length % self.head.vocabulary.multiple))  # a causal model does not see it
         _, places = self.whole_places(tokens_BS, start)
-        x_TH = self.final_norm(self.blocks(self.embedding(tokens_BS.flatten()), places, cache)[0])
+        x_TH = self.final_norm(self.blocks(self.embedded(tokens_BS.flatten(), places), places, cache)[0])
         if cache is not None:
             cache.keep(start + length)
         return self.head.vocabulary.join(x_TH).unflatten(0, (len(tokens_BS), -1))[:, :length]
+
+    def embedded(self, tokens_T: Tensor, places: Places) -> Tensor:
+        """The residual stream [T, H] of these tokens as the first block has it."""
+        return self.placed(self.embedding(tokens_T), places)
+
+    def placed(self, x_TH: Tensor, places: Places) -> Tensor:
+        """What the embedding gives as the first block has it: with learned positions, where the model has these."""
+        if self.positions is None:
+            return x_TH
+        return x_TH + self.positions(self.parts.vocabulary.rows(places.position_T))
+
+    def check_length(self, length: int) -> None:
+        """Raise `UserError` if sequences may not be so long."""
+        limit = self.config.learned_positions
+        if limit is not None and length > limit:
+            raise UserError(f"a sequence has {length} tokens, but the model only learned {limit} positions: shorten it")
 
     def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
         """What `find` makes of the hidden states [N, H] of the tokens `at_N`, counted row by row; for evaluation."""
@@ -208,7 +229,7 @@ class Transformer(nn.Module):
         """
         batch = Batch.of(given)
         positions_S, places = self.places(batch.tokens_BS)
-        x_TH, stats = self.blocks(self.embedding(batch.tokens_BS[:, positions_S].flatten()), places)
+        x_TH, stats = self.blocks(self.embedded(batch.tokens_BS[:, positions_S].flatten(), places), places)
         return self.losses_of(x_TH, stats, batch, positions_S, count)
 
     def losses_of(

@@ -22,6 +22,9 @@ class Vocabulary(Protocol):
     def embed(self, tokens_T: Tensor, weight: nn.Parameter) -> Tensor:
         """The residual stream [T, H] as the blocks hold it."""
 
+    def rows(self, t_T: Tensor) -> Tensor:
+        """Of something said of every token, what is said of the rows of the residual stream that are here."""
+
     def join(self, x_TH: Tensor) -> Tensor:
         """The whole [T, H] from the residual stream as the blocks hold it."""
 
@@ -47,6 +50,9 @@ class LocalVocabulary:
 
     def embed(self, tokens_T: Tensor, weight: nn.Parameter) -> Tensor:
         return F.embedding(tokens_T, weight)
+
+    def rows(self, t_T: Tensor) -> Tensor:
+        return t_T
 
     def join(self, x_TH: Tensor) -> Tensor:
         return x_TH

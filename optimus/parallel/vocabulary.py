@@ -53,6 +53,9 @@ class SplitVocabulary(Vocabulary):
         x_TH = F.embedding(row_T.clamp(0, len(weight) - 1), weight).masked_fill(elsewhere_T[:, None], 0)
         return sum_rows(x_TH, self.parts) if self.sequence else sum_shared(x_TH, self.parts)
 
+    def rows(self, t_T: Tensor) -> Tensor:
+        return t_T.chunk(self.parts.size)[self.parts.rank] if self.sequence else t_T
+
     def join(self, x_TH: Tensor) -> Tensor:
         rows_TH = gathered(x_TH, self.parts) if self.sequence else x_TH
         return _whole_columns(rows_TH, self.columns, [rows_TH.shape[1]] * self.columns.size)

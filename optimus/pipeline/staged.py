@@ -71,7 +71,7 @@ class Cut(NamedTuple):
         if name.startswith("blocks."):
             block = int(name.split(".")[1])
             return next(stage for stage, blocks in enumerate(self.blocks) if block in blocks)
-        return 0 if name.startswith("embedding.") else len(self.blocks) - 1
+        return 0 if name.startswith(("embedding.", "positions.")) else len(self.blocks) - 1
 
     def keeps(self, name: str, tied: bool) -> bool:
         """Whether a parameter is here: one of these stages', or an embedding `tied` to the output layer that is."""
@@ -88,6 +88,8 @@ def keep_stages(model: Transformer, cut: Cut) -> None:
     for i in range(len(model.blocks)):
         if not any(i in cut.blocks[stage] for stage in cut.here):
             model.blocks[i] = nn.Module()
+    if not cut.has_first:
+        del model.positions
     if not cut.has_last:
         del model.final_norm
     if cut.vocabulary:
@@ -139,6 +141,7 @@ class Staged(nn.Module):
         the hidden states of these tokens.
         """
         model, length = self.model, tokens_BS.shape[1]
+        model.check_length(length)
         padded_BS = F.pad(tokens_BS, (0, -length % self.multiple))  # a causal model does not see it
         hidden_NH = torch.empty(len(at_N), self.config.hidden, dtype=self.dtype, device=at_N.device)
 
@@ -230,6 +233,8 @@ class _Forward:
             x_TH = given[0]
             layers = self._staged.cut.blocks[stage].start
             stats = _unpacked(given[1], tokens_BS.numel() * layers) if len(given) > 1 else None
+        if stage == 0:
+            x_TH = self._staged.model.placed(x_TH, places)
         x_TH, stats = self._staged.stages[stage](x_TH, places, None, stats)
         if stage == self._last_stage:
             return self._finish_stages(microbatch, x_TH, stats)

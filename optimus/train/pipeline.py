@@ -57,7 +57,8 @@ def _weights(model: ModelConfig, *, divided: bool) -> tuple[Weights, Weights]:
     parts = count_parts(model)
     met, held = ([getattr(parts[f"blocks.{i}"], of) for i in range(model.layers)] for of in ("active", "total"))
     first, last = (0 if divided else parts[end].total for end in ("embedding", "head"))
-    return Weights(met, last=last), Weights(held, first, last)
+    positions = parts["positions"].total if "positions" in parts else 0
+    return Weights(met, last=last), Weights(held, first + positions, last)
 
 
 def stages_of(model: Transformer, cut: Cut, config: RunConfig, groups: Groups, dtype: torch.dtype) -> Staged:

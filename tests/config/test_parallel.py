@@ -56,6 +56,12 @@ def test_a_dense_model_that_cannot_be_divided(parallel: dict[str, Any], expected
     refused(expected, DENSE, parallel)
 
 
+def test_sequences_longer_than_the_learned_positions() -> None:
+    model = {**DENSE, "family": "gpt2", "learned_positions": 31}
+    refused(r"train\.context 32 is more than model\.learned_positions 31: lower it", model, {})
+    tree({**model, "learned_positions": 32}, {})
+
+
 def test_a_feed_forward_layer_that_cannot_be_divided() -> None:
     expected = r"model\.intermediate 90 is not a multiple of parallel\.tensor 4: choose a divisor"
     refused(expected, {**DENSE, "intermediate": 90}, {"tensor": 4})

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from optimus.comm import Groups
-from optimus.config import load_config
+from optimus.config import ModelConfig, load_config
 from optimus.errors import UserError
 from optimus.evaluate import generate
 from optimus.evaluate.generation import _choose, decode, generate_tokens
@@ -118,6 +118,25 @@ def generated_on_ranks(config: dict[str, Any], ranks: int) -> list[int]:
     model, state = build_model(tree, torch.device("cpu"), Groups(mesh_of(tree, ranks)))
     state.initialize(0, 0.5)
     return list(generate_tokens(model.model, [3, 41, 5, 26, 7], max_tokens=12))
+
+
+LEARNED = {"family": "gpt2", "hidden": 16, "layers": 2, "heads": 4, "intermediate": 24, "vocab": 59}
+
+
+def test_learned_positions_on_a_grid() -> None:
+    """As many as the text is long: the padding of a grid's rows lies beyond them."""
+    config = config_of("dense") | {"model": LEARNED | {"learned_positions": 17}}
+    config["train"] = config["train"] | {"context": 16}
+    alone = generated_on_ranks(config, 1)
+    assert len(set(alone)) > 3
+    parallel = {"parallel": {"tensor": [2, 2], "sequence": True}}
+    assert run_ranks(generated_on_ranks, 4, config | parallel, 4) == [alone] * 4
+    with pytest.raises(
+        UserError, match="a sequence has 18 tokens, but the model only learned 17 positions: shorten it"
+    ):
+        Transformer(ModelConfig.model_validate(LEARNED | {"learned_positions": 17}))(
+            torch.zeros(1, 18, dtype=torch.long)
+        )
 
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"tensor": [2, 2], "sequence": True}], ids=str)

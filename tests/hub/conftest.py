@@ -32,6 +32,8 @@ CONFIGS = {
     },
     "mistral": {"family": "mistral", "intermediate": 24, "kv_heads": 1, "window": 7, "head_size": 12},
     "mixtral": {"family": "mixtral", "intermediate": 12, "experts": 4, "experts_per_token": 2, "kv_heads": 1},
+    "gpt2": {"family": "gpt2", "intermediate": 24, "learned_positions": 64},
+    "opt": {"family": "opt", "intermediate": 24, "learned_positions": 64},
     "qwen2": {"family": "qwen2", "intermediate": 24, "tie_embeddings": True},
     "qwen3": {"family": "qwen3", "intermediate": 24, "kv_heads": 1, "head_size": 12},
     "qwen3_moe": {"family": "qwen3_moe", "intermediate": 12, "experts": 4, "experts_per_token": 2, "head_size": 6},

@@ -57,6 +57,7 @@ def test_published_olmoe(tmp_path: Path) -> None:
             "experts": 64,
             "experts_per_token": 8,
             "tie_embeddings": False,
+            "position_offset": 0,
             "rope_theta": 10000.0,
             "window_rope_theta": 10000.0,
             "norm_eps": 1e-5,
@@ -80,7 +81,10 @@ def test_base_of_the_rotary_frequencies(tmp_path: Path, changed: dict, theta: fl
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "model_type is 'gpt2': only llama, mistral, "),
+        (
+            {"model_type": "bloom", "architectures": ["BloomForCausalLM"]},
+            "model_type is 'bloom': only .*llama, mistral, ",
+        ),
         ({"architectures": ["LlamaForCausalLM"]}, r"architectures is \['LlamaForCausalLM'\]: only OlmoeForCausalLM"),
         ({"model_type": "absent"}, "model_type is None"),
         ({"architectures": ["OlmoeModel"]}, r"architectures is \['OlmoeModel'\]: only OlmoeForCausalLM"),
@@ -111,6 +115,62 @@ def test_base_of_the_rotary_frequencies(tmp_path: Path, changed: dict, theta: fl
 def test_what_is_not_supported_is_named(tmp_path: Path, changed: dict, message: str) -> None:
     with pytest.raises(UserError, match=f"config.json: .*{message}"):
         read_model_folder(folder(tmp_path, **changed))
+
+
+OPT = {
+    "model_type": "opt",
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "ffn_dim": 4096,
+    "vocab_size": 50272,
+    "max_position_embeddings": 2048,
+    "dropout": 0.1,
+    "word_embed_proj_dim": 1024,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"word_embed_proj_dim": 512}, "word_embed_proj_dim is 512: only 1024"),  # as the one of 350M parameters
+        ({"do_layer_norm_before": False}, "do_layer_norm_before is False: only True"),
+        ({"enable_bias": False}, "enable_bias is False: only True"),
+        ({"activation_function": "tanh"}, "activation_function is 'tanh': only 'relu' and 'gelu'"),
+        ({"max_position_embeddings": None}, "max_position_embeddings is missing"),
+    ],
+)
+def test_what_opt_may_not_be(tmp_path: Path, changed: dict, message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(OPT))
+    assert read_model_folder(tmp_path)["model"]["position_offset"] == 2
+    (tmp_path / "config.json").write_text(json.dumps(OPT | changed))
+    with pytest.raises(UserError, match=f"config.json: {message}"):
+        read_model_folder(tmp_path)
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 12, "n_layer": 2, "n_head": 2, "vocab_size": 61, "n_positions": 32}
+
+
+@pytest.mark.parametrize(("changed", "width"), [({}, 48), ({"n_inner": None}, 48), ({"n_inner": 20}, 20)])
+def test_width_that_follows_from_another(tmp_path: Path, changed: dict, width: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT2 | changed))
+    model = read_model_folder(tmp_path)["model"]
+    assert (model["intermediate"], model["learned_positions"], model["tie_embeddings"]) == (width, 32, True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"activation_function": "relu"}, "activation_function is 'relu': only 'gelu_new'"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True: only False"),
+        ({"add_cross_attention": True}, "add_cross_attention is True: only False"),
+        ({"n_inner": "wide"}, "n_inner is 'wide': it must be a whole number"),
+    ],
+)
+def test_what_gpt2_may_not_be(tmp_path: Path, changed: dict, message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT2 | changed))
+    with pytest.raises(UserError, match=f"config.json: {message}"):
+        read_model_folder(tmp_path)
 
 
 def test_folder_must_have_a_readable_config(tmp_path: Path) -> None:

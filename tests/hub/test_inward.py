@@ -8,10 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from optimus.checkpoint import find_checkpoint, load_model, read_description
+from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.hub import export_checkpoint, export_model, import_folder, load_weights, read_model_folder
 from optimus.hub.config_json import read_config
 from optimus.model import Transformer
+from optimus.model.init import initialize
 
 
 def exported(model: Transformer, folder: Path, tokenizer: Path | None = None, eos_id: int | None = None) -> Path:
@@ -65,6 +67,24 @@ def test_export_of_an_import_is_the_same_folder(
     assert (first / "model.safetensors").read_bytes() == (tmp_path / "second" / "model.safetensors").read_bytes()
     assert (first / "tokenizer.json").read_bytes() == (tmp_path / "second" / "tokenizer.json").read_bytes()
     assert read_config(first) == read_config(tmp_path / "second")
+
+
+def test_published_tensors_without_the_prefix_and_with_masks(tmp_path: Path) -> None:
+    sizes = {"hidden": 16, "layers": 2, "heads": 2, "intermediate": 64, "vocab": 61, "learned_positions": 32}
+    model = Transformer(ModelConfig(family="gpt2", **sizes))
+    initialize(model, seed=0, std=0.3)
+    hf = exported(model, tmp_path / "hf")
+    tensors = {name.removeprefix("transformer."): value for name, value in load_file(hf / "model.safetensors").items()}
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 32, 32) for layer in range(2)}
+    save_file(tensors | masks, hf / "model.safetensors")
+    (hf / "config.json").write_text(json.dumps(read_config(hf) | {"attn_pdrop": 0.1, "n_inner": None}))
+    copy = Transformer(model.config)
+    load_weights(copy, hf)
+    assert_same_bits(copy, model)
+    assert import_folder(hf, tmp_path / "checkpoint")["context"] == 32
+    save_file(tensors | {"h.0.attn.mask": torch.ones(1)}, hf / "model.safetensors")
+    with pytest.raises(UserError, match=r"holds the tensor h.0.attn.mask .* does not have"):
+        load_weights(copy, hf)
 
 
 def test_context_tokenizer_and_end_of_text_come_along(dense: Transformer, tokenizer: Path, tmp_path: Path) -> None:

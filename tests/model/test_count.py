@@ -21,6 +21,13 @@ def small(**fields: object) -> ModelConfig:
 OLMO, OLMOE = {"family": "olmo"}, {"family": "olmoe", "experts": 8, "experts_per_token": 2}
 HAND = [name for name in preset_names() if name.startswith("mula-")]  # of the two families in the formulas by hand
 PUBLISHED = {  # parameters of the files on Hugging Face
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "opt-125m": 125_239_296,
+    "opt-1.3b": 1_315_758_080,
+    "opt-6.7b": 6_658_473_984,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.1-8b": 8_030_261_248,
     "mistral-7b": 7_241_732_096,

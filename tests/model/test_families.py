@@ -16,7 +16,7 @@ from optimus.model.families import families, family_named
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "intermediate": 24, "vocab": 48}
 SPARSE = {"experts": 4, "experts_per_token": 2}
-OPTIONS = {"kv_heads": 1, "attention_bias": "all", "mlp_bias": True}
+OPTIONS = {"kv_heads": 1, "attention_bias": "all", "mlp_bias": True, "tie_embeddings": False}
 
 
 def model_of(name: str, **options: object) -> ModelConfig:
@@ -25,8 +25,10 @@ def model_of(name: str, **options: object) -> ModelConfig:
 
 def needed(name: str) -> dict[str, object]:
     """What a model of the family needs besides sizes."""
-    windows = {"window": 8} if "window" in families()[name].fields else {}
-    return windows | (SPARSE if "experts" in families()[name].fields else {})
+    fields = families()[name].fields
+    windows = {"window": 8} if "window" in fields else {}
+    learned = {"learned_positions": 64} if "learned_positions" in fields else {}
+    return windows | learned | (SPARSE if "experts" in fields else {})
 
 
 @pytest.mark.parametrize("name", families())

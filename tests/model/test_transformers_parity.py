@@ -9,6 +9,7 @@ from torch import Tensor
 from optimus.config import ModelConfig
 from optimus.hub.keys import fused, published
 from optimus.model import KVCache, Transformer
+from optimus.model.families import families
 from optimus.model.init import initialize
 
 transformers = pytest.importorskip("transformers")
@@ -67,6 +68,12 @@ CONFIGS = {
         "olmo3", window=6, layers=4, window_except=2, kv_heads=2, rope_scaling=yarn(attention_factor=1.5)
     ),
     "olmo3-all-windows": of("olmo3", window=3, window_except=3, tie_embeddings=True, rope_scaling=yarn(factor=8.0)),
+    "gpt2": of("gpt2", learned_positions=64),
+    "gpt2-not-tied": of("gpt2", learned_positions=47, heads=2, layers=3, tie_embeddings=False),
+    "gpt2-narrow": of("gpt2", learned_positions=64, hidden=24, heads=6, intermediate=40),
+    "opt": of("opt", learned_positions=64, norm_eps=1e-5),
+    "opt-gelu": of("opt", learned_positions=47, activation="gelu", heads=2, layers=3, norm_eps=1e-5),
+    "opt-not-tied": of("opt", learned_positions=50, hidden=24, heads=6, tie_embeddings=False, norm_eps=1e-5),
     "olmo": olmo(),
     "olmo-wide": olmo(hidden=96, heads=3, intermediate=40, layers=3),
     "olmo-one-head-tied": olmo(heads=1, tie_embeddings=True, rope_theta=500.0),
@@ -118,6 +125,8 @@ def rope_parameters(config: ModelConfig) -> dict[str, object]:
 
 
 NAMES = {
+    "gpt2": "GPT2",
+    "opt": "OPT",
     "olmo": "Olmo",
     "olmoe": "Olmoe",
     "olmo2": "Olmo2",
@@ -168,8 +177,15 @@ def twin_of(model: Transformer) -> "transformers.PreTrainedModel":
         every = config.window_except
         layers = range(1, config.layers + 1)
         fields["layer_types"] = ["sliding_attention" if layer % every else "full_attention" for layer in layers]
+    if config.family == "gpt2":
+        fields |= {"n_inner": config.intermediate, "n_positions": config.learned_positions}
+        fields |= {"layer_norm_epsilon": config.norm_eps, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    if config.family == "opt":
+        fields |= {"ffn_dim": config.intermediate, "max_position_embeddings": config.learned_positions, "dropout": 0}
+        fields["activation_function"] = config.activation
     name = NAMES[config.family]
-    twin = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**fields))
+    made = getattr(transformers, families()[config.family].architecture)
+    twin = made(getattr(transformers, f"{name}Config")(**fields))
     theirs = dict(twin.named_parameters())
     filled = set()
     with torch.no_grad():

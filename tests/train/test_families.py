@@ -23,6 +23,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "mistral": {"window": 5, "kv_heads": 4, "head_size": 6},
     "mixtral": EXPERTS,
+    "gpt2": {"learned_positions": 64, "kv_heads": 4},
+    "opt": {"learned_positions": 64, "kv_heads": 4, "tie_embeddings": False},
     "qwen2": {},
     "qwen3": {"head_size": 6, "tie_embeddings": True},
     "qwen3_moe": EXPERTS | {"head_size": 6, "renormalise": True},

@@ -26,6 +26,11 @@ EXPERTS: dict[str, Field] = {"experts": "num_experts", "experts_per_token": "num
 CONSTANTS: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
 
 
+def affine(ours: str, *theirs: str) -> dict[str, Key]:
+    """Keys of a module's weight and bias."""
+    return {f"{ours}.{kind}": Key(tuple(f"{name}.{kind}" for name in theirs)) for kind in ("weight", "bias")}
+
+
 def attention(*, bias: bool = False, norms: bool = False) -> dict[str, Key]:
     """Keys of the attention's weights, with the biases that models may have, and norms of q and k."""
     q, k, v, out = (f"{ATTENTION}{name}_proj" for name in "qkvo")

@@ -19,6 +19,8 @@ class Key(NamedTuple):
 
     names: tuple[str, ...]
     fused: str | None = None
+    joined: bool = False  # what is stacked here lies end to end there
+    transposed: bool = False  # a matrix has its inputs first there
 
 
 class Choice(NamedTuple):
@@ -28,7 +30,21 @@ class Choice(NamedTuple):
     values: Mapping[Any, Any]
 
 
-Field = str | Choice
+class Multiple(NamedTuple):
+    """A field of `config.json` that is so many `times` the field `of`, unless it is said."""
+
+    name: str
+    times: int
+    of: str
+
+
+class Same(NamedTuple):
+    """As a constant: the value of our field."""
+
+    ours: str
+
+
+Field = str | Choice | Multiple
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,9 @@ class Family:
     aliases: Mapping[str, str] = field(
         default_factory=dict
     )  # in config.json: what newer `transformers` writes, the name
+    dropout: tuple[str, ...] = ()  # fields of config.json that only its training reads: written as 0, not read
+    prefix: str = ""  # of published tensors' names, which may lack it
+    no_parameters: tuple[str, ...] = ()  # patterns of tensors that may be there, and are none
 
     @property
     def varies(self) -> frozenset[str]:
