@@ -25,7 +25,7 @@ from optimus.kernels.rotary import rotary, rotary_reference, rotary_table
 from optimus.kernels.swiglu import swiglu, swiglu_reference
 from optimus.model.architecture import ModelConfig
 from optimus.model.count import count_parameters
-from optimus.model.moe.router import Router
+from optimus.model.moe.router import Choosing, Router
 from optimus.model.parts import Parts
 from optimus.optim.adamw import AdamW, adamw, adamw_reference
 from optimus.testing.buffers import GradientBuffers
@@ -208,7 +208,7 @@ def _router(sizes: Sizes) -> Case:
     """
     T, H, (E, K) = sizes.tokens, sizes.model.hidden, _expert_counts(sizes.model)
     parts = Parts(parameters=sizes.buffers)
-    router = Router(H, E, K, "learned", sizes.model.renormalise, parts).to(sizes.device, sizes.dtype)
+    router = Router(H, E, K, "learned", Choosing.of(sizes.model), parts).to(sizes.device, sizes.dtype)
     x_TH = _random(sizes, T, H)
     with torch.no_grad():
         order_TE = torch.rand(T, E, device=sizes.device).argsort(-1)

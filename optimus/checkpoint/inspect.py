@@ -15,7 +15,8 @@ from optimus.checkpoint.store import write_model
 from optimus.disk import sync, user_path
 from optimus.errors import UserError, naming_disk_errors
 from optimus.model import Transformer
-from optimus.state import Box
+from optimus.model.parameters import named_tensors
+from optimus.state import whole_boxes
 
 To = Literal["weights", "torch", "safetensors"]
 
@@ -93,7 +94,7 @@ def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str
         about = reader.description
         type_ = getattr(torch, dtype or about.precision)
         model = Transformer(about.model).to(type_)
-        reader.fill(_boxes({f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}))
+        reader.fill(whole_boxes(named_tensors(model)))
         name = str(type_).removeprefix("torch.")
         write_model(model, output, about.weights_only(name))
         count = len(list(model.parameters()))
@@ -124,17 +125,13 @@ def _rank(file: str) -> int:
     return int(file.removeprefix("__").partition("_")[0])
 
 
-def _boxes(tensors: dict[str, Tensor]) -> list[Box]:
-    return [Box(key, tuple(tensor.shape), (0,) * tensor.dim(), tensor) for key, tensor in tensors.items()]
-
-
 def _tensors(reader: Reader, dtype: str | None) -> dict[str, Tensor]:
     """All global tensors by key, the weights in `dtype`."""
     tensors = {}
     for key, stored in reader.stored.items():
         type_ = dtype if dtype and key.startswith("model.") else stored[0].dtype
         tensors[key] = torch.empty(stored[0].shape, dtype=getattr(torch, type_))
-    reader.fill(_boxes(tensors))
+    reader.fill(whole_boxes(tensors.items(), prefix=""))
     return tensors
 
 

@@ -29,7 +29,7 @@ from optimus.checkpoint.slots import clear_leftovers, remove, retire, retire_wei
 from optimus.checkpoint.staging import Staging
 from optimus.disk import sync
 from optimus.errors import UserError, naming_disk_errors
-from optimus.state import Box, ModelState, boxes
+from optimus.state import Box, ModelState, boxes, whole_boxes
 from optimus.state.chunk import Chunk
 
 _CURE = "Earlier checkpoints are untouched: make room or mend the path, then run again with `resume=True`"
@@ -76,6 +76,8 @@ class Saver:
         writers = zip(state.chunks, state.writers(scattered=scattered))
         self._chunks = [chunk for chunk, writer in writers if writer == state.groups.rank]  # that this rank writes
         self._file = file_of(state.groups.rank)
+        self._buffers = state.buffers if state.buffers and state.team.rank == 0 else {}
+        self._short: list[tuple[str, Tensor]] = []  # copies of the buffers
         self._staging = Staging()
         self._targets: Sequence[Target] = ()  # under way
         self._stored: list[list[Stored]] = []  # of each: what this rank has written
@@ -94,6 +96,7 @@ class Saver:
         done = self.finish()
         with self._waiting():
             self._targets = targets
+            self._short = [(name, buffer.clone()) for name, buffer in self._buffers.items()]
             if self._world.rank == 0:
                 self._catching(self._prepare)
             self._agree()
@@ -177,10 +180,11 @@ class Saver:
             with naming_disk_errors(target.folder, _CURE):
                 if self._world.rank == 0 and target.keep is not None:
                     retire(target.run, target.keep, target.folder)
-                self._stored.append(self._write_file(target, held) if self._chunks else [])
+                self._stored.append(self._write_file(target, held) if self._chunks or self._short else [])
 
     def _write_file(self, target: Target, held: Callable[[Tensor], Tensor]) -> list[Stored]:
         def found() -> Iterator[Box]:
+            yield from whole_boxes(self._short)
             for chunk in self._chunks:
                 for kind, buffer in target.buffers(chunk).items():
                     for box in boxes(chunk.plan, kind, held(buffer)):

@@ -12,7 +12,8 @@ from optimus.checkpoint.saving import complete
 from optimus.config import ModelConfig
 from optimus.errors import UserError, naming_disk_errors
 from optimus.model import Transformer
-from optimus.state import Box, ModelState, Send, load_boxes
+from optimus.model.parameters import named_tensors
+from optimus.state import ModelState, Send, load_boxes, whole_boxes
 
 FULL, WEIGHTS = ("model", "adamw.m", "adamw.v"), ("model",)
 
@@ -29,7 +30,7 @@ def write_model(model: Transformer, folder: Path, description: Description) -> N
     if folder.exists():
         raise UserError(f"{folder} exists already: choose another output folder or remove it")
     partial = folder.with_name(f".{folder.name}.partial")
-    boxes = (Box(f"model.{name}", tuple(p.shape), (0,) * p.dim(), p) for name, p in model.named_parameters())
+    boxes = whole_boxes(named_tensors(model))
     with naming_disk_errors(folder, "Make room or choose another output folder"):
         partial.mkdir(parents=True, exist_ok=True)
         with (partial / file_of(0)).open("wb") as file:
@@ -80,9 +81,7 @@ def load_model(
     """
     reader = Reader.open(find_checkpoint(checkpoint))
     model = Transformer(reader.description.model).float()
-    reader.fill(
-        Box(f"model.{name}", tuple(p.shape), (0,) * p.dim(), p.detach()) for name, p in model.named_parameters()
-    )
+    reader.fill(whole_boxes(named_tensors(model)))
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 

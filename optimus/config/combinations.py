@@ -10,10 +10,11 @@ if TYPE_CHECKING:
 
 def check_recomputation(config: "RunConfig") -> None:
     """Raise where what is to be recomputed is not there, or said twice."""
-    absent = "moe" if config.model.experts is None else "mlp"
-    if absent in config.recompute:
-        kind = "dense model" if config.model.experts is None else "model whose blocks all have experts"
-        raise ValueError(f"recompute: a {kind} has no module '{absent}'")
+    sparse = config.model.sparse_layers()
+    absent = {"moe": not sparse, "mlp": not config.model.has_dense_layers}
+    for kind in filter(lambda kind: absent.get(kind), config.recompute):
+        model = "model whose blocks all have experts" if sparse else "dense model"
+        raise ValueError(f"recompute: a {model} has no module '{kind}'")
     alone = next((kind for kind in config.recompute if kind in ("block", "auto")), None)
     if alone is not None and len(config.recompute) > 1:
         raise ValueError(f"recompute: {alone} is about all modules, remove the others")
@@ -38,9 +39,10 @@ def check_experts(config: "RunConfig") -> None:
         return
     if model.experts % parallel.expert:
         raise ValueError(f"model.experts {model.experts} is not a multiple of parallel.expert {parallel.expert}")
-    if model.intermediate % parallel.expert_tensor:
+    if model.expert_intermediate % parallel.expert_tensor:
+        name = "intermediate" if "expert_intermediate" in model.derived else "expert_intermediate"
         raise ValueError(
-            f"model.intermediate {model.intermediate} is not a multiple of parallel.expert_tensor "
+            f"model.{name} {model.expert_intermediate} is not a multiple of parallel.expert_tensor "
             f"{parallel.expert_tensor}: choose a divisor"
         )
     outputs, inputs = parallel.grid
@@ -115,7 +117,8 @@ def check_shapes(config: "RunConfig") -> None:
         ("model.heads", model.heads, outputs, "parallel.tensor"),
         ("model.kv_heads", model.kv_heads, outputs, "parallel.tensor"),
         ("model.hidden", model.hidden, inputs, "the inputs of parallel.tensor"),
-        ("model.intermediate", model.intermediate if model.experts is None else 0, outputs, "parallel.tensor"),
+        ("model.intermediate", model.intermediate if model.has_dense_layers else 0, outputs, "parallel.tensor"),
+        ("the width of model.shared_experts", model.shared_intermediate, outputs, "parallel.tensor"),
     ):
         if size % parts:
             raise ValueError(f"{name} {size} is not a multiple of {axis} {parts}: choose a divisor")

@@ -131,6 +131,12 @@ class MoeConfig(Section):
 
     balance_coefficient: float = Field(0.01, ge=0, description="Weight of the load-balancing loss.")
     z_coefficient: float = Field(0.001, ge=0, description="Weight of the router z-loss.")
+    bias_rate: float = Field(
+        1e-3,
+        ge=0,
+        description="What is added after each step to the bias of an expert that was chosen less often than the mean, or "
+        "taken from it where more often. For models with router_bias.",
+    )
     routing: Literal["learned", "uniform"] = Field(
         "learned",
         description="uniform: forced uniform routing by the position in the sequence, every expert receives the same number "
@@ -386,6 +392,8 @@ class RunConfig(Section):
     def _combinations(self) -> "RunConfig":
         if self.model.experts is None and "moe" in self.model_fields_set:
             raise ValueError("moe: the model is dense: remove the section moe")
+        if not self.model.router_bias and self.moe.bias_rate != MoeConfig.model_fields["bias_rate"].default:
+            raise ValueError("moe.bias_rate: the routers of the model have no bias: remove it")
         check_recomputation(self)
         check_experts(self)
         check_shapes(self)

@@ -264,6 +264,19 @@ def _window_except(raw: dict[str, Any], file: Path) -> int | None:
     return every
 
 
+def _dense_layers(raw: dict[str, Any], file: Path) -> int:
+    if "first_k_dense_replace" in raw:
+        return whole_number(raw, "first_k_dense_replace", file)
+    layers = raw.get("mlp_only_layers") or []
+    if layers != list(range(len(layers))):
+        raise UserError(f"{file}: mlp_only_layers is {layers}: only the first layers may be dense here")
+    return len(layers)
+
+
+def _which_are_dense(name: str, model: ModelConfig) -> dict[str, Any]:
+    return {name: list(range(model.dense_layers)) if name == "mlp_only_layers" else model.dense_layers}
+
+
 class _Special(NamedTuple):
     """How a field of ours is read from config.json, and how written there, under a name."""
 
@@ -277,6 +290,7 @@ _SPECIAL: dict[str, _Special] = {
     "window": _Special(_window, lambda name, model: {name: model.window}),
     "window_except": _Special(_window_except, _layer_types),
     "window_rope_theta": _Special(_window_rope_theta, _rope_parameters),
+    "dense_layers": _Special(_dense_layers, _which_are_dense),
 }
 
 

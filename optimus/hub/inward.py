@@ -16,6 +16,7 @@ from optimus.hub.keys import fused, published
 from optimus.hub.tensors import FolderTensors
 from optimus.model import Transformer
 from optimus.model.families import families
+from optimus.model.parameters import named_tensors
 
 
 def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
@@ -31,8 +32,10 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
     path, output = user_path(hf_dir), user_path(output)
     raw = read_config(path)
     model_config, tensors = read_model(path), FolderTensors(path)
-    dtypes = {tensors.dtype(name) for name in tensors.where}
-    model = Transformer(model_config).to(torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32)
+    model = Transformer(model_config)
+    buffers = {name for own, buffer in model.named_buffers() for name, _ in published(model_config.family, own, buffer)}
+    dtypes = {tensors.dtype(name) for name in tensors.where if name not in buffers}
+    model = model.to(torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32)
     _fill(model, tensors, path)
     context = model_config.learned_positions or whole_number(raw, "max_position_embeddings", path / FILE)
     eos_id = _eos_id(raw, model_config.vocab)
@@ -78,12 +81,12 @@ def _fill(model: Transformer, tensors: FolderTensors, path: Path) -> None:
 
 
 def _targets(model: Transformer, tensors: FolderTensors) -> dict[str, Tensor]:
-    """Tensor names of the folder to the views of our parameters that they fill."""
+    """Tensor names of the folder to the views of our tensors that they fill."""
     family = model.config.family
     targets: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        whole = fused(family, name, parameter)
-        pairs = [whole] if whole and whole[0] in tensors.where else published(family, name, parameter)
+    for name, tensor in named_tensors(model):
+        whole = fused(family, name, tensor)
+        pairs = [whole] if whole and whole[0] in tensors.where else published(family, name, tensor)
         targets.update((_stored(theirs, family, tensors), view) for theirs, view in pairs)
     return targets
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from optimus.checkpoint import find_checkpoint, load_model, read_description
 from optimus.config.sizes import size_text
@@ -17,8 +16,9 @@ from optimus.disk import user_path
 from optimus.errors import UserError, nearest
 from optimus.hub.config_json import write_config
 from optimus.hub.keys import published
-from optimus.hub.tensors import stored_bytes, write_tensors
+from optimus.hub.tensors import Stored, stored_bytes, write_tensors
 from optimus.model import Transformer
+from optimus.model.parameters import named_tensors
 
 _MAX_FILE = 5_000_000_000  # bytes: what `transformers` itself cuts large models into
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -68,8 +68,8 @@ def export_model(
     """
     output = output.absolute()
     _check_free(output)
-    tensors = _tensors(model)
-    size = sum(stored_bytes(tensor, dtype) for _, tensor in tensors)
+    tensors = _tensors(model, dtype)
+    size = sum(map(stored_bytes, tensors))
     special = _special_tokens(tokenizer, eos_id)
     stored_as = str(dtype or model.embedding.weight.dtype).removeprefix("torch.")
     partial = output.with_name(f".{output.name}.partial")
@@ -80,7 +80,7 @@ def export_model(
         write_config(model.config, partial, context=context, eos_id=eos_id, pad_id=special.pad_id, dtype=stored_as)
         if tokenizer is not None:
             _write_tokenizer(tokenizer, special, partial, context)
-        write_tensors(tensors, partial, dtype, max_file_bytes)
+        write_tensors(tensors, partial, max_file_bytes)
         partial.rename(output)
     except OSError as error:
         raise UserError(
@@ -107,10 +107,13 @@ class SpecialTokens(NamedTuple):
     pad_id: int | None
 
 
-def _tensors(model: Transformer) -> list[tuple[str, Tensor]]:
-    family = model.config.family
+def _tensors(model: Transformer, dtype: torch.dtype | None) -> list[Stored]:
+    """All tensors; buffers stay in their type."""
+    buffers, family = dict(model.named_buffers()), model.config.family
     return [
-        pair for name, parameter in model.named_parameters() for pair in published(family, name, parameter.detach())
+        Stored(published_name, view, tensor.dtype if dtype is None or name in buffers else dtype)
+        for name, tensor in named_tensors(model)
+        for published_name, view in published(family, name, tensor)
     ]
 
 

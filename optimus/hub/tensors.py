@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,40 +68,44 @@ def _weight_files(path: Path) -> list[Path]:
         raise UserError(f"{index} is damaged ({error!r}): get the file again") from None
 
 
-def write_tensors(
-    tensors: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype | None, max_bytes: int
-) -> None:
-    """Write `tensors` in `dtype` (None: each in its own) into files of at most `max_bytes` or one tensor.
+class Stored(NamedTuple):
+    """A tensor to be written: its name, and the type in which."""
+
+    name: str
+    tensor: Tensor
+    dtype: torch.dtype
+
+
+def write_tensors(tensors: Iterable[Stored], folder: Path, max_bytes: int) -> None:
+    """Write `tensors` into files of at most `max_bytes` or one tensor.
 
     One file is `model.safetensors`; several get an index.
     """
-    shards = list(_shards(tensors, dtype, max_bytes))
+    shards = list(_shards(tensors, max_bytes))
     names = [SINGLE] if len(shards) == 1 else [_shard_name(n, len(shards)) for n in range(1, len(shards) + 1)]
     for file, shard in zip(names, shards, strict=True):
-        _write_file(folder / file, shard, dtype)
+        _write_file(folder / file, shard)
     if len(shards) > 1:
-        weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name, _ in shard}
-        total = sum(stored_bytes(tensor, dtype) for shard in shards for _, tensor in shard)
+        weight_map = {each.name: file for file, shard in zip(names, shards, strict=True) for each in shard}
+        total = sum(stored_bytes(each) for shard in shards for each in shard)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def stored_bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
-    """Bytes of `tensor` once written in `dtype` (None: its own)."""
-    return tensor.numel() * (dtype or tensor.dtype).itemsize
+def stored_bytes(stored: Stored) -> int:
+    """Bytes of a tensor once written."""
+    return stored.tensor.numel() * stored.dtype.itemsize
 
 
-def _shards(
-    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, max_bytes: int
-) -> Iterator[list[tuple[str, Tensor]]]:
-    shard: list[tuple[str, Tensor]] = []
+def _shards(tensors: Iterable[Stored], max_bytes: int) -> Iterator[list[Stored]]:
+    shard: list[Stored] = []
     held = 0
-    for name, tensor in tensors:
-        size = stored_bytes(tensor, dtype)
+    for each in tensors:
+        size = stored_bytes(each)
         if shard and held + size > max_bytes:
             yield shard
             shard, held = [], 0
-        shard.append((name, tensor))
+        shard.append(each)
         held += size
     yield shard
 
@@ -110,20 +114,20 @@ def _shard_name(number: int, count: int) -> str:
     return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
-def _write_file(file: Path, tensors: list[tuple[str, Tensor]], dtype: torch.dtype | None) -> None:
+def _write_file(file: Path, tensors: list[Stored]) -> None:
     """The format: length of the header (8 bytes), the header in JSON, then the tensors' bytes end to end."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, tensor in tensors:
-        end = offset + stored_bytes(tensor, dtype)
-        code = _CODES[dtype or tensor.dtype]
-        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+    for each in tensors:
+        end = offset + stored_bytes(each)
+        shape = list(each.tensor.shape)
+        header[each.name] = {"dtype": _CODES[each.dtype], "shape": shape, "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded = encoded.ljust(8 * math.ceil(len(encoded) / 8))  # the tensors begin on a multiple of 8 bytes
     with file.open("wb") as out:
         out.write(len(encoded).to_bytes(8, "little"))
         out.write(encoded)
-        for _, tensor in tensors:
-            stored = tensor.detach().to(device="cpu", dtype=dtype or tensor.dtype).contiguous()
+        for _, tensor, dtype in tensors:
+            stored = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
             out.write(stored.flatten().view(torch.uint8).numpy().data)

@@ -28,6 +28,12 @@ class RopeScaling(Section):
     attention_factor: float | None = Field(
         None, gt=0, description="yarn: factor of queries and keys. Default: 0.1 ln(factor) + 1."
     )
+    mscale: float | None = Field(
+        None, gt=0, description="yarn: m in that default, 0.1 m ln(factor) + 1, over the same of mscale_all_dim."
+    )
+    mscale_all_dim: float | None = Field(
+        None, gt=0, description="yarn: its m; with latent attention the scores are multiplied by the square of it."
+    )
 
     @model_validator(mode="after")
     def _makes_sense(self) -> "RopeScaling":
@@ -38,6 +44,20 @@ class RopeScaling(Section):
                 f"low_freq_factor {self.low_freq_factor} must be below high_freq_factor {self.high_freq_factor}"
             )
         return self
+
+
+class Latent(Section):
+    """Multi-head latent attention (DeepSeek-V2): keys and values are made of one short vector per token.
+
+    Beside its `head_size` columns a head's query and key have some that carry the position; those of keys are of all heads.
+    """
+
+    queries: int | None = Field(
+        None, gt=0, description="Columns that queries are compressed to. Default: they are not."
+    )
+    keys: int = Field(gt=0, description="Columns that keys and values are compressed to.")
+    rotary: int = Field(gt=0, multiple_of=2, description="Columns of a head's queries and keys with rotary positions.")
+    value: int = Field(gt=0, description="Columns of a head's values.")
 
 
 class ModelConfig(Section):
@@ -59,7 +79,8 @@ class ModelConfig(Section):
         gt=0,
         description="Columns of a head, an even number. Default: hidden / heads.",
     )
-    intermediate: int = Field(gt=0, description="Width of the feed-forward layer, or of each expert.")
+    latent: Latent | None = Field(None, description="Sizes of latent attention.")
+    intermediate: int = Field(gt=0, description="Width of the dense feed-forward layer.")
     vocab: int = Field(
         gt=0, description="Entries of the vocabulary, at least the tokenizer's. Ranks need not divide it evenly."
     )
@@ -92,8 +113,28 @@ class ModelConfig(Section):
     )
     experts: int | None = Field(None, gt=0, description="Experts per block.")
     experts_per_token: int | None = Field(None, gt=0, description="Experts that each token chooses.")
+    expert_intermediate: int = Field(
+        default_factory=lambda given: given["intermediate"],
+        gt=0,
+        description="Width of each expert. Default: intermediate.",
+    )
+    shared_experts: int = Field(
+        0, ge=0, description="Experts that every token meets beside those it chooses; they are one of so many widths."
+    )
+    dense_layers: int = Field(0, ge=0, description="Of the layers the first have no experts.")
+    sparse_every: int = Field(1, gt=0, description="Of so many layers the last has experts, the others are dense.")
+    score: Literal["softmax", "sigmoid"] = Field("softmax", description="What the router makes of its logits.")
+    expert_groups: int = Field(1, gt=0, description="Groups of experts, of which a token chooses some first.")
+    groups_per_token: int = Field(
+        1, gt=0, description="Groups that it chooses: those whose two best experts have the highest scores together."
+    )
     renormalise: bool = Field(
         False, description="Whether the weights of the experts that a token chooses are made to sum to 1."
+    )
+    routed_scale: float = Field(1.0, gt=0, description="Factor of the weights of the experts that a token chooses.")
+    router_bias: bool = Field(
+        False,
+        description="Whether a bias of each expert, which balances them without a loss, takes part in the choice.",
     )
     tie_embeddings: bool = Field(False, description="Whether the output layer shares the embedding's weights.")
     learned_positions: int | None = Field(
@@ -125,7 +166,9 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> "ModelConfig":
-        if self.head_size % 2 or (self.head_size == self.hidden // self.heads and self.hidden % self.heads):
+        if self.latent is not None:
+            self._check_latent()
+        elif self.head_size % 2 or (self.head_size == self.hidden // self.heads and self.hidden % self.heads):
             raise ValueError(
                 f"hidden {self.hidden} over {self.heads} heads must give an even head size; change hidden or heads"
             )
@@ -143,9 +186,38 @@ class ModelConfig(Section):
             usual = family.defaults.get(name, self._default(name))
             if name not in family.varies and value != usual:
                 raise ValueError(f"{name} is {value!r}, but {usual!r} in all models of family {self.family}: remove it")
-        if self.experts is not None and self.experts_per_token is not None and self.experts_per_token > self.experts:
-            raise ValueError(f"experts_per_token {self.experts_per_token} is more than experts {self.experts}")
+        if self.experts is not None and self.experts_per_token is not None:
+            self._check_experts(self.experts, self.experts_per_token)
         return self
+
+    def _check_latent(self) -> None:
+        for name, only in (("kv_heads", self.heads), ("qk_norm", "none"), ("attention_bias", "none"), ("window", None)):
+            if getattr(self, name) != only:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, but {only!r} with latent attention: remove it")
+
+    def _check_experts(self, experts: int, chosen: int) -> None:
+        if chosen > experts:
+            raise ValueError(f"experts_per_token {chosen} is more than experts {experts}")
+        if not self.sparse_layers():
+            raise ValueError(
+                f"none of {self.layers} layers has experts with dense_layers {self.dense_layers} and sparse_every "
+                f"{self.sparse_every}: lower them"
+            )
+        each, rest = divmod(experts, self.expert_groups)
+        if rest or (self.expert_groups > 1 and each < 2):
+            raise ValueError(
+                f"experts {experts} cannot be divided into expert_groups {self.expert_groups} of two or more: choose a "
+                "divisor"
+            )
+        if self.groups_per_token > self.expert_groups:
+            raise ValueError(
+                f"groups_per_token {self.groups_per_token} is more than expert_groups {self.expert_groups}"
+            )
+        if chosen > each * self.groups_per_token:
+            raise ValueError(
+                f"experts_per_token {chosen} is more than the {each * self.groups_per_token} experts of "
+                f"groups_per_token {self.groups_per_token}: lower it"
+            )
 
     @property
     def derived(self) -> frozenset[str]:
@@ -155,6 +227,30 @@ class ModelConfig(Section):
 
     def _default(self, name: str) -> Any:
         return type(self).model_fields[name].get_default(call_default_factory=True, validated_data=dict(self))
+
+    def experts_of(self, layer: int) -> int:
+        """Experts of layer `layer`, counted from 0; none where it is dense."""
+        sparse = layer >= self.dense_layers and (layer + 1) % self.sparse_every == 0
+        return (self.experts or 0) if sparse else 0
+
+    def sparse_layers(self, before: int | None = None) -> int:
+        """How many layers, or of those `before` one, have experts."""
+        return sum(self.experts_of(layer) > 0 for layer in range(self.layers if before is None else before))
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether any layer has no experts."""
+        return self.sparse_layers() < self.layers
+
+    @property
+    def shared_intermediate(self) -> int:
+        """Width of what every token meets beside the experts that it chooses."""
+        return self.shared_experts * self.expert_intermediate
+
+    @property
+    def rotary_size(self) -> int:
+        """Columns of a head that carry the position."""
+        return self.head_size if self.latent is None else self.latent.rotary
 
     def window_of(self, layer: int) -> int | None:
         """Positions that a token of layer `layer`, counted from 0, attends to; None: all."""

@@ -64,6 +64,13 @@ def declare(
     return nn.Parameter(torch.empty([size for _, size in dims]))
 
 
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of all that is kept of a model: its parameters, and its buffers, which are trained by rules of their
+    own and are whole on every rank that has their module."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        yield name, tensor.detach()
+
+
 def declaration(module: nn.Module, name: str) -> Declaration:
     """That of the parameter `name` of `module` itself. Raises `LookupError` for one made without `declare`."""
     declared: dict[str, Declaration] = module.__dict__.get("declared", {})

@@ -37,14 +37,14 @@ def tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:
     """The tables of these positions for layers that attend to all before, and for those with a window."""
     scaling = config.rope_scaling
     if scaling is None:
-        table = rotary_table(positions_S, config.head_size, config.rope_theta)
+        table = rotary_table(positions_S, config.rotary_size, config.rope_theta)
     else:
         scaled = partial(_scaled, theta=config.rope_theta, scaling=scaling)
-        cos_SD, sin_SD = rotary_table(positions_S, config.head_size, config.rope_theta, scaled)
+        cos_SD, sin_SD = rotary_table(positions_S, config.rotary_size, config.rope_theta, scaled)
         table = cos_SD * _attention_factor(scaling), sin_SD * _attention_factor(scaling)
     if config.window is None or (scaling is None and config.window_rope_theta == config.rope_theta):
         return table, table
-    return table, rotary_table(positions_S, config.head_size, config.window_rope_theta)
+    return table, rotary_table(positions_S, config.rotary_size, config.window_rope_theta)
 
 
 def _scaled(frequencies_D: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
@@ -73,4 +73,13 @@ def _attention_factor(scaling: RopeScaling) -> float:
     """What YaRN multiplies queries and keys by (its section 3.4)."""
     if scaling.kind != "yarn":
         return 1.0
-    return scaling.attention_factor or 0.1 * math.log(max(1.0, scaling.factor)) + 1.0
+    if scaling.mscale and scaling.mscale_all_dim:
+        usual = mscale(scaling.factor, scaling.mscale) / mscale(scaling.factor, scaling.mscale_all_dim)
+    else:
+        usual = mscale(scaling.factor)
+    return scaling.attention_factor or usual
+
+
+def mscale(factor: float, times: float = 1.0) -> float:
+    """YaRN's 0.1 ln(factor) + 1; the logarithm may count several times (DeepSeek-V2)."""
+    return 0.1 * times * math.log(max(1.0, factor)) + 1.0

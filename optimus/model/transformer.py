@@ -16,7 +16,7 @@ from optimus.model.attention import Attention, LayerCache, Places
 from optimus.model.batch import Batch
 from optimus.model.dense import DenseMlp, LayerNorm, RMSNorm
 from optimus.model.moe.layer import MoeLayer
-from optimus.model.moe.router import RouterStats, Routing
+from optimus.model.moe.router import Choosing, RouterStats, Routing
 from optimus.model.parameters import Size, declare
 from optimus.model.parts import LOCAL, Parts
 from optimus.model.positions import LearnedPositions, tables
@@ -77,9 +77,9 @@ class Block(nn.Module):
         self.attention = Attention(config, layer, parts)
         self.attention_out_norm = _norm(config, parts) if after else None
         self.mlp_norm = _norm(config, parts) if before else None
-        if config.experts is not None and config.experts_per_token is not None:
-            shape = config.hidden, config.intermediate, config.experts, config.experts_per_token
-            self.moe = MoeLayer(*shape, routing, config.renormalise, parts)
+        if experts := config.experts_of(layer):
+            shape = config.hidden, config.expert_intermediate, experts, config.experts_per_token or 0
+            self.moe = MoeLayer(*shape, routing, Choosing.of(config), config.shared_intermediate, parts)
         else:
             kind, gated = config.activation, config.gated
             sizes = config.hidden, config.intermediate

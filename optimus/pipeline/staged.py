@@ -231,13 +231,15 @@ class _Forward:
             x_TH = self._staged.model.embedding(tokens_BS[:, positions_S].flatten())
         else:
             x_TH = given[0]
-            layers = self._staged.cut.blocks[stage].start
+            layers = self._staged.config.sparse_layers(before=self._staged.cut.blocks[stage].start)
             stats = _unpacked(given[1], tokens_BS.numel() * layers) if len(given) > 1 else None
         if stage == 0:
             x_TH = self._staged.model.placed(x_TH, places)
         x_TH, stats = self._staged.stages[stage](x_TH, places, None, stats)
         if stage == self._last_stage:
             return self._finish_stages(microbatch, x_TH, stats)
+        if stats is None and (choices := self._staged.config.experts):  # of blocks that are all dense
+            return x_TH, x_TH.new_zeros(2 * choices + 1, dtype=torch.float32, requires_grad=True)
         return (x_TH,) if stats is None else (x_TH, _packed(stats))
 
     def _finish_stages(self, microbatch: int, x_TH: Tensor, stats: RouterStats | None) -> Message | None:

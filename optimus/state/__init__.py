@@ -1,6 +1,6 @@
 """The home of the model state: chunks, and the optimizer step on them."""
 
-from optimus.state.boxes import Box, boxes
+from optimus.state.boxes import Box, boxes, whole_boxes
 from optimus.state.gathering import Gathering
 from optimus.state.loading import Send, load_boxes
 from optimus.state.model_state import ModelState
@@ -18,5 +18,6 @@ __all__ = [
     "load_boxes",
     "plan_chunks",
     "plan_stages",
+    "whole_boxes",
     "writers",
 ]

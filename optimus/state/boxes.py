@@ -5,7 +5,7 @@ chunk, whatever its borders, is a few boxes per parameter, and what one layout h
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -38,6 +38,12 @@ def boxes(plan: ChunkPlan, kind: str, buffer: Tensor, longest: int = LONGEST) ->
             place = tuple(part.start + offset for part, offset in zip(slot.region, offsets))
             yield Box(f"{kind}.{slot.name}", slot.layout.shape, place, view)
             start += length
+
+
+def whole_boxes(tensors: Iterable[tuple[str, Tensor]], prefix: str = "model.") -> Iterator[Box]:
+    """The boxes of whole tensors, by their names behind `prefix`."""
+    for name, tensor in tensors:
+        yield Box(prefix + name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
 def range_boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

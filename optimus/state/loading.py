@@ -10,7 +10,7 @@ from torch import Tensor
 
 from optimus.comm import Group
 from optimus.errors import UserError
-from optimus.state.boxes import Box, boxes
+from optimus.state.boxes import Box, boxes, whole_boxes
 from optimus.state.chunk import Chunk
 from optimus.state.model_state import ModelState
 
@@ -49,7 +49,7 @@ def load_boxes(state: ModelState, read: Read, kinds: Sequence[str], send: Send =
             if kind not in kinds:
                 part.zero_()
     failure = _read_own(transfers, read) if send == "none" else _read_and_send(transfers, read, send)
-    world.agree(failure, device)
+    world.agree(_read_buffers(state, read, send) or failure, device)
     for chunk in state.chunks:
         chunk.publish()
     readers = torch.tensor(float(send == "none" or any(each.reads for each in transfers)), device=device)
@@ -108,6 +108,19 @@ def _read_and_send(transfers: Sequence[_Transfer], read: Read, send: Send) -> Us
             else:
                 each.group.sum(whole.view(torch.int32))  # a sum of floats would lose the sign of zeros
             each.part.copy_(whole[each.chunk.plan.part])
+    return failure
+
+
+def _read_buffers(state: ModelState, read: Read, send: Send) -> UserError | None:
+    """The first rank of a stage reads its buffers, which are short, and sends them to the others; or each reads them."""
+    failure = None
+    if send == "none" or not state.buffers or state.team.rank == 0:
+        try:
+            read(whole_boxes(state.buffers.items()))
+        except UserError as error:
+            failure = error
+    for buffer in state.buffers.values() if send != "none" else ():
+        state.team.broadcast(buffer)
     return failure
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optimus.comm import Groups
+from optimus.comm import Group, Groups
 from optimus.config.tree import StateConfig
 from optimus.errors import UserError
 from optimus.mesh import Layout
@@ -73,12 +73,18 @@ class ModelState:
         stages = plan_stages(layouts, groups.mesh, groups.rank, options, stage_of)
         self._of_stage = {stage: [make(plan) for plan in plans] for stage, plans in stages.items()}
         self.chunks = [chunk for chunks in self._of_stage.values() for chunk in chunks]
+        self.buffers = _place_buffers(module, device)  # trained by rules of their own; whole on all ranks of `team`
         self._parameters = dict(made for chunk in self.chunks for made in chunk.make_parameters())
         _replace_parameters(module, self._parameters)
         # Else every rank has every gradient, and finds the same norm by itself.
         self._parted = any(chunk.plan.copies < groups.world.size for chunk in self.chunks)
         self._gathering = gathering or Gathering()
         self._gathering.hold(self.chunks, options.prefetch, not options.release)
+
+    @property
+    def team(self) -> Group:
+        """The ranks with the same stages. All ranks must ask for it when the first does."""
+        return self.groups.along("dp", "cp", "tp")
 
     @property
     def gathers_on_use(self) -> bool:
@@ -90,6 +96,8 @@ class ModelState:
         initial = {name: declared.initial for name, declared in declarations(self._module)}
         for chunk in self.chunks:
             chunk.initialize(initial, seed, std)
+        for buffer in self.buffers.values():
+            buffer.zero_()
 
     def begin_step(self) -> None:
         """Set all gradients to zero; must precede the first microbatch of a step. Raises `UserError` as the class does."""
@@ -179,6 +187,15 @@ def _check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
             f"requires_grad is False for {', '.join(frozen[:3])}{f' and {len(frozen) - 3} more' if frozen[3:] else ''}: a "
             "run trains all parameters, none can be frozen yet; leave requires_grad True"
         )
+
+
+def _place_buffers(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Make the buffers anew, on `device`."""
+    for owner in module.modules():
+        for leaf, old in owner._buffers.items():
+            if old is not None:
+                setattr(owner, leaf, torch.zeros_like(old, device=device))
+    return dict(module.named_buffers())
 
 
 def _replace_parameters(module: nn.Module, made: Mapping[str, nn.Parameter]) -> None:

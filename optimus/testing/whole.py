@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from optimus.state import ModelState, boxes
+from optimus.state import ModelState, boxes, whole_boxes
 
 
 def whole_state(state: ModelState, *, everywhere: bool = True) -> dict[str, Tensor]:
@@ -19,6 +19,8 @@ def whole_state(state: ModelState, *, everywhere: bool = True) -> dict[str, Tens
         for kind, part in chunk.kept.items()
         for box in boxes(chunk.plan, kind, part)
     ]
+    if state.buffers and state.team.rank == 0:
+        own += whole_boxes((name, buffer.cpu().clone()) for name, buffer in state.buffers.items())
     world = state.groups.world
     collected = world.collect(own) if everywhere else world.collect_on_first(own)
     found: dict[str, Tensor] = {}

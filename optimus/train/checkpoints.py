@@ -17,6 +17,7 @@ from optimus.config import RunConfig
 from optimus.errors import naming_disk_errors
 from optimus.hub import load_weights
 from optimus.model import Transformer
+from optimus.model.parameters import named_tensors
 from optimus.state import Box, load_boxes
 from optimus.train.hooks import Hook
 from optimus.train.run import Run, fingerprint, new_run
@@ -140,7 +141,9 @@ def _resume(run: Run, points: Sequence[Point]) -> None:
 def _numbers(config: dict[str, Any]) -> dict[str, Any]:
     """By `section.key`, what of a configuration decides which numbers a run computes."""
     sections = {name: config.get(name, {}) for name in ("train", "optimizer", "schedule", "moe")}
-    elsewhere = ("train.output", "train.stop_at", "train.device", "moe.dispatch", "moe.drop_duplicates")
+    elsewhere = ["train.output", "train.stop_at", "train.device", "moe.dispatch", "moe.drop_duplicates"]
+    if not config.get("model", {}).get("router_bias"):
+        elsewhere.append("moe.bias_rate")
     flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     return {key: value for key, value in flat.items() if key not in elsewhere}
 
@@ -169,7 +172,7 @@ def _load_folder(run: Run, path: Path) -> int:
         if not weights:
             model = Transformer(run.config.model)
             load_weights(model, path)
-            weights.update({f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()})
+            weights.update({f"model.{name}": tensor for name, tensor in named_tensors(model)})
         for box in boxes:
             region = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.tensor.shape))
             box.tensor.copy_(weights[box.key][region])

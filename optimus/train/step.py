@@ -10,7 +10,7 @@ from torch import Tensor
 from optimus.comm import Group
 from optimus.config import RunConfig
 from optimus.model import Batch, Losses
-from optimus.model.moe.router import RouterStats
+from optimus.model.moe.router import Router, RouterStats, move_biases
 from optimus.optim.adamw import AdamW
 from optimus.optim.schedule import learning_rate
 from optimus.pipeline.staged import Staged
@@ -57,6 +57,9 @@ def training_step(
     skipped = not (math.isfinite(norm) and math.isfinite(loss)) or loss > loss_limit
     if not skipped:
         state.step(update_rule(config), lr, clip_scale(config, step, norm))
+    if config.model.router_bias:
+        routers = [module for module in model.modules() if isinstance(module, Router)]
+        move_biases(routers, 0 if skipped else config.moe.bias_rate, state.team.sum)
     return StepResult(loss, balance, z, norm, lr, skipped)
 
 

@@ -36,7 +36,14 @@ CONFIGS = {
     "opt": {"family": "opt", "intermediate": 24, "learned_positions": 64},
     "qwen2": {"family": "qwen2", "intermediate": 24, "tie_embeddings": True},
     "qwen3": {"family": "qwen3", "intermediate": 24, "kv_heads": 1, "head_size": 12},
-    "qwen3_moe": {"family": "qwen3_moe", "intermediate": 12, "experts": 4, "experts_per_token": 2, "head_size": 6},
+    "qwen3_moe": {
+        "family": "qwen3_moe",
+        "intermediate": 12,
+        "dense_layers": 1,
+        "experts": 4,
+        "experts_per_token": 2,
+        "head_size": 6,
+    },
 }
 
 

@@ -17,7 +17,7 @@ from optimus.kernels.linear_cross_entropy import linear_cross_entropy, linear_cr
 from optimus.kernels.rms_norm import rms_norm, rms_norm_reference
 from optimus.kernels.rotary import rotary, rotary_reference, rotary_table
 from optimus.kernels.swiglu import swiglu, swiglu_reference
-from optimus.model.moe.router import Router
+from optimus.model.moe.router import Choosing, Router
 
 Function = Callable[..., Any]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative, in the Frobenius norm
@@ -53,7 +53,7 @@ def routed(renormalise: bool) -> Function:
     """The router: weights, summed probabilities and summed z. The logits are the input: the weight is one."""
 
     def run(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        router = Router(x.shape[1], len(weight), 3, "learned", renormalise).to(x.dtype)
+        router = Router(x.shape[1], len(weight), 3, "learned", Choosing(renormalise=renormalise)).to(x.dtype)
         weights_TK, _, stats = torch.func.functional_call(router, {"weight": weight}, (x,))
         return weights_TK, stats.probabilities_E, stats.z
 

@@ -16,7 +16,7 @@ from optimus.model.families import families, family_named
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "intermediate": 24, "vocab": 48}
 SPARSE = {"experts": 4, "experts_per_token": 2}
-OPTIONS = {"kv_heads": 1, "attention_bias": "all", "mlp_bias": True, "tie_embeddings": False}
+OPTIONS = {"dense_layers": 1, "kv_heads": 1, "attention_bias": "all", "mlp_bias": True, "tie_embeddings": False}
 
 
 def model_of(name: str, **options: object) -> ModelConfig:

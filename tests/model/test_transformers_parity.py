@@ -57,6 +57,9 @@ CONFIGS = {
     "qwen3_moe": of("qwen3_moe", kv_heads=2, head_size=16, renormalise=True, **SPARSE),
     "qwen3_moe-raw": of("qwen3_moe", kv_heads=1, head_size=8, **SPARSE | {"experts_per_token": 3}),
     "qwen3_moe-tied": of("qwen3_moe", attention_bias="all", head_size=8, tie_embeddings=True, **SPARSE),
+    "qwen3_moe-dense-layers": of(
+        "qwen3_moe", head_size=16, layers=4, dense_layers=1, sparse_every=2, expert_intermediate=16, **SPARSE
+    ),
     "mixtral": of("mixtral", kv_heads=2, **SPARSE),
     "mixtral-window": of("mixtral", kv_heads=1, window=4, head_size=16, **SPARSE),
     "mixtral-tied": of("mixtral", tie_embeddings=True, **SPARSE | {"experts_per_token": 4}),
@@ -157,7 +160,7 @@ def twin_of(model: Transformer) -> "transformers.PreTrainedModel":
         "pad_token_id": None,  # else that row of the embedding has no gradient
         "eos_token_id": None,
         "attn_implementation": "eager",
-        "moe_intermediate_size" if config.family == "qwen3_moe" else "intermediate_size": config.intermediate,
+        "intermediate_size": config.intermediate,
     }
     if config.norm == "rms":
         fields["rms_norm_eps"] = config.norm_eps
@@ -169,6 +172,9 @@ def twin_of(model: Transformer) -> "transformers.PreTrainedModel":
         fields["head_dim"] = config.head_size
     if config.family not in ("mistral", "mixtral", "qwen2"):
         fields["attention_bias"] = config.attention_bias == "all"
+    if config.family == "qwen3_moe":
+        fields |= {"moe_intermediate_size": config.expert_intermediate, "decoder_sparse_step": config.sparse_every}
+        fields["mlp_only_layers"] = list(range(config.dense_layers))
     if config.family == "llama":
         fields["mlp_bias"] = config.mlp_bias
     if config.family in ("mistral", "mixtral", "olmo3"):

@@ -27,7 +27,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "opt": {"learned_positions": 64, "kv_heads": 4, "tie_embeddings": False},
     "qwen2": {},
     "qwen3": {"head_size": 6, "tie_embeddings": True},
-    "qwen3_moe": EXPERTS | {"head_size": 6, "renormalise": True},
+    "qwen3_moe": EXPERTS
+    | {"head_size": 6, "renormalise": True, "layers": 4, "dense_layers": 2, "expert_intermediate": 16},
 }
 
 

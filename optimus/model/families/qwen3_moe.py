@@ -1,4 +1,4 @@
-"""Qwen 3 with experts in every layer (Qwen3 Technical Report, section 2)."""
+"""Qwen 3 with experts (Qwen3 Technical Report, section 2)."""
 
 from optimus.model.families import common
 from optimus.model.families.common import BEFORE, BIASES, CONSTANTS, ENDS, EXPERTS, OPTIONAL, RMS, SIZES
@@ -8,9 +8,13 @@ FAMILY = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     defaults={"qk_norm": "head", "norm_eps": 1e-6},
-    fields=SIZES | EXPERTS | {"kv_heads": "num_key_value_heads", "intermediate": "moe_intermediate_size"},
-    optional=OPTIONAL | RMS | BIASES | {"head_size": "head_dim", "renormalise": "norm_topk_prob"},
-    constants=CONSTANTS | {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    fields=SIZES | EXPERTS | {"kv_heads": "num_key_value_heads", "expert_intermediate": "moe_intermediate_size"},
+    optional=OPTIONAL
+    | RMS
+    | BIASES
+    | {"head_size": "head_dim", "renormalise": "norm_topk_prob"}
+    | {"sparse_every": "decoder_sparse_step", "dense_layers": "mlp_only_layers"},
+    constants=CONSTANTS | {"use_sliding_window": False},
     aliases={"num_local_experts": "num_experts"},
-    keys=ENDS | BEFORE | common.attention(bias=True, norms=True) | common.experts(),
+    keys=ENDS | BEFORE | common.attention(bias=True, norms=True) | common.experts() | common.mlp(),
 )

@@ -6,7 +6,8 @@ Legend: T tokens, H hidden, K experts per token, U tokens that this layer works 
 from torch import Tensor, nn
 
 from optimus.kernels.expert_mlp import expert_mlp
-from optimus.model.moe.router import Router, RouterStats, Routing
+from optimus.model.dense import DenseMlp
+from optimus.model.moe.router import SOFTMAX, Choosing, Router, RouterStats, Routing
 from optimus.model.parameters import Size, declare
 from optimus.model.parts import LOCAL, Parts
 
@@ -29,8 +30,10 @@ class Experts(nn.Module):
 
 
 class MoeLayer(nn.Module):
-    """Router, then experts. Of `parts`, `tokens` say which tokens this device works on, and `dispatch` carries them to their
-    experts."""
+    """Router, then experts; beside them, if its width is not 0, a `shared` one that every token meets.
+
+    Of `parts`, `tokens` say which tokens this device works on, and `dispatch` carries them to their experts.
+    """
 
     def __init__(
         self,
@@ -39,13 +42,15 @@ class MoeLayer(nn.Module):
         experts: int,
         experts_per_token: int,
         routing: Routing = "learned",
-        renormalise: bool = False,
+        choosing: Choosing = SOFTMAX,
+        shared: int = 0,
         parts: Parts = LOCAL,
     ) -> None:
         super().__init__()
         self.tokens, self.dispatch = parts.tokens, parts.dispatch
-        self.router = Router(hidden, experts, experts_per_token, routing, renormalise, parts)
+        self.router = Router(hidden, experts, experts_per_token, routing, choosing, parts)
         self.experts = Experts(experts, hidden, intermediate, parts)
+        self.shared = DenseMlp(hidden, shared, parts=parts) if shared else None
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, RouterStats]:
         """(output in the shape of x, of any leading dims; statistics of all tokens that the losses are about).
@@ -56,4 +61,5 @@ class MoeLayer(nn.Module):
         position_U = None if position_T is None else self.tokens.own(position_T)
         weights_UK, indices_UK, stats = self.router(x_UH, position_U)
         y_UH = self.dispatch(x_UH, weights_UK, indices_UK, self.experts)
-        return self.tokens.put_back(y_UH).view_as(x_TH), self.tokens.sum(stats)
+        y_TH = self.tokens.put_back(y_UH).view_as(x_TH)
+        return y_TH if self.shared is None else y_TH + self.shared(x_TH), self.tokens.sum(stats)
