@@ -7,7 +7,8 @@ outcome. `transformers` itself is not needed for any of this.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any, NamedTuple, get_args
 
 from optimus.config.load import model_config_from
 from optimus.errors import UserError
@@ -49,8 +50,10 @@ def read_model(path: Path) -> ModelConfig:
     model |= {ours: _value(ours, raw, theirs, file) for ours, theirs in family.fields.items()}
     _refuse_unsupported(family, raw, model, file)
     for ours, theirs in family.optional.items():
-        if ours not in family.fields and (found := _value(ours, raw, theirs, file, optional=True)) is not None:
-            model[ours] = found
+        if ours not in family.fields:
+            found = _value(ours, raw, theirs, file, optional=True)
+            if found is not None or _is_null(ours, raw, theirs):
+                model[ours] = found
     return model_config_from(model, str(file))
 
 
@@ -142,16 +145,25 @@ def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optiona
     field, value = ModelConfig.model_fields[ours], raw.get(name)
     if isinstance(theirs, Multiple) and value is None:
         return theirs.times * whole_number(raw, theirs.of, file)
-    if optional and (name not in raw or (value is None and field.default_factory is not None)):
+    types = get_args(field.annotation) or (field.annotation,)
+    unsaid = name not in raw or (value is None and field.default_factory is not None)
+    if optional and (unsaid or _is_null(ours, raw, theirs)):
         return None
     if isinstance(theirs, Choice):
         if value not in theirs.values:
             known = " and ".join(map(repr, theirs.values))
             raise UserError(f"{file}: {name} is {value!r}: only {known} are supported here")
         return theirs.values[value]
-    if field.annotation is bool:
+    if bool in types:
         return bool(value)
-    return _number(raw, name, file) if field.annotation is float else whole_number(raw, name, file)
+    return _number(raw, name, file) if float in types else whole_number(raw, name, file)
+
+
+def _is_null(ours: str, raw: dict[str, Any], theirs: Field) -> bool:
+    """Whether config.json says that our field `ours`, which may be None, is."""
+    name = theirs if isinstance(theirs, str) else theirs.name
+    types = get_args(ModelConfig.model_fields[ours].annotation)
+    return ours not in _SPECIAL and NoneType in types and name in raw and raw[name] is None
 
 
 def _published(ours: str, theirs: Field, model: ModelConfig) -> dict[str, Any]:
@@ -163,15 +175,17 @@ def _published(ours: str, theirs: Field, model: ModelConfig) -> dict[str, Any]:
 
 
 def _layer_types(name: str, model: ModelConfig) -> dict[str, Any]:
-    kinds = "sliding_attention", "full_attention"
-    return {name: [kinds[model.window_of(layer) is None] for layer in range(model.layers)]}
+    windows = [model.window_of(layer) is not None for layer in range(model.layers)]
+    kinds = {name: ["sliding_attention" if window else "full_attention" for window in windows]}
+    return kinds | ({"sliding_window_pattern": model.window_except} if all(windows) else {})
 
 
 def _rope_parameters(name: str, model: ModelConfig) -> dict[str, Any]:
     """Of both kinds of layers: `transformers` 5 would not take those of windows from rope_theta."""
     full = {"rope_theta": model.rope_theta, **(_published_scaling(model) or {"rope_type": "default"})}
     windows = {"rope_type": "default", "rope_theta": model.window_rope_theta}
-    return {"rope_parameters": {"full_attention": full, "sliding_attention": windows}}
+    own = {} if name == "rope_theta" else {name: model.window_rope_theta}
+    return own | {"rope_parameters": {"full_attention": full, "sliding_attention": windows}}
 
 
 def _published_scaling(model: ModelConfig) -> dict[str, Any] | None:
@@ -237,6 +251,8 @@ def _rope_scaling(raw: dict[str, Any], file: Path) -> dict[str, Any] | None:
 
 
 def _window_rope_theta(raw: dict[str, Any], file: Path) -> float | None:
+    if raw.get("rope_parameters") is None and "rope_local_base_freq" in raw:
+        return _number(raw, "rope_local_base_freq", file)
     rope = _rope(raw, file, "sliding_attention")
     if rope.get("rope_type", "default") != "default":
         raise UserError(
@@ -252,12 +268,13 @@ def _window(raw: dict[str, Any], file: Path) -> int | None:
 
 
 def _window_except(raw: dict[str, Any], file: Path) -> int | None:
-    kinds = raw.get("layer_types")
+    kinds, named = raw.get("layer_types"), "sliding_window_pattern"
+    every = whole_number(raw, named, file) if raw.get(named) is not None else None
     if kinds is None:
-        return None
-    every = (
-        kinds.index("full_attention") + 1 if isinstance(kinds, list) and "full_attention" in kinds else len(kinds) + 1
-    )
+        return every
+    if isinstance(kinds, list) and "full_attention" in kinds:
+        every = kinds.index("full_attention") + 1
+    every = every or len(kinds) + 1
     pattern = ["full_attention" if layer % every == 0 else "sliding_attention" for layer in range(1, len(kinds) + 1)]
     if kinds != pattern or len(kinds) != raw["num_hidden_layers"]:
         raise UserError(f"{file}: layer_types is {kinds}: only full_attention in every n-th layer is supported here")

@@ -47,24 +47,34 @@ def linear_cross_entropy(
     count: float | None = None,
     part: VocabularyPart | None = None,
     forms: Forms | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Sum of the cross-entropies of `x_TH @ w_VH.T` against `target_T`, over `count` (by default T); an fp32 scalar.
 
     Rows with a target below 0 are left out. Softmax and loss are computed in fp32. Gradients flow to `x_TH` and `w_VH`. With
     a `part` the loss is that of the whole vocabulary, and x gets what the gradient owes to this part. `forms` says
-    in which form to make a product.
+    in which form to make a product. With a `cap` the cross-entropies are those of `soft_capped` logits.
     """
     count = float(len(x_TH)) if count is None else count
     if part is None and backend.use_triton(x_TH):
         from optimus.kernels.triton import linear_cross_entropy as kernels
 
-        return kernels.linear_cross_entropy(x_TH, w_VH, target_T, count)
-    return _LinearCrossEntropy.apply(x_TH, w_VH, target_T, count, part, forms, torch.is_grad_enabled())
+        return kernels.linear_cross_entropy(x_TH, w_VH, target_T, count, cap)
+    return _LinearCrossEntropy.apply(x_TH, w_VH, target_T, count, part, forms, cap, torch.is_grad_enabled())
 
 
-def linear_cross_entropy_reference(x_TH: Tensor, w_VH: Tensor, target_T: Tensor, count: float | None = None) -> Tensor:
+def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(logits / cap), in their type (Gemma 2, section 2); as they are without a `cap`."""
+    if cap is None:
+        return logits
+    return (logits.to(compute_dtype(logits.dtype)) / cap).tanh().mul(cap).to(logits.dtype)
+
+
+def linear_cross_entropy_reference(
+    x_TH: Tensor, w_VH: Tensor, target_T: Tensor, count: float | None = None, cap: float | None = None
+) -> Tensor:
     """The definition, for tests."""
-    logits_TV = F.linear(x_TH, w_VH).to(compute_dtype(x_TH.dtype))
+    logits_TV = soft_capped(F.linear(x_TH, w_VH).to(compute_dtype(x_TH.dtype)), cap)
     total = F.cross_entropy(logits_TV, target_T, ignore_index=-1, reduction="sum")
     return total / (len(x_TH) if count is None else count)
 
@@ -84,6 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         count: float,
         part: VocabularyPart | None,
         forms: Forms | None,
+        cap: float | None,
         with_gradients: bool,
     ) -> Tensor:
         wide = compute_dtype(x_TH.dtype)
@@ -94,7 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(x_TH), block):
             x, target = x_TH[start : start + block], target_T[start : start + block]
             logits = matmul(x, w_VH.T, forms=forms)
-            p, loss = _probabilities(logits, target, wide, part)
+            p, loss = _softmax_gradient(logits, target, wide, part, cap)
             total += loss.sum()
             if x_grad is not None and w_grad is not None:
                 logits_grad = p.div_(count).to(x.dtype)
@@ -110,20 +121,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, w_grad = ctx.saved_tensors
         scale = grads[0]
-        return backend.scaled(x_grad, scale), (w_grad * scale).to(ctx.weight_dtype), None, None, None, None, None
+        return backend.scaled(x_grad, scale), (w_grad * scale).to(ctx.weight_dtype), *[None] * 6
 
 
-def _probabilities(
-    logits_TV: Tensor, target_T: Tensor, wide: torch.dtype, part: VocabularyPart | None
+def _softmax_gradient(
+    logits_TV: Tensor, target_T: Tensor, wide: torch.dtype, part: VocabularyPart | None, cap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """(probabilities minus 1 at the target, 0 in rows that are left out [T, V]; their losses [T])."""
+    """(gradient of the losses' sum with respect to the logits [T, V], the losses [T])."""
     if part is not None:
         part.complete(logits_TV)
+    if cap is not None:
+        logits_TV = soft_capped(logits_TV.to(wide), cap)
     softmax = partial_softmax(logits_TV, target_T, wide, 0 if part is None else part.first)
     lse_T, chosen_T = softmax.lse_T, softmax.chosen_T
     if part is not None:
         lse_T, chosen_T = part.combine(lse_T, chosen_T)
-    return complete_softmax(softmax, lse_T), (lse_T - chosen_T) * (target_T >= 0)
+    grad_TV = complete_softmax(softmax, lse_T)
+    if cap is not None:
+        grad_TV *= 1 - (logits_TV / cap).square_()
+    return grad_TV, (lse_T - chosen_T) * (target_T >= 0)
 
 
 class PartialSoftmax(NamedTuple):

@@ -136,6 +136,13 @@ class ModelConfig(Section):
         False,
         description="Whether a bias of each expert, which balances them without a loss, takes part in the choice.",
     )
+    embedding_scale: bool = Field(
+        False, description="Whether the embedding is multiplied by the square root of hidden. Default: the family's."
+    )
+    logit_cap: float | None = Field(None, gt=0, description="Logits z become cap * tanh(z / cap).")
+    query_scale: int | None = Field(
+        None, gt=0, description="Scores are divided by the square root of this. Default: head_size."
+    )
     tie_embeddings: bool = Field(False, description="Whether the output layer shares the embedding's weights.")
     learned_positions: int | None = Field(
         None,

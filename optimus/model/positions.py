@@ -34,7 +34,18 @@ class LearnedPositions(nn.Module):
 
 
 def tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:
-    """The tables of these positions for layers that attend to all before, and for those with a window."""
+    """The tables of these positions for layers that attend to all before, and for those with a window.
+
+    What the architecture scales scores by is in them, of queries and of keys alike.
+    """
+    whole, windows = _tables(config, positions_S)
+    if config.query_scale is None or config.query_scale == config.head_size:
+        return whole, windows
+    scale = (config.head_size / config.query_scale) ** 0.25
+    return (whole[0] * scale, whole[1] * scale), (windows[0] * scale, windows[1] * scale)
+
+
+def _tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:
     scaling = config.rope_scaling
     if scaling is None:
         table = rotary_table(positions_S, config.rotary_size, config.rope_theta)

@@ -3,6 +3,7 @@
 Legend: B batch, S sequence, H hidden, V vocabulary, T = B * S tokens.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.errors import UserError
+from optimus.kernels.linear_cross_entropy import soft_capped
 from optimus.model.architecture import ModelConfig
 from optimus.model.attention import Attention, LayerCache, Places
 from optimus.model.batch import Batch
@@ -147,11 +149,19 @@ class Head(nn.Module):
     `weight` is its own, or that of the embedding when the two are `tied`.
     """
 
-    def __init__(self, vocab: int, hidden: int, tied: nn.Parameter | None = None, parts: Parts = LOCAL) -> None:
+    def __init__(
+        self,
+        vocab: int,
+        hidden: int,
+        tied: nn.Parameter | None = None,
+        parts: Parts = LOCAL,
+        *,
+        cap: float | None = None,
+    ) -> None:
         super().__init__()
         own = Size("vocab", vocab), Size("residual", hidden)
         self.weight = declare(self, "weight", *own, role="embedding") if tied is None else tied
-        self.vocabulary, self._use = parts.vocabulary, parts.parameters.use
+        self.vocabulary, self._use, self.cap = parts.vocabulary, parts.parameters.use, cap
 
     def forward(self, x: Tensor, target_T: Tensor | None = None, count: float = 1.0, part: bool = False) -> Tensor:
         """[..., H] to [..., V]; with `target_T`, x [T, H] to an fp32 scalar, their summed cross-entropy over `count`.
@@ -159,11 +169,10 @@ class Head(nn.Module):
         With `part`, the residual stream [T, H] as the blocks hold it to the logits of the tokens that are here.
         """
         self._use(self.weight)
-        if part:
-            return self.vocabulary.part_logits(x, self.weight)
-        if target_T is None:
-            return self.vocabulary.logits(x, self.weight)
-        return self.vocabulary.loss(x, self.weight, target_T, count)
+        if target_T is not None:
+            return self.vocabulary.loss(x, self.weight, target_T, count, self.cap)
+        logits = self.vocabulary.part_logits if part else self.vocabulary.logits
+        return soft_capped(logits(x, self.weight), self.cap)
 
 
 class Transformer(nn.Module):
@@ -184,7 +193,7 @@ class Transformer(nn.Module):
         self.blocks = Blocks((Block(config, layer, routing, parts) for layer in range(config.layers)), parts)
         self.final_norm = _norm(config, parts)
         tied = self.embedding.weight if config.tie_embeddings else None
-        self.head = Head(config.vocab, config.hidden, tied, parts)
+        self.head = Head(config.vocab, config.hidden, tied, parts, cap=config.logit_cap)
 
     def forward(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits [B, S, V] in the type of the weights. With a `cache`, the tokens continue the sequence held there."""
@@ -206,7 +215,9 @@ class Transformer(nn.Module):
         return self.placed(self.embedding(tokens_T), places)
 
     def placed(self, x_TH: Tensor, places: Places) -> Tensor:
-        """What the embedding gives as the first block has it: with learned positions, where the model has these."""
+        """What the embedding gives as the first block has it: scaled, with learned positions, where the model has these."""
+        if self.config.embedding_scale:  # rounded to the type, as it was when published models were trained
+            x_TH = x_TH * torch.tensor(math.sqrt(self.config.hidden), dtype=x_TH.dtype).item()
         if self.positions is None:
             return x_TH
         return x_TH + self.positions(self.parts.vocabulary.rows(places.position_T))

@@ -34,8 +34,13 @@ class Vocabulary(Protocol):
     def part_logits(self, x_TH: Tensor, weight: nn.Parameter) -> Tensor:
         """The logits of the tokens whose rows of the weight are here, of all rows of the residual stream."""
 
-    def loss(self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float) -> Tensor:
-        """Sum of the cross-entropies of the residual stream against targets, over `count`; targets below 0 are left out."""
+    def loss(
+        self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float, cap: float | None = None
+    ) -> Tensor:
+        """Sum of the cross-entropies of the residual stream against targets, over `count`; targets below 0 are left out.
+
+        With a `cap`, of `soft_capped` logits.
+        """
 
 
 class LocalVocabulary:
@@ -62,5 +67,7 @@ class LocalVocabulary:
 
     part_logits = logits
 
-    def loss(self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float) -> Tensor:
-        return linear_cross_entropy(x_TH, weight, target_T, count, forms=self._step.forms)
+    def loss(
+        self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float, cap: float | None = None
+    ) -> Tensor:
+        return linear_cross_entropy(x_TH, weight, target_T, count, forms=self._step.forms, cap=cap)

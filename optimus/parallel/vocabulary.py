@@ -69,9 +69,11 @@ class SplitVocabulary(Vocabulary):
         rows_TH = gather_rows(x_TH, self.parts) if self.sequence else share(x_TH, self.parts)
         return sum_shared(linear(rows_TH, weight, product=self._product), self.columns)
 
-    def loss(self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float) -> Tensor:
+    def loss(
+        self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float, cap: float | None = None
+    ) -> Tensor:
         rows_TH = gather_rows(x_TH, self.parts) if self.sequence else share(x_TH, self.parts)
-        return linear_cross_entropy(rows_TH, weight, target_T, count, self, self._step.forms)
+        return linear_cross_entropy(rows_TH, weight, target_T, count, self, self._step.forms, cap)
 
     def complete(self, logits_TV: Tensor) -> None:
         self.columns.sum(logits_TV)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from optimus.config.load import model_config_from, resolve_model
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
 
@@ -59,6 +60,7 @@ def test_published_olmoe(tmp_path: Path) -> None:
             "mlp_bias": False,
             "experts": 64,
             "experts_per_token": 8,
+            "embedding_scale": False,
             "tie_embeddings": False,
             "position_offset": 0,
             "rope_theta": 10000.0,
@@ -172,6 +174,56 @@ def test_width_that_follows_from_another(tmp_path: Path, changed: dict, width: i
 )
 def test_what_gpt2_may_not_be(tmp_path: Path, changed: dict, message: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GPT2 | changed))
+    with pytest.raises(UserError, match=f"config.json: {message}"):
+        read_model_folder(tmp_path)
+
+
+GEMMA3 = {  # as the one of 1 billion parameters
+    "model_type": "gemma3_text",
+    "hidden_size": 1152,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "intermediate_size": 6912,
+    "vocab_size": 262144,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+}
+
+
+def test_published_gemma3(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA3))
+    expected = model_config_from(resolve_model("gemma-3-1b")["model"], "preset")
+    assert read_model_folder(tmp_path)["model"] == expected.model_dump(exclude_none=True)
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA3 | {"final_logit_softcapping": 30.0, "rope_theta": 7}))
+    changed = read_model_folder(tmp_path)["model"]
+    assert (changed["logit_cap"], changed["rope_theta"], changed["window_rope_theta"]) == (30.0, 7.0, 10000.0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0: only None"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True: only False"),
+        ({"hidden_activation": "silu"}, "hidden_activation is 'silu': only 'gelu_pytorch_tanh'"),
+        ({"query_pre_attn_scalar": None}, "query_pre_attn_scalar is missing"),
+        ({"sliding_window_pattern": "six"}, "sliding_window_pattern is 'six': it must be a whole number"),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"] * 12},
+            "layer_types is .*: only full_attention in every",
+        ),
+    ],
+)
+def test_what_gemma3_may_not_be(tmp_path: Path, changed: dict, message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA3 | changed))
     with pytest.raises(UserError, match=f"config.json: {message}"):
         read_model_folder(tmp_path)
 

@@ -71,11 +71,21 @@ def test_activation(kind: act.Activation, gated: bool, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("block", [1 << 21, 700])
-def test_linear_cross_entropy(dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_linear_cross_entropy(
+    dtype: torch.dtype, block: int, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lce, "_BLOCK_ELEMENTS", block)
     monkeypatch.setattr(lce, "_LEAST_ROWS", 1)
     x, w, target = torch.randn(23, 16, dtype=dtype), torch.randn(101, 16, dtype=dtype), torch.randint(101, (23,))
-    assert compare(lce.linear_cross_entropy, lce.linear_cross_entropy_reference, [x, w], target) < TOLERANCE[dtype]
+
+    def ours(x: Tensor, w: Tensor) -> Tensor:
+        return lce.linear_cross_entropy(x, w, target, cap=cap)
+
+    def reference(x: Tensor, w: Tensor) -> Tensor:
+        return lce.linear_cross_entropy_reference(x, w, target, cap=cap)
+
+    assert compare(ours, reference, [x, w]) < TOLERANCE[dtype]
 
 
 def test_linear_cross_entropy_without_gradients_makes_none() -> None:

@@ -35,6 +35,8 @@ PUBLISHED = {  # parameters of the files on Hugging Face
     "qwen2.5-0.5b": 494_032_768,
     "qwen3-0.6b": 596_049_920,
     "qwen3-30b-a3b": 30_532_122_624,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
     "olmo-2-1b": 1_484_916_736,
     "olmo-3-7b": 7_298_011_136,
 }

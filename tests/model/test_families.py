@@ -27,8 +27,10 @@ def needed(name: str) -> dict[str, object]:
     """What a model of the family needs besides sizes."""
     fields = families()[name].fields
     windows = {"window": 8} if "window" in fields else {}
+    given = {"head_size": 16} if "head_size" in fields else {}
+    given |= {"query_scale": 8} if "query_scale" in fields else {}
     learned = {"learned_positions": 64} if "learned_positions" in fields else {}
-    return windows | learned | (SPARSE if "experts" in fields else {})
+    return given | windows | learned | (SPARSE if "experts" in fields else {})
 
 
 @pytest.mark.parametrize("name", families())

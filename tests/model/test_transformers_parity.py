@@ -77,6 +77,21 @@ CONFIGS = {
     "opt": of("opt", learned_positions=64, norm_eps=1e-5),
     "opt-gelu": of("opt", learned_positions=47, activation="gelu", heads=2, layers=3, norm_eps=1e-5),
     "opt-not-tied": of("opt", learned_positions=50, hidden=24, heads=6, tie_embeddings=False, norm_eps=1e-5),
+    "gemma3": of("gemma3_text", window=4, window_except=2, kv_heads=2, head_size=16, query_scale=16, layers=3),
+    "gemma3-scaled": of(
+        "gemma3_text", window=5, head_size=8, query_scale=20, rope_scaling={"kind": "linear", "factor": 8.0}, layers=6
+    ),
+    "gemma3-capped": of(
+        "gemma3_text",
+        window=3,
+        head_size=12,
+        query_scale=6,
+        kv_heads=1,
+        logit_cap=1.5,
+        tie_embeddings=False,
+        attention_bias="all",
+        window_rope_theta=50.0,
+    ),
     "olmo": olmo(),
     "olmo-wide": olmo(hidden=96, heads=3, intermediate=40, layers=3),
     "olmo-one-head-tied": olmo(heads=1, tie_embeddings=True, rope_theta=500.0),
@@ -105,7 +120,8 @@ def random_model(config: ModelConfig, seed: int = 1) -> Transformer:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+                least = -0.5 if config.norm == "rms_offset" else 0.5
+                parameter.copy_(torch.rand(parameter.shape, generator=generator) + least)
             if name.endswith("bias"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
         if config.tie_embeddings:
@@ -128,6 +144,7 @@ def rope_parameters(config: ModelConfig) -> dict[str, object]:
 
 
 NAMES = {
+    "gemma3_text": "Gemma3Text",
     "gpt2": "GPT2",
     "opt": "OPT",
     "olmo": "Olmo",
@@ -147,8 +164,9 @@ def twin_of(model: Transformer) -> "transformers.PreTrainedModel":
     """The same model in `transformers`, built and filled without the code that exports."""
     config = model.config
     rope = rope_parameters(config)
-    if config.family == "olmo3":
-        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": config.rope_theta}}
+    if config.family in ("olmo3", "gemma3_text"):
+        windows = {"rope_type": "default", "rope_theta": config.window_rope_theta}
+        rope = {"full_attention": rope, "sliding_attention": windows}
     fields = {
         "vocab_size": config.vocab,
         "hidden_size": config.hidden,
@@ -162,7 +180,7 @@ def twin_of(model: Transformer) -> "transformers.PreTrainedModel":
         "attn_implementation": "eager",
         "intermediate_size": config.intermediate,
     }
-    if config.norm == "rms":
+    if config.norm.startswith("rms"):
         fields["rms_norm_eps"] = config.norm_eps
     if config.experts:
         count = "num_local_experts" if config.family == "mixtral" else "num_experts"
@@ -177,9 +195,11 @@ def twin_of(model: Transformer) -> "transformers.PreTrainedModel":
         fields["mlp_only_layers"] = list(range(config.dense_layers))
     if config.family == "llama":
         fields["mlp_bias"] = config.mlp_bias
-    if config.family in ("mistral", "mixtral", "olmo3"):
+    if config.family in ("mistral", "mixtral", "olmo3", "gemma3_text"):
         fields["sliding_window"] = config.window
-    if config.family == "olmo3":
+    if config.family == "gemma3_text":
+        fields |= {"query_pre_attn_scalar": config.query_scale, "final_logit_softcapping": config.logit_cap}
+    if config.window_except is not None:
         every = config.window_except
         layers = range(1, config.layers + 1)
         fields["layer_types"] = ["sliding_attention" if layer % every else "full_attention" for layer in layers]

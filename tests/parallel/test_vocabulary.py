@@ -29,22 +29,22 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return tokens_T, target_T, x_TH, 3 * w_VH
 
 
-def whole() -> dict[str, Tensor]:
+def whole(cap: float | None) -> dict[str, Tensor]:
     tokens_T, target_T, x_TH, w_VH = inputs()
     vocabulary, weight = LocalVocabulary(), nn.Parameter(w_VH)
     x_TH.requires_grad_()
-    loss = vocabulary.loss(x_TH, weight, target_T, 7.0)
+    loss = vocabulary.loss(x_TH, weight, target_T, 7.0, cap)
     x_grad, w_grad = torch.autograd.grad(loss, [x_TH, weight])
     embedded = vocabulary.embed(tokens_T, weight)
     (embedding_grad,) = torch.autograd.grad(embedded, weight, x_TH.detach())
-    tied = vocabulary.loss(vocabulary.embed(tokens_T, weight), weight, target_T, 7.0)
+    tied = vocabulary.loss(vocabulary.embed(tokens_T, weight), weight, target_T, 7.0, cap)
     (tied_grad,) = torch.autograd.grad(tied, weight)
     logits = vocabulary.logits(x_TH.detach(), weight)
     found = {"loss": loss, "x_grad": x_grad, "w_grad": w_grad, "embedded": embedded, "logits": logits}
     return {k: v.detach() for k, v in {**found, "embedding_grad": embedding_grad, "tied_grad": tied_grad}.items()}
 
 
-def on_a_rank(grid: tuple[int, int], sequence: bool) -> dict[str, tuple[Tensor, Tensor]]:
+def on_a_rank(grid: tuple[int, int], sequence: bool, cap: float | None) -> dict[str, tuple[Tensor, Tensor]]:
     """(this rank's, its part of one device's) by name."""
     groups = Groups(Mesh(tp=grid[0] * grid[1], tp_in=grid[1]))
     parts, columns = groups.along("tp_out"), groups.along("tp_in")
@@ -61,16 +61,16 @@ def on_a_rank(grid: tuple[int, int], sequence: bool) -> dict[str, tuple[Tensor, 
     tokens_T, target_T, x_TH, w_VH = inputs()
     vocabulary = SplitVocabulary(parts, columns, tokens, sequence)
     weight, x = nn.Parameter(part(w_VH)), stream(x_TH).requires_grad_()
-    loss = vocabulary.loss(x, weight, target_T, 7.0)
+    loss = vocabulary.loss(x, weight, target_T, 7.0, cap)
     x_grad, w_grad = torch.autograd.grad(loss, [x, weight])
     embedded = vocabulary.embed(tokens_T, weight)
     (embedding_grad,) = torch.autograd.grad(embedded, weight, stream(x_TH))
-    tied = vocabulary.loss(vocabulary.embed(tokens_T, weight), weight, target_T, 7.0)
+    tied = vocabulary.loss(vocabulary.embed(tokens_T, weight), weight, target_T, 7.0, cap)
     (tied_grad,) = torch.autograd.grad(tied, weight)
     with torch.no_grad():
         logits = vocabulary.logits(vocabulary.join(x), weight)
         unbatched = vocabulary.logits(x_TH.view(2, T // 2, H), weight)
-    right = whole()
+    right = whole(cap)
     return {
         "loss": (loss.detach(), right["loss"]),
         "x_grad": (x_grad, stream(right["x_grad"])),
@@ -84,9 +84,9 @@ def on_a_rank(grid: tuple[int, int], sequence: bool) -> dict[str, tuple[Tensor, 
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("sequence", [False, True])
-def test_same_as_one_device(grid: tuple[int, int], sequence: bool) -> None:
-    for found in run_ranks(on_a_rank, grid[0] * grid[1], grid, sequence):
+@pytest.mark.parametrize(("sequence", "cap"), [(False, None), (True, None), (True, 8.0)])
+def test_same_as_one_device(grid: tuple[int, int], sequence: bool, cap: float | None) -> None:
+    for found in run_ranks(on_a_rank, grid[0] * grid[1], grid, sequence, cap):
         for name, (ours, theirs) in found.items():
             assert ours.shape == theirs.shape, name
             assert (ours - theirs).norm() / theirs.norm() < 1e-5, name

@@ -21,18 +21,29 @@ _BLOCK_ELEMENTS = 1 << 27  # logits of one block: 256 MB in bf16, enough rows to
 _COLUMNS = 4096  # of a row that a program holds at once
 
 
-def linear_cross_entropy(x_TH: Tensor, w_VH: Tensor, target_T: Tensor, count: float | None = None) -> Tensor:
+def linear_cross_entropy(
+    x_TH: Tensor, w_VH: Tensor, target_T: Tensor, count: float | None = None, cap: float | None = None
+) -> Tensor:
     """Sum of the cross-entropies of `x_TH @ w_VH.T` against `target_T`, over `count` (by default T); an fp32 scalar.
 
     Rows with a target below 0 are left out. Softmax and loss are computed in fp32. Gradients flow to `x_TH` and `w_VH`.
+    With a `cap`, of `soft_capped` logits.
     """
     count = float(len(x_TH)) if count is None else count
-    return _LinearCrossEntropy.apply(x_TH, w_VH, target_T, count, torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(x_TH, w_VH, target_T, count, cap, torch.is_grad_enabled())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, w_VH: Tensor, target_T: Tensor, count: float, with_gradients: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_TH: Tensor,
+        w_VH: Tensor,
+        target_T: Tensor,
+        count: float,
+        cap: float | None,
+        with_gradients: bool,
+    ) -> Tensor:
         T, V = len(x_TH), len(w_VH)
         block = max(1, _BLOCK_ELEMENTS // V)
         target_T = target_T.contiguous()
@@ -43,7 +54,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + block)
             logits = F.linear(x_TH[rows], w_VH)
             _softmax_gradient[(len(logits),)](
-                logits, target_T[rows], loss_T[rows], 1 / count, V=V, WITH_GRADIENT=with_gradients,
+                logits, target_T[rows], loss_T[rows], 1 / count, V=V, CAP=cap or 0.0, WITH_GRADIENT=with_gradients,
                 COLUMNS=min(_COLUMNS, triton.next_power_of_2(V)),
             )  # fmt: skip
             if x_grad_TH is not None and w_grad_VH is not None:
@@ -56,28 +67,38 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_grad_TH, w_grad_VH = ctx.saved_tensors
         scale = grads[0]
-        return scaled(x_grad_TH, scale), (w_grad_VH * scale).to(ctx.weight_dtype), None, None, None
+        return scaled(x_grad_TH, scale), (w_grad_VH * scale).to(ctx.weight_dtype), *[None] * 4
+
+
+@triton.jit
+def _tanh_capped(logits, CAP: tl.constexpr):
+    """CAP * tanh(logits / CAP), in fp32; without a cap, which is 0, the logits."""
+    logits = logits.to(tl.float32)
+    if CAP > 0:
+        logits = CAP * (2 * tl.sigmoid(logits * (2 / CAP)) - 1)
+    return logits
 
 
 @triton.jit
 def _softmax_gradient(
-    logits_TV, target_T, loss_T, scale, V: tl.constexpr, WITH_GRADIENT: tl.constexpr, COLUMNS: tl.constexpr
-):
+    logits_TV, target_T, loss_T, scale,
+    V: tl.constexpr, CAP: tl.constexpr, WITH_GRADIENT: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """The row's loss; its logits become `scale` times the gradient of the loss."""
     t = tl.program_id(0)
     row = logits_TV + t.to(tl.int64) * V
     # Read before anything is written, with the loop's barriers between: other threads write where this one reads.
     target = tl.load(target_T + t)
     counted = target >= 0
-    target_logit = tl.load(row + target, mask=counted, other=0).to(tl.float32)
+    target_logit = _tanh_capped(tl.load(row + target, mask=counted, other=0), CAP)
     largest = tl.full((), -float("inf"), dtype=tl.float32)
     total = tl.full((), 0.0, dtype=tl.float32)
     for first in range(0, V, COLUMNS):
         v = first + tl.arange(0, COLUMNS)
-        logits = tl.load(row + v, mask=v < V, other=-float("inf")).to(tl.float32)
+        logits = tl.where(v < V, _tanh_capped(tl.load(row + v, mask=v < V, other=0), CAP), -float("inf"))
         larger = tl.maximum(largest, tl.max(logits, axis=0))
         total = total * tl.exp(largest - larger) + tl.sum(tl.exp(logits - larger), axis=0)
         largest = larger
@@ -88,7 +109,8 @@ def _softmax_gradient(
     if WITH_GRADIENT:
         for first in range(0, V, COLUMNS):
             v = first + tl.arange(0, COLUMNS)
-            logits = tl.load(row + v, mask=v < V, other=-float("inf")).to(tl.float32)
-            p = tl.exp(logits - largest) / total
-            grad = (p - tl.where(v == target, 1.0, 0.0)) * scale
+            logits = _tanh_capped(tl.load(row + v, mask=v < V, other=0), CAP)
+            grad = (tl.exp(logits - largest) / total - tl.where(v == target, 1.0, 0.0)) * scale
+            if CAP > 0:
+                grad *= 1 - (logits / CAP) * (logits / CAP)
             tl.store(row + v, grad.to(logits_TV.dtype.element_ty), mask=v < V)

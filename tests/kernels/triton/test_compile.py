@@ -118,7 +118,8 @@ def run_all() -> None:
     rms_norm(empty(64, H), empty(H), 1e-5).sum().backward()
     rotary(empty(2, 8, 16, 128), rotary_table(torch.arange(8), 128, 10_000.0)).sum().backward()
     swiglu(empty(64, 2 * I)).sum().backward()
-    linear_cross_entropy(empty(64, 32), empty(50_304, 32), torch.zeros(64, dtype=torch.int64)).backward()
+    for cap in (None, 30.0):
+        linear_cross_entropy(empty(64, 32), empty(50_304, 32), torch.zeros(64, dtype=torch.int64), cap=cap).backward()
     weight, m, v = (torch.empty(5000) for _ in range(3))
     gradient, copy = torch.empty(2, 5000, dtype=torch.bfloat16)
     adamw(AdamW(0.9, 0.95, 1e-8, 0.1), 3, 1e-3, weight, gradient, m, v, copy=copy)
