@@ -204,9 +204,11 @@ _SCALING = {
     "beta_fast": "beta_fast",
     "beta_slow": "beta_slow",
     "attention_factor": "attention_factor",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
 }  # our fields of `RopeScaling` to those of a rule in config.json
 _LLAMA3 = ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-_YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")
+_YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 _RULES = {"linear": ("factor",), "llama3": ("factor", *_LLAMA3), "yarn": ("factor", *_YARN)}
 
 
@@ -294,6 +296,14 @@ def _which_are_dense(name: str, model: ModelConfig) -> dict[str, Any]:
     return {name: list(range(model.dense_layers)) if name == "mlp_only_layers" else model.dense_layers}
 
 
+def _latent(raw: dict[str, Any], file: Path) -> dict[str, Any]:
+    given = {ours: theirs for ours, theirs in _LATENT.items() if ours != "queries" or raw.get(theirs) is not None}
+    return {ours: whole_number(raw, theirs, file) for ours, theirs in given.items()}
+
+
+_LATENT = {"queries": "q_lora_rank", "keys": "kv_lora_rank", "rotary": "qk_rope_head_dim", "value": "v_head_dim"}
+
+
 class _Special(NamedTuple):
     """How a field of ours is read from config.json, and how written there, under a name."""
 
@@ -307,6 +317,7 @@ _SPECIAL: dict[str, _Special] = {
     "window": _Special(_window, lambda name, model: {name: model.window}),
     "window_except": _Special(_window_except, _layer_types),
     "window_rope_theta": _Special(_window_rope_theta, _rope_parameters),
+    "latent": _Special(_latent, lambda _, model: {_LATENT[name]: size for name, size in model.latent or ()}),
     "dense_layers": _Special(_dense_layers, _which_are_dense),
 }
 

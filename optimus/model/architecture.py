@@ -198,7 +198,8 @@ class ModelConfig(Section):
         return self
 
     def _check_latent(self) -> None:
-        for name, only in (("kv_heads", self.heads), ("qk_norm", "none"), ("attention_bias", "none"), ("window", None)):
+        without = ("qk_norm", "none"), ("attention_bias", "none"), ("window", None), ("learned_positions", None)
+        for name, only in (("kv_heads", self.heads), *without):
             if getattr(self, name) != only:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, but {only!r} with latent attention: remove it")
 

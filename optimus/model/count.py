@@ -11,6 +11,7 @@ import torch
 
 from optimus.model.architecture import ModelConfig
 from optimus.model.attention import Attention
+from optimus.model.latent import LatentAttention
 from optimus.model.parameters import declarations
 from optimus.model.transformer import Transformer
 
@@ -90,6 +91,6 @@ def _counts(text: str) -> _Counts:
             multiplied[module] += chosen
     scored = Counter[int | None]()
     for attention in model.modules():
-        if isinstance(attention, Attention):
+        if isinstance(attention, Attention | LatentAttention):
             scored[attention.window] += attention.score_columns
     return _Counts({part: ParameterCount(total[part], active[part]) for part in total}, multiplied, scored)

@@ -19,6 +19,7 @@ Dim = Literal[
     "heads",  # columns of all attention heads
     "kv_heads",  # columns of all key heads, or of all value heads
     "head",  # columns of one head
+    "latent",  # columns that queries, or keys and values, are compressed to
     "ffn",  # columns between the projections of a feed-forward layer
     "experts",  # experts of a layer, each with its weights
     "expert_ffn",  # columns between the projections of one expert
@@ -49,8 +50,8 @@ class Declaration:
 
     @property
     def applied_to(self) -> Input:
-        """What it is multiplied with: the residual stream, whole tokens, or what lies inside a module."""
-        if "residual" in self.dims:
+        """What it is multiplied with: the residual stream or what is made of it, whole tokens, or the inside of a module."""
+        if "residual" in self.dims or "latent" in self.dims:
             return "residual"
         return "tokens" if "hidden" in self.dims else "inner"
 

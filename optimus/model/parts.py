@@ -103,6 +103,9 @@ class Parts:
     sequence: TokenSequence = field(default_factory=WholeSequence)
     tokens: TokenSplit = field(default_factory=WholeTokens)
     dispatch: Dispatch = local_dispatch
+    all_rows: Callable[[Tensor], Tensor] = lambda x: (
+        x
+    )  # from those of the residual stream here, for this device's heads
     parameters: Parameters = field(default_factory=KeptParameters)
     runner: Runner = field(default_factory=RunOnce)
     step: StepContext = field(default_factory=StepContext)

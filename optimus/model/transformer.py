@@ -17,6 +17,7 @@ from optimus.model.architecture import ModelConfig
 from optimus.model.attention import Attention, LayerCache, Places
 from optimus.model.batch import Batch
 from optimus.model.dense import DenseMlp, LayerNorm, RMSNorm
+from optimus.model.latent import LatentAttention
 from optimus.model.moe.layer import MoeLayer
 from optimus.model.moe.router import Choosing, RouterStats, Routing
 from optimus.model.parameters import Size, declare
@@ -76,7 +77,8 @@ class Block(nn.Module):
         self._runner = parts.runner
         before, after = config.norm_place != "after", config.norm_place != "before"
         self.attention_norm = _norm(config, parts) if before else None
-        self.attention = Attention(config, layer, parts)
+        latent = config.latent
+        self.attention = LatentAttention(config, latent, parts) if latent else Attention(config, layer, parts)
         self.attention_out_norm = _norm(config, parts) if after else None
         self.mlp_norm = _norm(config, parts) if before else None
         if experts := config.experts_of(layer):

@@ -5,9 +5,11 @@ What a rank holds of each parameter is another question (`layouts.py`): the modu
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from optimus.comm import Group, Groups
+from optimus.comm.functional import gather_rows, share
 from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.kernels.linear import MatrixProduct
@@ -77,6 +79,7 @@ def parts_of(
         sequence=_sequence(groups, options),
         tokens=_tokens(groups, options),
         dispatch=_dispatch(architecture, groups, options),
+        all_rows=partial(gather_rows if options.sequence else share, group=groups.along("tp_out")),
         parameters=parameters or KeptParameters(),
         runner=Recompute(options.recomputation, groups.step, keep_collectives=options.keep_collectives),
         step=groups.step,

@@ -47,6 +47,19 @@ CONFIGS = {
     "opt": {"family": "opt", "intermediate": 24, "learned_positions": 64},
     "qwen2": {"family": "qwen2", "intermediate": 24, "tie_embeddings": True},
     "qwen3": {"family": "qwen3", "intermediate": 24, "kv_heads": 1, "head_size": 12},
+    "deepseek_v3": {
+        "family": "deepseek_v3",
+        "intermediate": 24,
+        "dense_layers": 1,
+        "experts": 4,
+        "experts_per_token": 2,
+        "expert_intermediate": 12,
+        "shared_experts": 2,
+        "expert_groups": 2,
+        "latent": {"queries": 10, "keys": 8, "rotary": 4, "value": 6},
+        "head_size": 6,
+        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_context": 16, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
     "qwen3_moe": {
         "family": "qwen3_moe",
         "intermediate": 12,
@@ -66,6 +79,8 @@ def random_model(**config: object) -> Transformer:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        for buffer in model.buffers():
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     return model.eval()
 
 

@@ -37,6 +37,8 @@ PUBLISHED = {  # parameters of the files on Hugging Face
     "qwen3-30b-a3b": 30_532_122_624,
     "gemma-3-270m": 268_098_176,
     "gemma-3-1b": 999_885_952,
+    "deepseek-v3": 671_026_419_200
+    - 58 * 256,  # the biases of its routers are no parameters; nor are layers to predict more
     "olmo-2-1b": 1_484_916_736,
     "olmo-3-7b": 7_298_011_136,
 }

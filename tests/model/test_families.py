@@ -13,9 +13,11 @@ from optimus.hub.keys import published
 from optimus.model import Transformer
 from optimus.model import families as package
 from optimus.model.families import families, family_named
+from optimus.model.parameters import named_tensors
 
 SIZES = {"hidden": 32, "layers": 2, "heads": 2, "intermediate": 24, "vocab": 48}
 SPARSE = {"experts": 4, "experts_per_token": 2}
+LATENT = {"keys": 8, "rotary": 4, "value": 6}
 OPTIONS = {"dense_layers": 1, "kv_heads": 1, "attention_bias": "all", "mlp_bias": True, "tie_embeddings": False}
 
 
@@ -30,19 +32,22 @@ def needed(name: str) -> dict[str, object]:
     given = {"head_size": 16} if "head_size" in fields else {}
     given |= {"query_scale": 8} if "query_scale" in fields else {}
     learned = {"learned_positions": 64} if "learned_positions" in fields else {}
-    return given | windows | learned | (SPARSE if "experts" in fields else {})
+    latent = {"latent": LATENT, "head_size": 6, "shared_experts": 1} if "latent" in fields else {}
+    return given | windows | learned | latent | (SPARSE if "experts" in fields else {})
 
 
 @pytest.mark.parametrize("name", families())
 def test_the_key_table_has_every_parameter_once(name: str) -> None:
     kinds = set()
     optional = {option: value for option, value in OPTIONS.items() if option in families()[name].varies}
-    for options in ({}, optional, {**optional, "kv_heads": 2}):
+    compressed = {"latent": {**LATENT, "queries": 5}} if "latent" in families()[name].varies else {}
+    for options in ({}, optional, {**optional, "kv_heads": 2, **compressed}):
         with torch.device("meta"):
             model = Transformer(model_of(name, **options))
-        names = [key for own, parameter in model.named_parameters() for key, _ in published(name, own, parameter)]
+        tensors = dict(named_tensors(model))
+        names = [key for own, tensor in tensors.items() for key, _ in published(name, own, tensor)]
         assert len(names) == len(set(names)) > 0
-        own = (name.split(".") for name, _ in model.named_parameters())
+        own = (name.split(".") for name in tensors)
         kinds |= {".".join("{i}" if part.isdigit() else part for part in parts) for parts in own}
     surplus = set(families()[name].keys) - kinds
     assert kinds <= set(families()[name].keys)

@@ -11,6 +11,7 @@ from optimus.hub.keys import fused, published
 from optimus.model import KVCache, Transformer
 from optimus.model.families import families
 from optimus.model.init import initialize
+from optimus.model.parameters import named_tensors
 
 transformers = pytest.importorskip("transformers")
 
@@ -37,7 +38,38 @@ def yarn(**changed: object) -> dict[str, object]:
 
 LLAMA3 = {"kind": "llama3", "factor": 8.0, "original_context": 64, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SPARSE = {"experts": 6, "experts_per_token": 2, "intermediate": 24}
+DEEPSEEK = {
+    "head_size": 10,
+    "experts": 8,
+    "experts_per_token": 3,
+    "expert_intermediate": 16,
+    "shared_experts": 1,
+    "routed_scale": 2.5,
+}
+
+
+def latent(**changed: object) -> dict[str, object]:
+    return {"queries": 20, "keys": 16, "rotary": 6, "value": 12} | changed
+
+
 CONFIGS = {
+    "deepseek_v3": of(
+        "deepseek_v3", latent=latent(), layers=3, dense_layers=1, expert_groups=4, groups_per_token=2, **DEEPSEEK
+    ),
+    "deepseek_v3-no-groups-tied": of(
+        "deepseek_v3",
+        latent=latent(queries=None, value=20),
+        renormalise=False,
+        tie_embeddings=True,
+        **DEEPSEEK | {"shared_experts": 2},
+    ),
+    "deepseek_v3-yarn": of(
+        "deepseek_v3",
+        latent=latent(value=16),
+        rope_scaling=yarn(mscale=1.0, mscale_all_dim=0.7),
+        expert_groups=2,
+        **DEEPSEEK,
+    ),
     "llama": of("llama", kv_heads=2),
     "llama-biases-tied": of(
         "llama", attention_bias="all", mlp_bias=True, tie_embeddings=True, head_size=12, kv_heads=1, hidden=64
@@ -124,6 +156,8 @@ def random_model(config: ModelConfig, seed: int = 1) -> Transformer:
                 parameter.copy_(torch.rand(parameter.shape, generator=generator) + least)
             if name.endswith("bias"):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        for buffer in model.buffers():
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
         if config.tie_embeddings:
             model.embedding.weight.mul_(0.1)  # else every token's most probable successor is the token itself
     return model
@@ -140,6 +174,8 @@ def rope_parameters(config: ModelConfig) -> dict[str, object]:
         rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
     if scaling.attention_factor is not None:
         rope["attention_factor"] = scaling.attention_factor
+    if scaling.mscale is not None:
+        rope |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
     return rope
 
 
@@ -157,6 +193,7 @@ NAMES = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3Moe",
+    "deepseek_v3": "DeepseekV3",
 }
 
 
@@ -186,7 +223,14 @@ def twin_of(model: Transformer) -> "transformers.PreTrainedModel":
         count = "num_local_experts" if config.family == "mixtral" else "num_experts"
         fields |= {count: config.experts, "num_experts_per_tok": config.experts_per_token}
         fields |= {"norm_topk_prob": config.renormalise, "experts_implementation": "eager"}
-    if config.family not in ("olmo", "olmoe", "olmo2", "olmo3", "qwen2"):
+    if config.latent is not None:
+        fields |= {"n_routed_experts": config.experts, "moe_intermediate_size": config.expert_intermediate}
+        fields |= {"n_shared_experts": config.shared_experts, "first_k_dense_replace": config.dense_layers}
+        fields |= {"n_group": config.expert_groups, "topk_group": config.groups_per_token}
+        fields |= {"routed_scaling_factor": config.routed_scale, "qk_nope_head_dim": config.head_size}
+        fields |= {"q_lora_rank": config.latent.queries, "kv_lora_rank": config.latent.keys}
+        fields |= {"qk_rope_head_dim": config.latent.rotary, "v_head_dim": config.latent.value}
+    elif config.family not in ("olmo", "olmoe", "olmo2", "olmo3", "qwen2"):
         fields["head_dim"] = config.head_size
     if config.family not in ("mistral", "mixtral", "qwen2"):
         fields["attention_bias"] = config.attention_bias == "all"
@@ -212,10 +256,11 @@ def twin_of(model: Transformer) -> "transformers.PreTrainedModel":
     name = NAMES[config.family]
     made = getattr(transformers, families()[config.family].architecture)
     twin = made(getattr(transformers, f"{name}Config")(**fields))
-    theirs = dict(twin.named_parameters())
+    kept = twin.state_dict().keys()
+    theirs = dict(twin.named_parameters()) | {name: buffer for name, buffer in twin.named_buffers() if name in kept}
     filled = set()
     with torch.no_grad():
-        for name, value in in_their_form(model, dict(model.named_parameters())):
+        for name, value in in_their_form(model, dict(named_tensors(model))):
             theirs[name].copy_(value)
             filled.add(name)
     assert filled == set(theirs)
@@ -257,11 +302,15 @@ def test_losses_and_every_gradient_equal(pair: tuple) -> None:
         assert losses.balance == losses.z == 0
         cross_entropy, total = output.loss, output.loss
     else:
-        cross_entropy = output.loss - twin.router_aux_loss_coef * output.aux_loss
+        balance = output.get("aux_loss")
+        if balance is None:
+            cross_entropy, balance = output.loss, balance_of(twin, tokens_BS, output.router_logits)
+        else:
+            cross_entropy = output.loss - twin.router_aux_loss_coef * balance
         z = torch.stack([logits.logsumexp(-1).square() for logits in output.router_logits]).mean()
-        assert abs(losses.balance - output.aux_loss) < TOLERANCE
+        assert abs(losses.balance - balance) < TOLERANCE
         assert abs(losses.z - z) < TOLERANCE
-        total = cross_entropy + BALANCE * output.aux_loss + Z * z
+        total = cross_entropy + BALANCE * balance + Z * z
     assert abs(losses.cross_entropy - cross_entropy) < TOLERANCE
     total.backward()
 
@@ -271,6 +320,21 @@ def test_losses_and_every_gradient_equal(pair: tuple) -> None:
     for name, gradient in ours.items():
         assert theirs[name].grad.abs().max() > 0, name
         assert (gradient - theirs[name].grad).abs().max() < TOLERANCE, name
+
+
+def balance_of(twin: "transformers.PreTrainedModel", tokens_BS: Tensor, logits: tuple[Tensor, ...]) -> Tensor:
+    """By its definition, of sigmoid scores that are made to sum to 1 (DeepSeek-V3, equations 17 to 20)."""
+    chosen: list[Tensor] = []
+    gates = [module for name, module in twin.named_modules() if name.endswith("mlp.gate")]
+    handles = [gate.register_forward_hook(lambda _, __, output: chosen.append(output[2])) for gate in gates]
+    with torch.no_grad():
+        twin(tokens_BS)
+    for handle in handles:
+        handle.remove()
+    scores_TE = torch.cat(logits).sigmoid()
+    experts = scores_TE.shape[1]
+    share_E = torch.bincount(torch.cat(chosen).flatten(), minlength=experts) / len(scores_TE)
+    return experts * (share_E * (scores_TE / scores_TE.sum(-1, keepdim=True)).mean(0)).sum()
 
 
 def greedy(model: Transformer, prompt_S: Tensor, new: int, cached: bool) -> list[int]:

@@ -30,6 +30,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_size": 6, "tie_embeddings": True},
     "qwen3_moe": EXPERTS
     | {"head_size": 6, "renormalise": True, "layers": 4, "dense_layers": 2, "expert_intermediate": 16},
+    "deepseek_v3": EXPERTS
+    | {
+        "kv_heads": 4,
+        "head_size": 6,
+        "latent": {"queries": 12, "keys": 8, "rotary": 4, "value": 6},
+        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_context": 16, "mscale": 1.0, "mscale_all_dim": 0.8},
+        "dense_layers": 1,
+        "expert_intermediate": 16,
+        "shared_experts": 1,
+        "expert_groups": 2,
+        "routed_scale": 1.5,
+    },
 }
 
 

@@ -1,0 +1,59 @@
+"""DeepSeek-V3: latent attention, shared experts, sigmoid scores and biases that balance (DeepSeek-V3, section 2.1).
+
+Without its layers that predict further tokens.
+"""
+
+from optimus.model.families.common import ATTENTION, BEFORE, CONSTANTS, ENDS, MLP, OPTIONAL, RMS, SIZES, experts, mlp
+from optimus.model.families.family import Family, Key, Same
+
+_ATTENTION = {
+    "q": "q_proj",
+    "q_down": "q_a_proj",
+    "q_norm": "q_a_layernorm",
+    "q_up": "q_b_proj",
+    "kv_down": "kv_a_proj_with_mqa",
+    "kv_norm": "kv_a_layernorm",
+    "kv_up": "kv_b_proj",
+    "out": "o_proj",
+}
+_SHARED = tuple(f"{MLP}shared_experts.{name}_proj.weight" for name in ("gate", "up", "down"))
+
+FAMILY = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    defaults={"score": "sigmoid", "router_bias": True, "renormalise": True, "norm_eps": 1e-6},
+    fields=SIZES
+    | {
+        "latent": "kv_lora_rank",
+        "head_size": "qk_nope_head_dim",
+        "experts": "n_routed_experts",
+        "experts_per_token": "num_experts_per_tok",
+        "expert_intermediate": "moe_intermediate_size",
+        "shared_experts": "n_shared_experts",
+        "dense_layers": "first_k_dense_replace",
+        "expert_groups": "n_group",
+        "groups_per_token": "topk_group",
+        "routed_scale": "routed_scaling_factor",
+    },
+    optional={ours: theirs for ours, theirs in OPTIONAL.items() if ours != "kv_heads"}
+    | RMS
+    | {"renormalise": "norm_topk_prob"},
+    constants=CONSTANTS
+    | {"num_key_value_heads": Same("heads")}
+    | {"attention_bias": False, "rope_interleave": True, "moe_layer_freq": 1}
+    | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0},
+    aliases={"num_local_experts": "n_routed_experts"},
+    keys=ENDS
+    | BEFORE
+    | mlp()
+    | experts()
+    | {
+        f"blocks.{{i}}.attention.{ours}.weight": Key((f"{ATTENTION}{name}.weight",))
+        for ours, name in _ATTENTION.items()
+    }
+    | {
+        "blocks.{i}.moe.router.bias": Key((MLP + "gate.e_score_correction_bias",)),
+        "blocks.{i}.moe.shared.gate_up.weight": Key(_SHARED[:2]),
+        "blocks.{i}.moe.shared.down.weight": Key(_SHARED[2:]),
+    },
+)

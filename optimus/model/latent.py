@@ -1,0 +1,91 @@
+"""Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values are made of one short vector per token.
+
+A head's query and key have columns without position, made of the compressed vectors, and some with rotary positions; those
+of the keys all heads have in common. With tensor parallelism the compressed vectors are made whole on every rank, and what
+is made of them is split by heads.
+
+Legend: B batch, S sequence, N heads, D head size, T = B * S tokens, P positions in the cache, R rows of the residual stream
+that are here.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optimus.kernels.attention import causal_attention
+from optimus.kernels.rotary import rotary
+from optimus.model.architecture import Latent, ModelConfig
+from optimus.model.attention import LayerCache, Places
+from optimus.model.dense import RMSNorm
+from optimus.model.linear import Linear
+from optimus.model.parameters import Size
+from optimus.model.parts import LOCAL, Parts
+from optimus.model.positions import Table, mscale
+
+_EPS = 1e-6  # as published, whatever the model's is
+
+
+class LatentAttention(nn.Module):
+    """The cache holds what keys and values are made of, `keys` + `rotary` numbers per position."""
+
+    window = None
+
+    def __init__(self, config: ModelConfig, latent: Latent, parts: Parts = LOCAL) -> None:
+        super().__init__()
+        self.latent, self.plain = latent, config.head_size  # plain: columns without position
+        residual, keys = Size("residual", config.hidden), Size("latent", latent.keys)
+        queries = Size("heads", config.heads * (config.head_size + latent.rotary))
+        if latent.queries is None:
+            self.q = Linear(residual, queries, parts=parts)
+        else:
+            compressed = Size("latent", latent.queries)
+            self.q_down = Linear(residual, compressed, parts=parts)
+            self.q_norm = RMSNorm(compressed, _EPS, parts)
+            self.q_up = Linear(compressed, queries, parts=parts)
+        self.kv_down = Linear(residual, Size("latent", latent.keys + latent.rotary), parts=parts)
+        self.kv_norm = RMSNorm(keys, _EPS, parts)
+        self.kv_up = Linear(keys, Size("heads", config.heads * (config.head_size + latent.value)), parts=parts)
+        self.out = Linear(Size("heads", config.heads * latent.value), residual, parts=parts)
+        self._all_rows = parts.all_rows
+        scaling, query = config.rope_scaling, config.head_size + latent.rotary
+        self._widest = max(query, latent.value)  # of attention, whose heads are all of one size
+        scale = 1.0 if scaling is None else mscale(scaling.factor, scaling.mscale_all_dim or 0.0) ** 2
+        self._scale = scale * math.sqrt(self._widest / query)  # attention divides by the root of the widest
+        self.score_columns = config.heads * (query + latent.value)
+
+    def forward(self, x_RH: Tensor, places: Places, cache: LayerCache | None = None) -> Tensor:
+        """[R, H]. The tokens are those of `places`, sequence by sequence; with a `cache` they continue what it holds."""
+        low, table = self.latent, places.table
+        positions, query = len(table[0]), self.plain + low.rotary
+        q_TX = self.q(x_RH) if low.queries is None else self.q_up(self.q_norm(self.q_down(x_RH)))
+        c_RX, k_RD = self.kv_down(x_RH).split([low.keys, low.rotary], -1)
+        c_RX = self.kv_norm(c_RX)
+        turned_BS1D = _turned(self._all_rows(k_RD).view(-1, positions, 1, low.rotary), table)
+        q, q_turning = q_TX.view(-1, positions, q_TX.shape[-1] // query, query).split([self.plain, low.rotary], -1)
+        q = self._widened(torch.cat([q, _turned(q_turning, table)], -1))
+        if self._scale != 1:
+            q = q * self._scale
+        if cache is None:
+            y_BSND = places.sequence.attend(q, *self._keys_and_values(c_RX, turned_BS1D))
+        else:
+            c_BP1X, turned_BP1D = cache.append(c_RX.view(-1, positions, 1, low.keys), turned_BS1D)
+            y_BSND = causal_attention(q, *self._keys_and_values(c_BP1X.flatten(0, 2), turned_BP1D))
+        return self.out(y_BSND[..., : low.value].flatten(2).flatten(0, 1))
+
+    def _keys_and_values(self, c: Tensor, turned_BP1D: Tensor) -> tuple[Tensor, Tensor]:
+        kv, each = self.kv_up(c), self.plain + self.latent.value
+        k, v = kv.view(*turned_BP1D.shape[:2], kv.shape[-1] // each, each).split([self.plain, self.latent.value], -1)
+        k = torch.cat([k, turned_BP1D.expand(-1, -1, k.shape[2], -1)], -1)
+        return self._widened(k), self._widened(v)
+
+    def _widened(self, x_BSND: Tensor) -> Tensor:
+        """With columns of zeros."""
+        missing = self._widest - x_BSND.shape[-1]
+        return F.pad(x_BSND, (0, missing)) if missing else x_BSND
+
+
+def _turned(x_BSND: Tensor, table: Table) -> Tensor:
+    """By the positions. Published weights have the two columns of a pair beside each other."""
+    return rotary(x_BSND.unflatten(-1, (-1, 2)).mT.flatten(-2), table)
