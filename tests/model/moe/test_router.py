@@ -6,7 +6,7 @@ import torch
 from optimus.config.tree import ModelConfig
 from optimus.model import Transformer
 from optimus.model.init import initialize
-from optimus.model.moe.router import Choosing, Router
+from optimus.model.moe.router import Choosing, Router, move_biases
 from optimus.model.transformer import KVCache
 
 
@@ -56,3 +56,40 @@ def test_weights_sum_to_1_where_all_chosen_probabilities_are_0(dtype: torch.dtyp
     assert x_TH.grad is not None
     assert x_TH.grad.isfinite().all()
     assert x_TH.grad[1, 2] > 0.1
+
+
+def test_biases_balance() -> None:
+    """Experts of tokens that are much alike, by the choices of the busiest to the mean; with biases close to 1."""
+    generator = torch.Generator().manual_seed(0)
+    router = Router(16, 8, 2, choosing=Choosing("sigmoid", bias=True))
+    torch.nn.init.normal_(router.weight, std=0.3, generator=generator)
+    busiest = []
+    for _ in range(300):
+        _, _, stats = router(torch.randn(2048, 16, generator=generator) + 1)
+        busiest.append(float(stats.counts_E.max() / stats.counts_E.mean()))
+        move_biases([router], 0.01, lambda counts: None)
+    assert min(busiest[:5]) > 2
+    assert max(busiest[-5:]) < 1.3
+
+
+def test_a_bias_stays_fp32() -> None:
+    """Whatever type and device the rest of a model gets; a third is no number in bf16."""
+    router = Router(4, 8, 2, choosing=Choosing(bias=True))
+    assert router.bias is not None
+    router.bias.fill_(1 / 3)
+    assert router.to(torch.bfloat16).weight.dtype == torch.bfloat16
+    assert router.bias.dtype == torch.float32
+    assert float(router.bias[0]) == pytest.approx(1 / 3, rel=1e-7)
+    with torch.device("meta"):
+        empty = Router(4, 8, 2, choosing=Choosing(bias=True)).bfloat16()
+    assert empty.to_empty(device="cpu").bias.dtype == torch.float32
+
+
+def test_nobody_counts_choices_outside_of_training() -> None:
+    router = Router(4, 8, 2, choosing=Choosing(bias=True))
+    with torch.no_grad():
+        router(torch.randn(5, 4))
+    assert router.take_choices().sum() == 0
+    router(torch.randn(5, 4))
+    assert router.take_choices().sum() == 10
+    assert router.take_choices().sum() == 0
