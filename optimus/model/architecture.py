@@ -198,10 +198,10 @@ class ModelConfig(Section):
         return self
 
     def _check_latent(self) -> None:
-        without = ("qk_norm", "none"), ("attention_bias", "none"), ("window", None), ("learned_positions", None)
-        for name, only in (("kv_heads", self.heads), *without):
-            if getattr(self, name) != only:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, but {only!r} with latent attention: remove it")
+        for name in ("kv_heads", "qk_norm", "attention_bias", "window", "learned_positions", "query_scale"):
+            value, only = getattr(self, name), self._default(name)
+            if value != only:
+                raise ValueError(f"{name} is {value!r}, but {only!r} with latent attention: remove it")
 
     def _check_experts(self, experts: int, chosen: int) -> None:
         if chosen > experts:

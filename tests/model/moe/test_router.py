@@ -68,7 +68,7 @@ def test_biases_balance() -> None:
         _, _, stats = router(torch.randn(2048, 16, generator=generator) + 1)
         busiest.append(float(stats.counts_E.max() / stats.counts_E.mean()))
         move_biases([router], 0.01, lambda counts: None)
-    assert min(busiest[:5]) > 2
+    assert min(busiest[:5]) > 1.8
     assert max(busiest[-5:]) < 1.3
 
 
