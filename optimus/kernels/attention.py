@@ -8,7 +8,8 @@ Legend: B batch, S queries, P keys, N heads, M heads of keys and values (N / M h
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,29 +25,36 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 _BLOCK_ELEMENTS = 1 << 22  # scores of one block, in the path that makes them itself
 
 
-def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, window: int | None = None) -> Tensor:
+def causal_attention(
+    q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, window: int | None = None, cap: float | None = None
+) -> Tensor:
     """Attention of the last S of P positions over all positions up to their own, [B, S, N, D].
 
     N is a multiple of M: consecutive heads share keys and values. With a `window`, a position sees as many up to its own.
+    With a `cap`, scores s are cap * tanh(s / cap) (Gemma 2, section 2).
     """
-    new, seen = q_BSND.shape[1], k_BPMD.shape[1]
+    new = q_BSND.shape[1]
     if new == 1 and window is not None:
-        k_BPMD, v_BPMD = k_BPMD[:, -window:], v_BPMD[:, -window:]
-    elif 1 < new < seen or (window or seen) < seen or (new > 1 and q_BSND.shape[2] != k_BPMD.shape[2]):
-        return _Blocks.apply(q_BSND, k_BPMD, v_BPMD, window)
+        k_BPMD, v_BPMD, window = k_BPMD[:, -window:], v_BPMD[:, -window:], None
+    seen = k_BPMD.shape[1]
+    grouped = new > 1 and q_BSND.shape[2] != k_BPMD.shape[2]
+    if cap is not None or 1 < new < seen or (window or seen) < seen or grouped:
+        return _Blocks.apply(q_BSND, k_BPMD, v_BPMD, capped(blocks_of(new, seen, window), cap))
     q, k, v = _heads_first(q_BSND, k_BPMD, v_BPMD)
     k, v = _for_each_head(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1).transpose(1, 2)
 
 
-def attention_block(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def attention_block(
+    q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, causal: bool, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """(attention of all queries over all keys [B, S, N, D], log-sum-exp of the scores [B, N, S]); autograd sees neither.
 
-    `causal`: S is P, and query i has the keys up to i only.
+    `causal`: S is P, and query i has the keys up to i only. With a `cap`, scores s are cap * tanh(s / cap).
     """
     q, k, v = _heads_first(q_BSND, k_BPMD, v_BPMD)
     k, v = _for_each_head(q, k, v)
-    out, lse_BNS = _path(q, k, v, causal).forward(q, k, v, causal)
+    out, lse_BNS = _path(q, k, v, causal, cap).forward(q, k, v, causal)
     return out.transpose(1, 2), lse_BNS
 
 
@@ -58,6 +66,7 @@ def attention_block_backward(
     out_BSND: Tensor,
     lse_BNS: Tensor,
     causal: bool,
+    cap: float | None = None,
 ) -> Gradients:
     """What these keys and values contribute to the gradient of q, and their own gradients, each in its tensor's type.
 
@@ -66,7 +75,7 @@ def attention_block_backward(
     q, k, v, out, out_grad = _heads_first(q_BSND, k_BPMD, v_BPMD, out_BSND, out_grad_BSND)
     shared = k.shape[1]
     k, v = _for_each_head(q, k, v)
-    q_grad, k_grad, v_grad = _path(q, k, v, causal).backward(out_grad, q, k, v, out, lse_BNS, causal)
+    q_grad, k_grad, v_grad = _path(q, k, v, causal, cap).backward(out_grad, q, k, v, out, lse_BNS, causal)
     if shared != q.shape[1]:
         k_grad, v_grad = (t.unflatten(1, (shared, -1)).sum(2) for t in (k_grad, v_grad))
     return q_grad.transpose(1, 2), k_grad.transpose(1, 2), v_grad.transpose(1, 2)
@@ -80,12 +89,19 @@ def merge_block(out_BSND: Tensor, lse_BNS: Tensor, block_BSND: Tensor, block_lse
 
 
 def attention_reference(
-    q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, causal: bool, window: int | None = None
+    q_BSND: Tensor,
+    k_BPMD: Tensor,
+    v_BPMD: Tensor,
+    causal: bool,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The definition of (attention, log-sum-exp), for tests; if causal, of the last S of P positions."""
     q, k, v = (t.to(compute_dtype(t.dtype)) for t in _heads_first(q_BSND, k_BPMD, v_BPMD))
     k, v = _for_each_head(q, k, v)
     scores_BNSP = q @ k.mT / math.sqrt(q.shape[-1])
+    if cap is not None:
+        scores_BNSP = cap * (scores_BNSP / cap).tanh()
     if causal:
         new, seen = scores_BNSP.shape[-2:]
         hidden_SP = torch.ones(new, seen, dtype=torch.bool, device=q.device).triu(seen - new + 1)
@@ -100,10 +116,10 @@ class _Blocks(torch.autograd.Function):
     """Attention put together from blocks of keys, so that no mask is held and shared keys and values are saved once."""
 
     @staticmethod
-    def forward(ctx: Any, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, window: int | None) -> Tensor:
-        ctx.blocks = list(blocks_of(q_BSND.shape[1], k_BPMD.shape[1], window))
-        if len(ctx.blocks) == 1:
-            out_BSND, lse_BNS = attention_block(q_BSND, k_BPMD, v_BPMD, True)
+    def forward(ctx: Any, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, blocks: "list[Block]") -> Tensor:
+        ctx.blocks = blocks
+        if len(blocks) == 1:
+            out_BSND, lse_BNS = attention_block(q_BSND, k_BPMD, v_BPMD, True, blocks[0].cap)
         else:
             out_BSND, lse_BNS = no_attention(q_BSND)
             for block in ctx.blocks:
@@ -118,7 +134,8 @@ class _Blocks(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: what is recomputed gives them once
         if len(ctx.blocks) == 1:
             q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS = saved
-            return *attention_block_backward(grads[0], q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS, True), None
+            given = q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS
+            return *attention_block_backward(grads[0], *given, True, ctx.blocks[0].cap), None
         found = [torch.zeros_like(t, dtype=saved[-1].dtype) for t in saved[:3]]
         for block in ctx.blocks:
             parts = block.backward(grads[0], *saved)
@@ -136,18 +153,19 @@ class Block(NamedTuple):
     queries: slice
     keys: slice
     mask: Literal["none", "causal", "window"]
+    cap: float | None = None
 
     def moved(self, queries: int, keys: int) -> "Block":
         """The same, so many positions later."""
         rows, seen = self.queries, self.keys
-        return Block(
-            slice(rows.start + queries, rows.stop + queries), slice(seen.start + keys, seen.stop + keys), self.mask
+        return self._replace(
+            queries=slice(rows.start + queries, rows.stop + queries), keys=slice(seen.start + keys, seen.stop + keys)
         )
 
     def attend(self, out_BSND: Tensor, lse_BNS: Tensor, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor) -> None:
         """Add these keys to attention and log-sum-exp (`no_attention`). A causal block is the first of its queries."""
         q, k, v = self._rows(self.queries, q_BSND), self._rows(self.keys, k_BPMD), self._rows(self.keys, v_BPMD)
-        out, lse = attention_block(q, k, v, self.mask != "none")
+        out, lse = attention_block(q, k, v, self.mask != "none", self.cap)
         if self.mask == "window":
             out, lse = out.flip(1), lse.flip(2)
         if self.mask == "causal":
@@ -165,7 +183,7 @@ class Block(NamedTuple):
             self._rows(self.keys, v_BPMD),
             self._rows(self.queries, lse_BNS.mT).mT,
         )
-        q_grad, k_grad, v_grad = attention_block_backward(out_grad, q, k, v, out, lse, self.mask != "none")
+        q_grad, k_grad, v_grad = attention_block_backward(out_grad, q, k, v, out, lse, self.mask != "none", self.cap)
         if self.mask == "window":
             return q_grad.flip(1), k_grad.flip(1), v_grad.flip(1)
         return q_grad, k_grad, v_grad
@@ -173,6 +191,11 @@ class Block(NamedTuple):
     def _rows(self, rows: slice, t_BSX: Tensor) -> Tensor:
         """As `attention_block` is to have them."""
         return t_BSX[:, rows].flip(1) if self.mask == "window" else t_BSX[:, rows]
+
+
+def capped(blocks: "Iterable[Block]", cap: float | None) -> "list[Block]":
+    """These blocks, with a `cap` on their scores."""
+    return list(blocks) if cap is None else [block._replace(cap=cap) for block in blocks]
 
 
 def no_attention(q_BSND: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,7 +259,9 @@ class _Path(NamedTuple):
     ]  # (out_grad, q, k, v, out, lse, causal)
 
 
-def _path(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> _Path:
+def _path(q: Tensor, k: Tensor, v: Tensor, causal: bool, cap: float | None) -> _Path:
+    if cap is not None:
+        return _Path(partial(_plain, cap=cap), partial(_plain_backward, cap=cap))
     if q.device.type == "cpu":
         return _Path(_cpu, _cpu_backward)
     params = SDPAParams(q, k, v, None, 0.0, causal, False)
@@ -271,12 +296,12 @@ def _flash_backward(
     return backward(out_grad, q, k, v, out, lse_BNS, None, None, *lengths, 0.0, causal, no_seed, no_seed)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, cap: float | None = None) -> tuple[Tensor, Tensor]:
     wide = compute_dtype(q.dtype)
     out, lse_BNS = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=wide)
     k, v = k.to(wide), v.to(wide)
     for rows, keys in _query_blocks(q, k, causal):
-        scores = _scores(q[:, :, rows].to(wide), k[:, :, keys], rows, causal)
+        scores = _scores(q[:, :, rows].to(wide), k[:, :, keys], rows, causal, cap)
         top = scores.amax(-1, keepdim=True)
         total = scores.sub_(top).exp_().sum(-1, keepdim=True)
         lse_BNS[:, :, rows] = (top + total.log()).squeeze(-1)
@@ -285,17 +310,30 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tenso
 
 
 def _plain_backward(
-    out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse_BNS: Tensor, causal: bool
+    out_grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse_BNS: Tensor,
+    causal: bool,
+    cap: float | None = None,
 ) -> Gradients:
     wide, types = compute_dtype(q.dtype), (k.dtype, v.dtype)
     q_grad, k, v = torch.empty_like(q), k.to(wide), v.to(wide)
     k_grad, v_grad = torch.zeros_like(k), torch.zeros_like(v)
     for rows, keys in _query_blocks(q, k, causal):
         q_rows, g_rows = q[:, :, rows].to(wide), out_grad[:, :, rows].to(wide)
-        p = _scores(q_rows, k[:, :, keys], rows, causal).sub_(lse_BNS[:, :, rows, None]).exp_()
+        scores = _scores(q_rows, k[:, :, keys], rows, causal, cap)
+        slope = (
+            None if cap is None else (scores / cap).square_().clamp_(max=1).neg_().add_(1)
+        )  # 0 where hidden: infinite
+        p = scores.sub_(lse_BNS[:, :, rows, None]).exp_()
         v_grad[:, :, keys] += p.mT @ g_rows
         owed = (g_rows * out[:, :, rows]).sum(-1, keepdim=True)
         scores_grad = (g_rows @ v[:, :, keys].mT).sub_(owed).mul_(p).div_(math.sqrt(q.shape[-1]))
+        if slope is not None:
+            scores_grad.mul_(slope)
         q_grad[:, :, rows] = scores_grad @ k[:, :, keys]
         k_grad[:, :, keys] += scores_grad.mT @ q_rows
     return q_grad, k_grad.to(types[0]), v_grad.to(types[1])
@@ -310,8 +348,10 @@ def _query_blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[tuple[slice, s
         yield slice(start, end), slice(0, end if causal else seen)
 
 
-def _scores(q_rows: Tensor, k: Tensor, rows: slice, causal: bool) -> Tensor:
+def _scores(q_rows: Tensor, k: Tensor, rows: slice, causal: bool, cap: float | None) -> Tensor:
     scores = (q_rows @ k.mT).div_(math.sqrt(q_rows.shape[-1]))
+    if cap is not None:
+        scores.div_(cap).tanh_().mul_(cap)
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=k.device).triu_(rows.start + 1)
         scores.masked_fill_(hidden, -math.inf)

@@ -139,6 +139,7 @@ class ModelConfig(Section):
     embedding_scale: bool = Field(
         False, description="Whether the embedding is multiplied by the square root of hidden. Default: the family's."
     )
+    score_cap: float | None = Field(None, gt=0, description="Scores s of attention become cap * tanh(s / cap).")
     logit_cap: float | None = Field(None, gt=0, description="Logits z become cap * tanh(z / cap).")
     query_scale: int | None = Field(
         None, gt=0, description="Scores are divided by the square root of this. Default: head_size."
@@ -198,7 +199,15 @@ class ModelConfig(Section):
         return self
 
     def _check_latent(self) -> None:
-        for name in ("kv_heads", "qk_norm", "attention_bias", "window", "learned_positions", "query_scale"):
+        for name in (
+            "kv_heads",
+            "qk_norm",
+            "attention_bias",
+            "window",
+            "learned_positions",
+            "query_scale",
+            "score_cap",
+        ):
             value, only = getattr(self, name), self._default(name)
             if value != only:
                 raise ValueError(f"{name} is {value!r}, but {only!r} with latent attention: remove it")
@@ -206,6 +215,8 @@ class ModelConfig(Section):
     def _check_experts(self, experts: int, chosen: int) -> None:
         if chosen > experts:
             raise ValueError(f"experts_per_token {chosen} is more than experts {experts}")
+        if self.activation != "silu" or not self.gated:
+            raise ValueError("experts have a gated silu: remove activation and gated")
         if not self.sparse_layers():
             raise ValueError(
                 f"none of {self.layers} layers has experts with dense_layers {self.dense_layers} and sparse_every "

@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int = 0, parts: Parts = LOCAL) -> None:
         super().__init__()
-        self.head_size, self.window = config.head_size, config.window_of(layer)
+        self.head_size, self.window, self.cap = config.head_size, config.window_of(layer), config.score_cap
         residual, head = Size("residual", config.hidden), Size("head", config.head_size)
         columns = Size("heads", config.heads * config.head_size)
         shared = Size("kv_heads", config.kv_heads * config.head_size)
@@ -94,9 +94,9 @@ class Attention(nn.Module):
         if self.rotary:
             q, k = rotary(q, table), rotary(k, table)
         if cache is None:
-            y_BSND = places.sequence.attend(q, k, v, self.window)
+            y_BSND = places.sequence.attend(q, k, v, self.window, self.cap)
         else:
-            y_BSND = causal_attention(q, *cache.append(k, v), window=self.window)
+            y_BSND = causal_attention(q, *cache.append(k, v), window=self.window, cap=self.cap)
         return self.out(y_BSND.flatten(2).flatten(0, 1))
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

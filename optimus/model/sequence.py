@@ -19,8 +19,13 @@ class Sequence(Protocol):
     def positions(self, length: int, device: torch.device) -> Tensor:
         """int64 [length / parts], increasing: those of this device, of sequences of `length`."""
 
-    def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None) -> Tensor:
-        """Causal softmax attention of these positions over all up to their own, or the last `window`; [B, S, N, D]."""
+    def attend(
+        self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None, cap: float | None = None
+    ) -> Tensor:
+        """Causal softmax attention of these positions over all up to their own, or the last `window`; [B, S, N, D].
+
+        With a `cap`, scores s are cap * tanh(s / cap).
+        """
 
 
 class WholeSequence:
@@ -31,5 +36,7 @@ class WholeSequence:
     def positions(self, length: int, device: torch.device) -> Tensor:
         return torch.arange(length, device=device)
 
-    def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None) -> Tensor:
-        return causal_attention(q_BSND, k_BSMD, v_BSMD, window)
+    def attend(
+        self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None, cap: float | None = None
+    ) -> Tensor:
+        return causal_attention(q_BSND, k_BSMD, v_BSMD, window, cap)

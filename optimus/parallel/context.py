@@ -20,7 +20,9 @@ from optimus.autograd import once_differentiable
 from optimus.comm import Group
 from optimus.comm.functional import cached, exchange_rows
 from optimus.errors import UserError
-from optimus.kernels.attention import Block, blocks_before, blocks_of, causal_attention, no_attention
+from optimus.kernels.attention import Block, blocks_before, blocks_of, capped, causal_attention, no_attention
+
+Seen = Callable[[int], list[Block]]  # what a rank's positions see of those of another
 
 
 class RingSequence:
@@ -45,9 +47,11 @@ class RingSequence:
         pieces = torch.arange(length, device=device).view(2 * self.parts, -1)
         return torch.cat([pieces[self._group.rank], pieces[-1 - self._group.rank]])
 
-    def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None) -> Tensor:
+    def attend(
+        self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None, cap: float | None = None
+    ) -> Tensor:
         """Causal attention over all ranks' positions; all must call it. See `Sequence`."""
-        return _Ring.apply(q_BSND, k_BSMD, v_BSMD, self._group, window)
+        return _Ring.apply(q_BSND, k_BSMD, v_BSMD, self._group, window, cap)
 
 
 class UlyssesSequence:
@@ -70,10 +74,12 @@ class UlyssesSequence:
         _check(length, self.parts, "context_method ulysses")
         return torch.arange(length, device=device).view(self.parts, -1)[self._group.rank]
 
-    def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None) -> Tensor:
+    def attend(
+        self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None, cap: float | None = None
+    ) -> Tensor:
         """Causal attention over all ranks' positions; all must call it. See `Sequence`."""
         q, k, v = self._to_heads(q_BSND, k_BSMD, v_BSMD)
-        return self._to_sequence(causal_attention(q, k, v, window))
+        return self._to_sequence(causal_attention(q, k, v, window, cap))
 
     def _to_heads(self, *tensors_BSND: Tensor) -> tuple[Tensor, ...]:
         """This rank's heads of the whole sequence, each [B, L, N / n, D]."""
@@ -93,30 +99,39 @@ class UlyssesSequence:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, group: Group, window: int | None) -> Tensor:
-        out_BSND, lse_BNS = cached(lambda: _ring(q_BSND, k_BSMD, v_BSMD, group, window), group)
+    def forward(
+        ctx: Any,
+        q_BSND: Tensor,
+        k_BSMD: Tensor,
+        v_BSMD: Tensor,
+        group: Group,
+        window: int | None,
+        cap: float | None,
+    ) -> Tensor:
+        seen = partial(_seen, group.rank, group.size, q_BSND.shape[1], window, cap)
+        out_BSND, lse_BNS = cached(lambda: _ring(q_BSND, k_BSMD, v_BSMD, group, seen), group)
         ctx.save_for_backward(q_BSND, k_BSMD, v_BSMD, out_BSND, lse_BNS)
-        ctx.group, ctx.window = group, window
+        ctx.group, ctx.seen = group, seen
         return out_BSND
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *_ring_backward(ctx.group, ctx.window, grads[0], *ctx.saved_tensors), None, None
+        return *_ring_backward(ctx.group, ctx.seen, grads[0], *ctx.saved_tensors), None, None, None
 
 
-def _ring(q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, group: Group, window: int | None) -> tuple[Tensor, Tensor]:
+def _ring(q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, group: Group, seen: Seen) -> tuple[Tensor, Tensor]:
     """(attention [B, S, N, D], log-sum-exp of the scores [B, N, S]) over all ranks' positions."""
     out_BSND, lse_BNS = no_attention(q_BSND)
     for source, (k, v) in _going_round(torch.stack([k_BSMD, v_BSMD]), group):
-        for block in _seen(group.rank, source, group.size, q_BSND.shape[1], window):
+        for block in seen(source):
             block.attend(out_BSND, lse_BNS, q_BSND, k, v)
     return out_BSND.to(q_BSND.dtype), lse_BNS
 
 
 def _ring_backward(
     group: Group,
-    window: int | None,
+    seen: Seen,
     out_grad_BSND: Tensor,
     q_BSND: Tensor,
     k_BSMD: Tensor,
@@ -129,7 +144,7 @@ def _ring_backward(
     q_grad = torch.zeros_like(q_BSND, dtype=wide)
     arrive: Callable[[], Tensor] = partial(q_grad.new_zeros, (2, *k_BSMD.shape))
     for source, (k, v) in _going_round(torch.stack([k_BSMD, v_BSMD]), group):
-        blocks = list(_seen(group.rank, source, group.size, q_BSND.shape[1], window))
+        blocks = seen(source)
         found = [block.backward(out_grad_BSND, q_BSND, k, v, out_BSND, lse_BNS) for block in blocks]
         kv_grad = arrive()
         for block, (q_part, k_part, v_part) in zip(blocks, found):
@@ -158,7 +173,12 @@ def _start_shift(x: Tensor, group: Group) -> Callable[[], Tensor]:
     return lambda: (finish(), came)[1]
 
 
-def _seen(rank: int, source: int, ranks: int, length: int, window: int | None) -> Iterator[Block]:
+def _seen(rank: int, ranks: int, length: int, window: int | None, cap: float | None, source: int) -> list[Block]:
+    """`_blocks_seen`, with a `cap` on their scores."""
+    return capped(_blocks_seen(rank, source, ranks, length, window), cap)
+
+
+def _blocks_seen(rank: int, source: int, ranks: int, length: int, window: int | None) -> Iterator[Block]:
     """What `rank`'s positions see of those of `source`, of `length` each; causal blocks come first.
 
     A rank's first piece comes before those of higher ranks, and its second, their mirror image, after them.

@@ -32,6 +32,16 @@ CONFIGS = {
     },
     "mistral": {"family": "mistral", "intermediate": 24, "kv_heads": 1, "window": 7, "head_size": 12},
     "mixtral": {"family": "mixtral", "intermediate": 12, "experts": 4, "experts_per_token": 2, "kv_heads": 1},
+    "gemma2": {
+        "family": "gemma2",
+        "intermediate": 24,
+        "kv_heads": 1,
+        "head_size": 12,
+        "query_scale": 10,
+        "window": 7,
+        "score_cap": 2.0,
+        "logit_cap": None,
+    },
     "gemma3_text": {
         "family": "gemma3_text",
         "intermediate": 24,

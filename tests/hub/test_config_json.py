@@ -228,6 +228,38 @@ def test_what_gemma3_may_not_be(tmp_path: Path, changed: dict, message: str) -> 
         read_model_folder(tmp_path)
 
 
+GEMMA2 = {  # as the one of 2 billion parameters
+    "model_type": "gemma2",
+    "hidden_size": 2304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "intermediate_size": 9216,
+    "vocab_size": 256000,
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}
+
+
+def test_published_gemma2(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA2))
+    expected = model_config_from(resolve_model("gemma-2-2b")["model"], "preset")
+    assert read_model_folder(tmp_path)["model"] == expected.model_dump(exclude_none=True)
+    assert [expected.window_of(layer) for layer in range(3)] == [4096, None, 4096]
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA2 | {"attn_logit_softcapping": None}))
+    changed = read_model_folder(tmp_path)["model"]  # null is said, and no default
+    assert ("score_cap" in changed, changed["logit_cap"]) == (False, 30.0)
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA2 | {"attn_logit_softcapping": "high"}))
+    with pytest.raises(UserError, match=r"config.json: attn_logit_softcapping is 'high': it must be a number"):
+        read_model_folder(tmp_path)
+
+
 def test_folder_must_have_a_readable_config(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is not a Hugging Face folder: it has no config.json"):
         read_model_folder(tmp_path)

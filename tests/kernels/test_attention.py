@@ -190,6 +190,21 @@ def test_windows_and_shared_keys(window: int | None, new: int, heads: tuple[int,
         assert_close(a, b, b if b.norm() > 1e-9 else out_grad, dtype, parts=3)
 
 
+@pytest.mark.parametrize("window", [None, 1, 5, 24])
+@pytest.mark.parametrize(("new", "heads"), [(24, (6, 2)), (24, (3, 3)), (9, (4, 1)), (1, (4, 2)), (1, (3, 3))])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_capped_scores(window: int | None, new: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+    """So that many scores are near the cap."""
+    q, out_grad = 3 * normal(2, new, heads[0], 8, dtype=dtype), normal(2, new, heads[0], 8, dtype=dtype)
+    k, v = (normal(2, 24, heads[1], 8, dtype=dtype) for _ in range(2))
+    given, wanted = ([t.to(kind).requires_grad_() for t in (q, k, v)] for kind in (dtype, torch.float64))
+    out, want = causal_attention(*given, window, 2.0), attention_reference(*wanted, True, window, 2.0)[0]
+    assert_close(out, want, want, dtype)
+    found = torch.autograd.grad(out, given, out_grad)
+    for a, b in zip(found, torch.autograd.grad(want, wanted, out_grad.double()), strict=True):
+        assert_close(a, b, b if b.norm() > 1e-9 else out_grad, dtype, parts=3)
+
+
 @pytest.mark.parametrize(("new", "seen", "window"), [(9, 9, None), (4, 9, None), (64, 64, 7), (13, 64, 7), (5, 64, 7)])
 def test_blocks_cover_each_pair_once(new: int, seen: int, window: int | None) -> None:
     pairs: dict[tuple[int, int], int] = {}

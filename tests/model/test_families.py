@@ -1,5 +1,6 @@
 """Families: what their files declare is what the models have, and a new one is a new file."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,24 @@ def test_what_a_family_does_not_have_is_refused() -> None:
         ModelConfig(family="olmo", **SIZES, qk_norm="whole")
     with pytest.raises(ValueError, match=r"family 'olmeo' is not known here, but .*olmo2.*: did you mean 'olmo"):
         family_named("olmeo")
+
+
+@pytest.mark.parametrize(
+    ("family", "defaults", "message"),
+    [
+        ("olmoe", {"activation": "gelu"}, "experts have a gated silu: remove activation and gated"),
+        ("olmoe", {"gated": False}, "experts have a gated silu: remove activation and gated"),
+        ("deepseek_v3", {"score_cap": 5.0}, "score_cap is 5.0, but None with latent attention: remove it"),
+    ],
+)
+def test_what_cannot_be_combined(
+    family: str, defaults: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = model_of(family).model_dump(exclude_unset=True) | {"family": "combined"}
+    known = family_named(family)
+    monkeypatch.setitem(families(), "combined", replace(known, defaults={**known.defaults, **defaults}))
+    with pytest.raises(ValidationError, match=message):
+        ModelConfig.model_validate(base | defaults)
 
 
 MADE_UP = """

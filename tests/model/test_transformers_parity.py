@@ -109,6 +109,21 @@ CONFIGS = {
     "opt": of("opt", learned_positions=64, norm_eps=1e-5),
     "opt-gelu": of("opt", learned_positions=47, activation="gelu", heads=2, layers=3, norm_eps=1e-5),
     "opt-not-tied": of("opt", learned_positions=50, hidden=24, heads=6, tie_embeddings=False, norm_eps=1e-5),
+    "gemma2": of("gemma2", window=4, kv_heads=2, head_size=16, query_scale=24, score_cap=1.5, logit_cap=2.0),
+    "gemma2-large": of("gemma2", window=5, head_size=8, query_scale=2, score_cap=0.7, layers=3, logit_cap=None),
+    "gemma2-not-tied": of(
+        "gemma2",
+        window=3,
+        window_except=3,
+        head_size=12,
+        query_scale=12,
+        kv_heads=1,
+        score_cap=None,
+        logit_cap=1.0,
+        attention_bias="all",
+        tie_embeddings=False,
+        layers=3,
+    ),
     "gemma3": of("gemma3_text", window=4, window_except=2, kv_heads=2, head_size=16, query_scale=16, layers=3),
     "gemma3-scaled": of(
         "gemma3_text", window=5, head_size=8, query_scale=20, rope_scaling={"kind": "linear", "factor": 8.0}, layers=6
@@ -180,6 +195,7 @@ def rope_parameters(config: ModelConfig) -> dict[str, object]:
 
 
 NAMES = {
+    "gemma2": "Gemma2",
     "gemma3_text": "Gemma3Text",
     "gpt2": "GPT2",
     "opt": "OPT",
@@ -239,9 +255,10 @@ def twin_of(model: Transformer) -> "transformers.PreTrainedModel":
         fields["mlp_only_layers"] = list(range(config.dense_layers))
     if config.family == "llama":
         fields["mlp_bias"] = config.mlp_bias
-    if config.family in ("mistral", "mixtral", "olmo3", "gemma3_text"):
+    if config.family in ("mistral", "mixtral", "olmo3", "gemma2", "gemma3_text"):
         fields["sliding_window"] = config.window
-    if config.family == "gemma3_text":
+    if config.family in ("gemma2", "gemma3_text"):
+        fields["attn_logit_softcapping"] = config.score_cap
         fields |= {"query_pre_attn_scalar": config.query_scale, "final_logit_softcapping": config.logit_cap}
     if config.window_except is not None:
         every = config.window_except

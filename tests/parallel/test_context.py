@@ -67,7 +67,12 @@ def test_a_length_that_cannot_be_divided(method: str, length: int, cure: str) ->
 
 
 def attended(
-    method: str, ranks: int, shapes: list[Shape], dtype: torch.dtype, windows: tuple[int | None, ...] = (None,)
+    method: str,
+    ranks: int,
+    shapes: list[Shape],
+    dtype: torch.dtype,
+    windows: tuple[int | None, ...] = (None,),
+    cap: float | None = None,
 ) -> list[list[Tensor]]:
     """Of each shape and window: this rank's positions, its output and its gradients of q, k and v."""
     sequence, results = sequence_of(method, ranks), []
@@ -75,7 +80,7 @@ def attended(
         at = sequence.positions(shape[1], CPU)
         *given, out_grad = (t[:, at] for t in inputs(shape, dtype))
         given = [t.requires_grad_() for t in given]
-        out = sequence.attend(*given, window)
+        out = sequence.attend(*given, window, cap)
         results.append([at, out.detach(), *torch.autograd.grad(out, given, out_grad)])
     return results
 
@@ -110,15 +115,16 @@ def test_the_same_as_on_one_device(method: str, ranks: int, shapes: list[Shape],
 WINDOWS = (1, 3, 4, 5, 8, 11, 16, 21, 31, 32)
 
 
+@pytest.mark.parametrize("cap", [None, 0.5])
 @pytest.mark.parametrize(("method", "ranks"), [("ring", 1), ("ring", 2), ("ring", 4), ("ulysses", 2)])
-def test_windows(method: str, ranks: int) -> None:
+def test_windows(method: str, ranks: int, cap: float | None) -> None:
     """Shorter than a piece of 4, as long, across pieces of the same rank and of others."""
-    shape = 2, 32, 2, 8
-    results = run_ranks(attended, ranks, method, ranks, [shape], torch.float64, WINDOWS)
-    for i, window in enumerate(WINDOWS):
+    shape, windows = (2, 32, 2, 8), WINDOWS if cap is None else (None, 5)
+    results = run_ranks(attended, ranks, method, ranks, [shape], torch.float64, windows, cap)
+    for i, window in enumerate(windows):
         *given, out_grad = inputs(shape, torch.float64)
         given = [t.requires_grad_() for t in given]
-        out, _ = attention_reference(*given, True, window)
+        out, _ = attention_reference(*given, True, window, cap)
         expected = [out.detach(), *torch.autograd.grad(out, given, out_grad)]
         order = torch.cat([result[i][0] for result in results])
         for parts, whole in zip(zip(*(result[i][1:] for result in results)), expected, strict=True):

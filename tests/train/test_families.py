@@ -23,6 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "mistral": {"window": 5, "kv_heads": 4, "head_size": 6},
     "mixtral": EXPERTS,
+    "gemma2": {"head_size": 6, "query_scale": 8, "window": 5, "score_cap": 1.0, "logit_cap": 2.0},
     "gemma3_text": {"head_size": 6, "query_scale": 8, "window": 5, "window_except": 2, "logit_cap": 2.0},
     "gpt2": {"learned_positions": 64, "kv_heads": 4},
     "opt": {"learned_positions": 64, "kv_heads": 4, "tie_embeddings": False},

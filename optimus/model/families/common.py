@@ -23,26 +23,6 @@ OPTIONAL: dict[str, Field] = {
 RMS: dict[str, Field] = {"norm_eps": "rms_norm_eps"}
 BIASES: dict[str, Field] = {"attention_bias": Choice("attention_bias", {False: "none", True: "all"})}
 EXPERTS: dict[str, Field] = {"experts": "num_experts", "experts_per_token": "num_experts_per_tok"}
-GEMMA: dict[str, Any] = {  # what its second and third generation are
-    "norm": "rms_offset",
-    "norm_place": "both",
-    "norm_eps": 1e-6,
-    "activation": "gelu_tanh",
-    "embedding_scale": True,
-    "tie_embeddings": True,
-}
-GEMMA_FIELDS = SIZES | {
-    "kv_heads": "num_key_value_heads",
-    "head_size": "head_dim",
-    "query_scale": "query_pre_attn_scalar",
-    "window": "sliding_window",
-}
-GEMMA_CONSTANTS: dict[str, Any] = {
-    "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_act": "gelu_pytorch_tanh",
-    "attention_dropout": 0.0,
-    "quantization_config": None,
-}
 CONSTANTS: dict[str, Any] = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
 
 
@@ -97,10 +77,4 @@ def experts(
 
 BEFORE = norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 AFTER = norms(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
-AROUND = norms(
-    attention_norm="input_layernorm",
-    attention_out_norm="post_attention_layernorm",
-    mlp_norm="pre_feedforward_layernorm",
-    mlp_out_norm="post_feedforward_layernorm",
-)
 ENDS = {"embedding.weight": Key(("model.embed_tokens.weight",)), "head.weight": Key(("lm_head.weight",))}
