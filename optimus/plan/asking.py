@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from optimus.config import RunConfig, load_config
+from optimus.config import RunConfig, load_config, resolve_model
 from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
@@ -31,10 +31,17 @@ def configured(model: str, overrides: Iterable[str], ranks: int) -> RunConfig:
     if Path(model).suffix in (".yaml", ".yml"):
         return with_microbatches(load_config(model, overrides, read_model_folder), ranks)
     batch = _SEQUENCES if ranks <= _SEQUENCES // _PER_RANK else _PER_RANK * ranks
+    learned = resolve_model(model, read_model_folder)["model"].get("learned_positions")
     raw: dict[str, Any] = {
         "model": model,
         "data": {"path": "data"},
-        "train": {"output": "run", "steps": 10_000, "global_batch": batch, "micro_batch": 1, "context": 4096},
+        "train": {
+            "output": "run",
+            "steps": 10_000,
+            "global_batch": batch,
+            "micro_batch": 1,
+            "context": min(4096, learned or 4096),
+        },
     }
     return with_microbatches(load_config(raw, overrides, read_model_folder), ranks)
 

@@ -321,3 +321,7 @@ def test_memory_is_what_the_parts_of_a_run_hold(layout: list[str], shard: str) -
         sum(found[kind] for kind in ("parameters", "gradients", "master", "moments")), rel=0.03
     )
     assert predicted.total - predicted.parts["gathered"] == pytest.approx(sum(found.values()), rel=0.10)
+
+
+def test_sequences_as_long_as_the_model_has_learned_positions() -> None:
+    assert [configured(name, [], 8).train.context for name in ("gpt2", "opt-125m", "gemma-2-2b")] == [1024, 2048, 4096]
