@@ -37,8 +37,9 @@ def check_experts(config: "RunConfig") -> None:
             if getattr(parallel, name) > 1:
                 raise ValueError(f"parallel.{name} {getattr(parallel, name)}: the model is dense, remove it")
         return
-    if model.experts % parallel.expert:
-        raise ValueError(f"model.experts {model.experts} is not a multiple of parallel.expert {parallel.expert}")
+    for experts in model.expert_counts:
+        if experts % parallel.expert:
+            raise ValueError(f"model.experts {experts} is not a multiple of parallel.expert {parallel.expert}")
     if model.expert_intermediate % parallel.expert_tensor:
         name = "intermediate" if "expert_intermediate" in model.derived else "expert_intermediate"
         raise ValueError(

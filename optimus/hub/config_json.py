@@ -112,8 +112,9 @@ def write_config(
 
 def _family(raw: dict[str, Any], file: Path) -> Family:
     name, architectures = raw.get("model_type"), raw.get("architectures")
-    if not isinstance(name, str) or name not in families():
-        raise UserError(f"{file}: model_type is {name!r}: only {', '.join(families())} can be read")
+    published = [name for name, family in families().items() if family.architecture]
+    if not isinstance(name, str) or name not in published:
+        raise UserError(f"{file}: model_type is {name!r}: only {', '.join(published)} can be read")
     family = families()[name]
     if architectures and architectures != [family.architecture]:
         raise UserError(f"{file}: architectures is {architectures}: only {family.architecture} can be read")

@@ -18,6 +18,7 @@ from optimus.hub.config_json import write_config
 from optimus.hub.keys import published
 from optimus.hub.tensors import Stored, stored_bytes, write_tensors
 from optimus.model import Transformer
+from optimus.model.families import families
 from optimus.model.parameters import named_tensors
 
 _MAX_FILE = 5_000_000_000  # bytes: what `transformers` itself cuts large models into
@@ -68,6 +69,8 @@ def export_model(
     """
     output = output.absolute()
     _check_free(output)
+    if families()[model.config.family].architecture is None:
+        raise UserError(f"transformers has no model of family {model.config.family}: it cannot be exported")
     tensors = _tensors(model, dtype)
     size = sum(map(stored_bytes, tensors))
     special = _special_tokens(tokenizer, eos_id)

@@ -5,7 +5,7 @@ folders; nothing outside `model/` asks for it. No torch here: it is read where a
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -111,7 +111,14 @@ class ModelConfig(Section):
     window_except: int | None = Field(
         None, gt=0, description="Of so many layers the last attends to all positions, whatever the window is."
     )
-    experts: int | None = Field(None, gt=0, description="Experts per block.")
+    experts_by_layer: list[Annotated[int, Field(ge=0)]] | None = Field(
+        None, description="Experts of each block, 0 where it is dense: a pyramid, if later ones have more."
+    )
+    experts: int | None = Field(
+        default_factory=lambda given: max(given["experts_by_layer"] or [0]) or None,
+        gt=0,
+        description="Experts per block. Default: the most of experts_by_layer.",
+    )
     experts_per_token: int | None = Field(None, gt=0, description="Experts that each token chooses.")
     expert_intermediate: int = Field(
         default_factory=lambda given: given["intermediate"],
@@ -217,11 +224,22 @@ class ModelConfig(Section):
             raise ValueError(f"experts_per_token {chosen} is more than experts {experts}")
         if self.activation != "silu" or not self.gated:
             raise ValueError("experts have a gated silu: remove activation and gated")
-        if not self.sparse_layers():
+        if self.experts_by_layer is None and not self.sparse_layers():
             raise ValueError(
                 f"none of {self.layers} layers has experts with dense_layers {self.dense_layers} and sparse_every "
                 f"{self.sparse_every}: lower them"
             )
+        if (by_layer := self.experts_by_layer) is not None:
+            if len(by_layer) != self.layers or max(by_layer) != experts or min(filter(None, by_layer)) < chosen:
+                raise ValueError(
+                    f"experts_by_layer {by_layer} must be {self.layers} numbers, one per layer, each 0 or at least "
+                    f"experts_per_token {chosen}, the largest of them experts {experts}"
+                )
+            for name in ("dense_layers", "sparse_every", "expert_groups"):
+                if getattr(self, name) != self._default(name):
+                    raise ValueError(
+                        f"{name} {getattr(self, name)} cannot be combined with experts_by_layer: remove it"
+                    )
         each, rest = divmod(experts, self.expert_groups)
         if rest or (self.expert_groups > 1 and each < 2):
             raise ValueError(
@@ -249,12 +267,19 @@ class ModelConfig(Section):
 
     def experts_of(self, layer: int) -> int:
         """Experts of layer `layer`, counted from 0; none where it is dense."""
+        if self.experts_by_layer is not None:
+            return self.experts_by_layer[layer]
         sparse = layer >= self.dense_layers and (layer + 1) % self.sparse_every == 0
         return (self.experts or 0) if sparse else 0
 
     def sparse_layers(self, before: int | None = None) -> int:
         """How many layers, or of those `before` one, have experts."""
         return sum(self.experts_of(layer) > 0 for layer in range(self.layers if before is None else before))
+
+    @property
+    def expert_counts(self) -> list[int]:
+        """The different numbers of experts that layers have, in order; none where all are dense."""
+        return sorted({self.experts_of(layer) for layer in range(self.layers)} - {0})
 
     @property
     def has_dense_layers(self) -> bool:

@@ -102,7 +102,7 @@ class Parts:
     vocabulary: Vocabulary = field(default_factory=LocalVocabulary)
     sequence: TokenSequence = field(default_factory=WholeSequence)
     tokens: TokenSplit = field(default_factory=WholeTokens)
-    dispatch: Dispatch = local_dispatch
+    dispatch: Callable[[int], Dispatch] = lambda experts: local_dispatch  # of a layer with so many
     all_rows: Callable[[Tensor], Tensor] = lambda x: (
         x
     )  # from those of the residual stream here, for this device's heads

@@ -78,7 +78,7 @@ def parts_of(
         vocabulary=_vocabulary(architecture, groups, options),
         sequence=_sequence(groups, options),
         tokens=_tokens(groups, options),
-        dispatch=_dispatch(architecture, groups, options),
+        dispatch=partial(_dispatch, groups, options),
         all_rows=partial(gather_rows if options.sequence else share, group=groups.along("tp_out")),
         parameters=parameters or KeptParameters(),
         runner=Recompute(options.recomputation, groups.step, keep_collectives=options.keep_collectives),
@@ -129,14 +129,14 @@ def _tokens(groups: Groups, options: StageOptions) -> TokenSplit:
     return SplitTokens(rows, columns, parts, sequence=options.sequence, duplicates=options.duplicates)
 
 
-def _dispatch(architecture: ModelConfig, groups: Groups, options: StageOptions) -> Dispatch:
+def _dispatch(groups: Groups, options: StageOptions, experts: int) -> Dispatch:
     ranks, parts = groups.along("ep"), groups.along("etp")
-    if architecture.experts is None or ranks.size * parts.size == 1:
+    if ranks.size * parts.size == 1:
         return local_dispatch
-    each, rest = divmod(architecture.experts, ranks.size)
+    each, rest = divmod(experts, ranks.size)
     if rest:
         raise UserError(
-            f"{architecture.experts} experts cannot be divided over ep {ranks.size}: set parallel.expert to a divisor of "
+            f"{experts} experts cannot be divided over ep {ranks.size}: set parallel.expert to a divisor of "
             "model.experts"
         )
     if options.dispatch == "alltoall":

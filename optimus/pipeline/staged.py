@@ -207,6 +207,7 @@ class _Forward:
     ) -> None:
         self._staged, self._microbatches, self._end = staged, microbatches, end
         self._last_stage, self._saving = len(staged.cut.blocks) - 1, saving
+        self._choices = sum(staged.config.expert_counts)  # that router statistics are about
         find = staged.model.whole_places if whole else staged.model.places
         self._lying = {len(each.tokens_BS): find(each.tokens_BS) for each in microbatches}  # by number of sequences
         self._vocabulary: VocabularyPasses | None = None
@@ -238,8 +239,8 @@ class _Forward:
         x_TH, stats = self._staged.stages[stage](x_TH, places, None, stats)
         if stage == self._last_stage:
             return self._finish_stages(microbatch, x_TH, stats)
-        if stats is None and (choices := self._staged.config.experts):  # of blocks that are all dense
-            return x_TH, x_TH.new_zeros(2 * choices + 1, dtype=torch.float32, requires_grad=True)
+        if stats is None and self._choices:  # of blocks that are all dense
+            return x_TH, x_TH.new_zeros(2 * self._choices + 1, dtype=torch.float32, requires_grad=True)
         return (x_TH,) if stats is None else (x_TH, _packed(stats))
 
     def _finish_stages(self, microbatch: int, x_TH: Tensor, stats: RouterStats | None) -> Message | None:
@@ -261,8 +262,8 @@ class _Forward:
         tokens_BS, config = self._microbatches[microbatch].tokens_BS, self._staged.model.config
         rows, columns = self._staged.share
         shape = len(tokens_BS) * len(self._positions) // rows, config.hidden // columns
-        x_TH, experts = torch.empty(shape, dtype=self._staged.dtype, device=tokens_BS.device), config.experts
-        return (x_TH,) if experts is None else (x_TH, x_TH.new_empty(2 * experts + 1, dtype=torch.float32))
+        x_TH = torch.empty(shape, dtype=self._staged.dtype, device=tokens_BS.device)
+        return (x_TH, x_TH.new_empty(2 * self._choices + 1, dtype=torch.float32)) if self._choices else (x_TH,)
 
 
 class _Training(_Forward):

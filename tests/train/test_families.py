@@ -31,6 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_size": 6, "tie_embeddings": True},
     "qwen3_moe": EXPERTS
     | {"head_size": 6, "renormalise": True, "layers": 4, "dense_layers": 2, "expert_intermediate": 16},
+    "pr_moe": {"experts_by_layer": [0, 2, 4], "layers": 3, "expert_intermediate": 16},
     "deepseek_v3": EXPERTS
     | {
         "kv_heads": 4,
@@ -48,7 +49,9 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def layouts(model: dict[str, Any]) -> list[Layout]:
     """Each axis, and pairs of them, with what is run again and shared out; eight of them."""
-    feed_forward, expert = ("moe", ["parallel.expert=2"]) if "experts" in model else ("mlp", [])
+    feed_forward, expert = (
+        ("moe", ["parallel.expert=2"]) if "experts" in families()[model["family"]].fields else ("mlp", [])
+    )
     context = ["parallel.context=2", "parallel.context_method=ring"]
     return [
         Layout(2, ["parallel.tensor=2", "parallel.sequence=true", f"recompute=[norm,{feed_forward}]"]),

@@ -52,7 +52,7 @@ class Family:
     """A family of published models. Fields on the left are `ModelConfig`'s, those on the right `config.json`'s."""
 
     model_type: str  # in config.json, and `model.family`
-    architecture: str  # the class in `transformers`
+    architecture: str | None  # the class in `transformers`; without one there are no folders, and no keys
     defaults: Mapping[str, Any]  # what its models are, unless `fields` or `optional` say otherwise
     fields: Mapping[str, Field]  # that must be there
     optional: Mapping[str, Field]  # that may be there

@@ -47,7 +47,7 @@ class MoeLayer(nn.Module):
         parts: Parts = LOCAL,
     ) -> None:
         super().__init__()
-        self.tokens, self.dispatch = parts.tokens, parts.dispatch
+        self.tokens, self.dispatch = parts.tokens, parts.dispatch(experts)
         self.router = Router(hidden, experts, experts_per_token, routing, choosing, parts)
         self.experts = Experts(experts, hidden, intermediate, parts)
         self.shared = DenseMlp(hidden, shared, parts=parts) if shared else None

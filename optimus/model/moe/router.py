@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.kernels import backend
@@ -55,6 +56,22 @@ class RouterStats(NamedTuple):
             self.probabilities_E + other.probabilities_E,
             self.z + other.z,
             self.tokens + other.tokens,
+        )
+
+    def among(self, config: ModelConfig) -> "RouterStats":
+        """Those of a layer of a model whose layers have different numbers of experts, so that layers can be added.
+
+        The vectors are those of all numbers, end to end. The balance loss is then the mean of what it is over the layers
+        with equally many experts, weighted by how many layers these are: hence the factor of the probabilities.
+        """
+        sizes, own = config.expert_counts, len(self.counts_E)
+        if len(sizes) == 1:
+            return self
+        of_layers = [config.experts_of(layer) for layer in range(config.layers)]
+        factor = own * config.sparse_layers() / (of_layers.count(own) * sum(sizes))
+        room = sum(size for size in sizes if size < own), sum(size for size in sizes if size > own)
+        return self._replace(
+            counts_E=F.pad(self.counts_E, room), probabilities_E=F.pad(self.probabilities_E * factor, room)
         )
 
     def balance_loss(self, share_E: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from optimus.model.parts import Parts
 
 def layer(dispatch: Dispatch = local_dispatch) -> MoeLayer:
     torch.manual_seed(0)
-    parts = Parts(dispatch=dispatch)
+    parts = Parts(dispatch=lambda experts: dispatch)
     made = MoeLayer(hidden=8, intermediate=4, experts=6, experts_per_token=2, routing="learned", parts=parts)
     for parameter in made.parameters():
         nn.init.normal_(parameter)
