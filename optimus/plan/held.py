@@ -48,7 +48,8 @@ def kinds_of_model(model: ModelConfig, *, sequence: bool, tied_ends: bool, vocab
     def where(name: str) -> Where:
         if vocabulary and name.startswith(("embedding.", "head.")):
             return "every"
-        return inside if name.startswith("blocks.") else table if name.startswith("embedding.") else "last"
+        before: dict[str, Where] = {"blocks": inside, "embedding": table, "positions": "first"}
+        return before.get(name.partition(".")[0], "last")
 
     return tuple(Kind(where(name), layout) for name, layout in layouts.items())
 

@@ -323,5 +323,26 @@ def test_memory_is_what_the_parts_of_a_run_hold(layout: list[str], shard: str) -
     assert predicted.total - predicted.parts["gathered"] == pytest.approx(sum(found.values()), rel=0.10)
 
 
+SHAPE = {"hidden": 256, "layers": 8, "heads": 4, "intermediate": 1024, "vocab": 4096}
+OWN = {"gpt2": {}, "opt-125m": {"tie_embeddings": "false"}, "gemma-2-2b": {"kv_heads": 2, "head_size": 64}}
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("shard", ["none", "parameters"])
+@pytest.mark.parametrize(
+    "layout", [["parallel.tensor=2"], ["parallel.pipeline=2", "parallel.vocabulary=true"]], ids=str
+)
+def test_state_of_dense_families_is_exact(name: str, layout: list[str], shard: str) -> None:
+    shape = [f"model.{field}={value}" for field, value in (SHAPE | OWN[name]).items()]
+    more = ["train.context=512", "train.precision=bfloat16", "train.global_batch=64", f"state.shard={shard}", *layout]
+    config = configured(name, shape + more, 8)
+    question, setting = asked(config, "dgx-a100", 8, [], 1.0)
+    predicted = predict(question, setting()).memory
+    found = dry_run(config, 8, predicted.rank * (8 // setting().mesh.pp))
+    planned = sum(predicted.parts[kind] for kind in ("parameters", "gradients", "optimizer"))
+    held = sum(found[kind] for kind in ("parameters", "gradients", "master", "moments"))
+    assert planned == pytest.approx(held, rel=1e-4)  # chunks are filled up to whole shards
+
+
 def test_sequences_as_long_as_the_model_has_learned_positions() -> None:
     assert [configured(name, [], 8).train.context for name in ("gpt2", "opt-125m", "gemma-2-2b")] == [1024, 2048, 4096]
