@@ -97,7 +97,7 @@ class _Plain:
 def torchs(staged: Staged, config: RunConfig) -> Step:
     """By torch's executor, in its schedule of the configured name."""
     model, last, microbatches = staged.model, len(staged.cut.blocks) - 1, _microbatches(config)
-    positions_S, places = model.places(torch.empty(1, config.train.context))
+    positions_S, places = model.places(Batch(torch.empty(1, config.train.context)))
 
     def loss_of(x_TH: Tensor, tokens_BS: Tensor) -> Tensor:
         return model.losses_of(x_TH, None, Batch(tokens_BS), positions_S).cross_entropy / microbatches

@@ -8,7 +8,7 @@ Legend: B batch, S queries, P keys, N heads, M heads of keys and values (N / M h
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -39,10 +39,18 @@ def causal_attention(
     seen = k_BPMD.shape[1]
     grouped = new > 1 and q_BSND.shape[2] != k_BPMD.shape[2]
     if cap is not None or 1 < new < seen or (window or seen) < seen or grouped:
-        return _Blocks.apply(q_BSND, k_BPMD, v_BPMD, capped(blocks_of(new, seen, window), cap))
+        return attend_blocks(q_BSND, k_BPMD, v_BPMD, capped(blocks_of(new, seen, window), cap))
     q, k, v = _heads_first(q_BSND, k_BPMD, v_BPMD)
     k, v = _for_each_head(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1).transpose(1, 2)
+
+
+def attend_blocks(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, blocks: "Sequence[Block]") -> Tensor:
+    """Attention of all queries over the keys of their blocks, [B, S, N, D]; no mask is held, shared keys are saved once.
+
+    Every query is in one causal block, which comes before its others.
+    """
+    return _Blocks.apply(q_BSND, k_BPMD, v_BPMD, blocks)
 
 
 def attention_block(
@@ -113,16 +121,14 @@ def attention_reference(
 
 
 class _Blocks(torch.autograd.Function):
-    """Attention put together from blocks of keys, so that no mask is held and shared keys and values are saved once."""
-
     @staticmethod
-    def forward(ctx: Any, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, blocks: "list[Block]") -> Tensor:
+    def forward(ctx: Any, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, blocks: "Sequence[Block]") -> Tensor:
         ctx.blocks = blocks
         if len(blocks) == 1:
             out_BSND, lse_BNS = attention_block(q_BSND, k_BPMD, v_BPMD, True, blocks[0].cap)
         else:
-            out_BSND, lse_BNS = no_attention(q_BSND)
-            for block in ctx.blocks:
+            out_BSND, lse_BNS = no_attention(q_BSND, _merged(blocks))
+            for block in blocks:
                 block.attend(out_BSND, lse_BNS, q_BSND, k_BPMD, v_BPMD)
             out_BSND = out_BSND.to(q_BSND.dtype)
         ctx.save_for_backward(q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS)
@@ -136,12 +142,18 @@ class _Blocks(torch.autograd.Function):
             q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS = saved
             given = q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS
             return *attention_block_backward(grads[0], *given, True, ctx.blocks[0].cap), None
-        found = [torch.zeros_like(t, dtype=saved[-1].dtype) for t in saved[:3]]
+        wide = saved[-1].dtype if _merged(ctx.blocks) else saved[0].dtype
+        found = [torch.zeros_like(t, dtype=wide) for t in saved[:3]]
         for block in ctx.blocks:
             parts = block.backward(grads[0], *saved)
             for total, part, rows in zip(found, parts, (block.queries, block.keys, block.keys), strict=True):
                 total[:, rows] += part
         return *(total.to(saved[0].dtype) for total in found), None
+
+
+def _merged(blocks: "Sequence[Block]") -> bool:
+    """Whether anything is added up: queries of causal blocks alone, and their keys, are in one block each."""
+    return any(block.mask != "causal" for block in blocks)
 
 
 class Block(NamedTuple):
@@ -198,10 +210,14 @@ def capped(blocks: "Iterable[Block]", cap: float | None) -> "list[Block]":
     return list(blocks) if cap is None else [block._replace(cap=cap) for block in blocks]
 
 
-def no_attention(q_BSND: Tensor) -> tuple[Tensor, Tensor]:
-    """Where attention and log-sum-exp [B, N, S] of blocks come together: empty, in fp32 (float64 stays so)."""
-    out_BSND = torch.empty_like(q_BSND, dtype=compute_dtype(q_BSND.dtype), memory_format=torch.contiguous_format)
-    return out_BSND, out_BSND.new_empty(len(q_BSND), *q_BSND.shape[2:0:-1])
+def no_attention(q_BSND: Tensor, merged: bool = True) -> tuple[Tensor, Tensor]:
+    """Where attention and log-sum-exp [B, N, S] of blocks come together: empty, in fp32 (float64 stays so).
+
+    Attention that is not `merged` is of one block for each query, and of the type of q.
+    """
+    wide = compute_dtype(q_BSND.dtype)
+    out_BSND = torch.empty_like(q_BSND, dtype=wide if merged else None, memory_format=torch.contiguous_format)
+    return out_BSND, out_BSND.new_empty(len(q_BSND), *q_BSND.shape[2:0:-1], dtype=wide)
 
 
 def blocks_of(new: int, seen: int, window: int | None) -> Iterator[Block]:
@@ -236,17 +252,17 @@ def _heads_first(*tensors_BSND: Tensor) -> list[Tensor]:
     return [(t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2) for t in tensors_BSND]
 
 
-def blocks_before(length: int, distance: int, window: int | None) -> Iterator[Block]:
-    """What `length` positions attend to of as many that begin `distance` before theirs, at least `length`."""
-    reach = length if window is None else min(window - distance, length)  # query i sees key j where i - j < reach
+def blocks_before(new: int, seen: int, distance: int, window: int | None) -> Iterator[Block]:
+    """What `new` positions attend to of `seen` that begin `distance` before them, at least as many as these are."""
+    reach = new if window is None else min(window - distance, new)  # query i sees key j where i - j < reach
     if reach > 0:
-        yield Block(slice(0, reach), slice(0, length), "none")
-    if 1 < reach < length:
-        yield Block(slice(reach, length), slice(length - reach + 1, length), "none")
-    query, key = max(reach, 0), max(1, 1 - reach)  # from here on a triangle of so many
-    size = length - max(reach, 1 - reach)
-    if size > 0:
-        yield Block(slice(query, query + size), slice(key, key + size), "window")
+        yield Block(slice(0, reach), slice(0, seen), "none")
+    first, last = max(reach, 0), min(new, seen + reach - 1)  # queries that see some of the keys
+    if first < last:
+        triangle = slice(first - reach + 1, last - reach + 1)
+        yield Block(slice(first, last), triangle, "window")
+        if triangle.stop < seen:
+            yield Block(slice(first, last), slice(triangle.stop, seen), "none")
 
 
 # ---- The paths. Everything below has heads first: q [B, N, S, D], k and v [B, N, P, D] ----
@@ -259,13 +275,19 @@ class _Path(NamedTuple):
     ]  # (out_grad, q, k, v, out, lse, causal)
 
 
+def flash_fits(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    """Whether the device has flash attention for these; other sizes of heads it wants padded."""
+    if q.device.type != "cuda" or q.shape[-1] % 8 != 0:
+        return False
+    return bool(can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])))
+
+
 def _path(q: Tensor, k: Tensor, v: Tensor, causal: bool, cap: float | None) -> _Path:
     if cap is not None:
         return _Path(partial(_plain, cap=cap), partial(_plain_backward, cap=cap))
     if q.device.type == "cpu":
         return _Path(_cpu, _cpu_backward)
-    params = SDPAParams(q, k, v, None, 0.0, causal, False)
-    if q.device.type == "cuda" and q.shape[-1] % 8 == 0 and can_use_flash_attention(params):  # others it wants padded
+    if flash_fits(q, k, v, causal):
         return _Path(_flash, _flash_backward)
     return _Path(_plain, _plain_backward)
 

@@ -3,12 +3,13 @@
 Legend: B batch, S positions on this device, N heads, M heads of keys and values, D head size.
 """
 
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from optimus.kernels.attention import causal_attention
+from optimus.kernels.documents import Documents, document_attention
 
 
 class Sequence(Protocol):
@@ -24,8 +25,12 @@ class Sequence(Protocol):
     ) -> Tensor:
         """Causal softmax attention of these positions over all up to their own, or the last `window`; [B, S, N, D].
 
-        With a `cap`, scores s are cap * tanh(s / cap).
+        With a `cap`, scores s are cap * tanh(s / cap). Within documents, B is 1 and S are the positions of all sequences,
+        one sequence after the other.
         """
+
+    def within(self, documents: Documents) -> Self:
+        """The same positions of a batch of `documents`, in which attention stays inside of each."""
 
 
 class WholeSequence:
@@ -33,10 +38,18 @@ class WholeSequence:
 
     parts = 1
 
+    def __init__(self, documents: Documents | None = None) -> None:
+        self._documents = documents
+
     def positions(self, length: int, device: torch.device) -> Tensor:
         return torch.arange(length, device=device)
 
     def attend(
         self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None, cap: float | None = None
     ) -> Tensor:
-        return causal_attention(q_BSND, k_BSMD, v_BSMD, window, cap)
+        if self._documents is None:
+            return causal_attention(q_BSND, k_BSMD, v_BSMD, window, cap)
+        return document_attention(q_BSND, k_BSMD, v_BSMD, self._documents, window, cap)
+
+    def within(self, documents: Documents) -> Self:
+        return type(self)(documents)

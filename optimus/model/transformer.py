@@ -243,7 +243,7 @@ class Transformer(nn.Module):
         divided over is the mean over the predicted tokens, and 0 where there is none.
         """
         batch = Batch.of(given)
-        positions_S, places = self.places(batch.tokens_BS)
+        positions_S, places = self.places(batch)
         x_TH, stats = self.blocks(self.embedded(batch.tokens_BS[:, positions_S].flatten(), places), places)
         return self.losses_of(x_TH, stats, batch, positions_S, count)
 
@@ -258,10 +258,14 @@ class Transformer(nn.Module):
         """What is to be predicted at these positions [T], -1 where nothing is."""
         return batch.target_BS[:, positions_S].flatten()
 
-    def places(self, tokens_BS: Tensor) -> tuple[Tensor, Places]:
+    def places(self, batch: Batch) -> tuple[Tensor, Places]:
         """The positions [S] of these sequences that this device trains on, as numbers and for the blocks."""
+        tokens_BS, documents = batch.tokens_BS, batch.documents()
         positions_S = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
-        return positions_S, self._places(positions_S, len(tokens_BS), self.sequence)
+        if documents is None:
+            return positions_S, self._places(positions_S, len(tokens_BS), self.sequence)
+        position_T = documents.positions().view_as(tokens_BS).to(tokens_BS.device)[:, positions_S].flatten()
+        return positions_S, self._places(position_T, 1, self.sequence.within(documents))
 
     def whole_places(self, tokens_BS: Tensor, start: int = 0) -> tuple[Tensor, Places]:
         """As `places`: all positions of these sequences, which begin at `start`, on every device."""

@@ -10,8 +10,9 @@ head size.
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from itertools import product
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from optimus.autograd import once_differentiable
 from optimus.comm import Group
 from optimus.comm.functional import cached, exchange_rows
 from optimus.errors import UserError
-from optimus.kernels.attention import Block, blocks_before, blocks_of, capped, causal_attention, no_attention
+from optimus.kernels.attention import Block, blocks_before, blocks_of, capped, no_attention
+from optimus.kernels.documents import Documents
+from optimus.model.sequence import WholeSequence
 
 Seen = Callable[[int], list[Block]]  # what a rank's positions see of those of another
 
@@ -33,9 +36,10 @@ class RingSequence:
     with the attention to what is here. Saved are q, k, v and the output, and one number per query and head.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, documents: Documents | None = None) -> None:
         self.parts = group.size
         self._group = group
+        self._seen = cache(partial(_seen, group.rank, group.size, documents))  # the same in every layer
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Those of the two pieces; see `Sequence`.
@@ -51,7 +55,12 @@ class RingSequence:
         self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None, cap: float | None = None
     ) -> Tensor:
         """Causal attention over all ranks' positions; all must call it. See `Sequence`."""
-        return _Ring.apply(q_BSND, k_BSMD, v_BSMD, self._group, window, cap)
+        seen = partial(self._seen, q_BSND.shape[1], window, cap)
+        return _Ring.apply(q_BSND, k_BSMD, v_BSMD, self._group, seen)
+
+    def within(self, documents: Documents) -> Self:
+        """See `Sequence`."""
+        return type(self)(self._group, documents)
 
 
 class UlyssesSequence:
@@ -61,9 +70,9 @@ class UlyssesSequence:
     2 B S (N + M) D numbers, of which (n - 1) / n leave the rank; and as many in the backward pass.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, documents: Documents | None = None) -> None:
         self.parts = group.size
-        self._group = group
+        self._group, self._documents, self._whole = group, documents, WholeSequence(documents)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Those of the piece; see `Sequence`.
@@ -78,8 +87,18 @@ class UlyssesSequence:
         self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None, cap: float | None = None
     ) -> Tensor:
         """Causal attention over all ranks' positions; all must call it. See `Sequence`."""
-        q, k, v = self._to_heads(q_BSND, k_BSMD, v_BSMD)
-        return self._to_sequence(causal_attention(q, k, v, window, cap))
+        if self._documents is None:
+            q, k, v = self._to_heads(q_BSND, k_BSMD, v_BSMD)
+            return self._to_sequence(self._whole.attend(q, k, v, window, cap))
+        sequences = self._documents.sequences
+        apart = (t[0].unflatten(0, (sequences, -1)) for t in (q_BSND, k_BSMD, v_BSMD))
+        q, k, v = (t.flatten(0, 1)[None] for t in self._to_heads(*apart))
+        y_BLND = self._whole.attend(q, k, v, window, cap)[0].unflatten(0, (sequences, -1))
+        return self._to_sequence(y_BLND).flatten(0, 1)[None]
+
+    def within(self, documents: Documents) -> Self:
+        """See `Sequence`."""
+        return type(self)(self._group, documents)
 
     def _to_heads(self, *tensors_BSND: Tensor) -> tuple[Tensor, ...]:
         """This rank's heads of the whole sequence, each [B, L, N / n, D]."""
@@ -99,16 +118,7 @@ class UlyssesSequence:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q_BSND: Tensor,
-        k_BSMD: Tensor,
-        v_BSMD: Tensor,
-        group: Group,
-        window: int | None,
-        cap: float | None,
-    ) -> Tensor:
-        seen = partial(_seen, group.rank, group.size, q_BSND.shape[1], window, cap)
+    def forward(ctx: Any, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, group: Group, seen: Seen) -> Tensor:
         out_BSND, lse_BNS = cached(lambda: _ring(q_BSND, k_BSMD, v_BSMD, group, seen), group)
         ctx.save_for_backward(q_BSND, k_BSMD, v_BSMD, out_BSND, lse_BNS)
         ctx.group, ctx.seen = group, seen
@@ -117,7 +127,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *_ring_backward(ctx.group, ctx.seen, grads[0], *ctx.saved_tensors), None, None, None
+        return *_ring_backward(ctx.group, ctx.seen, grads[0], *ctx.saved_tensors), None, None
 
 
 def _ring(q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, group: Group, seen: Seen) -> tuple[Tensor, Tensor]:
@@ -173,33 +183,61 @@ def _start_shift(x: Tensor, group: Group) -> Callable[[], Tensor]:
     return lambda: (finish(), came)[1]
 
 
-def _seen(rank: int, ranks: int, length: int, window: int | None, cap: float | None, source: int) -> list[Block]:
-    """`_blocks_seen`, with a `cap` on their scores."""
-    return capped(_blocks_seen(rank, source, ranks, length, window), cap)
-
-
-def _blocks_seen(rank: int, source: int, ranks: int, length: int, window: int | None) -> Iterator[Block]:
+def _seen(
+    rank: int,
+    ranks: int,
+    documents: Documents | None,
+    length: int,
+    window: int | None,
+    cap: float | None,
+    source: int,
+) -> list[Block]:
     """What `rank`'s positions see of those of `source`, of `length` each; causal blocks come first.
 
     A rank's first piece comes before those of higher ranks, and its second, their mirror image, after them.
     """
     half = length // 2
-    if window is None:
-        first, second, whole = slice(half), slice(half, length), slice(length)
-        if source == rank:
-            yield Block(whole, whole, "causal")
-        else:
-            yield Block(whole, first, "none") if source < rank else Block(second, whole, "none")
+    if documents is None:
+        if window is None:
+            first, second, whole = slice(half), slice(half, length), slice(length)
+            if source == rank:
+                block = Block(whole, whole, "causal")
+            else:
+                block = Block(whole, first, "none") if source < rank else Block(second, whole, "none")
+            return capped([block], cap)
+        documents = Documents([ranks * length], 1)
+    half //= documents.sequences
+    mine, theirs = ([(0, each), (half, 2 * ranks - 1 - each)] for each in (rank, source))  # (where there, which piece)
+    # A piece and itself come first.
+    pairs = sorted(product(mine, theirs), key=lambda pair: pair[0][1] != pair[1][1])
+    return capped((block for pair in pairs for block in _seen_in_piece(*pair, half, ranks, documents, window)), cap)
+
+
+def _seen_in_piece(
+    mine: tuple[int, int], theirs: tuple[int, int], size: int, ranks: int, documents: Documents, window: int | None
+) -> Iterator[Block]:
+    """What a piece of every sequence, of `size` tokens, sees of another or of itself.
+
+    A piece is (where it begins among the positions of a sequence that a rank has, which of the 2n of the sequence it is).
+    """
+    (at, piece), (there, other) = mine, theirs
+    if other > piece:
         return
-    pieces = [(0, rank), (half, 2 * ranks - 1 - rank)]  # (where on this rank, which of the whole sequence)
-    theirs = [(0, source), (half, 2 * ranks - 1 - source)]
-    if source == rank:
-        for at, _ in pieces:
-            yield from (block.moved(at, at) for block in blocks_of(half, half, window))
-    for at, piece in pieces:
-        for there, other in theirs:
-            if other < piece:
-                yield from (block.moved(at, there) for block in blocks_before(half, (piece - other) * half, window))
+    for start, end in documents.spans:
+        sequence = start // (2 * ranks * size)
+        before = sequence * 2 * ranks * size  # tokens of other sequences
+        (first, last), (begin, stop) = (
+            (max(start - before, each * size), min(end - before, (each + 1) * size)) for each in (piece, other)
+        )
+        if first >= last or begin >= stop:
+            continue
+        here = 2 * size * sequence
+        moves = here + at + first - piece * size, here + there + begin - other * size
+        if piece == other:
+            blocks = blocks_of(last - first, last - first, window)
+        else:
+            blocks = blocks_before(last - first, stop - begin, first - begin, window)
+        yield from (block.moved(*moves) for block in blocks)
 
 
 def _check(length: int, multiple: int, method: str) -> None:

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.comm import Group
+from optimus.kernels.backend import compute_dtype
 from optimus.model import Batch, Losses, Transformer
 from optimus.model.architecture import ModelConfig
+from optimus.model.attention import Places
 from optimus.model.moe.router import RouterStats
 from optimus.model.transformer import Blocks
 from optimus.pipeline.executor import ForwardWork, Happened, Message
@@ -208,12 +210,18 @@ class _Forward:
         self._staged, self._microbatches, self._end = staged, microbatches, end
         self._last_stage, self._saving = len(staged.cut.blocks) - 1, saving
         self._choices = sum(staged.config.expert_counts)  # that router statistics are about
-        find = staged.model.whole_places if whole else staged.model.places
-        self._lying = {len(each.tokens_BS): find(each.tokens_BS) for each in microbatches}  # by number of sequences
+        self._whole = whole
+        # By number of sequences; without documents, which are each microbatch's own.
+        self._lying = {len(each.tokens_BS): self._find(Batch(each.tokens_BS)) for each in microbatches}
         self._vocabulary: VocabularyPasses | None = None
         if staged.links is not None:
             given = staged.links, staged.model, microbatches, self._positions
             self._vocabulary = VocabularyPasses(*given, lambda number: self.room(number)[0], count, scale, saving)
+
+    def _find(self, batch: Batch) -> tuple[Tensor, Places]:
+        """The positions of these sequences, as numbers and for the blocks."""
+        model = self._staged.model
+        return model.whole_places(batch.tokens_BS) if self._whole else model.places(batch)
 
     @property
     def _positions(self) -> Tensor:
@@ -226,8 +234,9 @@ class _Forward:
             return self._run(stage, microbatch, received)
 
     def _run(self, stage: int, microbatch: int, given: Message | None) -> Message | None:
-        tokens_BS, stats = self._microbatches[microbatch].tokens_BS, None
-        positions_S, places = self._lying[len(tokens_BS)]
+        batch, stats = self._microbatches[microbatch], None
+        tokens_BS = batch.tokens_BS
+        positions_S, places = self._lying[len(tokens_BS)] if batch.document_BS is None else self._find(batch)
         if given is None:
             x_TH = self._staged.model.embedding(tokens_BS[:, positions_S].flatten())
         else:
@@ -240,7 +249,8 @@ class _Forward:
         if stage == self._last_stage:
             return self._finish_stages(microbatch, x_TH, stats)
         if stats is None and self._choices:  # of blocks that are all dense
-            return x_TH, x_TH.new_zeros(2 * self._choices + 1, dtype=torch.float32, requires_grad=True)
+            wide = compute_dtype(x_TH.dtype)
+            return x_TH, x_TH.new_zeros(2 * self._choices + 1, dtype=wide, requires_grad=True)
         return (x_TH,) if stats is None else (x_TH, _packed(stats))
 
     def _finish_stages(self, microbatch: int, x_TH: Tensor, stats: RouterStats | None) -> Message | None:
@@ -263,7 +273,8 @@ class _Forward:
         rows, columns = self._staged.share
         shape = len(tokens_BS) * len(self._positions) // rows, config.hidden // columns
         x_TH = torch.empty(shape, dtype=self._staged.dtype, device=tokens_BS.device)
-        return (x_TH, x_TH.new_empty(2 * self._choices + 1, dtype=torch.float32)) if self._choices else (x_TH,)
+        wide = compute_dtype(x_TH.dtype)
+        return (x_TH, x_TH.new_empty(2 * self._choices + 1, dtype=wide)) if self._choices else (x_TH,)
 
 
 class _Training(_Forward):

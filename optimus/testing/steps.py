@@ -26,12 +26,12 @@ class Steps:
         self.state.initialize(self.config.train.seed, self.config.model.init_std)
         self.done = 0
 
-    def train(self, target_mask_BS: Tensor | None = None) -> StepResult:
-        """The next step, on this rank's part of a random batch; `target_mask_BS` is that of the whole batch."""
+    def train(self, target_mask_BS: Tensor | None = None, document_BS: Tensor | None = None) -> StepResult:
+        """The next step, on this rank's part of a random batch; what is said of its tokens is that of the whole batch."""
         self.done += 1
         data = self.groups.along("dp")
         tokens_BS = random_batch(self.config, self.done)
-        batch = Batch(tokens_BS, target_mask_BS).split(len(tokens_BS) // data.size)[data.rank]
+        batch = Batch(tokens_BS, target_mask_BS, document_BS).split(len(tokens_BS) // data.size)[data.rank]
         return training_step(self.model, self.state, batch, self.config, self.done)
 
     @property

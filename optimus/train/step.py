@@ -40,7 +40,7 @@ def training_step(
 ) -> StepResult:
     """Train on this rank's part of a global batch; `step` counts from 1. Above `loss_limit` nothing is applied.
 
-    Every rank has as many sequences. Where any rank has a mask, all must.
+    Every rank has as many sequences. Where any rank has a mask or documents, all must.
     """
     state.begin_step()
     watch = state.groups.watch
@@ -79,16 +79,16 @@ def accumulate_gradients(model: Staged, state: ModelState, given: Tensor | Batch
         objective.count_choices(model.router_statistics(microbatches))
     reported = model.train_microbatches(microbatches, objective, state)
     total = torch.stack(reported).sum(0) if reported else torch.zeros(3, device=batch.tokens_BS.device)
-    return total / len(microbatches)
+    return (total / len(microbatches)).float()
 
 
 def predicted_tokens(batch: Batch, data: Group) -> int:
     """Predicted tokens of the global batch, of which each rank of `data` has as many sequences; at least 1.
 
-    Without a mask the shape says it. Else all ranks must call, each with a mask.
+    Without a mask and documents the shape says it. Else all ranks must call, none without either.
     """
     count = batch.predicted()
-    if batch.target_mask_BS is None or data.size == 1:
+    if batch.counted_by_shape or data.size == 1:
         return max(1, count * data.size)
     total_1 = torch.tensor([count], device=batch.tokens_BS.device)
     data.unwatched.sum(total_1)

@@ -219,17 +219,21 @@ def test_blocks_cover_each_pair_once(new: int, seen: int, window: int | None) ->
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 7, 8, 9, 12, 15, 16, 23, 24, 40])
-@pytest.mark.parametrize(("length", "distance"), [(8, 8), (8, 16), (1, 1), (1, 3), (2, 4)])
-def test_blocks_of_positions_before(length: int, distance: int, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("new", "seen", "distance"),
+    [(8, 8, 8), (8, 8, 16), (1, 1, 1), (1, 1, 3), (2, 2, 4), (3, 8, 8), (8, 3, 3), (8, 3, 9), (1, 7, 7), (7, 1, 2)],
+)
+def test_blocks_of_positions_before(new: int, seen: int, distance: int, window: int | None) -> None:
     pairs: dict[tuple[int, int], int] = {}
-    for block in blocks_before(length, distance, window):
-        queries, keys = range(length)[block.queries], range(length)[block.keys]
+    for block in blocks_before(new, seen, distance, window):
+        queries, keys = range(new)[block.queries], range(seen)[block.keys]
         assert queries
         assert keys
+        assert block.mask == "none" or len(queries) == len(keys)
         for i, query in enumerate(queries):
             for j, key in enumerate(keys):
                 if block.mask == "none" or j >= i:
                     pairs[query, key] = pairs.get((query, key), 0) + 1
-    reach = window or 3 * length + distance
-    wanted = {(i, j) for i in range(length) for j in range(length) if i + distance - j < reach}
+    reach = window or 3 * new + distance
+    wanted = {(i, j) for i in range(new) for j in range(seen) if i + distance - j < reach}
     assert pairs == dict.fromkeys(wanted, 1)

@@ -4,6 +4,7 @@ Legend: n ranks, B batch, L positions of a sequence, S = L / n of a rank, N head
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +15,7 @@ from optimus.comm import Group, Groups
 from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.kernels.attention import attention_reference
+from optimus.kernels.documents import Documents
 from optimus.kernels.rotary import rotary_table
 from optimus.mesh import Mesh
 from optimus.model import Transformer
@@ -21,7 +23,7 @@ from optimus.model.attention import Attention, Places
 from optimus.model.init import initialize
 from optimus.model.parts import Parts
 from optimus.model.sequence import Sequence, WholeSequence
-from optimus.parallel.context import RingSequence, UlyssesSequence
+from optimus.parallel.context import RingSequence, UlyssesSequence, _seen
 from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.step_context import CollectiveCache
 from optimus.testing import Traffic, counting, run_ranks
@@ -130,6 +132,75 @@ def test_windows(method: str, ranks: int, cap: float | None) -> None:
         for parts, whole in zip(zip(*(result[i][1:] for result in results)), expected, strict=True):
             found = torch.cat(parts, 1)
             assert (found - whole[:, order]).norm() <= 1e-12 * max(1, whole.norm()), window
+
+
+# Of two sequences of 32: one whole; of uneven lengths, also 1, beginning and ending inside of pieces; one per piece; eight.
+LENGTHS = [[32, 32], [5, 1, 1, 22, 3, 17, 15], [4] * 16, [1] * 32 + [31, 1], [8] * 8]
+DOCUMENT_WINDOWS = (None, 1, 3, 4, 7, 16)
+
+
+def attended_within(method: str, ranks: int, heads: tuple[int, int]) -> list[list[Tensor]]:
+    """Of each of `LENGTHS` and windows: this rank's positions, its output and its gradients of q, k and v."""
+    whole, results = sequence_of(method, ranks), []
+    at = whole.positions(32, CPU)
+    for lengths, window in itertools.product(LENGTHS, DOCUMENT_WINDOWS):
+        sequence = whole.within(Documents(lengths, 2))
+        *given, out_grad = (t[:, at].flatten(0, 1)[None] for t in grouped_inputs(heads))
+        given = [t.requires_grad_() for t in given]
+        out = sequence.attend(*given, window)
+        found = [out.detach(), *torch.autograd.grad(out, given, out_grad)]
+        results.append([at, *(t[0].unflatten(0, (2, -1)) for t in found)])
+    return results
+
+
+def grouped_inputs(heads: tuple[int, int]) -> list[Tensor]:
+    """q, k, v and the gradient of the output, of two whole sequences of 32."""
+    return [normal(i, 2, 32, number, 8) for i, number in enumerate((heads[0], heads[1], heads[1], heads[0]))]
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks", "heads"),
+    [("ring", 2, (2, 2)), ("ring", 4, (4, 1)), ("ulysses", 2, (4, 2)), ("ulysses", 4, (4, 4))],
+)
+def test_documents(method: str, ranks: int, heads: tuple[int, int]) -> None:
+    """Attention of each document alone."""
+    results = run_ranks(attended_within, ranks, method, ranks, heads)
+    for i, (lengths, window) in enumerate(itertools.product(LENGTHS, DOCUMENT_WINDOWS)):
+        alone = []
+        for parts in zip(*(t.flatten(0, 1)[None].split(lengths, 1) for t in grouped_inputs(heads)), strict=True):
+            *given, out_grad = parts
+            given = [t.detach().requires_grad_() for t in given]
+            out, _ = attention_reference(*given, True, window)
+            alone.append([out.detach(), *torch.autograd.grad(out, given, out_grad)])
+        order = torch.cat([result[i][0] for result in results])
+        expected = [torch.cat(parts, 1)[0].unflatten(0, (2, -1)) for parts in zip(*alone, strict=True)]
+        for parts, whole in zip(zip(*(result[i][1:] for result in results)), expected, strict=True):
+            found = torch.cat(parts, 1)
+            assert (found - whole[:, order]).norm() <= 1e-12 * max(1, whole.norm()), (lengths, window)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_the_ring_computes_no_score_across_a_border(lengths: list[int], window: int | None) -> None:
+    """Over all ranks each pair of a document once, and no other."""
+    found: Counter[tuple[int, int]] = Counter()
+    for rank, source in itertools.product(range(4), repeat=2):
+        here, there = (
+            torch.arange(64).view(2, 32)[:, RingSequence(Group([0, 1, 2, 3], each)).positions(32, CPU)].flatten()
+            for each in (rank, source)
+        )
+        for block in _seen(rank, 4, Documents(lengths, 2), 16, window, None, source):
+            for i, query in enumerate(here[block.queries].tolist()):
+                for j, key in enumerate(there[block.keys].tolist()):
+                    if block.mask == "none" or (j <= i if block.mask == "causal" else j >= i):
+                        found[query, key] += 1
+    pairs = {
+        (query, key)
+        for start, end in Documents(lengths, 2).spans
+        for query in range(start, end)
+        for key in range(start if window is None else max(start, query - window + 1), query + 1)
+    }
+    assert found == dict.fromkeys(pairs, 1)
 
 
 def attended_again(method: str) -> tuple[bool, bool, int]:

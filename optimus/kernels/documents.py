@@ -1,0 +1,87 @@
+"""Causal attention inside documents that lie end to end: no score of a query and a key of two documents is computed.
+
+Flash attention of an accelerator takes documents of any lengths at once (`torch.nn.attention.varlen`). Elsewhere documents
+of one length are a batch, and others are blocks of their own.
+
+Legend: T tokens of all documents, N heads, M heads of keys and values, D head size.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from optimus.kernels.attention import Block, attend_blocks, blocks_of, capped, causal_attention, flash_fits
+
+
+class Documents:
+    """Where the documents of a batch begin and end, its sequences laid end to end: these begin documents of their own.
+
+    `lengths` are those of all documents, in tokens; every sequence has as many tokens.
+    """
+
+    def __init__(self, lengths: Sequence[int], sequences: int) -> None:
+        self.lengths, self.sequences = lengths, sequences
+        self._offsets: dict[torch.device, Tensor] = {}
+
+    @cached_property
+    def spans(self) -> Sequence[tuple[int, int]]:
+        """(first token, the one after the last) of each document."""
+        ends = list(accumulate(self.lengths))
+        return list(zip([0, *ends], ends))
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(self.lengths)
+
+    def positions(self) -> Tensor:
+        """int64 [T]: of every token in its document, on the host."""
+        starts = torch.tensor([start for start, _ in self.spans]).repeat_interleave(torch.tensor(self.lengths))
+        return torch.arange(len(starts)) - starts
+
+    def offsets(self, device: torch.device) -> Tensor:
+        """int32 [documents + 1]: the first token of each document, and the number of all tokens; made once."""
+        if device not in self._offsets:
+            starts = [0, *accumulate(self.lengths)]
+            self._offsets[device] = torch.tensor(starts, dtype=torch.int32, device=device)
+        return self._offsets[device]
+
+
+def document_attention(
+    q_1TND: Tensor,
+    k_1TMD: Tensor,
+    v_1TMD: Tensor,
+    documents: Documents,
+    window: int | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """Attention of every token over its document up to itself, or the last `window` of that; [1, T, N, D].
+
+    N is a multiple of M: consecutive heads share keys and values. With a `cap`, scores s are cap * tanh(s / cap).
+    """
+    if documents.longest * len(documents.lengths) == q_1TND.shape[1]:
+        q, k, v = (t[0].unflatten(0, (-1, documents.longest)) for t in (q_1TND, k_1TMD, v_1TMD))
+        return causal_attention(q, k, v, window, cap).flatten(0, 1)[None]
+    if cap is None and flash_fits(q_1TND.transpose(1, 2), k_1TMD.transpose(1, 2), v_1TMD.transpose(1, 2), True):
+        return _varlen(q_1TND[0], k_1TMD[0], v_1TMD[0], documents, window)[None]
+    return attend_blocks(q_1TND, k_1TMD, v_1TMD, capped(_blocks(documents, window), cap))
+
+
+def _blocks(documents: Documents, window: int | None) -> Iterator[Block]:
+    for start, end in documents.spans:
+        yield from (block.moved(start, start) for block in blocks_of(end - start, end - start, window))
+
+
+def _varlen(q_TND: Tensor, k_TMD: Tensor, v_TMD: Tensor, documents: Documents, window: int | None) -> Tensor:
+    """By flash attention of documents of other lengths; [T, N, D]."""
+    from torch.nn.attention.varlen import varlen_attn  # its import takes seconds
+
+    offsets, longest = documents.offsets(q_TND.device), documents.longest
+    before = -1 if window is None else window - 1  # how many keys before its own a query sees; -1: all
+    given = q_TND, k_TMD, v_TMD, offsets, offsets, longest, longest
+    out_TND = varlen_attn(*given, window_size=(before, 0), enable_gqa=q_TND.shape[1] != k_TMD.shape[1])
+    return cast(Tensor, out_TND)

@@ -1,0 +1,50 @@
+"""Batches: their targets, their parts, and documents that do not fit."""
+
+import pytest
+import torch
+
+from optimus.errors import UserError
+from optimus.model import Batch
+
+TOKENS_BS = torch.arange(12).view(2, 6)
+DOCUMENT_BS = torch.tensor([[3, 3, 4, 6, 6, 6], [0, 0, 0, 0, 0, 0]], dtype=torch.int32)
+
+
+def test_the_first_token_of_a_document_is_not_predicted() -> None:
+    batch = Batch(TOKENS_BS, document_BS=DOCUMENT_BS)
+    assert batch.target_BS.tolist() == [[1, -1, -1, 4, 5, -1], [7, 8, 9, 10, 11, -1]]
+    assert batch.predicted() == 8
+    mask_BS = torch.tensor([[True] * 4 + [False] * 2, [False] * 5 + [True]])
+    both = Batch(TOKENS_BS, mask_BS, DOCUMENT_BS)
+    assert both.target_BS.tolist() == [[1, -1, -1, -1, -1, -1], [-1, -1, -1, -1, 11, -1]]
+    assert both.predicted() == 2
+
+
+def test_documents_of_a_batch() -> None:
+    documents = Batch(TOKENS_BS, document_BS=DOCUMENT_BS).documents()
+    assert documents is not None
+    assert (documents.lengths, documents.sequences) == ([2, 1, 3, 6], 2)
+    assert Batch(TOKENS_BS).documents() is None
+
+
+def test_parts_of_a_batch_have_what_is_said_of_their_tokens() -> None:
+    mask_BS = torch.rand(2, 6) < 0.5
+    first, second = Batch(TOKENS_BS, mask_BS, DOCUMENT_BS).split(1)
+    assert all(a.equal(b) for a, b in zip(first, (TOKENS_BS[:1], mask_BS[:1], DOCUMENT_BS[:1]), strict=True))
+    assert all(a.equal(b) for a, b in zip(second, (TOKENS_BS[1:], mask_BS[1:], DOCUMENT_BS[1:]), strict=True))
+    assert Batch(TOKENS_BS).split(1)[1][1:] == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("document_BS", "message"),
+    [
+        (DOCUMENT_BS[:, :5], r"is \[2, 5\], but the tokens are \[2, 6\]: give every token"),
+        (DOCUMENT_BS[0], r"is \[6\], but the tokens are \[2, 6\]"),
+        (DOCUMENT_BS.float(), "is torch.float32: give numbers of documents as int32 or int64"),
+        (DOCUMENT_BS.bool(), "is torch.bool: .* int32 or int64"),
+        (DOCUMENT_BS.flip(1), "falls from 6 to 4 at token 3 of sequence 0: .* must not decrease"),
+    ],
+)
+def test_documents_that_do_not_fit(document_BS: torch.Tensor, message: str) -> None:
+    with pytest.raises(UserError, match=f"`document_BS` {message}"):
+        Batch.of(Batch(TOKENS_BS, document_BS=document_BS))
