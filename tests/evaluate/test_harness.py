@@ -11,9 +11,13 @@ pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
 
 from lm_eval.api.instance import Instance
 
+from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.evaluate.harness import HarnessModel
+from optimus.hub import export_model
 from optimus.model import Transformer
+from optimus.model.families import families
+from optimus.model.init import initialize
 
 CONTEXT = 24
 PAIRS = [
@@ -75,6 +79,54 @@ def theirs(dense: Transformer, tokenizer_file: Path) -> Any:
 
 
 def test_loglikelihood(ours: HarnessModel, theirs: Any) -> None:
+    found = ours.loglikelihood(requests("loglikelihood", PAIRS))
+    expected = theirs.loglikelihood(requests("loglikelihood", PAIRS), disable_tqdm=True)
+    assert [total for total, _ in found] == pytest.approx([total for total, _ in expected], abs=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "head_size": 6,
+        "latent": {"keys": 8, "rotary": 4, "value": 6},
+        "experts": 4,
+        "experts_per_token": 2,
+        "shared_experts": 1,
+    },
+    "gemma2": {"head_size": 8, "kv_heads": 1, "query_scale": 6, "window": 7, "score_cap": 1.0, "logit_cap": 3.0},
+    "gemma3_text": {"head_size": 8, "query_scale": 6, "window": 7, "window_except": 2},
+    "gpt2": {"learned_positions": CONTEXT},
+    "llama": {"kv_heads": 1, "tie_embeddings": True},
+    "mistral": {"kv_heads": 1, "window": 7},
+    "mixtral": {"kv_heads": 1, "experts": 4, "experts_per_token": 2},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": {"window": 7, "window_except": 2},
+    "olmoe": {"experts": 4, "experts_per_token": 2},
+    "opt": {"learned_positions": CONTEXT},
+    "qwen2": {"kv_heads": 1},
+    "qwen3": {"kv_heads": 1, "head_size": 6},
+    "qwen3_moe": {"kv_heads": 1, "head_size": 6, "experts": 4, "experts_per_token": 2},
+}
+
+
+def test_every_published_family_is_here() -> None:
+    assert set(FAMILIES) == {name for name, family in families().items() if family.architecture}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_exported_folder_has_the_same_scores(
+    family: str, tokenizer: Any, tokenizer_file: Path, eos_id: int, tmp_path: Path
+) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    sizes = {"family": family, "hidden": 16, "layers": 2, "heads": 2, "intermediate": 24, "vocab": 328}
+    model = Transformer(ModelConfig.model_validate(sizes | FAMILIES[family]))
+    initialize(model, 0, 0.3)
+    export_model(model, tmp_path / "hf", context=CONTEXT, tokenizer=tokenizer_file, eos_id=eos_id)
+    options = {"backend": "causal", "max_length": CONTEXT, "batch_size": 1, "device": "cpu", "dtype": "float32"}
+    theirs = HFLM(pretrained=str(tmp_path / "hf"), **options)
+    ours = HarnessModel(model.eval(), tokenizer, eos_id=eos_id, context=CONTEXT)
     found = ours.loglikelihood(requests("loglikelihood", PAIRS))
     expected = theirs.loglikelihood(requests("loglikelihood", PAIRS), disable_tqdm=True)
     assert [total for total, _ in found] == pytest.approx([total for total, _ in expected], abs=1e-4)

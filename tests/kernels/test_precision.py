@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from optimus.kernels.activation import activation, activation_reference
 from optimus.kernels.expert_mlp import expert_mlp, expert_mlp_reference
 from optimus.kernels.linear import linear, linear_reference
 from optimus.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
@@ -81,9 +82,16 @@ OPERATIONS: dict[str, tuple[Function, Function, list[Tensor]]] = {
     ),
     "rotary": (lambda x: rotary(x, TABLE), lambda x: rotary_reference(x, TABLE), [normal(2, 5, 3, 6)]),
     "swiglu": (swiglu, swiglu_reference, [normal(9, 12)]),
+    "gated gelu": (
+        lambda z: activation(z, "gelu_tanh", True), lambda z: activation_reference(z, "gelu_tanh", True), [normal(9, 12)],
+    ),
     "linear_cross_entropy": (
         lambda x, w: linear_cross_entropy(x, w, TARGET), lambda x, w: linear_cross_entropy_reference(x, w, TARGET),
         [normal(9, 6), normal(21, 6)],
+    ),
+    "linear_cross_entropy, capped": (
+        lambda x, w: linear_cross_entropy(x, w, TARGET, cap=0.5),
+        lambda x, w: linear_cross_entropy_reference(x, w, TARGET, cap=0.5), [normal(9, 6), normal(21, 6)],
     ),
     "router": (routed(False), routed_reference(False), [LOGITS, torch.eye(7, dtype=torch.float64)]),
     "router, renormalised": (routed(True), routed_reference(True), [LOGITS, torch.eye(7, dtype=torch.float64)]),
