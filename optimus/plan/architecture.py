@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from optimus.config import ModelConfig
+from optimus.errors import UserError
 
 Over = Literal["outputs", "inputs", "nothing"]
 
@@ -51,20 +52,27 @@ class Architecture:
 
     @classmethod
     def of(cls, model: ModelConfig) -> "Architecture":
-        """That of a model of this library."""
-        sparse = model.experts is not None
+        """That of a model of this library. Raises `UserError` where these shapes cannot be expressed."""
+        sparse, low = model.sparse_layers(), model.latent
+        if len(model.expert_counts) > 1:
+            raise UserError("layers with different numbers of experts (experts_by_layer) cannot be planned yet")
+        if low is not None and (low.queries is None or low.value != model.head_size):
+            raise UserError("latent attention is planned with compressed queries and values of head_size columns only")
         return cls(
             layers=model.layers,
             hidden=model.hidden,
             heads=model.heads,
-            intermediate=0 if sparse else model.intermediate,
+            intermediate=model.intermediate if model.has_dense_layers else 0,
             vocab=model.vocab,
             groups=model.kv_heads,
             head=model.head_size,
             tied=model.tie_embeddings,
             experts=model.experts or 0,
             experts_per_token=model.experts_per_token or 0,
-            expert_intermediate=model.intermediate if sparse else 0,
+            expert_intermediate=model.expert_intermediate if sparse else 0,
+            shared_intermediate=model.shared_intermediate,
+            dense_layers=model.layers - sparse if sparse else 0,
+            latent=Latent(low.queries or 0, low.keys, low.rotary) if low else None,
         )
 
     @property

@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,9 +31,10 @@ OLMOE = {
 }
 
 
-def folder(path: Path, **changed: object) -> Path:
+def folder(path: Path, without: Iterable[str] = (), **changed: object) -> Path:
     path.mkdir(exist_ok=True)
-    kept = {field: value for field, value in (OLMOE | changed).items() if value != "absent"}
+    base = {field: value for field, value in OLMOE.items() if field not in without}
+    kept = {field: value for field, value in (base | changed).items() if value != "absent"}
     (path / "config.json").write_text(json.dumps(kept))
     return path
 
@@ -120,6 +123,78 @@ def test_base_of_the_rotary_frequencies(tmp_path: Path, changed: dict, theta: fl
 def test_what_is_not_supported_is_named(tmp_path: Path, changed: dict, message: str) -> None:
     with pytest.raises(UserError, match=f"config.json: .*{message}"):
         read_model_folder(folder(tmp_path, **changed))
+
+
+DEEPSEEK: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 24,
+    "vocab_size": 100,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+}
+
+
+def test_published_deepseek(tmp_path: Path) -> None:
+    """With the rotary positions as the published file has them."""
+    model = read_model_folder(folder(tmp_path, OLMOE.keys(), **DEEPSEEK))["model"]
+    assert model["latent"] == {"keys": 16, "rotary": 8, "value": 12}
+    assert (model["rope_scaling"]["mscale"], model["dense_layers"], model["score"]) == (1.0, 1, "sigmoid")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax': only 'sigmoid'"),
+        ({"topk_method": "greedy"}, "topk_method is 'greedy': only 'noaux_tc'"),
+        ({"rope_interleave": False}, "rope_interleave is False: only True"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1: only 0"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq is 2: only 1"),
+        ({"attention_bias": True}, "attention_bias is True: only False"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2: only 4"),
+        ({"kv_lora_rank": "absent"}, "kv_lora_rank is missing"),
+        ({"q_lora_rank": "all"}, "q_lora_rank is 'all': it must be a whole number"),
+        ({"qk_rope_head_dim": 7}, r"latent\.rotary' is 7: it must be"),
+        ({"n_group": 3}, "experts 8 cannot be divided into expert_groups 3"),
+        ({"n_group": 8}, "experts 8 cannot be divided into expert_groups 8 of two or more"),
+        ({"topk_group": 5}, "groups_per_token 5 is more than expert_groups 4"),
+        ({"num_experts_per_tok": 5}, "experts_per_token 5 is more than the 4 experts of groups_per_token 2"),
+        ({"first_k_dense_replace": 4}, "none of 4 layers has experts with dense_layers 4"),
+        ({"n_shared_experts": "one"}, "n_shared_experts is 'one': it must be a whole number"),
+    ],
+)
+def test_what_deepseek_models_cannot_have_is_named(tmp_path: Path, changed: dict, message: str) -> None:
+    with pytest.raises(UserError, match=f"config.json: .*{message}"):
+        read_model_folder(folder(tmp_path, OLMOE.keys(), **DEEPSEEK | changed))
+
+
+def test_only_the_first_layers_may_be_dense(tmp_path: Path) -> None:
+    qwen = {"model_type": "qwen3_moe", "architectures": "absent", "moe_intermediate_size": 8, "mlp_only_layers": [0, 2]}
+    with pytest.raises(UserError, match=r"mlp_only_layers is \[0, 2\]: only the first layers may be dense here"):
+        read_model_folder(folder(tmp_path, **qwen))
 
 
 OPT = {
@@ -275,7 +350,9 @@ def test_folder_must_have_a_readable_config(tmp_path: Path) -> None:
 def test_reading_the_architecture_does_not_load_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 from optimus.hub import read_model_folder
 read_model_folder(Path({str(folder(tmp_path))!r}))
 print("torch" in sys.modules)
