@@ -261,6 +261,7 @@ class Transformer(nn.Module):
     def places(self, batch: Batch) -> tuple[Tensor, Places]:
         """The positions [S] of these sequences that this device trains on, as numbers and for the blocks."""
         tokens_BS, documents = batch.tokens_BS, batch.documents()
+        self.check_length(tokens_BS.shape[1] if documents is None else documents.longest)
         positions_S = self.sequence.positions(tokens_BS.shape[1], tokens_BS.device)
         if documents is None:
             return positions_S, self._places(positions_S, len(tokens_BS), self.sequence)
