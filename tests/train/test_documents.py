@@ -18,6 +18,7 @@ from optimus.step_context import StepContext
 from optimus.testing import run_ranks
 from optimus.testing.drawing import config_of
 from optimus.testing.steps import Steps, random_batch
+from optimus.testing.traffic import Traffic, counting
 from optimus.testing.whole import whole_state
 
 # Of 16 sequences of 24: whole ones, uneven ones that no piece of a sequence begins or ends with, some of one token.
@@ -38,11 +39,11 @@ LATENT = {
 SPARSE = {"family": "mixtral", "kv_heads": 2, "window": 7}
 
 
-def run_config(model: str, *overrides: str, **more: Any) -> dict[str, Any]:
+def run_config(model: str, *overrides: str, precision: str = "bfloat16", **more: Any) -> dict[str, Any]:
     """Without losses of a router, which are about the tokens of a microbatch, and without clipping."""
     config = config_of(model, optimizer={"clip_norm": None})
     config["model"] = config["model"] | more
-    config["train"] = config["train"] | {"precision": "bfloat16"}  # of the weights, for what stands in its place
+    config["train"] = config["train"] | {"precision": precision}  # bfloat16: for what `trained` puts in its place
     if "experts" in config["model"]:
         config["moe"] = {"balance_coefficient": 0.0, "z_coefficient": 0.0}
     return load_config(config, overrides).model_dump(exclude_unset=True)
@@ -155,3 +156,22 @@ def test_documents_that_do_not_fit_are_refused_before_the_step() -> None:
         UserError, match=r"`document_BS` falls from 1 to 0 at token 19 of sequence 1: .* must not decrease"
     ):
         steps.train(None, DOCUMENT_BS.flip(1))
+
+
+def counted(config: dict[str, Any]) -> list[Traffic]:
+    """Of a step without documents, and of one with them."""
+    steps, found = Steps(config), []
+    for document_BS in (None, DOCUMENT_BS):
+        with counting() as traffic:
+            steps.train(None, document_BS)
+        found.append(traffic)
+    return found
+
+
+@pytest.mark.parametrize("overrides", [["parallel.pipeline=2"], ["parallel.context=2"], []], ids=str)
+def test_no_borders_are_sent(overrides: list[str]) -> None:
+    """Every rank has those of its sequences; data ranks tell each other how many tokens are predicted."""
+    data = {} if overrides else {"all_reduce": 1}
+    for plain, documents in run_ranks(counted, 2, run_config("dense", *overrides, precision="float32")):
+        assert documents.calls - plain.calls == data
+        assert documents.bytes - plain.bytes == {name: 8 * calls for name, calls in data.items()}
