@@ -88,6 +88,8 @@ def load_model(
 def check_same_model(there: ModelConfig, here: ModelConfig, path: Path) -> None:
     """Raise `UserError` naming what differs when the weights in `path` are of another architecture than `here`."""
     unasked = {"init_std", *(there.derived & here.derived)}
+    if not (there.has_dense_layers or here.has_dense_layers):
+        unasked = unasked - {"expert_intermediate"} | {"intermediate"}
     if changed := differences(there.model_dump(exclude=unasked), here.model_dump(exclude=unasked)):
         raise UserError(f"{path} is of another model: {changed}")
 

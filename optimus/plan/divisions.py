@@ -116,7 +116,8 @@ def _parts(question: Question, out: int, cp: int) -> bool:
 
 
 def _columns(model: ModelConfig, parts: int) -> bool:
-    return model.experts is not None or model.intermediate % parts == 0
+    dense = model.intermediate if model.has_dense_layers else 0
+    return dense % parts == 0 == model.shared_intermediate % parts
 
 
 def _expert_groups(question: Question, tp: int) -> list[tuple[int, int]]:
@@ -126,11 +127,11 @@ def _expert_groups(question: Question, tp: int) -> list[tuple[int, int]]:
         return [(1, 1)]
     return [
         (ep, etp)
-        for ep in divisors(model.experts)
+        for ep in divisors(math.gcd(*model.expert_counts))
         for etp in divisors(tp)
         if question.ranks % (ep * etp) == 0
         and (node % (ep * etp) == 0 or ep * etp % node == 0)
-        and model.intermediate % etp == 0
+        and model.expert_intermediate % etp == 0
     ]
 
 

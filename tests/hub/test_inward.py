@@ -222,6 +222,18 @@ def test_weights_of_another_model_are_refused(dense: Transformer, tmp_path: Path
         load_weights(other, hf)
 
 
+def test_a_width_that_no_layer_has_is_not_compared(tmp_path: Path) -> None:
+    """Published models with experts everywhere say the width of a dense layer too."""
+    sizes = {"hidden": 16, "layers": 2, "heads": 2, "intermediate": 24, "vocab": 61, "experts": 4}
+    config = ModelConfig(family="qwen3_moe", experts_per_token=2, expert_intermediate=12, **sizes)
+    sparse = Transformer(config)
+    initialize(sparse, seed=0, std=0.1)
+    hf = exported(sparse, tmp_path / "hf")
+    load_weights(Transformer(sparse.config.model_copy(update={"intermediate": 12})), hf)
+    with pytest.raises(UserError, match="expert_intermediate is 12 there and 8 here"):
+        load_weights(Transformer(sparse.config.model_copy(update={"intermediate": 8, "expert_intermediate": 8})), hf)
+
+
 def test_existing_checkpoint_is_not_overwritten(dense: Transformer, tmp_path: Path) -> None:
     hf = exported(dense, tmp_path / "hf")
     import_folder(hf, tmp_path / "checkpoint")
