@@ -12,7 +12,7 @@ from optimus.config import ModelConfig, load_config
 from optimus.errors import UserError
 from optimus.evaluate import generate
 from optimus.evaluate.generation import _choose, decode, generate_tokens
-from optimus.model import Transformer
+from optimus.model import Batch, Transformer
 from optimus.testing import run_ranks
 from optimus.testing.drawing import config_of
 from optimus.train.run import build_model, mesh_of
@@ -131,12 +131,12 @@ def test_learned_positions_on_a_grid() -> None:
     assert len(set(alone)) > 3
     parallel = {"parallel": {"tensor": [2, 2], "sequence": True}}
     assert run_ranks(generated_on_ranks, 4, config | parallel, 4) == [alone] * 4
-    with pytest.raises(
-        UserError, match="a sequence has 18 tokens, but the model only learned 17 positions: shorten it"
-    ):
-        Transformer(ModelConfig.model_validate(LEARNED | {"learned_positions": 17}))(
-            torch.zeros(1, 18, dtype=torch.long)
-        )
+    model = Transformer(ModelConfig.model_validate(LEARNED | {"learned_positions": 17}))
+    tokens_BS = torch.zeros(1, 18, dtype=torch.long)
+    for use in (model, model.losses):
+        with pytest.raises(UserError, match="has 18 tokens, but the model only learned 17 positions: shorten it"):
+            use(tokens_BS)
+    model.losses(Batch(tokens_BS, document_BS=torch.arange(18)[None] // 17))
 
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"tensor": [2, 2], "sequence": True}], ids=str)
