@@ -211,8 +211,8 @@ class _Forward:
         self._last_stage, self._saving = len(staged.cut.blocks) - 1, saving
         self._choices = sum(staged.config.expert_counts)  # that router statistics are about
         self._whole = whole
-        # By number of sequences; without documents, which are each microbatch's own.
-        self._lying = {len(each.tokens_BS): self._find(Batch(each.tokens_BS)) for each in microbatches}
+        # By number of sequences; but documents are each microbatch's own.
+        self._lying = {len(each.tokens_BS): self._find(each) for each in microbatches}
         self._vocabulary: VocabularyPasses | None = None
         if staged.links is not None:
             given = staged.links, staged.model, microbatches, self._positions

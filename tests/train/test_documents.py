@@ -20,6 +20,7 @@ from optimus.testing.drawing import config_of
 from optimus.testing.steps import Steps, random_batch
 from optimus.testing.traffic import Traffic, counting
 from optimus.testing.whole import whole_state
+from optimus.train.step import training_step
 
 # Of 16 sequences of 24: whole ones, uneven ones that no piece of a sequence begins or ends with, some of one token.
 SEQUENCES = [[24], [5, 19], [1, 7, 1, 15], [23, 1], [8, 8, 8], [3] * 8, [10, 1, 1, 12], [1, 23]] * 2
@@ -156,6 +157,18 @@ def test_documents_that_do_not_fit_are_refused_before_the_step() -> None:
         UserError, match=r"`document_BS` falls from 1 to 0 at token 19 of sequence 1: .* must not decrease"
     ):
         steps.train(None, DOCUMENT_BS.flip(1))
+
+
+def test_documents_within_the_learned_positions_may_lie_in_a_longer_sequence() -> None:
+    steps = Steps(run_config("dense", precision="float32", **LEARNED))
+    tokens_BS, document_BS = torch.arange(48)[None], torch.arange(48)[None] // 24
+    losses = [
+        training_step(steps.model, steps.state, batch, steps.config, 1, loss_limit=0.0).loss
+        for batch in (Batch(tokens_BS, document_BS=document_BS), Batch(tokens_BS.view(2, 24)))
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    with pytest.raises(UserError, match="48 tokens, but the model only learned 24 positions"):
+        training_step(steps.model, steps.state, tokens_BS, steps.config, 1)
 
 
 def counted(config: dict[str, Any]) -> list[Traffic]:
