@@ -183,18 +183,25 @@ class Transformer(nn.Module):
     """A causal language model: `tokens_BS` int64 to `logits_BSV`.
 
     Parameters are made empty on the default device; `model.init.initialize` or a checkpoint fills them. What its modules
-    are made with is in `parts`, which say how they lie on devices.
+    are made with is in `parts`, which say how they lie on devices. Its blocks are those of `layers`, by default of all.
     """
 
-    def __init__(self, config: ModelConfig, routing: Routing = "learned", parts: Parts = LOCAL) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        routing: Routing = "learned",
+        parts: Parts = LOCAL,
+        layers: Iterable[int] | None = None,
+    ) -> None:
         super().__init__()
+        numbers = range(config.layers) if layers is None else layers
         self.config, self.parts = config, parts
         self.sequence = parts.sequence
         self.embedding = Embedding(config.vocab, config.hidden, parts)
         learned = config.learned_positions
         sizes = learned or 0, config.position_offset, config.hidden
         self.positions = LearnedPositions(*sizes, parts) if learned else None
-        self.blocks = Blocks((Block(config, layer, routing, parts) for layer in range(config.layers)), parts)
+        self.blocks = Blocks((Block(config, layer, routing, parts) for layer in numbers), parts)
         self.final_norm = _norm(config, parts)
         tied = self.embedding.weight if config.tie_embeddings else None
         self.head = Head(config.vocab, config.hidden, tied, parts, cap=config.logit_cap)

@@ -38,18 +38,22 @@ class Held(NamedTuple):
 
 
 def kinds_of_model(model: ModelConfig, *, sequence: bool, tied_ends: bool, vocabulary: bool) -> tuple[Kind, ...]:
-    """Of a model of this library: one block of it is built, without memory."""
+    """Of a model of this library: of the blocks of each kind one is built, without memory."""
+    examples: dict[Where, int] = {}
+    for layer in range(model.layers):
+        examples.setdefault("sparse" if model.experts_of(layer) else "dense", layer)
     with torch.device("meta"):
-        whole = Transformer(model.model_copy(update={"layers": 1}))
+        whole = Transformer(model, layers=examples.values())
     layouts = parameter_layouts(whole, sequence=sequence, tied_ends=tied_ends, vocabulary=vocabulary)
-    inside: Where = "sparse" if model.experts else "dense"
+    kinds = list(examples)
     table: Where = "tied" if model.tie_embeddings else "first"
 
     def where(name: str) -> Where:
         if vocabulary and name.startswith(("embedding.", "head.")):
             return "every"
-        before: dict[str, Where] = {"blocks": inside, "embedding": table, "positions": "first"}
-        return before.get(name.partition(".")[0], "last")
+        before: dict[str, Where] = {"embedding": table, "positions": "first"}
+        part, number, *_ = name.split(".")
+        return kinds[int(number)] if part == "blocks" else before.get(part, "last")
 
     return tuple(Kind(where(name), layout) for name, layout in layouts.items())
 

@@ -324,7 +324,13 @@ def test_memory_is_what_the_parts_of_a_run_hold(layout: list[str], shard: str) -
 
 
 SHAPE = {"hidden": 256, "layers": 8, "heads": 4, "intermediate": 1024, "vocab": 4096}
-OWN = {"gpt2": {}, "opt-125m": {"tie_embeddings": "false"}, "gemma-2-2b": {"kv_heads": 2, "head_size": 64}}
+EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_intermediate": 128, "expert_groups": 2, "groups_per_token": 1}
+OWN = {
+    "gpt2": {},
+    "opt-125m": {"tie_embeddings": "false"},
+    "gemma-2-2b": {"kv_heads": 2, "head_size": 64},
+    "deepseek-v3": EXPERTS,
+}
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -332,7 +338,7 @@ OWN = {"gpt2": {}, "opt-125m": {"tie_embeddings": "false"}, "gemma-2-2b": {"kv_h
 @pytest.mark.parametrize(
     "layout", [["parallel.tensor=2"], ["parallel.pipeline=2", "parallel.vocabulary=true"]], ids=str
 )
-def test_state_of_dense_families_is_exact(name: str, layout: list[str], shard: str) -> None:
+def test_state_of_families_is_exact(name: str, layout: list[str], shard: str) -> None:
     shape = [f"model.{field}={value}" for field, value in (SHAPE | OWN[name]).items()]
     more = ["train.context=512", "train.precision=bfloat16", "train.global_batch=64", f"state.shard={shard}", *layout]
     config = configured(name, shape + more, 8)
