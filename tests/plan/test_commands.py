@@ -324,12 +324,18 @@ def test_memory_is_what_the_parts_of_a_run_hold(layout: list[str], shard: str) -
 
 
 SHAPE = {"hidden": 256, "layers": 8, "heads": 4, "intermediate": 1024, "vocab": 4096}
-EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_intermediate": 128, "expert_groups": 2, "groups_per_token": 1}
+GROUPED_EXPERTS = {
+    "experts": 8,
+    "experts_per_token": 2,
+    "expert_intermediate": 128,
+    "expert_groups": 2,
+    "groups_per_token": 1,
+}
 OWN = {
     "gpt2": {},
     "opt-125m": {"tie_embeddings": "false"},
     "gemma-2-2b": {"kv_heads": 2, "head_size": 64},
-    "deepseek-v3": EXPERTS,
+    "deepseek-v3": GROUPED_EXPERTS,
 }
 
 
