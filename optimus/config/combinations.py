@@ -12,9 +12,10 @@ def check_recomputation(config: "RunConfig") -> None:
     """Raise where what is to be recomputed is not there, or said twice."""
     sparse = config.model.sparse_layers()
     absent = {"moe": not sparse, "mlp": not config.model.has_dense_layers}
-    for kind in filter(lambda kind: absent.get(kind), config.recompute):
-        model = "model whose blocks all have experts" if sparse else "dense model"
-        raise ValueError(f"recompute: a {model} has no module '{kind}'")
+    for kind in config.recompute:
+        if absent.get(kind):
+            model = "model whose blocks all have experts" if sparse else "dense model"
+            raise ValueError(f"recompute: a {model} has no module '{kind}'")
     alone = next((kind for kind in config.recompute if kind in ("block", "auto")), None)
     if alone is not None and len(config.recompute) > 1:
         raise ValueError(f"recompute: {alone} is about all modules, remove the others")

@@ -347,9 +347,8 @@ def _plain_backward(
     for rows, keys in _query_blocks(q, k, causal):
         q_rows, g_rows = q[:, :, rows].to(wide), out_grad[:, :, rows].to(wide)
         scores = _scores(q_rows, k[:, :, keys], rows, causal, cap)
-        slope = (
-            None if cap is None else (scores / cap).square_().clamp_(max=1).neg_().add_(1)
-        )  # 0 where hidden: infinite
+        # Of the cap; 0 where scores are hidden, which are infinite.
+        slope = None if cap is None else (scores / cap).square_().clamp_(max=1).neg_().add_(1)
         p = scores.sub_(lse_BNS[:, :, rows, None]).exp_()
         v_grad[:, :, keys] += p.mT @ g_rows
         owed = (g_rows * out[:, :, rows]).sum(-1, keepdim=True)

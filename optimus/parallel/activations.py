@@ -106,7 +106,7 @@ class _Sizes:
         self.H = config.hidden // split.tp_in
         self.heads = config.heads // split.tp_out
         self.A, self.C = (heads * config.head_size // split.tp_out for heads in (config.heads, config.kv_heads))
-        self.I = config.intermediate // (split.etp if config.experts else split.tp_out)
+        self.I = config.expert_intermediate // split.etp if config.experts else config.intermediate // split.tp_out
         self.stream = self.R * self.H * self.e  # the residual stream
         self.narrow = self.e < self.f  # whether norms and rotations make copies in fp32
 

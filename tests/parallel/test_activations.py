@@ -104,6 +104,14 @@ def test_heads_that_share_keys(fields: dict[str, Any]) -> None:
         assert computed.peak == pytest.approx(found.peak, rel=0.05)
 
 
+def test_experts_have_a_width_of_their_own() -> None:
+    """Of Qwen3-MoE, whose dense layers, if it has any, are wider."""
+    model = EXPERTS | {"family": "qwen3_moe", "intermediate": 192, "expert_intermediate": 48}
+    _, found, computed = measured(tree(model), 1)
+    assert computed.kept == pytest.approx(found.kept, rel=0.02)
+    assert computed.peak == pytest.approx(found.peak, rel=0.05)
+
+
 def test_half_of_the_layers() -> None:
     """A rank that has some of the blocks keeps what a shorter model would."""
     config, shorter = ModelConfig(**DENSE), ModelConfig(**{**DENSE, "layers": 2})

@@ -120,9 +120,7 @@ class Router(nn.Module):
         self.choosing, self._plain = choosing, choosing == Choosing(renormalise=choosing.renormalise)
         self.experts_per_token = experts_per_token
         self.routing = routing
-        self._chosen_E: Tensor | None = (
-            None  # how often each expert was, in forward passes of training since it was asked
-        )
+        self._chosen_E: Tensor | None = None  # how often each expert was, in training since it was asked
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, Tensor, RouterStats]:
         """(weights_TK in x's type, expert indices_TK int64, statistics). Scores and statistics are fp32.
