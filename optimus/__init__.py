@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING
 from optimus.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from optimus.checkpoint import load_model
+    from optimus.checkpoint.store import load_model
     from optimus.config.models import models
-    from optimus.data import prepare
+    from optimus.data.preparation import prepare
     from optimus.errors import UserError
     from optimus.evaluate import evaluate
     from optimus.evaluate import generate_text as generate
@@ -58,9 +58,9 @@ __getattr__, __dir__ = lazy_exports(
         "export": "optimus.hub:export_checkpoint",
         "generate": "optimus.evaluate:generate_text",
         "import_folder": "optimus.hub",
-        "load_model": "optimus.checkpoint",
+        "load_model": "optimus.checkpoint.store",
         "models": "optimus.config.models",
-        "prepare": "optimus.data",
+        "prepare": "optimus.data.preparation",
         "register_experts": "optimus.hub",
         "train": "optimus.train",
         "UserError": "optimus.errors",

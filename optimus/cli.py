@@ -13,6 +13,7 @@ import typer
 
 from optimus import __version__
 from optimus.bench.commands import bench_app
+from optimus.bench.lab_command import lab
 from optimus.errors import UserError
 from optimus.plan.commands import plan
 
@@ -29,6 +30,7 @@ checkpoint_app = typer.Typer(
 )
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command()(plan)
+app.command()(lab)
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 ParseSpecial = Annotated[
@@ -69,8 +71,8 @@ def prepare(
     as_json: Json = False,
 ) -> None:
     """Tokenise, shuffle and shard text into training data."""
-    from optimus.data import parse_size
-    from optimus.data import prepare as run
+    from optimus.config.sizes import parse_size
+    from optimus.data.preparation import prepare as run
     from optimus.observe.progress import Progress
     from optimus.observe.signals import ended_by_signals
 
@@ -227,7 +229,7 @@ def export(
 
 @app.command(name="import")
 def import_(
-    folder: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Hugging Face folder of an OLMo or OLMoE model.")],
+    folder: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Hugging Face folder of a model of a known family.")],
     output: Annotated[Path, typer.Option(help="Checkpoint folder to make.")],
     as_json: Json = False,
 ) -> None:
@@ -269,68 +271,38 @@ def launch(
     from optimus.train.reading import read_run
 
     read_run(config, overrides or [])  # before torch is imported: a mistake costs no waiting
-    from optimus.train.nodes import check_launch, exit_code, parse_keep_alive, write_batch_script
-    from optimus.train.nodes import launch as run
+    from optimus.train import nodes as run
 
     other = ("node", "name", "rendezvous") if scheduler is not None else ("output", "time", "directive")
     sources = {name: context.get_parameter_source(name) for name in other}
     if given := [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]:
         why = "leave it out with --scheduler: the batch script chooses it" if scheduler else "it needs --scheduler"
         raise UserError(f"--{given[0]}: {why}")
-    alive = parse_keep_alive(keep_alive)
+    alive = run.parse_keep_alive(keep_alive)
+    job = run.Job(config, overrides or [], nodes, spares, ranks_per_node, alive, wait, max_restarts)
+    program = []
+    if inject is not None:
+        from optimus.bench.faults import rank_program
+
+        program = rank_program(inject, job.ranks)
     if check:
         if scheduler is not None:
             raise UserError("--check: leave it out with --scheduler, which starts nothing either")
-        ready = check_launch(
-            config,
-            overrides or [],
-            nodes=nodes,
-            spares=spares,
-            ranks_per_node=ranks_per_node,
-            rendezvous=rendezvous,
-            node=node,
-            inject=inject,
-        )
-        _show_ready(config, ready, as_json)
+        _show_ready(config, run.check_launch(job, rendezvous, node), as_json)
         return
     if scheduler is not None:
         if output is None:
             raise UserError("--scheduler needs --output PATH, where the batch script goes")
-        submit = write_batch_script(
-            config,
-            overrides or [],
-            scheduler=scheduler,
-            path=output,
-            time=time,
-            directives=directive or [],
-            nodes=nodes,
-            spares=spares,
-            ranks_per_node=ranks_per_node,
-            keep_alive=alive,
-            wait=wait,
-            max_restarts=max_restarts,
-            inject=inject,
+        submit = run.write_batch_script(
+            job, scheduler=scheduler, path=output, time=time, directives=directive or [], inject=inject
         )
         result = {"output": str(output), "submit": submit, "nodes": nodes, "spares": spares}
         _show(result, as_json, f"{output}: {nodes} nodes and {spares} spares; submit it with: {submit}")
         return
-    outcome = run(
-        config,
-        overrides or [],
-        nodes=nodes,
-        spares=spares,
-        ranks_per_node=ranks_per_node,
-        rendezvous=rendezvous,
-        node=node,
-        name=name,
-        keep_alive=alive,
-        wait=wait,
-        max_restarts=max_restarts,
-        inject=inject,
-    )
+    outcome = run.launch(job, rendezvous, node, name=name, program=program)
     _show({"outcome": "finished" if outcome is None else outcome.value}, as_json, "")
     if outcome is not None:
-        raise typer.Exit(exit_code(outcome))
+        raise typer.Exit(run.exit_code(outcome))
 
 
 @app.command()
@@ -345,48 +317,6 @@ def rendezvous(
     from optimus.resilience.store import serve_until_ended
 
     serve_until_ended(port, address, as_json)
-
-
-@app.command()
-def lab(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...")] = None,
-    nodes: Annotated[int, typer.Option(help="Nodes that train.")] = 3,
-    spares: Annotated[int, typer.Option(help="Nodes beyond them that wait to take a place.")] = 2,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks on each node.")] = 1,
-    bandwidth: Annotated[str | None, typer.Option(help="What each node may send, such as 1Gbit.")] = None,
-    inject: Annotated[Path | None, typer.Option(help="YAML list of faults to rehearse.")] = None,
-    keep_alive: Annotated[str, typer.Option(help="Seconds between heartbeats x how many may be missing.")] = "1x3",
-    wait: Annotated[float, typer.Option(help="Seconds for enough nodes to come together.")] = 30.0,
-    limit: Annotated[float, typer.Option(help="Seconds after which everything is taken down.")] = 600.0,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Processes on one network instead of network namespaces (no root).")
-    ] = False,
-    as_json: Json = False,
-) -> None:
-    """Rehearse failures of nodes on this machine, with network namespaces for nodes."""
-    from optimus.train.nodes import parse_keep_alive
-    from optimus.train.nodes import rehearse as run
-
-    result = run(
-        config,
-        overrides or [],
-        nodes=nodes,
-        spares=spares,
-        ranks_per_node=ranks_per_node,
-        bandwidth=bandwidth,
-        inject=inject,
-        keep_alive=parse_keep_alive(keep_alive),
-        wait=wait,
-        limit=limit,
-        plain=plain,
-    )
-    lines = [f"{event['kind']:10} {event['node'] or '-':8} {event['detail']}" for event in result["events"]]
-    codes = ", ".join(f"{host} {'no answer' if code is None else code}" for host, code in result["exit_codes"].items())
-    ended = "finished" if result["finished"] else "did not finish"
-    _show(result, as_json, "\n".join([*lines, f"exit codes: {codes}", f"the run {ended} in {result['output']}"]))
-    if not result["finished"]:
-        raise typer.Exit(1)
 
 
 @app.command()
@@ -411,10 +341,11 @@ def checkpoint_list(
 ) -> None:
     """List a run's checkpoints and say which one --resume begins with."""
     from optimus.checkpoint.inspect import list_run
+    from optimus.config.sizes import size_text
 
     rows = list_run(run)
     lines = [
-        f"step {row['step']:>8}  {row['kind']:7}  {_bytes(row['bytes']):>10}  {row['path']}"
+        f"step {row['step']:>8}  {row['kind']:7}  {size_text(row['bytes']):>10}  {row['path']}"
         f"{'  <- --resume' if row['resumes'] else ''}{'  ' + row['problem'] if row['problem'] else ''}"
         for row in rows
     ]
@@ -443,13 +374,14 @@ def checkpoint_show(
 ) -> None:
     """Say what a checkpoint holds, and how many ranks of which nodes wrote it."""
     from optimus.checkpoint.inspect import show
+    from optimus.config.sizes import size_text
 
     about = show(path)
-    nodes = ", ".join(f"node {node} {_bytes(size)}" for node, size in about["bytes_by_node"].items())
+    nodes = ", ".join(f"node {node} {size_text(size)}" for node, size in about["bytes_by_node"].items())
     _show(
         about,
         as_json,
-        f"{about['path']}: step {about['step']}, {about['kind']}, {_bytes(about['bytes'])}\n"
+        f"{about['path']}: step {about['step']}, {about['kind']}, {size_text(about['bytes'])}\n"
         f"{about['parameters']:,} parameters ({about['model']['family']}, {about['precision']}), {about['tensors']} tensors "
         f"in {about['boxes']} boxes\n"
         f"written by {about['writers']} of {about['written'].get('ranks', 1)} ranks: {nodes}",
@@ -472,20 +404,32 @@ def checkpoint_convert(
 ) -> None:
     """Turn a checkpoint into one of weights only, or into one file for other tools (Hugging Face: optimus export)."""
     from optimus.checkpoint.inspect import convert
+    from optimus.config.sizes import size_text
 
     result = convert(path, output, to, dtype)
-    _show(result, as_json, f"{output}: {result['tensors']} tensors, {_bytes(result['bytes'])}")
+    _show(result, as_json, f"{output}: {result['tensors']} tensors, {size_text(result['bytes'])}")
 
 
 @app.command()
-def models(as_json: Json = False) -> None:
+def models(
+    families: Annotated[
+        bool, typer.Option("--families", help="List the families of models, and their presets.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """List the presets with their total and active parameters."""
+    from optimus.config.models import families_known
     from optimus.config.models import models as run
+    from optimus.config.sizes import count_text
 
+    if families:
+        known = families_known()
+        _show(known, as_json, "\n".join(f"{row['name']:16} {', '.join(row['presets'])}".rstrip() for row in known))
+        return
     rows = run()
     lines = []
     for row in rows:
-        total, active = (_billions(row[f"{kind}_parameters"]) for kind in ("total", "active"))
+        total, active = (count_text(row[f"{kind}_parameters"]) for kind in ("total", "active"))
         lines.append(
             f"{row['name']:16} {total:>8} total  {active:>8} active   {row['layers']} layers, hidden {row['hidden']}"
         )
@@ -552,14 +496,6 @@ def _show_ready(config: Path, ready: dict[str, Any], as_json: bool) -> None:
 def _show(result: Any, as_json: bool, text: str) -> None:
     if as_json or text:
         print(json.dumps(result, indent=2, default=str) if as_json else text)
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
-
-
-def _billions(count: int) -> str:
-    return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,15 @@ def write_json(path: Path, content: Any) -> None:
         os.fsync(file.fileno())
     temporary.replace(path)
     sync(path.parent)
+
+
+def read_json_lines(path: Path) -> list[Any]:
+    """What a file holds that is written line by line; lines that are not complete are left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
 
 
 def sync(path: Path) -> None:

@@ -75,7 +75,7 @@ def shared_data() -> Path:
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of prepared data: some of this package's own sources, 300 tokens, context 32."""
-    from optimus.data import prepare
+    from optimus.data.preparation import prepare
 
     folder = tmp_path_factory.mktemp("prepared") / "data"
     sources = Path(__file__).resolve().parents[1] / "optimus" / "config"

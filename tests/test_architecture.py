@@ -3,13 +3,14 @@
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 from torch import nn
 
+from optimus.model.families import families
 from optimus.pipeline.schedules import schedules
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -149,10 +150,10 @@ def test_no_room_but_the_kernels_names_cuda() -> None:
     assert not found, "ask torch.accelerator and the device's own name instead: " + ", ".join(found)
 
 
-def schedule_names(tree: ast.Module) -> Iterator[int]:
-    """Lines that name a pipeline schedule: in a text that is no docstring, or as an identifier."""
-    texts = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, schedules()))})(?![\w-])")
-    names = {name.replace("-", "_") for name in schedules()}
+def naming(tree: ast.Module, words: Collection[str]) -> Iterator[int]:
+    """Lines that have one of these words: in a text that is no docstring, or as an identifier."""
+    texts = re.compile(rf"(?<![\w-])({'|'.join(map(re.escape, words))})(?![\w-])")
+    names = {name.replace("-", "_") for name in words}
     docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant):
@@ -163,14 +164,24 @@ def schedule_names(tree: ast.Module) -> Iterator[int]:
             yield node.lineno  # type: ignore[attr-defined]
 
 
+def named_outside(words: Collection[str], *rooms: str) -> list[str]:
+    """Where files outside these rooms have one of the words."""
+    outside = [file for file in files() if not any(file.is_relative_to(PACKAGE / room) for room in rooms)]
+    trees = {file.relative_to(ROOT): ast.parse(file.read_text(encoding="utf-8")) for file in outside}
+    return [f"{name}:{line}" for name, tree in trees.items() for line in naming(tree, words)]
+
+
 def test_schedules_register_themselves() -> None:
     """No other file names one; benchmarks compare those that they choose."""
-    found = []
-    for file in files():
-        if not any(file.is_relative_to(PACKAGE / room) for room in ("pipeline/schedules", "bench")):
-            lines = schedule_names(ast.parse(file.read_text(encoding="utf-8")))
-            found += [f"{file.relative_to(ROOT)}:{line}" for line in lines]
+    found = named_outside(schedules(), "pipeline/schedules", "bench")
     assert not found, "ask the row in optimus.pipeline.schedules.schedules() instead: " + ", ".join(found)
+
+
+def test_families_are_files() -> None:
+    """No other file names one; benchmarks and tests have models of those that they choose."""
+    assert len(families()) > 10
+    found = named_outside(families(), "model/families", "bench", TESTING)
+    assert not found, "what a family's models compute is in ModelConfig: " + ", ".join(found)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +192,18 @@ def test_schedules_register_themselves() -> None:
     ],
 )  # fmt: skip
 def test_the_rule_about_schedules(code: str, uses: int) -> None:
-    assert len(list(schedule_names(ast.parse(code)))) == uses
+    assert len(list(naming(ast.parse(code), schedules()))) == uses
+
+
+@pytest.mark.parametrize(
+    ("code", "uses"),
+    [
+        ("if config.family == 'olmoe': f()", 1), ("olmoe(config)", 1), ("f'{x} of gpt_oss'", 1), ("'''as olmo'''", 0),
+        ("kind = 'llama3'", 0), ("from transformers.models.olmoe.modeling_olmoe import OlmoeExperts", 0),
+    ],
+)  # fmt: skip
+def test_the_rule_about_families(code: str, uses: int) -> None:
+    assert len(list(naming(ast.parse(code), families()))) == uses
 
 
 @pytest.mark.parametrize(
@@ -241,6 +263,68 @@ def test_models_are_composed_and_not_patched() -> None:
 )  # fmt: skip
 def test_the_rule_about_patches(code: str, room: str, lines: int) -> None:
     assert len(list(patches(ast.parse(code), room))) == lines
+
+
+_CHANGES = re.compile("append|add|update|setdefault|pop|clear|extend|insert|remove|discard|popitem|popleft|appendleft")
+_OF_THE_PROCESS = {"os", "sys"}  # its environment, where it finds modules
+_LETS_THINGS_FAIL = PACKAGE / "train" / "injection.py"
+
+
+def mutated(tree: ast.Module) -> Iterator[int]:
+    """Lines in functions that change what a module has: its own variables and classes, or what it imports."""
+    own = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
+    targets = [each for node in assigned for each in (node.targets if isinstance(node, ast.Assign) else [node.target])]
+    own |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    imported = {(alias.asname or alias.name).split(".")[0] for node in imports for alias in node.names}
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        inside = list(ast.walk(function))
+        local = {node.id for node in inside if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        local |= {node.arg for node in inside if isinstance(node, ast.arg)} | _OF_THE_PROCESS
+        for node in inside:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                changes = own if _CHANGES.fullmatch(node.func.attr) else set()
+                owner = _root(node.func)
+            elif isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                changes, owner = own | imported, _root(node)
+            else:
+                continue
+            if owner in changes - local:
+                yield node.lineno
+
+
+def _root(node: ast.expr) -> str | None:
+    """The name that an attribute or an element is of, be it of another attribute or element."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def test_modules_have_no_state() -> None:
+    found = []
+    for file in files():
+        if file != _LETS_THINGS_FAIL and not any(file.is_relative_to(PACKAGE / room) for room in ("bench", TESTING)):
+            lines = sorted(set(mutated(ast.parse(file.read_text(encoding="utf-8")))))
+            found += [f"{file.relative_to(ROOT)}:{line}" for line in lines]
+    assert not found, "let an object have it that is made for a run (step_context.py): " + ", ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        ("x = {}\ndef f():\n    x[1] = 2", 1), ("x: list[int] = []\ndef f():\n    x.append(2)", 1),
+        ("import a\ndef f():\n    a.g = h", 1), ("from a import b\ndef f():\n    b.c.g = h", 1),
+        ("x = {}\ndef f():\n    del x[1]", 1), ("x = [1]\ndef f():\n    return x[0]", 0), ("x = {}\nx[1] = 2", 0),
+        ("x = {}\ndef f(x):\n    x[1] = 2", 0), ("x = {}\ndef f():\n    x = []\n    x.append(2)", 0),
+        ("import os\ndef f():\n    os.environ['A'] = 'b'", 0), ("import torch\ndef f():\n    torch.add(2)", 0),
+        ("class A: ...\ndef f():\n    A.n = 1", 1), ("class A:\n    def f(self):\n        self.n = 1", 0),
+    ],
+)  # fmt: skip
+def test_the_rule_about_state_of_modules(code: str, lines: int) -> None:
+    assert len(list(mutated(ast.parse(code)))) == lines
 
 
 def test_the_config_reference_is_current() -> None:

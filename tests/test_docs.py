@@ -22,9 +22,9 @@ import pytest
 import typer
 import yaml
 
+from helpers.pages import Step, masked, missing, steps
 from optimus import cli
 from optimus.observe.metrics import MetricsWriter
-from optimus.testing.pages import Step, masked, missing, steps
 
 ROOT = Path(__file__).resolve().parents[1]
 

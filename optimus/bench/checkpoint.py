@@ -29,13 +29,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from optimus.bench.fresh_ranks import run_fresh
-from optimus.checkpoint import Description, Reader, Saver, Target, load_state
+from optimus.checkpoint.folder import Description
 from optimus.checkpoint.format import Stored
+from optimus.checkpoint.reader import Reader
+from optimus.checkpoint.saving import Saver, Target
+from optimus.checkpoint.store import load_state
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.mesh import Mesh
 from optimus.model import Transformer
-from optimus.state import ModelState, plan_chunks, writers
+from optimus.state.model_state import ModelState
+from optimus.state.plan import plan_chunks, writers
 from optimus.train.run import build_model, layouts_of, mesh_of
 from optimus.train.step import training_step
 

@@ -15,20 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optimus.bench.buffers import GradientBuffers
 from optimus.errors import UserError, how_to_install
+from optimus.kernels.activation import activation, activation_reference
 from optimus.kernels.backend import compute_dtype
 from optimus.kernels.expert_mlp import expert_mlp, expert_mlp_reference
 from optimus.kernels.linear import linear, linear_reference
 from optimus.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from optimus.kernels.rms_norm import rms_norm, rms_norm_reference
 from optimus.kernels.rotary import rotary, rotary_reference, rotary_table
-from optimus.kernels.swiglu import swiglu, swiglu_reference
 from optimus.model.architecture import ModelConfig
 from optimus.model.count import count_parameters
 from optimus.model.moe.router import Choosing, Router
 from optimus.model.parts import Parts
 from optimus.optim.adamw import AdamW, adamw, adamw_reference
-from optimus.testing.buffers import GradientBuffers
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -288,9 +288,10 @@ def _transformers_experts(model: ModelConfig) -> dict[str, Callable[..., Tensor]
 
 def _swiglu(sizes: Sizes) -> Case:
     T, I = sizes.tokens, sizes.model.intermediate
+    swiglu, reference = (_one(partial(f, kind="silu", gated=True)) for f in (activation, activation_reference))
     return Case(
-        "swiglu", f"{T}x{2 * I}", sizes.model.layers, [_activation(sizes, T, 2 * I)], _one(swiglu),
-        {"chain": _one(swiglu_reference)}, _one(swiglu_reference), bytes=8.0 * T * I * sizes.dtype.itemsize,
+        "swiglu", f"{T}x{2 * I}", sizes.model.layers, [_activation(sizes, T, 2 * I)], swiglu,
+        {"chain": reference}, reference, bytes=8.0 * T * I * sizes.dtype.itemsize,
     )  # fmt: skip
 
 

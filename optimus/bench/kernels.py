@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from optimus.bench.buffers import GradientBuffers
 from optimus.bench.kernel_cases import Case, Function, Sizes, cases
 from optimus.bench.moe_measure import Stopwatch
 from optimus.config.load import model_config_from, resolve_model
 from optimus.errors import UserError
 from optimus.kernels.gradient_buffer import TensorBuffer
 from optimus.observe.machine import find_device
-from optimus.testing.buffers import GradientBuffers
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative, in the Frobenius norm
 _CHECK_TOKENS, _CHECK_EXPERTS = 64, 16  # float64 is slow: as many as make no difference to what is checked

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus.bench.machine_timing import Attended, Observations, Product, Talk, Talked
+from optimus.config import ModelConfig
 from optimus.mesh import Mesh
-from optimus.plan.architecture import Architecture
 from optimus.plan.collectives import collective_seconds, reduce_scatter_seconds, transfer_seconds
 from optimus.plan.machine import Arithmetic, Host, Machine, Matmul, Network, Node, Pace
 from optimus.plan.setting import Setting
@@ -178,12 +178,11 @@ def _fit_attention(machine: Machine, seen: Observations, stated: Mapping[str, fl
 
 def _attended(machine: Machine, each: Attended) -> float:
     """With this library's own kernel, as that is what was measured."""
-    architecture = Architecture(
-        layers=1, hidden=each.heads * each.head, heads=each.heads, intermediate=0, vocab=0, head=each.head
-    )
+    hidden = each.heads * each.head
+    model = ModelConfig(family="olmo", layers=1, hidden=hidden, heads=each.heads, intermediate=1, vocab=1)
     setting = Setting(Mesh(), each.context, each.sequences, microbatches=1)
     software = load_software("optimus").model_copy(update={"speed": 1.0})
-    passes = Work(architecture, setting, machine, software).scores
+    passes = Work(model, setting, machine, software).scores[0]
     return passes.forward.attention + passes.backward.attention
 
 

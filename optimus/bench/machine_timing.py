@@ -355,4 +355,4 @@ def _talk(kind: Talk, x: Tensor, group: Group) -> Callable[[], Any]:
         out = torch.empty_like(x)
         return lambda: group.start_shift(x, out)()
     part = x.new_ones(x.numel() // group.size)
-    return (lambda: group.gather(x, part)) if kind == "all_gather" else (lambda: group.sum_part(x, part))
+    return (lambda: group.gather(x, part)) if kind == "all_gather" else (lambda: group.start_sum_part(x, part)())

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from optimus.bench.memory import tracking
 from optimus.bench.moe_inputs import Inputs, Weights
 from optimus.bench.moe_rivals import Block, route
-from optimus.testing.memory import tracking
 
 Kind = Literal["forward", "accumulating", "fresh"]  # the last two: forward and backward
 KINDS: tuple[Kind, ...] = ("forward", "accumulating", "fresh")

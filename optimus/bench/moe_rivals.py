@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optimus.bench.buffers import GradientBuffers
 from optimus.bench.moe_inputs import Shape, Weights
 from optimus.kernels.gradient_buffer import TensorBuffer
 from optimus.model.moe.layer import MoeLayer
 from optimus.model.parts import Parts
 from optimus.observe.machine import free_memory
-from optimus.testing.buffers import GradientBuffers
 
 
 class LeftOut(Exception):

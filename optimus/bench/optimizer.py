@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 
 from optimus.bench.fresh_ranks import run_fresh
+from optimus.bench.memory import allocated
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.errors import UserError
 from optimus.model.architecture import ModelConfig
-from optimus.state import ModelState
+from optimus.state.model_state import ModelState
 from optimus.train.run import build_model, mesh_of
 from optimus.train.step import update_rule
 
@@ -129,7 +130,7 @@ def _together() -> float:
 def _summary(state: ModelState, times: list[tuple[float, float]]) -> Measured:
     held = {True: 0, False: 0}  # bytes of optimizer state, by whether of experts
     for chunk in state.chunks:
-        kinds = chunk.bytes_by_kind()
+        kinds = allocated([chunk])
         held[("ep" in (axis for _, axis in chunk.plan.slots[0].layout.splits))] += kinds["master"] + kinds["moments"]
     step, whole = (statistics.median(column) for column in zip(*times))
     return Measured(step, whole, non_expert_bytes=held[False], expert_bytes=held[True])

@@ -23,7 +23,7 @@ from optimus.bench.pipeline_waits import Contestant, Job, run_jobs, simulated, t
 from optimus.bench.report import print_table, report
 from optimus.config import RunConfig, load_config
 from optimus.pipeline.costs import Costs
-from optimus.pipeline.ready import falling_caps, message_driven
+from optimus.pipeline.ready import message_driven
 from optimus.pipeline.schedules import make_schedule
 
 _DRAWS = 20  # of the mean of simulations
@@ -34,6 +34,11 @@ _CURVES = {"jitter": (0.0, 0.1, 0.2, 0.5), "live": (1.0, 1.5, 2.0, 3.0)}
 _CURVE_DRAWS = 10
 
 Rows = list[dict[str, Any]]
+
+
+def falling_caps(stages: int, factor: float = 1.0) -> list[int]:
+    """The most live activations per stage: `factor` times those of 1F1B, stages - s for stage s, rounded down."""
+    return [int(factor * (stages - stage)) for stage in range(stages)]
 
 
 class Found(NamedTuple):
@@ -57,8 +62,8 @@ class Point(NamedTuple):
     """Factor on the times of stage 1."""
 
     def costs(self, seed: int) -> Costs:
-        imbalance = {} if self.imbalance == 1 else {1: self.imbalance}
-        return Costs(link=self.link, jitter=self.jitter, imbalance=imbalance, seed=seed)
+        times = tuple(self.imbalance if stage == 1 else 1.0 for stage in range(self.stages))
+        return Costs(times, times, times, link=self.link, jitter=self.jitter, seed=seed)
 
     def contestants(self, microbatches: int) -> list[Contestant]:
         shallow, deep = (make_schedule("1f1b", self.stages, microbatches, warm_up=live) for live in (1.0, self.live))

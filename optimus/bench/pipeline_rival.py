@@ -24,6 +24,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from optimus.bench.buffers import GradientBuffers
 from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.kernels.gradient_buffer import TensorBuffer
@@ -33,8 +34,7 @@ from optimus.model.init import initialize
 from optimus.parallel.build import StageOptions, build_stage
 from optimus.pipeline.staged import Staged, keep_stages
 from optimus.step_context import StepContext
-from optimus.testing.buffers import GradientBuffers
-from optimus.train.pipeline import cut_of, stages_of
+from optimus.train.pipeline import partition_of, stages_of
 from optimus.train.run import mesh_of
 
 Step = Callable[[Tensor], Tensor]  # tokens [B, S] of a step to the losses of its microbatches, on the last stage's rank
@@ -55,12 +55,12 @@ def make_stages(config: RunConfig) -> Staged:
     buffers = GradientBuffers()
     model = build_stage(config.model, groups, StageOptions(), buffers)
     initialize(model, config.train.seed, config.model.init_std)
-    cut = cut_of(config, groups.mesh, groups.rank)
-    keep_stages(model, cut)
+    partition = partition_of(config, groups.mesh, groups.rank)
+    keep_stages(model, partition)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
         buffers[parameter] = TensorBuffer(parameter.grad, groups.step)
-    return stages_of(model, cut, config, groups, torch.float32)
+    return stages_of(model, partition, config, groups, torch.float32)
 
 
 def ours(staged: Staged, config: RunConfig) -> Step:
@@ -96,7 +96,7 @@ class _Plain:
 
 def torchs(staged: Staged, config: RunConfig) -> Step:
     """By torch's executor, in its schedule of the configured name."""
-    model, last, microbatches = staged.model, len(staged.cut.blocks) - 1, _microbatches(config)
+    model, last, microbatches = staged.model, len(staged.partition.blocks) - 1, _microbatches(config)
     positions_S, places = model.places(Batch(torch.empty(1, config.train.context)))
 
     def loss_of(x_TH: Tensor, tokens_BS: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def torchs(staged: Staged, config: RunConfig) -> Step:
 
     modules = {
         stage: _Module(staged.stages[stage], places, model.embedding if stage == 0 else None)
-        for stage in staged.cut.here
+        for stage in staged.partition.here
     }
     stages = [_TorchStage(module, stage, last + 1, model.parts.step) for stage, module in modules.items()]
     kind = TORCH[config.parallel.schedule]
@@ -113,8 +113,8 @@ def torchs(staged: Staged, config: RunConfig) -> Step:
 
     def step(tokens_BS: Tensor) -> Tensor:
         losses: list[Tensor] = []
-        inputs = (tokens_BS,) if staged.cut.has_first else ()
-        target = tokens_BS if staged.cut.has_last else None
+        inputs = (tokens_BS,) if staged.partition.has_first else ()
+        target = tokens_BS if staged.partition.has_last else None
         schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         return torch.stack(losses).detach() * microbatches if losses else torch.empty(0)
 

@@ -13,8 +13,10 @@ from statistics import median
 from typing import Any, TypeVar
 
 from optimus.bench.published import Case, excluded, read_cases
-from optimus.bench.published.program import architecture_of, setting_of, software_of
+from optimus.bench.published.activations import OtherActivations
+from optimus.bench.published.program import model_of, setting_of, software_of
 from optimus.errors import UserError
+from optimus.model.count import flops_per_token
 from optimus.plan.machine import load_machine
 from optimus.plan.memory import Memory, memory_of
 from optimus.plan.software import Software, load_software
@@ -50,11 +52,8 @@ class Predicted:
     def utilisation(self, tokens_per_second: float | None) -> float:
         """Share of the 16-bit peak that so many tokens per second are, of the model's FLOPs."""
         case, machine = self.case, load_machine(self.case.machine)
-        return (
-            (tokens_per_second or 0.0)
-            * case.architecture.flops_per_token(case.setting.context)
-            / machine.rates("bf16").peak
-        )
+        flops = flops_per_token(case.model, case.setting.context)
+        return (tokens_per_second or 0.0) * flops / machine.rates("bf16").peak
 
 
 def timed(case: Case) -> bool:
@@ -65,19 +64,20 @@ def timed(case: Case) -> bool:
 def throughput(case: Case, software: Software) -> float:
     """Tokens per second of a rank. Raises `UserError` where no such run is possible."""
     setting, software = setting_of(case), software_of(case, software)
-    step = step_time(architecture_of(case), setting, load_machine(case.machine), software)
+    step = step_time(model_of(case), setting, load_machine(case.machine), software)
     return setting.tokens / step.seconds / setting.mesh.size
 
 
 def predict(case: Case, software: Software | None = None) -> Predicted:
     """What the planner says of a row. Raises `UserError` where no such run is possible."""
     software = software or load_software(case.software)
-    setting, changed, architecture = setting_of(case), software_of(case, software), architecture_of(case)
-    memory = memory_of(architecture, setting, changed)
+    setting, changed, model = setting_of(case), software_of(case, software), model_of(case)
+    memory = memory_of(model, setting, changed, OtherActivations(model, setting, changed))
     least = memory.total
     if "recomputation-unstated" in case.traits:  # it fits if some set of recomputed parts makes it fit
         recomputed = replace(setting, recompute=frozenset({"block"}))
-        least = min(least, memory_of(architecture, recomputed, changed).total)
+        kept = OtherActivations(model, recomputed, changed)
+        least = min(least, memory_of(model, recomputed, changed, kept).total)
     speed = throughput(case, software) if timed(case) else None
     return Predicted(case, speed, memory, least <= load_machine(case.machine).memory)
 
@@ -161,7 +161,7 @@ class Comparison:
         for each in self.predicted:
             name, case = each.case.source, each.case
             if case.allocated is not None:
-                name += ".moe" if case.architecture.experts else ".gpt"
+                name += ".moe" if case.model.experts else ".gpt"
                 found.setdefault(f"{name}.allocated", []).append(each.allocated / case.allocated - 1)
                 name += ".peak"
             if case.memory is not None:

@@ -1,7 +1,7 @@
 """What watching costs, and how long a run takes to go on after it has lost something.
 
 The cost: ranks train a small model, where a step has little to hide it behind, and count the CPU time that goes into
-looking at what is sent and into noting collectives. Recovery: runs in the lab (`resilience.lab`), each with one fault.
+looking at what is sent and into noting collectives. Recovery: runs in the lab (`lab.py`), each with one fault.
 """
 
 import time
@@ -15,14 +15,15 @@ from typing import Any
 
 import yaml
 
+from optimus.bench.faults import FaultPlan
 from optimus.bench.fresh_ranks import run_fresh
+from optimus.bench.lab import rehearse
+from optimus.bench.steps import Steps
 from optimus.comm.recorder import Recorder
 from optimus.comm.watch import Watch
 from optimus.config import load_config
-from optimus.data import prepare
-from optimus.resilience.faults import FaultPlan
-from optimus.testing.steps import Steps
-from optimus.train.nodes import rehearse
+from optimus.data.preparation import prepare
+from optimus.train.nodes import Job
 
 _FAULT_STEP, _STEPS, _HANG = 4, 8, 8.0
 _FAULTS: dict[str, FaultPlan] = {
@@ -126,7 +127,8 @@ def _recoveries() -> Iterator[dict[str, Any]]:
             home.mkdir()
             plan.write(home / "plan.yaml")
             (home / "run.yaml").write_text(yaml.safe_dump(_tiny(data, home / "run")), encoding="utf-8")
-            result = rehearse(home / "run.yaml", inject=home / "plan.yaml", keep_alive=(1, 3))
+            job = Job(home / "run.yaml", nodes=3, spares=2, keep_alive=(1, 3), wait=30.0)
+            result = rehearse(job, inject=home / "plan.yaml")
             happened = min(event["time"] for event in result["events"] if event["kind"] == "injected")
             again = [event["time"] for event in result["events"] if event["kind"] == "recovered"]
             yield {

@@ -59,7 +59,8 @@ def search(
     model: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.device, seconds: float
 ) -> list[dict[str, Any]]:
     """What `run` returns, for a model with experts."""
-    from optimus.kernels.triton.tuning import Tiles, preferred, trial
+    from optimus.bench.trial import trial
+    from optimus.kernels.triton.tuning import Tiles, preferred
 
     share = seconds / (4 * len(_ROWS) + 1)
     rows: list[dict[str, Any]] = []
@@ -119,7 +120,8 @@ def _best(
     kernel: "Kernel", stage: Run, flops: float, candidates: "Sequence[Tiles]", seconds: float, dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Any]:  # fmt: skip
-    from optimus.kernels.triton.tuning import preferred, trial
+    from optimus.bench.trial import trial
+    from optimus.kernels.triton.tuning import preferred
 
     present = preferred(kernel, dtype)
     if kernel != "weight_gradient":

@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from optimus.data import prepare
 from optimus.data import tokenizer as tokenizers
 from optimus.data.documents import read_texts
 from optimus.data.files import resolve
-from optimus.data.preparation import cores
+from optimus.data.preparation import cores, prepare
 
 RIVAL_BATCHES = (1000, 1_000_000)  # documents in one call
 DEFAULT_TEXT = 24 << 20  # bytes of the standard library's sources

@@ -17,7 +17,7 @@ import numpy as np
 
 import optimus
 from optimus.config import RunConfig, load_config
-from optimus.data import Shards
+from optimus.data.shards import Shards
 from optimus.hub.config_json import write_config
 from optimus.observe.metrics import read_metrics
 

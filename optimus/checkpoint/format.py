@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from optimus.state import Box
+from optimus.state.boxes import Box
 
 
 class Stored(NamedTuple):

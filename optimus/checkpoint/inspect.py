@@ -16,7 +16,7 @@ from optimus.disk import sync, user_path
 from optimus.errors import UserError, naming_disk_errors
 from optimus.model import Transformer
 from optimus.model.parameters import named_tensors
-from optimus.state import whole_boxes
+from optimus.state.boxes import whole_boxes
 
 To = Literal["weights", "torch", "safetensors"]
 

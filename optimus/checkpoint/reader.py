@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from optimus.checkpoint.folder import METADATA, Description, damaged
 from optimus.checkpoint.format import Stored, by_key, missing, read_box, unpack_metadata
 from optimus.checkpoint.manifest import read_checked, read_checked_description
 from optimus.errors import UserError
-from optimus.state import Box
+from optimus.state.boxes import Box
 
 
 @dataclass
@@ -21,7 +21,6 @@ class Reader:
     path: Path
     description: Description
     stored: Mapping[str, list[Stored]]
-    bytes_read: int = field(default=0, compare=False)  # of files of tensors
 
     @classmethod
     def open(cls, path: Path) -> "Reader":
@@ -70,7 +69,6 @@ class Reader:
                 content = file.read(stored.length)
         except OSError as error:
             raise damaged(self.path, f"{where}: {error}") from error
-        self.bytes_read += len(content)
         if len(content) != stored.length or zlib.crc32(content) != stored.crc:
             raise damaged(self.path, f"{where}: not what was written")
         try:

@@ -29,8 +29,9 @@ from optimus.checkpoint.slots import clear_leftovers, remove, retire, retire_wei
 from optimus.checkpoint.staging import Staging
 from optimus.disk import sync
 from optimus.errors import UserError, naming_disk_errors
-from optimus.state import Box, ModelState, boxes, whole_boxes
+from optimus.state.boxes import Box, boxes, whole_boxes
 from optimus.state.chunk import Chunk
+from optimus.state.model_state import ModelState
 
 _CURE = "Earlier checkpoints are untouched: make room or mend the path, then run again with `resume=True`"
 _SWITCH = 0.0005  # seconds; see _short_turns

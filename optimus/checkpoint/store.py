@@ -13,7 +13,9 @@ from optimus.config import ModelConfig
 from optimus.errors import UserError, naming_disk_errors
 from optimus.model import Transformer
 from optimus.model.parameters import named_tensors
-from optimus.state import ModelState, Send, load_boxes, whole_boxes
+from optimus.state.boxes import whole_boxes
+from optimus.state.loading import Send, load_boxes
+from optimus.state.model_state import ModelState
 
 FULL, WEIGHTS = ("model", "adamw.m", "adamw.v"), ("model",)
 

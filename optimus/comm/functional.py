@@ -31,7 +31,7 @@ def gather_rows(x: Tensor, group: Group) -> Tensor:
 
     The gradient is the sum of what the ranks have for these rows (all-gather forward, reduce-scatter backward).
     """
-    return x if group.size == 1 else _Linear.apply(x, group, gathered, summed)
+    return _applied(x, group, gathered, summed)
 
 
 def sum_rows(x: Tensor, group: Group) -> Tensor:
@@ -39,42 +39,42 @@ def sum_rows(x: Tensor, group: Group) -> Tensor:
 
     Reduce-scatter forward, all-gather backward.
     """
-    return x if group.size == 1 else _Linear.apply(x, group, summed, gathered)
+    return _applied(x, group, summed, gathered)
 
 
 def split_rows(x: Tensor, group: Group) -> Tensor:
     """This rank's rows of a shared `x`: [N * T, ...] to [T, ...]. All-gather in the backward pass only."""
-    return x if group.size == 1 else _Linear.apply(x, group, own_rows, gathered)
+    return _applied(x, group, own_rows, gathered)
 
 
 def join_rows(x: Tensor, group: Group) -> Tensor:
     """The rows of every rank as a shared tensor: [T, ...] to [N * T, ...]. All-gather in the forward pass only."""
-    return x if group.size == 1 else _Linear.apply(x, group, gathered, own_rows)
+    return _applied(x, group, gathered, own_rows)
 
 
 def sum_over(x: Tensor, group: Group) -> Tensor:
     """The sum over the ranks, of which each makes something else: all-reduce in both passes."""
-    return x if group.size == 1 else _Linear.apply(x, group, total, total)
+    return _applied(x, group, total, total)
 
 
 def sum_shared(x: Tensor, group: Group) -> Tensor:
     """The sum over the ranks, as a shared tensor: all-reduce in the forward pass only (Megatron-LM's g)."""
-    return x if group.size == 1 else _Linear.apply(x, group, total, _same)
+    return _applied(x, group, total, _same)
 
 
 def share(x: Tensor, group: Group) -> Tensor:
     """A shared tensor of which each rank makes something else: all-reduce in the backward pass only (Megatron-LM's f)."""
-    return x if group.size == 1 else _Linear.apply(x, group, _same, total)
+    return _applied(x, group, _same, total)
 
 
 def columns_to_rows(x: Tensor, group: Group) -> Tensor:
     """[N * T, C] of which every rank has other columns to [T, N * C]: whole rows, each on one rank. All-to-all."""
-    return x if group.size == 1 else _Linear.apply(x, group, _whole_rows, _whole_columns)
+    return _applied(x, group, _whole_rows, _whole_columns)
 
 
 def rows_to_columns(x: Tensor, group: Group) -> Tensor:
     """The inverse of `columns_to_rows`: [T, N * C] to [N * T, C]."""
-    return x if group.size == 1 else _Linear.apply(x, group, _whole_columns, _whole_rows)
+    return _applied(x, group, _whole_columns, _whole_rows)
 
 
 def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
@@ -82,34 +82,17 @@ def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group:
 
     The gradients of the rows go back the way these came (all-to-all in both passes).
     """
-    if group.size == 1:
-        return x
-
-    def there(x: Tensor, group: Group) -> Tensor:
-        return group.exchange(x, send, receive)
-
-    def back(x: Tensor, group: Group) -> Tensor:
-        return group.exchange(x, receive, send)
-
-    return _Linear.apply(x, group, there, back)
+    return _applied(x, group, partial(_exchanged, send, receive), partial(_exchanged, receive, send))
 
 
 def gather_uneven_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
     """`gather_rows` where rank i has `rows[i]` rows."""
-    return (
-        x
-        if group.size == 1
-        else _Linear.apply(x, group, partial(_gathered_uneven, rows), partial(_summed_uneven, rows))
-    )
+    return _applied(x, group, partial(_gathered_uneven, rows), partial(_summed_uneven, rows))
 
 
 def sum_uneven_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
     """`sum_rows` where rank i gets `rows[i]` rows."""
-    return (
-        x
-        if group.size == 1
-        else _Linear.apply(x, group, partial(_summed_uneven, rows), partial(_gathered_uneven, rows))
-    )
+    return _applied(x, group, partial(_summed_uneven, rows), partial(_gathered_uneven, rows))
 
 
 # ---- The collectives themselves, each giving a new tensor ----
@@ -178,6 +161,10 @@ def _whole_columns(x: Tensor, group: Group) -> Tensor:
     return group.exchange(leaving, [len(x)] * group.size, [len(x)] * group.size)
 
 
+def _exchanged(send: Sequence[int], receive: Sequence[int], x: Tensor, group: Group) -> Tensor:
+    return group.exchange(x, send, receive)
+
+
 def _gathered_uneven(rows: Sequence[int], x: Tensor, group: Group) -> Tensor:
     return group.exchange(torch.cat([x] * group.size), [len(x)] * group.size, rows)
 
@@ -185,6 +172,10 @@ def _gathered_uneven(rows: Sequence[int], x: Tensor, group: Group) -> Tensor:
 def _summed_uneven(rows: Sequence[int], x: Tensor, group: Group) -> Tensor:
     own = rows[group.rank]
     return group.exchange(x, rows, [own] * group.size).unflatten(0, (group.size, own)).sum(0)
+
+
+def _applied(x: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
+    return x if group.size == 1 else _Linear.apply(x, group, there, back)
 
 
 class _Linear(torch.autograd.Function):

@@ -135,10 +135,6 @@ class Group:
         """Replace `tensor` on every rank by its sum over the ranks, in place."""
         self.start_sum(tensor)()
 
-    def sum_part(self, tensor: Tensor, out: Tensor) -> None:
-        """Fill `out` with this rank's part of the sum of `tensor` over the ranks; see `start_sum_part`."""
-        self.start_sum_part(tensor, out)()
-
     def gather(self, tensor: Tensor, part: Tensor) -> None:
         """Fill `tensor` with the `part` of every rank; see `start_gather`."""
         self.start_gather(tensor, part)()

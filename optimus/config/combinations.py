@@ -8,6 +8,19 @@ if TYPE_CHECKING:
     from optimus.config.tree import RunConfig
 
 
+def check_schedule(config: "RunConfig") -> None:
+    """Raise where a cooldown begins before the warm-up has ended, or a run would begin in two ways."""
+    schedule, train = config.schedule, config.train
+    known = train.epochs is None  # how many steps there are
+    if schedule.cooldown_steps and known and schedule.cooldown_steps + config.warmup_steps > train.total_steps:
+        raise ValueError(
+            f"schedule.cooldown_steps {schedule.cooldown_steps} and the warm-up's {config.warmup_steps} are more than the "
+            f"run's {train.total_steps} steps: lower one of them"
+        )
+    if schedule.branch_from and config.checkpoint.initial:
+        raise ValueError("schedule.branch_from and checkpoint.initial: a run begins with one of them: remove the other")
+
+
 def check_recomputation(config: "RunConfig") -> None:
     """Raise where what is to be recomputed is not there, or said twice."""
     sparse = config.model.sparse_layers()

@@ -15,7 +15,6 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from optimus.config.other_names import our_name
 from optimus.config.tree import RunConfig
 from optimus.config.yaml_text import Dumper, Loader, parse_yaml
 from optimus.disk import user_path
@@ -50,10 +49,17 @@ def load_config(
         _override(raw, text, read_model_folder)
     if isinstance(raw.get("model"), str):
         raw = _merge(resolve_model(raw["model"], read_model_folder), {k: v for k, v in raw.items() if k != "model"})
+    return validated(RunConfig, raw, where)
+
+
+def validated(
+    kind: type[SomeSection], raw: Mapping[str, Any], where: str, root: type[BaseModel] = RunConfig
+) -> SomeSection:
+    """A section of what was read at `where`. Raises `UserError` naming each wrong key, as one of `root`."""
     try:
-        return RunConfig.model_validate(raw)
+        return kind.model_validate(dict(raw))
     except ValidationError as error:
-        raise UserError(f"{where}: " + "; ".join(explain(error))) from None
+        raise UserError(f"{where}: " + "; ".join(explain(error, root))) from None
 
 
 def resolve_model(name: str, read_model_folder: ModelFolderReader | None = None) -> dict[str, Any]:
@@ -82,16 +88,22 @@ def dump_config(config: RunConfig) -> str:
 
 @cache
 def _presets() -> dict[str, Any]:
-    return yaml.load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8"), Loader)
+    return _table("presets")
+
+
+@cache
+def other_names() -> dict[str, str]:
+    """What our keys are called by other trainers, without case and punctuation, and ours."""
+    return {name: ours for ours, names in _table("other_names").items() for name in names}
+
+
+def _table(name: str) -> dict[str, Any]:
+    return yaml.load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"), Loader)
 
 
 def read_section(path: Path, kind: type[SomeSection]) -> SomeSection:
     """A section of its own in a YAML file. Raises `UserError` naming the file and each wrong key."""
-    raw = _read_yaml(path, kind)
-    try:
-        return kind.model_validate(raw)
-    except ValidationError as error:
-        raise UserError(f"{path}: " + "; ".join(explain(error, kind))) from None
+    return validated(kind, _read_yaml(path, kind), str(path), kind)
 
 
 def _read_yaml(path: Path, kind: type[BaseModel]) -> dict[str, Any]:
@@ -144,6 +156,8 @@ def explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[s
     for problem in error.errors():
         where = [str(part) for part in problem["loc"] if not _TYPE.search(str(part))]
         path = ".".join(where)
+        if problem["type"] == "default_factory_not_called":
+            continue  # it follows from keys that have problems themselves
         if problem["type"] == "extra_forbidden":
             clauses[path] = f"unknown key '{path}': {_suggest(where[:-1], where[-1], root)}"
         elif problem["type"] == "missing":
@@ -183,7 +197,7 @@ def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
     elsewhere = [f"{name}.{key}" for name, field in root.model_fields.items() if key in _fields_of(field.annotation)]
     if elsewhere:
         return f"did you mean '{elsewhere[0]}'?"
-    if other := our_name(key):
+    if other := other_names().get("".join(letter for letter in key.lower() if letter.isalnum())):
         return f"here it is {other}"
     hint = nearest(key, keys_of_section(section, root))
     if "did you mean" in hint and section:
@@ -207,7 +221,4 @@ def _fields_of(annotation: Any) -> Iterable[str]:
 
 def model_config_from(mapping: Mapping[str, Any], where: str) -> ModelConfig:
     """A validated `ModelConfig` from a mapping read at `where`, with errors in this module's form."""
-    try:
-        return ModelConfig.model_validate(dict(mapping))
-    except ValidationError as error:
-        raise UserError(f"{where}: " + "; ".join(explain(error))) from None
+    return validated(ModelConfig, mapping, where)

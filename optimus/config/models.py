@@ -4,6 +4,7 @@ from typing import Any
 
 from optimus.config.load import model_config_from, preset_names, resolve_model
 from optimus.model.count import count_parameters
+from optimus.model.families import families
 
 
 def models() -> list[dict[str, Any]]:
@@ -25,3 +26,12 @@ def models() -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def families_known() -> list[dict[str, Any]]:
+    """The families: name, class in `transformers` if there is one, and presets."""
+    presets = [(resolve_model(name)["model"]["family"], name) for name in preset_names()]
+    return [
+        {"name": name, "class": family.architecture, "presets": [preset for of, preset in presets if of == name]}
+        for name, family in families().items()
+    ]

@@ -22,6 +22,14 @@ def size_text(size: int) -> str:
     return f"{size / 1000**unit:.3g} {['B', 'kB', 'MB', 'GB', 'TB'][unit]}"
 
 
+def count_text(number: float) -> str:
+    """A number in three digits and a unit, such as "1.5 B"."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
 def parse_count(text: str) -> int:
     """The number in a text such as "300B", "1.5 M" or "4096". Raises `UserError`."""
     units = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}

@@ -8,13 +8,20 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from optimus.config.combinations import check_experts, check_pipeline, check_recomputation, check_shapes
+from optimus.config.combinations import (
+    check_experts,
+    check_pipeline,
+    check_recomputation,
+    check_schedule,
+    check_shapes,
+)
 from optimus.config.parallel import ParallelConfig
 from optimus.config.sizes import parse_count, parse_size
 from optimus.model.architecture import ModelConfig
 from optimus.section import PathText, Section, reported_as_value
 
 _WARMUP_SHARE, _LONGEST_WARMUP = 20, 2500  # of the run, and in steps (the paper)
+_COOLDOWN_SHARE = 5  # of the run (Hägele et al. 2024, section 3)
 
 
 class DataConfig(Section):
@@ -43,9 +50,9 @@ class StateConfig(Section):
         "as hold the same parameters. Those that fewer ranks hold, as experts may be, are shared out over all of these. "
         "Default: all.",
     )
-    release: bool = Field(
+    reshard_after_forward: bool = Field(
         True,
-        description="With shard: parameters, whether whole parameters are given up after the forward pass and gathered "
+        description="With shard: parameters, whether whole parameters are freed after the forward pass and gathered "
         "again in the backward pass, or kept until the optimizer step.",
     )
     prefetch: int = Field(
@@ -79,9 +86,9 @@ class StateConfig(Section):
             raise ValueError(
                 "shard_ranks and shard_over say how the state is shared out, but shard is none: choose a shard"
             )
-        if self.shard != "parameters" and not self.release:
+        if self.shard != "parameters" and not self.reshard_after_forward:
             raise ValueError(
-                f"release is about whole parameters, which are always kept with shard {self.shard}: remove it"
+                f"reshard_after_forward is about whole parameters, which are always kept with shard {self.shard}: remove it"
             )
         return self
 
@@ -108,11 +115,24 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """The learning rate over the steps."""
 
-    name: Literal["cosine", "constant"] = Field(
-        "cosine", description="After a linear warm-up: cosine to the minimum at the last step, or constant at the peak."
+    name: Literal["cosine", "constant", "linear", "inverse-sqrt", "wsd"] = Field(
+        "cosine",
+        description="After a linear warm-up: cosine or linear to the minimum at the last step, constant at the peak, with "
+        "the inverse square root of the step, or wsd (warm-up, stable, decay): constant, then a cooldown to the minimum.",
     )
     peak: float = Field(4e-4, gt=0, description="Learning rate at the end of the warm-up.")
-    minimum: float = Field(4e-5, ge=0, description="Learning rate at the last step (cosine).")
+    minimum: float = Field(4e-5, ge=0, description="Learning rate at the last step, and the least of inverse-sqrt.")
+    cooldown: Literal["linear", "sqrt", "cosine"] = Field(
+        "sqrt", description="Shape of the cooldown of wsd; sqrt: 1 - sqrt(share of it that is done)."
+    )
+    cooldown_steps: int | None = Field(
+        None, gt=0, description="Steps of the cooldown of wsd. Default: a fifth of the run."
+    )
+    branch_from: PathText | None = Field(
+        None,
+        description="Go on from this full checkpoint of another run of the same data, batch and seed, as a run of its own: "
+        "one trunk, several cooldowns.",
+    )
     warmup_steps: int | None = Field(
         None,
         ge=0,
@@ -121,8 +141,12 @@ class ScheduleConfig(Section):
 
     @model_validator(mode="after")
     def _order(self) -> "ScheduleConfig":
-        if self.name == "cosine" and self.minimum > self.peak:
+        if self.name != "constant" and self.minimum > self.peak:
             raise ValueError(f"minimum {self.minimum} is above peak {self.peak}")
+        own = sorted({"cooldown", "cooldown_steps"} & self.model_fields_set) if self.name != "wsd" else []
+        fields = type(self).model_fields
+        if given := [name for name in own if getattr(self, name) != fields[name].default]:
+            raise ValueError(f"{given[0]}: a {self.name} schedule has no cooldown: remove it, or set name: wsd")
         return self
 
 
@@ -388,12 +412,20 @@ class RunConfig(Section):
         given = self.schedule.warmup_steps
         return min(_LONGEST_WARMUP, self.train.total_steps // _WARMUP_SHARE) if given is None else given
 
+    @property
+    def cooldown_steps(self) -> int:
+        """Steps of the cooldown, by default a share of the run; none where the schedule has none."""
+        if self.schedule.name != "wsd":
+            return 0
+        return self.schedule.cooldown_steps or max(1, self.train.total_steps // _COOLDOWN_SHARE)
+
     @model_validator(mode="after")
     def _combinations(self) -> "RunConfig":
         if self.model.experts is None and "moe" in self.model_fields_set:
             raise ValueError("moe: the model is dense: remove the section moe")
         if not self.model.router_bias and self.moe.bias_rate != MoeConfig.model_fields["bias_rate"].default:
             raise ValueError("moe.bias_rate: the routers of the model have no bias: remove it")
+        check_schedule(self)
         check_recomputation(self)
         check_experts(self)
         check_shapes(self)

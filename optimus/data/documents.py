@@ -114,12 +114,12 @@ def read_batches(sources: Sources, start: Position, text_field: str, encode: Enc
         yield pending
 
 
-def read_texts(sources: Sources, text_field: str) -> Iterator[tuple[str, bool]]:
+def read_texts(sources: Sources, text_field: str, encode: Encode = lambda text: []) -> Iterator[tuple[str, bool]]:
     """The text of all documents, as (text, whether it ends its document); long documents come in pieces.
 
-    For uses that need not keep tokens: pieces are cut without a check.
+    Without `encode`, for uses that need not keep tokens, pieces are cut without a check.
     """
-    for batch in read_batches(sources, Position(0), text_field, encode=lambda text: []):
+    for batch in read_batches(sources, Position(0), text_field, encode):
         yield from zip(batch.texts, batch.ends)
         if batch.lines:
             yield from ((text, True) for text in parse_lines(batch, text_field))
@@ -244,12 +244,12 @@ def _line_blocks(place: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
         yield b"".join(carried)
 
 
-def parse_lines(batch: Batch, text_field: str) -> list[str]:
+def parse_lines(batch: Batch, text_field: str) -> Iterator[str]:
     """The documents in the JSON lines of a batch. Raises `UserError` with file and line number."""
     # Only b"\n" ends a line: str.splitlines would also split at characters that a JSON text may hold.
     lines = enumerate(batch.lines.removesuffix(b"\n").split(b"\n"), start=batch.first_line)
     parsed = (parse_line(line, batch.place, number, text_field) for number, line in lines)
-    return [text for text in parsed if text is not None]
+    return (text for text in parsed if text is not None)
 
 
 def parse_line(line: bytes, place: str, number: int, text_field: str) -> str | None:

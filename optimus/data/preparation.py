@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -410,7 +411,7 @@ def _shard(run: _Run, state: Journal, info: TokenizerInfo) -> None:
     gather = Gather(stream, run.partial, state.instances, run.context, info.dtype, run.seed)
     done = state.instances - sum(stop - start for _, start, stop in missing)
     run.progress("shard", done, state.instances)
-    with Helpers(min(run.workers, len(missing)), ShardWriter, gather) as helpers:
+    with Helpers(min(run.workers, len(missing)), partial, write_shard, gather) as helpers:
         futures = [helpers.submit(*shard) for shard in missing]
         for (name, start, stop), future in zip(missing, futures):
             state.shards[name] = future.result()
@@ -439,16 +440,6 @@ def _shard_plan(run: _Run, instances: int, info: TokenizerInfo) -> list[tuple[st
     rows = max(1, run.shard_size // (run.context * np.dtype(info.dtype).itemsize))
     starts = range(0, instances, rows)
     return [(f"shard-{k:05d}.npy", start, min(start + rows, instances)) for k, start in enumerate(starts)]
-
-
-class ShardWriter:
-    """`write_shard` bound to one token stream, as the helpers serve it."""
-
-    def __init__(self, gather: Gather) -> None:
-        self._gather = gather
-
-    def __call__(self, name: str, start: int, stop: int) -> str:
-        return write_shard(self._gather, name, start, stop)
 
 
 def _index(run: _Run, state: Journal, info: TokenizerInfo) -> dict[str, Any]:

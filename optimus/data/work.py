@@ -40,7 +40,7 @@ class Encoder:
     def __call__(self, batch: Batch) -> Encoded:
         texts, ends = batch.texts, batch.ends
         if batch.lines:
-            texts = parse_lines(batch, self._text_field)
+            texts = list(parse_lines(batch, self._text_field))
             ends = [True] * len(texts)
         tokens: list[int] = []
         for text, end, encoding in zip(texts, ends, self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)):
@@ -77,9 +77,6 @@ class Gather:
     dtype: str
     seed: int
 
-    def permutation(self) -> Permutation:
-        return Permutation(self.instances, "shuffle", self.seed)
-
 
 def write_shard(gather: Gather, name: str, start: int, stop: int) -> str:
     """Writes output rows `start` to `stop` as the array file `name`, which appears complete or not at all.
@@ -90,7 +87,7 @@ def write_shard(gather: Gather, name: str, start: int, stop: int) -> str:
     temporary = gather.folder / f"{name}.{os.getpid()}.tmp"  # a helper of a killed run may still be at work here
     dtype = np.dtype(gather.dtype)
     row_bytes = gather.context * dtype.itemsize
-    permutation = gather.permutation()
+    permutation = Permutation(gather.instances, "shuffle", gather.seed)
     digest = hashlib.sha256()
     sums_N = np.empty(stop - start, dtype="<u4")
     with gather.stream.open("rb", buffering=0) as stream, temporary.open("wb+") as shard:

@@ -4,8 +4,7 @@
 training too. Names load on first use, so that importing the package costs nothing.
 """
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from optimus.lazy import callable_package, lazy_exports
 
@@ -16,18 +15,7 @@ if TYPE_CHECKING:
 
 TASKS = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "boolq", "sciq", "winogrande", "openbookqa", "mmlu")
 
-__all__ = ["TASKS", "bits_per_byte", "evaluate", "generate", "generate_text", "load_tokenizer"]
-
-
-def load_tokenizer(path: Path, *, parse_special: bool = False) -> Any:
-    """The `tokenizers.Tokenizer` in a file, as `bits_per_byte` and `generate` want it. Raises `UserError`.
-
-    It encodes text that spells a special token as text; with `parse_special`, as that token.
-    """
-    from optimus.data.tokenizer import load
-
-    return load(path, parse_special=parse_special)
-
+__all__ = ["TASKS", "bits_per_byte", "evaluate", "generate", "generate_text"]
 
 __getattr__, __dir__ = lazy_exports(
     __name__,

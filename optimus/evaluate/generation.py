@@ -67,10 +67,31 @@ def generate_tokens(
     the fewest tokens that hold `top_p` of the probability (nucleus sampling, Holtzman et al. 2020, section 3.1); the
     same `seed` draws the same tokens. Raises `UserError` for impossible options.
     """
-    _check_options(max_tokens, temperature, top_p, context)
-    if context is not None:
-        prompt_ids = prompt_ids[-(context - max_tokens) :]
-    return _continue(model, prompt_ids, max_tokens, temperature, top_p, seed, eos_id)
+    if max_tokens < 1:
+        raise UserError(f"`max_tokens` is {max_tokens}: ask for at least one token")
+    if context is not None and max_tokens >= context:
+        raise UserError(f"`max_tokens` is {max_tokens}, but the model's context is {context}: ask for less than that")
+    if temperature < 0:
+        raise UserError(f"`temperature` is {temperature}: it must be 0 (the most probable token) or more")
+    if not 0 < top_p <= 1:
+        raise UserError(f"`top_p` is {top_p}: it must be above 0 and at most 1")
+    given = prompt_ids if context is None else prompt_ids[-(context - max_tokens) :]
+
+    def found() -> Iterator[int]:
+        random = torch.Generator().manual_seed(seed)
+        cache = KVCache(model.config.layers)
+        new = list(given)
+        for _ in range(max_tokens):
+            with evaluating(model):  # not around the loop: between two tokens the model is the caller's
+                hidden_BSH = model.hidden_states(torch.tensor([new], device=model.embedding.weight.device), cache)
+                logits_V = model.head(hidden_BSH[:, -1])[0].float().cpu()
+            token = _choose(logits_V, temperature, top_p, random)
+            if token == eos_id:
+                return
+            yield token
+            new = [token]
+
+    return found()
 
 
 def decode(tokenizer: Any, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:
@@ -84,40 +105,6 @@ def decode(tokenizer: Any, prompt_ids: Sequence[int], new_ids: Sequence[int]) ->
     if whole.startswith(before):
         return str(whole[len(before) :])
     return str(tokenizer.decode(list(new_ids), skip_special_tokens=False))  # a character begun in the prompt ends here
-
-
-def _check_options(max_tokens: int, temperature: float, top_p: float, context: int | None) -> None:
-    if max_tokens < 1:
-        raise UserError(f"`max_tokens` is {max_tokens}: ask for at least one token")
-    if context is not None and max_tokens >= context:
-        raise UserError(f"`max_tokens` is {max_tokens}, but the model's context is {context}: ask for less than that")
-    if temperature < 0:
-        raise UserError(f"`temperature` is {temperature}: it must be 0 (the most probable token) or more")
-    if not 0 < top_p <= 1:
-        raise UserError(f"`top_p` is {top_p}: it must be above 0 and at most 1")
-
-
-def _continue(
-    model: Transformer,
-    prompt_ids: Sequence[int],
-    max_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
-    eos_id: int | None,
-) -> Iterator[int]:
-    random = torch.Generator().manual_seed(seed)
-    cache = KVCache(model.config.layers)
-    new = list(prompt_ids)
-    for _ in range(max_tokens):
-        with evaluating(model):  # not around the loop: between two tokens the model is the caller's
-            hidden_BSH = model.hidden_states(torch.tensor([new], device=model.embedding.weight.device), cache)
-            logits_V = model.head(hidden_BSH[:, -1])[0].float().cpu()
-        token = _choose(logits_V, temperature, top_p, random)
-        if token == eos_id:
-            return
-        yield token
-        new = [token]
 
 
 def _choose(logits_V: Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:

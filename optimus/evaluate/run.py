@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optimus.checkpoint import Description, find_checkpoint, load_model, read_description
+from optimus.checkpoint.folder import Description, find_checkpoint, read_description
+from optimus.checkpoint.store import load_model
 from optimus.data.tokenizer import inspect, load
 from optimus.disk import user_path, write_json
 from optimus.errors import UserError

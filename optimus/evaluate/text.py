@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from optimus.comm import Group
-from optimus.data.documents import Position, parse_line, read_batches
+from optimus.data.documents import read_texts
 from optimus.data.files import resolve
 from optimus.data.tokenizer import encoder
 from optimus.errors import UserError
@@ -92,7 +92,7 @@ def read_parts(
     cutter = _Cutter(eos_id, context)
     seen_bytes, tokens, given = 0, 0, 0
     held: list[Window] = []
-    for text, ends in _first_bytes(_pieces(text_path, text_field, encode), max_bytes):
+    for text, ends in _first_bytes(read_texts(resolve([text_path]), text_field, encode), max_bytes):
         seen_bytes += len(text.encode())
         piece = encode(text)
         tokens += len(piece)
@@ -124,15 +124,6 @@ class _Cutter:
         self._pending = pending[whole:]
         if ends:
             self._before = self._eos
-
-
-def _pieces(text_path: str | Path, text_field: str, encode: Any) -> Iterator[tuple[str, bool]]:
-    """All text below a path as (a document or a part of one, whether the document ends with it)."""
-    for batch in read_batches(resolve([text_path]), Position(0), text_field, encode):
-        yield from zip(batch.texts, batch.ends)
-        if batch.lines:
-            for number, line in enumerate(batch.lines.removesuffix(b"\n").split(b"\n"), batch.first_line):
-                yield parse_line(line, batch.place, number, text_field) or "", True
 
 
 def _first_bytes(pieces: Iterator[tuple[str, bool]], limit: int | None) -> Iterator[tuple[str, bool]]:

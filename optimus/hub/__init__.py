@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: OLMo and OLMoE weights, configs and tokenizers, bit for bit.
+"""Hugging Face folders in and out: weights, configs and tokenizers of known families, bit for bit.
 
 `keys.py` is the key table, one per family; `config_json.py` the architecture; `tensors.py` the safetensors files.
 `drop_in.py` is another matter: the expert kernels inside models of `transformers`.

@@ -23,7 +23,10 @@ def read_model_folder(path: Path) -> dict[str, Any]:
 
     Raises `UserError` naming the field of config.json that is missing or that our models cannot express.
     """
-    sections: dict[str, Any] = {"model": read_model(path).model_dump(exclude_none=True)}
+    model = read_model(path)
+    usual = families()[model.family].defaults
+    none = {name: None for name, value in model if value is None and usual.get(name) is not None}
+    sections: dict[str, Any] = {"model": model.model_dump(exclude_none=True) | none}
     if has_weights(path):
         sections["checkpoint"] = {"initial": str(path)}
     return sections
@@ -162,6 +165,8 @@ def _value(ours: str, raw: dict[str, Any], theirs: Field, file: Path, *, optiona
 
 def _is_null(ours: str, raw: dict[str, Any], theirs: Field) -> bool:
     """Whether config.json says that our field `ours`, which may be None, is."""
+    if ours == "rope_scaling":  # null leaves it to the family
+        return bool(raw.get("rope_parameters") or raw.get("rope_scaling"))
     name = theirs if isinstance(theirs, str) else theirs.name
     types = get_args(ModelConfig.model_fields[ours].annotation)
     return ours not in _SPECIAL and NoneType in types and name in raw and raw[name] is None
@@ -192,7 +197,7 @@ def _rope_parameters(name: str, model: ModelConfig) -> dict[str, Any]:
 def _published_scaling(model: ModelConfig) -> dict[str, Any] | None:
     scaling = model.rope_scaling
     if scaling is None:
-        return None
+        return {"rope_type": "default"} if "rope_scaling" in families()[model.family].defaults else None
     own = {_SCALING[name]: value for name, value in scaling if _SCALING.get(name) in _RULES[scaling.kind]}
     return {"rope_type": scaling.kind} | {name: value for name, value in own.items() if value is not None}
 
@@ -207,10 +212,11 @@ _SCALING = {
     "attention_factor": "attention_factor",
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
+    "truncate": "truncate",
 }  # our fields of `RopeScaling` to those of a rule in config.json
 _LLAMA3 = ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
 _YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
-_RULES = {"linear": ("factor",), "llama3": ("factor", *_LLAMA3), "yarn": ("factor", *_YARN)}
+_RULES = {"linear": ("factor",), "llama3": ("factor", *_LLAMA3), "yarn": ("factor", *_YARN, "truncate")}
 
 
 def _rope(raw: dict[str, Any], file: Path, layers: str = "full_attention") -> dict[str, Any]:
@@ -247,10 +253,10 @@ def _rope_scaling(raw: dict[str, Any], file: Path) -> dict[str, Any] | None:
             f"{file}: the rotary positions are {said}: only rope_type default and {known} are supported here"
         )
     ours = {theirs: ours for ours, theirs in _SCALING.items()}
-    numbers = {ours[name]: _number(rope, name, file) for name in rope}
-    if "original_context" in numbers:
-        numbers["original_context"] = int(numbers["original_context"])
-    return {"kind": kind} | numbers
+    values = {ours[name]: value if name == "truncate" else _number(rope, name, file) for name, value in rope.items()}
+    if "original_context" in values:
+        values["original_context"] = int(values["original_context"])
+    return {"kind": kind} | values
 
 
 def _window_rope_theta(raw: dict[str, Any], file: Path) -> float | None:

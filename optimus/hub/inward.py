@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from optimus.checkpoint import save_model
-from optimus.checkpoint.store import check_same_model
+from optimus.checkpoint.store import check_same_model, save_model
 from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub.config_json import FILE, read_config, read_model, whole_number
-from optimus.hub.keys import fused, published
+from optimus.hub.keys import Published, fused, published
 from optimus.hub.tensors import FolderTensors
 from optimus.model import Transformer
 from optimus.model.families import families
@@ -33,7 +31,9 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
     raw = read_config(path)
     model_config, tensors = read_model(path), FolderTensors(path)
     model = Transformer(model_config)
-    buffers = {name for own, buffer in model.named_buffers() for name, _ in published(model_config.family, own, buffer)}
+    buffers = {
+        name for own, buffer in model.named_buffers() for name, *_ in published(model_config.family, own, buffer)
+    }
     dtypes = {tensors.dtype(name) for name in tensors.where if name not in buffers}
     model = model.to(torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32)
     _fill(model, tensors, path)
@@ -77,17 +77,17 @@ def _fill(model: Transformer, tensors: FolderTensors, path: Path) -> None:
     for name, target in targets.items():
         _check_fits(name, target, tensors)
     for name, target in targets.items():
-        target.copy_(tensors.read(name))
+        target.view.copy_(tensors.read(name).view(target.view.shape))
 
 
-def _targets(model: Transformer, tensors: FolderTensors) -> dict[str, Tensor]:
+def _targets(model: Transformer, tensors: FolderTensors) -> dict[str, Published]:
     """Tensor names of the folder to the views of our tensors that they fill."""
     family = model.config.family
-    targets: dict[str, Tensor] = {}
+    targets: dict[str, Published] = {}
     for name, tensor in named_tensors(model):
         whole = fused(family, name, tensor)
-        pairs = [whole] if whole and whole[0] in tensors.where else published(family, name, tensor)
-        targets.update((_stored(theirs, family, tensors), view) for theirs, view in pairs)
+        pairs = [whole] if whole and whole.name in tensors.where else published(family, name, tensor)
+        targets.update((_stored(each.name, family, tensors), each) for each in pairs)
     return targets
 
 
@@ -100,18 +100,18 @@ def _is_no_parameter(name: str, model: Transformer, tensors: FolderTensors) -> b
     """Some folders hold masks, or those of models with tied embeddings the same weights under both names."""
     if any(re.fullmatch(pattern, name) for pattern in families()[model.config.family].no_parameters):
         return True
-    ((embedding, _),) = published(model.config.family, "embedding.weight", model.embedding.weight)
-    ((head, _),) = published(model.config.family, "head.weight", model.embedding.weight)
+    ((embedding, *_),) = published(model.config.family, "embedding.weight", model.embedding.weight)
+    ((head, *_),) = published(model.config.family, "head.weight", model.embedding.weight)
     embedding = _stored(embedding, model.config.family, tensors)
     return model.config.tie_embeddings and name == head and torch.equal(tensors.read(head), tensors.read(embedding))
 
 
-def _check_fits(name: str, target: Tensor, tensors: FolderTensors) -> None:
-    shape, dtype, file = tensors.shape(name), tensors.dtype(name), tensors.where[name]
-    if shape != tuple(target.shape):
+def _check_fits(name: str, target: Published, tensors: FolderTensors) -> None:
+    shape, dtype, file, ours = tensors.shape(name), tensors.dtype(name), tensors.where[name], target.view.dtype
+    if shape != target.shape:
         raise UserError(f"{file}: {name} has shape {list(shape)}, the model needs {list(target.shape)}")
-    if torch.promote_types(dtype, target.dtype) != target.dtype:
-        raise UserError(f"{file}: {name} is {dtype}, which a model in {target.dtype} would round: use a wider type")
+    if torch.promote_types(dtype, ours) != ours:
+        raise UserError(f"{file}: {name} is {dtype}, which a model in {ours} would round: use a wider type")
 
 
 def _eos_id(raw: dict[str, Any], vocab: int) -> int | None:

@@ -8,29 +8,43 @@ Legend: E experts, I intermediate, H hidden.
 
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from torch import Tensor
 
 from optimus.model.families import Key, families
 
 
-def published(family: str, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """(published name, view of `parameter`) for every tensor that our parameter `name` is made of."""
+class Published(NamedTuple):
+    """A published tensor, and a view of our parameter with its elements in its order, if not always in its `shape`."""
+
+    name: str
+    view: Tensor
+    shape: tuple[int, ...]
+
+
+def published(family: str, name: str, parameter: Tensor) -> Iterator[Published]:
+    """Every tensor that our parameter `name` is made of."""
     key, layer = _find(family, name)
     per_expert = "{e}" in key.names[0]
     for e, expert in enumerate(parameter) if per_expert else [(0, parameter)]:
         stacked = expert if len(key.names) > 1 else expert[None]
         for pattern, view in zip(key.names, stacked, strict=True):
             whole = view.flatten(0, 1) if key.joined else view
-            yield pattern.format(i=layer, e=e), whole.T if key.transposed else whole
+            whole = whole.mT if key.transposed else whole
+            shape = tuple(whole.shape)
+            if key.interleaved:
+                whole, shape = whole.movedim(1, -1), (shape[0], *shape[2:-1], 2 * shape[-1])
+            yield Published(pattern.format(i=layer, e=e), whole, shape)
 
 
-def fused(family: str, name: str, parameter: Tensor) -> tuple[str, Tensor] | None:
-    """(name, view of `parameter`, of experts [E, 2 I, H] or [E, H, I]) of the fused form; None where there is none."""
+def fused(family: str, name: str, parameter: Tensor) -> Published | None:
+    """The fused form, of experts [E, 2 I, H] or [E, H, I]; None where there is none."""
     key, layer = _find(family, name)
     if key.fused is None:
         return None
-    return key.fused.format(i=layer), parameter.flatten(1, -2) if parameter.dim() > 2 else parameter
+    view = parameter.flatten(1, -2) if parameter.dim() > 2 else parameter
+    return Published(key.fused.format(i=layer), view, tuple(view.shape))
 
 
 def _find(family: str, name: str) -> tuple[Key, str]:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from optimus.checkpoint import find_checkpoint, load_model, read_description
+from optimus.checkpoint.folder import find_checkpoint, read_description
+from optimus.checkpoint.store import load_model
 from optimus.config.sizes import size_text
 from optimus.disk import user_path
 from optimus.errors import UserError, nearest
@@ -114,9 +115,9 @@ def _tensors(model: Transformer, dtype: torch.dtype | None) -> list[Stored]:
     """All tensors; buffers stay in their type."""
     buffers, family = dict(model.named_buffers()), model.config.family
     return [
-        Stored(published_name, view, tensor.dtype if dtype is None or name in buffers else dtype)
+        Stored(*each, tensor.dtype if dtype is None or name in buffers else dtype)
         for name, tensor in named_tensors(model)
-        for published_name, view in published(family, name, tensor)
+        for each in published(family, name, tensor)
     ]
 
 

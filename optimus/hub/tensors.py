@@ -69,10 +69,11 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 class Stored(NamedTuple):
-    """A tensor to be written: its name, and the type in which."""
+    """A tensor to be written: its name, and the shape and type in which."""
 
     name: str
     tensor: Tensor
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
 
@@ -120,14 +121,13 @@ def _write_file(file: Path, tensors: list[Stored]) -> None:
     offset = 0
     for each in tensors:
         end = offset + stored_bytes(each)
-        shape = list(each.tensor.shape)
-        header[each.name] = {"dtype": _CODES[each.dtype], "shape": shape, "data_offsets": [offset, end]}
+        header[each.name] = {"dtype": _CODES[each.dtype], "shape": each.shape, "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded = encoded.ljust(8 * math.ceil(len(encoded) / 8))  # the tensors begin on a multiple of 8 bytes
     with file.open("wb") as out:
         out.write(len(encoded).to_bytes(8, "little"))
         out.write(encoded)
-        for _, tensor, dtype in tensors:
-            stored = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
+        for each in tensors:
+            stored = each.tensor.detach().to(device="cpu", dtype=each.dtype).contiguous()
             out.write(stored.flatten().view(torch.uint8).numpy().data)

@@ -14,53 +14,95 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optimus.autograd import once_differentiable
-from optimus.kernels.swiglu import swiglu
+from optimus.kernels import backend
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_silu"]
 
 
 class _Kind(NamedTuple):
     forward: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]  # (gradient of the result, input)
+    backward: Callable[..., Tensor]  # (gradient of the result, input, grad_input=where the input's goes)
+    limit: float | None = None  # gates are at most this, what they are multiplied by is clamped to it, and one added
 
 
+_SLOPE, _LIMIT = 1.702, 7.0  # of gpt-oss (its model card, section 2.3)
 _aten = torch.ops.aten
 _KINDS: dict[Activation, _Kind] = {
-    "silu": _Kind(F.silu, _aten.silu_backward),
-    "gelu": _Kind(F.gelu, _aten.gelu_backward),
-    "gelu_tanh": _Kind(partial(F.gelu, approximate="tanh"), partial(_aten.gelu_backward, approximate="tanh")),
-    "relu": _Kind(F.relu, partial(_aten.threshold_backward, threshold=0)),
+    "silu": _Kind(F.silu, _aten.silu_backward.grad_input),
+    "gelu": _Kind(F.gelu, _aten.gelu_backward.grad_input),
+    "gelu_tanh": _Kind(
+        partial(F.gelu, approximate="tanh"), partial(_aten.gelu_backward.grad_input, approximate="tanh")
+    ),
+    "relu": _Kind(F.relu, partial(_aten.threshold_backward.grad_input, threshold=0)),
+    "clamped_silu": _Kind(
+        lambda gate: F.silu(_SLOPE * gate).div_(_SLOPE),
+        lambda grad, gate, grad_input: _aten.silu_backward.grad_input(grad, _SLOPE * gate, grad_input=grad_input),
+        _LIMIT,
+    ),
 }
 
 
 def activation(z: Tensor, kind: Activation, gated: bool) -> Tensor:
-    """[..., I] from `z` [..., I]; if `gated` from [..., 2 I], gate then up: the activated gate times up."""
+    """[..., I] from `z` [..., I]; if `gated` from [..., 2 I], gate then up: the activated gate times up.
+
+    `clamped_silu`, which is gated, clamps both to 7, the gate from above only; its gate x is x * sigmoid(1.702 x), and one
+    is added to up.
+    """
     if not gated:
         return _KINDS[kind].forward(z)
-    return swiglu(z) if kind == "silu" else _Gated.apply(z, kind)
+    if kind == "silu" and backend.use_triton(z):
+        from optimus.kernels.triton import swiglu as kernels
+
+        return kernels.swiglu(z)
+    return _Gated.apply(z, kind)
 
 
 def activation_reference(z: Tensor, kind: Activation, gated: bool) -> Tensor:
     """The definition, for tests."""
     gate, *up = z.chunk(2, -1) if gated else (z,)
+    if kind == "clamped_silu":
+        gate, up = gate.clamp(max=_LIMIT), [up[0].clamp(-_LIMIT, _LIMIT) + 1]
+        return gate * torch.sigmoid(_SLOPE * gate) * up[0]
     return _KINDS[kind].forward(gate) * (up[0] if gated else 1)
+
+
+def gated_activation(z_T2I: Tensor, kind: Activation, out: Tensor | None = None) -> Tensor:
+    """`activation`, of a gate; autograd does not see it."""
+    gate, up = _gate_and_up(z_T2I, kind)
+    act = _KINDS[kind].forward(gate)
+    return torch.mul(act, up, out=act if out is None else out)
+
+
+def gated_activation_backward(h_grad_TI: Tensor, z_T2I: Tensor, kind: Activation) -> tuple[Tensor, Tensor]:
+    """(gradient of z [..., 2 I], the activation h [..., I] computed again)."""
+    gate, up = _gate_and_up(z_T2I, kind)
+    z_grad = torch.empty_like(z_T2I)
+    gate_grad, up_grad = z_grad.chunk(2, -1)
+    act = _KINDS[kind].forward(gate)
+    torch.mul(h_grad_TI, act, out=up_grad)
+    _KINDS[kind].backward(h_grad_TI * up, gate, grad_input=gate_grad)
+    if (limit := _KINDS[kind].limit) is not None:
+        gate_z, up_z = z_T2I.chunk(2, -1)
+        gate_grad.mul_(gate_z <= limit)
+        up_grad.mul_(up_z.abs() <= limit)
+    return z_grad, act.mul_(up)
+
+
+def _gate_and_up(z_T2I: Tensor, kind: Activation) -> tuple[Tensor, Tensor]:
+    gate, up = z_T2I.chunk(2, -1)
+    limit = _KINDS[kind].limit
+    return (gate, up) if limit is None else (gate.clamp(max=limit), up.clamp(-limit, limit).add_(1))
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z_T2I: Tensor, kind: Activation) -> Tensor:
         ctx.save_for_backward(z_T2I)
-        ctx.kind = _KINDS[kind]
-        gate, up = z_T2I.chunk(2, -1)
-        return ctx.kind.forward(gate).mul_(up)
+        ctx.kind = kind
+        return gated_activation(z_T2I, kind)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (z_T2I,) = ctx.saved_tensors
-        gate, up = z_T2I.chunk(2, -1)
-        z_grad = torch.empty_like(z_T2I)
-        gate_grad, up_grad = z_grad.chunk(2, -1)
-        torch.mul(grads[0], ctx.kind.forward(gate), out=up_grad)
-        gate_grad.copy_(ctx.kind.backward(grads[0] * up, gate))
-        return z_grad, None
+        return gated_activation_backward(grads[0], z_T2I, ctx.kind)[0], None

@@ -4,6 +4,9 @@ The softmax over two sets of keys follows from those over each and their log-sum
 ring attention, Liu et al. 2023), and so does its gradient, in which each block needs the log-sum-exp of all. Scores are
 q . k / sqrt(D), log-sum-exps are natural and in fp32 (float64 stays so); no path ever holds more than one block of scores.
 
+A sink is one more key that every query of a head sees, of a learned score and with no value (gpt-oss; Xiao et al. 2023): it
+takes its part of the softmax. So it is merged like a block's, and the gradients of the blocks need nothing else.
+
 Legend: B batch, S queries, P keys, N heads, M heads of keys and values (N / M heads share one), D head size.
 """
 
@@ -25,32 +28,45 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 _BLOCK_ELEMENTS = 1 << 22  # scores of one block, in the path that makes them itself
 
 
-def causal_attention(
-    q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, window: int | None = None, cap: float | None = None
-) -> Tensor:
+class Scoring(NamedTuple):
+    """How queries and keys are scored, beyond their products."""
+
+    window: int | None = None  # a position sees as many up to its own; None: all
+    cap: float | None = None  # scores s are cap * tanh(s / cap) (Gemma 2, section 2)
+    sink_N: Tensor | None = None  # the scores of the sinks
+
+
+PLAIN = Scoring()
+
+
+def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
     """Attention of the last S of P positions over all positions up to their own, [B, S, N, D].
 
-    N is a multiple of M: consecutive heads share keys and values. With a `window`, a position sees as many up to its own.
-    With a `cap`, scores s are cap * tanh(s / cap) (Gemma 2, section 2).
+    N is a multiple of M: consecutive heads share keys and values.
     """
+    window, cap, sink_N = scoring
     new = q_BSND.shape[1]
     if new == 1 and window is not None:
         k_BPMD, v_BPMD, window = k_BPMD[:, -window:], v_BPMD[:, -window:], None
     seen = k_BPMD.shape[1]
     grouped = new > 1 and q_BSND.shape[2] != k_BPMD.shape[2]
-    if cap is not None or 1 < new < seen or (window or seen) < seen or grouped:
-        return attend_blocks(q_BSND, k_BPMD, v_BPMD, capped(blocks_of(new, seen, window), cap))
+    if cap is not None or sink_N is not None or 1 < new < seen or (window or seen) < seen or grouped:
+        return attend_blocks(q_BSND, k_BPMD, v_BPMD, capped(blocks_of(new, seen, window), cap), sink_N)
     q, k, v = _heads_first(q_BSND, k_BPMD, v_BPMD)
     k, v = _for_each_head(q, k, v)
+    if q.is_meta:  # else torch takes a path that holds all scores
+        return _cpu(q, k, v, new > 1)[0].transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1).transpose(1, 2)
 
 
-def attend_blocks(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, blocks: "Sequence[Block]") -> Tensor:
+def attend_blocks(
+    q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, blocks: "Sequence[Block]", sink_N: Tensor | None = None
+) -> Tensor:
     """Attention of all queries over the keys of their blocks, [B, S, N, D]; no mask is held, shared keys are saved once.
 
     Every query is in one causal block, which comes before its others.
     """
-    return _Blocks.apply(q_BSND, k_BPMD, v_BPMD, blocks)
+    return _Blocks.apply(q_BSND, k_BPMD, v_BPMD, sink_N, blocks)
 
 
 def attention_block(
@@ -96,6 +112,22 @@ def merge_block(out_BSND: Tensor, lse_BNS: Tensor, block_BSND: Tensor, block_lse
     lse_BNS.copy_(torch.logaddexp(lse_BNS, block_lse_BNS))
 
 
+def merge_sink(out_BSND: Tensor, lse_BNS: Tensor, sink_N: Tensor | None) -> None:
+    """Make `out_BSND` and `lse_BNS`, in place, those over their own keys and one of this score whose value is 0."""
+    if sink_N is not None:
+        sink_N1 = sink_N[:, None].to(lse_BNS.dtype)
+        out_BSND.mul_(torch.sigmoid(lse_BNS - sink_N1).transpose(1, 2)[..., None])
+        lse_BNS.copy_(torch.logaddexp(lse_BNS, sink_N1))
+
+
+def sink_gradient(out_grad_BSND: Tensor, out_BSND: Tensor, lse_BNS: Tensor, sink_N: Tensor | None) -> Tensor | None:
+    """The gradient of `sink_N` [N]; `out_BSND` and `lse_BNS` are those over all keys, and it."""
+    if sink_N is None:
+        return None
+    owed_BNS = torch.linalg.vecdot(out_grad_BSND.to(lse_BNS.dtype), out_BSND.to(lse_BNS.dtype)).transpose(1, 2)
+    return (sink_N[:, None] - lse_BNS).exp_().mul_(owed_BNS).sum((0, 2)).neg_().to(sink_N.dtype)
+
+
 def attention_reference(
     q_BSND: Tensor,
     k_BPMD: Tensor,
@@ -103,6 +135,7 @@ def attention_reference(
     causal: bool,
     window: int | None = None,
     cap: float | None = None,
+    sink_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The definition of (attention, log-sum-exp), for tests; if causal, of the last S of P positions."""
     q, k, v = (t.to(compute_dtype(t.dtype)) for t in _heads_first(q_BSND, k_BPMD, v_BPMD))
@@ -116,13 +149,23 @@ def attention_reference(
         if window is not None:
             hidden_SP |= torch.ones_like(hidden_SP).tril(seen - new - window)
         scores_BNSP = scores_BNSP.masked_fill(hidden_SP, -math.inf)
+    if sink_N is not None:
+        sink_BNS1 = sink_N.to(q.dtype)[:, None, None].expand(*scores_BNSP.shape[:-1], 1)
+        scores_BNSP, v = torch.cat([scores_BNSP, sink_BNS1], -1), F.pad(v, (0, 0, 0, 1))
     out = scores_BNSP.softmax(-1) @ v
     return out.transpose(1, 2).to(q_BSND.dtype), scores_BNSP.logsumexp(-1)
 
 
 class _Blocks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, blocks: "Sequence[Block]") -> Tensor:
+    def forward(
+        ctx: Any,
+        q_BSND: Tensor,
+        k_BPMD: Tensor,
+        v_BPMD: Tensor,
+        sink_N: Tensor | None,
+        blocks: "Sequence[Block]",
+    ) -> Tensor:
         ctx.blocks = blocks
         if len(blocks) == 1:
             out_BSND, lse_BNS = attention_block(q_BSND, k_BPMD, v_BPMD, True, blocks[0].cap)
@@ -130,25 +173,27 @@ class _Blocks(torch.autograd.Function):
             out_BSND, lse_BNS = no_attention(q_BSND, _merged(blocks))
             for block in blocks:
                 block.attend(out_BSND, lse_BNS, q_BSND, k_BPMD, v_BPMD)
-            out_BSND = out_BSND.to(q_BSND.dtype)
-        ctx.save_for_backward(q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS)
+        merge_sink(out_BSND, lse_BNS, sink_N)
+        out_BSND = out_BSND.to(q_BSND.dtype)
+        ctx.save_for_backward(q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS, sink_N)
         return out_BSND
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: what is recomputed gives them once
+        *saved, sink_N = ctx.saved_tensors  # once: what is recomputed gives them once
+        sink_grad_N = sink_gradient(grads[0], saved[3], saved[4], sink_N)
         if len(ctx.blocks) == 1:
             q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS = saved
             given = q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS
-            return *attention_block_backward(grads[0], *given, True, ctx.blocks[0].cap), None
+            return *attention_block_backward(grads[0], *given, True, ctx.blocks[0].cap), sink_grad_N, None
         wide = saved[-1].dtype if _merged(ctx.blocks) else saved[0].dtype
         found = [torch.zeros_like(t, dtype=wide) for t in saved[:3]]
         for block in ctx.blocks:
             parts = block.backward(grads[0], *saved)
             for total, part, rows in zip(found, parts, (block.queries, block.keys, block.keys), strict=True):
                 total[:, rows] += part
-        return *(total.to(saved[0].dtype) for total in found), None
+        return *(total.to(saved[0].dtype) for total in found), sink_grad_N, None
 
 
 def _merged(blocks: "Sequence[Block]") -> bool:
@@ -285,7 +330,7 @@ def flash_fits(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
 def _path(q: Tensor, k: Tensor, v: Tensor, causal: bool, cap: float | None) -> _Path:
     if cap is not None:
         return _Path(partial(_plain, cap=cap), partial(_plain_backward, cap=cap))
-    if q.device.type == "cpu":
+    if q.device.type in ("cpu", "meta"):
         return _Path(_cpu, _cpu_backward)
     if flash_fits(q, k, v, causal):
         return _Path(_flash, _flash_backward)

@@ -14,7 +14,16 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from optimus.kernels.attention import Block, attend_blocks, blocks_of, capped, causal_attention, flash_fits
+from optimus.kernels.attention import (
+    PLAIN,
+    Block,
+    Scoring,
+    attend_blocks,
+    blocks_of,
+    capped,
+    causal_attention,
+    flash_fits,
+)
 
 
 class Documents:
@@ -52,23 +61,20 @@ class Documents:
 
 
 def document_attention(
-    q_1TND: Tensor,
-    k_1TMD: Tensor,
-    v_1TMD: Tensor,
-    documents: Documents,
-    window: int | None = None,
-    cap: float | None = None,
+    q_1TND: Tensor, k_1TMD: Tensor, v_1TMD: Tensor, documents: Documents, scoring: Scoring = PLAIN
 ) -> Tensor:
     """Attention of every token over its document up to itself, or the last `window` of that; [1, T, N, D].
 
-    N is a multiple of M: consecutive heads share keys and values. With a `cap`, scores s are cap * tanh(s / cap).
+    N is a multiple of M: consecutive heads share keys and values.
     """
+    window, cap, sink_N = scoring
     if documents.longest * len(documents.lengths) == q_1TND.shape[1]:
         q, k, v = (t[0].unflatten(0, (-1, documents.longest)) for t in (q_1TND, k_1TMD, v_1TMD))
-        return causal_attention(q, k, v, window, cap).flatten(0, 1)[None]
-    if cap is None and flash_fits(q_1TND.transpose(1, 2), k_1TMD.transpose(1, 2), v_1TMD.transpose(1, 2), True):
+        return causal_attention(q, k, v, scoring).flatten(0, 1)[None]
+    plain = cap is None and sink_N is None
+    if plain and flash_fits(q_1TND.transpose(1, 2), k_1TMD.transpose(1, 2), v_1TMD.transpose(1, 2), True):
         return _varlen(q_1TND[0], k_1TMD[0], v_1TMD[0], documents, window)[None]
-    return attend_blocks(q_1TND, k_1TMD, v_1TMD, capped(_blocks(documents, window), cap))
+    return attend_blocks(q_1TND, k_1TMD, v_1TMD, capped(_blocks(documents, window), cap), sink_N)
 
 
 def _blocks(documents: Documents, window: int | None) -> Iterator[Block]:

@@ -26,9 +26,14 @@ from torch import Tensor
 
 from optimus.autograd import once_differentiable
 from optimus.kernels import backend
+from optimus.kernels.activation import (
+    Activation,
+    activation_reference,
+    gated_activation,
+    gated_activation_backward,
+)
 from optimus.kernels.gradient_buffer import GradientBuffer, WeightGradient
 from optimus.kernels.matmul import matmul
-from optimus.kernels.swiglu import swiglu_backward, swiglu_reference
 from optimus.step_context import Forms
 
 PADDING = 16  # rows of an expert are a multiple of this
@@ -83,26 +88,36 @@ def expert_mlp(
     down_EHI: Tensor,
     buffers: tuple[GradientBuffer | None, GradientBuffer | None] = (None, None),
     forms: Forms | None = None,
+    kind: Activation = "silu",
+    bias_EJ: Tensor | None = None,
 ) -> Tensor:
     """Sum over k of weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)) with e = indices[t, k]; [T, H].
 
     Where e is -1 the choice is skipped: it adds nothing to the output or a gradient, whatever its token and weight hold.
-    `gate_up_EJH` holds gate then up. Gradients flow to x, the weights and both parameters; to a parameter with a
-    gradient buffer directly, and autograd is given none. `forms` says in which form to make a product.
+    `gate_up_EJH` holds gate then up. Gradients flow to x, the weights and the parameters; to a parameter with a
+    gradient buffer directly, and autograd is given none. `forms` says in which form to make a product, `kind` another
+    activation than silu; `bias_EJ` is of the gates and ups. The kernels of accelerators have neither.
     """
-    if backend.use_triton(x_TH):
+    if backend.use_triton(x_TH) and kind == "silu" and bias_EJ is None:
         from optimus.kernels.triton import expert_mlp as kernels
 
         return kernels.expert_mlp_triton(x_TH, weights_TK, indices_TK, gate_up_EJH, down_EHI, buffers)
     routes = make_routes(indices_TK, len(down_EHI), weights_TK.dtype)
-    return _ExpertMLP.apply(x_TH, weights_TK, gate_up_EJH, down_EHI, routes, buffers, forms)
+    return _ExpertMLP.apply(x_TH, weights_TK, gate_up_EJH, down_EHI, bias_EJ, routes, buffers, forms, kind)
 
 
 def expert_mlp_reference(
-    x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, gate_up_EJH: Tensor, down_EHI: Tensor
+    x_TH: Tensor,
+    weights_TK: Tensor,
+    indices_TK: Tensor,
+    gate_up_EJH: Tensor,
+    down_EHI: Tensor,
+    bias_EJ: Tensor | None = None,
+    kind: Activation = "silu",
 ) -> Tensor:
     """The definition, for tests."""
-    y_TEH = torch.stack([swiglu_reference(x_TH @ a.T) @ b.T for a, b in zip(gate_up_EJH, down_EHI)], 1)
+    z_ETJ = x_TH @ gate_up_EJH.mT + (0 if bias_EJ is None else bias_EJ[:, None])
+    y_TEH = (activation_reference(z_ETJ, kind, gated=True) @ down_EHI.mT).transpose(0, 1)
     y_TKH = y_TEH.gather(1, indices_TK.clamp(min=0)[..., None].expand(-1, -1, x_TH.shape[1]))
     return (weights_TK.masked_fill(indices_TK < 0, 0)[..., None] * y_TKH).sum(1)
 
@@ -115,9 +130,11 @@ class _ExpertMLP(torch.autograd.Function):
         weights_TK: Tensor,
         gate_up_EJH: Tensor,
         down_EHI: Tensor,
+        bias_EJ: Tensor | None,
         routes: Routes,
         buffers: tuple[GradientBuffer | None, GradientBuffer | None],
         forms: Forms | None,
+        kind: Activation,
     ) -> Tensor:
         token_P = routes.choice_P // weights_TK.shape[1]
         z_PJ = x_TH.new_empty(len(token_P), gate_up_EJH.shape[1])
@@ -128,12 +145,19 @@ class _ExpertMLP(torch.autograd.Function):
             x, h = (scratch[: rows.stop - rows.start] for scratch in (x_scratch, h_scratch))
             torch.index_select(x_TH, 0, token_P[rows], out=x)
             matmul(x, gate_up_EJH[e].T, out=z_PJ[rows], rows_vary=True, forms=forms)
-            gate, up = z_PJ[rows].chunk(2, -1)
-            torch.mul(F.silu(gate), up, out=h)
+            if bias_EJ is not None:
+                z_PJ[rows] += bias_EJ[e]
+            gated_activation(z_PJ[rows], kind, out=h)
             matmul(h, down_EHI[e].T, out=y_PH[rows], rows_vary=True, forms=forms)
         # The index too, so that recomputing the block frees it.
         ctx.save_for_backward(x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *routes[:-1])
-        ctx.slices, ctx.buffers, ctx.forms = routes.slices, buffers, forms
+        ctx.slices, ctx.buffers, ctx.forms, ctx.kind, ctx.biased = (
+            routes.slices,
+            buffers,
+            forms,
+            kind,
+            bias_EJ is not None,
+        )
         if routes.skipped_TK is not None:
             weights_TK = weights_TK.masked_fill(routes.skipped_TK, 0)
             y_PH[-1] = 0
@@ -152,6 +176,7 @@ class _ExpertMLP(torch.autograd.Function):
         busy = [e for e, _ in routes.slices]
         gate_up = WeightGradient(gate_up_EJH, ctx.buffers[0], busy, ctx.needs_input_grad[2], forms)
         down = WeightGradient(down_EHI, ctx.buffers[1], busy, ctx.needs_input_grad[3], forms)
+        bias_grad_EJ = z_PJ.new_zeros(gate_up_EJH.shape[:2]) if ctx.biased else None
         x_scratch, g_scratch = x_TH.new_empty(2, routes.most, x_TH.shape[1])
         h_scratch = x_TH.new_empty(routes.most, down_EHI.shape[2])
         for e, rows in routes.slices:
@@ -159,16 +184,19 @@ class _ExpertMLP(torch.autograd.Function):
             torch.index_select(x_TH, 0, token_P[rows], out=x)
             torch.index_select(y_grad_TH, 0, token_P[rows], out=g)
             matmul(g, down_EHI[e], out=h_grad, rows_vary=True, forms=forms)
-            z_grad, h = swiglu_backward(h_grad * weight_P1[rows], z_PJ[rows])
+            z_grad, h = gated_activation_backward(h_grad * weight_P1[rows], z_PJ[rows], ctx.kind)
             torch.linalg.vecdot(h, h_grad, out=weight_grad_P[rows])
             down.add(e, g.T, h.mul_(weight_P1[rows]))
             gate_up.add(e, z_grad.T, x)
+            if bias_grad_EJ is not None:
+                torch.sum(z_grad, 0, out=bias_grad_EJ[e])
             matmul(z_grad, gate_up_EJH[e], out=x_grad_PH[rows], rows_vary=True, forms=forms)
         if routes.skipped_TK is not None:
             x_grad_PH[-1] = 0
             weight_grad_P[-1] = 0
         x_grad = _sum_of_rows(x_grad_PH, routes.position_TK, None)
-        return x_grad, weight_grad_P[routes.position_TK], gate_up.close(), down.close(), None, None, None
+        weight_grad = weight_grad_P[routes.position_TK]
+        return x_grad, weight_grad, gate_up.close(), down.close(), bias_grad_EJ, None, None, None, None
 
 
 def _sum_of_rows(rows_PH: Tensor, position_TK: Tensor, weights_TK: Tensor | None) -> Tensor:

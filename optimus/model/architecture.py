@@ -7,7 +7,7 @@ folders; nothing outside `model/` asks for it. No torch here: it is read where a
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from optimus.model.families import family_named
 from optimus.section import Section
@@ -34,6 +34,8 @@ class RopeScaling(Section):
     mscale_all_dim: float | None = Field(
         None, gt=0, description="yarn: its m; with latent attention the scores are multiplied by the square of it."
     )
+
+    truncate: bool = Field(True, description="yarn: whether pairs between the two betas are counted in whole numbers.")
 
     @model_validator(mode="after")
     def _makes_sense(self) -> "RopeScaling":
@@ -62,6 +64,8 @@ class Latent(Section):
 
 class ModelConfig(Section):
     """The architecture, as one device would run it."""
+
+    model_config = ConfigDict(frozen=True)  # and hashable, so that functions can remember what they found of it
 
     family: str = Field(
         description="Family of published models: its values are the defaults, and the model is exported in its format."
@@ -99,14 +103,21 @@ class ModelConfig(Section):
     attention_bias: Literal["none", "qkv", "all"] = Field(
         "none", description="Biases of the attention's projections; all: of the last one too. Default: the family's."
     )
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = Field(
+    attention_sinks: bool = Field(
+        False,
+        description="Whether each head has a learned score that takes part in the softmax and has no value. Default: the "
+        "family's.",
+    )
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_silu"] = Field(
         "silu",
-        description="Activation of the feed-forward layer; gelu_tanh: GELU by its tanh formula. Default: the family's.",
+        description="Activation of the feed-forward layer; gelu_tanh: GELU by its tanh formula; clamped_silu: SiLU with a "
+        "slope of 1.702, of a gate that is clamped to 7, as is what it is multiplied by, plus one. Default: the family's.",
     )
     gated: bool = Field(
         True, description="Whether the activation of one projection is multiplied by another. Default: the family's."
     )
     mlp_bias: bool = Field(False, description="Whether the projections of the dense feed-forward layer have biases.")
+    expert_bias: bool = Field(False, description="Whether the router and the projections of the experts have biases.")
     window: int | None = Field(None, gt=0, description="Positions that a token attends to, its own one counted.")
     window_except: int | None = Field(
         None, gt=0, description="Of so many layers the last attends to all positions, whatever the window is."
@@ -165,7 +176,10 @@ class ModelConfig(Section):
     window_rope_theta: float = Field(
         default_factory=lambda given: given["rope_theta"],
         gt=0,
-        description="Base of the frequencies in layers with a window, which are not scaled. Default: rope_theta.",
+        description="Base of the frequencies in layers with a window. Default: rope_theta.",
+    )
+    scale_windows: bool = Field(
+        True, description="Whether rope_scaling is of layers with a window too. Default: the family's."
     )
     norm_eps: float = Field(1e-5, gt=0, description="Epsilon inside the norms.")
     init_std: float = Field(
@@ -190,8 +204,8 @@ class ModelConfig(Section):
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is no multiple of kv_heads {self.kv_heads}: change one of them")
         family = family_named(self.family)
-        if self.window is not None and self.rope_scaling is not None and "window_rope_theta" not in family.varies:
-            raise ValueError(f"family {self.family} cannot have both window and rope_scaling: remove one of them")
+        if self.activation == "clamped_silu" and not self.gated:
+            raise ValueError("clamped_silu is the activation of a gate: set gated")
         sparse = "experts" in family.fields
         if sparse and (self.experts is None or self.experts_per_token is None):
             raise ValueError(f"family {self.family} needs experts and experts_per_token")
@@ -214,6 +228,7 @@ class ModelConfig(Section):
             "learned_positions",
             "query_scale",
             "score_cap",
+            "attention_sinks",
         ):
             value, only = getattr(self, name), self._default(name)
             if value != only:
@@ -222,7 +237,7 @@ class ModelConfig(Section):
     def _check_experts(self, experts: int, chosen: int) -> None:
         if chosen > experts:
             raise ValueError(f"experts_per_token {chosen} is more than experts {experts}")
-        if self.activation != "silu" or not self.gated:
+        if self.activation not in ("silu", "clamped_silu") or not self.gated:
             raise ValueError("experts have a gated silu: remove activation and gated")
         if self.experts_by_layer is None and not self.sparse_layers():
             raise ValueError(
@@ -256,6 +271,9 @@ class ModelConfig(Section):
                 f"groups_per_token {self.groups_per_token}: lower it"
             )
 
+    def __hash__(self) -> int:
+        return hash((self.family, self.hidden, self.layers, self.heads, self.intermediate, self.vocab, self.experts))
+
     @property
     def derived(self) -> frozenset[str]:
         """The fields whose values follow from others."""
@@ -271,6 +289,12 @@ class ModelConfig(Section):
             return self.experts_by_layer[layer]
         sparse = layer >= self.dense_layers and (layer + 1) % self.sparse_every == 0
         return (self.experts or 0) if sparse else 0
+
+    @property
+    def alike(self) -> list[int]:
+        """Of each layer, the first one of the same shapes: it has as many experts, and the same window."""
+        kinds = [(self.experts_of(layer), self.window_of(layer)) for layer in range(self.layers)]
+        return [kinds.index(kind) for kind in kinds]
 
     def sparse_layers(self, before: int | None = None) -> int:
         """How many layers, or of those `before` one, have experts."""
@@ -295,6 +319,16 @@ class ModelConfig(Section):
     def rotary_size(self) -> int:
         """Columns of a head that carry the position."""
         return self.head_size if self.latent is None else self.latent.rotary
+
+    @property
+    def query_size(self) -> int:
+        """Columns of a head's queries and keys."""
+        return self.head_size + (self.latent.rotary if self.latent else 0)
+
+    @property
+    def value_size(self) -> int:
+        """Columns of a head's values."""
+        return self.latent.value if self.latent else self.head_size
 
     def window_of(self, layer: int) -> int | None:
         """Positions that a token of layer `layer`, counted from 0, attends to; None: all."""

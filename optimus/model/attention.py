@@ -1,4 +1,4 @@
-"""Causal self-attention: heads that may share keys and values, with rotary positions, norms of q and k, and windows.
+"""Causal self-attention: heads that may share keys and values, with rotary positions, norms of q and k, windows, sinks.
 
 Legend: B batch, S sequence, N heads, M heads of keys and values, D head size, H hidden, T = B * S tokens, P positions in the
 cache.
@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from optimus.kernels.attention import causal_attention
+from optimus.kernels.attention import Scoring, causal_attention
 from optimus.kernels.rotary import rotary
 from optimus.model.architecture import ModelConfig
 from optimus.model.dense import RMSNorm
 from optimus.model.linear import Linear
-from optimus.model.parameters import Size
+from optimus.model.parameters import Size, declare
 from optimus.model.parts import LOCAL, Parts
 from optimus.model.positions import Table
 from optimus.model.sequence import Sequence
@@ -70,17 +70,15 @@ class Attention(nn.Module):
             self.q = Linear(residual, columns, bias=bias, parts=parts)
             self.kv = Linear(residual, Size("stack", 2), shared, bias=bias, parts=parts)
         self.out = Linear(columns, residual, bias=config.attention_bias == "all", parts=parts)
+        sinks = Size("heads", config.heads)
+        self.sink = declare(self, "sink", sinks, role="vector") if config.attention_sinks else None
+        self._use = parts.parameters.use
         self.norms_heads = config.qk_norm == "head"
         normed = {"none": (None, None), "whole": (columns, shared), "head": (head, head)}[config.qk_norm]
         self.q_norm, self.k_norm = (
             None if size is None else RMSNorm(size, config.norm_eps, parts, offset=config.norm == "rms_offset")
             for size in normed
         )
-
-    @property
-    def score_columns(self) -> int:
-        """Columns that a token's scores are made of, and those that they weigh: queries and values of all heads."""
-        return 2 * self.out.weight.shape[-1]
 
     def forward(self, x_TH: Tensor, places: Places, cache: LayerCache | None = None) -> Tensor:
         """[T, H]. The tokens are those of `places`, sequence by sequence; with a `cache` they continue what it holds."""
@@ -93,10 +91,13 @@ class Attention(nn.Module):
             q, k = self._normed(q, k)
         if self.rotary:
             q, k = rotary(q, table), rotary(k, table)
+        scoring = Scoring(self.window, self.cap, self.sink)
+        if self.sink is not None:
+            self._use(self.sink)
         if cache is None:
-            y_BSND = places.sequence.attend(q, k, v, self.window, self.cap)
+            y_BSND = places.sequence.attend(q, k, v, scoring)
         else:
-            y_BSND = causal_attention(q, *cache.append(k, v), window=self.window, cap=self.cap)
+            y_BSND = causal_attention(q, *cache.append(k, v), scoring)
         return self.out(y_BSND.flatten(2).flatten(0, 1))
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """How many parameters and how much arithmetic a model has: from what its modules declare, whatever they are.
 
-The model is made on the meta device, once for each architecture.
+A model is made on the meta device, with one of the layers that are alike, once for each architecture.
 """
 
 from collections import Counter
@@ -10,8 +10,6 @@ from typing import NamedTuple
 import torch
 
 from optimus.model.architecture import ModelConfig
-from optimus.model.attention import Attention
-from optimus.model.latent import LatentAttention
 from optimus.model.parameters import declarations
 from optimus.model.transformer import Transformer
 
@@ -33,7 +31,7 @@ class _Counts(NamedTuple):
 
 def count_parameters(config: ModelConfig) -> ParameterCount:
     """Exact numbers of parameters, embedding and output layer included."""
-    return ParameterCount(*map(sum, zip(*_counts(config.model_dump_json()).parts.values())))
+    return ParameterCount(*map(sum, zip(*_counts(config).parts.values())))
 
 
 def count_parts(config: ModelConfig) -> dict[str, ParameterCount]:
@@ -41,7 +39,7 @@ def count_parts(config: ModelConfig) -> dict[str, ParameterCount]:
 
     A tied embedding is counted as both embedding and head; a part without parameters is not there.
     """
-    parts = _counts(config.model_dump_json()).parts
+    parts = _counts(config).parts
     return parts | {"head": parts["embedding"]} if config.tie_embeddings else parts
 
 
@@ -51,7 +49,7 @@ def flops_per_token(config: ModelConfig, context: int) -> float:
     6 per active weight of a matrix product (the input embedding is a look-up), and as many per column of queries and of
     values and position, for the attention scores over a whole square, as is usual for model-FLOP utilisation.
     """
-    counts = _counts(config.model_dump_json())
+    counts = _counts(config)
     scores = sum(columns * min(window or context, context) for window, columns in counts.scored.items())
     return 6.0 * sum(counts.multiplied.values()) + 6.0 * scores
 
@@ -61,7 +59,7 @@ def forward_flops(config: ModelConfig, context: int) -> dict[str, float]:
 
     By kind of module: attention, and mlp, moe or both.
     """
-    counts = _counts(config.model_dump_json())
+    counts = _counts(config)
     found = {kind: 2.0 * weights / config.layers for kind, weights in counts.multiplied.items() if kind != "head"}
     scores = 0.0
     for window, columns in counts.scored.items():
@@ -70,27 +68,28 @@ def forward_flops(config: ModelConfig, context: int) -> dict[str, float]:
     return found | {"attention": found["attention"] + scores / config.layers}
 
 
-@lru_cache(maxsize=64)
-def _counts(text: str) -> _Counts:
-    config = ModelConfig.model_validate_json(text)
+@lru_cache(maxsize=256)
+def _counts(config: ModelConfig) -> _Counts:
+    alike = config.alike
+    kinds = sorted(set(alike))
     with torch.device("meta"):
-        model = Transformer(config)
+        model = Transformer(config, layers=kinds)
+    blocks = [[f"blocks.{layer}" for layer, like in enumerate(alike) if like == kind] for kind in kinds]
     total, active, multiplied = Counter[str](), Counter[str](), Counter[str]()
     for name, declared in declarations(model):
         parameter = model.get_parameter(name)
         chosen = parameter.numel()
-        if "experts" in declared.dims:
-            chosen = chosen // parameter.shape[declared.dims.index("experts")] * (config.experts_per_token or 0)
+        if declared.dims[0] in ("experts", "all_experts"):
+            chosen = chosen // len(parameter) * (config.experts_per_token or 0)
         first, second, third, *_ = (*name.split("."), "")
-        part, module = (f"{first}.{second}", third) if first == "blocks" else (first, first)
-        total[part] += parameter.numel()
-        active[part] += chosen
+        parts, module = (blocks[int(second)], third) if first == "blocks" else ([first], first)
+        for part in parts:
+            total[part] += parameter.numel()
+            active[part] += chosen
         if parameter is model.head.weight:
             multiplied["head"] += chosen
         elif declared.role == "matrix":
-            multiplied[module] += chosen
-    scored = Counter[int | None]()
-    for attention in model.modules():
-        if isinstance(attention, Attention | LatentAttention):
-            scored[attention.window] += attention.score_columns
+            multiplied[module] += chosen * len(parts)
+    columns, windows = config.heads * (config.query_size + config.value_size), Counter(map(config.window_of, alike))
+    scored = Counter({window: columns * layers for window, layers in windows.items()})
     return _Counts({part: ParameterCount(total[part], active[part]) for part in total}, multiplied, scored)

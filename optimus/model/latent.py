@@ -30,13 +30,11 @@ _EPS = 1e-6  # as published, whatever the model's is
 class LatentAttention(nn.Module):
     """The cache holds what keys and values are made of, `keys` + `rotary` numbers per position."""
 
-    window = None
-
     def __init__(self, config: ModelConfig, latent: Latent, parts: Parts = LOCAL) -> None:
         super().__init__()
         self.latent, self.plain = latent, config.head_size  # plain: columns without position
         residual, keys = Size("residual", config.hidden), Size("latent", latent.keys)
-        queries = Size("heads", config.heads * (config.head_size + latent.rotary))
+        queries = Size("heads", config.heads * config.query_size)
         if latent.queries is None:
             self.q = Linear(residual, queries, parts=parts)
         else:
@@ -49,11 +47,10 @@ class LatentAttention(nn.Module):
         self.kv_up = Linear(keys, Size("heads", config.heads * (config.head_size + latent.value)), parts=parts)
         self.out = Linear(Size("heads", config.heads * latent.value), residual, parts=parts)
         self._all_rows = parts.all_rows
-        scaling, query = config.rope_scaling, config.head_size + latent.rotary
+        scaling, query = config.rope_scaling, config.query_size
         self._widest = max(query, latent.value)  # of attention, whose heads are all of one size
         scale = 1.0 if scaling is None else mscale(scaling.factor, scaling.mscale_all_dim or 0.0) ** 2
         self._scale = scale * math.sqrt(self._widest / query)  # attention divides by the root of the widest
-        self.score_columns = config.heads * (query + latent.value)
 
     def forward(self, x_RH: Tensor, places: Places, cache: LayerCache | None = None) -> Tensor:
         """[R, H]. The tokens are those of `places`, sequence by sequence; with a `cache` they continue what it holds."""

@@ -24,6 +24,7 @@ Dim = Literal[
     "experts",  # experts of a layer, each with its weights
     "expert_ffn",  # columns between the projections of one expert
     "choices",  # experts that a router chooses from
+    "all_experts",  # experts of a layer, where every rank has what is said of each
     "hidden",  # columns of a whole token, as routers and experts see it
     "positions",  # learned positions
     "stack",  # projections of one input, stacked so that one product computes them
@@ -53,7 +54,7 @@ class Declaration:
         """What it is multiplied with: the residual stream or what is made of it, whole tokens, or the inside of a module."""
         if "residual" in self.dims or "latent" in self.dims:
             return "residual"
-        return "tokens" if "hidden" in self.dims else "inner"
+        return "tokens" if "hidden" in self.dims or "choices" in self.dims else "inner"
 
 
 def declare(

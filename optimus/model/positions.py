@@ -46,16 +46,17 @@ def tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:
 
 
 def _tables(config: ModelConfig, positions_S: Tensor) -> tuple[Table, Table]:
-    scaling = config.rope_scaling
-    if scaling is None:
-        table = rotary_table(positions_S, config.rotary_size, config.rope_theta)
-    else:
-        scaled = partial(_scaled, theta=config.rope_theta, scaling=scaling)
-        cos_SD, sin_SD = rotary_table(positions_S, config.rotary_size, config.rope_theta, scaled)
-        table = cos_SD * _attention_factor(scaling), sin_SD * _attention_factor(scaling)
-    if config.window is None or (scaling is None and config.window_rope_theta == config.rope_theta):
-        return table, table
-    return table, rotary_table(positions_S, config.rotary_size, config.window_rope_theta)
+    def table(theta: float, scaling: RopeScaling | None) -> Table:
+        if scaling is None:
+            return rotary_table(positions_S, config.rotary_size, theta)
+        scaled = partial(_scaled, theta=theta, scaling=scaling)
+        cos_SD, sin_SD = rotary_table(positions_S, config.rotary_size, theta, scaled)
+        return cos_SD * _attention_factor(scaling), sin_SD * _attention_factor(scaling)
+
+    whole = config.rope_theta, config.rope_scaling
+    windows = config.window_rope_theta, config.rope_scaling if config.scale_windows else None
+    first = table(*whole)
+    return first, first if config.window is None or windows == whole else table(*windows)
 
 
 def _scaled(frequencies_D: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
@@ -74,7 +75,10 @@ def _scaled(frequencies_D: Tensor, theta: float, scaling: RopeScaling) -> Tensor
             length = scaling.original_context or 0
             return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-        first, last = max(math.floor(pair(scaling.beta_fast)), 0), min(math.ceil(pair(scaling.beta_slow)), size - 1)
+        first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, size - 1)
         place_D = torch.arange(len(frequencies_D), dtype=torch.float32, device=frequencies_D.device)
         fast_D = 1 - (place_D - first) / max(last - first, 1e-3)
     return torch.lerp(slow_D, frequencies_D, fast_D.clamp(0, 1))

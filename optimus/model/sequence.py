@@ -8,7 +8,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from optimus.kernels.attention import causal_attention
+from optimus.kernels.attention import PLAIN, Scoring, causal_attention
 from optimus.kernels.documents import Documents, document_attention
 
 
@@ -20,13 +20,10 @@ class Sequence(Protocol):
     def positions(self, length: int, device: torch.device) -> Tensor:
         """int64 [length / parts], increasing: those of this device, of sequences of `length`."""
 
-    def attend(
-        self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None, cap: float | None = None
-    ) -> Tensor:
-        """Causal softmax attention of these positions over all up to their own, or the last `window`; [B, S, N, D].
+    def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
+        """Causal softmax attention of these positions over all up to their own; [B, S, N, D].
 
-        With a `cap`, scores s are cap * tanh(s / cap). Within documents, B is 1 and S are the positions of all sequences,
-        one sequence after the other.
+        Within documents, B is 1 and S are the positions of all sequences, one sequence after the other.
         """
 
     def within(self, documents: Documents) -> Self:
@@ -44,12 +41,10 @@ class WholeSequence:
     def positions(self, length: int, device: torch.device) -> Tensor:
         return torch.arange(length, device=device)
 
-    def attend(
-        self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None, cap: float | None = None
-    ) -> Tensor:
+    def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
         if self._documents is None:
-            return causal_attention(q_BSND, k_BSMD, v_BSMD, window, cap)
-        return document_attention(q_BSND, k_BSMD, v_BSMD, self._documents, window, cap)
+            return causal_attention(q_BSND, k_BSMD, v_BSMD, scoring)
+        return document_attention(q_BSND, k_BSMD, v_BSMD, self._documents, scoring)
 
     def within(self, documents: Documents) -> Self:
         return type(self)(documents)

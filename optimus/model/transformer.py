@@ -81,10 +81,11 @@ class Block(nn.Module):
         self.attention = LatentAttention(config, latent, parts) if latent else Attention(config, layer, parts)
         self.attention_out_norm = _norm(config, parts) if after else None
         self.mlp_norm = _norm(config, parts) if before else None
-        self._config = config if len(config.expert_counts) > 1 else None
+        self._config = config if len(config.expert_counts) > 1 else None  # else sums of layers are of one length
         if experts := config.experts_of(layer):
             shape = config.hidden, config.expert_intermediate, experts, config.experts_per_token or 0
-            self.moe = MoeLayer(*shape, routing, Choosing.of(config), config.shared_intermediate, parts)
+            beside = routing, Choosing.of(config), config.shared_intermediate, parts
+            self.moe = MoeLayer(*shape, *beside, kind=config.activation, bias=config.expert_bias)
         else:
             kind, gated = config.activation, config.gated
             sizes = config.hidden, config.intermediate
@@ -100,7 +101,7 @@ class Block(nn.Module):
         x_TH = x_TH + run(number, x_TH, *_if_there(self.attention_norm), attention, *_if_there(self.attention_out_norm))
         if hasattr(self, "moe"):
             y_TH, stats = run(number, x_TH, *_if_there(self.mlp_norm), ("moe", self.moe, places.position_T))
-            stats = stats.among(self._config) if self._config is not None else stats
+            stats = stats if self._config is None else stats.among(self._config)
             return x_TH + run(number, y_TH, *_if_there(self.mlp_out_norm)), stats
         return x_TH + run(
             number, x_TH, *_if_there(self.mlp_norm), ("mlp", self.mlp), *_if_there(self.mlp_out_norm)

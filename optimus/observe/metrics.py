@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus.config import RunConfig
+from optimus.disk import read_json_lines
 from optimus.errors import naming_disk_errors
 from optimus.observe.wandb import WandbRun
 
@@ -50,13 +51,7 @@ class MetricsWriter:
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The complete records of a run folder's `metrics.jsonl`, in order; a last line cut off by a kill is left out."""
-    records = []
-    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
+    return read_json_lines(folder / "metrics.jsonl")
 
 
 def _open_after(path: Path, step: int) -> Any:

@@ -19,17 +19,15 @@ def time_left(seconds: float, now: float) -> str:
 class Progress:
     """Progress of one or more stages, shown with rich on a terminal and as a line every few seconds elsewhere.
 
-    `every` asks for a plain line each time that many more units are done, instead of every few seconds. `quiet` shows
-    nothing (output meant for programs).
+    `every` asks for a plain line each time that many more units are done, instead of every few seconds.
     """
 
-    def __init__(self, *, every: int | None = None, quiet: bool = False) -> None:
+    def __init__(self, *, every: int | None = None) -> None:
         self._every = every
-        self._quiet = quiet
         self._bar: Any = None
         self._tasks: dict[str, Any] = {}
         self._last_line = time.monotonic()
-        if not quiet and sys.stderr.isatty():
+        if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
             from rich.progress import Progress as RichProgress
@@ -54,7 +52,7 @@ class Progress:
                 self._tasks[stage] = self._bar.add_task(stage, total=total, note=note)
             with letting_go():
                 self._bar.update(self._tasks[stage], completed=done, total=total, note=note)
-        elif not self._quiet and (self._due(done) or done == total):
+        elif self._due(done) or done == total:
             self._last_line = time.monotonic()
             share = f"{done:,}/{total:,}" if total else f"{done:,}"
             self.print(f"{stage}: {share} {note}".rstrip())
@@ -69,7 +67,7 @@ class Progress:
         with letting_go():
             if self._bar is not None:
                 self._bar.console.print(line, highlight=False)
-            elif not self._quiet:
+            else:
                 print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:

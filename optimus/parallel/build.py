@@ -80,7 +80,7 @@ def parts_of(
         tokens=_tokens(groups, options),
         dispatch=partial(_dispatch, groups, options),
         all_rows=partial(gather_rows if options.sequence else share, group=groups.along("tp_out")),
-        parameters=parameters or KeptParameters(),
+        parameters=KeptParameters() if parameters is None else parameters,
         runner=Recompute(options.recomputation, groups.step, keep_collectives=options.keep_collectives),
         step=groups.step,
     )

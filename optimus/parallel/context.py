@@ -21,7 +21,17 @@ from optimus.autograd import once_differentiable
 from optimus.comm import Group
 from optimus.comm.functional import cached, exchange_rows
 from optimus.errors import UserError
-from optimus.kernels.attention import Block, blocks_before, blocks_of, capped, no_attention
+from optimus.kernels.attention import (
+    PLAIN,
+    Block,
+    Scoring,
+    blocks_before,
+    blocks_of,
+    capped,
+    merge_sink,
+    no_attention,
+    sink_gradient,
+)
 from optimus.kernels.documents import Documents
 from optimus.model.sequence import WholeSequence
 
@@ -51,12 +61,10 @@ class RingSequence:
         pieces = torch.arange(length, device=device).view(2 * self.parts, -1)
         return torch.cat([pieces[self._group.rank], pieces[-1 - self._group.rank]])
 
-    def attend(
-        self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None, cap: float | None = None
-    ) -> Tensor:
+    def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
         """Causal attention over all ranks' positions; all must call it. See `Sequence`."""
-        seen = partial(self._seen, q_BSND.shape[1], window, cap)
-        return _Ring.apply(q_BSND, k_BSMD, v_BSMD, self._group, seen)
+        seen = partial(self._seen, q_BSND.shape[1], scoring.window, scoring.cap)
+        return _Ring.apply(q_BSND, k_BSMD, v_BSMD, scoring.sink_N, self._group, seen)
 
     def within(self, documents: Documents) -> Self:
         """See `Sequence`."""
@@ -83,17 +91,17 @@ class UlyssesSequence:
         _check(length, self.parts, "context_method ulysses")
         return torch.arange(length, device=device).view(self.parts, -1)[self._group.rank]
 
-    def attend(
-        self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, window: int | None = None, cap: float | None = None
-    ) -> Tensor:
+    def attend(self, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, scoring: Scoring = PLAIN) -> Tensor:
         """Causal attention over all ranks' positions; all must call it. See `Sequence`."""
+        if scoring.sink_N is not None:
+            scoring = scoring._replace(sink_N=scoring.sink_N.chunk(self.parts)[self._group.rank])
         if self._documents is None:
             q, k, v = self._to_heads(q_BSND, k_BSMD, v_BSMD)
-            return self._to_sequence(self._whole.attend(q, k, v, window, cap))
+            return self._to_sequence(self._whole.attend(q, k, v, scoring))
         sequences = self._documents.sequences
         apart = (t[0].unflatten(0, (sequences, -1)) for t in (q_BSND, k_BSMD, v_BSMD))
         q, k, v = (t.flatten(0, 1)[None] for t in self._to_heads(*apart))
-        y_BLND = self._whole.attend(q, k, v, window, cap)[0].unflatten(0, (sequences, -1))
+        y_BLND = self._whole.attend(q, k, v, scoring)[0].unflatten(0, (sequences, -1))
         return self._to_sequence(y_BLND).flatten(0, 1)[None]
 
     def within(self, documents: Documents) -> Self:
@@ -118,24 +126,31 @@ class UlyssesSequence:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, group: Group, seen: Seen) -> Tensor:
-        out_BSND, lse_BNS = cached(lambda: _ring(q_BSND, k_BSMD, v_BSMD, group, seen), group)
-        ctx.save_for_backward(q_BSND, k_BSMD, v_BSMD, out_BSND, lse_BNS)
+    def forward(
+        ctx: Any, q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, sink_N: Tensor | None, group: Group, seen: Seen
+    ) -> Tensor:
+        out_BSND, lse_BNS = cached(lambda: _ring(q_BSND, k_BSMD, v_BSMD, sink_N, group, seen), group)
+        ctx.save_for_backward(q_BSND, k_BSMD, v_BSMD, out_BSND, lse_BNS, sink_N)
         ctx.group, ctx.seen = group, seen
         return out_BSND
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *_ring_backward(ctx.group, ctx.seen, grads[0], *ctx.saved_tensors), None, None
+        *saved, sink_N = ctx.saved_tensors
+        sink_grad_N = sink_gradient(grads[0], saved[3], saved[4], sink_N)
+        return *_ring_backward(ctx.group, ctx.seen, grads[0], *saved), sink_grad_N, None, None
 
 
-def _ring(q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, group: Group, seen: Seen) -> tuple[Tensor, Tensor]:
+def _ring(
+    q_BSND: Tensor, k_BSMD: Tensor, v_BSMD: Tensor, sink_N: Tensor | None, group: Group, seen: Seen
+) -> tuple[Tensor, Tensor]:
     """(attention [B, S, N, D], log-sum-exp of the scores [B, N, S]) over all ranks' positions."""
     out_BSND, lse_BNS = no_attention(q_BSND)
     for source, (k, v) in _going_round(torch.stack([k_BSMD, v_BSMD]), group):
         for block in seen(source):
             block.attend(out_BSND, lse_BNS, q_BSND, k, v)
+    merge_sink(out_BSND, lse_BNS, sink_N)
     return out_BSND.to(q_BSND.dtype), lse_BNS
 
 

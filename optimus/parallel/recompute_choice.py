@@ -22,17 +22,16 @@ _LOAD = 1.5  # tokens of the busiest experts, to the mean: more than routers wit
 
 
 def choose_recomputation(
-    config: ModelConfig, budget: int, *, context: int, layers: int | None = None, **shapes: Any
+    config: ModelConfig, budget: int, *, context: int, **shapes: Any
 ) -> tuple[Recomputation, Activations]:
     """(what to recompute so that the peak is at most `budget` bytes, its activations if experts are busy).
 
     `shapes` are further arguments of `activation_bytes`. Raises `UserError`, naming the least bytes that are possible, when
     nothing fits.
     """
-    count = config.layers if layers is None else layers
     found = {
-        chosen: activation_bytes(config, chosen, context=context, layers=layers, load=_LOAD, **shapes)
-        for chosen in _candidates(config, count)
+        chosen: activation_bytes(config, chosen, context=context, load=_LOAD, **shapes)
+        for chosen in _candidates(config, context)
     }
     fitting = [chosen for chosen, activations in found.items() if activations.peak * _MARGIN <= budget]
     if not fitting:
@@ -44,23 +43,24 @@ def choose_recomputation(
         )
 
     def order(chosen: Recomputation) -> tuple[float, float]:
-        return recomputed_flops(config, chosen, context, count), abs(chosen.every - sqrt(count))
+        return recomputed_flops(config, chosen, context), abs(chosen.every - sqrt(config.layers))
 
     best = min(fitting, key=order)
     return best, found[best]
 
 
-def recomputed_flops(config: ModelConfig, chosen: Recomputation, context: int, layers: int) -> float:
+def recomputed_flops(config: ModelConfig, chosen: Recomputation, context: int) -> float:
     """Floating point operations per token that are made again, roughly; attention over half a square."""
     cost = {"norm": 20.0 * config.hidden, **forward_flops(config, context)}
     if "block" in chosen.kinds:
-        return layers * sum(cost.values())
-    return layers // chosen.every * sum(cost[kind] for kind in chosen.kinds)
+        return config.layers * sum(cost.values())
+    return config.layers // chosen.every * sum(cost[kind] for kind in chosen.kinds)
 
 
-def _candidates(config: ModelConfig, layers: int) -> Iterator[Recomputation]:
-    modules = ("norm", "attention", "moe" if config.experts else "mlp")
+def _candidates(config: ModelConfig, context: int) -> Iterator[Recomputation]:
+    modules = ("norm", *forward_flops(config, context))
+    sets = chain.from_iterable(combinations(modules, count) for count in range(1, len(modules) + 1))
     yield Recomputation()
-    for kinds in chain(*(combinations(modules, count) for count in (1, 2, 3)), [("block",)]):
-        for every in range(1, layers + 1):
+    for kinds in (*sets, ("block",)):
+        for every in range(1, config.layers + 1):
             yield Recomputation(kinds, every)

@@ -1,29 +1,12 @@
 """Proof that a schedule is right: complete, in order, its transfers matched, without deadlock."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import accumulate
 
 from optimus.pipeline.replay import ScheduleError
-from optimus.pipeline.schedule import VOCABULARY, Action, Kind, Schedule, live_changes, partner
-
-__all__ = ["Report", "ScheduleError", "check"]
+from optimus.pipeline.schedule import VOCABULARY, Action, Kind, Schedule, partner
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a checked schedule needs. Activations are counted as `schedule.live_changes` says."""
-
-    live_activations: tuple[tuple[int, ...], ...]
-    """Of each rank, all its stages together, after each of its actions."""
-    peak_activations: tuple[int, ...]
-    """Of each rank: the maximum of these."""
-    peak_of_stage: tuple[int, ...]
-    messages: int
-    """From rank to rank, in the whole step."""
-
-
-def check(schedule: Schedule) -> Report:
+def check(schedule: Schedule) -> None:
     """Prove a schedule.
 
     - Every rank has the actions of its stages, each exactly once: forward and backward passes of every microbatch, and
@@ -39,16 +22,6 @@ def check(schedule: Schedule) -> Report:
         _check_order(schedule, rank)
     _check_channels(schedule)
     _check_rendezvous(schedule)
-    live, peaks = [], [0] * schedule.stages
-    for actions in schedule.actions:
-        changes = list(live_changes(actions))
-        live.append(tuple(accumulate(change for _, change in changes)))
-        count = [0] * schedule.stages
-        for stage, change in changes:
-            count[stage] += change
-            peaks[stage] = max(peaks[stage], count[stage])
-    messages = sum(action.kind.sends for actions in schedule.actions for action in actions)
-    return Report(tuple(live), tuple(map(max, live)), tuple(peaks), messages)
 
 
 def _fail(schedule: Schedule, rank: int, text: str) -> ScheduleError:

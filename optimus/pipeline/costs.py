@@ -1,7 +1,7 @@
 """A model of what a pipeline's actions cost."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from optimus.errors import UserError
 from optimus.pipeline.schedule import Action, Kind
@@ -29,36 +29,27 @@ class Costs:
     blocking: bool = False
     """Whether a rank waits for its sends and receives where they stand in its list, those that stand together as one
     batch; otherwise transfers go on beside computations."""
-    imbalance: Mapping[int, float] = field(default_factory=dict)
-    """Stage -> factor on its times."""
     jitter: float = 0.0
     """Every computation takes a random factor longer or shorter: lognormal, of mean 1; this is the deviation of its
     logarithm."""
     seed: int = 0
     """Of the jitter. The same computation has the same jitter in every schedule that does not split backward passes
     differently."""
-    activation_bytes: PerStage = 0.0
-    """What a stage keeps of one microbatch."""
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward_input", "backward_weights", "activation_bytes"):
+        for name in ("forward", "backward_input", "backward_weights"):
             value = getattr(self, name)
             if any(number < 0 for number in (value if isinstance(value, Sequence) else [value])):
                 raise UserError(f"pipeline costs: {name} is {value}; give no number below zero")
         for name in ("logits", "embedding", "link", "jitter"):
             if getattr(self, name) < 0:
                 raise UserError(f"pipeline costs: {name} is {getattr(self, name)}; give zero or more")
-        if any(factor < 0 for factor in self.imbalance.values()):
-            raise UserError(f"pipeline costs: imbalance is {dict(self.imbalance)}; give no factor below zero")
 
     def durations(self, stages: int, microbatches: int) -> Callable[[Action], float]:
         """A function that gives the time of each computation.
 
-        Raises `UserError` when a cost per stage has another number of stages, or a stage of `imbalance` does not exist.
+        Raises `UserError` when a cost per stage has another number of stages.
         """
-        for stage in self.imbalance:
-            if not 0 <= stage < stages:
-                raise UserError(f"pipeline costs: imbalance of stage {stage}; there are stages 0 to {stages - 1}")
         input_, weights = (per_stage(getattr(self, f"backward_{part}"), stages) for part in ("input", "weights"))
         times = {
             Kind.FORWARD: per_stage(self.forward, stages),
@@ -74,7 +65,7 @@ class Costs:
 
         def duration(action: Action) -> float:
             kind, stage, microbatch = action
-            return times[kind][stage] * self.imbalance.get(stage, 1.0) * jitter(kind, stage, microbatch)
+            return times[kind][stage] * jitter(kind, stage, microbatch)
 
         return duration
 

@@ -19,7 +19,7 @@ import torch
 from optimus.comm import Group
 from optimus.errors import UserError
 from optimus.pipeline.executor import Computing, Happened, Links, Message, Work
-from optimus.pipeline.ready import Preference, Ready
+from optimus.pipeline.ready import Ready
 from optimus.pipeline.schedule import Action, Kind, Schedule
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD)
@@ -34,7 +34,7 @@ class _Arrival(NamedTuple):
 class MessageDrivenExecutor:
     """Runs a step of `schedule`, which says where the stages are, and nothing else.
 
-    `caps` and `prefer` as for `Ready`; `team` are the ranks that share this one's stages.
+    `caps` as for `Ready`; `team` are the ranks that share this one's stages.
     """
 
     def __init__(
@@ -46,11 +46,10 @@ class MessageDrivenExecutor:
         caps: int | Sequence[int] | None,
         team: Group,
         device: torch.device,
-        prefer: Preference = "forward",
     ) -> None:
         self._schedule, self._links, self._work, self._team, self._device = schedule, links, work, team, device
         self._computing = Computing(schedule, work)
-        self._ready = Ready(schedule, links.rank, caps, prefer)
+        self._ready = Ready(schedule, links.rank, caps, "forward")
         self._queue: SimpleQueue[_Arrival] = SimpleQueue()
         self._messages: dict[Action, Message] = {}
 

@@ -4,7 +4,7 @@
 import heapq
 from collections.abc import Sequence
 
-from optimus.pipeline.costs import Costs, per_stage
+from optimus.pipeline.costs import Costs
 from optimus.pipeline.ready import Preference, Ready, message_driven
 from optimus.pipeline.schedule import Action, Schedule, partner
 from optimus.pipeline.timeline import Event, Timeline
@@ -62,9 +62,7 @@ class _Run:
                     self._end(rank, now, action)
             for rank in touched:
                 self._begin(rank, now)
-        stages = self.schedule.stages
-        kept = per_stage(self.costs.activation_bytes, stages) if self.costs.activation_bytes else ()
-        return Timeline.of(self.events, self.schedule.ranks, kept)
+        return Timeline.of(self.events, self.schedule.ranks)
 
     def _begin(self, rank: int, now: float) -> None:
         action = self.ready[rank].choose() if self.free[rank] else None

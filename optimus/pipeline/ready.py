@@ -9,11 +9,6 @@ from optimus.pipeline.schedule import Action, Kind, Schedule
 Preference = Literal["forward", "backward", "arrival"]
 
 
-def falling_caps(stages: int, factor: float = 1.0) -> list[int]:
-    """The most live activations per stage: `factor` times those of 1F1B, stages - s for stage s, rounded down."""
-    return [int(factor * (stages - stage)) for stage in range(stages)]
-
-
 def find_caps(caps: int | Sequence[int] | None, stages: int) -> list[int]:
     """One cap per stage: as given, one number for all, or by default the number of stages (AxoNN's `pipeline_limit`).
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from itertools import groupby
 
-from optimus.pipeline.costs import Costs, per_stage
+from optimus.pipeline.costs import Costs
 from optimus.pipeline.replay import Interval, ScheduleError, replay
 from optimus.pipeline.schedule import Action, Schedule, partner
 from optimus.pipeline.timeline import Event, Timeline
@@ -22,7 +22,6 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     return Timeline.of(
         (Event(rank, *action, *times[action]) for rank, actions in enumerate(schedule.actions) for action in actions),
         schedule.ranks,
-        per_stage(costs.activation_bytes, schedule.stages) if costs.activation_bytes else (),
     )
 
 

@@ -50,7 +50,7 @@ class Gradients(Protocol):
         """The stage's last backward pass is done."""
 
 
-class Cut(NamedTuple):
+class StagePartition(NamedTuple):
     """The blocks of every stage, and the stages that are here."""
 
     blocks: Sequence[range]
@@ -85,21 +85,21 @@ class Cut(NamedTuple):
         return stage if stage in (-1, *self.here) else len(self.blocks) - 1
 
 
-def keep_stages(model: Transformer, cut: Cut) -> None:
+def keep_stages(model: Transformer, partition: StagePartition) -> None:
     """Take from `model` the parameters of stages that are elsewhere; those that stay keep their names."""
     for i in range(len(model.blocks)):
-        if not any(i in cut.blocks[stage] for stage in cut.here):
+        if not any(i in partition.blocks[stage] for stage in partition.here):
             model.blocks[i] = nn.Module()
-    if not cut.has_first:
+    if not partition.has_first:
         del model.positions
-    if not cut.has_last:
+    if not partition.has_last:
         del model.final_norm
-    if cut.vocabulary:
+    if partition.vocabulary:
         return
     tied = model.config.tie_embeddings
-    if not (cut.has_first or (tied and cut.has_last)):
+    if not (partition.has_first or (tied and partition.has_last)):
         del model.embedding
-    if not cut.has_last:
+    if not partition.has_last:
         del model.head
 
 
@@ -115,7 +115,7 @@ class Staged(nn.Module):
     def __init__(
         self,
         model: Transformer,
-        cut: Cut,
+        partition: StagePartition,
         share: tuple[int, int],
         dtype: torch.dtype,
         execute: Callable[[ForwardWork, int, bool], list[Happened]],
@@ -126,10 +126,12 @@ class Staged(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.cut, self.share, self.dtype = cut, share, dtype
+        self.partition, self.share, self.dtype = partition, share, dtype
         self.execute, self.pipeline, self.last, self.multiple, self.links = execute, pipeline, last, multiple, links
         self.happened: list[Happened] = []  # in the last step
-        self.stages = {stage: Blocks((model.blocks[i] for i in cut.blocks[stage]), model.parts) for stage in cut.here}
+        self.stages = {
+            stage: Blocks((model.blocks[i] for i in partition.blocks[stage]), model.parts) for stage in partition.here
+        }
 
     @property
     def config(self) -> ModelConfig:
@@ -154,7 +156,7 @@ class Staged(nn.Module):
         self._run_forward([Batch(padded_BS)], end, whole=True)
         if self.links is not None:
             self.pipeline.broadcast(hidden_NH, self.last)
-        if self.links is not None or self.cut.has_last:
+        if self.links is not None or self.partition.has_last:
             found_N2 = find(hidden_NH)
         else:
             found_N2 = torch.empty(len(at_N), 2, device=at_N.device)
@@ -208,7 +210,7 @@ class _Forward:
         scale: float = 0.0,
     ) -> None:
         self._staged, self._microbatches, self._end = staged, microbatches, end
-        self._last_stage, self._saving = len(staged.cut.blocks) - 1, saving
+        self._last_stage, self._saving = len(staged.partition.blocks) - 1, saving
         self._choices = sum(staged.config.expert_counts)  # that router statistics are about
         self._whole = whole
         # By number of sequences; but documents are each microbatch's own.
@@ -241,7 +243,7 @@ class _Forward:
             x_TH = self._staged.model.embedding(tokens_BS[:, positions_S].flatten())
         else:
             x_TH = given[0]
-            layers = self._staged.config.sparse_layers(before=self._staged.cut.blocks[stage].start)
+            layers = self._staged.config.sparse_layers(before=self._staged.partition.blocks[stage].start)
             stats = _unpacked(given[1], tokens_BS.numel() * layers) if len(given) > 1 else None
         if stage == 0:
             x_TH = self._staged.model.placed(x_TH, places)
@@ -287,7 +289,7 @@ class _Training(_Forward):
         self._objective, self._gradients = objective, gradients
         self._kept: dict[tuple[int, int], tuple[Message | None, Message]] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        self._left = dict.fromkeys(staged.cut.here, len(microbatches))  # backward passes of each stage
+        self._left = dict.fromkeys(staged.partition.here, len(microbatches))  # backward passes of each stage
         self._router: dict[int, RouterStats | None] = {}  # of the last stage, until the loss is known
         self.reported: list[Tensor] = []
 

@@ -1,7 +1,7 @@
 """What happened when on every rank of a pipeline, simulated or measured, and what follows from it."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -30,17 +30,15 @@ class Timeline:
 
     ranks: int
     events: tuple[Event, ...]
-    activation_bytes: tuple[float, ...] = ()
-    """Of each stage: what it keeps of one microbatch. Empty if unknown."""
 
     @classmethod
-    def of(cls, events: Iterable[Event], ranks: int, activation_bytes: Sequence[float] = ()) -> "Timeline":
+    def of(cls, events: Iterable[Event], ranks: int) -> "Timeline":
         """From events in any order. The first begins at time zero."""
         ordered = sorted(events, key=lambda event: (event.start, event.end))
         zero = ordered[0].start if ordered else 0.0
         if zero:
             ordered = [event._replace(start=event.start - zero, end=event.end - zero) for event in ordered]
-        return cls(ranks, tuple(ordered), tuple(activation_bytes))
+        return cls(ranks, tuple(ordered))
 
     @cached_property
     def computations(self) -> list[list[Event]]:
@@ -80,20 +78,8 @@ class Timeline:
     @property
     def peak_activations(self) -> list[int]:
         """Of each rank: most activations kept at once, counted as `schedule.live_changes` says."""
-        return [int(peak) for peak in self._peaks(None)]
-
-    @property
-    def peak_bytes(self) -> list[float] | None:
-        """Of each rank: most bytes of activations kept at once; None if the bytes of stages are unknown."""
-        return self._peaks(self.activation_bytes) if self.activation_bytes else None
-
-    def _peaks(self, weights: Sequence[float] | None) -> list[float]:
         return [
-            max(
-                accumulate(change * (weights[stage] if weights else 1) for stage, change in live_changes(events)),
-                default=0,
-            )
-            for events in self.computations
+            max(accumulate(change for _, change in live_changes(events)), default=0) for events in self.computations
         ]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus.config import RunConfig, load_config, resolve_model
+from optimus.config.load import validated
 from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
@@ -17,7 +18,7 @@ from optimus.plan.question import Question, memory_in
 from optimus.plan.report import planned
 from optimus.plan.search import search
 from optimus.plan.setting import Setting
-from optimus.plan.what_if import changed_both, checked
+from optimus.plan.what_if import changed_both
 from optimus.train.pipeline import with_microbatches
 from optimus.train.recomputation import chosen_recomputation
 
@@ -58,7 +59,7 @@ def asked(
     kind = load_machine(machine)
     if links is not None:
         network = kind.network.model_dump() | {"links": read_links(links)}
-        kind = kind.model_copy(update={"network": checked(Network, network, str(links))})
+        kind = kind.model_copy(update={"network": validated(Network, network, str(links), Network)})
     kind, software = changed_both(kind, software_of(config), changes)
     config = for_machine(config, kind)
     train = config.train

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
 from optimus.pipeline.schedules import DEFAULT, Row, schedules
+from optimus.plan.own import stage_sizes
 from optimus.plan.question import Question
 from optimus.plan.setting import Setting
 from optimus.plan.work import Passes, Work
@@ -70,7 +71,6 @@ class Base(NamedTuple):
             schedule=self.schedule,
             stages_per_rank=self.stages_per_rank,
             sequence=mesh.tp > 1,
-            blocks=question.blocks(self.pp * self.stages_per_rank),
             **question.given._asdict(),
         )
 
@@ -168,7 +168,7 @@ def _orders(question: Question, pp: int) -> Iterator[_Order]:
     for row in sorted(rows, key=lambda row: (row.name != DEFAULT, row.any_stages)):
         for per_rank in range(row.stages, (_MOST_STAGES_PER_RANK if row.any_stages else row.stages) + 1):
             if per_rank * pp <= layers:
-                cut = question.blocks(pp * per_rank)
+                cut = stage_sizes(question.model, pp * per_rank)
                 yield _Order(row, pp, per_rank, layers, -(-layers // pp), cut[-1], sum(cut[: pp - 1]), lent)
 
 
@@ -180,12 +180,13 @@ def _timed(question: Question, out: int, inner: int, cp: int, micro_batch: int) 
         mesh = Mesh(dp=data, cp=cp, tp=tp, ep=ep, etp=etp, tp_in=inner, ranks_per_node=question.machine.ranks_per_node)
         setting = Setting(mesh, question.context, micro_batch, 1, sequence=tp > 1, **question.given._asdict())
         if rest is None:
-            rest = Work(question.architecture, setting, question.placed, question.software)
-            shared = [rest.norm, rest.norm, rest.attention]
+            rest = Work(question.model, setting, question.placed, question.software)
+            attention = min(rest.attention.values(), key=_seconds)  # of the quickest kind of block
+            shared = [rest.norm, rest.norm, attention]
             besides, ends = sum(map(_seconds, shared)), (_seconds(rest.head), _seconds(rest.embedding))
         work = rest.like(setting)
-        feed_forward = work.moe if question.model.experts else work.mlp
-        forward = 2 * work.norm.forward.compute, work.attention.forward.compute, feed_forward.forward.compute
+        feed_forward = min(work.feed_forward.values(), key=_seconds)
+        forward = 2 * work.norm.forward.compute, attention.forward.compute, feed_forward.forward.compute
         block = besides + _seconds(feed_forward)
         yield Division(out, inner, cp, ep, etp, micro_batch, block, forward, *ends, work)
 

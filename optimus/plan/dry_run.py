@@ -11,8 +11,8 @@ from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.schedule import live_changes
 from optimus.pipeline.simulation import simulate
-from optimus.state import bytes_by_kind
-from optimus.train.pipeline import cut_of, schedule_of
+from optimus.state.plan import bytes_by_kind
+from optimus.train.pipeline import partition_of, schedule_of
 from optimus.train.recomputation import activation_shapes
 from optimus.train.run import DTYPES, mesh_of, planned_chunks
 
@@ -35,18 +35,18 @@ def _activations(config: RunConfig, ranks: int, rank: int, load: float) -> dict[
     mesh = mesh_of(config, ranks)
     shapes = activation_shapes(config, mesh, DTYPES[config.train.precision].itemsize)
     chosen = Recomputation(tuple(config.recompute), config.recompute_every)
-    cut = cut_of(config, mesh, rank)
+    partition = partition_of(config, mesh, rank)
     stages = {
         stage: activation_bytes(
             config.model,
             chosen,
-            layers=len(cut.blocks[stage]),
+            layers=partition.blocks[stage],
             first=stage == 0,
-            last=stage == len(cut.blocks) - 1,
+            last=stage == len(partition.blocks) - 1,
             load=load,
             **shapes,
         )
-        for stage in cut.here
+        for stage in partition.here
     }
     microbatches = max(1, config.train.global_batch // (mesh.dp * config.train.micro_batch))
     computed = simulate(schedule_of(config, microbatches)).computations[mesh.coordinate(rank, "pp")]

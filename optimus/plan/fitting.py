@@ -3,11 +3,11 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, combinations
+from itertools import combinations
 
 from optimus.config import ModelConfig
 from optimus.plan.divisions import Base, Division
-from optimus.plan.held import Where
+from optimus.plan.held import Where, kinds_of
 from optimus.plan.memory import Rank, activations_of, ranks_of, room_of, stages_of_each, state_of
 from optimus.plan.own import OwnActivations
 from optimus.plan.pipeline import largest
@@ -29,7 +29,7 @@ class Fitting:
         self._ranks: dict[tuple[int | str, ...], list[Rank]] = {}
         self._states: dict[tuple[object, ...], list[float]] = {}
         self._kept: dict[tuple[Division, frozenset[str]], OwnActivations] = {}
-        self._modules = ("norm", "attention", "moe" if question.model.experts else "mlp")
+        self._modules = recomputable(question.model)
         self._sets = recomputations(question.model)
         software = question.software
         self._hides = software.overlap_data >= software.overlap_gather and not software.broadcast
@@ -62,8 +62,8 @@ class Fitting:
         key = setting.mesh, setting.stages_per_rank, setting.ends_apart, shard, width
         if key not in self._states:
             held = replace(setting, shard=shard, shard_ranks=width)
-            counts = [together(stages) for stages in unlike(stages_of_each(question.architecture, held))]
-            states = state_of(counts, question.kinds(held), held, question.software)
+            counts = [together(stages) for stages in unlike(stages_of_each(question.model, held))]
+            states = state_of(counts, kinds_of(question.model, held), held, question.software)
             room = room_of(question.machine) - question.software.fixed
             self._states[key] = [room - sum(parts.values()) for parts in states]
         return self._states[key]
@@ -73,7 +73,7 @@ class Fitting:
         key = setting.schedule, setting.mesh.pp, setting.stages_per_rank, setting.microbatches
         if key not in self._ranks:
             merged: dict[tuple[int, ...], Rank] = {}
-            for rank in ranks_of(self._question.architecture, setting):
+            for rank in ranks_of(self._question.model, setting):
                 name = tuple(map(id, rank.stages))
                 live = [*merged[name].live, *rank.live] if name in merged else rank.live
                 merged[name] = rank._replace(live=largest(live))
@@ -82,9 +82,9 @@ class Fitting:
 
     def _again(self, base: Base, setting: Setting, recompute: frozenset[str]) -> float:
         """What recomputation adds to the bound, as no rank has fewer blocks than that."""
-        modules = self._modules if "block" in recompute else recompute
-        seconds = sum(base.division.forward[self._modules.index(kind)] for kind in modules)
-        fewest = min(rank.counts["dense"] + rank.counts["sparse"] for rank in self._ranks_of(setting))
+        times = zip(self._modules, base.division.forward, strict=True)
+        seconds = sum(time for kinds, time in times if "block" in recompute or kinds <= recompute)
+        fewest = min(rank.counts["blocks"] for rank in self._ranks_of(setting))
         return base.microbatches * fewest * seconds
 
     def _least(
@@ -140,9 +140,15 @@ def placements(setting: Setting) -> Iterator[Setting]:
         yield replace(setting, mesh=replace(mesh, pipeline_stride=least))
 
 
+def recomputable(model: ModelConfig) -> tuple[frozenset[str], ...]:
+    """What is recomputed together: norms, attention, and whatever feed-forward layers there are."""
+    feed_forward = frozenset("moe" if model.experts_of(layer) else "mlp" for layer in set(model.alike))
+    return frozenset({"norm"}), frozenset({"attention"}), feed_forward
+
+
 def recomputations(model: ModelConfig) -> Sequence[frozenset[str]]:
     """Sets of modules, those that cost least first."""
-    modules = ("norm", "attention", "moe" if model.experts else "mlp")
-    cost = {"norm": 1, "attention": 4, "mlp": 6, "moe": 6}
-    sets = [frozenset(kinds) for kinds in chain(*(combinations(modules, count) for count in range(4)))]
-    return [*sorted(sets, key=lambda kinds: sum(cost[kind] for kind in kinds)), frozenset({"block"})]
+    cost = dict(zip(recomputable(model), (1, 4, 6)))
+    sets = [each for count in range(4) for each in combinations(cost, count)]
+    ordered = sorted(sets, key=lambda modules: sum(cost[each] for each in modules))
+    return [*(frozenset().union(*each) for each in ordered), frozenset({"block"})]

@@ -1,25 +1,20 @@
-"""What a rank holds of the parameters: from the layouts that training itself would use, counted on meta tensors.
-
-A model of another program than this has no modules here; its layouts are made from its shapes, in the same form.
-"""
+"""What a rank holds of the parameters: from the layouts that training itself would use, counted on meta tensors."""
 
 import math
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-import torch
-
 from optimus.config import ModelConfig
 from optimus.mesh import Layout, Mesh
-from optimus.model import Transformer
 from optimus.parallel.layouts import parameter_layouts
-from optimus.plan.architecture import Architecture, Projection
+from optimus.plan.blocks import examples
 from optimus.plan.collectives import Place
 from optimus.plan.setting import Setting, place
 
-# Of blocks of a kind, before the blocks, after them, or in both places: a table that embedding and output layer share.
-Where = Literal["dense", "sparse", "first", "last", "tied", "every"]
+# In blocks like that layer, in all blocks, before the blocks, after them, or in both places: a table that embedding and
+# output layer share.
+Where = int | Literal["blocks", "first", "last", "tied", "every"]
 
 
 class Kind(NamedTuple):
@@ -37,15 +32,15 @@ class Held(NamedTuple):
     shared: Place  # of the replicas, those that share the state out; of size 1 with shard: none
 
 
-def kinds_of_model(model: ModelConfig, *, sequence: bool, tied_ends: bool, vocabulary: bool) -> tuple[Kind, ...]:
-    """Of a model of this library: of the blocks of each kind one is built, without memory."""
-    examples: dict[Where, int] = {}
-    for layer in range(model.layers):
-        examples.setdefault("sparse" if model.experts_of(layer) else "dense", layer)
-    with torch.device("meta"):
-        whole = Transformer(model, layers=examples.values())
-    layouts = parameter_layouts(whole, sequence=sequence, tied_ends=tied_ends, vocabulary=vocabulary)
-    kinds = list(examples)
+def kinds_of(model: ModelConfig, setting: Setting) -> tuple[Kind, ...]:
+    """The parameters of `model`, of blocks of each kind once, laid out as in `setting`."""
+    return _kinds(model, setting.sequence, setting.divided_vocabulary)
+
+
+@lru_cache(maxsize=256)
+def _kinds(model: ModelConfig, sequence: bool, vocabulary: bool) -> tuple[Kind, ...]:
+    made = examples(model)
+    layouts = parameter_layouts(made.model, sequence=sequence, vocabulary=vocabulary)
     table: Where = "tied" if model.tie_embeddings else "first"
 
     def where(name: str) -> Where:
@@ -53,36 +48,9 @@ def kinds_of_model(model: ModelConfig, *, sequence: bool, tied_ends: bool, vocab
             return "every"
         before: dict[str, Where] = {"embedding": table, "positions": "first"}
         part, number, *_ = name.split(".")
-        return kinds[int(number)] if part == "blocks" else before.get(part, "last")
+        return made.layers[int(number)] if part == "blocks" else before.get(part, "last")
 
     return tuple(Kind(where(name), layout) for name, layout in layouts.items())
-
-
-@lru_cache(maxsize=256)
-def kinds_of_shapes(architecture: Architecture) -> tuple[Kind, ...]:
-    """Of any architecture, from its projections."""
-    a = architecture
-    blocks: list[tuple[Where, Iterable[Projection]]] = []
-    if a.layers > a.sparse_layers:
-        blocks.append(("dense", [*a.attention(), *a.feed_forward(a.intermediate)]))
-    if a.sparse_layers:
-        shared = a.feed_forward(a.shared_intermediate) if a.shared_intermediate else []
-        blocks.append(("sparse", [*a.attention(), a.router(), *shared]))
-    kinds = [Kind(where, _layout(each)) for where, projections in blocks for each in projections]
-    if a.sparse_layers:
-        for each in a.feed_forward(a.expert_intermediate):
-            shape, dim = (a.experts, each.outputs, each.inputs), 1 if each.over == "outputs" else 2
-            kinds.append(Kind("sparse", Layout(shape, ((0, "ep"), (dim, "etp")), ("edp",))))
-    table = Layout((a.vocab, a.hidden), ((0, "tp_out"), (1, "tp_in")), ("dp", "cp"))
-    ends: tuple[Where, ...] = ("tied",) if a.tied else ("first", "last")
-    return (*kinds, *(Kind(where, table) for where in ends))
-
-
-def _layout(projection: Projection) -> Layout:
-    shape = (projection.outputs, projection.inputs)
-    outer, inner = ("tp_out", "tp_in") if projection.over == "outputs" else ("tp_in", "tp_out")
-    splits = () if projection.over == "nothing" else ((0, outer), (1, inner))
-    return Layout(shape, splits, ("dp", "cp"))
 
 
 def held_by(kinds: tuple[Kind, ...], setting: Setting, counts: Mapping[Where, int]) -> list[Held]:
@@ -106,7 +74,7 @@ def _sums(kinds: tuple[Kind, ...], mesh: Mesh) -> list[tuple[tuple[Where, tuple[
     """Elements of a rank, by where they are and who else has them."""
     found: dict[tuple[Where, tuple[str, ...]], float] = {}
     for where, layout in kinds:
-        key = where, layout.replicas
+        key = where, tuple(axis for axis in layout.replicas if mesh.axis_size(axis) > 1)
         found[key] = found.get(key, 0.0) + _elements(layout, mesh)
     return list(found.items())
 
@@ -120,8 +88,7 @@ def _places(
     axes: tuple[str, ...], mesh: Mesh, sharded: bool, over_data: bool, width: int | None
 ) -> tuple[Place, Place]:
     """Where the ranks along `axes` lie, and those that share the state out (`state.plan.shard_groups`)."""
-    present = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
-    replicas = place(mesh, present) if present else Place(1)
+    replicas = place(mesh, axes) if axes else Place(1)
     if not sharded or replicas.size == 1:
         return replicas, Place(1)
     shared = replicas

@@ -5,9 +5,10 @@ from functools import lru_cache
 from typing import Any
 
 from optimus.config import ModelConfig, RunConfig
-from optimus.parallel.activations import Activations, Split, activation_bytes
+from optimus.parallel.activations import Activations, activation_bytes
+from optimus.parallel.build import StageOptions
 from optimus.parallel.recompute import Recomputation
-from optimus.plan.held import Kind, Where, kinds_of_model
+from optimus.plan.held import Where
 from optimus.plan.machine import Machine
 from optimus.plan.setting import Given, Saving, Setting
 from optimus.plan.software import Software, load_software
@@ -38,7 +39,7 @@ def setting_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None,
         recompute=frozenset(config.recompute),
         recompute_every=config.recompute_every,
         divided_vocabulary=parallel.vocabulary,
-        blocks=tuple(parallel.blocks or blocks_of(config.model, parallel.stages, divided=parallel.vocabulary)),
+        blocks=tuple(parallel.blocks) if parallel.blocks else None,
         **(given or given_of(config))._asdict(),
     )
 
@@ -64,7 +65,7 @@ def given_of(config: RunConfig, imbalance: float = 1.0, *, on_host: bool = False
         imbalance,
         config.moe.dispatch,
         config.parallel.context_method == "ulysses",
-        config.state.release,
+        config.state.reshard_after_forward,
         config.recompute_collectives == "repeat",
         Saving(checkpoint.every, checkpoint.weights_every, checkpoint.asynchronous, checkpoint.scattered, copied),
     )
@@ -79,15 +80,10 @@ def software_of(config: RunConfig) -> Software:
     return software.model_copy(update=change)
 
 
-def blocks_of(model: ModelConfig, stages: int, *, divided: bool = False) -> tuple[int, ...]:
-    """Blocks of each stage, as a run cuts them. Raises `UserError` when there are too few."""
-    return _blocks_of(model.model_dump_json(), stages, divided)
-
-
 @lru_cache(maxsize=1024)
-def _blocks_of(model: str, stages: int, divided: bool) -> tuple[int, ...]:
-    found = blocks_of_stages(ModelConfig.model_validate_json(model), stages, divided=divided)
-    return tuple(len(blocks) for blocks in found)
+def stage_sizes(model: ModelConfig, stages: int, *, divided: bool = False) -> tuple[int, ...]:
+    """Blocks of each stage, as a run cuts them. Raises `UserError` when there are too few."""
+    return tuple(len(blocks) for blocks in blocks_of_stages(model, stages, divided=divided))
 
 
 def sections_of(setting: Setting) -> dict[str, Any]:
@@ -108,7 +104,7 @@ def sections_of(setting: Setting) -> dict[str, Any]:
     if setting.shard != "none":
         state |= {"shard_ranks": setting.shard_ranks} if setting.shard_ranks else {}
         state |= {"shard_over": setting.shard_over} if setting.shard_over != "replicas" else {}
-        state |= {"release": False} if setting.shard == "parameters" and not setting.release else {}
+        state |= {"reshard_after_forward": False} if setting.shard == "parameters" and not setting.release else {}
     precision = {short: name for name, short in PRECISION.items()}.get(setting.precision)
     return {
         "parallel": parallel,
@@ -124,23 +120,10 @@ def recomputed(setting: Setting) -> dict[str, Any]:
     return {"recompute": kinds, **({"recompute_every": setting.recompute_every} if setting.recompute_every > 1 else {})}
 
 
-def kinds_of(model: ModelConfig, setting: Setting) -> tuple[Kind, ...]:
-    """The parameters of `model`, laid out so."""
-    ends = model.tie_embeddings and setting.ends_apart and not setting.divided_vocabulary
-    return _kinds(model.model_dump_json(), setting.sequence, ends, setting.divided_vocabulary)
-
-
-@lru_cache(maxsize=256)
-def _kinds(model: str, sequence: bool, ends: bool, vocabulary: bool) -> tuple[Kind, ...]:
-    config = ModelConfig.model_validate_json(model)
-    return kinds_of_model(config, sequence=sequence, tied_ends=ends, vocabulary=vocabulary)
-
-
 class OwnActivations:
-    """What this library's own operations keep (`parallel.activations`): the same for every block, so two are enough."""
+    """What this library's own operations keep (`parallel.activations`)."""
 
     def __init__(self, model: ModelConfig, setting: Setting) -> None:
-        mesh = setting.mesh
         self._model = model
         kinds = tuple(kind for kind in _MODULES if kind in setting.recompute)
         self._chosen = Recomputation(kinds, setting.recompute_every)
@@ -148,20 +131,15 @@ class OwnActivations:
             "micro_batch": setting.micro_batch,
             "context": setting.context,
             "itemsize": 4 if setting.precision == "fp32" else 2,
-            "keep_collectives": not setting.repeat_collectives,
             "load": setting.imbalance,
-            "split": Split(
-                tp_out=mesh.tp_out,
-                tp_in=mesh.tp_in,
-                cp=mesh.cp,
-                ep=mesh.ep,
-                etp=mesh.etp,
+            "mesh": setting.mesh,
+            "options": StageOptions(
                 sequence=setting.sequence,
-                method="ulysses" if setting.ulysses else "ring",
+                context_method="ulysses" if setting.ulysses else "ring",
                 dispatch=setting.dispatch,
+                keep_collectives=not setting.repeat_collectives,
             ),
         }
-        self._found: dict[tuple[int, bool, bool], Activations] = {}
 
     def stage(self, counts: Mapping[Where, int]) -> float:
         """Kept of a microbatch from its forward pass to its backward pass."""
@@ -173,20 +151,6 @@ class OwnActivations:
         return both.peak - both.kept
 
     def _of(self, counts: Mapping[Where, int]) -> Activations:
-        first, last, layers = bool(counts["first"]), bool(counts["last"]), counts["dense"] + counts["sparse"]
-        every = self._chosen.every
-        if layers <= 2 * every:
-            return self._counted(layers, first, last)
-        # Blocks repeat themselves after `every`.
-        few = every + layers % every
-        one, two = self._counted(few, first, last), self._counted(few + every, first, last)
-        times = (layers - few) // every
-        return Activations(one.kept + times * (two.kept - one.kept), one.peak + times * (two.peak - one.peak))
-
-    def _counted(self, layers: int, first: bool, last: bool) -> Activations:
-        key = layers, first, last
-        if key not in self._found:
-            self._found[key] = activation_bytes(
-                self._model, self._chosen, layers=layers, first=first, last=last, **self._shapes
-            )
-        return self._found[key]
+        layers = [layer for layer in sorted(set(self._model.alike)) for _ in range(counts[layer])]
+        first, last = bool(counts["first"]), bool(counts["last"])
+        return activation_bytes(self._model, self._chosen, layers=layers, first=first, last=last, **self._shapes)

@@ -5,12 +5,11 @@ from functools import cached_property
 
 from optimus.config import ModelConfig
 from optimus.errors import UserError
-from optimus.plan.architecture import Architecture
-from optimus.plan.held import Kind
+from optimus.model.count import flops_per_token
 from optimus.plan.links import chained, in_order
 from optimus.plan.machine import Machine
 from optimus.plan.memory import Memory, memory_of, memory_of_ranks
-from optimus.plan.own import OwnActivations, blocks_of, kinds_of
+from optimus.plan.own import OwnActivations
 from optimus.plan.setting import BY_DEFAULT, Given, Setting
 from optimus.plan.software import Software, load_software
 from optimus.plan.step import StepTime, least_time, step_time
@@ -63,32 +62,6 @@ class Question:
             return self
         return replace(self, nodes=tuple(chained(self.machine, self.node_count)))
 
-    @cached_property
-    def architecture(self) -> Architecture:
-        """The model by its shapes."""
-        return Architecture.of(self.model)
-
-    def blocks(self, stages: int) -> tuple[int, ...]:
-        """Of each stage, as a run would cut them."""
-        if stages not in self._cuts:
-            self._cuts[stages] = blocks_of(self.model, stages)
-        return self._cuts[stages]
-
-    def kinds(self, setting: Setting) -> tuple[Kind, ...]:
-        """The model's parameters, laid out as in `setting`."""
-        key = setting.sequence, setting.ends_apart, setting.divided_vocabulary
-        if key not in self._kinds:
-            self._kinds[key] = kinds_of(self.model, setting)
-        return self._kinds[key]
-
-    @cached_property
-    def _kinds(self) -> dict[tuple[bool, ...], tuple[Kind, ...]]:
-        return {}
-
-    @cached_property
-    def _cuts(self) -> dict[int, tuple[int, ...]]:
-        return {}
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -107,7 +80,7 @@ class Plan:
     @property
     def utilisation(self) -> float:
         """Model FLOPs to those that the ranks could do at their peak."""
-        flops = self.question.architecture.flops_per_token(self.setting.context)
+        flops = flops_per_token(self.question.model, self.setting.context)
         peak = self.question.machine.rates(self.setting.precision).peak
         return flops * self.tokens_per_second / self.setting.mesh.size / peak
 
@@ -119,19 +92,18 @@ def predict(question: Question, setting: Setting, work: Work | None = None) -> P
 
 def time_of(question: Question, setting: Setting, work: Work | None = None) -> StepTime:
     """What a step in `setting` takes."""
-    return step_time(question.architecture, setting, question.placed, question.software, question.kinds(setting), work)
+    return step_time(question.model, setting, question.placed, question.software, work)
 
 
 def least_time_of(question: Question, setting: Setting, work: Work | None = None) -> float:
     """Seconds that it takes at least, found sooner."""
-    work = work or Work(question.architecture, setting, question.placed, question.software)
-    return least_time(setting, question.kinds(setting), work)
+    return least_time(setting, work or Work(question.model, setting, question.placed, question.software))
 
 
 def besides(question: Question, setting: Setting, rank: int) -> dict[str, int]:
     """Bytes of `rank` beside its own chunks and activations: whole parameters in use, and copies for checkpoints."""
     kept = OwnActivations(question.model, setting)
-    ranks = memory_of_ranks(question.architecture, setting, question.software, question.kinds(setting), kept)
+    ranks = memory_of_ranks(question.model, setting, question.software, kept)
     parts = ranks[setting.mesh.coordinate(rank, "pp")].parts
     return {kind: int(parts[kind]) for kind in ("gathered", "copies") if parts[kind]}
 
@@ -139,4 +111,4 @@ def besides(question: Question, setting: Setting, rank: int) -> dict[str, int]:
 def memory_in(question: Question, setting: Setting) -> Memory:
     """Of the fullest rank of the pipeline."""
     kept = OwnActivations(question.model, setting)
-    return memory_of(question.architecture, setting, question.software, question.kinds(setting), kept)
+    return memory_of(question.model, setting, question.software, kept)

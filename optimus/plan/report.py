@@ -21,7 +21,7 @@ _COSTS = 3  # named in a row
 # Of a configuration; what else its sections hold stays.
 _DECIDED = {
     "parallel": set(ParallelConfig.model_fields) - {"overlap"},
-    "state": {"shard", "shard_over", "shard_ranks", "release"},
+    "state": {"shard", "shard_over", "shard_ranks", "reshard_after_forward"},
     "train": {"micro_batch"},
 }
 

@@ -27,6 +27,9 @@ class Software(Section):
         le=1,
         description="Speed of its attention kernel to the machine's best; 0: scores are kept in memory.",
     )
+    causal: bool = Field(
+        True, description="Whether attention leaves out the half of the scores that a causal mask hides."
+    )
     attention_before: bool = Field(
         False, description="Whether that kernel was written for the generation of accelerators before."
     )

@@ -5,17 +5,18 @@ behind it. The schedule says what a pipeline makes of it (`pipeline`). Then come
 do together, as far as it is not hidden behind the last backward pass, and the optimizer.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from optimus.pipeline.stages import Weights, divide
-from optimus.plan.architecture import Architecture
+from optimus.config import ModelConfig
 from optimus.plan.collectives import transfer_seconds
-from optimus.plan.held import Held, Kind, Where, held_by, kinds_of_shapes, written
+from optimus.plan.held import Held, Where, held_by, kinds_of, written
 from optimus.plan.machine import Machine
+from optimus.plan.own import stage_sizes
 from optimus.plan.pipeline import StageTimes, least_seconds, pipeline_seconds, stages_of_ranks
 from optimus.plan.setting import Setting
 from optimus.plan.software import Software
@@ -80,48 +81,41 @@ class _Passes(NamedTuple):
 
 
 def step_time(
-    architecture: Architecture,
-    setting: Setting,
-    machine: Machine,
-    software: Software,
-    kinds: tuple[Kind, ...] | None = None,
-    work: Work | None = None,
+    model: ModelConfig, setting: Setting, machine: Machine, software: Software, work: Work | None = None
 ) -> StepTime:
-    """A step of `setting.global_batch` sequences. `kinds` are the parameters, by default as the shapes say; `work` knows the
-    modules of another setting that divides a block likewise."""
-    kinds = kinds or kinds_of_shapes(architecture)
-    work = work.like(setting) if work else Work(architecture, setting, machine, software)
-    passes, mesh = _passes(work, kinds), setting.mesh
+    """A step of `setting.global_batch` sequences. `work` knows the modules of a setting that divides a block likewise."""
+    work = work.like(setting) if work else Work(model, setting, machine, software)
+    passes, mesh = _passes(work), setting.mesh
     order = setting.schedule, mesh.pp, setting.microbatches, passes.times
     seconds = _lent(work, passes.times, pipeline_seconds(*order, _link(work), blocking=software.blocking))
-    ends = _ends(work, kinds, passes, seconds)
+    ends = _ends(work, passes, seconds)
     return _sum(work, passes.stages, seconds, ends)
 
 
-def least_time(setting: Setting, kinds: tuple[Kind, ...], work: Work) -> float:
+def least_time(setting: Setting, work: Work) -> float:
     """Seconds that `step_time` is no less than: what the pipeline's order costs is left out."""
     work = work.like(setting)
-    passes = _passes(work, kinds)
+    passes = _passes(work)
     least = _lent(work, passes.times, passes.least)
-    return least + sum(_ends(work, kinds, passes, least).values())
+    return least + sum(_ends(work, passes, least).values())
 
 
-def _passes(work: Work, kinds: tuple[Kind, ...]) -> _Passes:
+def _passes(work: Work) -> _Passes:
     """`work` remembers them, however the state is held and the pipeline lies, unless parameters are gathered."""
     s, mesh = work.setting, work.setting.mesh
     gathers = (mesh, s.shard_ranks, s.shard_over, s.release) if s.shard == "parameters" else None
     inside = mesh.ep, mesh.etp, s.recompute, s.recompute_every, s.repeat_collectives
     key = inside, gathers, s.schedule, mesh.pp, s.stages_per_rank, s.microbatches, s.blocks, s.divided_vocabulary
     if key not in work.known:
-        work.known[key] = _all_passes(work, kinds, inside)
+        work.known[key] = _all_passes(work, inside)
     found: _Passes = work.known[key]
     return found
 
 
-def _all_passes(work: Work, kinds: tuple[Kind, ...], inside: tuple[Any, ...]) -> _Passes:
+def _all_passes(work: Work, inside: tuple[Any, ...]) -> _Passes:
     """`inside` is what a stage's time depends on besides its blocks and what is gathered."""
     s, pp = work.setting, work.setting.mesh.pp
-    counts = counts_of(work.architecture, blocks_of_stages(work.architecture, s))
+    counts = counts_of(work.model, blocks_of_stages(work.model, s))
     vocabulary = s.stages_per_rank if s.divided_vocabulary else None
     alike: dict[int, _Stage] = {}
     for each in {id(each): each for each in counts}.values():
@@ -130,7 +124,7 @@ def _all_passes(work: Work, kinds: tuple[Kind, ...], inside: tuple[Any, ...]) ->
             work.known[key] = _stage(work, each)
         stage: _Stage = work.known[key]
         if s.shard == "parameters":
-            gathers = _gathering(work, held_by(kinds, s, each), stage.forward, add([stage.backward, stage.weights]))
+            gathers = _gathering(work, _held(work, each), stage.forward, add([stage.backward, stage.weights]))
             stage = stage._replace(gathers=gathers)
         alike[id(each)] = stage
     stages = [alike[id(each)] for each in counts]
@@ -150,10 +144,10 @@ def _lent(work: Work, times: Sequence[StageTimes], seconds: float) -> float:
     return max(sum(each.seconds for each in times) * s.microbatches / s.mesh.pp, seconds / machine.alone)
 
 
-def _ends(work: Work, kinds: tuple[Kind, ...], passes: _Passes, seconds: float) -> dict[str, float]:
+def _ends(work: Work, passes: _Passes, seconds: float) -> dict[str, float]:
     """What comes after the passes, or is not hidden beside them."""
     s = work.setting
-    held = held_by(kinds, s, passes.counts)
+    held = _held(work, passes.counts)
     ends = {
         "data_parallel": _reduction(work, held, passes.hidden, passes.ahead),
         "optimizer": _update(work, held),
@@ -162,55 +156,42 @@ def _ends(work: Work, kinds: tuple[Kind, ...], passes: _Passes, seconds: float) 
     return ends | {"checkpoint": _saving(work, held, seconds + sum(ends.values()))}
 
 
-def blocks_of_stages(architecture: Architecture, setting: Setting) -> list[range]:
-    """Blocks of each stage: so that the longest takes as little time as it can, or equally many.
+def _held(work: Work, counts: Mapping[Where, int]) -> list[Held]:
+    return held_by(kinds_of(work.model, work.setting), work.setting, counts)
+
+
+def blocks_of_stages(model: ModelConfig, setting: Setting) -> tuple[range, ...]:
+    """Blocks of each stage: those of the setting, or equally many, or as a run of this library cuts them.
 
     Raises `UserError` where this library would have fewer blocks than stages.
     """
-    if setting.blocks is not None:
-        return [range(start, end) for start, end in pairwise(accumulate(setting.blocks, initial=0))]
-    if setting.even:
-        return _even(architecture.layers, setting.stages, setting.ends_count)
-    met = (
-        sum(weight.inputs * weight.outputs * count for weight, _, count in architecture.weights()) / architecture.layers
-    )
-    besides = 0.0 if setting.divided_vocabulary else architecture.vocab * architecture.hidden / met
-    return _divided(architecture.layers, setting.stages, round(besides, 3))
+    if setting.blocks is None and setting.even:
+        return _even(model.layers, setting.stages, setting.ends_count)
+    blocks = setting.blocks or stage_sizes(model, setting.stages, divided=setting.divided_vocabulary)
+    return tuple(range(start, end) for start, end in pairwise(accumulate(blocks, initial=0)))
 
 
 @lru_cache(maxsize=1024)
-def _even(layers: int, stages: int, ends_count: bool) -> list[range]:
+def _even(layers: int, stages: int, ends_count: bool) -> tuple[range, ...]:
     """Equally many; where they do not come out even, or so they are counted, embedding and loss are a block each."""
     ends = int(stages > 1 and (ends_count or layers % stages != 0))
     units = [(layers + 2 * ends) * stage // stages for stage in range(stages + 1)]
     starts = [min(layers, max(0, unit - ends)) for unit in units]
-    return [range(start, end) for start, end in pairwise(starts)]
+    return tuple(range(start, end) for start, end in pairwise(starts))
 
 
 @lru_cache(maxsize=1024)
-def _divided(layers: int, stages: int, besides: float) -> list[range]:
-    if layers % stages == 0 and stages > 1 and besides < 1:
-        size = layers // stages
-        return [range(start, start + size) for start in range(0, layers, size)]
-    return divide(Weights([1.0] * layers, last=besides), stages)
-
-
-def counts_of(architecture: Architecture, blocks: Sequence[range]) -> tuple[Mapping[Where, int], ...]:
-    """Of each stage: blocks of each kind, and whether it has the first and the last part."""
-    return _counts(architecture.layers - architecture.sparse_layers, tuple(blocks))
-
-
-@lru_cache(maxsize=1024)
-def _counts(dense_until: int, blocks: tuple[range, ...]) -> tuple[Mapping[Where, int], ...]:
-    """Stages that are alike have the same object."""
+def counts_of(model: ModelConfig, blocks: tuple[range, ...]) -> tuple[Mapping[Where, int], ...]:
+    """Of each stage: blocks of each kind, and whether it has the first and the last part. Equal ones are the same object."""
+    alike = model.alike
     found: dict[tuple[int, ...], Mapping[Where, int]] = {}
     stages = []
     for stage, own in enumerate(blocks):
-        dense = max(0, min(own.stop, dense_until) - own.start)
+        kinds = Counter(alike[own.start : own.stop])
         first, last = int(stage == 0), int(stage == len(blocks) - 1)
-        sizes = dense, len(own) - dense, first, last, max(first, last), 1
-        names: tuple[Where, ...] = ("dense", "sparse", "first", "last", "tied", "every")
-        stages.append(found.setdefault(sizes, dict(zip(names, sizes))))
+        counts: dict[Where, int] = {layer: kinds[layer] for layer in sorted(set(alike))}
+        counts |= {"blocks": len(own), "first": first, "last": last, "tied": max(first, last), "every": 1}
+        stages.append(found.setdefault(tuple(counts.values()), counts))
     return tuple(stages)
 
 
@@ -229,19 +210,18 @@ def _stage(work: Work, counts: Mapping[Where, int]) -> _Stage:
     setting = work.setting
     parts: list[tuple[Passes, float]] = []
     again: list[Terms] = []
-    for where, module, name in (("dense", "mlp", "mlp"), ("sparse", "moe", "moe")):
-        number = counts[where]  # type: ignore[index]
-        if number:
-            feed_forward: Passes = getattr(work, module)
-            parts += [(work.norm, 2 * number), (work.attention, number), (feed_forward, number)]
+    starting = 0.0
+    for layer, feed_forward in work.feed_forward.items():
+        if number := counts[layer]:
+            attention, name = work.attention[layer], "moe" if work.model.experts_of(layer) else "mlp"
+            parts += [(work.norm, 2 * number), (attention, number), (feed_forward, number)]
+            starting += work.software.host * number if name == "moe" else 0.0
             share = number / (setting.recompute_every if "block" not in setting.recompute else 1)
-            modules = {"norm": (work.norm, 2), "attention": (work.attention, 1), name: (feed_forward, 1)}
-            modules |= {
-                "scores": (work.scores, 1),
-                "act": (work.activation if where == "dense" else work.activations, 1),
-            }
+            modules = {"norm": (work.norm, 2), "attention": (attention, 1), name: (feed_forward, 1)}
+            modules |= {"scores": (work.scores[layer], 1)}
+            modules |= {"act": (work.activation(layer), 1)} if "act" in setting.recompute else {}
             if "products" in setting.recompute:
-                both = add([_scaled(work.norm.forward, 2), work.attention.forward, feed_forward.forward])
+                both = add([_scaled(work.norm.forward, 2), attention.forward, feed_forward.forward])
                 again.append(_scaled(Terms(matmul=0.5 * both.matmul, memory=both.memory), share))
             for kind in _recomputed(setting.recompute, name):
                 passes, times = modules[kind]
@@ -251,7 +231,7 @@ def _stage(work: Work, counts: Mapping[Where, int]) -> _Stage:
     else:
         parts += [(work.embedding, counts["first"]), (work.head, counts["last"]), (work.norm, counts["last"])]
     forward, backward, weights = (add(_scaled(passes[i], times) for passes, times in parts) for i in range(3))
-    return _Stage(forward, backward, weights, add(again), work.software.host * counts["sparse"])
+    return _Stage(forward, backward, weights, add(again), starting)
 
 
 def _recomputed(recompute: frozenset[str], feed_forward: str) -> list[str]:

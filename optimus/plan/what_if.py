@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from optimus.config.load import SomeSection, explain, keys_of_section
+from optimus.config.load import SomeSection, keys_of_section, validated
 from optimus.config.yaml_text import parse_yaml
 from optimus.errors import UserError, nearest
 
@@ -52,20 +52,12 @@ def changed(
         if not isinstance(node, dict) or (last not in node and not _is_free(type(what), sections)):
             raise UserError(f"--what-if '{text}': there is no '{key}'; {nearest(key, known)}")
         node[last] = _value(text, value, node.get(last))
-    return checked(type(what), raw, "--what-if")
+    return validated(type(what), raw, "--what-if", type(what))
 
 
 def _is_free(kind: type[BaseModel], path: Sequence[str]) -> bool:
     """Whether what is at `path` takes keys of any name."""
     return bool(path) and not tuple(keys_of_section(path, kind))
-
-
-def checked(kind: type[SomeSection], raw: dict[str, Any], where: str) -> SomeSection:
-    """A section of these values. Raises `UserError` for those that it cannot have."""
-    try:
-        return kind.model_validate(raw)
-    except ValidationError as error:
-        raise UserError(f"{where}: " + "; ".join(explain(error, kind))) from None
 
 
 def _value(text: str, value: str, now: Any) -> Any:

@@ -4,13 +4,14 @@ Legend: T tokens of a rank's sequences, R rows of its residual stream, e bytes o
 what it is spent on; collectives are what is not hidden behind computation.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from math import comb
 from typing import Any, NamedTuple
 
-from optimus.plan.architecture import Architecture, Projection
+from optimus.config import ModelConfig
+from optimus.plan.blocks import Block, Projection, blocks_of
 from optimus.plan.collectives import Collective, Place, collective_seconds, transfer_seconds
 from optimus.plan.machine import Machine
 from optimus.plan.setting import Setting
@@ -56,17 +57,17 @@ class Passes(NamedTuple):
 
 
 class Work:
-    """The modules of `architecture` on a rank of `setting`."""
+    """The modules of `model` on a rank of `setting`."""
 
-    def __init__(self, architecture: Architecture, setting: Setting, machine: Machine, software: Software) -> None:
-        self.architecture, self.setting, self.machine, self.software = architecture, setting, machine, software
+    def __init__(self, model: ModelConfig, setting: Setting, machine: Machine, software: Software) -> None:
+        self.model, self.setting, self.machine, self.software = model, setting, machine, software
         mesh = setting.mesh
         self.T = setting.rows
         self.R = self.T // mesh.tp_out if setting.sequence else self.T
-        self.H = architecture.hidden / mesh.tp_in
+        self.H = model.hidden / mesh.tp_in
         self.e = setting.itemsize
         self.known: dict[Any, Any] = {}  # what `step` has found out with it
-        self._dense = setting.precision if setting.precision in ("fp16", "fp32") else "bf16"
+        self._plain = setting.precision if setting.precision in ("fp16", "fp32") else "bf16"  # where nothing is cast
 
     def like(self, setting: Setting) -> "Work":
         """The same modules, with what is known of their times, in a setting that divides likewise what they have been asked
@@ -88,30 +89,37 @@ class Work:
         return Passes(self._memory(5 * size), self._memory(8 * size), Terms())
 
     @cached_property
-    def scores(self) -> Passes:
-        """What attention does besides its projections."""
-        a, mesh, machine = self.architecture, self.setting.mesh, self.machine
-        heads, context = a.heads / mesh.tp_out, self.setting.context
-        flops = 2 * self.T * context * heads * (a.query_size + a.head_size)
+    def scores(self) -> Mapping[int, Passes]:
+        """Of each kind of block: what attention does besides its projections."""
+        layers = sorted(set(self.model.alike))
+        known = {window: self._scores(window) for window in set(map(self.model.window_of, layers))}
+        return {layer: known[self.model.window_of(layer)] for layer in layers}
+
+    def _scores(self, window: int | None) -> Passes:
+        mesh, machine = self.setting.mesh, self.machine
+        query, value = self.model.query_size, self.model.value_size
+        heads, context = self.model.heads / mesh.tp_out, self.setting.context
+        flops = 2 * self.T * context * heads * (query + value)
         if self.software.attention == 0:
             batch = heads * self.T / context
-            products = [(context, context, a.query_size), (context, a.head_size, context)]
-            units = float(_aligned(8, a.query_size, a.head_size))  # batched products leave the units sooner than others
-            forward = sum(machine.matmul_seconds(*sizes, self._dense, batch, units=units) for sizes in products)
+            products = [(context, context, query), (context, value, context)]
+            units = float(_aligned(8, query, value))  # batched products leave the units sooner than others
+            forward = sum(machine.matmul_seconds(*sizes, self._plain, batch, units=units) for sizes in products)
             kept = self._memory(_SCORES * heads * self.T * context * self.e, share=1.0).memory
             return Passes(
                 self._speed(Terms(attention=forward + kept)),
                 self._speed(Terms(attention=2 * forward + 1.3 * kept)),
                 Terms(),
             )
-        half = 0.5 if a.causal else 1.0
+        seen = min(window or context, context) / context
+        half = seen - seen * seen / 2 if self.software.causal else 1.0  # of the square, without what is masked
         best = machine.attention_before if self.software.attention_before else machine.attention
         share = (best or machine.attention) * context / mesh.cp / (context / mesh.cp + machine.attention_half)
-        rate = machine.rates(self._dense).peak * share * self.software.attention * self._head_share
+        rate = machine.rates(self._plain).peak * share * self.software.attention * self._head_share
         forward = half * flops / rate + machine.kernel_latency
         back = _ATTENTION_BACKWARD * half * flops / rate + machine.kernel_latency
         ring, ring_back = self._ring(forward, back)
-        rotary = self._memory(4 * self.T * heads * a.query_size * self.e).memory
+        rotary = self._memory(4 * self.T * heads * query * self.e).memory
         return Passes(
             self._speed(Terms(attention=forward, memory=rotary))._replace(context=ring),
             self._speed(Terms(attention=back, memory=rotary))._replace(context=ring_back),
@@ -121,55 +129,61 @@ class Work:
     @property
     def _head_share(self) -> float:
         """Of the attention's best rate, with heads of this size: kernels come in steps of 32 columns, the rest pads."""
-        size = self.architecture.head_size
+        size = self.model.value_size
         return size / (-(-size // _STEP) * _STEP)
 
     @cached_property
-    def attention(self) -> Passes:
-        """Projections and scores."""
-        return _together([self._projections(self.architecture.attention(), self.T), self.scores])
+    def blocks(self) -> Mapping[int, Block]:
+        """Of each kind of block the projections."""
+        return blocks_of(self.model)
 
     @cached_property
-    def mlp(self) -> Passes:
-        """A dense feed-forward layer."""
-        return self._feed_forward(self.architecture.intermediate, self.T)
+    def attention(self) -> Mapping[int, Passes]:
+        """Of each kind of block: projections and scores."""
+        projections = self._projections(self.blocks[0].attention, self.T)
+        return {layer: _together([projections, scores]) for layer, scores in self.scores.items()}
 
     @cached_property
-    def moe(self) -> Passes:
+    def feed_forward(self) -> Mapping[int, Passes]:
+        """Of each kind of block: what comes after the attention."""
+        return {layer: self._moe(layer) if block.expert else self._dense(layer) for layer, block in self.blocks.items()}
+
+    def _dense(self, layer: int) -> Passes:
+        """A dense feed-forward layer, or what every token meets beside the experts that it chooses."""
+        projections = self.blocks[layer].dense
+        between = self._activation(projections, self.T, self.setting.mesh.tp_out)
+        return _together([self._projections(projections, self.T), between])
+
+    def _moe(self, layer: int) -> Passes:
         """Router, experts, the way there and back, and the expert that all tokens meet."""
-        a, s, mesh = self.architecture, self.setting, self.setting.mesh
+        hidden, mesh, block = self.model.hidden, self.setting.mesh, self.blocks[layer]
+        experts = self.model.experts_of(layer)
         own = self.T / mesh.tp  # tokens that this rank sends
-        rows = self._expert_rows
-        experts = a.experts // mesh.ep
-        parts = [self._product(own, a.experts, a.hidden, 1, self._dense)]
-        for projection in a.feed_forward(a.expert_intermediate):
+        rows, here = self._expert_rows, experts // mesh.ep
+        parts = [self._product(own, experts, hidden, 1, self._plain)]
+        for projection in block.expert:
             k, n = (1, mesh.etp) if projection.over == "outputs" else (mesh.etp, 1)
-            product = self._product(rows / experts, projection.outputs / n, projection.inputs / k, experts)
-            parts.append(product)
-        parts.append(self.activations)
+            parts.append(self._product(rows / here, projection.outputs / n, projection.inputs / k, here))
+        parts.append(self.activation(layer))
         moved = self._memory(
-            6 * rows * a.hidden * self.e, self._expert_passes
+            6 * rows * hidden * self.e, self._expert_passes
         )  # gathered, and added up again with their weights
         parts.append(Passes(moved, moved, Terms()))
-        way = Terms(expert=self._dispatch(own))
+        way = Terms(expert=self._dispatch(own, experts))
         parts.append(Passes(way, way, Terms()))
-        if a.shared_intermediate:
-            parts.append(self._feed_forward(a.shared_intermediate, self.T))
-        if mesh.tp_out > 1 and not s.sequence:  # what each rank has done for its tokens, for all
+        if block.dense:
+            parts.append(self._dense(layer))
+        if mesh.tp_out > 1 and not self.setting.sequence:  # what each rank has done for its tokens, for all
             gathered = self._tensor("all_gather", self.T * self.H * self.e)
             parts.append(Passes(gathered, gathered, Terms()))
         return _together(parts)
 
-    @cached_property
-    def activation(self) -> Passes:
-        """Between the products of a dense feed-forward layer."""
-        return self._activation(self.T, self.architecture.intermediate / self.setting.mesh.tp_out)
-
-    @cached_property
-    def activations(self) -> Passes:
-        """Between those of the experts."""
-        columns = self.architecture.expert_intermediate / self.setting.mesh.etp
-        return self._activation(self._expert_rows, columns, self._expert_passes)
+    def activation(self, layer: int) -> Passes:
+        """Between the products of the feed-forward layer, or of the experts."""
+        mesh, block = self.setting.mesh, self.blocks[layer]
+        if not block.expert:
+            return self._activation(block.dense, self.T, mesh.tp_out)
+        return self._activation(block.expert, self._expert_rows, mesh.etp, self._expert_passes)
 
     @property
     def _expert_passes(self) -> float:
@@ -178,16 +192,20 @@ class Work:
     @property
     def _expert_rows(self) -> float:
         """Copies of tokens that the busiest rank's experts meet."""
-        a, mesh = self.architecture, self.setting.mesh
-        return self.T / mesh.tp * a.experts_per_token * mesh.etp * self.setting.imbalance
+        mesh = self.setting.mesh
+        return self.T / mesh.tp * self._chosen * mesh.etp * self.setting.imbalance
+
+    @property
+    def _chosen(self) -> int:
+        return self.model.experts_per_token or 0
 
     @cached_property
     def head(self) -> Passes:
         """The output layer and the loss."""
-        a, mesh = self.architecture, self.setting.mesh
+        vocab, mesh = self.model.vocab, self.setting.mesh
         share = mesh.tp_out * (mesh.pp if self.setting.divided_vocabulary else 1)
-        product = self._product(self.T, a.vocab / share, a.hidden / mesh.tp_in, 1, self._dense)
-        logits = self.T * a.vocab / share * 4
+        product = self._product(self.T, vocab / share, self.H, 1, self._plain)
+        logits = self.T * vocab / share * 4
         loss = Passes(self._memory(3 * logits), self._memory(2 * logits), Terms())
         gather = self._tensor("all_gather", self.T * self.H * self.e) if self.setting.sequence else Terms()
         return _together([product, loss, Passes(gather, gather, Terms())])
@@ -202,16 +220,12 @@ class Work:
 
     # ---- Parts ----
 
-    def _feed_forward(self, width: int, rows: float) -> Passes:
-        columns = width / self.setting.mesh.tp_out
-        return _together(
-            [self._projections(self.architecture.feed_forward(width), rows), self._activation(rows, columns)]
-        )
-
-    def _activation(self, rows: float, columns: float, share: float | None = None) -> Passes:
-        """Between two projections; a gated one reads twice as much."""
-        size, read = rows * columns * self.e, 2 if self.architecture.gated else 1
-        return Passes(self._memory((read + 1) * size, share), self._memory((2 * read + 1) * size, share), Terms())
+    def _activation(
+        self, projections: Sequence[Projection], rows: float, parts: int, share: float | None = None
+    ) -> Passes:
+        """Between two projections, divided into `parts`: a gated one reads twice as much as it makes."""
+        read, made = (rows * columns / parts * self.e for columns in (projections[0].outputs, projections[-1].inputs))
+        return Passes(self._memory(read + made, share), self._memory(2 * read + made, share), Terms())
 
     def _projections(self, projections: Iterable[Projection], rows: float) -> Passes:
         """Matrix products and, where what they are made of is divided, collectives (equations 5.3 and 5.4)."""
@@ -266,51 +280,50 @@ class Work:
 
     def _ring(self, forward: float, backward: float) -> tuple[float, float]:
         """What remains of sending keys and values round beside attention; or all of what Ulysses exchanges."""
-        a, s, mesh = self.architecture, self.setting, self.setting.mesh
+        model, s, mesh = self.model, self.setting, self.setting.mesh
         if mesh.cp == 1:
             return 0.0, 0.0
-        place = s.place("cp")
-        shared = (a.groups or a.heads) / mesh.tp_out * self.T * (a.query_size + a.head_size) * self.e
+        place, each = s.place("cp"), self.T * (model.query_size + model.value_size) * self.e
+        shared = model.kv_heads / mesh.tp_out * each
         if s.ulysses:
-            own = a.heads / mesh.tp_out * self.T * (a.query_size + a.head_size) * self.e + shared
+            own = model.heads / mesh.tp_out * each + shared
             once = self.collective("all_to_all", own, place)
             return once, once
         once = (mesh.cp - 1) * transfer_seconds(shared, place, self.machine)
         beside = self.machine.overlap
         return max(0.0, once - beside * forward), max(0.0, 2 * once - beside * backward)
 
-    def _dispatch(self, own: float) -> float:
+    def _dispatch(self, own: float, experts: int) -> float:
         """Seconds of the way of `own` tokens to their experts and back."""
-        a, s, mesh = self.architecture, self.setting, self.setting.mesh
+        hidden, s, mesh = self.model.hidden, self.setting, self.setting.mesh
         place = Place(mesh.ep * mesh.etp, 1)
         if place.size == 1:
             return 0.0
         shown = 1 - self.software.overlap_expert * self.machine.overlap
         if s.dispatch == "allgather":
-            whole = own * place.size * a.hidden * self.e
+            whole = own * place.size * hidden * self.e
             both = [self.collective(kind, whole, place) for kind in ("all_gather", "reduce_scatter")]
             return sum(both) * shown
-        size = own * mesh.etp * s.imbalance * a.hidden * self.e
-        once = self._exchange(place, size)
+        size = own * mesh.etp * s.imbalance * hidden * self.e
+        once = self._exchange(place, size, experts)
         return 2 * once * shown
 
-    def _exchange(self, place: Place, size: float) -> float:
+    def _exchange(self, place: Place, size: float, experts: int) -> float:
         """Seconds of sending `size` bytes of tokens to their experts, or back."""
-        experts, ranks, nodes = self.architecture.experts_per_token, self.setting.mesh.ep, place.nodes(self.machine)
+        ranks, nodes = self.setting.mesh.ep, place.nodes(self.machine)
         if self.software.copies == "expert":
-            return self.collective("all_to_all", size * experts, place)
-        each = size * self._copies(ranks)
+            return self.collective("all_to_all", size * self._chosen, place)
+        each = size * self._copies(experts, ranks)
         if self.software.copies == "rank" or nodes == 1:
             return self.collective("all_to_all", each, place)
         # Once to each node, and there, while the next tokens come, to the ranks that have the experts.
         inside = self.collective("all_to_all", each, Place(place.on_a_node(self.machine)))
-        return max(inside, self.collective("all_to_all", size * self._copies(nodes), place))
+        return max(inside, self.collective("all_to_all", size * self._copies(experts, nodes), place))
 
-    def _copies(self, parts: int) -> float:
+    def _copies(self, experts: int, parts: int) -> float:
         """In how many of equal parts of the experts a token has some, if it chooses them at random."""
-        a = self.architecture
-        others = a.experts - a.experts // parts
-        return parts * (1 - comb(others, a.experts_per_token) / comb(a.experts, a.experts_per_token))
+        elsewhere = comb(experts - experts // parts, self._chosen) / comb(experts, self._chosen)
+        return parts * (1 - elsewhere)
 
 
 def _aligned(elements: int, *sizes: float) -> bool:

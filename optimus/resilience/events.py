@@ -4,10 +4,11 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
+
+from optimus.disk import read_json_lines
 
 Kind = Literal["failure", "exclusion", "restart", "recovered", "rollback", "injected", "finished"]
 
@@ -53,23 +54,14 @@ class EventLog:
 
     def read(self) -> list[dict[str, Any]]:
         """All events so far; a line that is not complete yet is left out."""
-        return list(self._lines())
+        return read_json_lines(self.path) if self.path.exists() else []
 
     def unrecovered(self) -> list[dict[str, Any]]:
         """Failures and rollbacks since the run last went on."""
         found: list[dict[str, Any]] = []
-        for event in self._lines():
+        for event in self.read():
             if event["kind"] in ("recovered", "finished"):
                 found = []
             elif event["kind"] in ("failure", "rollback"):
                 found.append(event)
         return found
-
-    def _lines(self) -> Iterator[dict[str, Any]]:
-        if not self.path.exists():
-            return
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue

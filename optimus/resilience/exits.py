@@ -37,3 +37,21 @@ def told_torch_elastic() -> str:
     """The signals for TorchElastic to hand on to ranks, as it wants them. It has no other switch than the environment."""
     names = os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in ending_signals())
     return names
+
+
+def how_ended(code: int) -> str:
+    """What a process's exit code (negative: a signal) says, for people."""
+    return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
+
+
+def signal_name(number: int) -> str:
+    """Such as SIGTERM."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal, which has none
+        return f"signal {number}"
+
+
+def error_in(message: object) -> str | None:
+    """`Type: message` of the exception that ended a rank, if it could leave one, in what TorchElastic has of its failure."""
+    return str(message["message"]) if isinstance(message, dict) else None

@@ -35,7 +35,8 @@ stop() {
     : >"$scratch/stop"
 }
 trap stop TERM INT
-@WARNING@
+warn_in_time
+
 # What runs on every node, around its agent. It ends with 0, because some launchers end all when one has failed; the code
 # that counts is in a file, which a node that has died does not write.
 cat >"$scratch/node.sh" <<'END'

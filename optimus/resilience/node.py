@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from optimus.disk import file_system_time
 from optimus.errors import UserError, naming_disk_errors
 from optimus.resilience.events import EventLog
 from optimus.resilience.exclusion import exclude, excluded
-from optimus.resilience.exits import STOPPED, Exit
+from optimus.resilience.exits import STOPPED, Exit, error_in
 from optimus.resilience.hangs import clear
 from optimus.resilience.policy import Do, decide
 from optimus.resilience.store import connect, own_address
@@ -59,7 +60,7 @@ def run_node(launch: Launch, command: Sequence[str]) -> Do | Exit | None:
     rendezvous (any more), clocks are too far apart, too few nodes come together, or the run does not get on.
     """
     check_not_excluded(launch.run, launch.node)
-    say = _Saying(launch.node)
+    say = partial(_say, launch.node)
     waiting = Waiting(say)
     store = connect(launch.endpoint, launch.wait, waiting.on)
     waiting.over()
@@ -178,7 +179,7 @@ class _Member:
         decision = decide(codes, crashes, self._rendezvous.spares())
         if decision.do is Do.LEAVE and not self._claim_spare():
             decision = decide(codes, crashes, 0)
-        said = [text for failure in failures.values() if (text := _said(failure))]
+        said = [text for failure in failures.values() if (text := error_in(failure.message))]
         detail = f"{decision.detail}: {said[0]}" if said else decision.detail
         if decision.blamed:
             self._store.add(self._key(f"crashes/{self._launch.node}"), 1)
@@ -246,14 +247,9 @@ _DOING: dict[Do | Exit, str] = {
 }
 
 
-class _Saying:
-    """Prints what a node does; standard output is for results."""
-
-    def __init__(self, node: str) -> None:
-        self._node = node
-
-    def __call__(self, what: str) -> None:
-        print(f"node {self._node}: {what}", file=sys.stderr, flush=True)
+def _say(node: str, what: str) -> None:
+    """Print what a node does; standard output is for results."""
+    print(f"node {node}: {what}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -287,8 +283,3 @@ def _check_clocks(launch: Launch, store: Store) -> None:
             f"the clock of node {launch.node} is {abs(ahead - theirs):.0f} s {'ahead of' if ahead > theirs else 'behind'} "
             f"that of node {other}, more than half of the {2 * limit:g} s after which a silent node is dead: set both by NTP"
         )
-
-
-def _said(failure: ProcessFailure) -> str | None:
-    message = failure.message
-    return str(message["message"]) if isinstance(message, dict) else None

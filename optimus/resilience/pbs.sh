@@ -12,3 +12,15 @@ answers() {
     printf '%s\n' "$1" >"$scratch/host-$1"
     timeout 60 mpiexec -n 1 --ppn 1 --hostfile "$scratch/host-$1" true
 }
+
+# PBS warns no script of the end of its time, so a clock does.
+warn_in_time() {
+    {
+        trap 'kill "$nap"; exit' TERM
+        sleep @UNWARNED@ &
+        nap=$!
+        wait "$nap"
+        kill -TERM "$$"
+    } >/dev/null 2>&1 &
+    timer=$!
+}

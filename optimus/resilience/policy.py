@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
-from optimus.resilience.exits import STOPPED, Exit
+from optimus.resilience.exits import STOPPED, Exit, how_ended, signal_name
 
 CRASHES = 2  # of a node's own ranks, after which it is taken to be at fault
 
@@ -38,7 +38,7 @@ def decide(codes: Mapping[int, int], crashes: int, spares: int) -> Decision:
     if Exit.USER in by_code:
         return Decision(Do.STOP, False, by_code[Exit.USER], "the run cannot go on as it is configured")
     if stopped := [code for code in STOPPED if code in by_code]:
-        return Decision(stopped[0], False, by_code[stopped[0]], f"told to end by {_name(stopped[0] - 128)}")
+        return Decision(stopped[0], False, by_code[stopped[0]], f"told to end by {signal_name(stopped[0] - 128)}")
     if Exit.BAD_NODE in by_code:
         do = Do.LEAVE if spares > 0 else Do.RESTART
         return Decision(do, True, by_code[Exit.BAD_NODE], "its numbers are not finite, or it does not answer")
@@ -49,13 +49,5 @@ def decide(codes: Mapping[int, int], crashes: int, spares: int) -> Decision:
     if not own and Exit.LOST in by_code:
         return Decision(Do.RESTART, False, None, "another rank was lost")
     code, rank = min((own or by_code).items(), key=lambda item: item[1])
-    how = f"exit code {code}" if code >= 0 else f"killed by {_name(-code)}"
     do = Do.LEAVE if crashes + 1 >= CRASHES and spares > 0 else Do.RESTART
-    return Decision(do, True, rank, f"rank {rank} crashed ({how})")
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal, which has none
-        return f"signal {number}"
+    return Decision(do, True, rank, f"rank {rank} crashed ({how_ended(code)})")

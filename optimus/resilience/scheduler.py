@@ -40,7 +40,7 @@ class BatchJob:
 def write_script(job: BatchJob, path: Path) -> str:
     """Write the script; returns the command that submits it.
 
-    Raises `UserError` when `path` exists or cannot be written, and for numbers, time or directives that make no job.
+    Raises `UserError` when `path` exists or cannot be written, and for a time or directives that make no job.
     """
     path = user_path(path)
     text = script(job, submit := f"{_SUBMIT[job.scheduler]} {shlex.quote(str(path))}")
@@ -66,10 +66,10 @@ def script(job: BatchJob, submit: str) -> str:
         "RUN": shlex.quote(str(job.run)),
         "NODES": str(job.nodes),
         "COMMAND": shlex.join(job.command),
-        "SYSTEM": _part(job.scheduler),
-        "WARNING": _warning(job),
+        "UNWARNED": str(_seconds(job.time) - _WARNING),
     }
-    return re.sub("@([A-Z]+)@", lambda found: filled[found[1]], _part("job"))
+    text = _part("job").replace("@SYSTEM@", _part(job.scheduler))
+    return re.sub("@([A-Z]+)@", lambda found: filled[found[1]], text)
 
 
 _SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
@@ -80,10 +80,6 @@ def _part(name: str) -> str:
 
 
 def _check(job: BatchJob) -> None:
-    if job.nodes < 1 or job.spares < 0:
-        raise UserError(
-            f"--nodes {job.nodes} --spares {job.spares}: a job needs at least one node, and no fewer than 0 spares"
-        )
     if not re.fullmatch(r"\d+:[0-5]\d:[0-5]\d", job.time):
         raise UserError(f"--time {job.time}: give HOURS:MINUTES:SECONDS, such as 12:00:00")
     if _seconds(job.time) <= 2 * _WARNING:
@@ -127,21 +123,6 @@ def _directives(job: BatchJob) -> list[str]:
 def _job_name(run: Path) -> str:
     """A name that both systems take: a letter, then letters, digits and dashes, at most 15."""
     return f"o-{re.sub(r'[^A-Za-z0-9]+', '-', run.name).strip('-')}"[:15]
-
-
-def _warning(job: BatchJob) -> str:
-    """Slurm warns the script itself; PBS has nothing like it, so a clock does."""
-    if job.scheduler == "slurm":
-        return ""
-    return f"""{{
-    trap 'kill "$nap"; exit' TERM
-    sleep {_seconds(job.time) - _WARNING} &
-    nap=$!
-    wait "$nap"
-    kill -TERM "$$"
-}} >/dev/null 2>&1 &
-timer=$!
-"""
 
 
 def _seconds(time: str) -> int:

@@ -143,7 +143,7 @@ class Chunk:
             yield name, parameter
         if self.plan.shards_gradients:
             _release(self.gradient)  # now that the views of it are made
-        self.release()
+        self.reshard()
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
         """By name, each parameter's view of a buffer of the whole chunk's size."""
@@ -179,8 +179,8 @@ class Chunk:
             self._gathering = None
             self.gathered = True
 
-    def release(self) -> None:
-        """Give up the whole parameters where only a part is kept; the module's parameters stay views of them."""
+    def reshard(self) -> None:
+        """Free the whole parameters where only a part is kept; the module's parameters stay views of them."""
         if self.plan.shards_parameters:
             self.settle()
             _release(self.parameter)
@@ -201,7 +201,7 @@ class Chunk:
     def _share(self) -> None:
         """This rank's part has changed: what others have of it, and this rank of theirs, is out of date."""
         if self.plan.sharded:
-            self.release()
+            self.reshard()
             self.gathered = False
         if not self.plan.shards_parameters:
             self.start_gather()
@@ -272,7 +272,7 @@ class Chunk:
             return
         self._arrived = 0
         if not self._keep:
-            self.release()  # the backward pass is through with them
+            self.reshard()  # the backward pass is through with them
         if self._last or self.plan.shards_gradients:
             self._start_reduction()
 
@@ -329,32 +329,6 @@ class Chunk:
             copy = own if self._copies_master else None
             adamw(rule, step, lr, master, reduced, m, v, gradient_scale=gradient_scale, copy=copy)
         self._share()
-
-    def whole(self, part: Tensor) -> Tensor:
-        """All of a buffer, of the whole chunk's size, from the parts of the group's ranks; all of them must call."""
-        if not self.plan.sharded:
-            return part
-        whole = torch.empty(self.plan.size, dtype=part.dtype, device=part.device)
-        self.group.gather(whole, part)
-        return whole
-
-    def bytes_by_kind(self) -> dict[str, int]:
-        """Allocated bytes; `master` is zero where the parameters serve as master weights."""
-        counted: set[int] = set()
-
-        def count(*buffers: Tensor) -> int:
-            storages = {
-                s._cdata: s for s in (buffer.untyped_storage() for buffer in buffers) if s._cdata not in counted
-            }
-            counted.update(storages)
-            return sum(storage.nbytes() for storage in storages.values())
-
-        return {
-            "parameters": count(self.parameter, self.own),
-            "gradients": count(self.gradient, self.reduced),
-            "master": count(self.master),
-            "moments": count(self.m, self.v),
-        }
 
 
 def _before_accumulation(own: "weakref.ref[Chunk]", gradient: Tensor | None) -> None:

@@ -29,7 +29,7 @@ class Gathering:
         self.watch: Callable[[Tensor], None] | None = None  # is shown every tensor saved for a backward pass
         self._buffers: dict[nn.Parameter, GradientBuffer] = {}
         self._chunks: dict[nn.Parameter, Chunk] = {}  # of parameters that are sharded
-        self._releasing: list[Chunk] = []
+        self._resharding: list[Chunk] = []
         self._by_storage: dict[int, Chunk] = {}
         self._order: list[Chunk] = []  # in which chunks had to be gathered
         self._place = 0  # in that order: the next one
@@ -45,8 +45,8 @@ class Gathering:
             self._buffers |= chunk.gradient_buffers
             if chunk.plan.sharded:
                 self._chunks |= dict.fromkeys(chunk.gradient_buffers, chunk)
-        self._releasing = [chunk for chunk in chunks if chunk.plan.shards_parameters]
-        self._by_storage = {chunk.parameter.untyped_storage()._cdata: chunk for chunk in self._releasing}
+        self._resharding = [chunk for chunk in chunks if chunk.plan.shards_parameters]
+        self._by_storage = {chunk.parameter.untyped_storage()._cdata: chunk for chunk in self._resharding}
 
     def use(self, *parameters: nn.Parameter) -> Sequence[GradientBuffer | None]:
         """Have the parameters whole on this device; their gradient buffers. All ranks must call alike."""
@@ -61,15 +61,15 @@ class Gathering:
 
     def saving(self) -> AbstractContextManager[Any]:
         """Around a forward pass whose backward pass will need the parameters that it has used."""
-        if (not self._releasing or self._keep) and self.watch is None:
+        if (not self._resharding or self._keep) and self.watch is None:
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _gather(self, chunks: list[Chunk]) -> None:
         if chunks and not self._keep and not _in_backward():  # what is recomputed there is needed there
-            for other in self._releasing:
+            for other in self._resharding:
                 if other.gathered and other not in chunks:
-                    other.release()
+                    other.reshard()
         for chunk in chunks:
             self._have(chunk)
 

@@ -1,6 +1,6 @@
 """All chunks of a model: what the training step calls."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -64,7 +64,7 @@ class ModelState:
                 compute_dtype,
                 gradient_dtype,
                 device,
-                keep=not options.release,
+                keep=not options.reshard_after_forward,
                 piece=piece,
                 started=self._limit_reductions,
                 step=groups.step,
@@ -79,7 +79,7 @@ class ModelState:
         # Else every rank has every gradient, and finds the same norm by itself.
         self._parted = any(chunk.plan.copies < groups.world.size for chunk in self.chunks)
         self._gathering = gathering or Gathering()
-        self._gathering.hold(self.chunks, options.prefetch, not options.release)
+        self._gathering.hold(self.chunks, options.prefetch, not options.reshard_after_forward)
 
     @property
     def team(self) -> Group:
@@ -160,13 +160,6 @@ class ModelState:
         """For each chunk, the rank that writes into a checkpoint what this one keeps of it; see `plan.writers`."""
         plans = [chunk.plan for chunk in self.chunks]
         return writers(plans, self.groups.mesh, self.groups.rank, self._options, scattered=scattered)
-
-    def bytes_by_kind(self) -> dict[str, int]:
-        """Bytes allocated for parameters, gradients, master weights and moments."""
-        total: Counter[str] = Counter()
-        for chunk in self.chunks:
-            total.update(chunk.bytes_by_kind())
-        return dict(total)
 
     def _limit_reductions(self, chunk: Chunk) -> None:
         """A reduction has begun: let no more than a few hold their long buffers at once, or none be under way."""

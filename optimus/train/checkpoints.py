@@ -8,17 +8,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimus.checkpoint import DamagedError, Description, Saver, Target, find_checkpoint, load_state
-from optimus.checkpoint.folder import differences, step_folder, weights_folder
+from optimus.checkpoint.folder import (
+    DamagedError,
+    Description,
+    differences,
+    find_checkpoint,
+    step_folder,
+    weights_folder,
+)
 from optimus.checkpoint.rollback import Point, resume_points
+from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.slots import set_newer_aside
-from optimus.checkpoint.store import WEIGHTS
+from optimus.checkpoint.store import WEIGHTS, load_state
 from optimus.config import RunConfig
 from optimus.errors import naming_disk_errors
 from optimus.hub import load_weights
 from optimus.model import Transformer
 from optimus.model.parameters import named_tensors
-from optimus.state import Box, load_boxes
+from optimus.state.boxes import Box
+from optimus.state.loading import load_boxes
 from optimus.train.hooks import Hook
 from optimus.train.run import Run, fingerprint, new_run
 from optimus.train.step import StepResult
@@ -111,31 +119,37 @@ def _resume(run: Run, points: Sequence[Point]) -> None:
     notes = []
     for point in points:
         try:
-            description, readers = load_state(
-                run.state,
-                point.path,
-                model=run.config.model,
-                run=fingerprint(run.config, run.shards),
-                full=point.full,
-                send=run.config.checkpoint.broadcast,
-            )
+            readers = _go_on(run, point.path, full=point.full)
             break
         except DamagedError as error:
             notes.append(str(error))
     else:
         raise DamagedError("; ".join(notes))
-    run.step = description.step
-    run.state.steps = description.progress["updates"] if point.full else 0
-    run.skipped = description.progress["skipped"]
-    _restore_random(description, run.device)
     how = "" if point.full else ", its weights with fresh moments"
-    if changed := differences(_numbers(description.config), _numbers(run.config.model_dump(mode="json"))):
-        notes.append(f"going on with another configuration: {changed}")
-    run.notes += notes
-    run.notes.append(f"resumed from {point.path} (step {run.step}){how}{_readers(run, readers)}")
+    run.notes += [*notes, f"resumed from {point.path} (step {run.step}){how}{_readers(run, readers)}"]
     if run.groups.rank == 0:
         with naming_disk_errors(run.folder, "Mend the folder's permissions"):
             run.notes += [f"set aside as {path}" for path in set_newer_aside(run.folder, run.step)]
+
+
+def _go_on(run: Run, path: Path, *, full: bool) -> int:
+    """Load state and counters from checkpoint `path` of this run or of one of the same data; how many ranks have read it."""
+    description, readers = load_state(
+        run.state,
+        path,
+        model=run.config.model,
+        run=fingerprint(run.config, run.shards),
+        full=full,
+        send=run.config.checkpoint.broadcast,
+    )
+    run.step = description.step
+    run.state.steps = description.progress["updates"] if full else 0
+    run.skipped = description.progress["skipped"]
+    _restore_random(description, run.device)
+    there, here = _numbers(description.config), _numbers(run.config.model_dump(mode="json"))
+    if changed := differences(there, {key: value for key, value in here.items() if key in there}):
+        run.notes.append(f"going on with another configuration: {changed}")
+    return readers
 
 
 def _numbers(config: dict[str, Any]) -> dict[str, Any]:
@@ -152,6 +166,11 @@ def _start(run: Run, resume: bool) -> None:
     initial = run.config.checkpoint.initial
     if resume:
         run.notes.append(f"nothing to resume in {run.folder}: starting at step 0")
+    if (branch := run.config.schedule.branch_from) is not None:
+        path = run.groups.world.on_first(lambda: find_checkpoint(branch))
+        readers = _go_on(run, path, full=True)
+        run.notes.append(f"branching from {path} (step {run.step}){_readers(run, readers)}")
+        return
     if initial is None:
         run.state.initialize(run.config.train.seed, run.config.model.init_std)
         return

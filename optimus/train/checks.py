@@ -14,15 +14,14 @@ from optimus.checkpoint.manifest import read_checked_description
 from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import check_same_model, check_same_run
 from optimus.config import ModelConfig, RunConfig, load_config
-from optimus.data import Shards
+from optimus.data.shards import Shards
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
 from optimus.mesh import Mesh
 from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory
 from optimus.observe.wandb import check_wandb
-from optimus.state import bytes_by_kind, elements_written
-from optimus.state.plan import ChunkPlan
+from optimus.state.plan import ChunkPlan, bytes_by_kind, elements_written
 from optimus.train.pipeline import schedule_of
 from optimus.train.run import DTYPES, Run, fingerprint, mesh_of, planned_chunks, ranks_per_node, sharers
 from optimus.train.step import accumulate_gradients
@@ -43,6 +42,8 @@ def check_ranks(config: RunConfig, ranks: int) -> None:
 def check_references(config: RunConfig, resume: bool) -> None:
     """Raise `UserError` when something that the run will need later, or only sometimes, is not there."""
     check_wandb(config)
+    if config.schedule.branch_from is not None and not resume:
+        _check_branch(config, find_checkpoint(config.schedule.branch_from))
     initial = config.checkpoint.initial
     if initial is not None and not resume:
         if (Path(initial) / "config.json").is_file():
@@ -51,6 +52,18 @@ def check_references(config: RunConfig, resume: bool) -> None:
         else:
             path = find_checkpoint(initial)
             check_same_model(read_description(path).model, config.model, path)
+
+
+def _check_branch(config: RunConfig, path: Path) -> None:
+    trunk = read_description(path)
+    check_same_model(trunk.model, config.model, path)
+    if not trunk.full:
+        raise UserError(f"schedule.branch_from: {path} holds weights only: name a full checkpoint, step-N")
+    if trunk.step >= config.train.total_steps:
+        raise UserError(
+            f"schedule.branch_from: {path} is at step {trunk.step}, and the run ends at {config.train.total_steps}: raise "
+            "train.steps, which counts the trunk's too"
+        )
 
 
 def check_held_out(config: RunConfig) -> None:
@@ -155,15 +168,6 @@ def _of_nodes(mesh: Mesh, held: Sequence[int], written: Mapping[int, int]) -> It
         ranks = range(first, min(first + node, mesh.size))
         copies = 12 * sum(written.get(rank, 0) for rank in ranks)  # fp32 weights and both moments
         yield sum(held[mesh.coordinate(rank, "pp")] for rank in ranks), copies
-
-
-def state_bytes(config: RunConfig, ranks: int, rank: int) -> dict[str, int]:
-    """Bytes that `rank` of `ranks` will hold at rest, by kind (parameters, gradients, master, moments).
-
-    Planned on meta tensors: no memory and no process group, for any number of ranks. Raises `UserError` when the
-    parameters cannot be divided as configured.
-    """
-    return _at_rest(config, planned_chunks(config, mesh_of(config, ranks), [rank])[0])
 
 
 def _at_rest(config: RunConfig, plans: Sequence[ChunkPlan]) -> dict[str, int]:

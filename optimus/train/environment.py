@@ -18,7 +18,6 @@ from optimus.errors import naming_disk_errors
 from optimus.observe.machine import describe_machine, device_name, versions
 from optimus.train.run import Run
 
-_RANK_PROGRAM = "optimus.train.launch"
 _GIT_SECONDS = 10.0
 
 
@@ -45,8 +44,7 @@ def record_environment(run: Run) -> None:
 def command_line() -> list[str]:
     """What was run: this process, or for a rank that our launcher started, the launcher."""
     process = psutil.Process()
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    parent = process.parent() if spec is not None and spec.name == _RANK_PROGRAM else None
+    parent = process.parent() if hasattr(sys.modules["__main__"], "run_as_rank") else None
     return (parent or process).cmdline()
 
 

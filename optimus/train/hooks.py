@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from optimus.checkpoint.lease import BEAT, check_held
 from optimus.comm import CollectiveError
+from optimus.data import tokenizer
 from optimus.errors import UserError, naming_disk_errors
 from optimus.model.count import flops_per_token
 from optimus.observe.machine import peak_flops
@@ -78,6 +80,19 @@ class Interrupt(Hook):
             signal.signal(number, handler)
 
 
+class Holding(Hook):
+    """Ends the run, with nothing more written, when another one has taken its folder over; on rank 0, before other hooks."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._looked = time.monotonic()
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if time.monotonic() - self._looked > BEAT:
+            self._looked = time.monotonic()
+            check_held(run.folder, self._token)
+
+
 class Recovered(Hook):
     """Writes into the event log, after the first step, that the run goes on after a failure; on rank 0."""
 
@@ -142,11 +157,10 @@ class HeldOut(Hook):
         return world.on_first(lambda: measure(run.model, self._parts(run, text)))
 
     def _parts(self, run: Run, text: str) -> Iterator["Part"]:
-        from optimus.evaluate import load_tokenizer
         from optimus.evaluate.text import read_parts
 
         yield from read_parts(
-            load_tokenizer(run.shards.tokenizer_path, parse_special=run.shards.parse_special),
+            tokenizer.load(run.shards.tokenizer_path, parse_special=run.shards.parse_special),
             text,
             eos_id=run.shards.eos_id,
             context=run.config.train.context,

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import timedelta
@@ -28,7 +28,7 @@ from optimus.checkpoint.folder import DamagedError, list_checkpoints, step_of
 from optimus.checkpoint.lease import HeldError, Lease, living_holder
 from optimus.comm import CollectiveError
 from optimus.config import RunConfig, dump_config, load_config
-from optimus.data import Shards
+from optimus.data.shards import Shards
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
 from optimus.observe.machine import find_device, usable_cores
@@ -36,17 +36,16 @@ from optimus.observe.metrics import read_metrics
 from optimus.observe.terminal import let_go_if_gone
 from optimus.resilience import local
 from optimus.resilience.events import EventLog
-from optimus.resilience.exits import SAVING, STOPPED, EndedError, Exit, told_torch_elastic
-from optimus.resilience.faults import FaultPlan
+from optimus.resilience.exits import SAVING, STOPPED, EndedError, Exit, error_in, how_ended, told_torch_elastic
 from optimus.resilience.parent import end_with
 from optimus.resilience.store import LOOPBACK
 from optimus.train import checks
 from optimus.train.checkpoints import Checkpoints, build_run
 from optimus.train.environment import record_environment
 from optimus.train.health import Hangs, SlowRanks
-from optimus.train.holding import Holding
 from optimus.train.hooks import (
     HeldOut,
+    Holding,
     Hook,
     Interrupt,
     Metrics,
@@ -56,7 +55,6 @@ from optimus.train.hooks import (
     TimeLeft,
     Trace,
 )
-from optimus.train.injection import Inject
 from optimus.train.loop import naming_collectives, train_loop
 from optimus.train.oversubscription import Oversubscription
 from optimus.train.pipeline import with_microbatches
@@ -177,7 +175,7 @@ def rank_options(holder: str | None = None) -> list[str]:
 
 def explain(failures: Mapping[int, "ProcessFailure"]) -> str:
     """One message about the failed ranks: what was the cause, and where the others stopped when a rank was lost."""
-    said = {rank: text for rank, failure in failures.items() if (text := _said(failure)) is not None}
+    said = {rank: text for rank, failure in failures.items() if (text := error_in(failure.message)) is not None}
     stopped = {rank: text for rank, text in said.items() if text.startswith("CollectiveError: ")}
     first = min(failure.timestamp for failure in failures.values())  # whole seconds
     silent = [rank for rank in failures if rank not in said]
@@ -186,7 +184,7 @@ def explain(failures: Mapping[int, "ProcessFailure"]) -> str:
     causes = sorted(said.keys() - stopped.keys(), key=lambda rank: (failures[rank].timestamp, rank))
     if lost or not said:
         rank = min(lost or silent, key=lambda rank: failures[rank].timestamp)
-        head = f"rank {rank} was lost ({_how_ended(failures[rank].exitcode)})"
+        head = f"rank {rank} was lost ({how_ended(failures[rank].exitcode)})"
     elif causes:
         return f"rank {causes[0]} failed: {re.sub(r'^(User|Damaged|Held)Error: ', '', said[causes[0]])}"
     elif hung := [rank for rank in silent if failures[rank].exitcode == -signal.SIGKILL]:
@@ -200,29 +198,15 @@ def explain(failures: Mapping[int, "ProcessFailure"]) -> str:
     return f"{head}{others}: {stopped[rank].removeprefix('CollectiveError: ')}"
 
 
-def _said(failure: "ProcessFailure") -> str | None:
-    """`Type: message` of the exception that ended the rank, if it could leave one."""
-    message: Any = failure.message  # a mapping, its traceback in it, or TorchElastic's own text
-    return message["message"] if isinstance(message, dict) else None
-
-
-def _how_ended(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-
-
 def _run_rank(
-    config_text: str,
-    resume: bool,
-    plan: FaultPlan | None = None,
-    node: str | None = None,
-    holder: str | None = None,
+    config_text: str, resume: bool, node: str | None = None, holder: str | None = None, more: Sequence[Hook] = ()
 ) -> int:
     """One rank's whole run, under the launcher's environment where there is one.
 
     Returns the signal that has ended it before its end, or 0; the same on all ranks, when all have saved.
 
-    `plan` is what goes wrong in it. `node` is the name of the node where a launcher watches nodes. `holder` is the token of
-    the lease by which the run holds its folder.
+    `node` is the name of the node where a launcher watches nodes. `holder` is the token of the lease by which the run holds
+    its folder. `more` hooks come before all others but that for the lease.
     """
     config = load_config(yaml.safe_load(config_text))
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -244,7 +228,7 @@ def _run_rank(
             _claim_folder(run)
         with _last_words() if ranks > 1 else nullcontext():
             holding = [Holding(holder)] if holder is not None and run.groups.rank == 0 else []
-            train_loop(run, [*holding, *([Inject(plan)] if plan is not None else []), *_hooks(run, node)])
+            train_loop(run, [*holding, *more, *_hooks(run, node)])
             run.state.finish()
             if run.stopped_by:  # launchers end the others when they see that one has ended with a code
                 run.groups.world.any(False, device)
@@ -357,22 +341,22 @@ def _summary(config: RunConfig, stopped_by: int) -> dict[str, Any]:
     }
 
 
-def _main() -> None:
-    """A rank that a launcher started: CONFIG [--resume] [--inject PLAN] [--node NAME] --parent PID --holder TOKEN. Its error
-    goes to the launcher."""
+def run_as_rank(words: Sequence[str], more: Sequence[Hook] = ()) -> None:
+    """Be a rank that a launcher started, with `more` hooks: CONFIG [--resume] [--node NAME] --parent PID --holder TOKEN.
+
+    Its error goes to the launcher.
+    """
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    config, *options = sys.argv[1:]
-    names = ("--inject", "--node", "--parent", "--holder")
-    inject, node, parent, holder = (options[options.index(name) + 1] if name in options else None for name in names)
+    config, *options = words
+    names = ("--node", "--parent", "--holder")
+    node, parent, holder = (options[options.index(name) + 1] if name in options else None for name in names)
     if parent is not None:
         end_with(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a hook handles it: the launcher has said all
-    plan = None if inject is None else FaultPlan.read(inject)
+    text = Path(config).read_text(encoding="utf-8")
     try:
-        stopped_by = record(_run_rank)(
-            Path(config).read_text(encoding="utf-8"), "--resume" in options, plan, node, holder
-        )
+        stopped_by = record(_run_rank)(text, "--resume" in options, node, holder, more)
     except UserError as error:
         sys.exit(code_of(error))
     # All is written. torch's threads may outlive what would end them, and then abort the process as it ends.
@@ -380,4 +364,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    run_as_rank(sys.argv[1:])

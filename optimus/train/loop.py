@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from optimus.comm import CollectiveError
-from optimus.data import TokenLoader
+from optimus.data.loader import TokenLoader
 from optimus.errors import UserError
 from optimus.train.hooks import Hook
 from optimus.train.run import Run

@@ -19,14 +19,14 @@ from optimus.pipeline.ready import message_driven
 from optimus.pipeline.schedule import Schedule
 from optimus.pipeline.schedules import forward_only, make_schedule, schedules
 from optimus.pipeline.simulation import simulate
-from optimus.pipeline.staged import Cut, Staged
+from optimus.pipeline.staged import Staged, StagePartition
 from optimus.pipeline.stages import Weights, divide
 from optimus.pipeline.vocabulary import VocabularyLinks
 
 _IDLE = 0.1  # of a rank's computing time: what `microbatches: auto` allows
 
 
-def cut_of(config: RunConfig, mesh: Mesh, rank: int) -> Cut:
+def partition_of(config: RunConfig, mesh: Mesh, rank: int) -> StagePartition:
     """How the model is cut into stages, and which are on `rank`; without a pipeline, one of all blocks.
 
     Raises `UserError` when there are too few blocks.
@@ -37,7 +37,7 @@ def cut_of(config: RunConfig, mesh: Mesh, rank: int) -> Cut:
         blocks = [range(start, end) for start, end in pairwise(ends)]
     else:
         blocks = blocks_of_stages(model, parallel.stages, divided=parallel.vocabulary)
-    return Cut(blocks, placement_of(config).stages_of(mesh.coordinate(rank, "pp")), parallel.vocabulary)
+    return StagePartition(blocks, placement_of(config).stages_of(mesh.coordinate(rank, "pp")), parallel.vocabulary)
 
 
 def blocks_of_stages(model: ModelConfig, stages: int, *, divided: bool) -> list[range]:
@@ -61,7 +61,9 @@ def _weights(model: ModelConfig, *, divided: bool) -> tuple[Weights, Weights]:
     return Weights(met, last=last), Weights(held, first + positions, last)
 
 
-def stages_of(model: Transformer, cut: Cut, config: RunConfig, groups: Groups, dtype: torch.dtype) -> Staged:
+def stages_of(
+    model: Transformer, partition: StagePartition, config: RunConfig, groups: Groups, dtype: torch.dtype
+) -> Staged:
     """The stages of this rank, and how they are run."""
     parallel, mesh = config.parallel, groups.mesh
     streams = groups.streams(2 * parallel.stages, "pp")
@@ -86,7 +88,7 @@ def stages_of(model: Transformer, cut: Cut, config: RunConfig, groups: Groups, d
 
     share = mesh.tp_out if parallel.splits_sequence else 1, mesh.tp_in
     last = place.rank_of(place.stages - 1)
-    return Staged(model, cut, share, dtype, execute, groups.along("pp"), last, mesh.tp, exchange)
+    return Staged(model, partition, share, dtype, execute, groups.along("pp"), last, mesh.tp, exchange)
 
 
 def placement_of(config: RunConfig) -> Schedule:

@@ -9,7 +9,7 @@ from typing import Any
 
 from optimus.config import RunConfig, load_config
 from optimus.config.yaml_text import parse_yaml
-from optimus.data import Shards
+from optimus.data.shards import Shards
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
 

@@ -5,7 +5,8 @@ from typing import Any
 from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.mesh import Mesh
-from optimus.parallel.activations import Activations, Split
+from optimus.parallel.activations import Activations
+from optimus.parallel.build import StageOptions
 from optimus.parallel.recompute import Recomputation
 from optimus.parallel.recompute_choice import choose_recomputation
 
@@ -38,24 +39,29 @@ def chosen_recomputation(
     return *choose_recomputation(config.model, budget, **activation_shapes(config, mesh, itemsize)), budget
 
 
+def stage_options(config: RunConfig, chosen: Recomputation | None = None) -> StageOptions:
+    """How the model is divided, as configured; `chosen` is recomputed."""
+    return StageOptions(
+        routing=config.moe.routing,
+        sequence=config.parallel.splits_sequence,
+        overlap=config.parallel.overlap,
+        vocabulary=config.parallel.vocabulary,
+        context_method=config.parallel.context_method,
+        duplicates=not config.moe.drop_duplicates,
+        dispatch=config.moe.dispatch,
+        recomputation=chosen or Recomputation(),
+        keep_collectives=config.recompute_collectives == "keep",
+    )
+
+
 def activation_shapes(config: RunConfig, mesh: Mesh, itemsize: int) -> dict[str, Any]:
     """What `activation_bytes` is to know of a run, besides the model and what is recomputed."""
     return {
         "micro_batch": config.train.micro_batch,
         "context": config.train.context,
         "itemsize": itemsize,
-        "keep_collectives": config.recompute_collectives == "keep",
-        "split": Split(
-            tp_out=mesh.tp_out,
-            tp_in=mesh.tp_in,
-            cp=mesh.cp,
-            ep=mesh.ep,
-            etp=mesh.etp,
-            sequence=config.parallel.splits_sequence,
-            duplicates=not config.moe.drop_duplicates,
-            method=config.parallel.context_method,
-            dispatch=config.moe.dispatch,
-        ),
+        "mesh": mesh,
+        "options": stage_options(config),
     }
 
 

@@ -15,21 +15,22 @@ import torch.distributed as dist
 from optimus.checkpoint.saving import Saver
 from optimus.comm import Groups
 from optimus.config import RunConfig
-from optimus.data import Shards, TokenLoader
+from optimus.data.loader import TokenLoader
+from optimus.data.shards import Shards
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.mesh.placement import describe
 from optimus.model import Transformer
 from optimus.observe.machine import free_memory
-from optimus.parallel.build import StageOptions, build_stage
+from optimus.parallel.build import build_stage
 from optimus.parallel.layouts import parameter_layouts
-from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.staged import Staged, keep_stages
-from optimus.state import Gathering, ModelState, bytes_by_kind, divisions, plan_stages
-from optimus.state.plan import ChunkPlan, check_shard_ranks
-from optimus.train.pipeline import cut_of, placement_of, stages_of, tied_ends
+from optimus.state.gathering import Gathering
+from optimus.state.model_state import ModelState
+from optimus.state.plan import ChunkPlan, bytes_by_kind, check_shard_ranks, divisions, plan_stages
+from optimus.train.pipeline import partition_of, placement_of, stages_of, tied_ends
 from optimus.train.precision import with_precision
-from optimus.train.recomputation import find_recomputation
+from optimus.train.recomputation import find_recomputation, stage_options
 from optimus.train.summary import summarise
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -131,10 +132,10 @@ def planned_chunks(config: RunConfig, mesh: Mesh, ranks: Sequence[int]) -> list[
     Raises `UserError` when the parameters cannot be divided as configured.
     """
     _, layouts = _on_meta(config, mesh)
-    cut, place = cut_of(config, mesh, ranks[0]), placement_of(config)
+    partition, place = partition_of(config, mesh, ranks[0]), placement_of(config)
 
     def of(rank: int) -> list[ChunkPlan]:
-        own = cut._replace(here=place.stages_of(mesh.coordinate(rank, "pp")))
+        own = partition._replace(here=place.stages_of(mesh.coordinate(rank, "pp")))
         here = {name: each for name, each in layouts.items() if own.keeps(name, config.model.tie_embeddings)}
         stages = plan_stages(here, mesh, rank, config.state, own.stage_here)
         return [plan for plans in stages.values() for plan in plans]
@@ -170,13 +171,13 @@ def build_model(
     with torch.device("meta"):
         model = build_stage(config.model, groups, stage_options(config, chosen), gathering)
     layouts = layouts_of(model, config)
-    cut = cut_of(config, groups.mesh, groups.rank)
+    partition = partition_of(config, groups.mesh, groups.rank)
     for layout in layouts.values():  # groups of all stages, which all ranks must make in the same order
         for parts in divisions(groups.mesh, layout.replicas, config.state):
             groups.dividing(parts)
         groups.along(*layout.replicas)
     groups.along("ends")
-    keep_stages(model, cut)
+    keep_stages(model, partition)
     layouts = {name: layouts[name] for name, _ in model.named_parameters()}
     state = ModelState(
         model,
@@ -187,24 +188,9 @@ def build_model(
         gradient_dtype=gradient,
         device=device,
         gathering=gathering,
-        stage_of=cut.stage_here,
+        stage_of=partition.stage_here,
     )
-    return stages_of(model, cut, config, groups, compute), state
-
-
-def stage_options(config: RunConfig, chosen: Recomputation) -> StageOptions:
-    """How the model is divided, as configured; `chosen` is recomputed."""
-    return StageOptions(
-        routing=config.moe.routing,
-        sequence=config.parallel.splits_sequence,
-        overlap=config.parallel.overlap,
-        vocabulary=config.parallel.vocabulary,
-        context_method=config.parallel.context_method,
-        duplicates=not config.moe.drop_duplicates,
-        dispatch=config.moe.dispatch,
-        recomputation=chosen,
-        keep_collectives=config.recompute_collectives == "keep",
-    )
+    return stages_of(model, partition, config, groups, compute), state
 
 
 def new_run(config: RunConfig, device: torch.device, resume: bool) -> Run:

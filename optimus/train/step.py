@@ -12,9 +12,9 @@ from optimus.config import RunConfig
 from optimus.model import Batch, Losses
 from optimus.model.moe.router import Router, RouterStats, move_biases
 from optimus.optim.adamw import AdamW
-from optimus.optim.schedule import learning_rate
+from optimus.optim.schedule import Schedule, learning_rate
 from optimus.pipeline.staged import Staged
-from optimus.state import ModelState
+from optimus.state.model_state import ModelState
 
 DATA = ("dp", "cp")  # axes along which the tokens of a global batch are divided
 
@@ -157,12 +157,8 @@ def update_rule(config: RunConfig) -> AdamW:
 
 def step_learning_rate(config: RunConfig, step: int) -> float:
     """Learning rate of `step`, which counts from 1."""
-    schedule = config.schedule
-    return learning_rate(
-        step,
-        name=schedule.name,
-        peak=schedule.peak,
-        minimum=schedule.minimum,
-        warmup_steps=config.warmup_steps,
-        steps=config.train.total_steps,
+    given, steps = config.schedule, config.train.total_steps
+    rule = Schedule(
+        given.name, given.peak, given.minimum, config.warmup_steps, steps, given.cooldown, config.cooldown_steps
     )
+    return learning_rate(rule, step)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from optimus.config import RunConfig
+from optimus.config.sizes import count_text
 from optimus.mesh import Mesh
 from optimus.model.count import count_parameters
 
@@ -33,14 +34,14 @@ class Summary:
 
     def lines(self, precision_note: str = "") -> list[str]:
         """One per subject, each with its label."""
-        active = f", {_short(self.active_parameters)} active" if self.active_parameters < self.parameters else ""
+        active = f", {count_text(self.active_parameters)} active" if self.active_parameters < self.parameters else ""
         stops = f", stopping after step {self.last_step:,}" if self.last_step < self.steps else ""
         ranks = "1 rank" if self.ranks == 1 else f"{self.ranks:,} ranks, {self.data_ranks:,} of them data-parallel"
         share = 100 * self.warmup_steps / self.steps
         return [
-            f"model: {self.family}, {_short(self.parameters)} parameters{active}",
-            f"length: {self.steps:,} steps{stops}, {_short(self.tokens)} tokens: {self.epochs:.3g} epochs of the "
-            f"{_short(self.data_tokens)} in the data",
+            f"model: {self.family}, {count_text(self.parameters)} parameters{active}",
+            f"length: {self.steps:,} steps{stops}, {count_text(self.tokens)} tokens: {self.epochs:.3g} epochs of the "
+            f"{count_text(self.data_tokens)} in the data",
             f"warm-up: {self.warmup_steps:,} steps, {share:.3g} % of the run",
             f"batch: {self.global_batch:,} sequences of {self.context:,} tokens, on each data-parallel rank "
             f"{self.microbatches:,} x {self.micro_batch:,}",
@@ -100,11 +101,3 @@ def warnings(config: RunConfig, instances: int) -> list[str]:
             "sees the same text more than once. Lower it, or prepare more text"
         )
     return found
-
-
-def _short(count: int) -> str:
-    """Three digits and a unit."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return str(count)

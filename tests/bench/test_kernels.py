@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from optimus.bench import kernel_cases, kernels, tiles
+from optimus.bench.buffers import GradientBuffers
 from optimus.bench.kernel_cases import Case, Sizes, cases
 from optimus.config.load import model_config_from, resolve_model
 from optimus.errors import UserError
-from optimus.testing.buffers import GradientBuffers
 
 CPU = torch.device("cpu")
 OLMOE = {

@@ -19,9 +19,9 @@ from optimus.bench.machine_timing import (
     groups_of,
     places,
 )
+from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
-from optimus.plan.architecture import Architecture
 from optimus.plan.collectives import Place, collective_seconds, transfer_seconds
 from optimus.plan.machine import Machine, Pace, load_machine
 from optimus.plan.setting import Setting
@@ -44,8 +44,8 @@ def made_up(machine: Machine, *, nodes: int = 1, cores: int | None = None) -> Ob
             seen.products.append(Product(m, n, k, precision, machine.matmul_seconds(m, n, k, precision)))
     seen.moved = [Moved("copy", 1 << 31, machine.memory_seconds(1 << 31))]
     for b, s, n, d in extent.attention:
-        architecture = Architecture(layers=1, hidden=n * d, heads=n, intermediate=0, vocab=0, head=d)
-        scores = Work(architecture, Setting(Mesh(), s, b, 1), machine, load_software()).scores
+        model = ModelConfig(family="olmo", layers=1, hidden=n * d, heads=n, intermediate=1, vocab=1)
+        scores = Work(model, Setting(Mesh(), s, b, 1), machine, load_software()).scores[0]
         speed = load_software().speed
         seconds = speed * (scores.forward.attention + scores.backward.attention)
         seen.attended.append(Attended(b, s, n, d, seconds))

@@ -51,7 +51,7 @@ def test_curves_over_cap_and_jitter() -> None:
 def test_points_are_what_their_names_say() -> None:
     assert {"stages4.link10", "stages8.link10", "stages4.equal_memory"} <= pipeline.POINTS.keys()
     assert pipeline.POINTS["stages4.link30"].costs(0).link == 0.3
-    assert pipeline.POINTS["stages4.imbalance"].costs(0).imbalance == {1: 1.3}
+    assert pipeline.POINTS["stages4.imbalance"].costs(0).forward == (1.0, 1.3, 1.0, 1.0)
     base, deep, driven = pipeline.POINTS["stages8.link10"].contestants(microbatches=64)
     assert (base.schedule.ranks, deep.schedule.ranks, driven.schedule.ranks) == (8, 8, 8)
     assert driven.caps == (16, 14, 12, 10, 8, 6, 4, 2)

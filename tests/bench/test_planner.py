@@ -10,7 +10,7 @@ import pytest
 from optimus.bench import planner
 from optimus.bench.planner import Comparison, Response, constants, timed
 from optimus.bench.published import Case, read_cases
-from optimus.bench.published.program import architecture_of, setting_of, software_of
+from optimus.bench.published.program import model_of, setting_of, software_of
 from optimus.errors import UserError
 from optimus.plan.software import load_software
 
@@ -154,7 +154,7 @@ def test_traits_change_setting_and_model(tables: Path) -> None:
     assert setting_of(cases["bigscience_v100-0075"]).offload == {"optimizer", "parameters"}
     assert setting_of(cases["bigscience_a100_3d-0119"]).ends_count
     ahead = cases["nemo_megatron_bridge-0041"]
-    assert architecture_of(ahead).layers == ahead.architecture.layers + 1 == 62
+    assert model_of(ahead).layers == ahead.model.layers + 1 == 62
 
 
 # ---- The command ----

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import optimus
-from optimus.checkpoint import list_checkpoints, verify
-from optimus.checkpoint.folder import step_folder
+from optimus.checkpoint.folder import list_checkpoints, step_folder
+from optimus.checkpoint.reader import verify
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.testing import run_ranks

@@ -7,14 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus.checkpoint import Description, Saver, Target, load_state
-from optimus.checkpoint.folder import step_folder
+from helpers.drawing import config_of
+from helpers.whole import whole_state
+from optimus.bench.steps import Steps
+from optimus.checkpoint.folder import Description, step_folder
+from optimus.checkpoint.saving import Saver, Target
+from optimus.checkpoint.store import load_state
 from optimus.comm.group import LONG_SUM
-from optimus.state import Send
+from optimus.state.loading import Send
 from optimus.testing import run_ranks
-from optimus.testing.drawing import config_of
-from optimus.testing.steps import Steps
-from optimus.testing.whole import whole_state
 
 MODEL = {"family": "olmo", "hidden": 64, "layers": 1, "heads": 2, "intermediate": 64, "vocab": LONG_SUM // 64 + 2}
 CONFIG: dict[str, Any] = config_of("dense", state={"chunk": 2 * LONG_SUM}) | {"model": MODEL}

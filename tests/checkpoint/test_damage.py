@@ -16,8 +16,10 @@ import pytest
 import torch
 
 import optimus
-from optimus.checkpoint import DamagedError, Description, Reader, Saver, Target, load_state, verify
-from optimus.checkpoint.folder import step_folder
+from optimus.checkpoint.folder import DamagedError, Description, step_folder
+from optimus.checkpoint.reader import Reader, verify
+from optimus.checkpoint.saving import Saver, Target
+from optimus.checkpoint.store import load_state
 from optimus.comm import Groups
 from optimus.config import ModelConfig, load_config
 from optimus.config.tree import StateConfig
@@ -25,7 +27,7 @@ from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.observe.metrics import read_metrics
 from optimus.parallel.layouts import parameter_layouts
-from optimus.state import ModelState
+from optimus.state.model_state import ModelState
 from optimus.testing import run_ranks
 from optimus.train.checkpoints import build_run
 from optimus.train.run import Run

@@ -10,8 +10,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from optimus.checkpoint import Description, find_checkpoint, list_checkpoints, read_description
-from optimus.checkpoint.folder import differences, write_description
+from optimus.checkpoint.folder import (
+    Description,
+    differences,
+    find_checkpoint,
+    list_checkpoints,
+    read_description,
+    write_description,
+)
 from optimus.checkpoint.manifest import write_manifest
 from optimus.checkpoint.reader import Reader, verify
 from optimus.config import ModelConfig

@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import optimus
-from optimus.checkpoint import Reader, load_model
 from optimus.checkpoint.inspect import convert, list_run, show, verify_all
+from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.rollback import rollback
+from optimus.checkpoint.store import load_model
 from optimus.cli import app
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics

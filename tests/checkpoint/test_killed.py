@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 import optimus
-from optimus.checkpoint import Reader, list_checkpoints, saving, slots, verify
-from optimus.checkpoint.folder import step_of
+from optimus.checkpoint import saving, slots
+from optimus.checkpoint.folder import list_checkpoints, step_of
+from optimus.checkpoint.reader import Reader, verify
 from optimus.checkpoint.staging import Staging
 from optimus.config import load_config
 from optimus.observe.metrics import read_metrics

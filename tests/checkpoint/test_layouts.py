@@ -20,18 +20,21 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from optimus.checkpoint import Description, Reader, Saver, Target, load_state, verify
-from optimus.checkpoint.folder import DESCRIPTION, MANIFEST, METADATA, step_folder, weights_folder
+from helpers.drawing import MODELS, config_of, drawn
+from helpers.equality import Layout, Trained, compare, train_steps
+from helpers.whole import whole_state
+from optimus.bench.steps import random_batch
+from optimus.checkpoint.folder import DESCRIPTION, MANIFEST, METADATA, Description, step_folder, weights_folder
+from optimus.checkpoint.reader import Reader, verify
+from optimus.checkpoint.saving import Saver, Target
+from optimus.checkpoint.store import load_state
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.hub import export_checkpoint
 from optimus.pipeline.staged import Staged
-from optimus.state import ModelState, Send
-from optimus.testing import Layout, run_ranks
-from optimus.testing.drawing import MODELS, config_of, drawn
-from optimus.testing.equality import Trained, compare, train_steps
-from optimus.testing.steps import random_batch
-from optimus.testing.whole import whole_state
+from optimus.state.loading import Send
+from optimus.state.model_state import ModelState
+from optimus.testing import run_ranks
 from optimus.train.pipeline import with_microbatches
 from optimus.train.run import build_model, mesh_of
 from optimus.train.step import StepResult, training_step

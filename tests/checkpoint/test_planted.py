@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import optimus
-from optimus.checkpoint import DamagedError, Reader, verify
-from optimus.checkpoint.folder import step_folder
+from optimus.checkpoint.folder import DamagedError, step_folder
 from optimus.checkpoint.format import Stored, pack_metadata
 from optimus.checkpoint.manifest import write_manifest
+from optimus.checkpoint.reader import Reader, verify
 from optimus.config import load_config
-from optimus.data import Shards
+from optimus.data.shards import Shards
 from optimus.data.tokenizer import file_sha256
 from optimus.errors import UserError
 from optimus.train.checkpoints import build_run

@@ -12,11 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import optimus
-from optimus.checkpoint import Description, Saver, Target, list_checkpoints, load_state, saving, verify
-from optimus.checkpoint.folder import step_folder, step_of, weights_folder
+from helpers.whole import whole_state
+from optimus.checkpoint import saving
+from optimus.checkpoint.folder import Description, list_checkpoints, step_folder, step_of, weights_folder
+from optimus.checkpoint.reader import verify
 from optimus.checkpoint.rollback import resume_points, rollback
+from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.slots import set_newer_aside
 from optimus.checkpoint.staging import Staging
+from optimus.checkpoint.store import load_state
 from optimus.comm import Groups
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
@@ -26,9 +30,8 @@ from optimus.model import Transformer
 from optimus.observe.metrics import read_metrics
 from optimus.optim.adamw import AdamW
 from optimus.parallel.layouts import parameter_layouts
-from optimus.state import ModelState
+from optimus.state.model_state import ModelState
 from optimus.testing import run_ranks
-from optimus.testing.whole import whole_state
 
 MODEL = ModelConfig(family="olmo", hidden=8, layers=2, heads=2, intermediate=8, vocab=20)
 RULE = AdamW(0.9, 0.95, 1e-8, 0.1)

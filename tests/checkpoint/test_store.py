@@ -11,15 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import optimus
-from optimus.checkpoint import (
-    Description,
-    Saver,
-    Target,
-    find_checkpoint,
-    load_state,
-    save_model,
-)
-from optimus.checkpoint.folder import step_folder
+from helpers.whole import whole_state
+from optimus.checkpoint.folder import Description, find_checkpoint, step_folder
+from optimus.checkpoint.saving import Saver, Target
+from optimus.checkpoint.store import load_state, save_model
 from optimus.comm import Groups
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
@@ -28,8 +23,7 @@ from optimus.mesh import Layout, Mesh
 from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.parallel.layouts import parameter_layouts
-from optimus.state import ModelState
-from optimus.testing.whole import whole_state
+from optimus.state.model_state import ModelState
 
 MODEL = ModelConfig(
     family="olmoe", hidden=16, layers=2, heads=2, intermediate=24, vocab=50, experts=4, experts_per_token=2

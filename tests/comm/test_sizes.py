@@ -55,9 +55,9 @@ def tried(group: Group, given: list[Tensor]) -> dict[str, tuple[Tensor, Tensor]]
     odd = torch.cat([odd, odd[:1]])  # of a size that the ranks do not divide
     group.sum(summed)
     group.sum(odd)
-    group.sum_part(own, scattered)
+    group.start_sum_part(own, scattered)()
     within = own.clone()
-    group.sum_part(within, within[here])
+    group.start_sum_part(within, within[here])()
     group.gather(gathered, own[here])
     group.start_shift(own, came)()
     group.broadcast(told, n - 1)

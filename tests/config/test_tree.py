@@ -33,6 +33,17 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
         ),
         (DENSE, {"optimizer": {"betas": [0.9, 1.0]}}, r"optimizer: betas \[0\.9, 1\.0\] must lie in \[0, 1\)"),
         (DENSE, {"schedule": {"peak": 1e-5}}, r"schedule: minimum 4e-05 is above peak 1e-05"),
+        (DENSE, {"schedule": {"cooldown_steps": 5}}, r"schedule: cooldown_steps: a cosine schedule has no cooldown"),
+        (
+            DENSE,
+            {"schedule": {"name": "wsd", "cooldown_steps": 99}},
+            r"schedule\.cooldown_steps 99 and the warm-up's 0 are more than the run's 10 steps: lower one of them",
+        ),
+        (
+            DENSE,
+            {"schedule": {"branch_from": "a"}, "checkpoint": {"initial": "b"}},
+            r"schedule\.branch_from and checkpoint\.initial: a run begins with one of them: remove the other",
+        ),
         (DENSE, {"train": {**TRAIN, "micro_batch": 3}}, r"train: global_batch 8 is not a multiple of micro_batch 3"),
         (DENSE, {"train": {**TRAIN, "stop_at": 11}}, r"train: stop_at 11 is beyond steps 10"),
         (
@@ -113,6 +124,15 @@ def test_every_field_is_described() -> None:
 )
 def test_a_length_in_tokens_is_as_many_steps_as_reach_them(tokens: Any, steps: int) -> None:
     assert tree(DENSE, train=TRAIN | {"steps": None, "tokens": tokens}).train.total_steps == steps
+
+
+def test_the_cooldown_is_a_share_of_the_run() -> None:
+    def cooldown(steps: int, **schedule: Any) -> int:
+        return tree(DENSE, train=TRAIN | {"steps": steps}, schedule=schedule).cooldown_steps
+
+    assert [cooldown(steps, name="wsd") for steps in (3, 10, 1000)] == [1, 2, 200]
+    assert cooldown(10, name="wsd", cooldown_steps=7) == 7
+    assert cooldown(10) == 0
 
 
 def test_the_warm_up_is_a_share_of_the_run_and_the_papers_presets_keep_theirs() -> None:

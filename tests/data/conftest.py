@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from optimus.data import prepare, tokenizer
+from optimus.data import tokenizer
+from optimus.data.preparation import prepare
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from optimus.data import preparation, prepare
+from optimus.data import preparation
+from optimus.data.preparation import prepare
 from optimus.errors import UserError
 
 GOOD = json.dumps({"text": "some words to begin with " * 40}).encode() + b"\n"

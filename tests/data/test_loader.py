@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from optimus.data import Shards, TokenLoader
+from optimus.data.loader import TokenLoader
+from optimus.data.shards import Shards
 from optimus.errors import UserError
 
 

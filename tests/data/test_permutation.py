@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optimus.data import Permutation
+from optimus.data.permutation import Permutation
 
 
 def excess(counts: np.ndarray, degrees: int) -> float:

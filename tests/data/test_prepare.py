@@ -22,7 +22,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from optimus.data import Permutation, Shards, parse_size, preparation, prepare
+from optimus.config.sizes import parse_size
+from optimus.data import preparation
+from optimus.data.permutation import Permutation
+from optimus.data.preparation import prepare
+from optimus.data.shards import Shards
 from optimus.errors import UserError
 
 Encode = Callable[[str], list[int]]
@@ -486,7 +490,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path, sources: list[str],
             many.write(json.dumps({"text": f"{number} {text}"}) + "\n")
     arguments = [str(tmp_path), str(tmp_path / "out"), str(tokenizer_file)]
     code = (
-        "import sys; from optimus.data import prepare;"
+        "import sys; from optimus.data.preparation import prepare;"
         "prepare(sys.argv[1:2], sys.argv[2], tokenizer=sys.argv[3], workers=2)"
     )
     run = subprocess.Popen([sys.executable, "-c", code, *arguments])

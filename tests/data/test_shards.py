@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from optimus.data import Shards
+from optimus.data.shards import Shards
 from optimus.errors import UserError
 
 

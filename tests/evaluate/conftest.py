@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from optimus.checkpoint import save_model
+from optimus.checkpoint.store import save_model
 from optimus.config import ModelConfig
 from optimus.data.tokenizer import inspect, load, train
 from optimus.model import Transformer

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.drawing import config_of
 from optimus.comm import Groups
 from optimus.config import ModelConfig, load_config
 from optimus.errors import UserError
@@ -14,7 +15,6 @@ from optimus.evaluate import generate
 from optimus.evaluate.generation import _choose, decode, generate_tokens
 from optimus.model import Batch, Transformer
 from optimus.testing import run_ranks
-from optimus.testing.drawing import config_of
 from optimus.train.run import build_model, mesh_of
 
 PROMPT = [3, 141, 59, 26]

@@ -95,6 +95,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma2": {"head_size": 8, "kv_heads": 1, "query_scale": 6, "window": 7, "score_cap": 1.0, "logit_cap": 3.0},
     "gemma3_text": {"head_size": 8, "query_scale": 6, "window": 7, "window_except": 2},
+    "gpt_oss": {"kv_heads": 1, "head_size": 6, "window": 7, "experts": 4, "experts_per_token": 2},
     "gpt2": {"learned_positions": CONTEXT},
     "llama": {"kv_heads": 1, "tie_embeddings": True},
     "mistral": {"kv_heads": 1, "window": 7},

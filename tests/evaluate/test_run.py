@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import optimus.evaluate
-from optimus.checkpoint import save_model
+from optimus.checkpoint.store import save_model
 from optimus.data.tokenizer import train
 from optimus.errors import UserError
 from optimus.evaluate import TASKS, bits_per_byte, evaluate, generate, generate_text

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from optimus.data.tokenizer import load
 from optimus.errors import UserError
-from optimus.evaluate import bits_per_byte, load_tokenizer
+from optimus.evaluate import bits_per_byte
 from optimus.evaluate.text import _Cutter
 from optimus.model import Transformer
 
@@ -63,10 +64,10 @@ def test_text_that_spells_a_special_token(
     path = tmp_path / "a.txt"
     path.write_text("who? <|endoftext|>")
     tokens = [
-        bits_per_byte(model, load_tokenizer(path=tokenizer_file, **how), path, eos_id=eos_id, context=CONTEXT)["tokens"]
+        bits_per_byte(model, load(path=tokenizer_file, **how), path, eos_id=eos_id, context=CONTEXT)["tokens"]
         for how in ({}, {"parse_special": True})
     ]
-    assert tokens == [tokens[1] - 1 + len(load_tokenizer(tokenizer_file).encode("<|endoftext|>").ids), tokens[1]]
+    assert tokens == [tokens[1] - 1 + len(load(tokenizer_file).encode("<|endoftext|>").ids), tokens[1]]
     assert tokens[0] > tokens[1]
 
 

@@ -39,6 +39,12 @@ def folder(path: Path, without: Iterable[str] = (), **changed: object) -> Path:
     return path
 
 
+def read(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """The model of a folder with this config.json, less the fields that are "absent"."""
+    (path / "config.json").write_text(json.dumps({field: value for field, value in raw.items() if value != "absent"}))
+    return read_model_folder(path)["model"]
+
+
 def test_published_olmoe(tmp_path: Path) -> None:
     sections = read_model_folder(folder(tmp_path))
     assert list(sections) == ["model"]
@@ -160,35 +166,9 @@ DEEPSEEK: dict[str, Any] = {
 
 def test_published_deepseek(tmp_path: Path) -> None:
     """With the rotary positions as the published file has them."""
-    model = read_model_folder(folder(tmp_path, OLMOE.keys(), **DEEPSEEK))["model"]
+    model = read(tmp_path, DEEPSEEK)
     assert model["latent"] == {"keys": 16, "rotary": 8, "value": 12}
     assert (model["rope_scaling"]["mscale"], model["dense_layers"], model["score"]) == (1.0, 1, "sigmoid")
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"scoring_func": "softmax"}, "scoring_func is 'softmax': only 'sigmoid'"),
-        ({"topk_method": "greedy"}, "topk_method is 'greedy': only 'noaux_tc'"),
-        ({"rope_interleave": False}, "rope_interleave is False: only True"),
-        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1: only 0"),
-        ({"moe_layer_freq": 2}, "moe_layer_freq is 2: only 1"),
-        ({"attention_bias": True}, "attention_bias is True: only False"),
-        ({"num_key_value_heads": 2}, "num_key_value_heads is 2: only 4"),
-        ({"kv_lora_rank": "absent"}, "kv_lora_rank is missing"),
-        ({"q_lora_rank": "all"}, "q_lora_rank is 'all': it must be a whole number"),
-        ({"qk_rope_head_dim": 7}, r"latent\.rotary' is 7: it must be"),
-        ({"n_group": 3}, "experts 8 cannot be divided into expert_groups 3"),
-        ({"n_group": 8}, "experts 8 cannot be divided into expert_groups 8 of two or more"),
-        ({"topk_group": 5}, "groups_per_token 5 is more than expert_groups 4"),
-        ({"num_experts_per_tok": 5}, "experts_per_token 5 is more than the 4 experts of groups_per_token 2"),
-        ({"first_k_dense_replace": 4}, "none of 4 layers has experts with dense_layers 4"),
-        ({"n_shared_experts": "one"}, "n_shared_experts is 'one': it must be a whole number"),
-    ],
-)
-def test_what_deepseek_models_cannot_have_is_named(tmp_path: Path, changed: dict, message: str) -> None:
-    with pytest.raises(UserError, match=f"config.json: .*{message}"):
-        read_model_folder(folder(tmp_path, OLMOE.keys(), **DEEPSEEK | changed))
 
 
 def test_only_the_first_layers_may_be_dense(tmp_path: Path) -> None:
@@ -210,47 +190,14 @@ OPT = {
 }
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"word_embed_proj_dim": 512}, "word_embed_proj_dim is 512: only 1024"),  # as the one of 350M parameters
-        ({"do_layer_norm_before": False}, "do_layer_norm_before is False: only True"),
-        ({"enable_bias": False}, "enable_bias is False: only True"),
-        ({"activation_function": "tanh"}, "activation_function is 'tanh': only 'relu' and 'gelu'"),
-        ({"max_position_embeddings": None}, "max_position_embeddings is missing"),
-    ],
-)
-def test_what_opt_may_not_be(tmp_path: Path, changed: dict, message: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(OPT))
-    assert read_model_folder(tmp_path)["model"]["position_offset"] == 2
-    (tmp_path / "config.json").write_text(json.dumps(OPT | changed))
-    with pytest.raises(UserError, match=f"config.json: {message}"):
-        read_model_folder(tmp_path)
-
-
 GPT2 = {"model_type": "gpt2", "n_embd": 12, "n_layer": 2, "n_head": 2, "vocab_size": 61, "n_positions": 32}
 
 
 @pytest.mark.parametrize(("changed", "width"), [({}, 48), ({"n_inner": None}, 48), ({"n_inner": 20}, 20)])
 def test_width_that_follows_from_another(tmp_path: Path, changed: dict, width: int) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(GPT2 | changed))
-    model = read_model_folder(tmp_path)["model"]
+    model = read(tmp_path, GPT2 | changed)
     assert (model["intermediate"], model["learned_positions"], model["tie_embeddings"]) == (width, 32, True)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"activation_function": "relu"}, "activation_function is 'relu': only 'gelu_new'"),
-        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True: only False"),
-        ({"add_cross_attention": True}, "add_cross_attention is True: only False"),
-        ({"n_inner": "wide"}, "n_inner is 'wide': it must be a whole number"),
-    ],
-)
-def test_what_gpt2_may_not_be(tmp_path: Path, changed: dict, message: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(GPT2 | changed))
-    with pytest.raises(UserError, match=f"config.json: {message}"):
-        read_model_folder(tmp_path)
+    assert (model["position_offset"], read(tmp_path, OPT)["position_offset"]) == (0, 2)
 
 
 GEMMA3 = {  # as the one of 1 billion parameters
@@ -274,35 +221,6 @@ GEMMA3 = {  # as the one of 1 billion parameters
 }
 
 
-def test_published_gemma3(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(GEMMA3))
-    expected = model_config_from(resolve_model("gemma-3-1b")["model"], "preset")
-    assert read_model_folder(tmp_path)["model"] == expected.model_dump(exclude_none=True)
-    (tmp_path / "config.json").write_text(json.dumps(GEMMA3 | {"final_logit_softcapping": 30.0, "rope_theta": 7}))
-    changed = read_model_folder(tmp_path)["model"]
-    assert (changed["logit_cap"], changed["rope_theta"], changed["window_rope_theta"]) == (30.0, 7.0, 10000.0)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0: only None"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True: only False"),
-        ({"hidden_activation": "silu"}, "hidden_activation is 'silu': only 'gelu_pytorch_tanh'"),
-        ({"query_pre_attn_scalar": None}, "query_pre_attn_scalar is missing"),
-        ({"sliding_window_pattern": "six"}, "sliding_window_pattern is 'six': it must be a whole number"),
-        (
-            {"layer_types": ["sliding_attention", "full_attention"] * 12},
-            "layer_types is .*: only full_attention in every",
-        ),
-    ],
-)
-def test_what_gemma3_may_not_be(tmp_path: Path, changed: dict, message: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(GEMMA3 | changed))
-    with pytest.raises(UserError, match=f"config.json: {message}"):
-        read_model_folder(tmp_path)
-
-
 GEMMA2 = {  # as the one of 2 billion parameters
     "model_type": "gemma2",
     "hidden_size": 2304,
@@ -322,17 +240,155 @@ GEMMA2 = {  # as the one of 2 billion parameters
 }
 
 
-def test_published_gemma2(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(GEMMA2))
-    expected = model_config_from(resolve_model("gemma-2-2b")["model"], "preset")
-    assert read_model_folder(tmp_path)["model"] == expected.model_dump(exclude_none=True)
-    assert [expected.window_of(layer) for layer in range(3)] == [4096, None, 4096]
-    (tmp_path / "config.json").write_text(json.dumps(GEMMA2 | {"attn_logit_softcapping": None}))
-    changed = read_model_folder(tmp_path)["model"]  # null is said, and no default
-    assert ("score_cap" in changed, changed["logit_cap"]) == (False, 30.0)
-    (tmp_path / "config.json").write_text(json.dumps(GEMMA2 | {"attn_logit_softcapping": "high"}))
-    with pytest.raises(UserError, match=r"config.json: attn_logit_softcapping is 'high': it must be a number"):
-        read_model_folder(tmp_path)
+GPT_OSS = {  # as the one of 20 billion parameters, but for how its weights are quantised
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "preset", "windows"),
+    [
+        (GEMMA3, "gemma-3-1b", [512] * 5 + [None]),
+        (GEMMA2, "gemma-2-2b", [4096, None] * 3),
+        (GPT_OSS, "gpt-oss-20b", [128, None] * 3),
+    ],
+)
+def test_published_files_are_the_presets(tmp_path: Path, raw: dict, preset: str, windows: list[int | None]) -> None:
+    expected = model_config_from(resolve_model(preset)["model"], "preset")
+    assert read(tmp_path, raw) == expected.model_dump(exclude_none=True)
+    assert [expected.window_of(layer) for layer in range(6)] == windows
+
+
+def test_what_is_said_is_no_default(tmp_path: Path) -> None:
+    changed = read(tmp_path, GEMMA3 | {"final_logit_softcapping": 30.0, "rope_theta": 7})
+    assert (changed["logit_cap"], changed["rope_theta"], changed["window_rope_theta"]) == (30.0, 7.0, 10000.0)
+    changed = read(tmp_path, GEMMA2 | {"attn_logit_softcapping": None})  # null is said too
+    assert (changed["score_cap"], changed["logit_cap"]) == (None, 30.0)
+    assert model_config_from(changed, "folder").score_cap is None
+
+
+def test_rotary_positions_that_a_family_scales_unless_said(tmp_path: Path) -> None:
+    unsaid = {name: value for name, value in GPT_OSS.items() if name != "rope_scaling"}
+    scaled = read(tmp_path, GPT_OSS)["rope_scaling"]
+    assert read(tmp_path, unsaid)["rope_scaling"] == scaled
+    assert read(tmp_path, unsaid | {"rope_scaling": None})["rope_scaling"] == scaled  # as `transformers` takes it
+    for said in ({"rope_scaling": {"rope_type": "default"}}, {"rope_parameters": {"rope_theta": 7.0}}):
+        assert read(tmp_path, unsaid | said)["rope_scaling"] is None
+
+
+REFUSED: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
+    (
+        DEEPSEEK,
+        [
+            ({"scoring_func": "softmax"}, "scoring_func is 'softmax': only 'sigmoid'"),
+            ({"topk_method": "greedy"}, "topk_method is 'greedy': only 'noaux_tc'"),
+            ({"rope_interleave": False}, "rope_interleave is False: only True"),
+            ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1: only 0"),
+            ({"moe_layer_freq": 2}, "moe_layer_freq is 2: only 1"),
+            ({"attention_bias": True}, "attention_bias is True: only False"),
+            ({"num_key_value_heads": 2}, "num_key_value_heads is 2: only 4"),
+            ({"kv_lora_rank": "absent"}, "kv_lora_rank is missing"),
+            ({"q_lora_rank": "all"}, "q_lora_rank is 'all': it must be a whole number"),
+            ({"qk_rope_head_dim": 7}, r"latent\.rotary' is 7: it must be"),
+            ({"n_group": 3}, "experts 8 cannot be divided into expert_groups 3"),
+            ({"n_group": 8}, "experts 8 cannot be divided into expert_groups 8 of two or more"),
+            ({"topk_group": 5}, "groups_per_token 5 is more than expert_groups 4"),
+            ({"num_experts_per_tok": 5}, "experts_per_token 5 is more than the 4 experts of groups_per_token 2"),
+            ({"first_k_dense_replace": 4}, "none of 4 layers has experts with dense_layers 4"),
+            ({"n_shared_experts": "one"}, "n_shared_experts is 'one': it must be a whole number"),
+        ],
+    ),
+    (
+        OPT,
+        [
+            ({"word_embed_proj_dim": 512}, "word_embed_proj_dim is 512: only 1024"),  # as the one of 350M parameters
+            ({"do_layer_norm_before": False}, "do_layer_norm_before is False: only True"),
+            ({"enable_bias": False}, "enable_bias is False: only True"),
+            ({"activation_function": "tanh"}, "activation_function is 'tanh': only 'relu' and 'gelu'"),
+            ({"max_position_embeddings": None}, "max_position_embeddings is missing"),
+        ],
+    ),
+    (
+        GPT2,
+        [
+            ({"activation_function": "relu"}, "activation_function is 'relu': only 'gelu_new'"),
+            ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True: only False"),
+            ({"add_cross_attention": True}, "add_cross_attention is True: only False"),
+            ({"n_inner": "wide"}, "n_inner is 'wide': it must be a whole number"),
+        ],
+    ),
+    (
+        GEMMA3,
+        [
+            ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0: only None"),
+            ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True: only False"),
+            ({"hidden_activation": "silu"}, "hidden_activation is 'silu': only 'gelu_pytorch_tanh'"),
+            ({"query_pre_attn_scalar": None}, "query_pre_attn_scalar is missing"),
+            ({"sliding_window_pattern": "six"}, "sliding_window_pattern is 'six': it must be a whole number"),
+            (
+                {"layer_types": ["sliding_attention", "full_attention"] * 12},
+                "layer_types is .*: only full_attention in every",
+            ),
+        ],
+    ),
+    (GEMMA2, [({"attn_logit_softcapping": "high"}, "attn_logit_softcapping is 'high': it must be a number")]),
+    (
+        GPT_OSS,
+        [
+            (
+                {"quantization_config": {"quant_method": "mxfp4"}},
+                r"quantization_config is \{'quant_method': 'mxfp4'\}: only None",
+            ),
+            ({"swiglu_limit": 10.0}, "swiglu_limit is 10.0: only 7.0"),
+            ({"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0: only 1.702"),
+            ({"sliding_window": "absent"}, "sliding_window is missing"),
+            ({"head_dim": "absent"}, "head_dim is missing"),
+            (
+                {"layer_types": ["full_attention", "sliding_attention"] * 12},
+                "layer_types is .*: only full_attention in every",
+            ),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("base", "changed", "message"), [(base, *case) for base, cases in REFUSED for case in cases])
+def test_what_a_family_cannot_have_is_named(tmp_path: Path, base: dict, changed: dict, message: str) -> None:
+    read(tmp_path, base)
+    with pytest.raises(UserError, match=f"config.json: .*{message}"):
+        read(tmp_path, base | changed)
 
 
 def test_folder_must_have_a_readable_config(tmp_path: Path) -> None:

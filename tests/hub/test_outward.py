@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optimus.checkpoint import save_model
+from optimus.checkpoint.store import save_model
 from optimus.errors import UserError
 from optimus.hub import export_checkpoint, export_model, load_weights
 from optimus.model import Transformer

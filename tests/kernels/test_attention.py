@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from optimus.bench.memory import tracking
 from optimus.kernels import attention
 from optimus.kernels.attention import (
+    Scoring,
     attention_block,
     attention_block_backward,
     attention_reference,
@@ -17,7 +19,6 @@ from optimus.kernels.attention import (
     causal_attention,
     merge_block,
 )
-from optimus.testing import tracking
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float64: 1e-12}  # relative, in the Frobenius norm
 PATHS = {
@@ -183,22 +184,27 @@ def test_windows_and_shared_keys(window: int | None, new: int, heads: tuple[int,
     q, out_grad = normal(2, new, heads[0], 8, dtype=dtype), normal(2, new, heads[0], 8, dtype=dtype)
     k, v = (normal(2, 24, heads[1], 8, dtype=dtype) for _ in range(2))
     given, wanted = ([t.to(kind).requires_grad_() for t in (q, k, v)] for kind in (dtype, torch.float64))
-    out, want = causal_attention(*given, window), attention_reference(*wanted, True, window)[0]
+    out, want = causal_attention(*given, Scoring(window)), attention_reference(*wanted, True, window)[0]
     assert_close(out, want, want, dtype)
     found = torch.autograd.grad(out, given, out_grad)
     for a, b in zip(found, torch.autograd.grad(want, wanted, out_grad.double()), strict=True):
         assert_close(a, b, b if b.norm() > 1e-9 else out_grad, dtype, parts=3)
 
 
+@pytest.mark.parametrize(("cap", "sinks"), [(2.0, False), (None, True), (2.0, True)])
 @pytest.mark.parametrize("window", [None, 1, 5, 24])
 @pytest.mark.parametrize(("new", "heads"), [(24, (6, 2)), (24, (3, 3)), (9, (4, 1)), (1, (4, 2)), (1, (3, 3))])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_capped_scores(window: int | None, new: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
-    """So that many scores are near the cap."""
+def test_capped_scores_and_sinks(
+    window: int | None, new: int, heads: tuple[int, int], cap: float | None, sinks: bool, dtype: torch.dtype
+) -> None:
+    """So that many scores are near the cap, and some sinks have nearly all of the softmax."""
     q, out_grad = 3 * normal(2, new, heads[0], 8, dtype=dtype), normal(2, new, heads[0], 8, dtype=dtype)
-    k, v = (normal(2, 24, heads[1], 8, dtype=dtype) for _ in range(2))
-    given, wanted = ([t.to(kind).requires_grad_() for t in (q, k, v)] for kind in (dtype, torch.float64))
-    out, want = causal_attention(*given, window, 2.0), attention_reference(*wanted, True, window, 2.0)[0]
+    k, v = normal(2, 24, 2, heads[1], 8, dtype=dtype).unbind(2)
+    leaves = [q, k, v, *([3 * normal(heads[0], dtype=dtype)] if sinks else [])]
+    given, wanted = ([t.to(kind).requires_grad_() for t in leaves] for kind in (dtype, torch.float64))
+    out = causal_attention(*given[:3], Scoring(window, cap, *given[3:]))
+    want = attention_reference(*wanted[:3], True, window, cap, *wanted[3:])[0]
     assert_close(out, want, want, dtype)
     found = torch.autograd.grad(out, given, out_grad)
     for a, b in zip(found, torch.autograd.grad(want, wanted, out_grad.double()), strict=True):

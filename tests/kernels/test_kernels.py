@@ -1,5 +1,6 @@
 """Every operation against its definition: values and gradients, in fp64/fp32 exactly and in bf16 loosely."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,6 @@ from optimus.kernels import expert_mlp as experts_op
 from optimus.kernels import linear_cross_entropy as lce
 from optimus.kernels import rms_norm as rms
 from optimus.kernels import rotary as rope
-from optimus.kernels import swiglu as glu
 
 
 def compare(ours: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: list[Tensor], *rest: Any) -> float:
@@ -57,15 +57,12 @@ def test_rotary_depends_on_distance_only() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_swiglu(dtype: torch.dtype) -> None:
-    assert compare(glu.swiglu, glu.swiglu_reference, [torch.randn(9, 2 * 24, dtype=dtype)]) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize(
+    ("kind", "gated"),
+    [*itertools.product(["silu", "gelu", "gelu_tanh", "relu"], [True, False]), ("clamped_silu", True)],
+)
 def test_activation(kind: act.Activation, gated: bool, dtype: torch.dtype) -> None:
-    z = torch.randn(9, 2 * 24, dtype=dtype)
+    z = torch.randn(9, 2 * 24, dtype=dtype) * (8 if kind == "clamped_silu" else 1)
     assert compare(act.activation, act.activation_reference, [z], kind, gated) < TOLERANCE[dtype]
 
 
@@ -131,6 +128,25 @@ def test_expert_mlp(dtype: torch.dtype, load: str) -> None:
 
     ours, reference = (with_indices(f) for f in (experts_op.expert_mlp, experts_op.expert_mlp_reference))
     assert compare(ours, reference, [x, weights, *parameters]) < 2 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", ["silu", "clamped_silu"])
+def test_expert_mlp_with_biases(kind: act.Activation, dtype: torch.dtype) -> None:
+    """So large that many gates and ups are clamped; some experts are elsewhere."""
+    chosen = torch.rand(150, 7).topk(3).indices
+    indices = torch.where(chosen < 5, chosen, -1)
+    x, weights = 4 * torch.randn(150, 16, dtype=dtype), torch.rand(150, 3).to(dtype)
+    shapes = (5, 2 * 8, 16), (5, 16, 8), (5, 2 * 8)
+
+    def ours(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+        return experts_op.expert_mlp(x, weights, indices, gate_up, down, kind=kind, bias_EJ=bias)
+
+    def reference(x: Tensor, weights: Tensor, *rest: Tensor) -> Tensor:
+        return experts_op.expert_mlp_reference(x, weights, indices, *rest, kind)
+
+    inputs = [x, weights, *(torch.randn(shape, dtype=dtype) for shape in shapes)]
+    assert compare(ours, reference, inputs) < 2 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

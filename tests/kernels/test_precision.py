@@ -5,6 +5,7 @@ The Triton path is held to the same in `tests/kernels/triton`; real layers' widt
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from optimus.kernels.linear import linear, linear_reference
 from optimus.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from optimus.kernels.rms_norm import rms_norm, rms_norm_reference
 from optimus.kernels.rotary import rotary, rotary_reference, rotary_table
-from optimus.kernels.swiglu import swiglu, swiglu_reference
 from optimus.model.moe.router import Choosing, Router
 
 Function = Callable[..., Any]
@@ -81,10 +81,13 @@ OPERATIONS: dict[str, tuple[Function, Function, list[Tensor]]] = {
         lambda x, w: rms_norm(x, w, 1e-5), lambda x, w: rms_norm_reference(x, w, 1e-5), [normal(2, 5, 8), normal(8)],
     ),
     "rotary": (lambda x: rotary(x, TABLE), lambda x: rotary_reference(x, TABLE), [normal(2, 5, 3, 6)]),
-    "swiglu": (swiglu, swiglu_reference, [normal(9, 12)]),
-    "gated gelu": (
-        lambda z: activation(z, "gelu_tanh", True), lambda z: activation_reference(z, "gelu_tanh", True), [normal(9, 12)],
-    ),
+    **{
+        f"gated {kind}": (
+            partial(activation, kind=kind, gated=True), partial(activation_reference, kind=kind, gated=True),
+            [normal(9, 12)],
+        )
+        for kind in ("silu", "gelu_tanh", "clamped_silu")
+    },
     "linear_cross_entropy": (
         lambda x, w: linear_cross_entropy(x, w, TARGET), lambda x, w: linear_cross_entropy_reference(x, w, TARGET),
         [normal(9, 6), normal(21, 6)],

@@ -42,6 +42,8 @@ PUBLISHED = {  # parameters of the files on Hugging Face
     "gemma-3-1b": 999_885_952,
     "deepseek-v3": 671_026_419_200
     - 58 * 256,  # the biases of its routers are no parameters; nor are layers to predict more
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     "olmo-2-1b": 1_484_916_736,
     "olmo-3-7b": 7_298_011_136,
 }
@@ -103,6 +105,13 @@ def test_published_models_have_their_published_size(name: str) -> None:
     with torch.device("meta"):
         model = Transformer(config)
     assert count_parameters(config).total == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gpt-oss-20b", 3.61), ("gpt-oss-120b", 5.13)])
+def test_active_parameters_as_published(name: str, billions: float) -> None:
+    """Without the look-up of the embedding (gpt-oss-120b & gpt-oss-20b Model Card, table 1)."""
+    config = preset(name)
+    assert round((count_parameters(config).active - config.vocab * config.hidden) / 1e9, 2) == billions
 
 
 def test_every_preset_is_counted_here() -> None:

@@ -8,11 +8,9 @@ import torch
 from pydantic import ValidationError
 
 from optimus.config import ModelConfig
-from optimus.errors import UserError
 from optimus.hub.config_json import read_model, write_config
 from optimus.hub.keys import published
 from optimus.model import Transformer
-from optimus.model import families as package
 from optimus.model.families import families, family_named
 from optimus.model.parameters import named_tensors
 
@@ -49,7 +47,7 @@ def test_the_key_table_has_every_parameter_once(name: str) -> None:
         with torch.device("meta"):
             model = Transformer(model_of(name, **options))
         tensors = dict(named_tensors(model))
-        names = [key for own, tensor in tensors.items() for key, _ in published(name, own, tensor)]
+        names = [key for own, tensor in tensors.items() for key, *_ in published(name, own, tensor)]
         assert len(names) == len(set(names)) > 0
         own = (name.split(".") for name in tensors)
         kinds |= {".".join("{i}" if part.isdigit() else part for part in parts) for parts in own}
@@ -78,6 +76,12 @@ def test_what_a_family_does_not_have_is_refused() -> None:
     [
         ("olmoe", {"activation": "gelu"}, "experts have a gated silu: remove activation and gated"),
         ("olmoe", {"gated": False}, "experts have a gated silu: remove activation and gated"),
+        ("olmo", {"activation": "clamped_silu", "gated": False}, "clamped_silu is the activation of a gate: set gated"),
+        (
+            "deepseek_v3",
+            {"attention_sinks": True},
+            "attention_sinks is True, but False with latent attention: remove it",
+        ),
         ("deepseek_v3", {"score_cap": 5.0}, "score_cap is 5.0, but None with latent attention: remove it"),
     ],
 )
@@ -89,35 +93,3 @@ def test_what_cannot_be_combined(
     monkeypatch.setitem(families(), "combined", replace(known, defaults={**known.defaults, **defaults}))
     with pytest.raises(ValidationError, match=message):
         ModelConfig.model_validate(base | defaults)
-
-
-MADE_UP = """
-from optimus.model.families.common import BEFORE, CONSTANTS, ENDS, OPTIONAL, RMS, SIZES, attention, mlp
-from optimus.model.families.family import Family
-
-FAMILY = Family(
-    model_type="madeup",
-    architecture="MadeUpForCausalLM",
-    defaults={"norm": "rms", "rope_theta": 7.0},
-    fields=SIZES,
-    optional=OPTIONAL | RMS,
-    constants=CONSTANTS,
-    keys=ENDS | BEFORE | attention() | mlp(),
-)
-"""
-
-
-def test_a_family_is_added_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "madeup.py").write_text(MADE_UP)
-    with monkeypatch.context() as patched:
-        patched.setattr(package, "__path__", [*package.__path__, str(tmp_path)])
-        families.cache_clear()
-        model = ModelConfig(family="madeup", **SIZES)
-        assert (model.norm, model.qk_norm, model.rope_theta) == ("rms", "none", 7.0)
-        test_the_key_table_has_every_parameter_once("madeup")
-        (tmp_path / "folder").mkdir()
-        write_config(model, tmp_path / "folder", context=64, eos_id=None, pad_id=None, dtype="float32")
-        assert read_model(tmp_path / "folder") == model
-    families.cache_clear()
-    with pytest.raises(UserError, match=r"model_type is 'madeup': only .*olmo, .*can be read"):
-        read_model(tmp_path / "folder")

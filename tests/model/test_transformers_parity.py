@@ -70,6 +70,21 @@ CONFIGS = {
         expert_groups=2,
         **DEEPSEEK,
     ),
+    "gpt_oss": of("gpt_oss", kv_heads=2, head_size=16, window=5, **SPARSE),
+    "gpt_oss-tied": of(
+        "gpt_oss",
+        kv_heads=1,
+        head_size=8,
+        window=3,
+        window_except=3,
+        layers=4,
+        tie_embeddings=True,
+        rope_scaling=yarn(truncate=False),
+        **SPARSE | {"experts_per_token": 3},
+    ),
+    "gpt_oss-plain": of(
+        "gpt_oss", head_size=12, window=7, attention_bias="none", rope_scaling=None, rope_theta=1e4, **SPARSE
+    ),
     "llama": of("llama", kv_heads=2),
     "llama-biases-tied": of(
         "llama", attention_bias="all", mlp_bias=True, tie_embeddings=True, head_size=12, kv_heads=1, hidden=64
@@ -79,6 +94,7 @@ CONFIGS = {
     "llama-yarn": of("llama", rope_scaling=yarn(), head_size=16),
     "mistral": of("mistral", kv_heads=2, window=5),
     "mistral-no-window": of("mistral", kv_heads=1, head_size=16),
+    "mistral-scaled": of("mistral", window=3, rope_scaling=yarn(factor=8.0)),
     "mistral-tied": of("mistral", window=2, tie_embeddings=True, rope_theta=1e6),
     "qwen2": of("qwen2", kv_heads=2),
     "qwen2-tied": of("qwen2", heads=2, tie_embeddings=True, rope_theta=1e6),
@@ -187,30 +203,13 @@ def rope_parameters(config: ModelConfig) -> dict[str, object]:
         rope["original_max_position_embeddings"] = scaling.original_context
     if scaling.kind == "llama3":
         rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if not scaling.truncate:
+        rope["truncate"] = False
     if scaling.attention_factor is not None:
         rope["attention_factor"] = scaling.attention_factor
     if scaling.mscale is not None:
         rope |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all_dim}
     return rope
-
-
-NAMES = {
-    "gemma2": "Gemma2",
-    "gemma3_text": "Gemma3Text",
-    "gpt2": "GPT2",
-    "opt": "OPT",
-    "olmo": "Olmo",
-    "olmoe": "Olmoe",
-    "olmo2": "Olmo2",
-    "olmo3": "Olmo3",
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "mixtral": "Mixtral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3Moe",
-    "deepseek_v3": "DeepseekV3",
-}
 
 
 def twin_of(model: Transformer) -> "transformers.PreTrainedModel":
@@ -236,7 +235,7 @@ def twin_of(model: Transformer) -> "transformers.PreTrainedModel":
     if config.norm.startswith("rms"):
         fields["rms_norm_eps"] = config.norm_eps
     if config.experts:
-        count = "num_local_experts" if config.family == "mixtral" else "num_experts"
+        count = "num_local_experts" if config.family in ("mixtral", "gpt_oss") else "num_experts"
         fields |= {count: config.experts, "num_experts_per_tok": config.experts_per_token}
         fields |= {"norm_topk_prob": config.renormalise, "experts_implementation": "eager"}
     if config.latent is not None:
@@ -255,7 +254,7 @@ def twin_of(model: Transformer) -> "transformers.PreTrainedModel":
         fields["mlp_only_layers"] = list(range(config.dense_layers))
     if config.family == "llama":
         fields["mlp_bias"] = config.mlp_bias
-    if config.family in ("mistral", "mixtral", "olmo3", "gemma2", "gemma3_text"):
+    if config.family in ("mistral", "mixtral", "olmo3", "gemma2", "gemma3_text", "gpt_oss"):
         fields["sliding_window"] = config.window
     if config.family in ("gemma2", "gemma3_text"):
         fields["attn_logit_softcapping"] = config.score_cap
@@ -270,9 +269,8 @@ def twin_of(model: Transformer) -> "transformers.PreTrainedModel":
     if config.family == "opt":
         fields |= {"ffn_dim": config.intermediate, "max_position_embeddings": config.learned_positions, "dropout": 0}
         fields["activation_function"] = config.activation
-    name = NAMES[config.family]
     made = getattr(transformers, families()[config.family].architecture)
-    twin = made(getattr(transformers, f"{name}Config")(**fields))
+    twin = made(made.config_class(**fields))
     kept = twin.state_dict().keys()
     theirs = dict(twin.named_parameters()) | {name: buffer for name, buffer in twin.named_buffers() if name in kept}
     filled = set()
@@ -288,7 +286,8 @@ def in_their_form(model: Transformer, tensors: dict[str, Tensor]) -> Iterator[tu
     """Tensors named and shaped like our parameters, under the names and shapes of `transformers`' own parameters."""
     for name, tensor in tensors.items():
         whole = fused(model.config.family, name, tensor)
-        yield from [whole] if whole else published(model.config.family, name, tensor)
+        for each in [whole] if whole else published(model.config.family, name, tensor):
+            yield each.name, each.view.reshape(each.shape)
 
 
 @pytest.fixture(params=CONFIGS, scope="module")

@@ -28,14 +28,6 @@ def test_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str], monkeypatc
     assert capsys.readouterr().err.splitlines() == ["tokenise: 11,000", "tokenise: 22,000"]
 
 
-def test_quiet_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(every=1, quiet=True)
-    progress.update("training", 5, 5)
-    progress.print("a note")
-    progress.close()
-    assert capsys.readouterr() == ("", "")
-
-
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(module.sys.stderr, "isatty", lambda: True)
     with Progress() as progress:

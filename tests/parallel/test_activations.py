@@ -9,13 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from optimus.bench.memory import allocated, tracking
 from optimus.comm import Groups
 from optimus.config import ModelConfig, load_config
 from optimus.errors import UserError
+from optimus.mesh import Mesh
+from optimus.parallel import module_bytes
 from optimus.parallel.activations import Activations, activation_bytes
+from optimus.parallel.build import StageOptions
+from optimus.parallel.module_bytes import Setting
 from optimus.parallel.recompute import Recomputation
 from optimus.parallel.recompute_choice import choose_recomputation, recomputed_flops
-from optimus.testing import run_ranks, tracking
+from optimus.testing import run_ranks
 from optimus.train.recomputation import activation_shapes
 from optimus.train.run import build_model, mesh_of
 from optimus.train.step import terms
@@ -104,19 +109,65 @@ def test_heads_that_share_keys(fields: dict[str, Any]) -> None:
         assert computed.peak == pytest.approx(found.peak, rel=0.05)
 
 
-def test_experts_have_a_width_of_their_own() -> None:
-    """Of Qwen3-MoE, whose dense layers, if it has any, are wider."""
-    model = EXPERTS | {"family": "qwen3_moe", "intermediate": 192, "expert_intermediate": 48}
-    _, found, computed = measured(tree(model), 1)
-    assert computed.kept == pytest.approx(found.kept, rel=0.02)
-    assert computed.peak == pytest.approx(found.peak, rel=0.05)
+OTHERS: dict[str, dict[str, Any]] = {
+    "experts of their own width": EXPERTS | {"family": "qwen3_moe", "intermediate": 192, "expert_intermediate": 48},
+    "dense layers, windows": DENSE | {"family": "mistral", "window": 100, "kv_heads": 2},
+    "layer norms, no gate, learned positions": DENSE | {"family": "gpt2", "learned_positions": 256},
+    "positions with an offset": DENSE | {"family": "opt", "learned_positions": 300},
+    "norms on both sides, windows in turn": DENSE | {"family": "gemma3_text", "window": 64, "window_except": 2},
+    "capped scores and logits": DENSE | {"family": "gemma2", "window": 64, "score_cap": 5.0, "logit_cap": 3.0},
+    "latent attention, shared experts, a dense layer": EXPERTS
+    | {
+        "family": "deepseek_v3",
+        "latent": {"queries": 48, "keys": 32, "rotary": 8, "value": 16},
+        "intermediate": 192,
+        "expert_intermediate": 48,
+        "shared_experts": 1,
+        "dense_layers": 1,
+        "expert_groups": 2,
+    },
+    "sinks, windows in turn, biases of experts": EXPERTS
+    | {"family": "gpt_oss", "kv_heads": 2, "window": 64, "head_size": 16},
+    "more experts in later layers": DENSE
+    | {"family": "pr_moe", "experts_by_layer": [0, 4, 4, 8], "expert_intermediate": 48},
+}
+
+
+@pytest.mark.parametrize("model", OTHERS.values(), ids=OTHERS)
+def test_whatever_the_architecture(model: dict[str, Any]) -> None:
+    feed_forward = "moe" if any(name.startswith("experts") for name in model) else "mlp"
+    for kinds in ([], ["norm", feed_forward], ["attention"]):
+        _, found, computed = measured(tree(model, recompute=kinds), 1)
+        assert computed.kept == pytest.approx(found.kept, rel=0.01), kinds
+        assert computed.peak == pytest.approx(found.peak, rel=0.01), kinds
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(tp=2, cp=2), Mesh(dp=8, ep=4, etp=2)], ids=str)
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again"])
+def test_many_sequences_follow_from_few(mesh: Mesh, again: bool) -> None:
+    """As many measured themselves."""
+    config = ModelConfig(**EXPERTS | {"hidden": 32, "intermediate": 32, "vocab": 8192})
+    setting = Setting.of(config, mesh, StageOptions(sequence=mesh.tp > 1), CONTEXT, 2, 1.3)
+    followed, direct = module_bytes.block_bytes(setting, 0, 24, again), {}
+    for experts, own in ((False, setting.without_experts), (True, setting)):
+        direct |= module_bytes._block_bytes(own, 0, experts, again, 24)
+    assert len(direct) == len(followed) == 4
+    for place, exact in direct.items():
+        assert len(followed[place].works) == 1 < len(exact.works)
+        assert followed[place].given == exact.given
+        assert (followed[place].kept, followed[place].work) == pytest.approx((exact.kept, exact.work), rel=0.01)
+    head = module_bytes.end_bytes(setting, "head", 24)
+    exact = module_bytes._end_bytes(setting.without_experts, "head", 24)[0, 0]
+    assert (head.kept, head.work) == pytest.approx((exact.kept, exact.work), rel=0.01)
 
 
 def test_half_of_the_layers() -> None:
     """A rank that has some of the blocks keeps what a shorter model would."""
     config, shorter = ModelConfig(**DENSE), ModelConfig(**{**DENSE, "layers": 2})
     for chosen in (Recomputation(), Recomputation(("mlp",), 2), Recomputation(("block",), 2)):
-        assert activation_bytes(config, chosen, layers=2, **SHAPES) == activation_bytes(shorter, chosen, **SHAPES)
+        assert activation_bytes(config, chosen, layers=range(2), **SHAPES) == activation_bytes(
+            shorter, chosen, **SHAPES
+        )
 
 
 ONE_EACH = {**EXPERTS, "experts_per_token": 1}
@@ -171,12 +222,20 @@ def test_auto_stays_within_its_budget(model: dict[str, Any], share: float) -> No
     assert found.peak > 0.5 * budget  # and what there is is used
 
 
+def test_auto_recomputes_dense_layers_and_experts() -> None:
+    """Where a model has both."""
+    config = ModelConfig(**OTHERS["latent attention, shared experts, a dense layer"])
+    most = activation_bytes(config, Recomputation(), **SHAPES).peak
+    choices = [choose_recomputation(config, most * share // 20, **SHAPES)[0].kinds for share in range(19, 6, -1)]
+    assert any({"mlp", "moe"} <= set(kinds) for kinds in choices)
+
+
 def test_auto_recomputes_more_only_for_less_memory() -> None:
     config = ModelConfig(**{**DENSE, "layers": 16})
     most = activation_bytes(config, Recomputation(), **SHAPES).peak
     budgets = [most * 11 // 10, *(most * share // 20 for share in range(19, 4, -1))]
     choices = [choose_recomputation(config, budget, **SHAPES)[0] for budget in budgets]
-    flops = [recomputed_flops(config, chosen, CONTEXT, 16) for chosen in choices]
+    flops = [recomputed_flops(config, chosen, CONTEXT) for chosen in choices]
     assert choices[0] == Recomputation()
     assert flops == sorted(flops)
     assert len(set(choices)) > 5
@@ -218,7 +277,7 @@ def test_the_default_budget_is_what_is_left(monkeypatch: pytest.MonkeyPatch) -> 
     """Nine tenths of what the device has free after the state; and the user is told."""
     config = load_config(tree(EXPERTS, recompute="auto"))
     groups = Groups(mesh_of(config, 1))
-    state = sum(build_model(config, torch.device("cpu"), groups)[1].bytes_by_kind().values())
+    state = sum(allocated(build_model(config, torch.device("cpu"), groups)[1].chunks).values())
     most = activation_bytes(config.model, Recomputation(), **SHAPES).peak
     monkeypatch.setattr("optimus.train.run.free_memory", lambda _: state + most)
     notes: list[str] = []

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.traffic import Traffic, counting
 from optimus.comm import Group, Groups
 from optimus.config import ModelConfig
 from optimus.errors import UserError
-from optimus.kernels.attention import attention_reference
+from optimus.kernels.attention import Scoring, attention_reference
 from optimus.kernels.documents import Documents
 from optimus.kernels.rotary import rotary_table
 from optimus.mesh import Mesh
@@ -26,7 +27,7 @@ from optimus.model.sequence import Sequence, WholeSequence
 from optimus.parallel.context import RingSequence, UlyssesSequence, _seen
 from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.step_context import CollectiveCache
-from optimus.testing import Traffic, counting, run_ranks
+from optimus.testing import run_ranks
 
 Shape = tuple[int, int, int, int]  # B, L, N, D
 METHODS = {"ring": RingSequence, "ulysses": UlyssesSequence}
@@ -82,9 +83,46 @@ def attended(
         at = sequence.positions(shape[1], CPU)
         *given, out_grad = (t[:, at] for t in inputs(shape, dtype))
         given = [t.requires_grad_() for t in given]
-        out = sequence.attend(*given, window, cap)
+        out = sequence.attend(*given, Scoring(window, cap))
         results.append([at, out.detach(), *torch.autograd.grad(out, given, out_grad)])
     return results
+
+
+def attended_with_sinks(method: str, ranks: int, documents: bool) -> list[list[Tensor]]:
+    """Of each window: this rank's positions, its output, its gradients of q, k and v, and its part of those of the sinks."""
+    sequence, results = sequence_of(method, ranks), []
+    at = sequence.positions(32, CPU)
+    for window in (None, 5):
+        *given, out_grad = (t[:, at] for t in grouped_inputs((4, 4)))
+        if documents:
+            sequence = sequence.within(Documents(LENGTHS[1], 2))
+            *given, out_grad = (t.flatten(0, 1)[None] for t in (*given, out_grad))
+        given = [*(t.requires_grad_() for t in given), normal(9, 4).requires_grad_()]
+        out = sequence.attend(*given[:3], Scoring(window, None, given[3]))
+        *found, sink_grad = torch.autograd.grad(out, given, out_grad)
+        results.append([at, *(t.detach().view(2, -1, 4, 8) for t in (out, *found)), sink_grad])
+    return results
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("method", "ranks"), [("ring", 2), ("ring", 4), ("ulysses", 2)])
+def test_sinks(method: str, ranks: int, documents: bool) -> None:
+    results = run_ranks(attended_with_sinks, ranks, method, ranks, documents)
+    lengths = LENGTHS[1] if documents else [32, 32]
+    for i, window in enumerate((None, 5)):
+        sink, alone = normal(9, 4), []
+        for parts in zip(*(t.flatten(0, 1)[None].split(lengths, 1) for t in grouped_inputs((4, 4))), strict=True):
+            *given, out_grad = parts
+            given = [t.detach().requires_grad_() for t in (*given, sink)]
+            out, _ = attention_reference(*given[:3], True, window, None, given[3])
+            alone.append([out.detach(), *torch.autograd.grad(out, given, out_grad)])
+        *whole, sink_grads = zip(*alone, strict=True)
+        order = torch.cat([result[i][0] for result in results])
+        for at, parts in enumerate(whole, 1):
+            expected = torch.cat(parts, 1)[0].unflatten(0, (2, -1))[:, order]
+            found = torch.cat([result[i][at] for result in results], 1)
+            assert (found - expected).norm() <= 1e-12 * expected.norm(), window
+        torch.testing.assert_close(sum(result[i][5] for result in results), sum(sink_grads), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -147,7 +185,7 @@ def attended_within(method: str, ranks: int, heads: tuple[int, int]) -> list[lis
         sequence = whole.within(Documents(lengths, 2))
         *given, out_grad = (t[:, at].flatten(0, 1)[None] for t in grouped_inputs(heads))
         given = [t.requires_grad_() for t in given]
-        out = sequence.attend(*given, window)
+        out = sequence.attend(*given, Scoring(window))
         found = [out.detach(), *torch.autograd.grad(out, given, out_grad)]
         results.append([at, *(t[0].unflatten(0, (2, -1)) for t in found)])
     return results

@@ -15,14 +15,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.traffic import Traffic, counting
+from optimus.bench.steps import random_batch
 from optimus.comm import Group, Groups
 from optimus.comm.functional import own_rows
 from optimus.config import load_config
 from optimus.kernels.linear import MatrixProduct
 from optimus.mesh import Mesh
 from optimus.parallel.tensor import SplitProduct
-from optimus.testing import Traffic, counting, run_ranks
-from optimus.testing.steps import random_batch
+from optimus.testing import run_ranks
 from optimus.train.run import build_model, mesh_of
 from optimus.train.step import objective, terms, training_step
 
@@ -211,7 +212,7 @@ def of_a_step(source: dict[str, Any]) -> tuple[int, int, int]:
 def test_the_weights_of_a_step(release: bool) -> None:
     """Equations 5.1, 5.2 and 5.5 of all weights together, which are one chunk: G_x 2, G_z 2, G_data 2. What activations, the
     losses and the norm of the gradients take is that of the same grid without z and data."""
-    state = {"shard": "parameters", "shard_ranks": 2, "release": release, "prefetch": 0}
+    state = {"shard": "parameters", "shard_ranks": 2, "reshard_after_forward": release, "prefetch": 0}
     train = tree(1, (2, 1))["train"] | {"global_batch": 8}
     found = run_ranks(of_a_step, 8, tree(1, (2, 1), train=train, state=state))
     alone = run_ranks(of_a_step, 2, tree(1, (2, 1)))

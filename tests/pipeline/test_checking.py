@@ -1,14 +1,16 @@
 """`check` finds every kind of fault and names the action."""
 
 from dataclasses import replace
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optimus.errors import UserError
-from optimus.pipeline import Action, Costs, Kind, Schedule, ScheduleError, check, make_schedule, simulate
+from optimus.pipeline import Costs, check, make_schedule, simulate
+from optimus.pipeline.replay import ScheduleError
+from optimus.pipeline.schedule import Action, Kind, Schedule, live_changes
 from optimus.pipeline.schedules import schedules
 
 
@@ -132,11 +134,10 @@ def test_a_list_for_another_kind_of_backward() -> None:
 def test_live_activations_at_every_moment() -> None:
     """Rank 1 of 2, 1F1B: forward, backward in turns, receives and sends change nothing."""
     schedule = make_schedule("1f1b", 2, 2)
-    report = check(schedule)
     kinds = [action.kind for action in schedule.actions[1]]
     expected, live = [], 0
     for kind in kinds:
         live += (kind is Kind.FORWARD) - (kind is Kind.BACKWARD)
         expected.append(live)
-    assert list(report.live_activations[1]) == expected
+    assert list(accumulate(change for _, change in live_changes(schedule.actions[1]))) == expected
     assert max(expected) == 1

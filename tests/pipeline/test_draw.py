@@ -8,9 +8,10 @@ import pytest
 
 from optimus import cli
 from optimus.errors import UserError
-from optimus.pipeline import Costs, Event, Kind, Timeline, make_schedule, simulate
+from optimus.pipeline import Costs, make_schedule, simulate
 from optimus.pipeline.draw import draw, text_timeline
-from optimus.pipeline.timeline import read_timeline, write_timeline
+from optimus.pipeline.schedule import Kind
+from optimus.pipeline.timeline import Event, Timeline, read_timeline, write_timeline
 
 
 def command(

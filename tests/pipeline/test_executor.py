@@ -10,6 +10,8 @@ from itertools import pairwise
 import pytest
 import torch
 
+from helpers.traffic import counting
+from optimus.bench.pipeline import falling_caps
 from optimus.bench.pipeline_waits import Contestant, Job, run_jobs, simulated, timelines
 from optimus.comm import Group, Groups
 from optimus.errors import UserError
@@ -17,11 +19,11 @@ from optimus.mesh import Mesh
 from optimus.pipeline.costs import Costs
 from optimus.pipeline.executor import Happened, Links, Message, ScheduledExecutor
 from optimus.pipeline.message_driven import MessageDrivenExecutor
-from optimus.pipeline.ready import falling_caps, message_driven
+from optimus.pipeline.ready import message_driven
 from optimus.pipeline.schedule import Action, Kind, Schedule
 from optimus.pipeline.schedules import make_schedule, schedules
 from optimus.pipeline.timeline import Timeline
-from optimus.testing import counting, run_ranks
+from optimus.testing import run_ranks
 
 BYTES = 5 * 4 + 2 * 8  # of a message
 PLACES = {  # the rank of each stage, on three ranks

@@ -8,9 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optimus.bench.pipeline import falling_caps
 from optimus.errors import UserError
-from optimus.pipeline import Costs, Kind, Timeline, make_schedule, simulate, simulate_message_driven
-from optimus.pipeline.ready import Preference, falling_caps
+from optimus.pipeline import Costs, make_schedule, simulate
+from optimus.pipeline.message_driven_simulation import simulate_message_driven
+from optimus.pipeline.ready import Preference
+from optimus.pipeline.schedule import Kind
+from optimus.pipeline.timeline import Timeline
 
 MICROBATCHES, DRAWS = 64, 8
 Run = Callable[[int, Costs], Timeline]

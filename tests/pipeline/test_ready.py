@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from optimus.bench.pipeline import falling_caps
 from optimus.errors import UserError
-from optimus.pipeline.ready import Preference, Ready, falling_caps, find_caps, message_driven
+from optimus.pipeline.ready import Preference, Ready, find_caps, message_driven
 from optimus.pipeline.schedule import Action, Kind, Schedule
 
 F, B = Kind.FORWARD, Kind.BACKWARD

@@ -5,9 +5,11 @@ from collections.abc import Callable
 import pytest
 
 from optimus.errors import UserError
-from optimus.pipeline import Action, Costs, Event, Kind, Timeline, make_schedule, simulate
+from optimus.pipeline import Costs, make_schedule, simulate
+from optimus.pipeline.schedule import Action, Kind
 from optimus.pipeline.schedules import schedules
 from optimus.pipeline.simulation import makespan
+from optimus.pipeline.timeline import Event, Timeline
 
 
 def interval(timeline: Timeline, kind: Kind, stage: int, microbatch: int) -> tuple[float, float]:
@@ -63,7 +65,8 @@ def test_links_and_imbalance_cost_what_they_must(name: str) -> None:
     schedule = make_schedule(name, 4, 8)
     usual = simulate(schedule)
     assert simulate(schedule, Costs(link=0.5)).makespan >= usual.makespan + 0.5
-    slow = simulate(schedule, Costs(imbalance={2: 1.5}))
+    times = [1.5 if stage == 2 else 1.0 for stage in range(schedule.stages)]
+    slow = simulate(schedule, Costs(times, times, times))
     rank = schedule.rank_of(2)
     other = 0.0 if schedule.stages == 4 else 0.5
     assert slow.busy[rank] == pytest.approx(usual.busy[rank] * (1.5 * (1 - other) + other))
@@ -84,13 +87,6 @@ def test_jitter_is_lognormal_of_mean_one_and_the_same_in_every_schedule() -> Non
     assert again.makespan != simulate(make_schedule("1f1b", 4, 500), Costs(jitter=0.2, seed=5)).makespan
 
 
-def test_memory_in_bytes() -> None:
-    timeline = simulate(make_schedule("1f1b", 3, 6), Costs(activation_bytes=(10, 20, 40)))
-    assert timeline.peak_activations == [3, 2, 1]
-    assert timeline.peak_bytes == [30, 40, 40]
-    assert simulate(make_schedule("1f1b", 3, 6)).peak_bytes is None
-
-
 def test_a_measured_timeline_begins_at_zero() -> None:
     events = [Event(0, Kind.BACKWARD, 0, 0, 105.0, 107.0), Event(0, Kind.FORWARD, 0, 0, 103.0, 104.0)]
     timeline = Timeline.of(events, 1)
@@ -106,9 +102,7 @@ def test_a_measured_timeline_begins_at_zero() -> None:
         (lambda: Costs(forward=-1), "forward is -1; give no number below zero"),
         (lambda: Costs(backward_weights=(1, -2)), "backward_weights is (1, -2)"),
         (lambda: Costs(link=-0.1), "link is -0.1; give zero or more"),
-        (lambda: Costs(imbalance={0: -1.0}), "imbalance is {0: -1.0}"),
         (lambda: Costs(forward=(1, 1, 1)), "3 numbers for 4 stages; give one per stage, or one for all"),
-        (lambda: Costs(imbalance={4: 1.3}), "imbalance of stage 4; there are stages 0 to 3"),
     ],
 )
 def test_costs_that_cannot_be(make: Callable[[], Costs], message: str) -> None:

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.equality import Layout, assert_same_as_one_process
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.pipeline.stages import Weights, divide
-from optimus.testing import Layout, assert_same_as_one_process
 from optimus.train.checks import check_ranks
-from optimus.train.pipeline import cut_of
+from optimus.train.pipeline import partition_of
 
 MODELS: dict[str, dict[str, Any]] = {
     "moe": {"family": "olmoe", "intermediate": 24, "experts": 8, "experts_per_token": 2},
@@ -115,8 +115,8 @@ def test_among_divisions_that_are_as_fast_memory_decides() -> None:
 
 def test_a_large_vocabulary_takes_blocks_from_the_last_stage() -> None:
     config = load_config(config_of("dense", layers=8), ["parallel.pipeline=2", "model.vocab=5000"])
-    cut = cut_of(config, Mesh(pp=2), 1)
-    assert len(cut.blocks[0]) > len(cut.blocks[1])
-    assert cut.stage_of("head.weight") == 1
-    assert cut.stage_of("blocks.0.attention.qkv.weight") == 0
-    assert torch.tensor([len(blocks) for blocks in cut.blocks]).sum() == 8
+    partition = partition_of(config, Mesh(pp=2), 1)
+    assert len(partition.blocks[0]) > len(partition.blocks[1])
+    assert partition.stage_of("head.weight") == 1
+    assert partition.stage_of("blocks.0.attention.qkv.weight") == 0
+    assert torch.tensor([len(blocks) for blocks in partition.blocks]).sum() == 8

@@ -7,12 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.equality import Layout, assert_same_as_one_process
+from optimus.bench.memory import allocated
 from optimus.comm import Groups
 from optimus.config import load_config
 from optimus.errors import UserError
-from optimus.pipeline import Costs, Kind, check, make_schedule, simulate
-from optimus.pipeline.schedule import VOCABULARY, Action, Schedule
-from optimus.testing import Layout, assert_same_as_one_process, run_ranks
+from optimus.pipeline import Costs, check, make_schedule, simulate
+from optimus.pipeline.schedule import VOCABULARY, Action, Kind, Schedule
+from optimus.testing import run_ranks
 from optimus.train.run import build_model, mesh_of
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("zb-h1", 1), ("zbv", 2)]
@@ -124,7 +126,7 @@ def test_numbers_are_those_of_one_process(model: dict[str, Any], ranks: int, ove
 def parameter_bytes(config: dict[str, Any], ranks: int) -> int:
     tree = load_config(config)
     _, state = build_model(tree, torch.device("cpu"), Groups(mesh_of(tree, ranks)))
-    return state.bytes_by_kind()["parameters"]
+    return allocated(state.chunks)["parameters"]
 
 
 def test_stages_hold_as_much() -> None:

@@ -138,7 +138,13 @@ def test_what_is_written_can_be_trained(plan: Callable[..., Any], tmp_path: Path
         ["state.gradient_dtype=bfloat16", "state.overlap=false", "state.tile=4096", "optimizer.clip_norm=2"],
         ["moe.dispatch=allgather", "recompute_collectives=repeat", "parallel.overlap=false"],
         ["recompute=auto", "recompute_budget=1GB", "train.precision=float32"],
-        ["recompute=[norm]", "recompute_every=2", "state.shard=parameters", "state.release=false", "state.chunk=65536"],
+        [
+            "recompute=[norm]",
+            "recompute_every=2",
+            "state.shard=parameters",
+            "state.reshard_after_forward=false",
+            "state.chunk=65536",
+        ],
     ],
     ids=" ".join,
 )
@@ -147,7 +153,7 @@ def test_what_is_written_is_the_run_that_was_planned(plan: Callable[..., Any], t
     file = tmp_path / "planned.yaml"
     first = plan(*rest, "--output", str(file))["plans"][0]
     before, written = load_config(tmp_path / "run.yaml", rest), load_config(file)
-    decided = {"shard", "shard_over", "shard_ranks", "release"}
+    decided = {"shard", "shard_over", "shard_ranks", "reshard_after_forward"}
     assert written.state.model_dump(exclude=decided) == before.state.model_dump(exclude=decided)
     assert written.train == before.train.model_copy(update={"micro_batch": first["micro_batch"]})
     for name in ("model", "data", "optimizer", "schedule", "moe", "checkpoint", "recompute_collectives"):
@@ -331,11 +337,16 @@ GROUPED_EXPERTS = {
     "expert_groups": 2,
     "groups_per_token": 1,
 }
-OWN = {
-    "gpt2": {},
-    "opt-125m": {"tie_embeddings": "false"},
-    "gemma-2-2b": {"kv_heads": 2, "head_size": 64},
-    "deepseek-v3": GROUPED_EXPERTS,
+PYRAMID = {"family": "pr_moe", "experts": 8, "experts_per_token": 1, "experts_by_layer": "[0,4,0,4,0,8,8,8]"}
+OWN: dict[str, tuple[str, dict[str, Any]]] = {  # a preset, and what is changed of it
+    "gpt2": ("gpt2", {}),
+    "opt": ("opt-125m", {"tie_embeddings": "false"}),
+    "gemma": ("gemma-2-2b", {"kv_heads": 2, "head_size": 64}),
+    "grouped heads": ("llama-3.2-1b", {"kv_heads": 2}),
+    "experts": ("qwen3-30b-a3b", {"kv_heads": 2, "experts": 8, "experts_per_token": 2, "sparse_every": 2}),
+    "latent": ("deepseek-v3", GROUPED_EXPERTS),
+    "queries": ("deepseek-v3", GROUPED_EXPERTS | {"latent.queries": "null", "latent.value": 48}),
+    "pyramid": ("mula-tiny-moe", PYRAMID),
 }
 
 
@@ -345,9 +356,10 @@ OWN = {
     "layout", [["parallel.tensor=2"], ["parallel.pipeline=2", "parallel.vocabulary=true"]], ids=str
 )
 def test_state_of_families_is_exact(name: str, layout: list[str], shard: str) -> None:
-    shape = [f"model.{field}={value}" for field, value in (SHAPE | OWN[name]).items()]
+    preset, own = OWN[name]
+    shape = [f"model.{field}={value}" for field, value in (SHAPE | own).items()]
     more = ["train.context=512", "train.precision=bfloat16", "train.global_batch=64", f"state.shard={shard}", *layout]
-    config = configured(name, shape + more, 8)
+    config = configured(preset, shape + more, 8)
     question, setting = asked(config, "dgx-a100", 8, [], 1.0)
     predicted = predict(question, setting()).memory
     found = dry_run(config, 8, predicted.rank * (8 // setting().mesh.pp))

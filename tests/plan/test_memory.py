@@ -6,22 +6,28 @@ from typing import Any
 
 import pytest
 
+from optimus.bench.published.activations import OtherActivations
+from optimus.config import ModelConfig
 from optimus.mesh import Mesh
-from optimus.plan.architecture import Architecture
+from optimus.model.count import count_parameters
 from optimus.plan.memory import Memory, memory_of, memory_of_ranks
 from optimus.plan.setting import Setting
 from optimus.plan.software import Software
 
-DENSE = Architecture(layers=16, hidden=1024, heads=16, intermediate=4096, vocab=32000, gated=False)
-SPARSE = Architecture(8, 1024, 16, 0, 32000, experts=64, experts_per_token=8, expert_intermediate=512)
+GATED = ModelConfig(family="olmo", layers=16, hidden=1024, heads=16, intermediate=4096, vocab=32000)
+DENSE = GATED.model_copy(update={"gated": False})
+PARAMETERS = count_parameters(DENSE).total
+SPARSE = ModelConfig(
+    family="olmoe", layers=8, hidden=1024, heads=16, intermediate=512, vocab=32000, experts=64, experts_per_token=8
+)
 SETTING = Setting(Mesh(dp=16), 2048, 1, 8)
 # Gradients of two bytes, twelve bytes of master weights and moments: 16 for each parameter that is not sharded.
 PLAIN = Software(about="a test", gradient=2.0)
 STATE = ("parameters", "gradients", "optimizer")
 
 
-def memory(setting: Setting = SETTING, software: Software = PLAIN, architecture: Architecture = DENSE) -> Memory:
-    return memory_of(architecture, setting, software)
+def memory(setting: Setting = SETTING, software: Software = PLAIN, model: ModelConfig = DENSE) -> Memory:
+    return memory_of(model, setting, software, OtherActivations(model, setting, software))
 
 
 def state(found: Memory) -> float:
@@ -29,8 +35,8 @@ def state(found: Memory) -> float:
 
 
 def test_parameters_are_those_of_the_matrices() -> None:
-    assert DENSE.parameters == 16 * (4 * 1024**2 + 2 * 1024 * 4096) + 2 * 32000 * 1024
-    assert memory().parts["parameters"] == 2 * DENSE.parameters
+    assert PARAMETERS == 16 * (4 * 1024**2 + 2 * 1024 * 4096) + 2 * 32000 * 1024
+    assert memory().parts["parameters"] == 2 * PARAMETERS
 
 
 @pytest.mark.parametrize(
@@ -39,14 +45,15 @@ def test_parameters_are_those_of_the_matrices() -> None:
 )
 def test_levels_of_sharding(shard: Any, bytes_each: float) -> None:
     """ZeRO, section 5: 16 P, (4 + 12/N) P, (2 + 14/N) P and 16 P / N bytes."""
-    assert state(memory(replace(SETTING, shard=shard))) == pytest.approx(bytes_each * DENSE.parameters)
+    assert state(memory(replace(SETTING, shard=shard))) == pytest.approx(bytes_each * PARAMETERS)
 
 
 def test_a_tied_table_is_held_once_by_a_rank_that_has_both_ends() -> None:
-    tied = replace(DENSE, tied=True)
-    assert memory(architecture=tied).parts["parameters"] == 2 * tied.parameters
-    ends = memory_of_ranks(tied, replace(SETTING, mesh=Mesh(pp=4, dp=4), even=True), PLAIN)
-    block = (tied.parameters - 32000 * 1024) / 16
+    tied, parameters = DENSE.model_copy(update={"tie_embeddings": True}), PARAMETERS - 32000 * 1024
+    assert memory(model=tied).parts["parameters"] == 2 * parameters
+    setting = replace(SETTING, mesh=Mesh(pp=4, dp=4), even=True)
+    ends = memory_of_ranks(tied, setting, PLAIN, OtherActivations(tied, setting, PLAIN))
+    block = (parameters - 32000 * 1024) / 16
     held = [rank.parts["parameters"] / 2 for rank in ends]
     assert held == pytest.approx([4 * block + 32000 * 1024, 4 * block, 4 * block, 4 * block + 32000 * 1024])
 
@@ -61,7 +68,7 @@ def test_tensor_parallelism_divides_all_of_it() -> None:
 
 def test_expert_parallelism_divides_the_experts() -> None:
     alone, divided = (
-        memory(replace(SETTING, mesh=Mesh(dp=8, ep=ep)), architecture=SPARSE).parts["parameters"] for ep in (1, 8)
+        memory(replace(SETTING, mesh=Mesh(dp=8, ep=ep)), model=SPARSE).parts["parameters"] for ep in (1, 8)
     )
     experts = 2 * 8 * 64 * 3 * 1024 * 512
     assert alone - divided == pytest.approx(experts * 7 / 8)
@@ -73,7 +80,7 @@ def test_expert_parallelism_divides_the_experts() -> None:
 def test_a_dense_block_keeps_what_its_backward_pass_reads() -> None:
     """Korthikanti et al., section 4.1, without dropout, scores and biases: 16 streams of two bytes."""
     tokens = 2048
-    found = memory(architecture=replace(DENSE, layers=1)).parts["activations"]
+    found = memory(model=DENSE.model_copy(update={"layers": 1})).parts["activations"]
     last = 2 * tokens * 1024 * 2
     inputs = 2  # of both norms
     attention = 1 + 4  # what it is made of; queries, keys, values and the result
@@ -113,7 +120,8 @@ def test_kept_scores_grow_with_the_square_of_the_context() -> None:
 
 
 def test_an_earlier_stage_keeps_more_microbatches() -> None:
-    found = memory_of_ranks(DENSE, replace(SETTING, mesh=Mesh(pp=4, dp=4), even=True), PLAIN)
+    setting = replace(SETTING, mesh=Mesh(pp=4, dp=4), even=True)
+    found = memory_of_ranks(DENSE, setting, PLAIN, OtherActivations(DENSE, setting, PLAIN))
     inner = [rank.parts["activations"] for rank in found[:3]]
     assert inner[0] / inner[1] == pytest.approx(4 / 3)
     assert inner[1] / inner[2] == pytest.approx(3 / 2)
@@ -149,7 +157,7 @@ def test_what_waits_on_the_host_takes_no_room() -> None:
 def test_gradients_stay_whole_between_microbatches_where_a_program_keeps_them() -> None:
     setting = replace(SETTING, shard="parameters", release=False)
     plain, whole = (memory(setting, replace_software(whole_gradients=each)) for each in (False, True))
-    assert whole.parts["gathered"] - plain.parts["gathered"] == pytest.approx(4.0 * DENSE.parameters)
+    assert whole.parts["gathered"] - plain.parts["gathered"] == pytest.approx(4.0 * PARAMETERS)
 
 
 def test_gradients_that_come_late_take_the_place_of_activations() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from optimus.config import RunConfig
 from optimus.errors import UserError
+from optimus.model.count import count_parameters
 from optimus.plan.asking import asked, configured
 from optimus.plan.question import Question, memory_in
 from optimus.plan.report import planned
@@ -91,5 +92,5 @@ def test_copies_for_checkpoints_are_planned_where_they_lie(monkeypatch: pytest.M
             question, setting = asked(configured("mula-tiny", overrides, 4), machine, 4, [], 1.0)
             sizes[machine, overrides is copying] = memory_in(question, setting()).total
     assert sizes["dgx-h100", True] == sizes["dgx-h100", False]
-    elements = asked(configured("mula-tiny", plain, 4), "laptop", 4, [], 1.0)[0].architecture.parameters
+    elements = count_parameters(configured("mula-tiny", plain, 4).model).total
     assert sizes["laptop", True] - sizes["laptop", False] == pytest.approx(12 * elements / 4, rel=0.02)

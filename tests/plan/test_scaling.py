@@ -6,9 +6,10 @@ from statistics import median
 
 import pytest
 
+from optimus.bench.published.activations import OtherActivations
+from optimus.config import ModelConfig
 from optimus.config.load import model_config_from, resolve_model
 from optimus.mesh import Mesh
-from optimus.plan.architecture import Architecture
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.memory import fits, memory_of
 from optimus.plan.setting import Setting
@@ -25,7 +26,7 @@ def test_mula_220b_on_twelve_thousand_tiles() -> None:
     sequence of 2,048 tokens for each tile, as in its section 2.1. Data-parallel ranks are taken to be furthest apart, so
     that from 1,536 tiles on they lie in several of the network's groups of 64 nodes: it is there that speed is lost.
     """
-    model = Architecture.of(model_config_from(resolve_model("mula-220b-a10b")["model"], ""))
+    model = model_config_from(resolve_model("mula-220b-a10b")["model"], "")
     speeds = []
     for tiles in TILES:
         setting = Setting(
@@ -76,7 +77,7 @@ def powers(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
-def grids(model: Architecture, machine: Machine, ranks: int) -> Iterator[Setting]:
+def grids(model: ModelConfig, machine: Machine, ranks: int) -> Iterator[Setting]:
     """4D grids: G_x and G_y as the tensor-parallel grid, G_z ranks that share parameters, the rest data-parallel; every
     block recomputed, in the largest microbatches that fit."""
     batch = TOKENS // SEQUENCE if ranks & (ranks - 1) == 0 else ranks
@@ -96,7 +97,7 @@ def grids(model: Architecture, machine: Machine, ranks: int) -> Iterator[Setting
                     shard_ranks=None if z == 1 else z,
                     recompute=frozenset({"block"}),
                 )
-                if fits(memory_of(model, setting, AXONN), machine):
+                if fits(memory_of(model, setting, AXONN, OtherActivations(model, setting, AXONN)), machine):
                     yield setting
                     break
 
@@ -109,7 +110,8 @@ def shares(name: str) -> list[float]:
     machine, software, found = load_machine(name), load_software(f"axonn-{name}"), []
     for ranks, size, _ in MEASURED[name]:
         layers, hidden, heads = GPT[size]
-        model = Architecture(layers, hidden, heads, 4 * hidden, 51200, gated=False, tied=True)
+        sizes = {"layers": layers, "hidden": hidden, "heads": heads, "intermediate": 4 * hidden, "vocab": 51200}
+        model = ModelConfig.model_validate({"family": "gpt2", "learned_positions": SEQUENCE} | sizes)
         flops = 96 * layers * hidden**2 * (1 + SEQUENCE / (6 * hidden) + model.vocab / (16 * layers * hidden))
         speeds = (
             setting.tokens / step_time(model, setting, machine, software).seconds

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from optimus.config import ModelConfig
+from optimus.config import ModelConfig, load_config
 from optimus.config.load import model_config_from, resolve_model
 from optimus.errors import UserError
 from optimus.mesh import Mesh
@@ -23,6 +23,18 @@ SPARSE = ModelConfig(
     family="olmoe", hidden=512, layers=6, heads=4, intermediate=512, vocab=1024, experts=8, experts_per_token=2
 )
 DENSE = ModelConfig(family="olmo", hidden=512, layers=6, heads=4, intermediate=2048, vocab=1024)
+
+
+GROWING = ModelConfig(
+    family="pr_moe",
+    hidden=512,
+    layers=6,
+    heads=4,
+    intermediate=512,
+    vocab=1024,
+    experts_by_layer=[0, 0, 4, 4, 8, 8],
+    expert_intermediate=256,
+)
 
 
 def machine(**changes: float) -> Machine:
@@ -113,7 +125,7 @@ def test_twelve_thousand_ranks_fill_whole_nodes() -> None:
     aurora = load_machine("aurora")
     with pytest.raises(UserError, match=r"^100 ranks do not fill nodes of 12 \(aurora\): take 96 or 108$"):
         Question(model, aurora, 100, 100, 4096)
-    assert Question(model, aurora, 12288, 12288, 4096).architecture.parameters == pytest.approx(220e9, rel=0.01)
+    assert Question(model, aurora, 12288, 12288, 4096).node_count == 1024
 
 
 def test_a_batch_that_no_layout_divides() -> None:
@@ -221,11 +233,10 @@ def test_why_others_are_better(name: str, pp: int, ep: int, recompute: list[str]
     asked = on_aurora(name)
     paper = Setting(
         Mesh(pp=pp, dp=3072 // pp, ep=ep, ranks_per_node=12), 2048, 1, pp,
-        sequence=False, shard="optimizer", recompute=frozenset(recompute), blocks=asked.blocks(pp),
+        sequence=False, shard="optimizer", recompute=frozenset(recompute),
     )  # fmt: skip
     other = replace(
         paper, mesh=better, microbatches=better.pp, schedule="zbv", stages_per_rank=2, recompute=frozenset(),
-        blocks=asked.blocks(2 * better.pp),
     )  # fmt: skip
     theirs, found = predict(asked, paper), predict(asked, other)
     assert fits(theirs.memory, asked.machine)
@@ -233,3 +244,25 @@ def test_why_others_are_better(name: str, pp: int, ep: int, recompute: list[str]
     assert found.step.seconds < 0.85 * theirs.step.seconds
     moved = [sum(plan.step.terms[kind] for kind in ("data_parallel", "expert_parallel")) for plan in (theirs, found)]
     assert moved[1] < 0.75 * moved[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "feed_forward"),
+    [(DENSE, {"mlp"}), (SPARSE, {"moe"}), (GROWING, {"mlp", "moe"})],
+    ids=["dense", "sparse", "growing"],
+)
+def test_what_is_recomputed_is_what_a_model_has(model: ModelConfig, feed_forward: set[str]) -> None:
+    sets = recomputations(model)
+    assert len(set(sets)) == 9
+    assert {"norm", "attention", *feed_forward} in sets
+    for kinds in sets:
+        assert feed_forward <= kinds or not feed_forward & kinds
+        tree = {"model": model.model_dump(exclude_unset=True), "data": {"path": "-"}, "recompute": sorted(kinds)}
+        train = {"output": "-", "steps": 1, "global_batch": 8, "micro_batch": 8, "context": 64}
+        assert set(load_config(tree | {"train": train}).recompute) == kinds
+
+
+def test_models_with_dense_layers_and_experts_are_planned_where_they_only_fit_recomputed() -> None:
+    whole = search(question(GROWING, ranks=4, batch=16))[0]
+    tight = search(question(GROWING, ranks=4, batch=16, memory=0.25 * whole.memory.total))
+    assert any({"mlp", "moe"} <= plan.setting.recompute for plan in tight)

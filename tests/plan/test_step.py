@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
-from optimus.plan.architecture import Architecture
+from optimus.model.count import count_parameters, flops_per_token
 from optimus.plan.machine import load_machine
 from optimus.plan.setting import Saving, Setting
 from optimus.plan.software import Software
@@ -15,14 +16,17 @@ from optimus.plan.step import StepTime, blocks_of_stages, step_time
 
 MACHINE = load_machine("dgx-a100")
 # A small vocabulary, so that all stages take as long.
-DENSE = Architecture(layers=16, hidden=4096, heads=32, intermediate=16384, vocab=64, gated=False, tied=True)
-SPARSE = Architecture(8, 2048, 16, 0, 64, experts=64, experts_per_token=8, expert_intermediate=1024)
+GATED = ModelConfig(family="olmo", layers=16, hidden=4096, heads=32, intermediate=16384, vocab=64, tie_embeddings=True)
+DENSE = GATED.model_copy(update={"gated": False})
+SPARSE = ModelConfig(
+    family="olmoe", layers=8, hidden=2048, heads=16, intermediate=1024, vocab=64, experts=64, experts_per_token=8
+)
 PLAIN = Software(about="a test")
 SETTING = Setting(Mesh(), 2048, 1, 8)
 
 
-def step(setting: Setting, software: Software = PLAIN, architecture: Architecture = DENSE) -> StepTime:
-    return step_time(architecture, setting, MACHINE, software)
+def step(setting: Setting, software: Software = PLAIN, model: ModelConfig = DENSE) -> StepTime:
+    return step_time(model, setting, MACHINE, software)
 
 
 def test_terms_add_up_to_the_step() -> None:
@@ -36,7 +40,7 @@ def test_terms_add_up_to_the_step() -> None:
 
 
 def test_model_flops_never_pass_the_peak() -> None:
-    flops = DENSE.flops_per_token(SETTING.context, causal_half=True)
+    flops = flops_per_token(DENSE, SETTING.context // 2)  # of half the scores
     utilisation = flops * SETTING.tokens / step(SETTING).seconds / MACHINE.rates("bf16").peak
     assert 0.4 < utilisation < 0.87
 
@@ -120,7 +124,7 @@ def test_more_work_takes_longer(change: dict[str, Any]) -> None:
 
 def lengths(layers: int, stages: int, **how: bool) -> list[int]:
     setting = replace(SETTING, mesh=Mesh(pp=stages), **how)  # type: ignore[arg-type]
-    return [len(blocks) for blocks in blocks_of_stages(replace(DENSE, layers=layers), setting)]
+    return [len(blocks) for blocks in blocks_of_stages(DENSE.model_copy(update={"layers": layers}), setting)]
 
 
 def test_even_stages() -> None:
@@ -139,7 +143,7 @@ def test_this_library_needs_a_block_for_each_stage() -> None:
 
 # ---- Checkpoints and data ----
 
-STATE = 12 * DENSE.parameters  # bytes of a checkpoint
+STATE = 12 * count_parameters(DENSE).total  # bytes of a checkpoint
 
 
 def stalled(saving: Saving, **changes: Any) -> float:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from optimus.config import ModelConfig
 from optimus.mesh import Mesh
-from optimus.plan.architecture import Architecture
 from optimus.plan.collectives import Place, collective_seconds
 from optimus.plan.machine import load_machine
 from optimus.plan.setting import Setting
@@ -11,18 +11,21 @@ from optimus.plan.software import Software
 from optimus.plan.work import Work
 
 MACHINE = load_machine("dgx-a100")
-DENSE = Architecture(layers=4, hidden=4096, heads=32, intermediate=11008, vocab=32000)
-SPARSE = Architecture(4, 2048, 16, 0, 32000, experts=64, experts_per_token=8, expert_intermediate=1024)
+SIZES = {"family": "olmo", "layers": 4, "hidden": 4096, "heads": 32, "intermediate": 11008, "vocab": 32000}
+DENSE = ModelConfig.model_validate(SIZES)
+SPARSE = ModelConfig(
+    family="olmoe", layers=4, hidden=2048, heads=16, intermediate=1024, vocab=32000, experts=64, experts_per_token=8
+)
 PLAIN = Software(about="a test")
 
 
-def work(architecture: Architecture = DENSE, software: Software = PLAIN, **sizes: object) -> Work:
+def work(model: ModelConfig = DENSE, software: Software = PLAIN, **sizes: object) -> Work:
     given = {"mesh": Mesh(), "context": 2048, "micro_batch": 2, "microbatches": 1} | sizes
-    return Work(architecture, Setting(**given), MACHINE, software)  # type: ignore[arg-type]
+    return Work(model, Setting(**given), MACHINE, software)  # type: ignore[arg-type]
 
 
 def test_the_products_of_a_feed_forward_layer_are_those_of_its_matrices() -> None:
-    found = work().mlp
+    found = work().feed_forward[0]
     seconds = MACHINE.matmul_seconds(4096, 2 * 11008, 4096, "bf16") + MACHINE.matmul_seconds(4096, 4096, 11008, "bf16")
     assert found.forward.matmul == pytest.approx(seconds)
     # The two gradients have as many FLOPs each; their shapes, and so their times, differ a little.
@@ -31,7 +34,7 @@ def test_the_products_of_a_feed_forward_layer_are_those_of_its_matrices() -> Non
 
 
 def test_products_take_at_least_their_flops_at_the_sustained_rate() -> None:
-    found = work().mlp
+    found = work().feed_forward[0]
     flops = 2 * 4096 * 3 * 4096 * 11008
     assert found.forward.matmul > flops / MACHINE.arithmetic["bf16"].sustained_rate
     assert found.forward.matmul < 1.25 * flops / MACHINE.arithmetic["bf16"].sustained_rate
@@ -39,22 +42,22 @@ def test_products_take_at_least_their_flops_at_the_sustained_rate() -> None:
 
 def test_a_faster_program_takes_less_of_everything_but_collectives() -> None:
     mesh = Mesh(tp=8)
-    slow, fast = (work(software=Software(about="a test", speed=speed), mesh=mesh).mlp.forward for speed in (1.0, 2.0))
+    slow, fast = (
+        work(software=Software(about="a test", speed=speed), mesh=mesh).feed_forward[0].forward for speed in (1.0, 2.0)
+    )
     assert fast.compute == pytest.approx(slow.compute / 2)
     assert fast.tensor == slow.tensor > 0
 
 
 def test_causal_attention_computes_half_of_the_square() -> None:
-    causal, whole = (
-        work(Architecture(4, 4096, 32, 11008, 32000, causal=each)).scores.forward for each in (True, False)
-    )
+    causal, whole = (work(software=Software(about="a test", causal=each)).scores[0].forward for each in (True, False))
     latency = MACHINE.kernel_latency
     assert whole.attention - latency == pytest.approx(2 * (causal.attention - latency))
 
 
 def test_attention_nears_its_best_rate_with_long_sequences() -> None:
     def rate(context: int) -> float:
-        found = work(context=context, micro_batch=1).scores.forward
+        found = work(context=context, micro_batch=1).scores[0].forward
         return context**2 * 4096 * 2 / found.attention
 
     best = MACHINE.attention * MACHINE.arithmetic["bf16"].peak
@@ -65,7 +68,10 @@ def test_attention_nears_its_best_rate_with_long_sequences() -> None:
 
 def test_heads_that_are_no_multiple_of_eight_do_without_matrix_units() -> None:
     kept = Software(about="a test", attention=0.0)
-    even, odd = (work(Architecture(4, 64 * size, 64, 4096, 32000), kept).scores.forward for size in (112, 108))
+    even, odd = (
+        work(ModelConfig.model_validate(SIZES | {"hidden": 64 * size, "heads": 64}), kept).scores[0].forward
+        for size in (112, 108)
+    )
     assert odd.attention > 2 * even.attention
 
 
@@ -75,7 +81,8 @@ def test_products_with_rows_of_fewer_bytes_leave_the_matrix_units_in_two_steps(
 ) -> None:
     """16 bytes: all of their rate; 8 bytes: half; less: none."""
     whole, found = (
-        work(Architecture(4, 4096, 32, size, 32000, gated=False)).mlp.forward.matmul for size in (11264, inner)
+        work(DENSE.model_copy(update={"intermediate": size, "gated": False})).feed_forward[0].forward.matmul
+        for size in (11264, inner)
     )
     assert least < found / whole < most
 
@@ -83,7 +90,7 @@ def test_products_with_rows_of_fewer_bytes_leave_the_matrix_units_in_two_steps(
 def test_kept_scores_cost_memory_traffic_that_grows_with_the_square() -> None:
     kept = Software(about="a test", attention=0.0)
     short, long = (
-        work(software=kept, context=context, micro_batch=1).scores.forward.attention for context in (2048, 8192)
+        work(software=kept, context=context, micro_batch=1).scores[0].forward.attention for context in (2048, 8192)
     )
     assert 14 < long / short < 18
 
@@ -91,31 +98,31 @@ def test_kept_scores_cost_memory_traffic_that_grows_with_the_square() -> None:
 def test_tensor_parallelism_sends_the_stream_at_both_ends_of_a_layer() -> None:
     mesh, size = Mesh(tp=8), 2 * 2048 * 4096 * 2.0
     gather, scatter = (collective_seconds(kind, size, Place(8), MACHINE) for kind in ("all_gather", "reduce_scatter"))  # type: ignore[arg-type]
-    assert work(mesh=mesh).mlp.forward.tensor == pytest.approx(gather + scatter)
+    assert work(mesh=mesh).feed_forward[0].forward.tensor == pytest.approx(gather + scatter)
     reduce = collective_seconds("all_reduce", size, Place(8), MACHINE)
-    assert work(mesh=mesh, sequence=False).mlp.forward.tensor == pytest.approx(reduce)
+    assert work(mesh=mesh, sequence=False).feed_forward[0].forward.tensor == pytest.approx(reduce)
     hidden = Software(about="a test", overlap_tensor=0.75)
-    assert work(mesh=mesh, software=hidden).mlp.forward.tensor == pytest.approx((gather + scatter) / 4)
+    assert work(mesh=mesh, software=hidden).feed_forward[0].forward.tensor == pytest.approx((gather + scatter) / 4)
 
 
 def test_busy_experts_take_longer() -> None:
-    even, uneven = (work(SPARSE, imbalance=each).moe.forward for each in (1.0, 2.0))
+    even, uneven = (work(SPARSE, imbalance=each).feed_forward[0].forward for each in (1.0, 2.0))
     assert 1.5 < uneven.matmul / even.matmul <= 2.0
 
 
 def test_a_token_is_sent_to_no_more_ranks_than_there_are_and_no_more_than_it_has_experts() -> None:
     found = work(SPARSE, mesh=Mesh(dp=8, ep=8))
-    ranks = found._copies(8)
+    ranks = found._copies(64, 8)
     # No expert is chosen twice, so there are a few more than if each choice were made by itself.
     assert 1.0 < ranks / (8 * (1 - (7 / 8) ** 8)) < 1.05
-    assert found._copies(1) == 1
-    assert found._copies(64) == pytest.approx(8)
+    assert found._copies(64, 1) == 1
+    assert found._copies(64, 64) == pytest.approx(8)
 
 
 def test_what_nodes_forward_is_sent_once_to_each() -> None:
     mesh = Mesh(dp=32, ep=32)
     times = {
-        copies: work(SPARSE, Software(about="a test", copies=copies), mesh=mesh).moe.forward.expert
+        copies: work(SPARSE, Software(about="a test", copies=copies), mesh=mesh).feed_forward[0].forward.expert
         for copies in ("node", "rank", "expert")
     }
     assert times["node"] < times["rank"] < times["expert"]
@@ -125,7 +132,8 @@ def test_casts_to_eight_bits_take_time() -> None:
     machine = load_machine("dgx-h100")
     setting = Setting(Mesh(), 2048, 2, 1, precision="fp8")
     free, cast = (
-        Work(DENSE, setting, machine, Software(about="a test", cast=bytes)).mlp.forward for bytes in (0.0, 3.0)
+        Work(DENSE, setting, machine, Software(about="a test", cast=bytes)).feed_forward[0].forward
+        for bytes in (0.0, 3.0)
     )
     elements = 4096 * 4096 + 4096 * 2 * 11008 + 4096 * 11008 + 11008 * 4096
     assert cast.matmul - free.matmul == pytest.approx(3 * elements / machine.memory_bandwidth, rel=0.2)

@@ -33,14 +33,13 @@ from optimus.resilience import node as module
 from optimus.resilience.events import EventLog
 from optimus.resilience.exclusion import exclude, excluded
 from optimus.resilience.exits import Exit
-from optimus.resilience.faults import FaultPlan
 from optimus.resilience.local import register
 from optimus.resilience.node import Launch, run_node
 from optimus.resilience.policy import Do
 from optimus.resilience.store import connect, own_address, parse, serve
 from optimus.resilience.torch_elastic import World
 from optimus.resilience.waiting import Waiting
-from optimus.train.nodes import check_launch, launch, parse_keep_alive, rehearse
+from optimus.train.nodes import Job, check_launch, launch, parse_keep_alive, write_batch_script
 
 # Does what its node's file says, a word at each start and the last one ever after: it ends with a code, or waits until it is
 # ended; `hold` makes it wait for a file before the next word.
@@ -423,24 +422,6 @@ def config(small_run: dict[str, Any], tmp_path: Path) -> Path:
     return path
 
 
-def test_a_plan_of_ranks_that_are_not_there(config: Path, tmp_path: Path) -> None:
-    FaultPlan().kill(1, 2).kill(2, 2).write(tmp_path / "plan.yaml")
-    message = "there is no rank 2, the run has ranks 0 to 1"
-    with pytest.raises(UserError, match=message):
-        rehearse(config, nodes=2, inject=tmp_path / "plan.yaml")
-    for start in (launch, check_launch):
-        with pytest.raises(UserError, match=message):
-            start(config, nodes=2, rendezvous="127.0.0.1:1", inject=tmp_path / "plan.yaml")
-
-
-def test_what_a_plain_lab_cannot_do(config: Path, tmp_path: Path) -> None:
-    FaultPlan().cut(1, 2).write(tmp_path / "plan.yaml")
-    with pytest.raises(UserError, match="links can be cut in network namespaces only"):
-        rehearse(config, nodes=2, inject=tmp_path / "plan.yaml", plain=True)
-    with pytest.raises(UserError, match="--bandwidth needs network namespaces"):
-        rehearse(config, nodes=2, bandwidth="1Gbit", plain=True)
-
-
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
@@ -451,11 +432,11 @@ def test_what_a_plain_lab_cannot_do(config: Path, tmp_path: Path) -> None:
     ],
 )
 def test_numbers_of_nodes_that_make_no_sense(config: Path, numbers: dict[str, int], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        rehearse(config, **numbers)
     for start in (launch, check_launch):
         with pytest.raises(UserError, match=message):
-            start(config, **numbers, rendezvous="127.0.0.1:1")
+            start(Job(config, **numbers), "127.0.0.1:1")
+    with pytest.raises(UserError, match=message):
+        write_batch_script(Job(config, **numbers), scheduler="slurm", path=config.with_name("job.sh"))
 
 
 def test_a_check_validates_everything_and_starts_nothing(
@@ -472,7 +453,7 @@ def test_a_check_validates_everything_and_starts_nothing(
     assert not list((tmp_path / "run").glob("*"))
 
     with pytest.raises(UserError, match="--rendezvous nowhere: give HOST:PORT"):
-        check_launch(config, nodes=2, rendezvous="nowhere")
+        check_launch(Job(config, nodes=2), "nowhere")
     with pytest.raises(UserError, match="--check: leave it out with --scheduler"):
         CliRunner().invoke(cli.app, [*words[:3], "--scheduler=slurm"], catch_exceptions=False)
     data = tmp_path / "data"
@@ -482,8 +463,8 @@ def test_a_check_validates_everything_and_starts_nothing(
     content[-1] ^= 1
     shard.write_bytes(content)
     with pytest.raises(UserError, match=re.escape(shard.name)):
-        check_launch(config, [f"data.path={data}"], nodes=2, rendezvous="127.0.0.1:1")
+        check_launch(Job(config, [f"data.path={data}"], nodes=2), "127.0.0.1:1")
     (tmp_path / "run").mkdir(exist_ok=True)
     exclude(tmp_path / "run", "n0")
     with pytest.raises(UserError, match="node n0 is excluded from "):
-        check_launch(config, nodes=2, rendezvous="127.0.0.1:1", node="n0")
+        check_launch(Job(config, nodes=2), "127.0.0.1:1", "n0")

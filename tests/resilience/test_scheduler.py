@@ -305,8 +305,6 @@ def test_directives(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"spares": -1}, "--spares -1"),
-        ({"nodes": 0}, "--nodes 0"),
         ({"time": "90"}, "--time 90: give HOURS:MINUTES:SECONDS"),
         ({"time": "0:04:00"}, "--time 0:04:00: give more than 240 s"),
         ({"directives": ["#SBATCH -A x"]}, "without #SBATCH"),

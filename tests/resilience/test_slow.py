@@ -8,18 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from optimus.bench.faults import FaultPlan, Inject
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import Exit
-from optimus.resilience.faults import FaultPlan
 from optimus.resilience.slow import Persistence, Slow, alone, find_slow
 from optimus.testing import run_ranks
 from optimus.train import health
 from optimus.train.checkpoints import build_run
 from optimus.train.health import SlowRanks, peers_of
-from optimus.train.injection import Inject
 from optimus.train.launch import code_of
 from optimus.train.loop import train_loop
 from optimus.train.pipeline import with_microbatches

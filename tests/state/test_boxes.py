@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
-from optimus.state import Box, boxes
-from optimus.state.boxes import range_boxes
+from optimus.state.boxes import Box, boxes, range_boxes
 from optimus.state.plan import ChunkPlan, plan_chunks
 
 

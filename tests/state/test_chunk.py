@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from optimus.bench.memory import allocated, tracking
 from optimus.comm import Group
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.optim.adamw import AdamW
 from optimus.state.chunk import Chunk
 from optimus.state.plan import plan_chunks
-from optimus.testing import tracking
 
 BF16, FP32 = torch.bfloat16, torch.float32
 RULE = AdamW(0.9, 0.99, 1e-8, 0.1)
@@ -31,14 +31,14 @@ def test_bytes_by_kind(compute: torch.dtype, gradient: torch.dtype) -> None:
     with tracking() as allocations:
         chunk = chunk_of(64, 128, 32, compute=compute, gradient=gradient)
     p = 64 + 128 + 32
-    assert chunk.bytes_by_kind() == {
+    assert allocated([chunk]) == {
         "parameters": p * (2 if compute == BF16 else 4),
         "gradients": p * (2 if gradient == BF16 else 4),
         "moments": 8 * p,
         "master": 4 * p if compute == BF16 else 0,
     }
-    assert chunk.bytes_by_kind() == chunk.plan.bytes_by_kind(compute, gradient)
-    assert sum(chunk.bytes_by_kind().values()) == allocations.current
+    assert allocated([chunk]) == chunk.plan.bytes_by_kind(compute, gradient)
+    assert sum(allocated([chunk]).values()) == allocations.current
 
 
 def filled(compute: torch.dtype, gradient: torch.dtype) -> Chunk:

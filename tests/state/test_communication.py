@@ -9,16 +9,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.planned import state_bytes
+from helpers.traffic import Traffic, counting
+from helpers.whole import whole_state
+from optimus.bench.memory import allocated, tracking
+from optimus.bench.steps import random_batch
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.model import Transformer
 from optimus.model.count import count_parameters
 from optimus.parallel.layouts import parameter_layouts
-from optimus.state import Box, ModelState, bytes_by_kind, load_boxes, plan_chunks
-from optimus.testing import Traffic, counting, run_ranks, tracking
-from optimus.testing.steps import random_batch
-from optimus.testing.whole import whole_state
-from optimus.train.checks import state_bytes
+from optimus.state.boxes import Box
+from optimus.state.loading import load_boxes
+from optimus.state.model_state import ModelState
+from optimus.state.plan import bytes_by_kind, plan_chunks
+from optimus.testing import run_ranks
 from optimus.train.run import build_model, mesh_of
 from optimus.train.step import training_step
 
@@ -61,8 +66,8 @@ def stepped(config: dict[str, Any], steps: int) -> tuple[Any, Any, dict[str, int
             training_step(model, state, tokens, tree, step)
     for chunk in state.chunks:
         chunk.gather()
-        chunk.release()
-    return traffic, [chunk.plan for chunk in state.chunks], state.bytes_by_kind()
+        chunk.reshard()
+    return traffic, [chunk.plan for chunk in state.chunks], allocated(state.chunks)
 
 
 def moved(traffic: Traffic, ranks: int) -> float:
@@ -81,7 +86,7 @@ SCALARS = 4 * (1 + 3)  # the gradient norm and the losses
     [
         ({"shard": "optimizer"}, lambda m: 1, lambda m: 1),
         ({"shard": "gradients"}, lambda m: m, lambda m: 1),
-        ({"shard": "parameters", "release": False}, lambda m: m, lambda m: 1),
+        ({"shard": "parameters", "reshard_after_forward": False}, lambda m: m, lambda m: 1),
         ({"shard": "parameters"}, lambda m: m, lambda m: 2 * m),
     ],
 )
@@ -141,13 +146,13 @@ def test_bytes_at_rest_are_those_of_the_formulas(shard: str, expert: int, over: 
 def held(config: dict[str, Any]) -> tuple[int, int]:
     with tracking() as allocations:
         _, _, state = built(config)
-    return allocations.current, sum(state.bytes_by_kind().values())
+    return allocations.current, sum(allocated(state.chunks).values())
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
 def test_the_bytes_are_what_is_allocated(shard: str) -> None:
-    for allocated, said in run_ranks(held, 2, config_of(2, expert=2, shard=shard)):
-        assert allocated == said
+    for found, said in run_ranks(held, 2, config_of(2, expert=2, shard=shard)):
+        assert found == said
 
 
 def test_epso_holds_the_state_of_what_is_not_expert_once() -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.whole import whole_state
+from optimus.bench.memory import allocated
 from optimus.comm import Groups
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
@@ -15,8 +17,7 @@ from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.optim.adamw import AdamW
 from optimus.parallel.layouts import parameter_layouts
-from optimus.state import ModelState
-from optimus.testing.whole import whole_state
+from optimus.state.model_state import ModelState
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CONFIG = ModelConfig(
@@ -169,7 +170,7 @@ def test_bytes_by_kind_sum_over_the_chunks() -> None:
     module, state = made(BF16, FP32, config=config, limit=1)
     p = sum(parameter.numel() for parameter in module.parameters())
     assert len(state.chunks) == len(list(module.parameters()))
-    assert state.bytes_by_kind() == {"parameters": 2 * p, "gradients": 4 * p, "moments": 8 * p, "master": 4 * p}
+    assert allocated(state.chunks) == {"parameters": 2 * p, "gradients": 4 * p, "moments": 8 * p, "master": 4 * p}
 
 
 def test_state_that_nobody_holds_is_freed() -> None:

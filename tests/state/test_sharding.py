@@ -5,6 +5,9 @@ import zlib
 import pytest
 import torch
 
+from helpers.traffic import counting
+from helpers.whole import whole_state
+from optimus.bench.memory import allocated
 from optimus.comm import Groups
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
@@ -13,9 +16,9 @@ from optimus.model import Transformer
 from optimus.model.parts import Parts
 from optimus.optim.adamw import AdamW
 from optimus.parallel.layouts import parameter_layouts
-from optimus.state import Gathering, ModelState
-from optimus.testing import counting, run_ranks
-from optimus.testing.whole import whole_state
+from optimus.state.gathering import Gathering
+from optimus.state.model_state import ModelState
+from optimus.testing import run_ranks
 
 RULE = AdamW(0.9, 0.99, 1e-8, 0.1)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -70,7 +73,7 @@ def updated(ranks: int, shard: str, compute: torch.dtype, gradient: torch.dtype,
         chunk.gather()
     parameters = {name: v.clone() for c in state.chunks for name, v in c.views(c.parameter).items()}
     tensors = whole_state(state)
-    return {"norms": norms, "parameters": parameters, "tensors": tensors, "bytes": state.bytes_by_kind()}
+    return {"norms": norms, "parameters": parameters, "tensors": tensors, "bytes": allocated(state.chunks)}
 
 
 def expected(ranks: int, compute: torch.dtype, gradient: torch.dtype) -> ModelState:
@@ -181,16 +184,16 @@ def test_training_on_ranks_equals_one_process(shard: str, ranks: int, limit: int
 def gradient_memory(ranks: int) -> tuple[list[int], int]:
     """Gradient bytes at rest: before the first step, after the reduction, and after the step."""
     module, state = made_with_module(ranks, "gradients", BF16, BF16, 1 << 26)
-    found = [state.bytes_by_kind()["gradients"]]
+    found = [allocated(state.chunks)["gradients"]]
     state.begin_step()
     with state.saving():
         loss = module.losses(torch.arange(24).view(2, 12)).cross_entropy
     loss.backward()
     state.reduce_gradients()
-    found.append(state.bytes_by_kind()["gradients"])
+    found.append(allocated(state.chunks)["gradients"])
     state.step(RULE, 1e-2, 1.0)
-    found.append(state.bytes_by_kind()["gradients"])
-    return found, sum(state.bytes_by_kind().values())
+    found.append(allocated(state.chunks)["gradients"])
+    return found, sum(allocated(state.chunks).values())
 
 
 def test_sharded_gradients_keep_a_part_only() -> None:
@@ -211,7 +214,10 @@ def partly_used(ranks: int, shard: str) -> list[torch.Tensor]:
     (module.head.weight * (rank + 1)).sum().backward()
     state.reduce_gradients()
     (chunk,) = state.chunks
-    views = chunk.views(chunk.whole(chunk.reduced))
+    whole = torch.empty(chunk.plan.size) if chunk.plan.sharded else chunk.reduced
+    if chunk.plan.sharded:
+        chunk.group.gather(whole, chunk.reduced)
+    views = chunk.views(whole)
     return [views[name].clone() for name in ("embedding.weight", "head.weight", "blocks.0.attention.out.weight")]
 
 

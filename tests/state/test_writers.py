@@ -13,14 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optimus.checkpoint import Description, Saver, Target
+from optimus.checkpoint.folder import Description
+from optimus.checkpoint.saving import Saver, Target
 from optimus.comm import Groups
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.model import Transformer
 from optimus.parallel.layouts import parameter_layouts
-from optimus.state import ModelState
+from optimus.state.model_state import ModelState
 from optimus.state.plan import ChunkPlan, holders, plan_chunks, writers
 from optimus.testing import run_ranks
 

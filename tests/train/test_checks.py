@@ -16,7 +16,9 @@ import torch
 import yaml
 
 import optimus
-from optimus.checkpoint import list_checkpoints, read_description
+from helpers.planned import state_bytes
+from optimus.bench.memory import allocated
+from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.config import load_config
 from optimus.observe.metrics import read_metrics
 from optimus.testing import run_ranks
@@ -301,7 +303,7 @@ def test_the_state_needs_what_the_check_says(small_run: dict[str, Any]) -> None:
     """The check's bytes per parameter are those of the chunks, but for the gaps of alignment."""
     run = build_run(load_config(small_run), torch.device("cpu"), resume=False)
     total = sum(parameter.numel() for parameter in run.model.parameters())
-    assert 18 * total <= sum(run.state.bytes_by_kind().values()) < 18.2 * total
+    assert 18 * total <= sum(allocated(run.state.chunks).values()) < 18.2 * total
 
 
 def direct_count(config: dict[str, Any]) -> int:
@@ -442,7 +444,7 @@ def test_a_rank_of_a_pipeline_needs_room_for_its_stages(
     one = least_free(monkeypatch, staged_config(tmp_path), ACCELERATOR, 1)
     stages = {"stages_per_rank": 2} if schedule.get("schedule") == "zbv" else {}
     config = staged_config(tmp_path, parallel={"pipeline": 4, **schedule, **stages})
-    held = [sum(checks.state_bytes(config, 4, rank).values()) for rank in range(4)]
+    held = [sum(state_bytes(config, 4, rank).values()) for rank in range(4)]
     assert least_free(monkeypatch, config, ACCELERATOR, 4) == max(held)
     assert max(held) < 0.4 * one
     cpu = torch.device("cpu")
@@ -471,7 +473,7 @@ def test_a_node_needs_room_for_its_own_ranks_and_their_copies(
 def bytes_of_a_stage(config: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     tree = load_config(config)
     run = build_run(tree, torch.device("cpu"), resume=False)
-    return run.state.bytes_by_kind(), checks.state_bytes(tree, run.groups.world.size, run.groups.rank)
+    return allocated(run.state.chunks), state_bytes(tree, run.groups.world.size, run.groups.rank)
 
 
 @pytest.mark.parametrize("tied", [False, True])

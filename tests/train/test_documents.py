@@ -8,6 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from helpers.drawing import config_of
+from helpers.traffic import Traffic, counting
+from helpers.whole import whole_state
+from optimus.bench.steps import Steps, random_batch
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.model import Batch, Transformer
@@ -16,10 +20,6 @@ from optimus.model.parts import Parts
 from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.step_context import StepContext
 from optimus.testing import run_ranks
-from optimus.testing.drawing import config_of
-from optimus.testing.steps import Steps, random_batch
-from optimus.testing.traffic import Traffic, counting
-from optimus.testing.whole import whole_state
 from optimus.train.step import training_step
 
 # Of 16 sequences of 24: whole ones, uneven ones that no piece of a sequence begins or ends with, some of one token.
@@ -37,6 +37,7 @@ LATENT = {
     "dense_layers": 1,
     "expert_intermediate": 16,
 }
+SINKS = {"family": "gpt_oss", "kv_heads": 2, "head_size": 6, "window": 5}
 SPARSE = {"family": "mixtral", "kv_heads": 2, "window": 7}
 
 
@@ -67,7 +68,9 @@ def alone(
     }
 
 
-def trained(config: dict[str, Any], masks: list[Tensor | None]) -> list[tuple[float, dict[str, Tensor]]]:
+def trained(
+    config: dict[str, Any], masks: list[Tensor | None], document_BS: Tensor = DOCUMENT_BS
+) -> list[tuple[float, dict[str, Tensor]]]:
     """With each mask, the loss of a step, and on rank 0 the gradients, as the optimizer's first moment has them.
 
     The model computes in float64: in float32 the gradients of the norms of q and k, in which much cancels, are 2e-6 apart.
@@ -76,7 +79,7 @@ def trained(config: dict[str, Any], masks: list[Tensor | None]) -> list[tuple[fl
     for mask_BS in masks:
         with mock.patch.dict("optimus.train.run.DTYPES", bfloat16=torch.float64):
             steps = Steps(config)
-        result = steps.train(mask_BS, DOCUMENT_BS)
+        result = steps.train(mask_BS, document_BS)
         first, state = 1 - steps.config.optimizer.betas[0], whole_state(steps.state, everywhere=False)
         moments = {key.removeprefix("adamw.m."): value for key, value in state.items() if key.startswith("adamw.m.")}
         found.append((result.loss, {name: moment / first for name, moment in moments.items()}))
@@ -99,6 +102,8 @@ def trained(config: dict[str, Any], masks: list[Tensor | None]) -> list[tuple[fl
         ("tied dense", LEARNED, 2, ["parallel.pipeline=2", "parallel.vocabulary=true"]),
         ("dense", CAPPED, 2, ["parallel.context=2", "recompute=[norm,attention]"]),
         ("moe", LATENT, 2, ["parallel.context=2"]),
+        ("moe", SINKS, 2, ["parallel.context=2", "recompute=[norm,attention]"]),
+        ("moe", SINKS, 2, ["parallel.context=2", "parallel.context_method=ulysses"]),
         ("dense", WINDOWED, 4, ["parallel.pipeline=2", "parallel.context=2"]),
         (
             "moe",
@@ -112,13 +117,39 @@ def trained(config: dict[str, Any], masks: list[Tensor | None]) -> list[tuple[fl
     ids=str,
 )
 def test_documents_are_what_they_are_alone(model: str, more: dict[str, Any], ranks: int, overrides: list[str]) -> None:
-    config, masks = run_config(model, *overrides, **more), [None, MASK_BS]
+    assert_as_alone(run_config(model, *overrides, **more), ranks, DOCUMENT_BS, [None, MASK_BS])
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "ranks", "overrides"),
+    [
+        ("dense", {}, 4, ["parallel.context=4"]),
+        ("dense", WINDOWED | {"window": 700}, 2, ["parallel.context=2", "parallel.context_method=ulysses"]),
+        ("dense", GROUPED | {"window": 700}, 2, ["parallel.tensor=2", "parallel.context=1"]),
+        ("dense", {}, 2, ["parallel.pipeline=2", "parallel.vocabulary=true", "recompute=[block]"]),
+        ("moe", LATENT, 2, ["parallel.expert=2", "state.shard=parameters"]),
+        ("moe", {}, 4, ["parallel.tensor=[1,2]", "parallel.context=2"]),
+    ],
+    ids=str,
+)
+def test_eight_documents_of_2048_tokens(model: str, more: dict[str, Any], ranks: int, overrides: list[str]) -> None:
+    """In a sequence each, on every kind of layout; with a mask in the second sequence alone."""
+    document_BS = torch.arange(8).repeat_interleave(2048).expand(2, -1).int()
+    mask_BS = torch.rand(2, 8 * 2048, generator=torch.Generator().manual_seed(7)) < 0.7
+    mask_BS[0] = True
+    sizes = ["train.context=16384", "train.global_batch=2", "train.micro_batch=1"]
+    assert_as_alone(run_config(model, *sizes, *overrides, **more), ranks, document_BS, [mask_BS])
+
+
+def assert_as_alone(config: dict[str, Any], ranks: int, document_BS: Tensor, masks: list[Tensor | None]) -> None:
     tree = load_config(config)
-    results = run_ranks(trained, ranks, config, masks) if ranks > 1 else [trained(config, masks)]
-    for i, mask_BS in enumerate((torch.ones_like(MASK_BS), MASK_BS)):
+    given = config, masks, document_BS
+    results = run_ranks(trained, ranks, *given) if ranks > 1 else [trained(*given)]
+    for i, mask_BS in enumerate(masks):
         one = Transformer(tree.model, tree.moe.routing)
         initialize(one, tree.train.seed, tree.model.init_std)
-        loss, gradients = alone(one.double(), random_batch(tree, 1), DOCUMENT_BS, mask_BS)
+        everything = torch.ones_like(document_BS, dtype=torch.bool) if mask_BS is None else mask_BS
+        loss, gradients = alone(one.double(), random_batch(tree, 1), document_BS, everything)
         assert [result[i][0] for result in results] == pytest.approx([loss] * ranks, rel=1e-6)
         assert_same(results[0][i][1], gradients)
 

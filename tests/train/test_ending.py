@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 import optimus
-from optimus.checkpoint import list_checkpoints, read_description, saving
+from optimus.checkpoint import saving
+from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.checkpoint.lease import LEASE, HeldError
 from optimus.checkpoint.rollback import rollback
 from optimus.config import dump_config, load_config
@@ -207,7 +208,7 @@ def test_a_run_whose_folder_was_taken_writes_no_more(
             lease.write_text(lease.read_text().replace('"token": "', '"token": "another '))
 
     monkeypatch.setattr(Metrics, "after_step", after_step)
-    monkeypatch.setattr("optimus.train.holding.BEAT", -1.0)
+    monkeypatch.setattr("optimus.train.hooks.BEAT", -1.0)
     small_run["checkpoint"] = {"every": 1}
     with pytest.raises(HeldError, match=r"it was taken over by another run, .* ends without saving"):
         optimus.train(small_run)

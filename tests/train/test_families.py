@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from helpers.drawing import config_of
+from helpers.equality import Layout, assert_same_as_one_process
 from optimus.model.families import families
-from optimus.testing import Layout, assert_same_as_one_process
-from optimus.testing.drawing import config_of
 
 SIZES = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 24, "vocab": 59}
 EXPERTS = {"experts": 4, "experts_per_token": 2}
@@ -23,7 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "mistral": {"window": 5, "kv_heads": 4, "head_size": 6},
     "mixtral": EXPERTS,
-    "gemma2": {"head_size": 6, "query_scale": 8, "window": 5, "score_cap": 1.0, "logit_cap": 2.0},
+    "gemma2": {"head_size": 6, "query_scale": 10, "window": 5, "score_cap": 1.0, "logit_cap": 2.0},
     "gemma3_text": {"head_size": 6, "query_scale": 8, "window": 5, "window_except": 2, "logit_cap": 2.0},
     "gpt2": {"learned_positions": 64, "kv_heads": 4},
     "opt": {"learned_positions": 64, "kv_heads": 4, "tie_embeddings": False},
@@ -31,6 +31,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_size": 6, "tie_embeddings": True},
     "qwen3_moe": EXPERTS
     | {"head_size": 6, "renormalise": True, "layers": 4, "dense_layers": 2, "expert_intermediate": 16},
+    "gpt_oss": EXPERTS
+    | {
+        "head_size": 6,
+        "window": 5,
+        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_context": 16, "truncate": False},
+    },
     "pr_moe": {"experts_by_layer": [0, 2, 4], "layers": 3, "expert_intermediate": 16},
     "deepseek_v3": EXPERTS
     | {
@@ -73,3 +79,15 @@ def test_every_family_is_here() -> None:
 def test_layouts(family: str) -> None:
     model = SIZES | {"family": family} | MODELS[family]
     assert_same_as_one_process(config_of("dense") | {"model": model}, layouts(model), 2, rtol=2e-5)
+
+
+def test_biases_of_experts_in_parts() -> None:
+    """That of the last projection is added once, however many ranks have a part of an expert, or the same tokens."""
+    model = SIZES | {"family": "gpt_oss"} | MODELS["gpt_oss"]
+    parts = ["parallel.tensor=2", "parallel.expert_tensor=2"]
+    whole = [
+        Layout(2, [*parts, "parallel.sequence=false", "moe.drop_duplicates=false"]),
+        Layout(4, [*parts, "parallel.expert=2", "moe.dispatch=allgather"]),
+        Layout(2, [*parts, "state.shard=optimizer", "recompute=[moe]"]),
+    ]
+    assert_same_as_one_process(config_of("dense") | {"model": model}, whole, 2, rtol=2e-5)

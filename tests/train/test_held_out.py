@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from optimus.config import load_config
-from optimus.data import Shards
+from optimus.data.shards import Shards
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
 from optimus.testing import run_ranks

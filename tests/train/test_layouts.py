@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from optimus.testing import Layout, assert_same_as_one_process, run_ranks
-from optimus.testing.covering import covering
-from optimus.testing.drawing import MODELS, config_of, drawn
-from optimus.testing.equality import train_steps
+from helpers.covering import covering
+from helpers.drawing import MODELS, config_of, drawn
+from helpers.equality import Layout, assert_same_as_one_process, train_steps
+from optimus.testing import run_ranks
 
 POOL = range(2500)  # draws that the covering array is chosen from
 SWEEP = range(160)
@@ -100,7 +100,7 @@ OPTIONS = {
     "state.shard": ("none", "optimizer", "gradients", "parameters"),
     "state.shard_over": ("replicas", "data"),
     "state.shard_ranks": ("1", "2", "4"),
-    "state.release": ("true", "false"),
+    "state.reshard_after_forward": ("true", "false"),
     "state.prefetch": ("0", "1", "3"),
     "state.overlap": ("true", "false"),
     "state.coarsening": ("1", "3"),
@@ -141,7 +141,7 @@ PAIRED = (  # as they are drawn; `factors` has the others. Few draws say moe.dro
     "state.shard",
     "state.shard_over",
     "state.overlap",
-    "state.release",
+    "state.reshard_after_forward",
     "recompute_collectives",
 )
 
@@ -323,7 +323,7 @@ def test_a_difference_is_found_and_named() -> None:
 
 
 def _with_another_reference(config: dict[str, Any]) -> None:
-    from optimus.testing import equality
+    from helpers import equality
 
     right = equality.train_steps(config, 2)
     (found,) = run_ranks(train_steps, 2, config | {"train": config["train"] | {"seed": 1}}, 2)[:1]

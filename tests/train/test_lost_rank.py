@@ -19,7 +19,7 @@ import yaml
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import optimus
-from optimus.checkpoint import list_checkpoints, read_description
+from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.observe.metrics import read_metrics
 from optimus.train.launch import explain
 

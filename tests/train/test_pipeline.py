@@ -10,9 +10,9 @@ from optimus.mesh import Mesh
 from optimus.pipeline.checking import check
 from optimus.pipeline.message_driven_simulation import simulate_message_driven
 from optimus.pipeline.simulation import simulate
-from optimus.pipeline.staged import Cut
+from optimus.pipeline.staged import StagePartition
 from optimus.train.checks import check_ranks
-from optimus.train.pipeline import cut_of, placement_of, schedule_of, tied_ends, with_microbatches
+from optimus.train.pipeline import partition_of, placement_of, schedule_of, tied_ends, with_microbatches
 
 V = ["parallel.schedule=zbv", "parallel.stages_per_rank=2"]
 INTERLEAVED = ["parallel.schedule=interleaved-1f1b", "parallel.stages_per_rank=2"]
@@ -130,9 +130,9 @@ def test_a_number_that_does_not_divide_is_refused(overrides: tuple[str, ...], me
 
 def test_stages_go_there_and_back_for_zbv() -> None:
     config = config_of(*V)
-    cuts = [cut_of(config, Mesh(pp=4), rank) for rank in range(4)]
-    assert [list(cut.here) for cut in cuts] == [[0, 7], [1, 6], [2, 5], [3, 4]]
-    first = cuts[0]
+    partitions = [partition_of(config, Mesh(pp=4), rank) for rank in range(4)]
+    assert [list(partition.here) for partition in partitions] == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    first = partitions[0]
     assert first.has_first
     assert first.has_last
     assert [len(blocks) for blocks in first.blocks] == [1] * 8
@@ -140,24 +140,26 @@ def test_stages_go_there_and_back_for_zbv() -> None:
 
 def test_stages_go_round_for_others() -> None:
     for overrides in (INTERLEAVED, [*MESSAGE_DRIVEN, "parallel.stages_per_rank=2"]):
-        cuts = [cut_of(config_of(*overrides), Mesh(pp=4, dp=2), rank) for rank in range(0, 8, 2)]
-        assert [list(cut.here) for cut in cuts] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+        partitions = [partition_of(config_of(*overrides), Mesh(pp=4, dp=2), rank) for rank in range(0, 8, 2)]
+        assert [list(partition.here) for partition in partitions] == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 def test_ranks_of_a_stage_have_the_same_blocks() -> None:
     config = config_of("parallel.blocks=[1,3,2,2]")
     mesh = Mesh(pp=4, dp=2)
-    cuts = [cut_of(config, mesh, rank) for rank in range(8)]
-    assert all(list(cut.blocks) == [range(1), range(1, 4), range(4, 6), range(6, 8)] for cut in cuts)
-    assert [cut.here[0] for cut in cuts] == [mesh.coordinate(rank, "pp") for rank in range(8)]
+    partitions = [partition_of(config, mesh, rank) for rank in range(8)]
+    assert all(list(partition.blocks) == [range(1), range(1, 4), range(4, 6), range(6, 8)] for partition in partitions)
+    assert [partition.here[0] for partition in partitions] == [mesh.coordinate(rank, "pp") for rank in range(8)]
 
 
 def test_without_a_pipeline_there_is_one_stage() -> None:
     """Whose passes take turns, so that one microbatch's activations are held."""
     config = config_of(pipeline=1)
-    assert cut_of(config, Mesh(dp=2), 0) == Cut([range(8)], [0])
-    report = check(schedule_of(config, 5))
-    assert (report.peak_activations, report.messages) == ((1,), 0)
+    assert partition_of(config, Mesh(dp=2), 0) == StagePartition([range(8)], [0])
+    schedule = schedule_of(config, 5)
+    check(schedule)
+    assert simulate(schedule).peak_activations == [1]
+    assert all(action.kind.computes for action in schedule.actions[0])
 
 
 @pytest.mark.parametrize(

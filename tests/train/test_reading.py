@@ -8,7 +8,7 @@ import yaml
 
 import optimus
 from optimus.config import load_config
-from optimus.data import Shards
+from optimus.data.shards import Shards
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.observe.metrics import read_metrics

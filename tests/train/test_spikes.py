@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import optimus
-from optimus.checkpoint import Reader, list_checkpoints
+from optimus.checkpoint.folder import list_checkpoints
+from optimus.checkpoint.reader import Reader
 from optimus.observe.metrics import read_metrics
 from optimus.resilience.events import EventLog
 from optimus.train import step

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import optimus
-from optimus.checkpoint import list_checkpoints, read_description
+from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.config import load_config
 from optimus.model import vocabulary
 from optimus.observe.metrics import read_metrics

@@ -63,5 +63,5 @@ def _case(row: Row, source: str) -> Case | str:
         case = reader(row, source)
     except Inexpressible as reason:
         return str(reason)
-    experts, ep = case.architecture.experts, case.setting.mesh.ep
+    experts, ep = case.model.experts or 0, case.setting.mesh.ep
     return f"ep {ep} does not divide {experts} experts" if experts % ep else case

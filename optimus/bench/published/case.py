@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from optimus.bench.published.table import Inexpressible, Row
+from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
-from optimus.plan.architecture import Architecture
 from optimus.plan.setting import Setting
 from optimus.state.plan import Shard
 
@@ -27,7 +27,7 @@ class Case:
     row: str
     software: str
     machine: str
-    architecture: Architecture
+    model: ModelConfig
     setting: Setting
     tokens_per_second: float | None = None
     memory: float | None = None

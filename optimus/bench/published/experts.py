@@ -16,8 +16,9 @@ from optimus.bench.published.case import (
 )
 from optimus.bench.published.models import named
 from optimus.bench.published.table import Inexpressible, Row
+from optimus.config import ModelConfig
 from optimus.mesh import Mesh
-from optimus.plan.architecture import Architecture
+from optimus.model.count import count_parameters, flops_per_token
 from optimus.plan.setting import Setting
 from optimus.state.plan import Shard
 
@@ -32,20 +33,20 @@ def megatron_bridge(row: Row, source: str) -> Case:
     """NeMo's performance summaries: force-balanced, distributed optimizer; what is recomputed, they do not say."""
     if "Pre-Training" not in row.text("techniques"):
         raise Inexpressible(f"{row.text('techniques').removesuffix(' Performance')} is not pretraining")
-    model = row.text("model")
-    architecture, mesh = named(model), mesh_of(row)
+    name = row.text("model")
+    model, mesh = named(name), mesh_of(row)
     precision, traits = precision_of(row.text("precision"))
-    if architecture.experts:
+    if model.experts:
         traits.add("force-balanced")
-    if "tokendrop" in model:
+    if "tokendrop" in name:
         traits.add("tokendrop")
-    if model.startswith("DeepSeekV3") and "w/o MTP" not in model:
+    if name.startswith("DeepSeekV3") and "w/o MTP" not in name:
         traits.add("mtp")  # 260 GFLOP per token where 250 are stated without it
     if release := re.search(r"(\d+\.\d+(?:\.\d+)?) NeMo", row.text("section")):
         traits.add(f"release-{release[1]}")
-    shard, ranks = _bridge_shard(row, architecture, mesh)
-    stages, micro_batch = stages_of(row, architecture.layers, mesh.pp), row.size("micro_batch")
-    traits |= {"embedding-layers"} if ends_are_layers(architecture.layers, mesh.pp * stages) else set()
+    shard, ranks = _bridge_shard(row, model, mesh)
+    stages, micro_batch = stages_of(row, model.layers, mesh.pp), row.size("micro_batch")
+    traits |= {"embedding-layers"} if ends_are_layers(model.layers, mesh.pp * stages) else set()
     setting = Setting(
         mesh=mesh,
         context=row.size("seq_len"),
@@ -58,23 +59,23 @@ def megatron_bridge(row: Row, source: str) -> Case:
         precision=precision,
     )
     return Case(
-        source=f"{source}.{'moe' if architecture.experts else 'dense'}",
+        source=f"{source}.{'moe' if model.experts else 'dense'}",
         row=row.name,
         software="megatron-bridge",
         machine=machine_of(row, _MACHINES),
-        architecture=architecture,
+        model=model,
         setting=setting,
         tokens_per_second=speed_of(row, setting),
         traits=frozenset(traits | {"dist-optimizer", "overlap", "recomputation-unstated"}),
     )
 
 
-def _bridge_shard(row: Row, architecture: Architecture, mesh: Mesh) -> tuple[Shard, int | None]:
+def _bridge_shard(row: Row, model: ModelConfig, mesh: Mesh) -> tuple[Shard, int | None]:
     fsdp = row.integer("fsdp")
     if fsdp:
         return "parameters", shard_ranks_of(fsdp, mesh.dp * mesh.cp)
     # Newer summaries have no column for FSDP: where parameters and gradients fit on no rank whole, it was used.
-    if fsdp is None and not architecture.experts and 6 * architecture.parameters / (mesh.tp * mesh.pp) > _LARGEST:
+    if fsdp is None and not model.experts and 6 * count_parameters(model).total > _LARGEST * mesh.tp * mesh.pp:
         return "parameters", None
     return "optimizer", None
 
@@ -95,7 +96,7 @@ _RECOMPUTED = {
 
 def qwen3(row: Row, source: str) -> Case:
     """Megatron-Core's best practice for Qwen3: ETP 1, DeepEP on H100 and HybridEP within GB200's domain."""
-    architecture = named(row.text("model"))
+    model = named(row.text("model"))
     if "Long Context" in row.text("section"):
         row = Row(row.path, row.cells | {column: row.text(column) or value for column, value in _LONG_CONTEXT.items()})
         modules = ["layernorm", "moe"]
@@ -119,8 +120,8 @@ def qwen3(row: Row, source: str) -> Case:
     traits |= {"dropless" if dropless else "force-balanced"}
     sharded = row.text("fsdp").lower() not in ("", "0", "/", "off", "no")
     recompute = frozenset[str]().union(*(_RECOMPUTED[word] for word in modules))
-    stages, micro_batch = stages_of(row, architecture.layers, mesh.pp), row.size("micro_batch")
-    traits |= {"embedding-layers"} if ends_are_layers(architecture.layers, mesh.pp * stages) else set()
+    stages, micro_batch = stages_of(row, model.layers, mesh.pp), row.size("micro_batch")
+    traits |= {"embedding-layers"} if ends_are_layers(model.layers, mesh.pp * stages) else set()
     setting = Setting(
         mesh=mesh,
         context=row.size("seq_len"),
@@ -134,13 +135,13 @@ def qwen3(row: Row, source: str) -> Case:
         precision=precision,
     )
     # The source's FLOPs are those of half the scores: its rows with both figures agree within 0.2 %.
-    flops = architecture.flops_per_token(setting.context, causal_half=True)
+    flops = flops_per_token(model, setting.context // 2)
     return Case(
         source=source,
         row=row.name,
         software="megatron-moe",
         machine=machine,
-        architecture=architecture,
+        model=model,
         setting=setting,
         tokens_per_second=speed_of(row, setting, flops),
         traits=frozenset(traits),
@@ -155,11 +156,10 @@ _AUTOMODEL_BLOCKS = ("deepseekv3", "kimik2", "qwen3", "llama370b")
 
 def automodel(row: Row, source: str) -> Case:
     """NeMo Automodel: FSDP2, experts by DeepEP; a local batch goes through the pipeline in one round, then the next."""
-    model = row.text("model")
-    architecture = named(model)
-    words = re.sub(r"[^a-z0-9]", "", model.lower())
+    model = named(row.text("model"))
+    words = re.sub(r"[^a-z0-9]", "", row.text("model").lower())
     expert = next((size for name, size in _AUTOMODEL_EXPERTS.items() if words.startswith(name)), 1)
-    ep = row.size("ep", expert if architecture.experts else 1)
+    ep = row.size("ep", expert if model.experts else 1)
     mesh, micro_batch = mesh_of(row, ep=ep), row.size("micro_batch")
     blocks = words.startswith(_AUTOMODEL_BLOCKS)
     precision, traits = precision_of(row.text("precision"))
@@ -168,7 +168,7 @@ def automodel(row: Row, source: str) -> Case:
         traits.add(f"rounds={rounds}")
     if "DeepEP" in row.text("techniques"):
         traits |= {"deepep", "force-balanced"}
-    stages = stages_of(row, architecture.layers, mesh.pp)
+    stages = stages_of(row, model.layers, mesh.pp)
     setting = Setting(
         mesh=mesh,
         context=row.size("seq_len"),
@@ -188,7 +188,7 @@ def automodel(row: Row, source: str) -> Case:
         row=row.name,
         software="nemo-automodel",
         machine=machine_of(row, _MACHINES),
-        architecture=architecture,
+        model=model,
         setting=setting,
         tokens_per_second=speed_of(row, setting),
         eager=True,

@@ -15,9 +15,9 @@ from optimus.bench.published.case import (
     stages_of,
 )
 from optimus.bench.published.gpt import full_or_none
-from optimus.bench.published.models import agree, gpt, named
+from optimus.bench.published.models import agree, gpt_of, named
 from optimus.bench.published.table import Inexpressible, Row
-from optimus.plan.architecture import Architecture
+from optimus.config import ModelConfig
 from optimus.plan.setting import Setting
 from optimus.state.plan import Shard
 
@@ -27,7 +27,7 @@ _PARTS = frozenset({"norm", "attention", "mlp"})
 
 def mpt(row: Row, source: str) -> Case:
     """llm-foundry: FSDP over all ranks, with biases and learned positions."""
-    architecture = gpt(row)
+    model = gpt_of(row)
     shards: dict[str, bool] = {"FULL_SHARD": True, "SHARD_GRAD_OP": False}
     if row.text("sharding") not in shards:
         raise Inexpressible(f"sharding '{row.text('sharding')}' is not known")
@@ -51,7 +51,7 @@ def mpt(row: Row, source: str) -> Case:
         row=row.name,
         software="llm-foundry",
         machine=machine_of(row, machines),
-        architecture=architecture,
+        model=model,
         setting=setting,
         tokens_per_second=speed_of(row, setting),
         traits=frozenset(traits),
@@ -87,7 +87,7 @@ def fms(row: Row, source: str) -> Case:
         row=row.name,
         software="fms-fsdp",
         machine=machine_of(row, {"a100_80gb, 400 gbps": "a100-4x100gb", "h100_80gb, 800 gbps": "dgx-h100"}),
-        architecture=named(row.text("model")),
+        model=named(row.text("model")),
         setting=setting,
         tokens_per_second=speed_of(row, setting),
         eager=not row.flag("compile"),
@@ -97,10 +97,10 @@ def fms(row: Row, source: str) -> Case:
 
 def internevo(row: Row, source: str) -> Case:
     """InternEvo: ZeRO-1 over groups of ranks, or FSDP; tensor parallelism without sequence parallelism."""
-    architecture = agree(row, named(row.text("model")))
+    model = agree(row, named(row.text("model")))
     mesh, micro_batch = mesh_of(row), row.size("micro_batch")
     shard, ranks = _internevo_shard(row, mesh.dp)
-    stages = stages_of(row, architecture.layers, mesh.pp)
+    stages = stages_of(row, model.layers, mesh.pp)
     setting = Setting(
         mesh=mesh,
         context=row.size("seq_len"),
@@ -120,7 +120,7 @@ def internevo(row: Row, source: str) -> Case:
         row=row.name,
         software="internevo",
         machine=machine_of(row, {"a100_80gb (4x100gb": "a100-4x100gb", "a800": "a800"}),
-        architecture=architecture,
+        model=model,
         setting=setting,
         tokens_per_second=speed_of(row, setting),
         memory=bytes_of(row, "mem_gb"),
@@ -143,7 +143,7 @@ def torchtitan(row: Row, source: str) -> Case:
     """torchtitan: FSDP2 with tensor, pipeline and context parallelism."""
     if not row.text("fsdp"):
         raise Inexpressible("fsdp is not stated")
-    architecture = agree(row, named(row.text("model")))
+    model = agree(row, named(row.text("model")))
     techniques, mesh = row.text("techniques").lower(), mesh_of(row)
     precision, traits = precision_of(row.text("precision"))
     for words, trait in (("async tp", "async-tp"), ("asynctp", "async-tp"), ("hsdp", "hsdp")):
@@ -178,7 +178,7 @@ def torchtitan(row: Row, source: str) -> Case:
         row=row.name,
         software="torchtitan",
         machine=machine_of(row, {"h100_96gb": "h100-grand-teton", "h200": "h200"}),
-        architecture=architecture,
+        model=model,
         setting=setting,
         tokens_per_second=speed_of(row, setting),
         memory=bytes_of(row, "mem_gb"),
@@ -199,7 +199,10 @@ def misc(row: Row, source: str) -> Case:
     family = row.text("model").partition(" ")[0]
     if family not in ("OLMo", "OLMoE") or not row.text("n_layers"):
         raise Inexpressible("shapes, layout, microbatch or recomputation are not stated")
-    hidden, sparse = row.size("hidden_size"), family.startswith("OLMoE")
+    hidden, sparse = row.size("hidden_size"), family == "OLMoE"
+    shapes = {"family": family.lower(), "hidden": hidden, "layers": row.size("n_layers"), "heads": row.size("n_heads")}
+    shapes |= {"intermediate": 1024 if sparse else 4 * hidden, "vocab": row.size("vocab_size")}
+    experts = {"experts": 64, "experts_per_token": 8} if sparse else {}
     mesh, micro_batch = mesh_of(row), row.size("micro_batch")
     setting = Setting(
         mesh=mesh,
@@ -215,16 +218,7 @@ def misc(row: Row, source: str) -> Case:
         row=row.name,
         software="olmo",
         machine=machine_of(row, {"h100": "dgx-h100"}),
-        architecture=Architecture(  # gated, the embedding not tied
-            layers=row.size("n_layers"),
-            hidden=hidden,
-            heads=row.size("n_heads"),
-            intermediate=0 if sparse else 4 * hidden,
-            vocab=row.size("vocab_size"),
-            experts=64 if sparse else 0,
-            experts_per_token=8 if sparse else 0,
-            expert_intermediate=1024 if sparse else 0,
-        ),
+        model=ModelConfig.model_validate(shapes | experts),
         setting=setting,
         tokens_per_second=speed_of(row, setting),
     )

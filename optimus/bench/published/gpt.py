@@ -15,9 +15,9 @@ from optimus.bench.published.case import (
     stages_of,
     zero,
 )
-from optimus.bench.published.models import gpt
+from optimus.bench.published.models import gpt, gpt_of
 from optimus.bench.published.table import Inexpressible, Row
-from optimus.plan.architecture import Architecture
+from optimus.config import ModelConfig
 from optimus.plan.setting import Setting
 
 _BLOCK = frozenset({"block"})
@@ -34,16 +34,16 @@ def full_or_none(row: Row) -> frozenset[str]:
     raise Inexpressible(f"act_ckpt '{row.text('act_ckpt')}' is not known")
 
 
-def flops_with_recomputation(architecture: Architecture, context: int) -> float:
+def flops_with_recomputation(model: ModelConfig, context: int) -> float:
     """Of a token, as Megatron-LM counted them in 2021 (arXiv 2104.04473, equation 3): four passes of each block."""
-    a = architecture
-    return 96 * a.layers * a.hidden**2 * (1 + context / (6 * a.hidden) + a.vocab / (16 * a.layers * a.hidden))
+    h, layers = model.hidden, model.layers
+    return 96 * layers * h**2 * (1 + context / (6 * h) + model.vocab / (16 * layers * h))
 
 
-def flops_without_recomputation(architecture: Architecture, context: int) -> float:
+def flops_without_recomputation(model: ModelConfig, context: int) -> float:
     """Of a token, as Megatron-LM counts them since 2022 (arXiv 2205.05198, appendix A): three passes."""
-    a = architecture
-    return 72 * a.layers * a.hidden**2 * (1 + context / (6 * a.hidden) + a.vocab / (12 * a.layers * a.hidden))
+    h, layers = model.hidden, model.layers
+    return 72 * layers * h**2 * (1 + context / (6 * h) + model.vocab / (12 * layers * h))
 
 
 # ---- bigscience_a100_3d ----
@@ -52,8 +52,9 @@ def flops_without_recomputation(architecture: Architecture, context: int) -> flo
 def bigscience_a100(row: Row, source: str) -> Case:
     """BLOOM's search for a layout: Megatron-DeepSpeed with ZeRO-1, every block recomputed, no sequence parallelism."""
     mesh = mesh_of(row)
-    architecture = gpt(row, vocab=padded(row.size("vocab_size"), 128 * mesh.tp))
-    row = _with_likely_batch(row, architecture, mesh.size)
+    vocab = padded(row.size("vocab_size"), 128 * mesh.tp)
+    model = gpt_of(row, vocab=vocab, learned_positions=None)  # the distances of tokens lower the scores
+    row = _with_likely_batch(row, model, mesh.size)
     precision, traits = precision_of(row.text("precision"))
     if "embedding layers count" in row.text("notes"):
         traits.add("embedding-layers")
@@ -69,18 +70,18 @@ def bigscience_a100(row: Row, source: str) -> Case:
         repeat_collectives=True,
         precision=precision,
     )
-    flops = flops_with_recomputation(architecture, setting.context)
+    flops = flops_with_recomputation(model, setting.context)
     if "earlier formula" in row.text(
         "notes"
     ):  # 8 FLOPs per parameter of the blocks; reproduces the rows with both figures
-        flops = 96.0 * architecture.layers * architecture.hidden**2
+        flops = 96.0 * model.layers * model.hidden**2
     oom = row.flag("oom")
     return Case(
         source=source,
         row=row.name,
         software="megatron-deepspeed",
         machine=machine_of(row, {"a100_80gb": "jean-zay-a100"}),
-        architecture=architecture,
+        model=model,
         setting=setting,
         tokens_per_second=None if oom else speed_of(row, setting, flops),
         memory=None if oom else bytes_of(row, "mem_gb", _SMI),
@@ -89,7 +90,7 @@ def bigscience_a100(row: Row, source: str) -> Case:
     )
 
 
-def _with_likely_batch(row: Row, architecture: Architecture, ranks: int) -> Row:
+def _with_likely_batch(row: Row, model: ModelConfig, ranks: int) -> Row:
     """The row, its global batch replaced where that makes a speed quite other than the stated one, even beyond the peak.
 
     The batch that the stated FLOP/s make is then a power of two. Raises `Inexpressible` where it is not.
@@ -98,7 +99,7 @@ def _with_likely_batch(row: Row, architecture: Architecture, ranks: int) -> Row:
     if seconds is None or rate is None:
         return row
     context, batch = row.size("seq_len"), row.size("global_batch")
-    likely = rate * 1e12 * seconds * ranks / flops_with_recomputation(architecture, context) / context
+    likely = rate * 1e12 * seconds * ranks / flops_with_recomputation(model, context) / context
     if abs(likely / batch - 1) < 0.1:
         return row
     power = 2 ** round(math.log2(max(1.0, likely)))
@@ -120,7 +121,7 @@ _ADAM_8BIT = range(55, 70)  # lines of the one table with that optimizer; the ba
 _TR8_BATCH = 2048  # sequences of a step, stated for the table but not in it
 
 
-def _v100_architecture(row: Row) -> Architecture:
+def _v100_model(row: Row) -> ModelConfig:
     found = re.fullmatch(r"GPT (\d+(?:\.\d+)?)B", row.text("model"))
     if found is None:
         raise Inexpressible(f"the shapes of model '{row.text('model')}' are not known")
@@ -132,12 +133,12 @@ def _v100_architecture(row: Row) -> Architecture:
             raise Inexpressible(
                 "the source withdraws this table: the feed-forward width was set too small, to an unknown value"
             )
-        return Architecture(64, 11600, 80, 4 * 11600, 50304, gated=False, tied=True)
+        return gpt(64, 11600, 80, 50304, learned_positions=row.size("seq_len"))
     size = min(_V100_SIZES, key=lambda each: abs(each - billions))
     if abs(size - billions) > _V100_NAMES * billions:
         raise Inexpressible(f"no script of the source has {billions:g} billion parameters")
     hidden, layers = _V100_SIZES[size]
-    return Architecture(layers, hidden, 32, 4 * hidden, 50304, gated=False, tied=True)
+    return gpt(layers, hidden, 32, 50304, learned_positions=row.size("seq_len"))
 
 
 def _v100_batch(row: Row, dp: int, tr8: bool) -> tuple[int, int]:
@@ -156,7 +157,7 @@ def _v100_batch(row: Row, dp: int, tr8: bool) -> tuple[int, int]:
 
 def bigscience_v100(row: Row, source: str) -> Case:
     """First trials of BLOOM: Megatron-LM, DeepSpeed's pipeline, ZeRO-3 with Megatron's or with Hugging Face's model."""
-    architecture, mesh, section = _v100_architecture(row), mesh_of(row), row.text("section")
+    model, mesh, section = _v100_model(row), mesh_of(row), row.text("section")
     tr8 = section.startswith("tr8")
     micro_batch, microbatches = _v100_batch(row, mesh.dp, tr8)
     hugging_face, zero3 = "HF" in section, "Deepspeed ZeRO" in section or "Zero 3" in section
@@ -198,7 +199,7 @@ def bigscience_v100(row: Row, source: str) -> Case:
         row=row.name,
         software=software,
         machine=machine_of(row, {"v100_16gb": "jean-zay-v100-16gb", "v100_32gb": "jean-zay-v100-32gb"}),
-        architecture=architecture,
+        model=model,
         setting=setting,
         tokens_per_second=None if oom else speed_of(row, setting),
         memory=None if oom else bytes_of(row, "mem_gb", _SMI),
@@ -240,9 +241,10 @@ def libai(row: Row, source: str) -> Case:
         row=row.name,
         software="libai" if technique == "libai" else "megatron-libai",
         machine=machine_of(row, {"not stated": "v100-8x100gb"}),
-        architecture=gpt(row, vocab=padded(vocab, 128 * mesh.tp), causal=causal),
+        model=gpt_of(row, vocab=padded(vocab, 128 * mesh.tp)),
         setting=setting,
         tokens_per_second=speed_of(row, setting),
+        traits=frozenset(() if causal else {"bidirectional"}),
     )
 
 
@@ -276,16 +278,16 @@ def megatron_gpt(row: Row, source: str) -> Case:
         raise Inexpressible("parallel sizes or shapes are not stated")
     mesh, machine = mesh_of(row), machine_of(row, _MACHINES)
     core = machine == "dgx-h100"
-    architecture = gpt(row, tied=not core)
+    model = gpt_of(row, tie_embeddings=not core)
     recompute = full_or_none(row)
-    stages = stages_of(row, architecture.layers, mesh.pp)
+    stages = stages_of(row, model.layers, mesh.pp)
     traits = set[str]()
     if core:
         # Utilisation is the same with 1 and with 16 pipeline stages, which only interleaving gives: by single layers,
         # as 92 of them on 4 ranks have no other way.
         traits |= {"dist-optimizer", "overlap"}
-        if not row.text("vp") and mesh.pp > 1 and architecture.layers % mesh.pp == 0:
-            stages = architecture.layers // mesh.pp
+        if not row.text("vp") and mesh.pp > 1 and model.layers % mesh.pp == 0:
+            stages = model.layers // mesh.pp
     setting = Setting(
         mesh=mesh,
         context=row.size("seq_len"),
@@ -299,13 +301,13 @@ def megatron_gpt(row: Row, source: str) -> Case:
         repeat_collectives=bool(recompute),
         precision=precision_of(row.text("precision"))[0],
     )
-    flops = (flops_with_recomputation if recompute else flops_without_recomputation)(architecture, setting.context)
+    flops = (flops_with_recomputation if recompute else flops_without_recomputation)(model, setting.context)
     return Case(
         source=source,
         row=row.name,
         software="megatron-core" if core else "megatron-2021",
         machine=machine,
-        architecture=architecture,
+        model=model,
         setting=setting,
         tokens_per_second=speed_of(row, setting, flops),
         traits=frozenset(traits),
@@ -326,7 +328,7 @@ def _selective(row: Row, source: str) -> Case:
     if row.text("model") not in _SELECTIVE:
         raise Inexpressible(f"arXiv 2205.05198 has no model '{row.text('model')}'")
     layers, hidden, heads, tp, pp, stages, batch, micro_batch = _SELECTIVE[row.text("model")]
-    architecture = Architecture(layers, hidden, heads, 4 * hidden, row.size("vocab_size"), gated=False, tied=True)
+    model = gpt(layers, hidden, heads, row.size("vocab_size"), learned_positions=row.size("seq_len"))
     mesh, context = mesh_of(row, ranks=tp * pp, tp=tp, pp=pp), row.size("seq_len")
     utilisation = row.number("mfu_pct")
     return Case(
@@ -334,7 +336,7 @@ def _selective(row: Row, source: str) -> Case:
         row=row.name,
         software="megatron-2021",
         machine=machine_of(row, _MACHINES),
-        architecture=architecture,
+        model=model,
         setting=Setting(
             mesh=mesh,
             context=context,
@@ -345,6 +347,5 @@ def _selective(row: Row, source: str) -> Case:
             recompute=frozenset({"scores"}),
             precision=precision_of(row.text("precision"))[0],
         ),
-        tokens_per_second=utilisation
-        and utilisation / 100 * _A100_PEAK / flops_without_recomputation(architecture, context),
+        tokens_per_second=utilisation and utilisation / 100 * _A100_PEAK / flops_without_recomputation(model, context),
     )

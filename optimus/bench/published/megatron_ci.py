@@ -6,6 +6,7 @@ shares it.
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from optimus.bench.published.case import (
     Case,
@@ -18,14 +19,15 @@ from optimus.bench.published.case import (
     stages_of,
 )
 from optimus.bench.published.gpt import full_or_none, padded
+from optimus.bench.published.models import OtherModel, gpt
 from optimus.bench.published.table import Inexpressible, Row
 from optimus.mesh import Mesh
-from optimus.plan.architecture import Architecture, Latent
+from optimus.model.architecture import Latent
 from optimus.plan.setting import Setting
 from optimus.state.plan import Shard
 
 _GPT2, _NULL = 50257, 131072  # entries of the tokenizers: GPT-2's, and that of mock data
-_LARGE_LATENT = Latent(queries=1536, keys=512, rotary=64)
+_LARGE_LATENT = Latent(queries=1536, keys=512, rotary=64, value=128)
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,6 @@ class _Family:
 
     pattern: str
     latent: Latent | None = None
-    head: int | None = None
     groups: int | None = None
     vocab: int = _GPT2
     divisible: int = 128
@@ -46,14 +47,20 @@ class _Family:
     traits: tuple[str, ...] = ()
 
 
-_LATENT = _Family("", latent=_LARGE_LATENT, head=128, divisible=3232, shared=1024, dense=1, stages=4)
+_LATENT = _Family("", latent=_LARGE_LATENT, divisible=3232, shared=1024, dense=1, stages=4)
 _DENSE3 = replace(_LATENT, dense=3, modules=("norm", "mlp"))  # of [layernorm mla_up_proj mlp moe_act]
 # The first that matches counts.
 _FAMILIES = (
     _Family(r"gpt/gpt3_7b_.*memory_speed", groups=8, vocab=_NULL),
-    _Family(r"gpt/.*_mla(_|$)", latent=Latent(192, 64, 8), head=16),
+    _Family(r"gpt/.*_mla(_|$)", latent=Latent(queries=192, keys=64, rotary=8, value=16)),
     _Family(r"gpt/gpt3_mcore_"),
-    _Family(r"moe/deepseek_proxy_", latent=Latent(256, 128, 64), head=128, divisible=64, shared=1024, dense=3),
+    _Family(
+        r"moe/deepseek_proxy_",
+        latent=Latent(queries=256, keys=128, rotary=64, value=128),
+        divisible=64,
+        shared=1024,
+        dense=3,
+    ),
     replace(
         _LATENT, pattern=r"moe/.*tp1_pp1_ep8_etp1_cp_memory_speed", vocab=_NULL, shared=3072, stages=None, mtp=True
     ),
@@ -104,8 +111,8 @@ def megatron_ci(row: Row, source: str) -> Case:
     deepseek = name.startswith("moe/deepseek_proxy")
     etp = 1 if deepseek else int(found[1]) if found else tp
     mesh = mesh_of(row, etp=etp if experts else 1)
-    architecture = _architecture(row, family, words, experts)
-    stages = family.stages or _stages(row, architecture.layers, mesh.pp)
+    model = _model(row, family, words, experts)
+    stages = family.stages or _stages(row, model.layers, mesh.pp)
     precision, traits = precision_of(row.text("precision"))
     if any(word.startswith("fp8-format") for word in words):
         traits, precision = traits | {f"parameters-{precision}"}, "fp8"
@@ -133,7 +140,7 @@ def megatron_ci(row: Row, source: str) -> Case:
         row=row.name,
         software="megatron-core",
         machine=machine_of(row, {"h100": "dgx-h100", "gb200": "dgx-gb200", "a100": "dgx-a100"}),
-        architecture=architecture,
+        model=model,
         setting=setting,
         tokens_per_second=speed_of(row, setting),
         memory=bytes_of(row, "mem_max_gb"),
@@ -142,29 +149,34 @@ def megatron_ci(row: Row, source: str) -> Case:
     )
 
 
-def _architecture(row: Row, family: _Family, words: set[str], experts: int) -> Architecture:
+def _model(row: Row, family: _Family, words: set[str], experts: int) -> OtherModel:
+    """Experts of this library are gated: for one that is not stands one of two thirds of its width, which has as many
+    weights, and keeps as much."""
     hidden, gated = row.size("hidden_size"), "swiglu" in words
     if "group-query-attention" in words and family.groups is None:
         raise Inexpressible("how many heads share keys and values is not stated")
     default = 4 * hidden if not gated else 4 * hidden * 2 // 3 // 64 * 64  # as Megatron-LM chooses it
     width = row.size("ffn_hidden_size", default)
-    return Architecture(
-        layers=row.size("n_layers"),
-        hidden=hidden,
-        heads=row.size("n_heads"),
-        intermediate=width if family.dense or not experts else 0,
-        vocab=padded(family.vocab, family.divisible * row.size("tp")),
-        groups=family.groups,
-        head=family.head,
-        gated=gated,
-        tied="untie-embeddings-and-output-weights" not in words,
-        experts=experts,
-        experts_per_token=row.size("top_k") if experts else 0,
-        expert_intermediate=row.size("moe_ffn_size", width) if experts else 0,
-        shared_intermediate=family.shared if experts else 0,
-        dense_layers=family.dense if experts else 0,
-        latent=family.latent,
-    )
+    rotary = family.latent is not None or "position-embedding-type=rope" in words
+    bias = "disable-bias-linear" not in words
+    more: dict[str, Any] = {
+        "intermediate": width,
+        "gated": gated,
+        "mlp_bias": bias,
+        "attention_bias": "all" if bias else "none",
+        "norm": "rms" if "normalization=RMSNorm" in words else "layer_affine",
+        "learned_positions": None if rotary else row.size("seq_len"),
+        "tie_embeddings": "untie-embeddings-and-output-weights" not in words,
+        "latent": family.latent,
+    }
+    more |= {"kv_heads": family.groups} if family.groups else {}
+    more |= {"head_size": family.latent.value} if family.latent else {}
+    if experts:
+        expert, shared = (each if gated else each * 2 // 3 for each in (row.size("moe_ffn_size", width), family.shared))
+        more |= {"experts": experts, "experts_per_token": row.size("top_k"), "dense_layers": family.dense}
+        more |= {"expert_intermediate": expert, "shared_width": shared}
+    vocab = padded(family.vocab, family.divisible * row.size("tp"))
+    return gpt(row.size("n_layers"), hidden, row.size("n_heads"), vocab, **more)
 
 
 def _stages(row: Row, layers: int, pp: int) -> int:

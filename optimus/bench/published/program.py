@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from optimus.bench.published.case import Case
-from optimus.plan.architecture import Architecture
+from optimus.config import ModelConfig
 from optimus.plan.setting import Setting
 from optimus.plan.software import Software
 
@@ -43,6 +43,8 @@ def software_of(case: Case, software: Software) -> Software:
         change["state"] = software.state - 6.0
     if "unfused-attention" in traits:
         change["attention"] = 0.0
+    if "bidirectional" in traits:
+        change["causal"] = False
     if "async-tp" in traits:
         change["overlap_tensor"] = _ASYNC_TP
     return software.model_copy(update=change | _casts(case, software) | _experts(traits))
@@ -84,8 +86,7 @@ def setting_of(case: Case) -> Setting:
     )
 
 
-def architecture_of(case: Case) -> Architecture:
+def model_of(case: Case) -> ModelConfig:
     """With multi-token prediction, a block more."""
-    if "mtp" in case.traits:
-        return replace(case.architecture, layers=case.architecture.layers + 1)
-    return case.architecture
+    more = int("mtp" in case.traits)
+    return case.model.model_copy(update={"layers": case.model.layers + more})

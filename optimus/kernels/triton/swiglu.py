@@ -1,4 +1,4 @@
-"""SwiGLU in one pass each way; see `kernels.swiglu`. The experts' kernels use its arithmetic on their tiles.
+"""SwiGLU in one pass each way; see `kernels.activation`. The experts' kernels use its arithmetic on their tiles.
 
 Legend: T rows, I intermediate, J = 2 I: gate, then up.
 """

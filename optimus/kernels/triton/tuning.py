@@ -1,8 +1,8 @@
 """The tiles that each kernel works in: one table, chosen by type and size; no measuring while training.
 
 Sizes depend on the layer's shape and on the power of two of the mean rows per expert, never on the exact number of tokens: a
-batch of another length compiles nothing new. Whoever has a chip at hand times candidates with `trial` and writes the winner
-into `preferred`.
+batch of another length compiles nothing new. Whoever has a chip at hand times candidates (`bench/trial.py`) and writes the
+winner into `preferred`.
 
 Legend: T tokens, K experts per token, E experts.
 """
@@ -28,7 +28,6 @@ class Tiles(NamedTuple):
 
 _LEAST = 16  # a matrix instruction takes no less
 _SHARED_MEMORY = 232_448  # bytes that one program may use on an H100 or H200, where the device does not say
-_trials: dict[Kernel, Tiles] = {}
 
 
 def tiles(kernel: Kernel, x: Tensor, row_tile: int, columns: int, inner: int) -> Tiles:
@@ -36,9 +35,7 @@ def tiles(kernel: Kernel, x: Tensor, row_tile: int, columns: int, inner: int) ->
 
     `row_tile` is that of the routed rows (`row_tile`), or for the weight gradients the number of rows of the gradient.
     """
-    chosen = _trials.get(kernel)
-    if chosen is None:
-        chosen = preferred(kernel, x.dtype)
+    chosen = preferred(kernel, x.dtype)
     chosen = chosen._replace(
         rows=min(chosen.rows, pow2(row_tile)) if kernel == "weight_gradient" else row_tile,
         columns=min(chosen.columns, pow2(columns)),
@@ -49,8 +46,6 @@ def tiles(kernel: Kernel, x: Tensor, row_tile: int, columns: int, inner: int) ->
 
 def row_tile(x: Tensor, choices: int, experts: int) -> int:
     """Rows of one tile of the routed rows; the same for all products of a layer, which share the table of tiles."""
-    if "up" in _trials:
-        return _trials["up"].rows
     return min(preferred("up", x.dtype).rows, pow2(choices // experts))
 
 
@@ -62,19 +57,6 @@ def pow2(size: int) -> int:
 def precision() -> str:
     """How fp32 products are made: as `torch.set_float32_matmul_precision` says."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-class trial:
-    """Within, `kernel` uses `tiles`, cut to its size: to time a candidate, or to make many tiles of a small product."""
-
-    def __init__(self, kernel: Kernel, tiles: Tiles) -> None:
-        self._kernel, self._tiles = kernel, tiles
-
-    def __enter__(self) -> None:
-        _trials[self._kernel] = self._tiles
-
-    def __exit__(self, *error: object) -> None:
-        del _trials[self._kernel]
 
 
 def preferred(kernel: Kernel, dtype: torch.dtype) -> Tiles:

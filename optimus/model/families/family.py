@@ -4,7 +4,7 @@ A family adds no code: what is computed is in the fields of `ModelConfig`. Its f
 where `config.json` has the others, and what our parameters are called there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ class Key(NamedTuple):
     fused: str | None = None
     joined: bool = False  # what is stacked here lies end to end there
     transposed: bool = False  # a matrix has its inputs first there
+    interleaved: bool = False  # the outputs of the two that are stacked here, of all experts, take turns there
 
 
 class Choice(NamedTuple):
@@ -52,7 +53,7 @@ class Family:
     """A family of published models. Fields on the left are `ModelConfig`'s, those on the right `config.json`'s."""
 
     model_type: str  # in config.json, and `model.family`
-    architecture: str | None  # the class in `transformers`; without one there are no folders, and no keys
+    architecture: str | None  # the class in `transformers`; see `unpublished`
     defaults: Mapping[str, Any]  # what its models are, unless `fields` or `optional` say otherwise
     fields: Mapping[str, Field]  # that must be there
     optional: Mapping[str, Field]  # that may be there
@@ -73,3 +74,10 @@ class Family:
     def varies(self) -> frozenset[str]:
         """The fields of `ModelConfig` in which its models differ."""
         return frozenset({"family", *self.fields, *self.optional, *self.built_in})
+
+
+def unpublished(
+    model_type: str, *, defaults: Mapping[str, Any], fields: Iterable[str], optional: Iterable[str]
+) -> Family:
+    """A family of no published class: there are no folders of its models, so that its fields have no other names."""
+    return Family(model_type, None, defaults, dict.fromkeys(fields, ""), dict.fromkeys(optional, ""), {}, {})

@@ -5,14 +5,11 @@ probability, are added.
 """
 
 from optimus.model.families.common import OPTIONAL, RMS, SIZES
-from optimus.model.families.family import Family
+from optimus.model.families.family import unpublished
 
-FAMILY = Family(
-    model_type="pr_moe",
-    architecture=None,
+FAMILY = unpublished(
+    "pr_moe",
     defaults={"experts_per_token": 1, "shared_experts": 1},
-    fields=SIZES | dict.fromkeys(("experts", "experts_by_layer"), ""),
-    optional=OPTIONAL | RMS | dict.fromkeys(("head_size", "expert_intermediate", "dense_layers", "sparse_every"), ""),
-    constants={},
-    keys={},
+    fields=(*SIZES, "experts", "experts_by_layer"),
+    optional=(*OPTIONAL, *RMS, "head_size", "expert_intermediate", "dense_layers", "sparse_every"),
 )

@@ -3,8 +3,10 @@
 Legend: T tokens, H hidden, K experts per token, U tokens that this layer works on here.
 """
 
+import torch
 from torch import Tensor, nn
 
+from optimus.kernels.activation import Activation
 from optimus.kernels.expert_mlp import expert_mlp
 from optimus.model.dense import DenseMlp
 from optimus.model.moe.router import SOFTMAX, Choosing, Router, RouterStats, Routing
@@ -13,25 +15,43 @@ from optimus.model.parts import LOCAL, Parts
 
 
 class Experts(nn.Module):
-    """The weights of the experts that are here: gate and up projection together, and the down projection."""
+    """The weights of the experts that are here: gate and up projection together, and the down projection.
 
-    def __init__(self, experts: int, hidden: int, intermediate: int, parts: Parts = LOCAL) -> None:
+    A `bias` is of the former: that of the latter is the layer's.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        hidden: int,
+        intermediate: int,
+        parts: Parts = LOCAL,
+        *,
+        kind: Activation = "silu",
+        bias: bool = False,
+    ) -> None:
         super().__init__()
-        self._step, self._use = parts.step, parts.parameters.use
+        self._step, self._use, self.kind = parts.step, parts.parameters.use, kind
         columns, ffn = Size("hidden", hidden), Size("expert_ffn", intermediate)
-        self.gate_up = declare(self, "gate_up", Size("experts", experts), Size("stack", 2), ffn, columns)
+        stacked = Size("experts", experts), Size("stack", 2), ffn
+        self.gate_up = declare(self, "gate_up", *stacked, columns)
+        self.bias = declare(self, "bias", *stacked, role="vector", initial="zeros") if bias else None
         self.down = declare(self, "down", Size("experts", experts), columns, ffn)
 
     def forward(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:
         """Sum over the K chosen experts of weight times expert output; [T, H]. A choice of -1 is skipped."""
-        of_gate_up, of_down = self._use(self.gate_up, self.down)
-        weights = self.gate_up.flatten(1, 2), self.down
-        return expert_mlp(x_TH, weights_TK, indices_TK, *weights, (of_gate_up, of_down), self._step.forms)
+        biases = [] if self.bias is None else [self.bias]
+        of_gate_up, of_down, *_ = self._use(self.gate_up, self.down, *biases)
+        bias_EJ = None if self.bias is None else self.bias.flatten(1)
+        weights, buffers = (self.gate_up.flatten(1, 2), self.down), (of_gate_up, of_down)
+        return expert_mlp(x_TH, weights_TK, indices_TK, *weights, buffers, self._step.forms, self.kind, bias_EJ)
 
 
 class MoeLayer(nn.Module):
     """Router, then experts; beside them, if its width is not 0, a `shared` one that every token meets.
 
+    With `bias` the router and the projections of the experts have one. That of the last projection is added here, where the
+    tokens are: every rank has it of all experts, and neither parts of an expert nor its tokens elsewhere have to know of it.
     Of `parts`, `tokens` say which tokens this device works on, and `dispatch` carries them to their experts.
     """
 
@@ -45,12 +65,18 @@ class MoeLayer(nn.Module):
         choosing: Choosing = SOFTMAX,
         shared: int = 0,
         parts: Parts = LOCAL,
+        *,
+        kind: Activation = "silu",
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.tokens, self.dispatch = parts.tokens, parts.dispatch(experts)
         self.router = Router(hidden, experts, experts_per_token, routing, choosing, parts)
-        self.experts = Experts(experts, hidden, intermediate, parts)
-        self.shared = DenseMlp(hidden, shared, parts=parts) if shared else None
+        self.experts = Experts(experts, hidden, intermediate, parts, kind=kind, bias=bias)
+        self.shared = DenseMlp(hidden, shared, kind=kind, parts=parts) if shared else None
+        sizes = Size("all_experts", experts), Size("hidden", hidden)
+        self.down_bias = declare(self, "down_bias", *sizes, role="vector", initial="zeros") if bias else None
+        self._use = parts.parameters.use
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, RouterStats]:
         """(output in the shape of x, of any leading dims; statistics of all tokens that the losses are about).
@@ -61,5 +87,9 @@ class MoeLayer(nn.Module):
         position_U = None if position_T is None else self.tokens.own(position_T)
         weights_UK, indices_UK, stats = self.router(x_UH, position_U)
         y_UH = self.dispatch(x_UH, weights_UK, indices_UK, self.experts)
+        if self.down_bias is not None:
+            self._use(self.down_bias)
+            weights_UE = weights_UK.new_zeros(len(x_UH), len(self.down_bias))
+            y_UH = torch.addmm(y_UH, weights_UE.scatter(1, indices_UK, weights_UK), self.down_bias)
         y_TH = self.tokens.put_back(y_UH).view_as(x_TH)
         return y_TH if self.shared is None else y_TH + self.shared(x_TH), self.tokens.sum(stats)

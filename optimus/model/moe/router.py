@@ -28,12 +28,14 @@ class Choosing(NamedTuple):
     groups: int = 1
     groups_per_token: int = 1
     bias: bool = False
+    logit_bias: bool = False
 
     @classmethod
     def of(cls, config: ModelConfig) -> "Choosing":
         """That of a model."""
         chosen = config.expert_groups, config.groups_per_token
-        return cls(config.score, config.renormalise, config.routed_scale, *chosen, config.router_bias)
+        biases = config.router_bias, config.expert_bias
+        return cls(config.score, config.renormalise, config.routed_scale, *chosen, *biases)
 
 
 SOFTMAX = Choosing()
@@ -65,8 +67,6 @@ class RouterStats(NamedTuple):
         with equally many experts, weighted by how many layers these are: hence the factor of the probabilities.
         """
         sizes, own = config.expert_counts, len(self.counts_E)
-        if len(sizes) == 1:
-            return self
         of_layers = [config.experts_of(layer) for layer in range(config.layers)]
         factor = own * config.sparse_layers() / (of_layers.count(own) * sum(sizes))
         room = sum(size for size in sizes if size < own), sum(size for size in sizes if size > own)
@@ -94,7 +94,8 @@ class Router(nn.Module):
 
     Scores are a softmax or a sigmoid of the logits. Of `groups`, a token's experts are in those `groups_per_token` whose two
     largest scores have the largest sums. Weights are made to sum to 1 (`renormalise`) and multiplied by `scale`. A `bias` of
-    each expert is added to the scores for the choice alone (DeepSeek-V3, section 2.1.2); `move_biases` changes it.
+    each expert is added to the scores for the choice alone (DeepSeek-V3, section 2.1.2); `move_biases` changes it. A
+    `logit_bias` is a parameter, of the projection.
 
     `routing="uniform"` forces the paper's uniform routing (section 2.3), with the router's scores as weights: token t of a
     sequence goes to experts t*K ... t*K + K-1 modulo E. Every expert gets as many tokens of a sequence, or one more where E
@@ -114,10 +115,14 @@ class Router(nn.Module):
         parts: Parts = LOCAL,
     ) -> None:
         super().__init__()
-        self.weight = declare(self, "weight", Size("choices", experts), Size("hidden", hidden))
         self.register_buffer("bias", torch.zeros(experts) if choosing.bias else None)
+        choices = Size("choices", experts)
+        self.weight = declare(self, "weight", choices, Size("hidden", hidden))
+        biased = choosing.logit_bias
+        self.logit_bias = declare(self, "logit_bias", choices, role="vector", initial="zeros") if biased else None
         self._product, self._use = parts.product("choices", "hidden"), parts.parameters.use
-        self.choosing, self._plain = choosing, choosing == Choosing(renormalise=choosing.renormalise)
+        usual = Choosing(renormalise=choosing.renormalise, logit_bias=choosing.logit_bias)
+        self.choosing, self._plain = choosing, choosing == usual
         self.experts_per_token = experts_per_token
         self.routing = routing
         self._chosen_E: Tensor | None = None  # how often each expert was, in training since it was asked
@@ -128,6 +133,9 @@ class Router(nn.Module):
         `position_T`: of every token in its sequence, by default as if all were one sequence.
         """
         logits_TE = self._product(x_TH, self.weight, *self._use(self.weight))
+        if self.logit_bias is not None:
+            self._use(self.logit_bias)
+            logits_TE = logits_TE + self.logit_bias
         forced_T = self._forced(x_TH, position_T)
         renormalise = self.choosing.renormalise
         if self._plain and backend.use_triton(x_TH):

@@ -15,8 +15,9 @@ from optimus.step_context import StepContext
 
 pytest.importorskip("triton")
 
+from optimus.bench.trial import trial
 from optimus.kernels.triton.expert_mlp import expert_mlp_triton
-from optimus.kernels.triton.tuning import Tiles, trial
+from optimus.kernels.triton.tuning import Tiles
 
 Random = Callable[..., Tensor]
 

@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus.kernels.swiglu import swiglu_backward, swiglu_reference
+from optimus.kernels.activation import activation_reference, gated_activation_backward
 
 pytest.importorskip("triton")
 
+from optimus.bench.trial import trial
 from optimus.kernels.triton.expert_down import expert_down, expert_down_backward, expert_down_weight_gradient
 from optimus.kernels.triton.expert_reduce import expert_reduce, expert_reduce_backward
 from optimus.kernels.triton.expert_up import expert_up, expert_up_backward, expert_up_weight_gradient
 from optimus.kernels.triton.token_index import Routes, token_index
-from optimus.kernels.triton.tuning import Tiles, trial
+from optimus.kernels.triton.tuning import Tiles
 
 T, K, E, H, I = 60, 3, 4, 41, 40  # neither H nor I is a multiple of a tile; expert 2 is chosen by nobody
 
@@ -68,7 +69,7 @@ def test_expert_up(dtype: torch.dtype, rows: Rows, random: Random, close: Close)
     z, h = expert_up(x, w, rows.routes)
     expected = torch.einsum("ph,pjh->pj", x[rows.token_P].double(), w[rows.expert_P].double())
     close(z[: len(expected)], expected)
-    close(h[: len(expected)], swiglu_reference(expected))
+    close(h[: len(expected)], activation_reference(expected, "silu", gated=True))
 
 
 def test_expert_down(dtype: torch.dtype, rows: Rows, random: Random, close: Close) -> None:
@@ -91,7 +92,7 @@ def test_expert_down_backward(dtype: torch.dtype, rows: Rows, random: Random, cl
     out = expert_down_backward(g, weights, padded(z), w, rows.routes)
     h_grad = torch.einsum("ph,phi->pi", g[rows.token_P].double(), w[rows.expert_P].double())
     weight = weights.flatten()[rows.choice_P, None].double()
-    z_grad, h = swiglu_backward(weight * h_grad, z.double())
+    z_grad, h = gated_activation_backward(weight * h_grad, z.double(), "silu")
     close(out.z_PJ[:P], z_grad)
     close(out.h_PI[:P], weight * h)
     assert out.weight_PC.shape[1] > 1

@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from optimus.bench.memory import tracking
 from optimus.kernels.expert_mlp import expert_mlp_reference
 from optimus.kernels.gradient_buffer import TensorBuffer
-from optimus.testing.memory import tracking
 
 pytest.importorskip("triton")
 
+from optimus.bench.trial import trial
 from optimus.kernels.triton.expert_mlp import expert_mlp_triton
-from optimus.kernels.triton.tuning import Tiles, trial
+from optimus.kernels.triton.tuning import Tiles
 
 NATIVE = torch.accelerator.is_available()
 DTYPE = torch.bfloat16 if NATIVE else torch.float16

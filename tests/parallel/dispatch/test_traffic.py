@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.traffic import Traffic, counting
 from optimus.comm import Group, Groups
 from optimus.mesh import Mesh
 from optimus.model.moe.layer import Experts
 from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch
 from optimus.parallel.dispatch.alltoall import make_copies
-from optimus.testing import Traffic, counting, run_ranks
+from optimus.testing import run_ranks
 
 T, H, I, PER_RANK = 20, 16, 8, 2
 INDEX = 4  # bytes of a choice that is sent

@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from optimus.testing.covering import covering
+from helpers.covering import covering
 
 
 def pairs(case: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:

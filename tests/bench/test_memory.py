@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from optimus.testing import Allocations, tracking
+from optimus.bench.memory import Allocations, tracking
 
 FLOAT = 4  # bytes
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optimus.testing import counting, run_ranks
+from helpers.traffic import counting
+from optimus.testing import run_ranks
 
 N = 4  # elements per rank
 F = 4  # bytes of an element

@@ -5,6 +5,7 @@ where they meet is a host of its own. This needs root on Linux; where namespaces
 of processes on this machine, whose links can be neither shaped nor cut.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -15,14 +16,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from optimus.bench.faults import FaultPlan, rank_program
+from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.resilience.events import EventLog
+from optimus.train.launch import check_run
+from optimus.train.nodes import Job, exit_code, launch
+from optimus.train.pipeline import with_microbatches
+from optimus.train.reading import read_run
 
 _NETWORK = "10.77.0"
 _PORT = 29400
@@ -76,45 +83,58 @@ class Lab:
         return []
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a run in the lab ended: exit codes by host (None: killed at the end, as it did not answer) and its events."""
-
-    codes: dict[str, int | None]
-    finished: bool
-    events: EventLog
-
-
 def rehearse(
-    launch: Callable[[str, str], Sequence[str]],
-    run: Path,
+    job: Job,
     *,
-    hosts: int,
-    isolated: bool,
     bandwidth: str | None = None,
+    inject: str | Path | None = None,
+    plain: bool = False,
     limit: float = 600.0,
     grace: float = 15.0,
-) -> Outcome:
-    """Run on so many hosts what `launch` gives for a node's name and the HOST:PORT of the rendezvous.
+) -> dict[str, Any]:
+    """Launch `job` on nodes and spares that are made on this machine, with the faults that are in the file `inject`.
 
-    `run` is the run folder, where `lab/HOST.log` has what each of them prints. It ends when all hosts have, or `grace`
-    seconds after the run has finished, or after `limit` seconds.
+    It ends when all nodes have, or `grace` seconds after the run has finished, or after `limit` seconds. `lab/NODE.log` in
+    the run folder has what each node prints. `plain` nodes are processes on one network.
+
+    Returns `output`, `finished`, `exit_codes` by node (None: killed at the end, as it did not answer), `events` and
+    `isolated` (whether the nodes were network namespaces). Raises `UserError` before anything is started when the run is
+    impossible as configured.
     """
-    logs, events = run / "lab", EventLog(run)
+    tree, shards = read_run(job.config, job.overrides, resume=True)
+    tree = with_microbatches(tree, job.ranks)
+    check_run(tree, shards, job.ranks, resume=True)
+    program = [] if inject is None else rank_program(inject, job.ranks)
+    isolated = not plain and namespaces_allowed()
+    if inject is not None and any(fault.kind == "cut" for fault in FaultPlan.read(inject).faults) and not isolated:
+        raise UserError(f"fault plan {inject}: links can be cut in network namespaces only (Linux, root, no --plain)")
+    run = Path(tree.train.output)
+    log, logs = EventLog(run), run / "lab"
     logs.mkdir(parents=True, exist_ok=True)
-    before = len(events.read())
-    with lab(hosts, isolated=isolated, bandwidth=bandwidth) as cluster:
+    before = len(log.read())
+
+    def finished() -> bool:
+        return any(event["kind"] == "finished" for event in log.read()[before:])
+
+    told = asdict(job) | {"config": str(user_path(job.config).absolute())}
+    with lab(job.nodes + job.spares, isolated=isolated, bandwidth=bandwidth) as cluster:
         for number, host in enumerate(cluster.hosts):
-            node = f"node{number}"
-            cluster.start(host, launch(node, cluster.endpoint), logs / f"{node}.log")
-        deadline, finished = time.monotonic() + limit, False
+            node = {"node": f"node{number}", "rendezvous": cluster.endpoint, "program": program}
+            words = [sys.executable, "-m", "optimus.bench.lab", json.dumps([told, node])]
+            cluster.start(host, words, logs / f"node{number}.log")
+        deadline, ending = time.monotonic() + limit, False
         while time.monotonic() < deadline and None in cluster.wait(cluster.hosts, 0.0).values():
             time.sleep(0.2)
-            if not finished and any(event["kind"] == "finished" for event in events.read()[before:]):
-                finished, deadline = True, min(deadline, time.monotonic() + grace)
+            if not ending and finished():
+                ending, deadline = True, min(deadline, time.monotonic() + grace)
         codes = cluster.wait(cluster.hosts, 0.0)
-    finished = any(event["kind"] == "finished" for event in events.read()[before:])
-    return Outcome({f"node{number}": codes[host] for number, host in enumerate(cluster.hosts)}, finished, events)
+    return {
+        "output": str(run),
+        "finished": finished(),
+        "exit_codes": {f"node{number}": codes[host] for number, host in enumerate(cluster.hosts)},
+        "events": log.read()[before:],
+        "isolated": isolated,
+    }
 
 
 def namespaces_allowed() -> bool:
@@ -232,3 +252,17 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _main() -> None:
+    """A node in the lab: the job and what is of this node alone are JSON."""
+    job, node = json.loads(sys.argv[1])
+    try:
+        outcome = launch(Job(**job), **node)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    sys.exit(exit_code(outcome))
+
+
+if __name__ == "__main__":
+    _main()

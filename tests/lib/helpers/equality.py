@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from helpers.whole import whole_state
+from optimus.bench.steps import Steps
 from optimus.config import load_config
 from optimus.testing.ranks import run_ranks
-from optimus.testing.steps import Steps
-from optimus.testing.whole import whole_state
 from optimus.train.pipeline import with_microbatches
 from optimus.train.step import StepResult
 

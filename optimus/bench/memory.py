@@ -12,7 +12,8 @@ Not seen:
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from threading import RLock
@@ -22,6 +23,8 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
+
+from optimus.state.chunk import Chunk
 
 
 class Allocations:
@@ -128,3 +131,21 @@ def _resizes(allocations: Allocations) -> Iterator[None]:
             del UntypedStorage.resize_
         else:
             UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+def allocated(chunks: Iterable[Chunk]) -> dict[str, int]:
+    """Bytes of the buffers of chunks as they are now, by kind; `master` is zero where the parameters are master weights."""
+    counted: set[int] = set()
+
+    def count(*buffers: Tensor) -> int:
+        storages = {s._cdata: s for s in (buffer.untyped_storage() for buffer in buffers) if s._cdata not in counted}
+        counted.update(storages)
+        return sum(storage.nbytes() for storage in storages.values())
+
+    total: Counter[str] = Counter()
+    for chunk in chunks:
+        total["parameters"] += count(chunk.parameter, chunk.own)
+        total["gradients"] += count(chunk.gradient, chunk.reduced)
+        total["master"] += count(chunk.master)
+        total["moments"] += count(chunk.m, chunk.v)
+    return dict(total)

@@ -15,13 +15,13 @@ import torch
 import yaml
 
 import optimus
-from optimus.checkpoint import list_checkpoints
+from optimus.bench.faults import FaultPlan
+from optimus.bench.lab import Lab, lab, namespaces_allowed, rehearse
+from optimus.checkpoint.folder import list_checkpoints
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
 from optimus.resilience.exclusion import excluded
-from optimus.resilience.faults import FaultPlan
-from optimus.resilience.lab import Lab, lab, namespaces_allowed
-from optimus.train.nodes import rehearse
+from optimus.train.nodes import Job
 
 STEPS = 15
 KEEP_ALIVE = (1, 5)  # not less, as tests run beside others
@@ -43,7 +43,13 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
     names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout if _has_ip() else ""
     assert not [name for name in names.splitlines() if name.startswith(tag)]
     assert not list(Path("/etc/netns").glob(f"{tag}*"))
-    words = "optimus.train.nodes", "optimus.train.launch", "optimus.resilience.store", "sleep 1234"
+    words = (
+        "optimus.bench.lab",
+        "optimus.bench.faults",
+        "optimus.train.launch",
+        "optimus.resilience.store",
+        "sleep 1234",
+    )
     left = [process for process in psutil.process_iter(["pid", "cmdline"]) if process.pid not in before]
     lines = [" ".join(process.info["cmdline"] or []) for process in left]
     assert not [line for line in lines if str(tmp_path) in line and any(word in line for word in words)]
@@ -88,11 +94,21 @@ def configuration(prepared: Path, folder: Path, hang: int = 600, **checkpoint: i
     return path
 
 
-def perform(config: Path, plan: FaultPlan, **settings: Any) -> dict[str, Any]:
+def perform(
+    config: Path,
+    plan: FaultPlan,
+    *,
+    nodes: int = 3,
+    spares: int = 2,
+    ranks_per_node: int = 1,
+    wait: float = 30.0,
+    **settings: Any,
+) -> dict[str, Any]:
     """The run in the lab, with what `rehearse` returns; of its events none of the plan and of ranks that are only slow."""
     file = config.with_name("plan.yaml")
     plan.write(file)
-    result = rehearse(config, inject=file, keep_alive=KEEP_ALIVE, limit=240.0, **settings)
+    job = Job(config, (), nodes, spares, ranks_per_node, KEEP_ALIVE, wait)
+    result = rehearse(job, inject=file, limit=240.0, **settings)
     result["events"] = [event for event in result["events"] if "times as long" not in event["detail"]]
     injected = [event for event in result["events"] if event["kind"] == "injected"]
     result["events"] = [event for event in result["events"] if event["kind"] != "injected"]
@@ -275,7 +291,7 @@ def test_a_plain_lab_that_is_interrupted(tmp_path: Path) -> None:
 
 TERMINATED = """
 import pathlib, sys, time
-from optimus.resilience.lab import lab
+from optimus.bench.lab import lab
 with lab(2, isolated=sys.argv[1] == "isolated") as cluster:
     for host in cluster.hosts:
         cluster.start(host, ["sleep", "1234"], pathlib.Path(sys.argv[2]))

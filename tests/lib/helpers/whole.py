@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from optimus.state import ModelState, boxes, whole_boxes
+from optimus.state.boxes import boxes, whole_boxes
+from optimus.state.model_state import ModelState
 
 
 def whole_state(state: ModelState, *, everywhere: bool = True) -> dict[str, Tensor]:

@@ -5,11 +5,11 @@ import math
 import random
 from typing import Any
 
+from helpers.equality import Layout
 from optimus.config.tree import StateConfig
 from optimus.mesh import Mesh
 from optimus.pipeline.schedules import schedules
 from optimus.state.plan import shard_groups
-from optimus.testing.equality import Layout
 
 SIZES = {"hidden": 16, "layers": 2, "heads": 4, "vocab": 59}  # tokens that no number of ranks divides evenly
 SPARSE = {"family": "olmoe", "intermediate": 24, "experts": 8, "experts_per_token": 2}
@@ -159,7 +159,7 @@ def _draw_state(draw: Draw, replicas: int) -> None:
     elif draw.of(True, False):
         draw.set("state.coarsening", 1, 3)
     if shard == "parameters":
-        draw.set("state.release", True, False)
+        draw.set("state.reshard_after_forward", True, False)
         draw.set("state.prefetch", 0, 1, 3)
 
 

@@ -1,0 +1,119 @@
+"""Bytes of activations in programs whose operations are not known one by one, as Korthikanti et al. count them (Reducing
+Activation Recomputation in Large Transformer Models, section 4).
+
+Legend: T tokens of a rank's sequences, R rows of its residual stream, e bytes of an element.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from optimus.config import ModelConfig
+from optimus.plan.blocks import Projection, blocks_of
+from optimus.plan.held import Where
+from optimus.plan.setting import Setting
+from optimus.plan.software import Software
+
+
+class OtherActivations:
+    """Those of one microbatch in a stage of a program; an `Activations` of the planner."""
+
+    def __init__(self, model: ModelConfig, setting: Setting, software: Software) -> None:
+        self.model, self.s, self.software, self.blocks = model, setting, software, blocks_of(model)
+        self.T = setting.rows
+        self.R = self.T / setting.mesh.tp_out if setting.sequence else self.T
+        self.e = setting.itemsize
+        self.stream = self.R * model.hidden / setting.mesh.tp_in * self.e
+
+    def stage(self, counts: Mapping[Where, int]) -> float:
+        """Kept of a microbatch from its forward pass to its backward pass."""
+        return 2 * self.stream * counts["last"] + sum(counts[layer] * self._block(layer) for layer in self.blocks)
+
+    def working(self, counts: Mapping[Where, int]) -> float:
+        """There for a moment: what a block makes again and its gradients, or the logits."""
+        again = [self._again(layer) for layer in self.blocks if counts[layer]]
+        tp = self.s.mesh.tp_out * (self.s.mesh.pp if self.s.divided_vocabulary else 1)
+        logits = self.T * self.model.vocab / tp * self.software.logits if counts["last"] else 0.0
+        return max([*again, logits])
+
+    def _again(self, layer: int) -> float:
+        everything = 2 * self.stream + self.attention + self.feed_forward[layer]
+        return everything - self._block(layer) + 2 * self.stream + 0.3 * everything
+
+    def _block(self, layer: int) -> float:
+        """A block's; where parts of every so manyth are made again, the mean."""
+        recompute, every, inside = self.s.recompute, self.s.recompute_every, self.feed_forward[layer]
+        if "block" in recompute:
+            return 0.0 if "inputs" in self.s.offload else self.stream / every
+        whole = 2 * self.stream + self.attention + inside - ("scores" in self.s.offload) * self.scores
+        if "products" in recompute:
+            return whole - (whole - self._products(layer)) / every
+        less = 2 * self.stream if "norm" in recompute else 0.0  # made again from what attention and mlp begin with
+        if "attention" in recompute:
+            less += self.attention - self.stream
+        elif "scores" in recompute:
+            less += self.scores
+        if {"mlp", "moe"} & recompute:
+            less += inside - self.stream
+        return whole - less / every
+
+    def _products(self, layer: int) -> float:
+        """A block's input, the result of the attention's core and half the results of matrix products."""
+        block, tp = self.blocks[layer], self.s.mesh.tp_out
+        columns = [each.outputs / (tp if each.over == "outputs" else 1) for each in (*block.attention, *block.dense)]
+        return self.stream + self.T * (0.5 * sum(columns) + self.model.heads * self.model.value_size / tp) * self.e
+
+    @cached_property
+    def attention(self) -> float:
+        """Its input, queries, keys and values, what the scores keep, its output and the mask of dropout."""
+        model, low = self.model, self.model.latent
+        columns = (model.heads + model.kv_heads) * (model.query_size + model.value_size) / self.s.mesh.tp_out
+        columns += (low.queries or 0) + low.keys + low.rotary if low else 0
+        return self.stream + columns * self.T * self.e + self._mask + self.scores
+
+    @cached_property
+    def scores(self) -> float:
+        """Where they are kept: after the softmax, after the dropout, and its mask."""
+        size = self.model.heads / self.s.mesh.tp_out * self.T
+        if self.software.attention > 0:
+            return size * 4
+        return size * self.s.context * (2 * self.e + 1 if self.software.masks else self.e)
+
+    @cached_property
+    def feed_forward(self) -> Mapping[int, float]:
+        """Of each kind of block: what it begins with and keeps inside, and the mask of dropout."""
+        inside = {
+            layer: self._moe(layer) if block.expert else self._dense(layer) for layer, block in self.blocks.items()
+        }
+        return {layer: self.stream + size + self._mask for layer, size in inside.items()}
+
+    def _dense(self, layer: int) -> float:
+        """Both sides of the activation, of the feed-forward layer or of what every token meets beside the experts."""
+        return self._inside(self.blocks[layer].dense, self.T, self.s.mesh.tp_out)
+
+    def _moe(self, layer: int) -> float:
+        """Tokens where their experts are, what these keep, and what they send back."""
+        s, mesh, hidden, chosen = self.s, self.s.mesh, self.model.hidden, self.model.experts_per_token or 0
+        own = self.T / mesh.tp
+        rows = own * chosen * mesh.etp * s.imbalance
+        router = own * self.model.experts_of(layer) * 3 * 4
+        inside = rows * hidden * self._read + self._inside(self.blocks[layer].expert, rows, mesh.etp)
+        back = own * chosen * hidden * self.e
+        return router + inside * ("experts" not in s.offload) + back + self._dense(layer)
+
+    @property
+    def _mask(self) -> float:
+        return self.stream / self.e if self.software.masks else 0.0
+
+    def _inside(self, projections: Sequence[Projection], rows: float, parts: int) -> float:
+        """What the activation begins with, and, if it is not made again, what it makes for the next product."""
+        made = 0.0 if "act" in self.s.recompute else self._read
+        return (
+            rows
+            / parts
+            * sum(each.outputs * self.e if each.over == "outputs" else each.inputs * made for each in projections)
+        )
+
+    @property
+    def _read(self) -> float:
+        """Bytes that a product keeps per element of what it reads."""
+        return 1.0 if self.s.precision in ("fp8", "fp4") else self.e

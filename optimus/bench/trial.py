@@ -1,0 +1,22 @@
+"""Other tiles for a kernel than it prefers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from optimus.kernels.triton import tuning
+from optimus.kernels.triton.tuning import Kernel, Tiles
+
+
+@contextmanager
+def trial(kernel: Kernel, tiles: Tiles) -> Iterator[None]:
+    """Within, `kernel` uses `tiles`, cut to its size: to time a candidate, or to make many tiles of a small product."""
+    usual = tuning.preferred
+
+    def preferred(of: Kernel, dtype: torch.dtype) -> Tiles:
+        return tiles if of == kernel else usual(of, dtype)
+
+    with mock.patch.object(tuning, "preferred", preferred):
+        yield

@@ -1,0 +1,55 @@
+"""gpt-oss: sinks of attention, windows in every other layer, experts with biases and a clamped SwiGLU (gpt-oss-120b &
+gpt-oss-20b Model Card, section 2). Its published weights are quantised (MXFP4): they must be converted to bf16 first."""
+
+from optimus.model.families.common import (
+    ATTENTION,
+    BEFORE,
+    BIASES,
+    CONSTANTS,
+    ENDS,
+    MLP,
+    OPTIONAL,
+    RMS,
+    SIZES,
+    attention,
+)
+from optimus.model.families.family import Family, Key
+
+_EXPERTS = MLP + "experts."
+
+FAMILY = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    defaults={
+        "attention_bias": "all",
+        "attention_sinks": True,
+        "window_except": 2,
+        "renormalise": True,
+        "activation": "clamped_silu",
+        "expert_bias": True,
+        "rope_theta": 1.5e5,
+        "rope_scaling": {"kind": "yarn", "factor": 32.0, "original_context": 4096, "truncate": False},
+    },
+    fields=SIZES
+    | {
+        "kv_heads": "num_key_value_heads",
+        "head_size": "head_dim",
+        "window": "sliding_window",
+        "experts": "num_local_experts",
+        "experts_per_token": "num_experts_per_tok",
+    },
+    optional=OPTIONAL | RMS | BIASES | {"window_except": "layer_types"},
+    constants=CONSTANTS | {"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+    keys=ENDS
+    | BEFORE
+    | attention(bias=True)
+    | {
+        "blocks.{i}.attention.sink": Key((ATTENTION + "sinks",)),
+        "blocks.{i}.moe.router.weight": Key((MLP + "router.weight",)),
+        "blocks.{i}.moe.router.logit_bias": Key((MLP + "router.bias",)),
+        "blocks.{i}.moe.experts.gate_up": Key((_EXPERTS + "gate_up_proj",), transposed=True, interleaved=True),
+        "blocks.{i}.moe.experts.bias": Key((_EXPERTS + "gate_up_proj_bias",), interleaved=True),
+        "blocks.{i}.moe.experts.down": Key((_EXPERTS + "down_proj",), transposed=True),
+        "blocks.{i}.moe.down_bias": Key((_EXPERTS + "down_proj_bias",)),
+    },
+)

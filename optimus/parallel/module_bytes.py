@@ -1,0 +1,260 @@
+"""Bytes that the modules of a model keep and hold, measured: each is run once, forward and backward, by shapes alone.
+
+They are made with the parts that a mesh gives them and with one rank's parameters, and run on tensors that have shapes only
+(`shapes.py`). Blocks of the same shapes are measured once, and few sequences tell how many more go on: after every operation
+the bytes there grow with their number.
+
+Experts are taken to get equally many tokens, or a multiple of the mean; tokens choose them at random.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from math import ceil, lcm
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from optimus.config import ModelConfig
+from optimus.kernels.expert_mlp import PADDING
+from optimus.kernels.gradient_buffer import GradientBuffer, TensorBuffer
+from optimus.kernels.linear_cross_entropy import block_rows
+from optimus.mesh import Mesh
+from optimus.model import Batch, Transformer
+from optimus.model.attention import Places
+from optimus.model.moe.router import RouterStats
+from optimus.model.parts import RunOnce
+from optimus.parallel.build import StageOptions, parts_of
+from optimus.parallel.layouts import parameter_layouts
+from optimus.parallel.recompute import Recomputation, Recompute
+from optimus.parallel.shapes import ShapeGroups, Shapes
+from optimus.step_context import StepContext
+
+_ROWS = 8 * PADDING  # of an expert from which on what is padded matters little
+
+End = Literal["embedding", "places", "head"]
+Place = tuple[int, int]  # of a module in a block: in which row of modules that are run together, and where in it
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+class Setting(NamedTuple):
+    """What is the same for all modules: the model, how it is divided, how long sequences are, and how busy experts are."""
+
+    model: ModelConfig
+    mesh: Mesh
+    options: StageOptions
+    context: int
+    dtype: torch.dtype
+    load: float  # tokens of this rank's experts, to the mean
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, mesh: Mesh, options: StageOptions, context: int, itemsize: int, load: float
+    ) -> "Setting":
+        """That of all meshes whose ranks have equally much to do."""
+        experts, tensor = mesh.ep * mesh.etp, mesh.cp * mesh.tp
+        mesh = replace(mesh, pp=1, dp=lcm(tensor, experts) // tensor, ranks_per_node=None, pipeline_stride=None)
+        options = replace(options, recomputation=Recomputation())
+        return cls(config, mesh, options, context, _DTYPES[itemsize], load)
+
+    @property
+    def without_experts(self) -> "Setting":
+        """The same for all that the way to divide experts does not change."""
+        options = replace(self.options, duplicates=False, dispatch="alltoall")
+        return self._replace(mesh=replace(self.mesh, dp=1, ep=1, etp=1), options=options, load=1.0)
+
+    def stream(self, sequences: int) -> Tensor:
+        """The residual stream of so many sequences."""
+        rows = sequences * self.context // self.mesh.cp // (self.mesh.tp_out if self.options.sequence else 1)
+        return torch.empty(rows, self.model.hidden // self.mesh.tp_in, dtype=self.dtype, device="meta")
+
+
+class ModuleBytes(NamedTuple):
+    """Of one module, run with some number of sequences."""
+
+    kind: str
+    given: float  # its input, if it is kept
+    kept: float  # from the forward to the backward pass, its input included
+    works: Sequence[float]  # what there is besides, after each operation of the backward pass
+
+    @property
+    def work(self) -> float:
+        """The most that there is besides."""
+        return max(self.works)
+
+
+@lru_cache(maxsize=4096)
+def block_bytes(setting: Setting, layer: int, sequences: int, again: bool = False) -> dict[Place, ModuleBytes]:
+    """Those of the modules of block `layer` with so many sequences, in their order.
+
+    `again`: each is run again in the backward pass, and what its collectives gave is cached.
+    """
+    # What does not depend on how experts are divided is measured once.
+    found = _grown(partial(_block_bytes, setting.without_experts, layer, False, again), 1, sequences)
+    config, mesh = setting.model, setting.mesh
+    if experts := config.experts_of(layer):
+        rows = setting.context * mesh.ep * (config.experts_per_token or 1) / (mesh.cp * mesh.tp)
+        least = ceil(_ROWS * experts / rows)
+        found = found | _grown(partial(_block_bytes, setting, layer, True, again), least, sequences)
+    return dict(sorted(found.items()))
+
+
+@lru_cache(maxsize=4096)
+def end_bytes(setting: Setting, what: End, sequences: int) -> ModuleBytes:
+    """Of what is before the blocks, with the embedding or without, or of the last norm and the output layer."""
+    setting, rows = setting.without_experts, 1
+    if what == "head":  # from there on it works in several blocks of rows
+        rows = 2 * block_rows(-(-setting.model.vocab // setting.mesh.tp_out))
+    least = ceil(rows * setting.mesh.cp / setting.context)
+    return _grown(partial(_end_bytes, setting, what), least, sequences)[0, 0]
+
+
+def _grown(measure: Callable[[int], dict[Place, ModuleBytes]], least: int, sequences: int) -> dict[Place, ModuleBytes]:
+    """With any number of sequences: from the bytes of `least` and of twice as many, where there are more."""
+    if sequences <= 2 * least:
+        return measure(sequences)
+    one, two, times = measure(least), measure(2 * least), sequences / least - 1
+
+    def grow(few: float, more: float) -> float:
+        return few + times * (more - few)
+
+    def grow_module(few: ModuleBytes, more: ModuleBytes) -> ModuleBytes:
+        # Operations go in step, but for the output layer's, of which there are more for more blocks of rows.
+        both = zip(few.works, more.works) if len(few.works) == len(more.works) else [(few.work, more.work)]
+        work = max(grow(*works) for works in both)
+        return ModuleBytes(few.kind, grow(few.given, more.given), grow(few.kept, more.kept), [work])
+
+    return {place: grow_module(one[place], two[place]) for place in one}
+
+
+@lru_cache(maxsize=1024)
+def _block_bytes(setting: Setting, layer: int, experts: bool, again: bool, sequences: int) -> dict[Place, ModuleBytes]:
+    """Of its experts alone, or of all other modules."""
+    stage = _Stage.of(setting)
+    config, ranks = stage.model.config, setting.mesh.ep
+    # Where this rank has all experts, one of them is busy.
+    busy = config.experts_of(layer) // ranks if ranks > 1 else 1
+    with stage.shapes(setting.load, busy, sequences) as shapes:
+        _, places = stage.model.places(_batch(setting, sequences))
+        return stage.runner.measure(stage.blocks[layer], setting.stream(sequences), places, shapes, experts, again)
+
+
+@lru_cache(maxsize=1024)
+def _end_bytes(setting: Setting, what: End, sequences: int) -> dict[Place, ModuleBytes]:
+    stage = _Stage.of(setting)
+    model, batch = stage.model, _batch(setting, sequences)
+    with stage.shapes() as shapes:
+        x_TH = setting.stream(sequences).requires_grad_()
+        start = shapes.alive
+        positions_S, places = model.places(batch)
+        made = x_TH
+        if what == "embedding":
+            made = model.embedded(batch.tokens_BS[:, positions_S].flatten(), places)
+        elif what == "head":
+            start = shapes.alive
+            shapes.history.clear()
+            made = model.losses_of(x_TH * 1, None, batch, positions_S, 1.0).cross_entropy
+        kept = shapes.alive - start - (made.nbytes if made is not x_TH else 0)
+        if what != "head":  # which holds most in its forward pass, when all else is there already
+            shapes.history.clear()
+        made.backward(torch.empty_like(made))
+        work = [each - start - kept for each in shapes.history]
+    model.zero_grad()
+    return {(0, 0): ModuleBytes(what, 0, kept, work)}
+
+
+def _batch(setting: Setting, sequences: int) -> Batch:
+    return Batch(torch.zeros(sequences, setting.context, dtype=torch.int64))
+
+
+class _Stage:
+    """A model on the first rank of a mesh, of each kind of block one; its modules are run by `runner`."""
+
+    @classmethod
+    @lru_cache(maxsize=32)
+    def of(cls, setting: Setting) -> "_Stage":
+        return cls(setting)
+
+    def __init__(self, setting: Setting) -> None:
+        config, options = setting.model, setting.options
+        groups, examples = ShapeGroups(setting.mesh), sorted(set(config.alike))
+        self.runner, self._buffers = _Measuring(groups.step), _Buffers()
+        with torch.device("meta"), torch.no_grad():
+            parts = replace(parts_of(config, groups, options, self._buffers), runner=self.runner)
+            self.model = Transformer(config, parts=parts, layers=examples).to(setting.dtype)
+            layouts = parameter_layouts(self.model, sequence=options.sequence, duplicates=options.duplicates)
+            for name, parameter in self.model.named_parameters():
+                own = parameter.new_empty(layouts[name].local_shape(setting.mesh))
+                parameter.set_(own)  # type: ignore[call-overload]  # torch declares storages only
+                gradient = torch.empty_like(parameter, dtype=torch.float32)
+                self._buffers[parameter] = TensorBuffer(gradient, groups.step)
+        self.blocks = dict(zip(examples, self.model.blocks, strict=True))
+
+    def shapes(self, load: float = 1.0, busy: int = 1, repeats: int = 1) -> Shapes:
+        """In which parameters and their gradients are not counted."""
+        shapes = Shapes(load, busy, repeats)
+        shapes.ignore(*self.model.parameters(), *self.model.buffers(), *(each.grad for each in self._buffers.values()))
+        return shapes
+
+
+class _Buffers(dict[nn.Parameter, TensorBuffer]):
+    """The `Parameters` of a model, all of which have gradient buffers."""
+
+    def use(self, *parameters: nn.Parameter) -> Sequence[GradientBuffer | None]:
+        return [self[each] for each in parameters]
+
+
+class _Measuring(RunOnce):
+    """A `Runner` that measures the modules of a block, and gives what they would in shape only."""
+
+    def __init__(self, step: StepContext) -> None:
+        self._step = step
+
+    def measure(
+        self, block: nn.Module, x_TH: Tensor, places: Places, shapes: Shapes, experts: bool, again: bool
+    ) -> dict[Place, ModuleBytes]:
+        """Of its experts alone, or of all other modules."""
+        self._found: dict[Place, ModuleBytes] = {}
+        self._row, self._shapes, self._experts, self._again = 0, shapes, experts, again
+        block(x_TH, places)
+        return self._found
+
+    def modules(self, number: int, x: Any, *modules: tuple[Any, ...]) -> Any:
+        """Of a row of modules, the first reads the residual stream and the last adds to it."""
+        result = x
+        for place, module in enumerate(modules):
+            kind = module[0]
+            if kind == "moe":
+                result = x, _no_stats(module[1])
+            if (kind == "moe") == self._experts:
+                runner = Recompute(Recomputation((kind,) if self._again else ()), self._step)
+                first, last = place == 0, place == len(modules) - 1
+                self._found[self._row, place] = self._run(runner, module, x, first=first, last=last)
+        self._row += 1
+        return result
+
+    def _run(self, runner: RunOnce, module: tuple[Any, ...], x: Tensor, *, first: bool, last: bool) -> ModuleBytes:
+        shapes = self._shapes
+        leaf, gradient = torch.empty_like(x).requires_grad_(), torch.empty_like(x)
+        start = shapes.alive
+        stream = leaf * 1
+        given = stream if first else stream * 1  # `* 1` stands for the modules before and behind, and keeps nothing
+        storage = weakref.ref(given.untyped_storage())
+        result = runner.modules(0, given, module)
+        y, stats = result if isinstance(result, tuple) else (result, None)
+        y = stream + (y if last else y * 1)  # as large as its gradient, which is not counted
+        ends = [y] if stats is None else [y, stats.probabilities_E, stats.z]
+        del result, stream, given, stats
+        kept, kept_of_given = shapes.alive - start - y.nbytes, 0 if storage() is None else x.nbytes
+        gradients = [gradient, *map(torch.empty_like, ends[1:])]
+        shapes.history.clear()
+        torch.autograd.backward(ends, gradients)
+        return ModuleBytes(module[0], kept_of_given, kept, [each - start - kept for each in shapes.history])
+
+
+def _no_stats(module: Any) -> RouterStats:
+    """Statistics of no tokens."""
+    zeros_E = torch.zeros(len(module.router.weight), device="meta")
+    return RouterStats(zeros_E, zeros_E, zeros_E.sum(), 0)

@@ -1,0 +1,210 @@
+"""Running a rank's modules by shapes alone: no numbers are computed, and the bytes that are alive are counted.
+
+Floating-point tensors are on the meta device. Integers and booleans, which say how long other tensors are, are real and on
+the CPU: tokens, routes and their counts. Of a mesh there is one rank, and what comes from others is what it sends itself.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optimus.comm import Group, Groups
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+
+
+class ShapeGroups(Groups):
+    """The groups of the first rank of `mesh`, without a process group."""
+
+    def dividing(self, parts: Sequence[Sequence[int]]) -> Group:
+        return ShapeGroup(parts[0], 0, step=self.step)
+
+
+class ShapeGroup(Group):
+    """A group whose other ranks have and send what this one does; its collectives take no memory but their results'."""
+
+    def start_sum(self, tensor: Tensor) -> Callable[[], None]:
+        return _done
+
+    def start_sum_part(self, tensor: Tensor, out: Tensor) -> Callable[[], None]:
+        return _done
+
+    def start_gather(self, tensor: Tensor, part: Tensor) -> Callable[[], None]:
+        if not tensor.is_meta:
+            tensor.view(self.size, *part.shape).copy_(part)
+        return _done
+
+    def start_shift(self, tensor: Tensor, out: Tensor) -> Callable[[], None]:
+        return _done
+
+    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        out = rows.new_empty(sum(receive), *rows.shape[1:])
+        if not rows.is_meta:
+            first = sum(send[: self.rank])
+            out.view(self.size, receive[0], *rows.shape[1:]).copy_(rows[first : first + send[self.rank]])
+        return out
+
+    def collect(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+
+def _done() -> None:
+    """Nothing is under way."""
+
+
+class Shapes(TorchDispatchMode):
+    """Within, operations give shapes, and `alive` is the number of bytes of the tensors that they have made.
+
+    Of `topk` the largest are drawn at random, evenly but for the first `busy` columns, which are about `load` times as often
+    among them as others are on average; every `repeats`-th part of the rows draws the same.
+    """
+
+    def __init__(self, load: float = 1.0, busy: int = 1, repeats: int = 1) -> None:
+        super().__init__()
+        self.alive = 0
+        self.history: list[int] = []  # of `alive` after each operation
+        self._load, self._busy, self._repeats = load, busy, repeats
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address
+
+    def ignore(self, *tensors: Tensor) -> None:
+        """Those are not counted, nor what is a part of them; they must outlive this."""
+        for tensor in tensors:
+            self._know(tensor.untyped_storage(), 0)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        given = [each for each in _leaves([*args, *kwargs.values()]) if isinstance(each, Tensor)]
+        if any(tensor.is_meta for tensor in given):
+            result = self._shapes(function, args, kwargs)
+        else:
+            if "device" in kwargs:
+                kwargs["device"] = _META if not given and _floating(function, args, kwargs) else _CPU
+            result = function(*args, **kwargs)
+            if given and not any(tensor.is_floating_point() for tensor in given):
+                result = _without_numbers(result)
+        for tensor in _leaves([result]):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._know(storage, storage.nbytes())
+        self.history.append(self.alive)
+        return result
+
+    def _shapes(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What `function` gives, of which some arguments have shapes only."""
+        kind, written = _effect(function)
+        if kind == "view":
+            return function(*args, **kwargs)
+        if kind == "write":  # numbers, which nobody has
+            found = [kwargs[name] if name in kwargs else args[at] for at, name in written]
+            return found[0] if len(found) == 1 else tuple(found)
+        made = _outcome(function, _specification(args), _specification(kwargs.items()))
+        if isinstance(made, _Specification):
+            return self._made(made, None)
+        columns = args[0].shape[-1] if function is torch.ops.aten.topk.default else None
+        return tuple(self._made(each, columns) for each in made)
+
+    def _made(self, made: "_Specification | None", columns: int | None) -> Tensor | None:
+        """A tensor; integers have values, which count where they are the largest of `columns`: they say where things go."""
+        if made is None or made.dtype.is_floating_point:
+            return (
+                None if made is None else torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=_META)
+            )
+        if columns is not None:
+            return self._drawn(columns, made.shape)
+        return torch.zeros(made.shape, dtype=made.dtype)
+
+    def _know(self, storage: torch.UntypedStorage, size: int) -> None:
+        key = storage._cdata
+        self.alive += size
+        self._known[key] = weakref.ref(storage, partial(self._forget, key, size))
+
+    def _forget(self, key: int, size: int, _: object) -> None:
+        self._known.pop(key, None)
+        self.alive -= size
+
+    def _drawn(self, columns: int, shape: tuple[int, ...]) -> Tensor:
+        """Distinct columns for each row (weighted sampling: Efraimidis and Spirakis 2006)."""
+        rows = -(-shape[0] // self._repeats)
+        generator = torch.Generator().manual_seed(0)
+        keys = torch.rand(rows, columns, generator=generator).log_()
+        if self._load != 1 and self._busy < columns:
+            rest = max(columns - self._load * self._busy, 1e-3)
+            keys[:, : self._busy] /= self._load * (columns - self._busy) / rest
+        return keys.topk(shape[-1])[1].repeat(self._repeats, 1)[: shape[0]].contiguous()
+
+
+class _Specification(NamedTuple):
+    """What there is of a tensor without numbers."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _specification(value: Any) -> Any:
+    """`value`, of arguments or results, with the specifications of its tensors; may be a key."""
+    if isinstance(value, Tensor):
+        return _Specification(tuple(value.shape), value.stride(), value.dtype)
+    if isinstance(value, list | tuple | type({}.items())):
+        return tuple(map(_specification, value))
+    return value
+
+
+def _tensors(value: Any) -> Any:
+    """The reverse."""
+    if isinstance(value, _Specification):
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=_META)
+    return tuple(map(_tensors, value)) if isinstance(value, tuple) else value
+
+
+@lru_cache(maxsize=1 << 14)
+def _outcome(function: Any, args: Any, kwargs: Any) -> Any:
+    """The specifications of what `function` makes: worked out once for the same of its arguments, which takes a while."""
+    named = {key: _META if key == "device" else _tensors(value) for key, value in kwargs}
+    return _specification(function(*_tensors(args), **named))
+
+
+@cache
+def _effect(function: Any) -> tuple[Literal["view", "write", "new"], list[tuple[int, str]]]:
+    """(what `function` does, the places and names of the arguments that it writes)."""
+    schema = function._schema
+    written = [(at, each.name) for at, each in enumerate(schema.arguments) if each.is_write]
+    if written:
+        return "write", written
+    shares = any(each.alias_info is not None for each in schema.returns)
+    return "view" if shares or function is torch.ops.aten._unsafe_view.default else "new", []
+
+
+def _leaves(values: Sequence[Any]) -> list[Any]:
+    """What is in lists and tuples, at any depth."""
+    found: list[Any] = []
+    for each in values:
+        if isinstance(each, list | tuple):
+            found += _leaves(each)
+        else:
+            found.append(each)
+    return found
+
+
+def _without_numbers(value: Any) -> Any:
+    """A floating-point result of integers."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return torch.empty_like(value, device=_META)
+    return value
+
+
+_FLOATS = {torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default, torch.ops.aten.ones.default}
+
+
+def _floating(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether what is made out of nothing is of floating-point type."""
+    dtype = kwargs.get("dtype")
+    if dtype is None:
+        return function in _FLOATS or any(isinstance(each, float) for each in _leaves(args))
+    return bool(dtype.is_floating_point)

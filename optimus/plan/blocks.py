@@ -1,0 +1,82 @@
+"""The matrix products of a model's blocks, from what its modules declare of their parameters.
+
+Blocks of the same shapes are of one kind (`ModelConfig.alike`), called by its first layer. Of each kind one is made, without
+memory.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from optimus.config import ModelConfig
+from optimus.model import Transformer
+from optimus.model.parameters import Dim, declarations
+from optimus.parallel.layouts import RULES
+
+Over = Literal["outputs", "inputs", "nothing"]
+_DIVIDING = ("tp_out", "etp")  # axes over which a projection's outputs, or its inputs, are divided
+
+
+class Projection(NamedTuple):
+    """A matrix that rows of a module are multiplied with; tensor parallelism divides its outputs or inputs."""
+
+    inputs: int
+    outputs: int
+    over: Over
+
+
+class Block(NamedTuple):
+    """The projections of a block. `dense` are those of the feed-forward layer, or of what every token meets beside
+    the experts that it chooses; `expert` those of each expert."""
+
+    attention: tuple[Projection, ...]
+    dense: tuple[Projection, ...]
+    expert: tuple[Projection, ...]
+
+
+class Examples(NamedTuple):
+    """A model on the meta device with one block of each kind, and which layers these are."""
+
+    model: Transformer
+    layers: list[int]
+
+
+@lru_cache(maxsize=256)
+def examples(model: ModelConfig) -> Examples:
+    """Those of `model`."""
+    layers = sorted(set(model.alike))
+    with torch.device("meta"):
+        return Examples(Transformer(model, layers=layers), layers)
+
+
+@lru_cache(maxsize=256)
+def blocks_of(model: ModelConfig) -> Mapping[int, Block]:
+    """The kinds of blocks of `model`, by their first layer."""
+    made = examples(model)
+    return {layer: _block(block) for layer, block in zip(made.layers, made.model.blocks)}
+
+
+def _block(block: nn.Module) -> Block:
+    attention, dense, expert = list[Projection](), list[Projection](), list[Projection]()
+    for name, declared in declarations(block):
+        if declared.role != "matrix" or "choices" in declared.dims:
+            continue
+        sizes = dict(zip(declared.dims, block.get_parameter(name).shape))
+        own = expert if sizes.pop("experts", 0) else attention if name.startswith("attention.") else dense
+        projection = _projection(sizes)
+        if own and projection[::2] == own[-1][::2]:  # of the same rows, as with grouped heads: one product
+            projection = projection._replace(outputs=projection.outputs + own.pop().outputs)
+        own.append(projection)
+    return Block(tuple(attention), tuple(dense), tuple(expert))
+
+
+def _projection(sizes: dict[Dim, int]) -> Projection:
+    """Of a matrix of these dims: its inputs are the last one."""
+    *outputs, inputs = sizes
+    divided = [dim for dim in sizes if RULES.get(dim) in _DIVIDING]
+    over: Over = "inputs" if inputs in divided else "outputs" if divided else "nothing"
+    return Projection(sizes[inputs], math.prod(sizes[dim] for dim in outputs), over)

@@ -1,0 +1,1 @@
+"""What several tests use; `tests/lib` is on their path (pyproject.toml)."""

@@ -1,0 +1,128 @@
+"""Blocks as the planner has them: the projections that modules declare; parameters, FLOPs and state of every model."""
+
+from dataclasses import replace
+
+import pytest
+
+from optimus.bench.published.activations import OtherActivations
+from optimus.config import ModelConfig, preset_names, resolve_model
+from optimus.config.load import model_config_from
+from optimus.mesh import Mesh
+from optimus.model.count import count_parameters, flops_per_token
+from optimus.plan.blocks import Projection, blocks_of
+from optimus.plan.held import held_by, kinds_of
+from optimus.plan.machine import load_machine
+from optimus.plan.memory import memory_of
+from optimus.plan.question import Question
+from optimus.plan.search import search
+from optimus.plan.setting import Setting
+from optimus.plan.software import Software
+from optimus.plan.step import counts_of, step_time
+from optimus.plan.work import Work
+
+SIZES = {"hidden": 64, "layers": 4, "heads": 4, "intermediate": 96, "vocab": 128}
+LATENT = {
+    "keys": 32,
+    "rotary": 8,
+    "value": 24,
+}  # without compressed queries; values are wider than the 16 columns of keys
+EXPERTS = {"experts": 8, "experts_per_token": 2, "expert_intermediate": 48, "shared_experts": 2}
+MODELS = {name: model_config_from(resolve_model(name)["model"], name) for name in preset_names()} | {
+    "pyramid": ModelConfig.model_validate(SIZES | {"family": "pr_moe", "experts_by_layer": [0, 4, 4, 8]}),
+    "latent": ModelConfig.model_validate(
+        SIZES | EXPERTS | {"family": "deepseek_v3", "latent": LATENT, "dense_layers": 1}
+    ),
+    "every second": ModelConfig.model_validate(
+        SIZES
+        | {"family": "qwen3_moe", "kv_heads": 2, "experts": 8, "experts_per_token": 2, "expert_intermediate": 24}
+        | {"sparse_every": 2}
+    ),
+}
+PLAIN = Software(about="a test", gradient=2.0)
+SETTING = Setting(Mesh(), 512, 1, 8)
+MACHINE = load_machine("dgx-a100")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_products_are_those_that_are_counted(name: str) -> None:
+    model = MODELS[name]
+    blocks, chosen, met = blocks_of(model), model.experts_per_token or 0, model.vocab * model.hidden
+    for layer in model.alike:
+        block = blocks[layer]
+        met += sum(each.inputs * each.outputs for each in (*block.attention, *block.dense, *chosen * block.expert))
+        met += model.hidden * model.experts_of(layer)  # the router
+    assert 6 * met == flops_per_token(model, 0)
+    scores = model.layers * model.heads * (model.query_size + model.value_size)
+    assert flops_per_token(model, 1) - flops_per_token(model, 0) == 6 * scores
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_and_state_are_those_that_are_counted(name: str) -> None:
+    """With gradients of two bytes: 16 for each parameter."""
+    model = MODELS[name]
+    (counts,), parameters = counts_of(model, (range(model.layers),)), count_parameters(model).total
+    assert sum(held.elements for held in held_by(kinds_of(model, SETTING), SETTING, counts)) == parameters
+    parts = memory_of(model, SETTING, PLAIN, OtherActivations(model, SETTING, PLAIN)).parts
+    assert sum(parts[kind] for kind in ("parameters", "gradients", "optimizer")) == 16 * parameters
+
+
+def test_grouped_heads_are_one_product() -> None:
+    block = blocks_of(ModelConfig.model_validate(SIZES | {"family": "llama", "kv_heads": 2}))[0]
+    assert block.attention == (Projection(64, 64 + 2 * 32, "outputs"), Projection(64, 64, "inputs"))
+    assert block.dense == (Projection(64, 2 * 96, "outputs"), Projection(96, 64, "inputs"))
+    assert block.expert == ()
+
+
+def test_latent_attention_without_compressed_queries() -> None:
+    blocks = blocks_of(MODELS["latent"])
+    attention = (
+        Projection(64, 4 * (16 + 8), "outputs"),
+        Projection(64, 32 + 8, "nothing"),
+        Projection(32, 4 * (16 + 24), "outputs"),
+        Projection(4 * 24, 64, "inputs"),
+    )
+    assert [block.attention for block in blocks.values()] == [attention, attention]
+    assert blocks[0].dense == (Projection(64, 2 * 96, "outputs"), Projection(96, 64, "inputs"))
+    assert blocks[1].expert == (Projection(64, 2 * 48, "outputs"), Projection(48, 64, "inputs"))
+    assert blocks[1].dense == (
+        Projection(64, 4 * 48, "outputs"),
+        Projection(2 * 48, 64, "inputs"),
+    )  # what all tokens meet
+
+
+def test_blocks_are_counted_by_their_shapes() -> None:
+    first, last = counts_of(MODELS["pyramid"], (range(3), range(3, 4)))
+    assert [first[layer] for layer in (0, 1, 3)] == [1, 2, 0]
+    assert [last[layer] for layer in (0, 1, 3)] == [0, 0, 1]
+    assert (first["blocks"], last["blocks"]) == (3, 1)
+    (every,) = counts_of(MODELS["every second"], (range(4),))
+    assert (every[0], every[1]) == (2, 2)
+    (windows,) = counts_of(MODELS["gemma-2-2b"], (range(26),))
+    assert (windows[0], windows[1]) == (13, 13)
+
+
+def test_scores_inside_a_window() -> None:
+    """Of four windows half the square is 8 of theirs: half of each one's own, and half of the one before."""
+    model = MODELS["gemma-2-2b"].model_copy(update={"window": 512})
+    found = Work(model, replace(SETTING, context=2048), MACHINE, PLAIN).scores
+    inside, whole = (found[layer].forward.attention - MACHINE.kernel_latency for layer in (0, 1))
+    assert inside / whole == pytest.approx((4 * 0.5 + 3 * 0.5) / 8)
+
+
+def test_a_pyramid_takes_as_long_as_its_layers() -> None:
+    """Between the models of its fewest and of its most experts, in the mean of these where it has as many of each."""
+    shape = SIZES | {"family": "pr_moe", "hidden": 2048, "intermediate": 1024}
+    few, most, both = (
+        ModelConfig.model_validate(shape | {"experts_by_layer": layers})
+        for layers in ([16] * 4, [128] * 4, [16, 16, 128, 128])
+    )
+    times = [step_time(model, SETTING, MACHINE, PLAIN).seconds for model in (few, most, both)]
+    assert times[0] < times[2] < times[1]
+    assert times[2] == pytest.approx((times[0] + times[1]) / 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["pyramid", "latent", "every second"])
+def test_all_kinds_of_models_are_planned(name: str) -> None:
+    plan, *_ = search(Question(MODELS[name], MACHINE, 8, 16, 512))
+    assert plan.setting.mesh.size == 8
+    assert 0 < plan.utilisation < 1
