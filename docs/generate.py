@@ -99,7 +99,7 @@ def _row(path: str, field: FieldInfo) -> list[str]:
         default = "required" if field.is_required() else f"`{_value(field.default)}`"
     words, *null = _type(field.annotation).split(" or null")
     kind = f"{words}{_limits(field)}{', or null' if null else ''}"
-    return [f"`{path}`", kind, default, field.description or ""]
+    return [f"`{path}`", kind, default, " ".join((field.description or "").split())]
 
 
 def _table(rows: list[list[str]]) -> str:

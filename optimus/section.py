@@ -29,4 +29,4 @@ PathText = Annotated[str, AfterValidator(_expanded)]  # ~ and $NAME are expanded
 class Section(BaseModel):
     """A node of the tree: unknown keys and wrong types are errors."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)

@@ -22,76 +22,52 @@ _STAGES = ", ".join(
 class ParallelConfig(Section):
     """How the ranks divide the work."""
 
-    data: Annotated[int, Field(gt=0)] | Literal["auto"] = Field(
-        "auto",
-        description="Data-parallel ranks, each with its part of every global batch; auto: what the others leave.",
-    )
-    tensor: Annotated[int, Field(gt=0)] | list[int] = Field(
-        1,
-        description="Tensor-parallel ranks: a number (Megatron-LM), or a grid [outputs, inputs] over which every weight is "
-        "split in both dims (AxoNN's G_x and G_y; its G_z is state.shard_ranks with state.shard: parameters).",
-    )
-    sequence: bool | None = Field(
-        None,
-        description="With tensor: sequence parallelism, norms and residual stream split over tokens. Default: yes.",
-    )
-    overlap: bool = Field(
-        True, description="With tensor: send an input's gradient while that of the weight is computed (AxoNN's OAR)."
-    )
+    data: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
+    """Data-parallel ranks, each with its part of every global batch; auto: what the others leave."""
+    tensor: Annotated[int, Field(gt=0)] | list[int] = 1
+    """Tensor-parallel ranks: a number (Megatron-LM), or a grid [outputs, inputs] over which every weight is split in
+    both dims (AxoNN's G_x and G_y; its G_z is state.shard_ranks with state.shard: parameters)."""
+    sequence: bool | None = None
+    """With tensor: sequence parallelism, norms and residual stream split over tokens. Default: yes."""
+    overlap: bool = True
+    """With tensor: send an input's gradient while that of the weight is computed (AxoNN's OAR)."""
     context: int = Field(1, gt=0, description="Context-parallel ranks: each has its part of every sequence.")
-    context_method: Literal["ring", "ulysses"] = Field(
-        "ring",
-        description="How the parts attend to each other: keys and values go round (ring attention), or every rank gets some "
-        "heads of whole sequences (Ulysses).",
-    )
-    expert: int = Field(
-        1,
-        gt=0,
-        description="Expert-parallel ranks, folded over the data-, context- and tensor-parallel ones: each holds its part "
-        "of every layer's experts.",
-    )
+    context_method: Literal["ring", "ulysses"] = "ring"
+    """How the parts attend to each other: keys and values go round (ring attention), or every rank gets some heads of
+    whole sequences (Ulysses)."""
+    expert: int = Field(1, gt=0)
+    """Expert-parallel ranks, folded over the data-, context- and tensor-parallel ones: each holds its part of every
+    layer's experts."""
     expert_tensor: int = Field(1, gt=0, description="Ranks over which each expert is split, at most as many as tensor.")
 
     pipeline: int = Field(1, gt=0, description="Pipeline-parallel ranks: each holds some of the blocks.")
-    schedule: ScheduleName = Field(
-        DEFAULT, description="With pipeline: the order of forward and backward passes (`optimus schedule` draws them)."
-    )
+    schedule: ScheduleName = DEFAULT
+    """With pipeline: the order of forward and backward passes (`optimus schedule` draws them)."""
     stages_per_rank: int = Field(1, gt=0, description=f"With pipeline: stages on each rank, {_STAGES}, else 1.")
-    microbatches: Annotated[int, Field(gt=0)] | Literal["auto"] | None = Field(
-        None,
-        description="With pipeline: microbatches of a step on each data-parallel rank, none larger than train.micro_batch; "
-        "auto: the fewest with which the schedule leaves its ranks idle for at most a tenth of their computing time. "
-        "Default: as train.micro_batch says.",
-    )
-    executor: Literal["scheduled", "message-driven"] = Field(
-        "scheduled",
-        description="With pipeline: whether the schedule decides what is computed next, or what has arrived (AxoNN).",
-    )
-    in_flight: Annotated[int, Field(gt=0)] | list[int] | None = Field(
-        None,
-        description="With executor: message-driven: microbatches in the pipeline at once (AxoNN's pipeline_limit), or for "
-        "each stage the most whose activations it keeps. Default: the number of stages.",
-    )
+    microbatches: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
+    """With pipeline: microbatches of a step on each data-parallel rank, none larger than train.micro_batch; auto: the
+    fewest with which the schedule leaves its ranks idle for at most a tenth of their computing time. Default: as
+    train.micro_batch says."""
+    executor: Literal["scheduled", "message-driven"] = "scheduled"
+    """With pipeline: whether the schedule decides what is computed next, or what has arrived (AxoNN)."""
+    in_flight: Annotated[int, Field(gt=0)] | list[int] | None = None
+    """With executor: message-driven: microbatches in the pipeline at once (AxoNN's pipeline_limit), or for each stage
+    the most whose activations it keeps. Default: the number of stages."""
     warm_up: float = Field(
         1.0,
         ge=1,
         description=f"With schedule {_DEEPENED}: how many times its usual activations a stage may hold; more hides jitter.",
     )
-    blocks: list[int] | None = Field(
-        None, description="With pipeline: blocks of each stage. Default: so that the most expensive stage is cheapest."
-    )
+    blocks: list[int] | None = None
+    """With pipeline: blocks of each stage. Default: so that the most expensive stage is cheapest."""
 
-    pipeline_stride: Annotated[int, Field(gt=0)] | None = Field(
-        None,
-        description="With pipeline: ranks from one stage to the next. Default: all ranks of a stage, so that replicas are "
-        "nearer to each other than stages are. Less, a multiple of context x tensor and of expert x expert_tensor, puts "
-        "stages side by side and replicas further apart.",
-    )
-    vocabulary: bool = Field(
-        False,
-        description="With pipeline: whether embedding and output layer are divided over all its ranks (vocabulary "
-        "parallelism), so that every rank has as much to hold and to compute; two microbatches more are then in flight.",
-    )
+    pipeline_stride: Annotated[int, Field(gt=0)] | None = None
+    """With pipeline: ranks from one stage to the next. Default: all ranks of a stage, so that replicas are nearer to
+    each other than stages are. Less, a multiple of context x tensor and of expert x expert_tensor, puts stages side by
+    side and replicas further apart."""
+    vocabulary: bool = False
+    """With pipeline: whether embedding and output layer are divided over all its ranks (vocabulary parallelism), so
+    that every rank has as much to hold and to compute; two microbatches more are then in flight."""
 
     @property
     def grid(self) -> tuple[int, int]:

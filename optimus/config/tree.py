@@ -1,7 +1,8 @@
 """The typed tree of a run. Defaults are the recipe of the Optimus paper (section 2.1).
 
-Every field carries its description, from which `docs/config.md` is generated. Combinations that cannot work are refused
-here, by validators that name the fields, so that nothing starts before the whole tree is known to make sense.
+Every field has its description beside its default or, where that is longer, below it; `docs/config.md` is made of them.
+Combinations that cannot work are refused here, by validators that name the fields, so that nothing starts before the whole
+tree is known to make sense.
 """
 
 from typing import Any, Literal
@@ -33,52 +34,31 @@ class DataConfig(Section):
 class StateConfig(Section):
     """How the model state is held."""
 
-    shard: Literal["none", "optimizer", "gradients", "parameters"] = Field(
-        "none",
-        description="What each rank keeps a part of only: nothing; master weights and moments (ZeRO-1); gradients as well "
-        "(ZeRO-2); parameters as well (ZeRO-3, FSDP).",
-    )
-    shard_over: Literal["replicas", "data"] = Field(
-        "replicas",
-        description="Ranks over which it is shared out: all that hold the same parameters (EPSO), or only those along the "
-        "data axis of the experts, so that what is not expert is held `parallel.expert` times.",
-    )
-    shard_ranks: int | None = Field(
-        None,
-        gt=0,
-        description="Share out over this many neighbouring ranks only and repeat it in the others (HSDP); at most as many "
-        "as hold the same parameters. Those that fewer ranks hold, as experts may be, are shared out over all of these. "
-        "Default: all.",
-    )
-    reshard_after_forward: bool = Field(
-        True,
-        description="With shard: parameters, whether whole parameters are freed after the forward pass and gathered "
-        "again in the backward pass, or kept until the optimizer step.",
-    )
-    prefetch: int = Field(
-        1,
-        ge=0,
-        description="With shard: parameters, chunks gathered ahead of their use, in the order of the first step.",
-    )
-    chunk: int | None = Field(
-        None, gt=0, description="Elements of a chunk at most. Default: the size that wastes least (Elixir's search)."
-    )
-    gradient_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="Type in which gradients accumulate over microbatches and are reduced over ranks."
-    )
-    tile: int = Field(
-        1 << 20, gt=0, description="Elements that the optimizer updates at a time; fp32 copies exist for one tile only."
-    )
-    overlap: bool = Field(
-        True,
-        description="Reduce each chunk's gradients while the backward pass goes on (AxoNN's ORS), not after it. Gathering "
-        "ahead (OAG) is prefetch.",
-    )
-    coarsening: int | None = Field(
-        None,
-        gt=0,
-        description="Tiles per all-reduce of a chunk's gradients, several being under way at once (AxoNN). Default: all.",
-    )
+    shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
+    """What each rank keeps a part of only: nothing; master weights and moments (ZeRO-1); gradients as well (ZeRO-2);
+    parameters as well (ZeRO-3, FSDP)."""
+    shard_over: Literal["replicas", "data"] = "replicas"
+    """Ranks over which it is shared out: all that hold the same parameters (EPSO), or only those along the data axis of
+    the experts, so that what is not expert is held `parallel.expert` times."""
+    shard_ranks: int | None = Field(None, gt=0)
+    """Share out over this many neighbouring ranks only and repeat it in the others (HSDP); at most as many as hold the
+    same parameters. Those that fewer ranks hold, as experts may be, are shared out over all of these. Default: all."""
+    reshard_after_forward: bool = True
+    """With shard: parameters, whether whole parameters are freed after the forward pass and gathered again in the
+    backward pass, or kept until the optimizer step."""
+    prefetch: int = Field(1, ge=0)
+    """With shard: parameters, chunks gathered ahead of their use, in the order of the first step."""
+    chunk: int | None = Field(None, gt=0)
+    """Elements of a chunk at most. Default: the size that wastes least (Elixir's search)."""
+    gradient_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients accumulate over microbatches and are reduced over ranks."""
+    tile: int = Field(1 << 20, gt=0)
+    """Elements that the optimizer updates at a time; fp32 copies exist for one tile only."""
+    overlap: bool = True
+    """Reduce each chunk's gradients while the backward pass goes on (AxoNN's ORS), not after it. Gathering ahead (OAG)
+    is prefetch."""
+    coarsening: int | None = Field(None, gt=0)
+    """Tiles per all-reduce of a chunk's gradients, several being under way at once (AxoNN). Default: all."""
 
     @model_validator(mode="after")
     def _sharding(self) -> "StateConfig":
@@ -100,9 +80,8 @@ class OptimizerConfig(Section):
     betas: list[float] = Field([0.9, 0.99], min_length=2, max_length=2, description="Decay of the two moments.")
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay, times the learning rate.")
-    clip_norm: float | None = Field(
-        1.0, gt=0, description="Largest global gradient norm after the warm-up; null: no limit."
-    )
+    clip_norm: float | None = Field(1.0, gt=0)
+    """Largest global gradient norm after the warm-up; null: no limit."""
     clip_during_warmup: bool = Field(False, description="Clip in the warm-up as well (the paper clips only after it).")
 
     @model_validator(mode="after")
@@ -115,29 +94,20 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """The learning rate over the steps."""
 
-    name: Literal["cosine", "constant", "linear", "inverse-sqrt", "wsd"] = Field(
-        "cosine",
-        description="After a linear warm-up: cosine or linear to the minimum at the last step, constant at the peak, with "
-        "the inverse square root of the step, or wsd (warm-up, stable, decay): constant, then a cooldown to the minimum.",
-    )
+    name: Literal["cosine", "constant", "linear", "inverse-sqrt", "wsd"] = "cosine"
+    """After a linear warm-up: cosine or linear to the minimum at the last step, constant at the peak, with the inverse
+    square root of the step, or wsd (warm-up, stable, decay): constant, then a cooldown to the minimum."""
     peak: float = Field(4e-4, gt=0, description="Learning rate at the end of the warm-up.")
     minimum: float = Field(4e-5, ge=0, description="Learning rate at the last step, and the least of inverse-sqrt.")
-    cooldown: Literal["linear", "sqrt", "cosine"] = Field(
-        "sqrt", description="Shape of the cooldown of wsd; sqrt: 1 - sqrt(share of it that is done)."
-    )
-    cooldown_steps: int | None = Field(
-        None, gt=0, description="Steps of the cooldown of wsd. Default: a fifth of the run."
-    )
-    branch_from: PathText | None = Field(
-        None,
-        description="Go on from this full checkpoint of another run of the same data, batch and seed, as a run of its own: "
-        "one trunk, several cooldowns.",
-    )
-    warmup_steps: int | None = Field(
-        None,
-        ge=0,
-        description="Steps of linear increase from zero. Default: a twentieth of the run, at most the paper's 2,500.",
-    )
+    cooldown: Literal["linear", "sqrt", "cosine"] = "sqrt"
+    """Shape of the cooldown of wsd; sqrt: 1 - sqrt(share of it that is done)."""
+    cooldown_steps: int | None = Field(None, gt=0)
+    """Steps of the cooldown of wsd. Default: a fifth of the run."""
+    branch_from: PathText | None = None
+    """Go on from this full checkpoint of another run of the same data, batch and seed, as a run of its own: one trunk,
+    several cooldowns."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Steps of linear increase from zero. Default: a twentieth of the run, at most the paper's 2,500."""
 
     @model_validator(mode="after")
     def _order(self) -> "ScheduleConfig":
@@ -155,63 +125,42 @@ class MoeConfig(Section):
 
     balance_coefficient: float = Field(0.01, ge=0, description="Weight of the load-balancing loss.")
     z_coefficient: float = Field(0.001, ge=0, description="Weight of the router z-loss.")
-    bias_rate: float = Field(
-        1e-3,
-        ge=0,
-        description="What is added after each step to the bias of an expert that was chosen less often than the mean, or "
-        "taken from it where more often. For models with router_bias.",
-    )
-    routing: Literal["learned", "uniform"] = Field(
-        "learned",
-        description="uniform: forced uniform routing by the position in the sequence, every expert receives the same number "
-        "of tokens of each sequence (or one more, where the experts do not divide them).",
-    )
-    dispatch: Literal["alltoall", "allgather"] = Field(
-        "alltoall",
-        description="How tokens reach the experts of other ranks: each once to every rank that holds one of its experts, "
-        "or all to all ranks (the paper's way).",
-    )
-    drop_duplicates: bool = Field(
-        True,
-        description="With tensor: each token is sent to its experts by one of the ranks that have it (TED). False, the "
-        "baseline, sends them all: alltoall, expert_tensor equal to tensor and no sequence parallelism only.",
-    )
-    balance_scope: Literal["microbatch", "global"] = Field(
-        "microbatch",
-        description="Tokens over which the share of each expert is counted in the balance loss: those of a microbatch on "
-        "one rank, or of the global batch. The latter costs one more forward pass where there are several microbatches.",
-    )
+    bias_rate: float = Field(1e-3, ge=0)
+    """What is added after each step to the bias of an expert that was chosen less often than the mean, or taken from it
+    where more often. For models with router_bias."""
+    routing: Literal["learned", "uniform"] = "learned"
+    """uniform: forced uniform routing by the position in the sequence, every expert receives the same number of tokens
+    of each sequence (or one more, where the experts do not divide them)."""
+    dispatch: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens reach the experts of other ranks: each once to every rank that holds one of its experts, or all to all
+    ranks (the paper's way)."""
+    drop_duplicates: bool = True
+    """With tensor: each token is sent to its experts by one of the ranks that have it (TED). False, the baseline, sends
+    them all: alltoall, expert_tensor equal to tensor and no sequence parallelism only."""
+    balance_scope: Literal["microbatch", "global"] = "microbatch"
+    """Tokens over which the share of each expert is counted in the balance loss: those of a microbatch on one rank, or
+    of the global batch. The latter costs one more forward pass where there are several microbatches."""
 
 
 class TrainConfig(Section):
     """The run: its length, batches and numbers."""
 
     output: PathText = Field(description="Run folder; made by this run.")
-    steps: int | None = Field(
-        None,
-        gt=0,
-        description="Length of the run in optimizer steps, which the schedule spans; or give tokens or epochs.",
-    )
-    tokens: int | None = Field(
-        None,
-        gt=0,
-        description="Length of the run in tokens, also as 2e9 or 300B: as many steps as it takes to read them.",
-    )
-    epochs: float | None = Field(
-        None, gt=0, description="Length of the run in passes over the data: the whole steps that it is enough for."
-    )
+    steps: int | None = Field(None, gt=0)
+    """Length of the run in optimizer steps, which the schedule spans; or give tokens or epochs."""
+    tokens: int | None = Field(None, gt=0)
+    """Length of the run in tokens, also as 2e9 or 300B: as many steps as it takes to read them."""
+    epochs: float | None = Field(None, gt=0)
+    """Length of the run in passes over the data: the whole steps that it is enough for."""
     global_batch: int = Field(gt=0, description="Sequences per step, over all ranks and microbatches.")
     micro_batch: int = Field(gt=0, description="Sequences per forward pass on one rank.")
     context: int = Field(gt=1, description="Tokens per sequence; must equal the prepared data's.")
-    seed: int = Field(
-        0, ge=0, description="Seed of the initial weights and of the order of the data after its first pass."
-    )
-    precision: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto",
-        description="Type of the computation; master weights and moments are always fp32. auto: bfloat16 on accelerators "
-        "that have it; on CPUs what a few matrix products of the model's sizes find faster when the run starts. A resumed "
-        "run keeps its own.",
-    )
+    seed: int = Field(0, ge=0)
+    """Seed of the initial weights and of the order of the data after its first pass."""
+    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Type of the computation; master weights and moments are always fp32. auto: bfloat16 on accelerators that have it;
+    on CPUs what a few matrix products of the model's sizes find faster when the run starts. A resumed run keeps its
+    own."""
     stop_at: int | None = Field(None, gt=0, description="End after this step; the schedule still spans the whole run.")
     device: str = Field("auto", description="auto, or the name of a torch device such as cpu, cuda, xpu.")
 
@@ -247,30 +196,21 @@ class CheckpointConfig(Section):
     """When the state is saved, and how."""
 
     every: int = Field(1000, gt=0, description="Steps between full checkpoints; one more is written at the end.")
-    keep: int | None = Field(
-        2, gt=0, description="Full checkpoints kept, the one being written included (2: dual); null keeps all."
-    )
-    weights_every: int | None = Field(
-        None, gt=0, description="Steps between checkpoints of the weights alone, which are kept for ever."
-    )
-    weights_keep: int = Field(
-        1, gt=0, description="Keep every k-th of those for ever, the others until the next one is written."
-    )
-    asynchronous: bool = Field(
-        False, description="Write beside the training, from copies in host memory (12 bytes per parameter of a rank)."
-    )
-    scattered: bool = Field(
-        True,
-        description="Let the ranks that hold the same take turns in writing, so that the nodes share it (DP-scattered). "
-        "False: the first of them writes.",
-    )
-    initial: PathText | None = Field(
-        None, description="Start from the weights of this checkpoint or Hugging Face folder, with a fresh optimizer."
-    )
-    broadcast: Literal["broadcast", "allreduce", "none"] = Field(
-        "broadcast",
-        description="How the one rank that reads a parameter sends it to the others that hold it. none: each of them reads.",
-    )
+    keep: int | None = Field(2, gt=0)
+    """Full checkpoints kept, the one being written included (2: dual); null keeps all."""
+    weights_every: int | None = Field(None, gt=0)
+    """Steps between checkpoints of the weights alone, which are kept for ever."""
+    weights_keep: int = Field(1, gt=0)
+    """Keep every k-th of those for ever, the others until the next one is written."""
+    asynchronous: bool = False
+    """Write beside the training, from copies in host memory (12 bytes per parameter of a rank)."""
+    scattered: bool = True
+    """Let the ranks that hold the same take turns in writing, so that the nodes share it (DP-scattered). False: the
+    first of them writes."""
+    initial: PathText | None = None
+    """Start from the weights of this checkpoint or Hugging Face folder, with a fresh optimizer."""
+    broadcast: Literal["broadcast", "allreduce", "none"] = "broadcast"
+    """How the one rank that reads a parameter sends it to the others that hold it. none: each of them reads."""
 
 
 class EvaluateConfig(Section):
@@ -290,41 +230,25 @@ class EvaluateConfig(Section):
 class ResilienceConfig(Section):
     """What to do when numbers go wrong."""
 
-    max_skipped: int = Field(
-        3, ge=0, description="Steps in a row with a non-finite gradient norm that are skipped before the run ends."
-    )
-    on_spike: Literal["nothing", "skip", "rollback"] = Field(
-        "nothing",
-        description="When a step's loss is far above those before: leave its update out, or go back to weights that are "
-        "kept (checkpoint.weights_every).",
-    )
-    spike: float = Field(
-        8.0, gt=0, description="Standard deviations of the last 64 losses above their mean that are a spike."
-    )
-    max_rollbacks: int = Field(
-        2,
-        ge=0,
-        description="How often a run goes back to weights that it has kept, each time further, before it ends; under "
-        "`optimus launch` also when gradients are not finite on several nodes.",
-    )
-    hang: float = Field(
-        300.0,
-        gt=0,
-        description="Under `optimus launch`: seconds without a completed step (a checkpoint written at once included) after "
-        "which the rank that keeps the others waiting is sought and its node replaced.",
-    )
-    slow: float = Field(
-        50.0,
-        gt=0,
-        description="Per cent by which a rank's own part of a step must persistently exceed that of its peers to be named.",
-    )
+    max_skipped: int = Field(3, ge=0)
+    """Steps in a row with a non-finite gradient norm that are skipped before the run ends."""
+    on_spike: Literal["nothing", "skip", "rollback"] = "nothing"
+    """When a step's loss is far above those before: leave its update out, or go back to weights that are kept
+    (checkpoint.weights_every)."""
+    spike: float = Field(8.0, gt=0)
+    """Standard deviations of the last 64 losses above their mean that are a spike."""
+    max_rollbacks: int = Field(2, ge=0)
+    """How often a run goes back to weights that it has kept, each time further, before it ends; under `optimus launch`
+    also when gradients are not finite on several nodes."""
+    hang: float = Field(300.0, gt=0)
+    """Under `optimus launch`: seconds without a completed step (a checkpoint written at once included) after which the
+    rank that keeps the others waiting is sought and its node replaced."""
+    slow: float = Field(50.0, gt=0)
+    """Per cent by which a rank's own part of a step must persistently exceed that of its peers to be named."""
     exclude_slow: bool = Field(False, description="Under `optimus launch`: replace the node of such a rank.")
-    timeout: float = Field(
-        600.0,
-        gt=0,
-        description="Seconds after which a rank that waits for the others in a collective gives up. "
-        "Ranks wait like this while another one writes a checkpoint, too.",
-    )
+    timeout: float = Field(600.0, gt=0)
+    """Seconds after which a rank that waits for the others in a collective gives up. Ranks wait like this while another
+    one writes a checkpoint, too."""
 
 
 class ObserveConfig(Section):
@@ -337,31 +261,20 @@ class ObserveConfig(Section):
     wandb_name: str | None = Field(None, description="Name of the run there. Default: the name of the run folder.")
     wandb_group: str | None = Field(None, description="Group of runs there to which it belongs.")
     wandb_tags: list[str] = Field([], description="Its tags there.")
-    trace: int | None = Field(
-        None,
-        gt=0,
-        description="Profile this step: each rank writes trace-rank-N.json, for chrome://tracing or Perfetto.",
-    )
-    timeline: int | None = Field(
-        None,
-        gt=0,
-        description="Write to timeline.json what the pipeline did when in this step, for `optimus schedule --measured`.",
-    )
+    trace: int | None = Field(None, gt=0)
+    """Profile this step: each rank writes trace-rank-N.json, for chrome://tracing or Perfetto."""
+    timeline: int | None = Field(None, gt=0)
+    """Write to timeline.json what the pipeline did when in this step, for `optimus schedule --measured`."""
 
 
 class TuningConfig(Section):
     """What is measured on this machine before it is chosen."""
 
-    matmul: bool = Field(
-        True,
-        description="Time every larger matrix product in the first step with its operands as they come and transposed, and "
-        "keep the fastest (AxoNN).",
-    )
-    cache: PathText | None = Field(
-        "~/.cache/optimus",
-        validate_default=True,
-        description="Folder where what was measured is kept, per chip; null: measure in every run.",
-    )
+    matmul: bool = True
+    """Time every larger matrix product in the first step with its operands as they come and transposed, and keep the
+    fastest (AxoNN)."""
+    cache: PathText | None = Field("~/.cache/optimus", validate_default=True)
+    """Folder where what was measured is kept, per chip; null: measure in every run."""
 
 
 Recomputable = Literal["norm", "attention", "mlp", "moe", "block", "auto"]
@@ -378,28 +291,18 @@ class RunConfig(Section):
     moe: MoeConfig = MoeConfig()
     parallel: ParallelConfig = ParallelConfig()
     state: StateConfig = StateConfig()
-    recompute: list[Recomputable] = Field(
-        [],
-        description="Modules whose activations are recomputed in the backward pass: any of norm, attention, mlp or moe; or "
-        "block, whole blocks; or auto, whatever fits recompute_budget with the least recomputation.",
-    )
-    recompute_every: int = Field(
-        1,
-        gt=0,
-        description="Recompute those modules of every n-th block only; with block, keep the input of every n-th block only "
-        "(AxoNN's ac).",
-    )
-    recompute_collectives: Literal["keep", "repeat"] = Field(
-        "keep",
-        description="What recomputation does about collectives: keep their results from the first time (CAC), or repeat "
-        "them, which takes less memory.",
-    )
-    recompute_budget: int | None = Field(
-        None,
-        gt=0,
-        description="With auto: bytes of activations at most, of one microbatch on one rank, also as 512MB or 40GiB. "
-        "Default: nine tenths of what the device has free after the state.",
-    )
+    recompute: list[Recomputable] = Field([])
+    """Modules whose activations are recomputed in the backward pass: any of norm, attention, mlp or moe; or block,
+    whole blocks; or auto, whatever fits recompute_budget with the least recomputation."""
+    recompute_every: int = Field(1, gt=0)
+    """Recompute those modules of every n-th block only; with block, keep the input of every n-th block only (AxoNN's
+    ac)."""
+    recompute_collectives: Literal["keep", "repeat"] = "keep"
+    """What recomputation does about collectives: keep their results from the first time (CAC), or repeat them, which
+    takes less memory."""
+    recompute_budget: int | None = Field(None, gt=0)
+    """With auto: bytes of activations at most, of one microbatch on one rank, also as 512MB or 40GiB. Default: nine
+    tenths of what the device has free after the state."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     resilience: ResilienceConfig = ResilienceConfig()

@@ -24,9 +24,8 @@ class Arithmetic(Section):
 
     peak: float = Field(gt=0, description="What the vendor states, FLOP/s; utilisation is a share of it.")
     achieved: float = Field(gt=0, description="What the best product of large matrices has reached, FLOP/s.")
-    sustained: float = Field(
-        1.0, gt=0, le=1, description="Share of that that products keep up one after another, at the power limit."
-    )
+    sustained: float = Field(1.0, gt=0, le=1)
+    """Share of that that products keep up one after another, at the power limit."""
 
     @property
     def sustained_rate(self) -> float:
@@ -60,15 +59,11 @@ class Node(Section):
 
     bandwidth: float = Field(gt=0, description="Of a rank to its neighbours in a ring, bytes/s.")
     latency: float = Field(ge=0, description="Of a message, seconds.")
-    groups: dict[str, float] = Field(
-        {},
-        description="Measured bandwidth of simultaneous rings of G1 ranks, G0 apart ('G0xG1'; the dissertation on AxoNN, "
-        "section 5.1.2, case 1), where it differs.",
-    )
-    paces: dict[Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"], Pace] = Field(
-        {},
-        description="Kinds of collectives (shift: a message to the next rank) that bandwidth and latency do not describe.",
-    )
+    groups: dict[str, float] = Field({})
+    """Measured bandwidth of simultaneous rings of G1 ranks, G0 apart ('G0xG1'; the dissertation on AxoNN, section
+    5.1.2, case 1), where it differs."""
+    paces: dict[Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"], Pace] = Field({})
+    """Kinds of collectives (shift: a message to the next rank) that bandwidth and latency do not describe."""
 
     def pace(self, kind: str) -> Pace:
         """Of a kind of collective."""
@@ -80,17 +75,14 @@ class Network(Section):
 
     rings: int = Field(1, gt=0, description="Rings at once that it takes to use all adapters of a node.")
 
-    bandwidth: float = Field(
-        gt=0, description="Of a node, all its adapters together, bytes/s, as collectives reach it."
-    )
+    bandwidth: float = Field(gt=0)
+    """Of a node, all its adapters together, bytes/s, as collectives reach it."""
     latency: float = Field(ge=0, description="Of a message, seconds.")
     group_nodes: int | None = Field(None, gt=0, description="Nodes among which the bandwidth is whole.")
     taper: float = Field(1.0, gt=0, le=1, description="Share of it between all nodes, if there are more.")
-    links: list[list[float]] | None = Field(
-        None,
-        description="Where nodes are not equally near: bandwidth between each two of those there are, all their adapters "
-        "together, bytes/s. It then stands for bandwidth, group_nodes and taper.",
-    )
+    links: list[list[float]] | None = None
+    """Where nodes are not equally near: bandwidth between each two of those there are, all their adapters together,
+    bytes/s. It then stands for bandwidth, group_nodes and taper."""
 
     @model_validator(mode="after")
     def _matrix(self) -> "Network":
@@ -107,13 +99,11 @@ class Host(Section):
     """What a node has besides its accelerators."""
 
     memory: float = Field(gt=0, description="Bytes of a node.")
-    shared: bool = Field(
-        False, description="Whether the ranks' memory is a part of this one: they compute on the host's processors."
-    )
+    shared: bool = False
+    """Whether the ranks' memory is a part of this one: they compute on the host's processors."""
     link: float = Field(gt=0, description="Between a rank and its host, bytes/s.")
-    storage: float = Field(
-        1e9, gt=0, description="What a node writes to the file system, bytes/s, all nodes at once; by default a guess."
-    )
+    storage: float = Field(1e9, gt=0)
+    """What a node writes to the file system, bytes/s, all nodes at once; by default a guess."""
 
 
 class Machine(Section):
@@ -127,25 +117,16 @@ class Machine(Section):
     cores: int = Field(gt=0, description="Units of a rank that compute tiles side by side.")
     arithmetic: dict[str, Arithmetic] = Field(description="By precision: bf16, fp16, fp32, fp8, fp4.")
     matmul: Matmul
-    attention: float = Field(
-        gt=0, le=1, description="Share of the peak in 16 bits that the best fused attention nears with long sequences."
-    )
-    attention_before: float | None = Field(
-        None, gt=0, le=1, description="The same of kernels written for the generation before; None: as the best."
-    )
+    attention: float = Field(gt=0, le=1)
+    """Share of the peak in 16 bits that the best fused attention nears with long sequences."""
+    attention_before: float | None = Field(None, gt=0, le=1)
+    """The same of kernels written for the generation before; None: as the best."""
     attention_half: float = Field(480, ge=0, description="Tokens of a sequence with which it reaches half of that.")
     kernel_latency: float = Field(ge=0, description="From one kernel to the next, seconds.")
-    alone: float = Field(
-        1.0,
-        ge=1,
-        description="How much faster a rank computes while its node's others are idle: ranks that share cores.",
-    )
-    overlap: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="Share of computing beside which links move data; 0 where the cores that compute move it as well.",
-    )
+    alone: float = Field(1.0, ge=1)
+    """How much faster a rank computes while its node's others are idle: ranks that share cores."""
+    overlap: float = Field(1.0, ge=0, le=1)
+    """Share of computing beside which links move data; 0 where the cores that compute move it as well."""
     node: Node
     network: Network
     host: Host

@@ -21,86 +21,53 @@ class Software(Section):
 
     about: str = Field(description="What it is, and where its properties are stated.")
     speed: float = Field(1.0, gt=0, description="Its computing speed to the predicted one: the one fitted constant.")
-    attention: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="Speed of its attention kernel to the machine's best; 0: scores are kept in memory.",
-    )
-    causal: bool = Field(
-        True, description="Whether attention leaves out the half of the scores that a causal mask hides."
-    )
-    attention_before: bool = Field(
-        False, description="Whether that kernel was written for the generation of accelerators before."
-    )
-    passes: float = Field(
-        1.0, gt=0, description="Memory traffic of what is no matrix product, to that of fused kernels."
-    )
-    passes_eager: float | None = Field(
-        None, gt=0, description="The same where it runs without its compiler; None: it has none."
-    )
-    passes_experts: float | None = Field(
-        None,
-        gt=0,
-        description="The same between the products of experts, and on the way there and back; None: as elsewhere.",
-    )
-    host: float = Field(
-        0.0, ge=0, description="Seconds that the host needs to start a microbatch's passes of a block with experts."
-    )
-    cast: float = Field(
-        3.0,
-        ge=0,
-        description="Bytes read and written per element of either factor to make it fp8 or fp4, before each product.",
-    )
-    overlap_data: float = Field(
-        1.0, ge=0, le=1, description="Share of the backward pass beside which gradients are reduced."
-    )
-    overlap_gather: float = Field(
-        1.0, ge=0, le=1, description="Share of computing beside which parameters are gathered."
-    )
-    overlap_tensor: float = Field(
-        0.0, ge=0, le=1, description="Share of the tensor-parallel collectives that is hidden."
-    )
-    overlap_expert: float = Field(
-        0.0, ge=0, le=1, description="Share of the expert-parallel collectives that is hidden."
-    )
-    collectives: Algorithm = Field(
-        "ring", description="Whether groups on several nodes are one ring, go node by node, or whichever is faster."
-    )
-    copies: Literal["expert", "rank", "node"] = Field(
-        "rank", description="A token is sent once to each chosen expert, to each rank, or to each node that has one."
-    )
-    broadcast: float = Field(
-        0.0,
-        ge=0,
-        description="Seconds of one broadcast, where each rank in turn sends the others the parameters that it has updated; "
-        "0: they are gathered in one collective.",
-    )
+    attention: float = Field(1.0, ge=0, le=1)
+    """Speed of its attention kernel to the machine's best; 0: scores are kept in memory."""
+    causal: bool = True
+    """Whether attention leaves out the half of the scores that a causal mask hides."""
+    attention_before: bool = False
+    """Whether that kernel was written for the generation of accelerators before."""
+    passes: float = Field(1.0, gt=0)
+    """Memory traffic of what is no matrix product, to that of fused kernels."""
+    passes_eager: float | None = Field(None, gt=0)
+    """The same where it runs without its compiler; None: it has none."""
+    passes_experts: float | None = Field(None, gt=0)
+    """The same between the products of experts, and on the way there and back; None: as elsewhere."""
+    host: float = Field(0.0, ge=0)
+    """Seconds that the host needs to start a microbatch's passes of a block with experts."""
+    cast: float = Field(3.0, ge=0)
+    """Bytes read and written per element of either factor to make it fp8 or fp4, before each product."""
+    overlap_data: float = Field(1.0, ge=0, le=1)
+    """Share of the backward pass beside which gradients are reduced."""
+    overlap_gather: float = Field(1.0, ge=0, le=1)
+    """Share of computing beside which parameters are gathered."""
+    overlap_tensor: float = Field(0.0, ge=0, le=1)
+    """Share of the tensor-parallel collectives that is hidden."""
+    overlap_expert: float = Field(0.0, ge=0, le=1)
+    """Share of the expert-parallel collectives that is hidden."""
+    collectives: Algorithm = "ring"
+    """Whether groups on several nodes are one ring, go node by node, or whichever is faster."""
+    copies: Literal["expert", "rank", "node"] = "rank"
+    """A token is sent once to each chosen expert, to each rank, or to each node that has one."""
+    broadcast: float = Field(0.0, ge=0)
+    """Seconds of one broadcast, where each rank in turn sends the others the parameters that it has updated; 0: they
+    are gathered in one collective."""
     blocking: bool = Field(False, description="Whether a pipeline's ranks wait for their transfers.")
     gradient: float = Field(4.0, gt=0, description="Bytes of an accumulated gradient, per parameter.")
     reduced: float = Field(4.0, gt=0, description="Of these, what is sent to be reduced.")
     state: float = Field(12.0, gt=0, description="Bytes of master weights and moments, per parameter.")
-    update: float = Field(
-        2.5,
-        gt=0,
-        description="Times that a step moves that state: read and written, with the gradient and the parameter, where the "
-        "update is one kernel.",
-    )
+    update: float = Field(2.5, gt=0)
+    """Times that a step moves that state: read and written, with the gradient and the parameter, where the update is
+    one kernel."""
     masks: bool = Field(False, description="Whether it keeps the masks of dropout.")
     logits: float = Field(6.0, ge=0, description="Bytes per logit at the end of the forward pass.")
-    whole_gradients: bool = Field(
-        False, description="Whether gradients stay whole between microbatches where sharded parameters do."
-    )
-    late_gradients: bool = Field(
-        False,
-        description="Whether gradients are allocated as the backward pass makes them, and freed by the step. (The search "
-        "does not count on it.)",
-    )
-    fragments: float = Field(
-        1.0,
-        ge=1,
-        description="Room that activations take in the allocator, to their bytes; 1: as it counts allocations.",
-    )
+    whole_gradients: bool = False
+    """Whether gradients stay whole between microbatches where sharded parameters do."""
+    late_gradients: bool = False
+    """Whether gradients are allocated as the backward pass makes them, and freed by the step. (The search does not
+    count on it.)"""
+    fragments: float = Field(1.0, ge=1)
+    """Room that activations take in the allocator, to their bytes; 1: as it counts allocations."""
     fixed: float = Field(0.0, ge=0, description="Bytes besides, such as those of the device's context and of NCCL.")
 
 
