@@ -50,10 +50,6 @@ def activation(z: Tensor, kind: Activation, gated: bool) -> Tensor:
     """
     if not gated:
         return _KINDS[kind].forward(z)
-    if kind == "silu" and backend.use_triton(z):
-        from optimus.kernels.triton import swiglu as kernels
-
-        return kernels.swiglu(z)
     return _Gated.apply(z, kind)
 
 
@@ -99,10 +95,21 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, z_T2I: Tensor, kind: Activation) -> Tensor:
         ctx.save_for_backward(z_T2I)
         ctx.kind = kind
-        return gated_activation(z_T2I, kind)
+        return kernels.swiglu(z_T2I) if (kernels := _kernels(z_T2I, kind)) else gated_activation(z_T2I, kind)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (z_T2I,) = ctx.saved_tensors
+        if kernels := _kernels(z_T2I, ctx.kind):
+            return kernels.swiglu_backward(grads[0], z_T2I), None
         return gated_activation_backward(grads[0], z_T2I, ctx.kind)[0], None
+
+
+def _kernels(z_T2I: Tensor, kind: Activation) -> Any:
+    """The module that has these as kernels, if there is one."""
+    if kind != "silu" or not backend.use_triton(z_T2I):
+        return None
+    from optimus.kernels.triton import swiglu
+
+    return swiglu

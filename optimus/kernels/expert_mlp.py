@@ -101,7 +101,7 @@ def expert_mlp(
     if backend.use_triton(x_TH) and kind == "silu" and bias_EJ is None:
         from optimus.kernels.triton import expert_mlp as kernels
 
-        return kernels.expert_mlp_triton(x_TH, weights_TK, indices_TK, gate_up_EJH, down_EHI, buffers)
+        return kernels.ExpertMLP.apply(x_TH, weights_TK, indices_TK, gate_up_EJH, down_EHI, buffers)
     routes = make_routes(indices_TK, len(down_EHI), weights_TK.dtype)
     return _ExpertMLP.apply(x_TH, weights_TK, gate_up_EJH, down_EHI, bias_EJ, routes, buffers, forms, kind)
 

@@ -59,7 +59,7 @@ def linear_cross_entropy(
     if part is None and backend.use_triton(x_TH):
         from optimus.kernels.triton import linear_cross_entropy as kernels
 
-        return kernels.linear_cross_entropy(x_TH, w_VH, target_T, count, cap)
+        return kernels.LinearCrossEntropy.apply(x_TH, w_VH, target_T, count, cap, torch.is_grad_enabled())
     return _LinearCrossEntropy.apply(x_TH, w_VH, target_T, count, part, forms, cap, torch.is_grad_enabled())
 
 

@@ -15,10 +15,6 @@ from optimus.kernels.backend import compute_dtype
 
 def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
     """Normalise the last dim of `x_TH` (any leading dims) and scale it by `w_H`; the type of x is kept."""
-    if backend.use_triton(x_TH):
-        from optimus.kernels.triton import rms_norm as kernels
-
-        return kernels.rms_norm(x_TH, w_H, eps)
     return _RmsNorm.apply(x_TH, w_H, eps)
 
 
@@ -31,16 +27,27 @@ def rms_norm_reference(x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
-        x = x_TH.to(compute_dtype(x_TH.dtype))
-        r_T1 = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x_TH, w_H, r_T1)
-        return (x * r_T1).to(x_TH.dtype).mul_(w_H)
+        if backend.use_triton(x_TH):
+            from optimus.kernels.triton import rms_norm as kernels
+
+            x_TH = x_TH.contiguous()
+            y_TH, r = kernels.rms_norm(x_TH, w_H, eps)
+        else:
+            x = x_TH.to(compute_dtype(x_TH.dtype))
+            r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+            y_TH = (x * r).to(x_TH.dtype).mul_(w_H)
+        ctx.save_for_backward(x_TH, w_H, r)
+        return y_TH
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (g_TH,) = grads
         x_TH, w_H, r_T1 = ctx.saved_tensors
+        if backend.use_triton(x_TH):
+            from optimus.kernels.triton import rms_norm as kernels
+
+            return *kernels.rms_norm_backward(g_TH.contiguous(), x_TH, w_H, r_T1), None
         n_TH = x_TH.to(r_T1.dtype) * r_T1
         g = g_TH.to(r_T1.dtype)
         w_grad = (g * n_TH).flatten(0, -2).sum(0).to(w_H.dtype)

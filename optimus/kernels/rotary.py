@@ -33,10 +33,6 @@ def rotary_table(
 
 def rotary(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
     """Turn every head of `x_BSND` by its position's angles; the type of x is kept."""
-    if backend.use_triton(x_BSND):
-        from optimus.kernels.triton import rotary as kernels
-
-        return kernels.rotary(x_BSND, table)
     return _Rotary.apply(x_BSND, *table)
 
 
@@ -51,20 +47,23 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
         ctx.save_for_backward(cos_SD, sin_SD)
-        return _turn(x_BSND, cos_SD, sin_SD)
+        return _turn(x_BSND, cos_SD, sin_SD, 1.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos_SD, sin_SD = ctx.saved_tensors
-        return _turn(grads[0], cos_SD, -sin_SD), None, None
+        return _turn(grads[0], *ctx.saved_tensors, -1.0), None, None
 
 
-def _turn(x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+def _turn(x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor, sign: float) -> Tensor:
+    if backend.use_triton(x_BSND):
+        from optimus.kernels.triton import rotary as kernels
+
+        return kernels.turn(x_BSND, cos_SD, sin_SD, sign)
     x = x_BSND.to(backend.compute_dtype(x_BSND.dtype))
     cos, sin = (t.to(x.dtype)[:, None, :] for t in (torch.cat([cos_SD, cos_SD], -1), sin_SD))
     y = x * cos
     (a, b), (a_out, b_out) = x.chunk(2, -1), y.chunk(2, -1)
-    a_out.addcmul_(b, sin, value=-1)
-    b_out.addcmul_(a, sin)
+    a_out.addcmul_(b, sin, value=-sign)
+    b_out.addcmul_(a, sin, value=sign)
     return y.to(x_BSND.dtype)

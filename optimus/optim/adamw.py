@@ -37,7 +37,7 @@ def adamw(
     if backend.use_triton(weight):
         from optimus.kernels.triton import adamw as kernels
 
-        kernels.adamw(rule, step, lr, weight, gradient, m, v, gradient_scale=gradient_scale, copy=copy)
+        kernels.adamw(rule, step, lr, weight, gradient, m, v, gradient_scale, copy)
         return
     if gradient_scale != 1.0 or gradient.dtype != torch.float32:
         gradient = gradient.to(torch.float32, copy=True).mul_(gradient_scale)

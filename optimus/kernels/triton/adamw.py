@@ -5,7 +5,6 @@ at hand, so no tensor is read twice and nothing is held in fp32 besides.
 """
 
 import math
-from typing import Protocol
 
 import triton
 import triton.language as tl
@@ -14,40 +13,24 @@ from torch import Tensor
 _BLOCK = 1024  # elements of a program
 
 
-class Rule(Protocol):
-    """Hyperparameters that do not change during a run: `optim.adamw.AdamW`."""
-
-    @property
-    def beta1(self) -> float: ...
-    @property
-    def beta2(self) -> float: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
-
-
 def adamw(
-    rule: Rule,
+    rule: tuple[float, float, float, float],
     step: int,
     lr: float,
     weight: Tensor,
     gradient: Tensor,
     m: Tensor,
     v: Tensor,
-    *,
-    gradient_scale: float = 1.0,
-    copy: Tensor | None = None,
+    gradient_scale: float,
+    copy: Tensor | None,
 ) -> None:
-    """Update flat fp32 `weight`, first moment `m` and second moment `v` in place; `step` counts from 1.
-
-    `gradient`, of any floating type, is multiplied by `gradient_scale`. `copy`, if given, gets the new weight in its type.
-    """
+    """As `optim.adamw.adamw`; `rule` is (beta1, beta2, eps, weight decay)."""
+    beta1, beta2, eps, weight_decay = rule
     # What is near 1 is subtracted here, in fp64: 1 - 0.999 in fp32 is wrong in the fifth digit.
     _adamw[(max(1, triton.cdiv(weight.numel(), _BLOCK)),)](
         weight, gradient, m, v, weight if copy is None else copy, weight.numel(),
-        gradient_scale, 1 - lr * rule.weight_decay, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, rule.eps,
-        lr / (1 - rule.beta1**step), 1 / math.sqrt(1 - rule.beta2**step), COPY=copy is not None, BLOCK=_BLOCK,
+        gradient_scale, 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, eps,
+        lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step), COPY=copy is not None, BLOCK=_BLOCK,
     )  # fmt: skip
 
 

@@ -21,26 +21,9 @@ from optimus.kernels.triton.expert_up import expert_up, expert_up_backward, expe
 from optimus.kernels.triton.token_index import Routes, token_index
 from optimus.kernels.triton.tuning import row_tile
 
-Buffers = tuple[GradientBuffer | None, GradientBuffer | None]  # of gate_up and of down
+class ExpertMLP(torch.autograd.Function):
+    """See `kernels.expert_mlp`; any choice outside [0, E) is skipped, as another rank's."""
 
-
-def expert_mlp_triton(
-    x_TH: Tensor,
-    weights_TK: Tensor,
-    indices_TK: Tensor,
-    gate_up_EJH: Tensor,
-    down_EHI: Tensor,
-    buffers: Buffers = (None, None),
-) -> Tensor:
-    """Sum over k of weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)) with e = indices[t, k]; [T, H].
-
-    `indices_TK` counts this rank's experts from 0; a choice outside [0, E) is another rank's and is skipped. Gradients flow
-    to x, the weights and both parameters; to a parameter with a gradient buffer directly, and autograd is given none.
-    """
-    return _ExpertMLP.apply(x_TH, weights_TK, indices_TK, gate_up_EJH, down_EHI, buffers)
-
-
-class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -49,7 +32,7 @@ class _ExpertMLP(torch.autograd.Function):
         indices_TK: Tensor,
         gate_up_EJH: Tensor,
         down_EHI: Tensor,
-        buffers: Buffers,
+        buffers: tuple[GradientBuffer | None, GradientBuffer | None],
     ) -> Tensor:
         x_TH, weights_TK = x_TH.contiguous(), weights_TK.contiguous()
         gate_up_EJH, down_EHI = gate_up_EJH.contiguous(), down_EHI.contiguous()

@@ -21,19 +21,7 @@ _BLOCK_ELEMENTS = 1 << 27  # logits of one block: 256 MB in bf16, enough rows to
 _COLUMNS = 4096  # of a row that a program holds at once
 
 
-def linear_cross_entropy(
-    x_TH: Tensor, w_VH: Tensor, target_T: Tensor, count: float | None = None, cap: float | None = None
-) -> Tensor:
-    """Sum of the cross-entropies of `x_TH @ w_VH.T` against `target_T`, over `count` (by default T); an fp32 scalar.
-
-    Rows with a target below 0 are left out. Softmax and loss are computed in fp32. Gradients flow to `x_TH` and `w_VH`.
-    With a `cap`, of `soft_capped` logits.
-    """
-    count = float(len(x_TH)) if count is None else count
-    return _LinearCrossEntropy.apply(x_TH, w_VH, target_T, count, cap, torch.is_grad_enabled())
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
+class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -5,48 +5,35 @@ A program takes a block of rows after another, so that the weight's gradient is 
 Legend: T rows, H their length, B programs.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from optimus.autograd import once_differentiable
-
 _PROGRAMS = 512  # at most; in parts of the weight's gradient
 _BLOCK_ELEMENTS = 4096
 
 
-def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
-    """Normalise the last dim of `x_TH` (any leading dims) in fp32 and scale it by `w_H`; the type of x is kept."""
-    return _RmsNorm.apply(x_TH, w_H, eps)
+def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x normalised in its last dim and scaled, 1 / root mean square of each row); `x_TH`, of any dims, is contiguous."""
+    T, H = x_TH.numel() // len(w_H), len(w_H)
+    y_TH, r_T = torch.empty_like(x_TH), x_TH.new_empty(T, dtype=torch.float32)
+    rows, blocks = _blocks(T, H)
+    _rms_norm[(blocks,)](x_TH, w_H, y_TH, r_T, eps, T, H=H, ROWS=rows, COLUMNS=triton.next_power_of_2(H))
+    return y_TH, r_T
 
 
-class _RmsNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
-        x_TH = x_TH.contiguous()
-        T, H = x_TH.numel() // len(w_H), len(w_H)
-        y_TH, r_T = torch.empty_like(x_TH), x_TH.new_empty(T, dtype=torch.float32)
-        rows, blocks = _blocks(T, H)
-        _rms_norm[(blocks,)](x_TH, w_H, y_TH, r_T, eps, T, H=H, ROWS=rows, COLUMNS=triton.next_power_of_2(H))
-        ctx.save_for_backward(x_TH, w_H, r_T)
-        return y_TH
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x_TH, w_H, r_T = ctx.saved_tensors
-        T, H = len(r_T), len(w_H)
-        rows, blocks = _blocks(T, H)
-        programs = min(blocks, _PROGRAMS)
-        x_grad_TH, w_grad_BH = torch.empty_like(x_TH), x_TH.new_empty(programs, H, dtype=torch.float32)
-        _rms_norm_backward[(programs,)](
-            grads[0].contiguous(), x_TH, w_H, r_T, x_grad_TH, w_grad_BH, T, programs, H=H, ROWS=rows,
-            COLUMNS=triton.next_power_of_2(H),
-        )  # fmt: skip
-        return x_grad_TH, w_grad_BH.sum(0).to(w_H.dtype), None
+def rms_norm_backward(y_grad_TH: Tensor, x_TH: Tensor, w_H: Tensor, r_T: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of x and w; what is given is contiguous."""
+    T, H = len(r_T), len(w_H)
+    rows, blocks = _blocks(T, H)
+    programs = min(blocks, _PROGRAMS)
+    x_grad_TH, w_grad_BH = torch.empty_like(x_TH), x_TH.new_empty(programs, H, dtype=torch.float32)
+    _rms_norm_backward[(programs,)](
+        y_grad_TH, x_TH, w_H, r_T, x_grad_TH, w_grad_BH, T, programs, H=H, ROWS=rows,
+        COLUMNS=triton.next_power_of_2(H),
+    )  # fmt: skip
+    return x_grad_TH, w_grad_BH.sum(0).to(w_H.dtype)
 
 
 def _blocks(T: int, H: int) -> tuple[int, int]:

@@ -5,37 +5,16 @@ Queries and keys are views of one projection: they are read with their strides a
 Legend: B batch, S sequence, N heads, D head size.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from optimus.autograd import once_differentiable
-
 _BLOCK_ELEMENTS = 2048  # pairs that a program turns
 
 
-def rotary(x_BSND: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn every head of `x_BSND` by its position's angles; `table` is (cos, sin), each [S, D/2]. The type of x is kept."""
-    return _Rotary.apply(x_BSND, *table)
-
-
-class _Rotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
-        ctx.save_for_backward(cos_SD, sin_SD)
-        return _turn(x_BSND, cos_SD, sin_SD, 1.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos_SD, sin_SD = ctx.saved_tensors
-        return _turn(grads[0], cos_SD, sin_SD, -1.0), None, None
-
-
-def _turn(x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor, sign: float) -> Tensor:
+def turn(x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor, sign: float) -> Tensor:
+    """Every head of `x_BSND` turned by its position's angles, or with a `sign` of -1 back; in the type of x."""
     B, S, N, D = x_BSND.shape
     y_BSND = torch.empty(x_BSND.shape, dtype=x_BSND.dtype, device=x_BSND.device)
     pairs = triton.next_power_of_2(D // 2)

@@ -3,21 +3,38 @@
 Legend: T rows, I intermediate, J = 2 I: gate, then up.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from optimus.autograd import once_differentiable
-
 _BLOCK = 1024  # columns of a program
 
 
 def swiglu(z_TJ: Tensor) -> Tensor:
-    """silu(gate) * up of the halves of the last dim; [..., I]. Only z is saved for the backward pass."""
-    return _SwiGLU.apply(z_TJ)
+    """silu(gate) * up of the halves of the last dim; [..., I]."""
+    h_TI = z_TJ.new_empty(*z_TJ.shape[:-1], z_TJ.shape[-1] // 2)
+    if h_TI.numel():
+        grid, sizes = _programs(h_TI)
+        _swiglu[grid](z_TJ.contiguous(), h_TI, **sizes)
+    return h_TI
+
+
+def swiglu_backward(h_grad_TI: Tensor, z_TJ: Tensor) -> Tensor:
+    """The gradient of z."""
+    z_TJ, h_grad_TI = z_TJ.contiguous(), h_grad_TI.contiguous()
+    z_grad_TJ = torch.empty_like(z_TJ)
+    if h_grad_TI.numel():
+        grid, sizes = _programs(h_grad_TI)
+        _swiglu_backward[grid](h_grad_TI, z_TJ, z_grad_TJ, **sizes)
+    return z_grad_TJ
+
+
+def _programs(h_TI: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """(grid, sizes) of a kernel."""
+    I = h_TI.shape[-1]
+    block = min(_BLOCK, triton.next_power_of_2(I))
+    return (h_TI.numel() // I, triton.cdiv(I, block)), {"I": I, "BLOCK": block}
 
 
 @triton.jit
@@ -53,29 +70,3 @@ def _swiglu_backward(h_grad_TI, z_TJ, z_grad_TJ, I: tl.constexpr, BLOCK: tl.cons
     out = z_grad_TJ + row * 2 * I + i
     tl.store(out, gate_grad.to(z_grad_TJ.dtype.element_ty), mask=i < I)
     tl.store(out + I, up_grad.to(z_grad_TJ.dtype.element_ty), mask=i < I)
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, z_TJ: Tensor) -> Tensor:
-        z_TJ = z_TJ.contiguous()
-        ctx.save_for_backward(z_TJ)
-        I = z_TJ.shape[-1] // 2
-        h_TI = z_TJ.new_empty(*z_TJ.shape[:-1], I)
-        if h_TI.numel():
-            block = min(_BLOCK, triton.next_power_of_2(I))
-            _swiglu[(h_TI.numel() // I, triton.cdiv(I, block))](z_TJ, h_TI, I=I, BLOCK=block)
-        return h_TI
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (z_TJ,) = ctx.saved_tensors
-        h_grad_TI = grads[0].contiguous()
-        I = z_TJ.shape[-1] // 2
-        z_grad_TJ = torch.empty_like(z_TJ)
-        if h_grad_TI.numel():
-            block = min(_BLOCK, triton.next_power_of_2(I))
-            grid = (h_grad_TI.numel() // I, triton.cdiv(I, block))
-            _swiglu_backward[grid](h_grad_TI, z_TJ, z_grad_TJ, I=I, BLOCK=block)
-        return z_grad_TJ

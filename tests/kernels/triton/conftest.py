@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from optimus.kernels import backend
+
 NATIVE = torch.accelerator.is_available()
 HALF = torch.bfloat16 if NATIVE else torch.float16  # the interpreter is wrong for bf16 and says nothing
 
@@ -20,6 +22,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device(torch.accelerator.current_accelerator() or "cpu") if NATIVE else torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations run as kernels, on a CPU too; but not in float64, in which references are."""
+    monkeypatch.setattr(backend, "use_triton", lambda x: x.dtype != torch.float64)
 
 
 @pytest.fixture(autouse=True)

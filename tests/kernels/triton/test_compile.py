@@ -90,39 +90,41 @@ def run_all() -> None:
     import torch
     from torch import Tensor
 
+    from optimus.kernels import backend
+    from optimus.kernels.activation import activation
+    from optimus.kernels.expert_mlp import expert_mlp
     from optimus.kernels.gradient_buffer import TensorBuffer
-    from optimus.kernels.rotary import rotary_table
+    from optimus.kernels.linear_cross_entropy import linear_cross_entropy
+    from optimus.kernels.rms_norm import rms_norm
+    from optimus.kernels.rotary import rotary, rotary_table
     from optimus.kernels.triton.adamw import adamw
-    from optimus.kernels.triton.expert_mlp import expert_mlp_triton
-    from optimus.kernels.triton.linear_cross_entropy import linear_cross_entropy
-    from optimus.kernels.triton.rms_norm import rms_norm
-    from optimus.kernels.triton.rotary import rotary
     from optimus.kernels.triton.router import router
-    from optimus.kernels.triton.swiglu import swiglu
     from optimus.kernels.triton.token_index import token_index
     from optimus.optim.adamw import AdamW
+
+    backend.use_triton = lambda x: True
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
 
     H, I, E, K, T = 2048, 1024, 4, 2, 256
     indices = torch.zeros(T, K, dtype=torch.int64)
-    expert_mlp_triton(empty(T, H), empty(T, K), indices, empty(E, 2 * I, H), empty(E, H, I)).sum().backward()
+    expert_mlp(empty(T, H), empty(T, K), indices, empty(E, 2 * I, H), empty(E, H, I)).sum().backward()
     wide = empty(E, 2 * 1536, 3072), empty(E, 3072, 1536)  # Mula-100B's, adding to fp32 gradients as chunks have them
     buffers = TensorBuffer(wide[0].float()), TensorBuffer(wide[1].float())
-    expert_mlp_triton(empty(T, 3072), empty(T, K), indices, *wide, buffers).sum().backward()
+    expert_mlp(empty(T, 3072), empty(T, K), indices, *wide, buffers).sum().backward()
     token_index(torch.zeros(T, 8, dtype=torch.int64), 240, 128)
     for experts, renormalise in ((64, False), (240, True)):
         routed = router(empty(64, experts), 8, renormalise=renormalise)
         (routed.weights_TK.sum() + routed.probabilities_E.sum() + routed.z).backward()
     rms_norm(empty(64, H), empty(H), 1e-5).sum().backward()
     rotary(empty(2, 8, 16, 128), rotary_table(torch.arange(8), 128, 10_000.0)).sum().backward()
-    swiglu(empty(64, 2 * I)).sum().backward()
+    activation(empty(64, 2 * I), "silu", gated=True).sum().backward()
     for cap in (None, 30.0):
         linear_cross_entropy(empty(64, 32), empty(50_304, 32), torch.zeros(64, dtype=torch.int64), cap=cap).backward()
     weight, m, v = (torch.empty(5000) for _ in range(3))
     gradient, copy = torch.empty(2, 5000, dtype=torch.bfloat16)
-    adamw(AdamW(0.9, 0.95, 1e-8, 0.1), 3, 1e-3, weight, gradient, m, v, copy=copy)
+    adamw(AdamW(0.9, 0.95, 1e-8, 0.1), 3, 1e-3, weight, gradient, m, v, 1.0, copy)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimus.kernels.expert_mlp import expert_mlp_reference
+from optimus.kernels.expert_mlp import expert_mlp, expert_mlp_reference
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.step_context import StepContext
 
 pytest.importorskip("triton")
 
 from optimus.bench.trial import trial
-from optimus.kernels.triton.expert_mlp import expert_mlp_triton
 from optimus.kernels.triton.tuning import Tiles
 
 Random = Callable[..., Tensor]
@@ -70,7 +69,7 @@ def inputs_of(case: Case, random: Random, dtype: torch.dtype) -> tuple[Tensor, l
 def results(inputs: list[Tensor], indices: Tensor) -> list[Tensor]:
     """Output and gradients of x, weights, gate_up and down."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    y = expert_mlp_triton(leaves[0], leaves[1], indices, *leaves[2:])
+    y = expert_mlp(leaves[0], leaves[1], indices, *leaves[2:])
     return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
 
 
@@ -81,7 +80,7 @@ def test_equals_the_definition(
     indices, inputs = inputs_of(CASES[name], random, dtype)
 
     def ours(x: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
-        return expert_mlp_triton(x, weights, indices.int(), *parameters)
+        return expert_mlp(x, weights, indices.int(), *parameters)
 
     def reference(x: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
         return expert_mlp_reference(x, weights, indices, *parameters)
@@ -122,7 +121,7 @@ def test_gradients_are_added_to_buffers(
     _, x_grad, weights_grad, *expected = results(inputs, indices)
     before = [random(*p.shape, dtype=torch.float32 if wide else dtype) for p in parameters]
     buffers = [RecordingBuffer(b.clone().unflatten(1, (2, -1))) if use else None for b, use in zip(before, which)]
-    y = expert_mlp_triton(x, weights, indices, *parameters, (buffers[0], buffers[1]))
+    y = expert_mlp(x, weights, indices, *parameters, (buffers[0], buffers[1]))
     torch.autograd.backward(y, torch.ones_like(y))
     assert x.grad is not None
     assert x.grad.equal(x_grad)
@@ -145,7 +144,7 @@ def test_gradients_that_are_deferred(random: Random, dtype: torch.dtype) -> None
     for later in (False, True):
         x, weights, *parameters = (value.detach().clone().requires_grad_() for value in inputs)
         buffers = [RecordingBuffer(torch.ones_like(p).unflatten(1, (1, -1)), step) for p in parameters]
-        y = expert_mlp_triton(x, weights, indices, *parameters, (buffers[0], buffers[1]))
+        y = expert_mlp(x, weights, indices, *parameters, (buffers[0], buffers[1]))
         if later:
             with step.deferring() as deferred:
                 torch.autograd.backward(y, torch.ones_like(y))
@@ -195,7 +194,7 @@ def test_saved_for_backward_are_x_z_weights_and_the_index(random: Random) -> Non
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        expert_mlp_triton(x, weights, indices, *parameters)
+        expert_mlp(x, weights, indices, *parameters)
     of_tokens = sum(saved.values()) - sum(p.nbytes for p in parameters)
     index = 2 * case.K * 4  # bytes of a token's choices and positions
     table = 4 * (case.E + 1) + 8 * case.T * case.K  # at most: a tile for every row

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus.kernels.linear_cross_entropy import linear_cross_entropy_reference
+from optimus.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
 pytest.importorskip("triton")
 
@@ -34,7 +34,7 @@ def test_equals_the_definition(
     ours, expected = [], []
     inputs = [random(23, 16, dtype=dtype), random(101, 16, dtype=dtype) / 4]  # logits that bf16 holds well
     for function, leaves, out in (
-        (kernels.linear_cross_entropy, [x.clone().requires_grad_() for x in inputs], ours),
+        (linear_cross_entropy, [x.clone().requires_grad_() for x in inputs], ours),
         (linear_cross_entropy_reference, [x.double().requires_grad_() for x in inputs], expected),
     ):
         loss = function(*leaves, target, cap=cap)
@@ -48,8 +48,8 @@ def test_the_gradient_is_scaled_in_fp32(dtype: torch.dtype, device: torch.device
     """By a third, as with three microbatches: rounded to bf16 first it would make every element 0.2 % too large."""
     leaves = [random(*shape, dtype=dtype).requires_grad_() for shape in ((64, 32), (101, 32))]
     target = torch.arange(64, device=device)
-    whole = torch.autograd.grad(kernels.linear_cross_entropy(*leaves, target), leaves)
-    third = torch.autograd.grad(kernels.linear_cross_entropy(*leaves, target) / 3, leaves)
+    whole = torch.autograd.grad(linear_cross_entropy(*leaves, target), leaves)
+    third = torch.autograd.grad(linear_cross_entropy(*leaves, target) / 3, leaves)
     chance = 5e-4 if dtype == torch.bfloat16 else 1e-4  # what is left of each element's own rounding
     for a, b in zip(whole, third):
         assert abs(float((3 * b.double() * a.double()).sum() / a.double().square().sum()) - 1) < chance
@@ -59,7 +59,7 @@ def test_without_gradients_the_same_loss(device: torch.device, random: Random) -
     x, w = random(8, 4, dtype=torch.float32).requires_grad_(), random(16, 4, dtype=torch.float32)
     target = torch.arange(8, device=device)
     with torch.no_grad():
-        loss = kernels.linear_cross_entropy(x, w, target)
+        loss = linear_cross_entropy(x, w, target)
     assert not loss.requires_grad
     torch.testing.assert_close(loss, linear_cross_entropy_reference(x, w, target).detach())
 
@@ -67,4 +67,4 @@ def test_without_gradients_the_same_loss(device: torch.device, random: Random) -
 def test_hopeless_targets_are_exact(device: torch.device) -> None:
     """A target whose probability is below what fp32 holds still has the right, large loss."""
     x, w = torch.full((1, 1), 300.0, device=device), torch.tensor([[1.0], [0.0]], device=device)
-    assert kernels.linear_cross_entropy(x, w, torch.tensor([1], device=device)).item() == 300.0
+    assert linear_cross_entropy(x, w, torch.tensor([1], device=device)).item() == 300.0

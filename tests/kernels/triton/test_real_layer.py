@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from optimus.bench.memory import tracking
-from optimus.kernels.expert_mlp import expert_mlp_reference
+from optimus.kernels.expert_mlp import expert_mlp, expert_mlp_reference
 from optimus.kernels.gradient_buffer import TensorBuffer
 
 pytest.importorskip("triton")
 
 from optimus.bench.trial import trial
-from optimus.kernels.triton.expert_mlp import expert_mlp_triton
 from optimus.kernels.triton.tuning import Tiles
 
 NATIVE = torch.accelerator.is_available()
@@ -62,7 +61,7 @@ def test_equals_the_definition(device: torch.device, random: Random, close: Clos
     place = choices(device)
     indices = torch.tensor([*HERE, -1], device=device)[place]
     buffers = TensorBuffer(torch.zeros_like(gate_up)), TensorBuffer(torch.zeros_like(down))
-    y = expert_mlp_triton(x, weights, indices, gate_up, down, buffers)
+    y = expert_mlp(x, weights, indices, gate_up, down, buffers)
     gradients = list(torch.autograd.grad(y, [x, weights], torch.ones_like(y)))
     for buffer in buffers:
         gradients.append(buffer.grad[HERE].clone())
@@ -82,7 +81,7 @@ def test_kept_for_the_backward_pass(device: torch.device, random: Random) -> Non
     x, weights, gate_up, down = inputs_of(random)
     indices = torch.tensor([*HERE, -1], device=device)[choices(device)]
     with tracking() as alive:
-        y = expert_mlp_triton(x, weights, indices, gate_up, down)
+        y = expert_mlp(x, weights, indices, gate_up, down)
         gc.collect()  # what the interpreter refers to in circles
         kept = alive.current - y.nbytes + x.nbytes + weights.nbytes
     assert 36 * 1024 * T < kept <= KEPT_PER_TOKEN * T

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus.kernels.rms_norm import rms_norm_reference
+from optimus.kernels.rms_norm import rms_norm, rms_norm_reference
 
 pytest.importorskip("triton")
 
@@ -20,7 +20,7 @@ def test_equals_the_definition(
     shape: tuple[int, ...], dtype: torch.dtype, random: Random, same_function: Callable[..., None]
 ) -> None:
     inputs = [random(*shape, dtype=dtype), random(shape[-1], dtype=dtype)]
-    same_function(kernels.rms_norm, rms_norm_reference, inputs, 1e-5)
+    same_function(rms_norm, rms_norm_reference, inputs, 1e-5)
 
 
 def test_programs_take_several_blocks(
@@ -28,9 +28,9 @@ def test_programs_take_several_blocks(
 ) -> None:
     monkeypatch.setattr(kernels, "_PROGRAMS", 3)
     inputs = [random(250, 16, dtype=torch.float32), random(16, dtype=torch.float32)]
-    same_function(kernels.rms_norm, rms_norm_reference, inputs, 1e-5)
+    same_function(rms_norm, rms_norm_reference, inputs, 1e-5)
 
 
 def test_no_rows(random: Random, same_function: Callable[..., None]) -> None:
     inputs = [random(0, 16, dtype=torch.float32), random(16, dtype=torch.float32)]
-    same_function(kernels.rms_norm, rms_norm_reference, inputs, 1e-5)
+    same_function(rms_norm, rms_norm_reference, inputs, 1e-5)

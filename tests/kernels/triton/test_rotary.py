@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus.kernels.rotary import rotary_reference, rotary_table
+from optimus.kernels.rotary import rotary, rotary_reference, rotary_table
 
 pytest.importorskip("triton")
-
-from optimus.kernels.triton.rotary import rotary
 
 Random = Callable[..., Tensor]
 
