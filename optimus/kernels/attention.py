@@ -159,12 +159,7 @@ def attention_reference(
 class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q_BSND: Tensor,
-        k_BPMD: Tensor,
-        v_BPMD: Tensor,
-        sink_N: Tensor | None,
-        blocks: "Sequence[Block]",
+        ctx: Any, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, sink_N: Tensor | None, blocks: "Sequence[Block]"
     ) -> Tensor:
         ctx.blocks = blocks
         if len(blocks) == 1:
@@ -184,9 +179,7 @@ class _Blocks(torch.autograd.Function):
         *saved, sink_N = ctx.saved_tensors  # once: what is recomputed gives them once
         sink_grad_N = sink_gradient(grads[0], saved[3], saved[4], sink_N)
         if len(ctx.blocks) == 1:
-            q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS = saved
-            given = q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS
-            return *attention_block_backward(grads[0], *given, True, ctx.blocks[0].cap), sink_grad_N, None
+            return *attention_block_backward(grads[0], *saved, True, ctx.blocks[0].cap), sink_grad_N, None
         wide = saved[-1].dtype if _merged(ctx.blocks) else saved[0].dtype
         found = [torch.zeros_like(t, dtype=wide) for t in saved[:3]]
         for block in ctx.blocks:
@@ -214,10 +207,8 @@ class Block(NamedTuple):
 
     def moved(self, queries: int, keys: int) -> "Block":
         """The same, so many positions later."""
-        rows, seen = self.queries, self.keys
-        return self._replace(
-            queries=slice(rows.start + queries, rows.stop + queries), keys=slice(seen.start + keys, seen.stop + keys)
-        )
+        later = [slice(t.start + by, t.stop + by) for t, by in ((self.queries, queries), (self.keys, keys))]
+        return Block(*later, self.mask, self.cap)
 
     def attend(self, out_BSND: Tensor, lse_BNS: Tensor, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor) -> None:
         """Add these keys to attention and log-sum-exp (`no_attention`). A causal block is the first of its queries."""
@@ -235,11 +226,8 @@ class Block(NamedTuple):
     ) -> Gradients:
         """The gradients of these queries, keys and values; `out_BSND` and `lse_BNS` are those over all keys."""
         out_grad, q, out = (self._rows(self.queries, t) for t in (out_grad_BSND, q_BSND, out_BSND))
-        k, v, lse = (
-            self._rows(self.keys, k_BPMD),
-            self._rows(self.keys, v_BPMD),
-            self._rows(self.queries, lse_BNS.mT).mT,
-        )
+        k, v = self._rows(self.keys, k_BPMD), self._rows(self.keys, v_BPMD)
+        lse = self._rows(self.queries, lse_BNS.mT).mT
         q_grad, k_grad, v_grad = attention_block_backward(out_grad, q, k, v, out, lse, self.mask != "none", self.cap)
         if self.mask == "window":
             return q_grad.flip(1), k_grad.flip(1), v_grad.flip(1)
@@ -314,10 +302,8 @@ def blocks_before(new: int, seen: int, distance: int, window: int | None) -> Ite
 
 
 class _Path(NamedTuple):
-    forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]  # (q, k, v, causal)
-    backward: Callable[
-        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], Gradients
-    ]  # (out_grad, q, k, v, out, lse, causal)
+    forward: Callable[..., tuple[Tensor, Tensor]]  # (q, k, v, causal)
+    backward: Callable[..., Gradients]  # (out_grad, q, k, v, out, lse, causal)
 
 
 def flash_fits(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:

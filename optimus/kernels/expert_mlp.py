@@ -26,12 +26,7 @@ from torch import Tensor
 
 from optimus.autograd import once_differentiable
 from optimus.kernels import backend
-from optimus.kernels.activation import (
-    Activation,
-    activation_reference,
-    gated_activation,
-    gated_activation_backward,
-)
+from optimus.kernels.activation import Activation, activation_reference, gated_activation, gated_activation_backward
 from optimus.kernels.gradient_buffer import GradientBuffer, WeightGradient
 from optimus.kernels.matmul import matmul
 from optimus.step_context import Forms
@@ -151,13 +146,8 @@ class _ExpertMLP(torch.autograd.Function):
             matmul(h, down_EHI[e].T, out=y_PH[rows], rows_vary=True, forms=forms)
         # The index too, so that recomputing the block frees it.
         ctx.save_for_backward(x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *routes[:-1])
-        ctx.slices, ctx.buffers, ctx.forms, ctx.kind, ctx.biased = (
-            routes.slices,
-            buffers,
-            forms,
-            kind,
-            bias_EJ is not None,
-        )
+        ctx.slices, ctx.buffers, ctx.forms = routes.slices, buffers, forms
+        ctx.kind, ctx.biased = kind, bias_EJ is not None
         if routes.skipped_TK is not None:
             weights_TK = weights_TK.masked_fill(routes.skipped_TK, 0)
             y_PH[-1] = 0

@@ -22,9 +22,7 @@ from optimus.kernels.matmul import matmul
 from optimus.step_context import Forms
 
 _BLOCK_ELEMENTS = 1 << 21  # fp32 logits of one block: 8 MB, which stays in a CPU's cache
-_LEAST_ROWS = (
-    512  # of a block all the same: with few rows the time goes into reading and adding to the weight's gradient
-)
+_LEAST_ROWS = 512  # of a block all the same: with few, the time goes into reading and adding to the weight's gradient
 
 
 class VocabularyPart(Protocol):

@@ -41,21 +41,9 @@ def adamw(
         return
     if gradient_scale != 1.0 or gradient.dtype != torch.float32:
         gradient = gradient.to(torch.float32, copy=True).mul_(gradient_scale)
-    torch._fused_adamw_(
-        [weight],
-        [gradient],
-        [m],
-        [v],
-        [],
-        [torch.tensor(float(step), device=weight.device)],
-        lr=lr,
-        beta1=rule.beta1,
-        beta2=rule.beta2,
-        weight_decay=rule.weight_decay,
-        eps=rule.eps,
-        amsgrad=False,
-        maximize=False,
-    )
+    steps = [torch.tensor(float(step), device=weight.device)]
+    options = {"lr": lr, "amsgrad": False, "maximize": False} | rule._asdict()
+    torch._fused_adamw_([weight], [gradient], [m], [v], [], steps, **options)
     if copy is not None:
         copy.copy_(weight)
 

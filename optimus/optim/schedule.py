@@ -20,11 +20,6 @@ class Schedule(NamedTuple):
     cooldown_steps: int = 0
 
 
-def _share(step: int, first: int, last: int) -> float:
-    """How much of the way from step `first` to step `last` lies behind."""
-    return min(1.0, max(0.0, (step - first) / max(1, last - first)))
-
-
 # From a share of the way to a share of the fall: linear and 1 - sqrt (Hägele et al. 2024, section 3), cosine (SGDR, eq. 5).
 COOLDOWNS: dict[Cooldown, Callable[[float], float]] = {
     "linear": lambda share: 1 - share,
@@ -33,32 +28,21 @@ COOLDOWNS: dict[Cooldown, Callable[[float], float]] = {
 }
 
 
-def _inverse_sqrt(rule: Schedule, step: int) -> float:
-    """Of the step, from the peak at the end of the warm-up (Vaswani et al. 2017, section 5.3)."""
-    return max(rule.minimum, rule.peak * math.sqrt(max(1, rule.warmup_steps) / step))
-
-
-def _falls(shape: Cooldown) -> Callable[[Schedule, int], float]:
-    def rate(rule: Schedule, step: int) -> float:
-        left = COOLDOWNS[shape](_share(step, rule.warmup_steps, rule.steps))
-        return rule.minimum + (rule.peak - rule.minimum) * left
-
-    return rate
-
-
-def _wsd(rule: Schedule, step: int) -> float:
-    """Constant until the cooldown (MiniCPM, section 4)."""
-    left = COOLDOWNS[rule.cooldown](_share(step, rule.steps - rule.cooldown_steps, rule.steps))
-    return rule.minimum + (rule.peak - rule.minimum) * left
+def _fall(rule: Schedule, step: int, shape: Cooldown, first: int) -> float:
+    """From the peak at step `first` to the minimum at the last step."""
+    share = min(1.0, max(0.0, (step - first) / max(1, rule.steps - first)))
+    return rule.minimum + (rule.peak - rule.minimum) * COOLDOWNS[shape](share)
 
 
 # After the warm-up.
 SCHEDULES: dict[Name, Callable[[Schedule, int], float]] = {
-    "constant": lambda rule, _: rule.peak,
-    "cosine": _falls("cosine"),
-    "linear": _falls("linear"),
-    "inverse-sqrt": _inverse_sqrt,
-    "wsd": _wsd,
+    "constant": lambda rule, step: rule.peak,
+    "cosine": lambda rule, step: _fall(rule, step, "cosine", rule.warmup_steps),
+    "linear": lambda rule, step: _fall(rule, step, "linear", rule.warmup_steps),
+    # Of the step, from the peak at the end of the warm-up (Vaswani et al. 2017, section 5.3).
+    "inverse-sqrt": lambda rule, step: max(rule.minimum, rule.peak * math.sqrt(max(1, rule.warmup_steps) / step)),
+    # Constant until the cooldown (MiniCPM, section 4).
+    "wsd": lambda rule, step: _fall(rule, step, rule.cooldown, rule.steps - rule.cooldown_steps),
 }
 
 
