@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -64,16 +65,17 @@ class Group:
 
     @property
     def _point_to_point(self) -> bool:
-        return dist.get_backend(self._handle) == "gloo"
+        return self.size > 1 and dist.get_backend(self._handle) == "gloo"
+
+    def _collective(self, call: Callable[..., Any], *args: Any, **options: Any) -> Callable[[], Any]:
+        """What begins a collective of torch.distributed in this group."""
+        return partial(call, *args, **options, group=self._handle, async_op=True)
 
     def start_sum(self, tensor: Tensor) -> Finish:
         """Begin to replace `tensor` on every rank by its sum over the ranks (all-reduce)."""
-        if self.size == 1:
-            return _nothing
-        if self._point_to_point and tensor.numel() >= LONG_SUM and tensor.numel() % self.size == 0:
+        if tensor.numel() >= LONG_SUM and tensor.numel() % self.size == 0 and self._point_to_point:
             return self._start_long_sum(tensor.view(-1))
-        call = dist.all_reduce
-        return self._start("all_reduce", tensor, lambda: call(tensor, group=self._handle, async_op=True), tensor)
+        return self._start("all_reduce", tensor, self._collective(dist.all_reduce, tensor), tensor)
 
     def _start_long_sum(self, tensor: Tensor) -> Finish:
         """An all-reduce as reduce-scatter and all-gather; the gather begins when the result is called."""
@@ -93,16 +95,12 @@ class Group:
         `tensor` must stay as it is until the result is called. If `out` is a slice of it, the rest holds nothing of use
         then.
         """
-        if self.size == 1:
-            if out.data_ptr() != tensor.data_ptr():
-                out.copy_(tensor)
-            return _nothing
+        if self.size == 1 and out.data_ptr() != tensor.data_ptr():
+            out.copy_(tensor)
         if self._point_to_point:
             return self._start_scattering(tensor, out)
         call = _newest("reduce_scatter_single", "reduce_scatter_tensor")
-        return self._start(
-            "reduce_scatter", tensor, lambda: call(out, tensor, group=self._handle, async_op=True), tensor
-        )
+        return self._start("reduce_scatter", tensor, self._collective(call, out, tensor), tensor)
 
     def _start_scattering(self, tensor: Tensor, out: Tensor) -> Finish:
         own = tensor.chunk(self.size)[self.rank]
@@ -121,15 +119,13 @@ class Group:
 
         `part` may be this rank's own slice of `tensor`.
         """
-        if self.size == 1:
-            if part.data_ptr() != tensor.data_ptr():
-                tensor.copy_(part)
-            return _nothing
+        if self.size == 1 and part.data_ptr() != tensor.data_ptr():
+            tensor.copy_(part)
         if self._point_to_point:
             exchange = gathering(tensor, part, self.ranks, self.rank, self._handle)
             return self._start("all_gather", tensor, exchange, part)
         call = _newest("all_gather_single", "all_gather_into_tensor")
-        return self._start("all_gather", tensor, lambda: call(tensor, part, group=self._handle, async_op=True), part)
+        return self._start("all_gather", tensor, self._collective(call, tensor, part), part)
 
     def sum(self, tensor: Tensor) -> None:
         """Replace `tensor` on every rank by its sum over the ranks, in place."""
@@ -147,14 +143,8 @@ class Group:
         if self.size == 1:
             return rows
         out = rows.new_empty(sum(receive), *rows.shape[1:])
-        self._start(
-            "all_to_all",
-            rows,
-            lambda: dist.all_to_all_single(
-                out, rows.contiguous(), list(receive), list(send), group=self._handle, async_op=True
-            ),
-            rows,
-        )()
+        call = self._collective(dist.all_to_all_single, out, rows.contiguous(), list(receive), list(send))
+        self._start("all_to_all", rows, call, rows)()
         return out
 
     def start_shift(self, tensor: Tensor, out: Tensor) -> Finish:
@@ -165,49 +155,32 @@ class Group:
         """
         if self.size == 1:
             out.copy_(tensor)
-            return _nothing
         call = shifting(tensor, out, self.ranks, self.rank, self._handle)
         return self._start("shift", tensor, call, tensor)
 
     def start_broadcast(self, tensor: Tensor, first: int) -> Finish:
         """Begin to replace `tensor` on every rank by that of the group's `first` rank."""
-        if self.size == 1:
-            return _nothing
-        call = dist.broadcast
-        return self._start(
-            "broadcast",
-            tensor,
-            lambda: call(tensor, src=self.ranks[first], group=self._handle, async_op=True),
-            tensor if self.rank == first else None,
-            comes=self.rank != first,
-        )
+        call = self._collective(dist.broadcast, tensor, src=self.ranks[first])
+        leaves = tensor if self.rank == first else None
+        return self._start("broadcast", tensor, call, leaves, comes=self.rank != first)
 
     def start_sum_at(self, tensor: Tensor, target: int) -> Finish:
         """Begin to replace `tensor` on the rank `target` by the sum over the ranks; elsewhere it is used up (reduce)."""
-        if self.size == 1:
-            return _nothing
-        return self._start(
-            "reduce",
-            tensor,
-            lambda: dist.reduce(tensor, self.ranks[target], group=self._handle, async_op=True),
-            tensor,
-            comes=self.rank == target,
-        )
+        call = self._collective(dist.reduce, tensor, self.ranks[target])
+        return self._start("reduce", tensor, call, tensor, comes=self.rank == target)
 
     def start_send(self, tensor: Tensor, to: int, what: str = "send") -> Finish:
         """Begin to send `tensor`, contiguous, to rank `to` of the group; it must stay as it is until the result is called.
 
         Messages between two ranks are received in the order in which they are sent.
         """
-        call, link = dist.isend, self._link(self.rank, to)
-        return self._start(
-            what, tensor, lambda: call(tensor, self.ranks[to], self._handle, self._tag), tensor, comes=False, at=link
-        )
+        call = partial(dist.isend, tensor, self.ranks[to], self._handle, self._tag)
+        return self._start(what, tensor, call, tensor, comes=False, at=self._link(self.rank, to))
 
     def start_receive(self, tensor: Tensor, source: int, what: str = "receive") -> Finish:
         """Begin to fill `tensor`, contiguous, with what rank `source` of the group sends next."""
-        call, link = dist.irecv, self._link(source, self.rank)
-        return self._start(what, tensor, lambda: call(tensor, self.ranks[source], self._handle, self._tag), at=link)
+        call = partial(dist.irecv, tensor, self.ranks[source], self._handle, self._tag)
+        return self._start(what, tensor, call, at=self._link(source, self.rank))
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """This rank waits inside the context for what others of the group do, but not in a collective."""
@@ -280,18 +253,23 @@ class Group:
         comes: bool = True,
         at: str | None = None,
     ) -> Finish:
-        """What `leaves`, whether something `comes`, and `at`: whom it is of, as the recorder knows it; else the group."""
+        """What `leaves`, whether something `comes`, and `at`: whom it is of, as the recorder knows it; else the group.
+
+        A group of one has nothing to begin.
+        """
+        if self.size == 1:
+            return lambda: None
         at = at or self._name
         number = self._recorder.begins(at)
         if self.watch is not None and leaves is not None:
             self.watch.leaves(leaves, name, (at, number))
         # To begin may be to wait: Gloo's threads and ours take turns.
-        with self._naming(name, tensor), self._recorder.waits(at, name, number):
+        with self._waits(at, name, number, tensor):
             started = call()
         works = started if isinstance(started, list) else [started]
 
         def finish() -> None:
-            with self._naming(name, tensor), self._recorder.waits(at, name, number):
+            with self._waits(at, name, number, tensor):
                 for work in works:
                     work.wait()
             if self.watch is not None and comes:
@@ -303,17 +281,16 @@ class Group:
         """The way of messages from one rank to another: both count those of theirs, and nobody else takes part."""
         return f"{self.ranks[source]} to {self.ranks[target]}{f' ({self._tag})' if self._tag else ''}"
 
-    @contextmanager
-    def _talking(self, what: str) -> Iterator[None]:
+    def _talking(self, what: str) -> AbstractContextManager[None]:
         """A collective of Python objects."""
-        number = self._recorder.begins(self._name)
-        with self._naming(what, torch.empty(0)), self._recorder.waits(self._name, what, number):
-            yield
+        return self._waits(self._name, what, self._recorder.begins(self._name), torch.empty(0))
 
     @contextmanager
-    def _naming(self, name: str, tensor: Tensor) -> Iterator[None]:
+    def _waits(self, at: str, name: str, number: int, tensor: Tensor) -> Iterator[None]:
+        """In a collective, which is named where it fails."""
         try:
-            yield
+            with self._recorder.waits(at, name, number):
+                yield
         except RuntimeError as error:  # what torch.distributed raises for a lost peer and for one that is late
             raise CollectiveError(
                 f"{name} of {tensor.numel() * tensor.element_size():,} bytes over ranks {_few(self.ranks)} failed on rank "
@@ -333,7 +310,8 @@ class Groups:
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._made: dict[tuple[tuple[int, ...], ...], Group] = {}
-        self._apart = 0  # groups that are not shared
+        self._apart = count(1)  # of groups that are not shared
+        self._noted = partial(Group, recorder=self.recorder, watch=self.watch, step=self.step)
         self._along: dict[frozenset[str], Group] = {}
 
     @property
@@ -361,16 +339,14 @@ class Groups:
         """
         group = self.along(*axes)
         if group.size > 1 and dist.get_backend() == "gloo":
-            noted = partial(Group, recorder=self.recorder, watch=self.watch, step=self.step)
-            return [noted(group.ranks, group.rank, group._handle, tag) for tag in range(1, number + 1)]
+            return [self._noted(group.ranks, group.rank, group._handle, tag) for tag in range(1, number + 1)]
         return self.apart(number, *axes)
 
     def apart(self, number: int, *axes: str) -> list[Group]:
         """The group along `axes` so many times, each apart from all others: ranks may enter one of them before or after
         another. All ranks must ask in the same order."""
         parts = list(self.mesh.groups(axes))
-        self._apart += number
-        return [self._make(parts, alone=self._apart - number + 1 + each) for each in range(number)]
+        return [self._make(parts, alone=next(self._apart)) for _ in range(number)]
 
     def dividing(self, parts: Sequence[Sequence[int]]) -> Group:
         """This rank's group where `parts` divide all ranks. All ranks must ask for new groups in the same order."""
@@ -385,8 +361,7 @@ class Groups:
         # Every rank takes part in making every group, also where its own needs none.
         needed = [part for part in parts if len(part) > 1 and (alone or len(part) < self.mesh.size)]
         handles = {part[0]: dist.new_group(list(part), timeout=self._timeout) for part in needed}
-        noted = partial(Group, recorder=self.recorder, watch=self.watch, step=self.step)
-        return noted(own, own.index(self.rank), handles.get(own[0]), alone)
+        return self._noted(own, own.index(self.rank), handles.get(own[0]), alone)
 
 
 def _newest(new: str, old: str) -> Callable[..., Any]:
@@ -405,7 +380,3 @@ def _few(ranks: Sequence[int]) -> str:
     if len(ranks) <= 8:
         return ", ".join(map(str, ranks))
     return f"{ranks[0]}, {ranks[1]} ... {ranks[-1]} ({len(ranks)} of them)"
-
-
-def _nothing() -> None:
-    """A group of one has nothing to finish."""
