@@ -21,6 +21,7 @@ from optimus.kernels.triton.expert_up import expert_up, expert_up_backward, expe
 from optimus.kernels.triton.token_index import Routes, token_index
 from optimus.kernels.triton.tuning import row_tile
 
+
 class ExpertMLP(torch.autograd.Function):
     """See `kernels.expert_mlp`; any choice outside [0, E) is skipped, as another rank's."""
 
