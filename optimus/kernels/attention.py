@@ -179,7 +179,7 @@ class _Blocks(torch.autograd.Function):
         *saved, sink_N = ctx.saved_tensors  # once: what is recomputed gives them once
         sink_grad_N = sink_gradient(grads[0], saved[3], saved[4], sink_N)
         if len(ctx.blocks) == 1:
-            return *attention_block_backward(grads[0], *saved, True, ctx.blocks[0].cap), sink_grad_N, None
+            return *attention_block_backward(grads[0], *saved, causal=True, cap=ctx.blocks[0].cap), sink_grad_N, None
         wide = saved[-1].dtype if _merged(ctx.blocks) else saved[0].dtype
         found = [torch.zeros_like(t, dtype=wide) for t in saved[:3]]
         for block in ctx.blocks:
@@ -207,8 +207,8 @@ class Block(NamedTuple):
 
     def moved(self, queries: int, keys: int) -> "Block":
         """The same, so many positions later."""
-        later = [slice(t.start + by, t.stop + by) for t, by in ((self.queries, queries), (self.keys, keys))]
-        return Block(*later, self.mask, self.cap)
+        rows, seen = slice(self.queries.start + queries, self.queries.stop + queries), self.keys
+        return self._replace(queries=rows, keys=slice(seen.start + keys, seen.stop + keys))
 
     def attend(self, out_BSND: Tensor, lse_BNS: Tensor, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor) -> None:
         """Add these keys to attention and log-sum-exp (`no_attention`). A causal block is the first of its queries."""

@@ -1,7 +1,7 @@
 """AdamW (Loshchilov and Hutter 2019, algorithm 2) on flat tensors."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def adamw(
     if gradient_scale != 1.0 or gradient.dtype != torch.float32:
         gradient = gradient.to(torch.float32, copy=True).mul_(gradient_scale)
     steps = [torch.tensor(float(step), device=weight.device)]
-    options = {"lr": lr, "amsgrad": False, "maximize": False} | rule._asdict()
+    options: dict[str, Any] = {"lr": lr, "amsgrad": False, "maximize": False} | rule._asdict()
     torch._fused_adamw_([weight], [gradient], [m], [v], [], steps, **options)
     if copy is not None:
         copy.copy_(weight)
