@@ -179,7 +179,8 @@ class _Blocks(torch.autograd.Function):
         *saved, sink_N = ctx.saved_tensors  # once: what is recomputed gives them once
         sink_grad_N = sink_gradient(grads[0], saved[3], saved[4], sink_N)
         if len(ctx.blocks) == 1:
-            return *attention_block_backward(grads[0], *saved, causal=True, cap=ctx.blocks[0].cap), sink_grad_N, None
+            given = [grads[0], *saved, True, ctx.blocks[0].cap]
+            return *attention_block_backward(*given), sink_grad_N, None
         wide = saved[-1].dtype if _merged(ctx.blocks) else saved[0].dtype
         found = [torch.zeros_like(t, dtype=wide) for t in saved[:3]]
         for block in ctx.blocks:

@@ -52,7 +52,8 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _turn(grads[0], *ctx.saved_tensors, sign=-1.0), None, None
+        cos_SD, sin_SD = ctx.saved_tensors
+        return _turn(grads[0], cos_SD, sin_SD, -1.0), None, None
 
 
 def _turn(x_BSND: Tensor, cos_SD: Tensor, sin_SD: Tensor, sign: float) -> Tensor:
