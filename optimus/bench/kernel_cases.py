@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimus.bench.buffers import GradientBuffers
 from optimus.errors import UserError, how_to_install
 from optimus.kernels.activation import activation, activation_reference
 from optimus.kernels.backend import compute_dtype
 from optimus.kernels.expert_mlp import expert_mlp, expert_mlp_reference
+from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.linear import linear, linear_reference
 from optimus.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from optimus.kernels.rms_norm import rms_norm, rms_norm_reference
@@ -60,7 +60,7 @@ class Sizes(NamedTuple):
     context: int  # tokens of a sequence
     dtype: torch.dtype
     device: torch.device
-    buffers: GradientBuffers  # of weights, by those for whom gradients shall accumulate
+    buffers: dict[nn.Parameter, GradientBuffer]  # of weights, by those for whom gradients shall accumulate
 
 
 def cases(sizes: Sizes) -> Iterator[Callable[[], Case]]:
@@ -207,7 +207,7 @@ def _router(sizes: Sizes) -> Case:
     computing them makes the same choices.
     """
     T, H, (E, K) = sizes.tokens, sizes.model.hidden, _expert_counts(sizes.model)
-    parts = Parts(parameters=sizes.buffers)
+    parts = Parts(gradient_buffers=sizes.buffers)
     router = Router(H, E, K, "learned", Choosing.of(sizes.model), parts).to(sizes.device, sizes.dtype)
     x_TH = _random(sizes, T, H)
     with torch.no_grad():

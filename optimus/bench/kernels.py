@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optimus.bench.buffers import GradientBuffers
 from optimus.bench.kernel_cases import Case, Function, Sizes, cases
 from optimus.bench.moe_measure import Stopwatch
 from optimus.config.load import model_config_from, resolve_model
@@ -51,7 +50,7 @@ def run(
     if tokens % context:
         raise UserError(f"--tokens {tokens} is no multiple of --context {context}: change either")
     config = model_config_from(resolve_model(model)["model"], model)
-    sizes = Sizes(config, tokens, context, dtype, find_device(device, "--device"), GradientBuffers())
+    sizes = Sizes(config, tokens, context, dtype, find_device(device, "--device"), {})
     with one_thread(sizes.device):
         errors = check(sizes)
         rows = []

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optimus.bench.buffers import GradientBuffers
 from optimus.bench.moe_inputs import Shape, Weights
-from optimus.kernels.gradient_buffer import TensorBuffer
+from optimus.kernels.gradient_buffer import GradientBuffer, TensorBuffer
 from optimus.model.moe.layer import MoeLayer
 from optimus.model.parts import Parts
 from optimus.observe.machine import free_memory
@@ -59,9 +58,10 @@ class Ours(Block):
     """`MoeLayer`, its experts' gradients going where they accumulate through gradient buffers, as in training."""
 
     def __init__(self, setting: Setting) -> None:
-        weights, gradients, self._buffers = setting.weights, setting.gradients, GradientBuffers()
+        weights, gradients = setting.weights, setting.gradients
+        self._buffers: dict[nn.Parameter, GradientBuffer] = {}
         with torch.device("meta"):
-            layer = MoeLayer(*setting.shape[1:], routing="learned", parts=Parts(parameters=self._buffers))
+            layer = MoeLayer(*setting.shape[1:], routing="learned", parts=Parts(gradient_buffers=self._buffers))
         layer.router.weight = nn.Parameter(weights.router_EH)
         layer.experts.gate_up = nn.Parameter(weights.gate_up_EJH.unflatten(1, (2, -1)))
         layer.experts.down = nn.Parameter(weights.down_EHI)

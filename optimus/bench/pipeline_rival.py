@@ -24,10 +24,9 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from optimus.bench.buffers import GradientBuffers
 from optimus.comm import Groups
 from optimus.config import RunConfig
-from optimus.kernels.gradient_buffer import TensorBuffer
+from optimus.kernels.gradient_buffer import GradientBuffer, TensorBuffer
 from optimus.model import Batch, Losses
 from optimus.model.attention import Places
 from optimus.model.init import initialize
@@ -52,7 +51,7 @@ TORCH: dict[str, type[PipelineScheduleSingle] | type[PipelineScheduleMulti]] = {
 def make_stages(config: RunConfig) -> Staged:
     """This rank's stages, initialised, in fp32. Gradients accumulate in `.grad` of the parameters."""
     groups = Groups(mesh_of(config, dist.get_world_size()))
-    buffers = GradientBuffers()
+    buffers: dict[nn.Parameter, GradientBuffer] = {}
     model = build_stage(config.model, groups, StageOptions(), buffers)
     initialize(model, config.train.seed, config.model.init_std)
     partition = partition_of(config, groups.mesh, groups.rank)

@@ -72,7 +72,6 @@ class Attention(nn.Module):
         self.out = Linear(columns, residual, bias=config.attention_bias == "all", parts=parts)
         sinks = Size("heads", config.heads)
         self.sink = declare(self, "sink", sinks, role="vector") if config.attention_sinks else None
-        self._use = parts.parameters.use
         self.norms_heads = config.qk_norm == "head"
         normed = {"none": (None, None), "whole": (columns, shared), "head": (head, head)}[config.qk_norm]
         self.q_norm, self.k_norm = (
@@ -92,8 +91,6 @@ class Attention(nn.Module):
         if self.rotary:
             q, k = rotary(q, table), rotary(k, table)
         scoring = Scoring(self.window, self.cap, self.sink)
-        if self.sink is not None:
-            self._use(self.sink)
         if cache is None:
             y_BSND = places.sequence.attend(q, k, v, scoring)
         else:

@@ -19,11 +19,10 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = declare(self, "weight", columns, role="vector", initial="zeros" if offset else "ones")
         self.eps, self.offset = eps, offset
-        self._norms, self._use = parts.norms(columns.dim), parts.parameters.use
+        self._norms = parts.norms(columns.dim)
 
     def forward(self, x_TH: Tensor) -> Tensor:
         weight = self.weight
-        self._use(weight)
         if self.offset:  # in fp32, because a bf16 near one has fewer digits than its distance from one
             return self._norms.rms(x_TH, weight.to(compute_dtype(weight.dtype)) + 1, self.eps)
         return self._norms.rms(x_TH, weight, self.eps)
@@ -37,11 +36,9 @@ class LayerNorm(nn.Module):
         self.eps = eps
         self.weight = declare(self, "weight", columns, role="vector", initial="ones") if affine else None
         self.bias = declare(self, "bias", columns, role="vector", initial="zeros") if affine else None
-        self._norms, self._use = parts.norms(columns.dim), parts.parameters.use
+        self._norms = parts.norms(columns.dim)
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        if self.weight is not None and self.bias is not None:
-            self._use(self.weight, self.bias)
         return self._norms.layer(x_TH, self.eps, self.weight, self.bias)
 
 

@@ -13,11 +13,8 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = declare(self, "weight", *outputs, inputs)
         self.bias = declare(self, "bias", *outputs, role="vector", initial="zeros") if bias else None
-        self._product, self._use = parts.product(outputs[-1].dim, inputs.dim), parts.parameters.use
+        self._product, self._gradients = parts.product(outputs[-1].dim, inputs.dim), parts.gradient_buffers
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        if bias is None:
-            return self._product(x, weight, *self._use(weight))
-        buffer, _ = self._use(weight, bias)
-        return self._product(x, weight, buffer) + bias.flatten()
+        y = self._product(x, self.weight, self._gradients.get(self.weight))
+        return y if self.bias is None else y + self.bias.flatten()

@@ -4,7 +4,7 @@ A module takes what it needs from the `Parts` in its constructor, and knows one 
 device; those of a mesh are made in `parallel.build`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -42,52 +42,38 @@ class LocalProduct:
         return linear(x, weight.flatten(0, -2), buffer, self.inner)
 
 
-class Parameters(Protocol):
-    """Where the parameters of a model are kept between their uses, and where their gradients accumulate."""
-
-    def use(self, *parameters: nn.Parameter) -> Sequence[GradientBuffer | None]:
-        """Have the parameters of a module, which is about to use them, whole on this device.
-
-        Returns the gradient buffer of each; None where autograd accumulates the gradient.
-        """
+def run_unit(modules: Sequence[nn.Module], function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, which runs `modules`: their parameters are here."""
+    return function(*args)
 
 
-class KeptParameters:
-    """All parameters are here."""
+class Runner:
+    """How modules are run: as units, a unit being a module that is run, or several that are run in a row.
 
-    def use(self, *parameters: nn.Parameter) -> Sequence[GradientBuffer | None]:
-        return [None] * len(parameters)
-
-
-class Runner(Protocol):
-    """How blocks are run: once, or again in the backward pass as well, for activations that are then not saved.
-
+    `unit` has the parameters of a unit here while it runs, and once more for its backward pass. All activations are saved.
     `number` counts the blocks in a row of them, from 0.
     """
 
+    def __init__(self, unit: Callable[..., Any] = run_unit) -> None:
+        self.unit = unit
+
+    def run(self, module: nn.Module, x: Tensor, *args: Any) -> Any:
+        """`module(x, *args)`, a unit of its own."""
+        return self.unit((module,), module, x, *args)
+
+    def modules(self, number: int, x: Any, *modules: tuple[Any, ...]) -> Any:
+        """What these modules of a block make of `x` in turn; each is (kind, module, its further arguments...)."""
+        for _, module, *others in modules:
+            x = self.run(module, x, *others)
+        return x
+
     def segments(self, blocks: int) -> Sequence[range]:
         """A row of `blocks` divided into what `segment` runs at a time."""
-
-    def segment(self, function: Callable[..., Any], *args: Any) -> Any:
-        """`function(*args)`, which runs a segment."""
-
-    def modules(self, number: int, x: Tensor, *modules: tuple[Any, ...]) -> Any:
-        """What these modules of a block make of `x` in turn; each is (kind, module, its further arguments...)."""
-
-
-class RunOnce:
-    """All activations are saved."""
-
-    def segments(self, blocks: int) -> Sequence[range]:
         return [range(blocks)]
 
     def segment(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)`, which runs a segment."""
         return function(*args)
-
-    def modules(self, number: int, x: Any, *modules: tuple[Any, ...]) -> Any:
-        for _, module, *others in modules:
-            x = module(x, *others)
-        return x
 
 
 _PRODUCT = LocalProduct(MatrixProduct())
@@ -106,8 +92,9 @@ class Parts:
     all_rows: Callable[[Tensor], Tensor] = lambda x: (
         x
     )  # from those of the residual stream here, for this device's heads
-    parameters: Parameters = field(default_factory=KeptParameters)
-    runner: Runner = field(default_factory=RunOnce)
+    # Of parameters whose gradients do not accumulate by autograd; filled when the modules have been made.
+    gradient_buffers: Mapping[nn.Parameter, GradientBuffer] = field(default_factory=dict)
+    runner: Runner = field(default_factory=Runner)
     step: StepContext = field(default_factory=StepContext)
 
 

@@ -25,11 +25,10 @@ class LearnedPositions(nn.Module):
         super().__init__()
         rows = Size("positions", positions + offset)
         self.weight = declare(self, "weight", rows, Size("residual", hidden), role="embedding")
-        self.offset, self._use = offset, parts.parameters.use
+        self.offset = offset
 
     def forward(self, position_T: Tensor) -> Tensor:
         """[T, H]. Beyond the last row is padding only, which nothing sees."""
-        self._use(self.weight)
         return F.embedding((position_T + self.offset).clamp(max=len(self.weight) - 1), self.weight)
 
 

@@ -141,10 +141,9 @@ class Embedding(nn.Module):
     def __init__(self, vocab: int, hidden: int, parts: Parts = LOCAL) -> None:
         super().__init__()
         self.weight = declare(self, "weight", Size("vocab", vocab), Size("residual", hidden), role="embedding")
-        self.vocabulary, self._use = parts.vocabulary, parts.parameters.use
+        self.vocabulary = parts.vocabulary
 
     def forward(self, tokens_T: Tensor) -> Tensor:
-        self._use(self.weight)
         return self.vocabulary.embed(tokens_T, self.weight)
 
 
@@ -166,14 +165,13 @@ class Head(nn.Module):
         super().__init__()
         own = Size("vocab", vocab), Size("residual", hidden)
         self.weight = declare(self, "weight", *own, role="embedding") if tied is None else tied
-        self.vocabulary, self._use, self.cap = parts.vocabulary, parts.parameters.use, cap
+        self.vocabulary, self.cap = parts.vocabulary, cap
 
     def forward(self, x: Tensor, target_T: Tensor | None = None, count: float = 1.0, part: bool = False) -> Tensor:
         """[..., H] to [..., V]; with `target_T`, x [T, H] to an fp32 scalar, their summed cross-entropy over `count`.
 
         With `part`, the residual stream [T, H] as the blocks hold it to the logits of the tokens that are here.
         """
-        self._use(self.weight)
         if target_T is not None:
             return self.vocabulary.loss(x, self.weight, target_T, count, self.cap)
         logits = self.vocabulary.part_logits if part else self.vocabulary.logits
@@ -196,7 +194,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         numbers = range(config.layers) if layers is None else layers
-        self.config, self.parts = config, parts
+        self.config, self.parts, self.run = config, parts, parts.runner.run
         self.sequence = parts.sequence
         self.embedding = Embedding(config.vocab, config.hidden, parts)
         learned = config.learned_positions
@@ -209,7 +207,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits [B, S, V] in the type of the weights. With a `cache`, the tokens continue the sequence held there."""
-        return self.head(self.hidden_states(tokens_BS, cache))
+        return self.run(self.head, self.hidden_states(tokens_BS, cache))
 
     def hidden_states(self, tokens_BS: Tensor, cache: KVCache | None = None) -> Tensor:
         """Output of the final norm [B, S, H], whole on every device; for evaluation, without gradients."""
@@ -217,14 +215,15 @@ class Transformer(nn.Module):
         self.check_length(start + length)
         tokens_BS = F.pad(tokens_BS, (0, -length % self.head.vocabulary.multiple))  # a causal model does not see it
         _, places = self.whole_places(tokens_BS, start)
-        x_TH = self.final_norm(self.blocks(self.embedded(tokens_BS.flatten(), places), places, cache)[0])
+        x_TH, _ = self.blocks(self.embedded(tokens_BS.flatten(), places), places, cache)
+        x_TH = self.run(self.final_norm, x_TH)
         if cache is not None:
             cache.keep(start + length)
         return self.head.vocabulary.join(x_TH).unflatten(0, (len(tokens_BS), -1))[:, :length]
 
     def embedded(self, tokens_T: Tensor, places: Places) -> Tensor:
         """The residual stream [T, H] of these tokens as the first block has it."""
-        return self.placed(self.embedding(tokens_T), places)
+        return self.placed(self.run(self.embedding, tokens_T), places)
 
     def placed(self, x_TH: Tensor, places: Places) -> Tensor:
         """What the embedding gives as the first block has it: scaled, with learned positions, where the model has these."""
@@ -232,7 +231,7 @@ class Transformer(nn.Module):
             x_TH = x_TH * torch.tensor(math.sqrt(self.config.hidden), dtype=x_TH.dtype).item()
         if self.positions is None:
             return x_TH
-        return x_TH + self.positions(self.parts.vocabulary.rows(places.position_T))
+        return x_TH + self.run(self.positions, self.parts.vocabulary.rows(places.position_T))
 
     def check_length(self, length: int) -> None:
         """Raise `UserError` if sequences may not be so long."""
@@ -260,7 +259,8 @@ class Transformer(nn.Module):
     ) -> Losses:
         """`losses` from the output of the blocks at these positions of the sequences."""
         count = max(1, batch.predicted()) / self.sequence.parts if count is None else count
-        return Losses(self.head(self.final_norm(x_TH), self.targets(batch, positions_S), count), stats)
+        x_TH = self.run(self.final_norm, x_TH)
+        return Losses(self.run(self.head, x_TH, self.targets(batch, positions_S), count), stats)
 
     def targets(self, batch: Batch, positions_S: Tensor) -> Tensor:
         """What is to be predicted at these positions [T], -1 where nothing is."""

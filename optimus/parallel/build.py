@@ -3,15 +3,18 @@
 What a rank holds of each parameter is another question (`layouts.py`): the modules are made as one device has them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
+
+from torch import nn
 
 from optimus.comm import Group, Groups
 from optimus.comm.functional import gather_rows, share
 from optimus.config import ModelConfig
 from optimus.errors import UserError
+from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.linear import MatrixProduct
 from optimus.model import Transformer
 from optimus.model.moe.dispatch import Dispatch, local_dispatch
@@ -19,7 +22,7 @@ from optimus.model.moe.router import Routing
 from optimus.model.moe.tokens import TokenSplit, WholeTokens
 from optimus.model.norms import LocalNorms, Norms
 from optimus.model.parameters import Dim
-from optimus.model.parts import KeptParameters, LocalProduct, Parameters, Parts, Product
+from optimus.model.parts import LOCAL, LocalProduct, Parts, Product, run_unit
 from optimus.model.sequence import Sequence, WholeSequence
 from optimus.model.vocabulary import LocalVocabulary, Vocabulary
 from optimus.parallel.context import RingSequence, UlyssesSequence
@@ -53,18 +56,26 @@ class StageOptions:
 
 
 def build_stage(
-    architecture: ModelConfig, groups: Groups, options: StageOptions, parameters: Parameters | None = None
+    architecture: ModelConfig,
+    groups: Groups,
+    options: StageOptions,
+    gradient_buffers: Mapping[nn.Parameter, GradientBuffer] = LOCAL.gradient_buffers,
+    unit: Callable[..., Any] = run_unit,
 ) -> Transformer:
     """The model, every parameter whole and empty on the default device, of modules that work on this rank's parts of them.
 
-    `parameters` keeps the parameters between their uses. All ranks must call. Raises `UserError` when the experts cannot be
-    divided evenly.
+    `unit` runs a unit, whose parameters need not be here before (`Runner`). All ranks must call. Raises `UserError` when the
+    experts cannot be divided evenly.
     """
-    return Transformer(architecture, options.routing, parts_of(architecture, groups, options, parameters))
+    return Transformer(architecture, options.routing, parts_of(architecture, groups, options, gradient_buffers, unit))
 
 
 def parts_of(
-    architecture: ModelConfig, groups: Groups, options: StageOptions, parameters: Parameters | None = None
+    architecture: ModelConfig,
+    groups: Groups,
+    options: StageOptions,
+    gradient_buffers: Mapping[nn.Parameter, GradientBuffer] = LOCAL.gradient_buffers,
+    unit: Callable[..., Any] = run_unit,
 ) -> Parts:
     """The parts of `build_stage`."""
 
@@ -80,8 +91,8 @@ def parts_of(
         tokens=_tokens(groups, options),
         dispatch=partial(_dispatch, groups, options),
         all_rows=partial(gather_rows if options.sequence else share, group=groups.along("tp_out")),
-        parameters=KeptParameters() if parameters is None else parameters,
-        runner=Recompute(options.recomputation, groups.step, keep_collectives=options.keep_collectives),
+        gradient_buffers=gradient_buffers,
+        runner=Recompute(options.recomputation, groups.step, unit, keep_collectives=options.keep_collectives),
         step=groups.step,
     )
 

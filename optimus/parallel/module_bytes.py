@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from optimus.config import ModelConfig
 from optimus.kernels.expert_mlp import PADDING
-from optimus.kernels.gradient_buffer import GradientBuffer, TensorBuffer
+from optimus.kernels.gradient_buffer import TensorBuffer
 from optimus.kernels.linear_cross_entropy import block_rows
 from optimus.mesh import Mesh
 from optimus.model import Batch, Transformer
 from optimus.model.attention import Places
 from optimus.model.moe.router import RouterStats
-from optimus.model.parts import RunOnce
+from optimus.model.parts import Runner
 from optimus.parallel.build import StageOptions, parts_of
 from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.recompute import Recomputation, Recompute
@@ -180,7 +180,8 @@ class _Stage:
     def __init__(self, setting: Setting) -> None:
         config, options = setting.model, setting.options
         groups, examples = ShapeGroups(setting.mesh), sorted(set(config.alike))
-        self.runner, self._buffers = _Measuring(groups.step), _Buffers()
+        self.runner = _Measuring(groups.step)
+        self._buffers: dict[nn.Parameter, TensorBuffer] = {}
         with torch.device("meta"), torch.no_grad():
             parts = replace(parts_of(config, groups, options, self._buffers), runner=self.runner)
             self.model = Transformer(config, parts=parts, layers=examples).to(setting.dtype)
@@ -199,17 +200,11 @@ class _Stage:
         return shapes
 
 
-class _Buffers(dict[nn.Parameter, TensorBuffer]):
-    """The `Parameters` of a model, all of which have gradient buffers."""
-
-    def use(self, *parameters: nn.Parameter) -> Sequence[GradientBuffer | None]:
-        return [self[each] for each in parameters]
-
-
-class _Measuring(RunOnce):
+class _Measuring(Runner):
     """A `Runner` that measures the modules of a block, and gives what they would in shape only."""
 
     def __init__(self, step: StepContext) -> None:
+        super().__init__()
         self._step = step
 
     def measure(
@@ -235,7 +230,7 @@ class _Measuring(RunOnce):
         self._row += 1
         return result
 
-    def _run(self, runner: RunOnce, module: tuple[Any, ...], x: Tensor, *, first: bool, last: bool) -> ModuleBytes:
+    def _run(self, runner: Runner, module: tuple[Any, ...], x: Tensor, *, first: bool, last: bool) -> ModuleBytes:
         shapes = self._shapes
         leaf, gradient = torch.empty_like(x).requires_grad_(), torch.empty_like(x)
         start = shapes.alive

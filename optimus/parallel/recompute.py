@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from optimus.model.parts import RunOnce
+from optimus.model.parts import Runner, run_unit
 from optimus.step_context import CollectiveCache, StepContext
 
 
@@ -32,7 +32,7 @@ class Recomputation(NamedTuple):
         return f"recompute: [{', '.join(self.kinds)}]{every}"
 
 
-class Recompute(RunOnce):
+class Recompute(Runner):
     """The `Runner` that recomputes the activations of what is `chosen`.
 
     What collectives gave is cached in `step`; without `keep_collectives` they are issued again, which all ranks then do
@@ -40,7 +40,15 @@ class Recompute(RunOnce):
     graph.
     """
 
-    def __init__(self, chosen: Recomputation, step: StepContext, *, keep_collectives: bool = True) -> None:
+    def __init__(
+        self,
+        chosen: Recomputation,
+        step: StepContext,
+        unit: Callable[..., Any] = run_unit,
+        *,
+        keep_collectives: bool = True,
+    ) -> None:
+        super().__init__(unit)
         self._chosen, self._step = chosen, step
         self._contexts = self._caching if keep_collectives else noop_context_fn
 
@@ -58,9 +66,9 @@ class Recompute(RunOnce):
             if again:
                 together = list(group)
                 calls = [(module, len(others)) for _, module, *others in together]
-                x = self._again(
-                    partial(_one_after_the_other, calls), x, *(arg for each in together for arg in each[2:])
-                )
+                args = [arg for each in together for arg in each[2:]]
+                run = partial(self._again, partial(_one_after_the_other, calls))
+                x = self.unit(tuple(module for module, _ in calls), run, x, *args)
             else:
                 x = super().modules(number, x, *group)
         return x

@@ -8,8 +8,7 @@ Legend: T rows of the residual stream, H columns of it, E experts.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +38,6 @@ class Objective(Protocol):
 
 class Gradients(Protocol):
     """Where the gradients of this rank's stages go. Parameters of a divided vocabulary are of no stage, which is -1."""
-
-    def saving(self) -> AbstractContextManager[Any]:
-        """Is around every forward pass that a backward pass follows."""
 
     def reduce_on_arrival(self, stage: int) -> None:
         """The coming backward pass, which is not split, is the last of the stage."""
@@ -150,7 +146,7 @@ class Staged(nn.Module):
         hidden_NH = torch.empty(len(at_N), self.config.hidden, dtype=self.dtype, device=at_N.device)
 
         def end(x_TH: Tensor, _stats: RouterStats | None) -> None:
-            whole_TH = model.head.vocabulary.join(model.final_norm(x_TH))
+            whole_TH = model.head.vocabulary.join(model.run(model.final_norm, x_TH))
             hidden_NH.copy_(whole_TH.unflatten(0, padded_BS.shape)[:, :length].flatten(0, 1)[at_N])
 
         self._run_forward([Batch(padded_BS)], end, whole=True)
@@ -166,7 +162,7 @@ class Staged(nn.Module):
 
     def head(self, x: Tensor) -> Tensor:
         """Logits [N, V] of the whole model from hidden states [N, H], where `at_tokens` asks for them."""
-        return cast(Tensor, self.model.head(x))
+        return cast(Tensor, self.model.run(self.model.head, x))
 
     def train_microbatches(
         self,
@@ -205,12 +201,12 @@ class _Forward:
         end: Callable[[Tensor, RouterStats | None], None] | None = None,
         *,
         whole: bool = False,
-        saving: Callable[[], AbstractContextManager[Any]] = torch.no_grad,
+        trains: bool = False,
         count: float = 1.0,
         scale: float = 0.0,
     ) -> None:
         self._staged, self._microbatches, self._end = staged, microbatches, end
-        self._last_stage, self._saving = len(staged.partition.blocks) - 1, saving
+        self._last_stage, self._trains = len(staged.partition.blocks) - 1, trains
         self._choices = sum(staged.config.expert_counts)  # that router statistics are about
         self._whole = whole
         # By number of sequences; but documents are each microbatch's own.
@@ -218,7 +214,7 @@ class _Forward:
         self._vocabulary: VocabularyPasses | None = None
         if staged.links is not None:
             given = staged.links, staged.model, microbatches, self._positions
-            self._vocabulary = VocabularyPasses(*given, lambda number: self.room(number)[0], count, scale, saving)
+            self._vocabulary = VocabularyPasses(*given, lambda number: self.room(number)[0], count, scale, trains)
 
     def _find(self, batch: Batch) -> tuple[Tensor, Places]:
         """The positions of these sequences, as numbers and for the blocks."""
@@ -232,7 +228,7 @@ class _Forward:
     def forward(self, stage: int, microbatch: int, received: Message | None) -> Message | None:
         if stage == 0 and self._vocabulary is not None:
             received = (self._vocabulary.embedded(microbatch),)
-        with self._saving():
+        with torch.set_grad_enabled(self._trains):
             return self._run(stage, microbatch, received)
 
     def _run(self, stage: int, microbatch: int, given: Message | None) -> Message | None:
@@ -240,7 +236,8 @@ class _Forward:
         tokens_BS = batch.tokens_BS
         positions_S, places = self._lying[len(tokens_BS)] if batch.document_BS is None else self._find(batch)
         if given is None:
-            x_TH = self._staged.model.embedding(tokens_BS[:, positions_S].flatten())
+            model = self._staged.model
+            x_TH = model.run(model.embedding, tokens_BS[:, positions_S].flatten())
         else:
             x_TH = given[0]
             layers = self._staged.config.sparse_layers(before=self._staged.partition.blocks[stage].start)
@@ -285,7 +282,7 @@ class _Training(_Forward):
     def __init__(
         self, staged: Staged, microbatches: Sequence[Batch], objective: Objective, gradients: Gradients
     ) -> None:
-        super().__init__(staged, microbatches, saving=gradients.saving, count=objective.count, scale=objective.scale)
+        super().__init__(staged, microbatches, trains=True, count=objective.count, scale=objective.scale)
         self._objective, self._gradients = objective, gradients
         self._kept: dict[tuple[int, int], tuple[Message | None, Message]] = {}
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
@@ -303,7 +300,7 @@ class _Training(_Forward):
     def _finish_stages(self, microbatch: int, x_TH: Tensor, stats: RouterStats | None) -> Message:
         model, batch = self._staged.model, self._microbatches[microbatch]
         if self._vocabulary is not None:
-            x_TH = model.final_norm(x_TH)
+            x_TH = model.run(model.final_norm, x_TH)
             self._router[microbatch] = stats
             self._vocabulary.send_output(microbatch, x_TH.detach())
             return (x_TH,)

@@ -7,8 +7,7 @@ Legend: T rows of the residual stream, H columns of it, V tokens whose rows of t
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,10 +62,10 @@ class VocabularyPasses:
         room: Callable[[int], Tensor],
         count: float,
         scale: float,
-        saving: Callable[[], AbstractContextManager[Any]],
+        trains: bool,
     ) -> None:
         self._links, self._model, self._microbatches = links, model, microbatches
-        self._room, self._count, self._scale, self._saving = room, count, scale, saving
+        self._room, self._count, self._scale, self._trains = room, count, scale, trains
         self._rank = links.outputs.rank
         self._positions_S = positions_S
         self._embedded: dict[int, tuple[Tensor, Finish]] = {}  # on the first stage's rank
@@ -116,8 +115,8 @@ class VocabularyPasses:
 
     def _embed(self, microbatch: int) -> None:
         tokens_BS = self._microbatches[microbatch].tokens_BS
-        with self._saving():
-            x_TH = self._model.embedding(tokens_BS[:, self._positions_S].flatten())
+        with torch.set_grad_enabled(self._trains):
+            x_TH = self._model.run(self._model.embedding, tokens_BS[:, self._positions_S].flatten())
         if x_TH.requires_grad:
             self._embedding_edges[microbatch] = get_gradient_edge(x_TH)
         x_TH = x_TH.detach()
@@ -134,8 +133,8 @@ class VocabularyPasses:
             x_TH = self._room(microbatch)
             _receive(x_TH, self._links.outputs, self._links.last, f"output of microbatch {microbatch}")
         x_TH = x_TH.detach().requires_grad_()
-        with self._saving():
-            logits_TV = self._model.head(x_TH, part=True)
+        with torch.set_grad_enabled(self._trains):
+            logits_TV = self._model.run(self._model.head, x_TH, None, 1.0, True)
         edge, logits_TV = get_gradient_edge(logits_TV), logits_TV.detach()
         group, first = self._links.normalisers, self._model.head.vocabulary.first
         softmax = partial_softmax(logits_TV, self._targets(microbatch), compute_dtype(logits_TV.dtype), first)

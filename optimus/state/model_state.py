@@ -1,9 +1,7 @@
 """All chunks of a model: what the training step calls."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +24,8 @@ class ModelState:
 
     `layouts` says of each parameter, by name, how it lies on the mesh of `groups`. After this, `module`'s parameters are
     views into the chunks, of this rank's parts; their values are zero until `initialize` or `load_boxes`. No chunk holds
-    parameters of two stages, `stage_of` by name, of a pipeline. `gathering` is what the modules of `module` were given as
-    their `Parameters`; without it, parameters must not be sharded, and autograd accumulates all gradients.
+    parameters of two stages, `stage_of` by name, of a pipeline. `gathering` is what the parts of `module` were made with;
+    without it, parameters must not be sharded, and autograd accumulates all gradients.
 
     Raises `UserError` where a parameter is frozen.
     """
@@ -106,19 +104,6 @@ class ModelState:
         self._gathering.begin_step()
         for chunk in self.chunks:
             chunk.begin_step()
-
-    def saving(self) -> AbstractContextManager[Any]:
-        """Must be around every forward pass that a backward pass follows."""
-        return self._gathering.saving()
-
-    @contextmanager
-    def watching(self, watch: Callable[[Tensor], None]) -> Iterator[None]:
-        """Show `watch` every tensor that forward passes inside the context save for their backward passes."""
-        self._gathering.watch = watch
-        try:
-            yield
-        finally:
-            self._gathering.watch = None
 
     def reduce_on_arrival(self, stage: int) -> None:
         """The coming backward pass is the last of a stage: each chunk is reduced when its last gradient is there."""

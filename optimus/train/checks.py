@@ -219,12 +219,13 @@ def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
     kept: dict[int, int] = {}
     state = {chunk.parameter.untyped_storage()._cdata for chunk in run.state.chunks}
 
-    def count(tensor: torch.Tensor) -> None:
+    def count(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in state:
             kept[storage._cdata] = storage.nbytes()
+        return tensor
 
-    with run.state.watching(count):
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         accumulate_gradients(run.model, run.state, tokens_BS, run.config)
     return sum(kept.values())
 

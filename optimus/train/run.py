@@ -169,7 +169,9 @@ def build_model(
         notes.append(note)
     gathering = Gathering()
     with torch.device("meta"):
-        model = build_stage(config.model, groups, stage_options(config, chosen), gathering)
+        model = build_stage(
+            config.model, groups, stage_options(config, chosen), gathering.gradient_buffers, gathering.unit
+        )
     layouts = layouts_of(model, config)
     partition = partition_of(config, groups.mesh, groups.rank)
     for layout in layouts.values():  # groups of all stages, which all ranks must make in the same order

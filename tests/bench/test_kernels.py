@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from optimus.bench import kernel_cases, kernels, tiles
-from optimus.bench.buffers import GradientBuffers
 from optimus.bench.kernel_cases import Case, Sizes, cases
 from optimus.config.load import model_config_from, resolve_model
 from optimus.errors import UserError
@@ -25,9 +24,7 @@ OLMO = OLMOE - {"rms_norm", "qk_norm", "router", "experts"} | {
 
 
 def sizes(preset: str, tokens: int, dtype: torch.dtype) -> Sizes:
-    return Sizes(
-        model_config_from(resolve_model(preset)["model"], preset), tokens, tokens, dtype, CPU, GradientBuffers()
-    )
+    return Sizes(model_config_from(resolve_model(preset)["model"], preset), tokens, tokens, dtype, CPU, {})
 
 
 @pytest.mark.slow

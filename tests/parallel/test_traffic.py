@@ -133,7 +133,7 @@ def of_a_microbatch(source: dict[str, Any]) -> tuple[float, float]:
     model, state = build_model(config, torch.device("cpu"), groups)
     state.initialize(0, 0.02)
     state.begin_step()
-    with counting() as forward, state.saving():
+    with counting() as forward:
         loss = objective(terms(model.model.losses(random_batch(config, 1))), config)
     with counting() as backward:
         loss.backward()
@@ -250,8 +250,7 @@ def exchanged(source: dict[str, Any]) -> dict[str, Counter[str]]:
         return came
 
     with patch.object(Group, "exchange", counted):
-        with state.saving():
-            loss = objective(terms(model.model.losses(tokens)), config)
+        loss = objective(terms(model.model.losses(tokens)), config)
         here = found["backward"]
         loss.backward()
     return found

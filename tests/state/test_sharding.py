@@ -13,7 +13,7 @@ from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
 from optimus.mesh import Mesh
 from optimus.model import Transformer
-from optimus.model.parts import Parts
+from optimus.model.parts import Parts, Runner
 from optimus.optim.adamw import AdamW
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.gathering import Gathering
@@ -32,7 +32,9 @@ def made_with_module(
     )
     gathering = Gathering()
     with torch.device("meta"):
-        module = Transformer(config, parts=Parts(parameters=gathering))
+        module = Transformer(
+            config, parts=Parts(gradient_buffers=gathering.gradient_buffers, runner=Runner(gathering.unit))
+        )
     state = ModelState(
         module,
         parameter_layouts(module),
@@ -162,9 +164,7 @@ def trained(ranks: int, shard: str, limit: int, on_arrival: bool) -> tuple[list[
         for number, tokens in enumerate(batch.chunk(ranks)[rank].chunk(2)):
             if number == 1 and on_arrival:
                 state.reduce_on_arrival(0)
-            with state.saving():
-                loss = module.losses(tokens).cross_entropy / (2 * ranks)
-            loss.backward()
+            (module.losses(tokens).cross_entropy / (2 * ranks)).backward()
         norms.append(state.reduce_gradients())
         state.step(RULE, 1e-2, 1.0)
     return norms, whole_state(state)
@@ -186,9 +186,7 @@ def gradient_memory(ranks: int) -> tuple[list[int], int]:
     module, state = made_with_module(ranks, "gradients", BF16, BF16, 1 << 26)
     found = [allocated(state.chunks)["gradients"]]
     state.begin_step()
-    with state.saving():
-        loss = module.losses(torch.arange(24).view(2, 12)).cross_entropy
-    loss.backward()
+    module.losses(torch.arange(24).view(2, 12)).cross_entropy.backward()
     state.reduce_gradients()
     found.append(allocated(state.chunks)["gradients"])
     state.step(RULE, 1e-2, 1.0)

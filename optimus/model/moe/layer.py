@@ -31,7 +31,7 @@ class Experts(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        self._step, self._use, self.kind = parts.step, parts.parameters.use, kind
+        self._step, self._gradients, self.kind = parts.step, parts.gradient_buffers, kind
         columns, ffn = Size("hidden", hidden), Size("expert_ffn", intermediate)
         stacked = Size("experts", experts), Size("stack", 2), ffn
         self.gate_up = declare(self, "gate_up", *stacked, columns)
@@ -40,10 +40,9 @@ class Experts(nn.Module):
 
     def forward(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:
         """Sum over the K chosen experts of weight times expert output; [T, H]. A choice of -1 is skipped."""
-        biases = [] if self.bias is None else [self.bias]
-        of_gate_up, of_down, *_ = self._use(self.gate_up, self.down, *biases)
         bias_EJ = None if self.bias is None else self.bias.flatten(1)
-        weights, buffers = (self.gate_up.flatten(1, 2), self.down), (of_gate_up, of_down)
+        buffers = self._gradients.get(self.gate_up), self._gradients.get(self.down)
+        weights = self.gate_up.flatten(1, 2), self.down
         return expert_mlp(x_TH, weights_TK, indices_TK, *weights, buffers, self._step.forms, self.kind, bias_EJ)
 
 
@@ -76,7 +75,6 @@ class MoeLayer(nn.Module):
         self.shared = DenseMlp(hidden, shared, kind=kind, parts=parts) if shared else None
         sizes = Size("all_experts", experts), Size("hidden", hidden)
         self.down_bias = declare(self, "down_bias", *sizes, role="vector", initial="zeros") if bias else None
-        self._use = parts.parameters.use
 
     def forward(self, x_TH: Tensor, position_T: Tensor | None = None) -> tuple[Tensor, RouterStats]:
         """(output in the shape of x, of any leading dims; statistics of all tokens that the losses are about).
@@ -88,7 +86,6 @@ class MoeLayer(nn.Module):
         weights_UK, indices_UK, stats = self.router(x_UH, position_U)
         y_UH = self.dispatch(x_UH, weights_UK, indices_UK, self.experts)
         if self.down_bias is not None:
-            self._use(self.down_bias)
             weights_UE = weights_UK.new_zeros(len(x_UH), len(self.down_bias))
             y_UH = torch.addmm(y_UH, weights_UE.scatter(1, indices_UK, weights_UK), self.down_bias)
         y_TH = self.tokens.put_back(y_UH).view_as(x_TH)

@@ -120,7 +120,7 @@ class Router(nn.Module):
         self.weight = declare(self, "weight", choices, Size("hidden", hidden))
         biased = choosing.logit_bias
         self.logit_bias = declare(self, "logit_bias", choices, role="vector", initial="zeros") if biased else None
-        self._product, self._use = parts.product("choices", "hidden"), parts.parameters.use
+        self._product, self._gradients = parts.product("choices", "hidden"), parts.gradient_buffers
         usual = Choosing(renormalise=choosing.renormalise, logit_bias=choosing.logit_bias)
         self.choosing, self._plain = choosing, choosing == usual
         self.experts_per_token = experts_per_token
@@ -132,9 +132,8 @@ class Router(nn.Module):
 
         `position_T`: of every token in its sequence, by default as if all were one sequence.
         """
-        logits_TE = self._product(x_TH, self.weight, *self._use(self.weight))
+        logits_TE = self._product(x_TH, self.weight, self._gradients.get(self.weight))
         if self.logit_bias is not None:
-            self._use(self.logit_bias)
             logits_TE = logits_TE + self.logit_bias
         forced_T = self._forced(x_TH, position_T)
         renormalise = self.choosing.renormalise
