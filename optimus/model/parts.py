@@ -6,6 +6,7 @@ device; those of a mesh are made in `parallel.build`.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -63,9 +64,13 @@ class Runner:
 
     def modules(self, number: int, x: Any, *modules: tuple[Any, ...]) -> Any:
         """What these modules of a block make of `x` in turn; each is (kind, module, its further arguments...)."""
-        for _, module, *others in modules:
-            x = self.run(module, x, *others)
-        return x
+        return self.row(modules, x)
+
+    def row(self, modules: Sequence[tuple[Any, ...]], x: Any, by: Callable[..., Any] | None = None) -> Any:
+        """The same as one unit: `by(function, x, args...)` calls a function that runs it, by default as it is."""
+        in_turn = partial(_in_turn, [(module, len(args)) for _, module, *args in modules])
+        args = [arg for _, _, *own in modules for arg in own]
+        return self.unit(tuple(module for _, module, *_ in modules), partial(by, in_turn) if by else in_turn, x, *args)
 
     def segments(self, blocks: int) -> Sequence[range]:
         """A row of `blocks` divided into what `segment` runs at a time."""
@@ -74,6 +79,13 @@ class Runner:
     def segment(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)`, which runs a segment."""
         return function(*args)
+
+
+def _in_turn(calls: Sequence[tuple[Callable[..., Any], int]], x: Any, *args: Any) -> Any:
+    """Each call takes what the one before has made, and so many of the further arguments."""
+    for call, number in calls:
+        x, args = call(x, *args[:number]), args[number:]
+    return x
 
 
 _PRODUCT = LocalProduct(MatrixProduct())

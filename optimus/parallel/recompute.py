@@ -11,7 +11,6 @@ is dearer than communication (communication-aware checkpointing, TED, section 7.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -63,14 +62,7 @@ class Recompute(Runner):
     def modules(self, number: int, x: Any, *modules: tuple[Any, ...]) -> Any:
         kinds = self._chosen.kinds if (number + 1) % self._chosen.every == 0 else ()
         for again, group in groupby(modules, lambda each: each[0] in kinds):
-            if again:
-                together = list(group)
-                calls = [(module, len(others)) for _, module, *others in together]
-                args = [arg for each in together for arg in each[2:]]
-                run = partial(self._again, partial(_one_after_the_other, calls))
-                x = self.unit(tuple(module for module, _ in calls), run, x, *args)
-            else:
-                x = super().modules(number, x, *group)
+            x = self.row(list(group), x, self._again if again else None)
         return x
 
     def _again(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -80,10 +72,3 @@ class Recompute(Runner):
         """Contexts of the first run and of the second; of one call, as others may come before its backward pass."""
         cache = CollectiveCache()
         return self._step.recording(cache), self._step.repeating(cache)
-
-
-def _one_after_the_other(calls: Sequence[tuple[Callable[..., Any], int]], x: Any, *args: Any) -> Any:
-    """Each call takes what the one before has made, and so many of the further arguments."""
-    for call, number in calls:
-        x, args = call(x, *args[:number]), args[number:]
-    return x

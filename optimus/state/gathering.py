@@ -60,7 +60,7 @@ class Gathering:
         if chunks is None:
             parameters = (each for module in modules for each in module.parameters() if each in self._chunks)
             chunks = self._units[modules] = list(dict.fromkeys(self._chunks[each] for each in parameters))
-        if torch._C._current_graph_task_id() == -1:  # what is recomputed in a backward pass is needed there
+        if chunks and torch._C._current_graph_task_id() == -1:  # what is recomputed in a backward pass is needed there
             for other in self._resharding:
                 if other.gathered and other not in chunks:
                     other.reshard()
