@@ -150,7 +150,7 @@ class _Dataset:
         self._shards = shards
 
     def __len__(self) -> int:
-        return len(self._shards)
+        return self._shards.instances
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         row = self._shards.row(i).astype(np.int64)

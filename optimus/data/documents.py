@@ -12,20 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
+from optimus.data import files
 from optimus.data.cutting import LIMIT as PIECE_LIMIT
 from optimus.data.cutting import PIECE, UncuttableError, pieces
-from optimus.data.files import (
-    HTML_SUFFIXES,
-    LINES_SUFFIXES,
-    READ,
-    TABLE_SUFFIXES,
-    TEXT_SUFFIXES,
-    TSV_SUFFIXES,
-    Source,
-    Sources,
-    open_bytes,
-    skip,
-)
+from optimus.data.files import Source, Sources, open_bytes
 from optimus.data.markup import page_text
 from optimus.data.tables import column
 from optimus.errors import UserError, nearest
@@ -90,7 +80,8 @@ def read_batches(sources: Sources, start: Position, text_field: str, encode: Enc
         if pending.texts and source.input != pending.input:
             yield pending
             pending = Batch(source.input)
-        for part in _read_file(source, position, text_field, encode):
+        read = next(read for suffixes, read in _READERS.items() if source.ends_in(suffixes))
+        for part in read(source, position, text_field, encode):
             if isinstance(part, Batch):
                 if pending.texts:
                     yield pending
@@ -125,20 +116,7 @@ def read_texts(sources: Sources, text_field: str, encode: Encode = lambda text: 
             yield from ((text, True) for text in parse_lines(batch, text_field))
 
 
-def _read_file(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[Batch | _Piece]:
-    if source.ends_in(TEXT_SUFFIXES):
-        yield from _read_text(source, start, encode)
-    elif source.ends_in(HTML_SUFFIXES):
-        yield from _read_page(source, start, encode)
-    elif source.ends_in(LINES_SUFFIXES):
-        yield from _read_lines(source, start, text_field, encode)
-    elif source.ends_in(TABLE_SUFFIXES):
-        yield from _read_table(source, start, text_field, encode)
-    else:
-        yield from _read_parquet(source, start, text_field, encode)
-
-
-def _read_text(source: Source, start: Position, encode: Encode) -> Iterator[_Piece]:
+def _read_text(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[_Piece]:
     offset = start.offset
     with open_bytes(source) as (stream, _):
         stream.seek(offset)
@@ -148,7 +126,7 @@ def _read_text(source: Source, start: Position, encode: Encode) -> Iterator[_Pie
             yield _Piece(text, last, after, offset)
 
 
-def _read_page(source: Source, start: Position, encode: Encode) -> Iterator[_Piece]:
+def _read_page(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[_Piece]:
     with open_bytes(source) as (stream, raw):
         text = page_text(_decode(source, stream, 0))
         for piece, last in _checked_pieces(str(source.path), text, encode):
@@ -157,7 +135,7 @@ def _read_page(source: Source, start: Position, encode: Encode) -> Iterator[_Pie
 
 def _read_table(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[_Piece]:
     place = str(source.path)
-    delimiter = "\t" if source.ends_in(TSV_SUFFIXES) else ","
+    delimiter = "\t" if source.ends_in(files.TSV_SUFFIXES) else ","
     with open_bytes(source) as (stream, raw):
         for row, text in enumerate(column(stream, place, text_field, delimiter), start=1):
             if row <= start.offset:
@@ -209,7 +187,7 @@ def _read_lines(source: Source, start: Position, text_field: str, encode: Encode
     place = str(source.path)
     offset, line = start.offset, start.line
     with open_bytes(source) as (stream, raw):
-        skip(stream, offset)
+        files.skip(stream, offset)
         for block in _line_blocks(place, stream, line):
             first_line, offset, line = line + 1, offset + len(block), line + block.count(b"\n")
             after = Position(start.file, offset, line)
@@ -290,13 +268,13 @@ def _read_parquet(source: Source, start: Position, text_field: str, encode: Enco
     import pyarrow.parquet as pq
 
     try:
-        with source.path.open("rb") as raw, pq.ParquetFile(raw, buffer_size=READ, pre_buffer=False) as file:
+        with source.path.open("rb") as raw, pq.ParquetFile(raw, buffer_size=files.READ, pre_buffer=False) as file:
             if text_field not in file.schema_arrow.names:
                 raise UserError(
                     f"{source.path}: no column '{text_field}' ({nearest(text_field, file.schema_arrow.names)}). "
                     "Name the column that holds the text, `text_field`."
                 )
-            row = 0
+            row, place = 0, ""
             groups: list[int] = []  # row groups before the position are not read at all
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
@@ -310,15 +288,19 @@ def _read_parquet(source: Source, start: Position, text_field: str, encode: Enco
                     if row <= start.offset:
                         continue
                     place = f"{source.path}: row {row}"
-                    text = _checked_text(_as_python(value, place), place, text_field)
+                    text = _checked_text(value.as_py(), place, text_field)
                     for piece, last in _checked_pieces(place, _slices(text), encode):
                         yield _Piece(piece, last, Position(start.file, row) if last else None, raw.tell())
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: not UTF-8 at byte {error.start} of the text ({error.reason})") from error
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{source.path}: not a readable parquet file ({error})") from error
 
 
-def _as_python(value: Any, place: str) -> Any:
-    try:
-        return value.as_py()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{place}: not UTF-8 at byte {error.start} of the text ({error.reason})") from error
+_READERS: dict[tuple[str, ...], Callable[[Source, Position, str, Encode], Iterator[Batch | _Piece]]] = {
+    files.TEXT_SUFFIXES: _read_text,
+    files.HTML_SUFFIXES: _read_page,
+    files.LINES_SUFFIXES: _read_lines,
+    files.TABLE_SUFFIXES: _read_table,
+    (".parquet",): _read_parquet,
+}

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from optimus.disk import user_path
 from optimus.errors import UserError, naming_read_errors
@@ -207,8 +207,7 @@ class _ZstdStream(io.RawIOBase):
         self._raw = raw
         self._error = zstandard.ZstdError
         self._new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
-        self._frame = self._new_frame()
-        self._begun = False
+        self._frame: Any = None  # which is not complete
         self._rest = b""  # compressed, not yet used
         self._ready = b""  # decompressed, not yet handed out
 
@@ -217,20 +216,18 @@ class _ZstdStream(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         while not self._ready:
-            data = self._rest or self._raw.read(1 << 16)
-            self._rest = b""
+            data, self._rest = self._rest or self._raw.read(1 << 16), b""
             if not data:
-                if self._begun and not self._frame.eof:
+                if self._frame:
                     raise EOFError("the last zstd frame is incomplete")
                 return 0
-            if self._frame.eof:
-                self._frame = self._new_frame()
-            self._begun = True
+            self._frame = self._frame or self._new_frame()
             try:
                 self._ready = self._frame.decompress(data)
             except self._error as error:
                 raise EOFError(str(error)) from error
-            self._rest = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._rest, self._frame = self._frame.unused_data, None
         taken = min(len(buffer), len(self._ready))
         buffer[:taken] = self._ready[:taken]
         self._ready = self._ready[taken:]

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from types import TracebackType
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,11 +46,11 @@ class TokenLoader(Iterator[Batch]):
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}")
         self.step = start_step  # of the batch that comes next
-        self._reader = _Reader(shards, global_batch, rank, ranks, seed)
+        reader = Reader(shards, global_batch, rank, ranks, seed)
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(AHEAD)
         self._stop = threading.Event()
         # The thread must not hold the loader, or a loader that is dropped without `close` would never end.
-        arguments = (self._reader, start_step, self._ready, self._stop)
+        arguments = (reader, start_step, self._ready, self._stop)
         self._thread = threading.Thread(target=_read_ahead, args=arguments, name="token-loader", daemon=True)
         self._finalizer = weakref.finalize(self, self._stop.set)
         self._thread.start()
@@ -63,10 +64,6 @@ class TokenLoader(Iterator[Batch]):
             raise batch
         self.step += 1
         return batch
-
-    def rows(self, step: int) -> NDArray[np.int64]:
-        """The instances of this rank in a step, as row numbers [B] of the shards."""
-        return self._reader.rows(step)
 
     def close(self) -> None:
         """Ends the reading thread. The iterator is exhausted afterwards."""
@@ -82,36 +79,37 @@ class TokenLoader(Iterator[Batch]):
         self.close()
 
 
-class _Reader:
+class Reader(NamedTuple):
     """Reads the part of one rank in any step."""
 
-    def __init__(self, shards: Shards, global_batch: int, rank: int, ranks: int, seed: int) -> None:
-        self._shards = shards
-        self._global_batch = global_batch
-        self._size = global_batch // ranks
-        self._offset = rank * self._size
-        self._seed = seed
+    shards: Shards
+    global_batch: int
+    rank: int
+    ranks: int
+    seed: int
 
     def rows(self, step: int) -> NDArray[np.int64]:
-        first = step * self._global_batch + self._offset
-        places = np.arange(first, first + self._size)
-        epochs, rows = np.divmod(places, self._shards.instances)
+        """The instances of this rank in a step, as row numbers [B] of the shards."""
+        size = self.global_batch // self.ranks
+        first = step * self.global_batch + self.rank * size
+        epochs, rows = np.divmod(np.arange(first, first + size), self.shards.instances)
         for epoch in np.unique(epochs[epochs > 0]).tolist():
             chosen = epochs == epoch
-            rows[chosen] = Permutation(self._shards.instances, "epoch", self._seed, epoch)(rows[chosen])
+            rows[chosen] = Permutation(self.shards.instances, "epoch", self.seed, epoch)(rows[chosen])
         return rows
 
     def read(self, step: int) -> Batch:
+        """Their tokens."""
         rows = self.rows(step)
-        tokens_BS = np.empty((self._size, self._shards.context), dtype=np.int64)
+        tokens_BS = np.empty((len(rows), self.shards.context), dtype=np.int64)
         # Runs of consecutive rows (all of the first epoch) are copied at once.
         starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1).tolist()
         for start, stop in zip(starts, [*starts[1:], len(rows)]):
-            tokens_BS[start:stop] = self._shards.rows(int(rows[start]), int(rows[stop - 1]) + 1)
+            tokens_BS[start:stop] = self.shards.rows(int(rows[start]), int(rows[stop - 1]) + 1)
         return tokens_BS
 
 
-def _read_ahead(reader: _Reader, step: int, ready: "queue.Queue[Batch | BaseException]", stop: threading.Event) -> None:
+def _read_ahead(reader: Reader, step: int, ready: "queue.Queue[Batch | BaseException]", stop: threading.Event) -> None:
     while not stop.is_set():
         item: Batch | BaseException
         try:

@@ -32,7 +32,7 @@ from optimus.data.documents import BLOCK, Batch, Encode, read_batches, read_text
 from optimus.data.helpers import Helpers
 from optimus.data.journal import Journal, Mark
 from optimus.data.tokenizer import TokenizerInfo
-from optimus.data.work import SUMS, Encoded, Encoder, Gather, TokenizerTrainer, write_shard
+from optimus.data.work import SUMS, Encoded, Encoder, TokenizerTrainer, write_shard
 from optimus.disk import sync, user_path, write_json
 from optimus.errors import UserError
 
@@ -54,14 +54,14 @@ class _Run:
     sources: files.Sources
     output: Path
     partial: Path  # the folder that becomes `output` once it is complete
+    workers: int
+    train_tokenizer: int | None
+    progress: Progress
     context: int
     seed: int
-    workers: int
     shard_size: int
     text_field: str
     parse_special: bool
-    train_tokenizer: int | None
-    progress: Progress
 
 
 def prepare(
@@ -112,28 +112,16 @@ def prepare(
     partial = output.with_name(f"{output.name}.partial")
     sources = files.resolve(inputs, leave_out=(output, partial))
     progress = progress or (lambda stage, done, total: None)
-    run = _Run(
-        sources,
-        output,
-        partial,
-        context,
-        seed,
-        workers,
-        shard_size,
-        text_field,
-        parse_special,
-        train_tokenizer,
-        progress,
-    )
-    settings = {
-        "inputs": sources.content_digest(),
-        "tokenizer": info.sha256 if info else f"trained to {train_tokenizer}",
+    given: dict[str, Any] = {
         "context": context,
         "seed": seed,
         "shard_size": shard_size,
         "text_field": text_field,
         "parse_special": parse_special,
     }
+    run = _Run(sources, output, partial, workers, train_tokenizer, progress, **given)
+    trained_or_given = info.sha256 if info else f"trained to {train_tokenizer}"
+    settings = {"inputs": sources.content_digest(), "tokenizer": trained_or_given, **given}
     with _disk_errors(run):
         if output.exists() and not (output.is_dir() and not any(output.iterdir())):
             return _finished_before(run, settings)
@@ -161,9 +149,9 @@ def _finished_before(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:
 def _disk_errors(run: _Run) -> Iterator[None]:
     try:
         yield
+    except BrokenPipeError:  # of a progress report, not of a disk
+        raise
     except OSError as error:
-        if isinstance(error, BrokenPipeError):  # of a progress report, not of a disk
-            raise
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             place = error.filename or run.partial
             raise UserError(
@@ -408,10 +396,10 @@ def _shard(run: _Run, state: Journal, info: TokenizerInfo) -> None:
     if not stream.exists() or stream.stat().st_size < state.mark.tokens * np.dtype(info.dtype).itemsize:
         raise UserError(f"{stream} is shorter than its journal says. Delete {run.partial}.")
     _check_disk(run, 2 * stream.stat().st_size)
-    gather = Gather(stream, run.partial, state.instances, run.context, info.dtype, run.seed)
+    gathered = stream, run.partial, state.instances, run.context, info.dtype, run.seed
     done = state.instances - sum(stop - start for _, start, stop in missing)
     run.progress("shard", done, state.instances)
-    with Helpers(min(run.workers, len(missing)), partial, write_shard, gather) as helpers:
+    with Helpers(min(run.workers, len(missing)), partial, write_shard, *gathered) as helpers:
         futures = [helpers.submit(*shard) for shard in missing]
         for (name, start, stop), future in zip(missing, futures):
             state.shards[name] = future.result()

@@ -87,9 +87,6 @@ class Shards:
         self._verified: set[int] = set()
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return self.instances
-
     @property
     def tokenizer_path(self) -> Path:
         return self.folder / tokenizers.FILE
@@ -135,7 +132,10 @@ class Shards:
     def _check(self, shard: int, rows: NDArray[np.unsignedinteger[Any]], start: int) -> None:
         """Raises `UserError` unless `rows` of a shard, instances `start` and following, are what was written."""
         if self._sums is None:
-            self._verify_once(shard)
+            with self._lock:
+                if shard not in self._verified:
+                    self._verify(shard)
+                    self._verified.add(shard)
             return
         for number, (row, expected) in enumerate(zip(rows, self._sums[start : start + len(rows)].tolist()), start):
             if zlib.crc32(row) != expected:
@@ -143,14 +143,6 @@ class Shards:
                     f"{self.folder / self.index['shards'][shard]['file']} is corrupted: its checksum differs from {SUMS} "
                     f"at instance {number}. Restore it or prepare the data again."
                 )
-
-    def _verify_once(self, shard: int) -> None:
-        if shard in self._verified:
-            return
-        with self._lock:
-            if shard not in self._verified:
-                self._verify(shard)
-                self._verified.add(shard)
 
     def _verify(self, shard: int) -> None:
         entry = self.index["shards"][shard]

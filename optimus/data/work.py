@@ -66,32 +66,22 @@ class TokenizerTrainer:
             tokenizers.train(self._texts, self._vocab_size, self._path)
 
 
-@dataclass(frozen=True)
-class Gather:
-    """How the token stream becomes shards: row j of the output is row `permutation(j)` of the stream."""
+def write_shard(
+    stream: Path, folder: Path, instances: int, context: int, dtype: str, seed: int, name: str, start: int, stop: int
+) -> str:
+    """Writes output rows `start` to `stop` as the array file `name` in `folder`, which appears complete or not at all.
 
-    stream: Path
-    folder: Path
-    instances: int
-    context: int
-    dtype: str
-    seed: int
-
-
-def write_shard(gather: Gather, name: str, start: int, stop: int) -> str:
-    """Writes output rows `start` to `stop` as the array file `name`, which appears complete or not at all.
-
+    Output row j is row `permutation(j)` of the token stream, whose `instances` rows are of `context` tokens of `dtype`.
     Returns the checksum of the file; the CRC-32 of each row is in the file `name` + `SUMS` before.
     The stream is read with pread, not mapped: mapped pages count as memory used.
     """
-    temporary = gather.folder / f"{name}.{os.getpid()}.tmp"  # a helper of a killed run may still be at work here
-    dtype = np.dtype(gather.dtype)
-    row_bytes = gather.context * dtype.itemsize
-    permutation = Permutation(gather.instances, "shuffle", gather.seed)
+    temporary = folder / f"{name}.{os.getpid()}.tmp"  # a helper of a killed run may still be at work here
+    row_bytes = context * np.dtype(dtype).itemsize
+    permutation = Permutation(instances, "shuffle", seed)
     digest = hashlib.sha256()
     sums_N = np.empty(stop - start, dtype="<u4")
-    with gather.stream.open("rb", buffering=0) as stream, temporary.open("wb+") as shard:
-        header = {"descr": gather.dtype, "fortran_order": False, "shape": (stop - start, gather.context)}
+    with stream.open("rb", buffering=0) as tokens, temporary.open("wb+") as shard:
+        header = {"descr": dtype, "fortran_order": False, "shape": (stop - start, context)}
         np.lib.format.write_array_header_1_0(shard, header)
         shard.seek(0)
         digest.update(shard.read())
@@ -100,7 +90,7 @@ def write_shard(gather: Gather, name: str, start: int, stop: int) -> str:
             source = permutation(np.arange(first, min(first + rows, stop)))
             block = memoryview(bytearray(len(source) * row_bytes))
             for row in np.argsort(source).tolist():  # in the order of the disk
-                data = os.pread(stream.fileno(), row_bytes, int(source[row]) * row_bytes)
+                data = os.pread(tokens.fileno(), row_bytes, int(source[row]) * row_bytes)
                 block[row * row_bytes : (row + 1) * row_bytes] = data
                 sums_N[first - start + row] = zlib.crc32(data)
             digest.update(block)
@@ -109,6 +99,6 @@ def write_shard(gather: Gather, name: str, start: int, stop: int) -> str:
         os.fsync(shard.fileno())
     sums = temporary.with_suffix(f"{SUMS}.tmp")
     sums.write_bytes(sums_N.tobytes())
-    sums.replace(gather.folder / f"{name}{SUMS}")
-    temporary.replace(gather.folder / name)
+    sums.replace(folder / f"{name}{SUMS}")
+    temporary.replace(folder / name)
     return digest.hexdigest()

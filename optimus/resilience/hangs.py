@@ -79,12 +79,7 @@ class Watchdog:
         self._seconds, self._ended = seconds, ended
         self._stopped = threading.Event()
         self._last = time.monotonic()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-
-    def start(self) -> None:
-        """Begin to watch."""
-        self._last = time.monotonic()
-        self._thread.start()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def progress(self) -> None:
         """A step has been completed."""

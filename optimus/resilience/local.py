@@ -4,50 +4,30 @@ import os
 
 import psutil
 from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from optimus.resilience.store import LOOPBACK, serve
 
 BACKEND = "optimus-local"  # among those of TorchElastic
 
 
-class LocalRendezvous(RendezvousHandler):
-    """That of a single node. TorchElastic's own listens on all interfaces and unpickles what it reads."""
+class LocalRendezvous(StaticTCPRendezvous):
+    """That of a single node. The store of its base listens on all interfaces."""
 
     def __init__(self, params: RendezvousParameters) -> None:
-        self._run_id = params.run_id
-        self._store = serve(0)
+        self._served = serve(0)
+        super().__init__(LOOPBACK, self._served.port, rank=0, world_size=1, run_id=params.run_id, timeout=0)
 
     def get_backend(self) -> str:
         return BACKEND
 
-    @property
-    def use_agent_store(self) -> bool:
-        """The ranks use this store, too."""
-        return True
-
     def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Nobody else would come."""
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
+        return RendezvousInfo(self._served, 0, 1, RendezvousStoreInfo(LOOPBACK, self.master_port))
 
 
 def register() -> str:

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +33,44 @@ from optimus.resilience.waiting import Waiting
 
 
 @dataclass(frozen=True)
-class Launch:
-    """What all nodes of a launch are started with alike, but for `node`, this one's name."""
+class Job:
+    """What all nodes of a launch are told alike. Raises `UserError` for numbers that make no sense."""
+
+    config: str | Path
+    overrides: Sequence[str] = ()
+    nodes: int = 1
+    spares: int = 0
+    ranks_per_node: int = 1
+    keep_alive: tuple[int, int] = (5, 3)  # seconds between heartbeats, and how many are missing of a node that is dead
+    wait: float = 600.0  # seconds for enough nodes to come together
+    max_restarts: int = 5  # in a row without a new checkpoint in between
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.ranks_per_node < 1 or self.spares < 0:
+            raise UserError(
+                f"--nodes {self.nodes} --spares {self.spares} --ranks-per-node {self.ranks_per_node}: give at least 1 node "
+                "with 1 rank, and no fewer spares than none"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Those that train."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def silence(self) -> int:
+        """Seconds after which a node that is not heard of is dead."""
+        return self.keep_alive[0] * self.keep_alive[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch(Job):
+    """A job on one of its nodes."""
 
     run: Path
     node: str
-    nodes: int
-    spares: int
-    ranks_per_node: int
     endpoint: str
     name: str = "optimus"  # tells apart launches that use one store
-    interval: int = 5  # seconds between heartbeats
-    attempts: int = 3  # heartbeats missing, after which a node is dead
-    wait: float = 600.0  # seconds for enough nodes to come together
-    max_restarts: int = 5  # in a row without a new checkpoint in between
 
 
 def run_node(launch: Launch, command: Sequence[str]) -> Do | Exit | None:
@@ -60,7 +83,10 @@ def run_node(launch: Launch, command: Sequence[str]) -> Do | Exit | None:
     rendezvous (any more), clocks are too far apart, too few nodes come together, or the run does not get on.
     """
     check_not_excluded(launch.run, launch.node)
-    say = partial(_say, launch.node)
+
+    def say(what: str) -> None:
+        print(f"node {launch.node}: {what}", file=sys.stderr, flush=True)  # standard output is for results
+
     waiting = Waiting(say)
     store = connect(launch.endpoint, launch.wait, waiting.on)
     waiting.over()
@@ -100,8 +126,7 @@ class _Member:
             launch.name,
             launch.nodes,
             own_address(launch.endpoint),
-            interval=launch.interval,
-            attempts=launch.attempts,
+            keep_alive=launch.keep_alive,
             wait=launch.wait,
             died=self._died,
             waiting=waiting.on,
@@ -166,7 +191,7 @@ class _Member:
         self._store.compare_set(self._key(f"died/{member}"), "", str(time.time()))
 
     def _note_silent(self, before: Sequence[tuple[str, str]]) -> None:
-        silent = self._launch.interval * self._launch.attempts
+        silent = self._launch.silence
         for name, member in before:
             if (noticed := self._told(f"died/{member}")) is not None:
                 detail = f"node {name} has been silent for {silent} s"
@@ -247,11 +272,6 @@ _DOING: dict[Do | Exit, str] = {
 }
 
 
-def _say(node: str, what: str) -> None:
-    """Print what a node does; standard output is for results."""
-    print(f"node {node}: {what}", file=sys.stderr, flush=True)
-
-
 @contextmanager
 def _holding(launch: Launch, store: Store) -> Iterator[str]:
     """Hold the run folder together with the other nodes of the launch; the last to leave gives it up. Yields their token."""
@@ -277,7 +297,7 @@ def _check_clocks(launch: Launch, store: Store) -> None:
         ahead = time.time() - file_system_time(launch.run)
     key = f"{launch.name}/clock"
     other, theirs = json.loads(store.compare_set(key, "", json.dumps([launch.node, ahead])))
-    limit = launch.interval * launch.attempts / 2
+    limit = launch.silence / 2
     if abs(ahead - theirs) > limit:
         raise UserError(
             f"the clock of node {launch.node} is {abs(ahead - theirs):.0f} s {'ahead of' if ahead > theirs else 'behind'} "

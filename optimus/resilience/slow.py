@@ -1,7 +1,6 @@
 """Which ranks are slower than the others, by what they compute themselves (MegaScale; C4)."""
 
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -38,17 +37,3 @@ def alone(seconds: Mapping[int, float], peers: Sequence[Sequence[int]]) -> dict[
     """How many times the median of all ranks those take that have no peers."""
     middle = statistics.median_low(seconds.values())
     return {group[0]: seconds[group[0]] / middle for group in peers if len(group) == 1}
-
-
-class Persistence:
-    """Counts how often in a row a rank has been found slow."""
-
-    def __init__(self, often: int) -> None:
-        self._often = often
-        self._counts: Counter[int] = Counter()
-
-    def note(self, found: Sequence[Slow]) -> list[Slow]:
-        """Those that have just been found slow for the `often`-th time in a row."""
-        ranks = {slow.rank for slow in found}
-        self._counts = Counter({rank: self._counts[rank] + 1 for rank in ranks})
-        return [slow for slow in found if self._counts[slow.rank] == self._often]

@@ -59,19 +59,14 @@ class World:
 class _Unpickler(pickle.Unpickler):
     """Admits the classes that the state of a rendezvous is made of, none of which does anything when it is made."""
 
-    _ADMITTED = frozenset(
-        {
-            *(
-                ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", name)
-                for name in ("_RendezvousState", "_NodeDesc")
-            ),
-            *(("datetime", name) for name in ("datetime", "timedelta", "timezone")),
-            ("builtins", "set"),
-        }
-    )
+    _ADMITTED = {  # noqa: RUF012
+        "torch.distributed.elastic.rendezvous.dynamic_rendezvous": ("_RendezvousState", "_NodeDesc"),
+        "datetime": ("datetime", "timedelta", "timezone"),
+        "builtins": ("set",),
+    }
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._ADMITTED:
+        if name not in self._ADMITTED.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} has no business in it")
         return super().find_class(module, name)
 
@@ -133,15 +128,14 @@ class Rendezvous(DynamicRendezvousHandler):
         nodes: int,
         address: str,
         *,
-        interval: int,
-        attempts: int,
+        keep_alive: tuple[int, int],
         wait: float,
         died: Callable[[str], None],
         waiting: Callable[[str], None] = lambda _: None,
     ) -> "Rendezvous":
         """That of the launch `name`, of `nodes` nodes, which must come together within `wait` seconds.
 
-        One that has sent no heartbeat for `attempts` intervals of `interval` seconds is dead; `died` is told of it, by
+        `keep_alive`: seconds between heartbeats, and how many are missing of a node that is dead; `died` is told of it, by
         `member`, on a node that has noticed. Spares wait for ever. `waiting` is told, often, what this node waits for.
         """
         settings = RendezvousSettings(
@@ -149,8 +143,8 @@ class Rendezvous(DynamicRendezvousHandler):
             nodes,
             nodes,
             RendezvousTimeout(join=timedelta(seconds=wait), last_call=timedelta(seconds=1)),
-            keep_alive_interval=timedelta(seconds=interval),
-            keep_alive_max_attempt=attempts,
+            keep_alive_interval=timedelta(seconds=keep_alive[0]),
+            keep_alive_max_attempt=keep_alive[1],
         )
         backend = _Backend(store, name)
         holder = _StateHolder(backend, settings, died)

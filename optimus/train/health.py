@@ -4,14 +4,13 @@ import os
 import statistics
 import time
 import uuid
-from collections.abc import Sequence
+from collections import Counter
 from contextlib import suppress
 
-from optimus.mesh import Mesh
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import EndedError, Exit
 from optimus.resilience.hangs import Verdict, Watchdog, clear, meeting_place
-from optimus.resilience.slow import Persistence, Slow, alone, find_slow
+from optimus.resilience.slow import Slow, alone, find_slow
 from optimus.train.hooks import Hook
 from optimus.train.run import Run
 from optimus.train.step import StepResult
@@ -34,7 +33,6 @@ class Hangs(Hook):
         self._folder = meeting_place(run.folder, world.tell(uuid.uuid4().hex))
         hang = run.config.resilience.hang
         self._dog = Watchdog(run.groups.recorder, self._folder, world.ranks, self._rank, hang, self._end)
-        self._dog.start()
 
     def after_step(self, run: Run, result: StepResult) -> None:
         self._dog.progress()
@@ -81,7 +79,7 @@ class SlowRanks(Hook):
 
     def __init__(self, node: str | None = None) -> None:
         self._node = node
-        self._persistence = Persistence(OFTEN)
+        self._in_a_row = Counter[int]()  # windows in which a rank was slow
         self._steps: list[float] = []  # seconds of this rank's own in each step of the window
         self._usual: dict[int, float] = {}  # of ranks without peers
 
@@ -92,12 +90,14 @@ class SlowRanks(Hook):
         told = run.groups.world.collect((statistics.median(self._steps), self._node))
         self._steps.clear()
         seconds = {rank: own for rank, (own, _) in enumerate(told)}
-        peers = peers_of(run.groups.mesh)
+        peers = list(run.groups.mesh.groups(("dp", "cp", "tp")))  # those of a stage compute alike
         found = find_slow(seconds, peers, run.config.resilience.slow, self._usual)
         for rank, relation in alone(seconds, peers).items():
             self._usual[rank] = min(relation, self._usual.get(rank, relation))
-        for slow in self._persistence.note(found):
-            self._tell(run, slow, told[slow.rank][1])
+        self._in_a_row = Counter({slow.rank: self._in_a_row[slow.rank] + 1 for slow in found})
+        for slow in found:
+            if self._in_a_row[slow.rank] == OFTEN:
+                self._tell(run, slow, told[slow.rank][1])
 
     def _tell(self, run: Run, slow: Slow, node: str | None) -> None:
         detail = f"rank {slow.rank} takes {slow.times:.2f} times as long for its part of a step as its peers"
@@ -108,8 +108,3 @@ class SlowRanks(Hook):
             EventLog(run.folder).write("failure", node=node, rank=slow.rank, step=run.step, detail=detail)
         if run.config.resilience.exclude_slow:
             raise EndedError(Exit.BAD_NODE if node == self._node else Exit.LOST, f"step {run.step}: {detail}")
-
-
-def peers_of(mesh: Mesh) -> Sequence[Sequence[int]]:
-    """Ranks that compute alike: those of a stage."""
-    return list(mesh.groups(("dp", "cp", "tp")))

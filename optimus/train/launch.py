@@ -15,7 +15,6 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,22 +38,11 @@ from optimus.resilience.events import EventLog
 from optimus.resilience.exits import SAVING, STOPPED, EndedError, Exit, error_in, how_ended, told_torch_elastic
 from optimus.resilience.parent import end_with
 from optimus.resilience.store import LOOPBACK
-from optimus.train import checks
+from optimus.train import checks, hooks
 from optimus.train.checkpoints import Checkpoints, build_run
 from optimus.train.environment import record_environment
 from optimus.train.health import Hangs, SlowRanks
-from optimus.train.hooks import (
-    HeldOut,
-    Holding,
-    Hook,
-    Interrupt,
-    Metrics,
-    NonFinite,
-    PipelineTimeline,
-    Recovered,
-    TimeLeft,
-    Trace,
-)
+from optimus.train.hooks import Hook
 from optimus.train.loop import naming_collectives, train_loop
 from optimus.train.oversubscription import Oversubscription
 from optimus.train.pipeline import with_microbatches
@@ -62,7 +50,7 @@ from optimus.train.precision import with_precision
 from optimus.train.run import Run, mesh_of, ranks_per_node
 from optimus.train.soft_failures import SoftFailures
 from optimus.train.spikes import Spikes
-from optimus.train.summary import summarise
+from optimus.train.summary import summarise, summary_lines
 from optimus.train.tuning import TuneMatmuls
 
 if TYPE_CHECKING:
@@ -104,8 +92,8 @@ def verify_data(config: RunConfig, shards: Shards, ranks: int, per_node: int, re
     return {
         "ok": True,
         "output": config.train.output,
-        **asdict(about),
-        "summary": about.lines(why),
+        **about,
+        "summary": summary_lines(about, why),
         "placement": describe(mesh),
         "held": None if holder is None else f"{folder} is held by {holder}: until it ends, this run would not start",
     }
@@ -158,9 +146,7 @@ def _launch(config: str, resume: bool, ranks: int, holder: str) -> int:
             elastic_launch(launch, sys.executable)("-m", __name__, *words)
         except SignalException as error:
             let_go_if_gone()
-            return (
-                error.sigval
-            )  # the ranks have had it too: they finish their step and save, and the summary says where
+            return error.sigval  # the ranks have had it too: they finish their step and save
         except ChildFailedError as error:
             if stopped := {failure.exitcode for failure in error.failures.values()} & set(STOPPED):
                 return max(stopped) - 128  # one of them was told to end, and they have agreed
@@ -227,7 +213,7 @@ def _run_rank(
         if run.groups.rank == 0:
             _claim_folder(run)
         with _last_words() if ranks > 1 else nullcontext():
-            holding = [Holding(holder)] if holder is not None and run.groups.rank == 0 else []
+            holding = [hooks.Holding(holder)] if holder is not None and run.groups.rank == 0 else []
             train_loop(run, [*holding, *more, *_hooks(run, node)])
             run.state.finish()
             if run.stopped_by:  # launchers end the others when they see that one has ended with a code
@@ -299,18 +285,27 @@ def _last_words() -> Iterator[None]:
 def _hooks(run: Run, node: str | None = None) -> list[Hook]:
     """Metrics follow what measures for them and precede the checkpoint, which must not be newer than they are."""
     first = run.groups.rank == 0
-    measuring: list[Hook] = [HeldOut()]
+    measuring: list[Hook] = [hooks.HeldOut()]
     measuring += [Oversubscription()] if first and run.device.type == "cpu" else []
-    measuring += [PipelineTimeline()] if run.config.observe.timeline else []
-    reporting: list[Hook] = [Recovered(), TimeLeft(), Metrics()] if first else []
+    measuring += [hooks.PipelineTimeline()] if run.config.observe.timeline else []
+    reporting: list[Hook] = [hooks.Recovered(), hooks.TimeLeft(), hooks.Metrics()] if first else []
     tuning: list[Hook] = [TuneMatmuls()] if run.config.tuning.matmul else []
     slow: list[Hook] = [SlowRanks(node)] if run.groups.world.size > 2 else []
     measuring += [] if run.config.resilience.on_spike == "nothing" else [Spikes(node)]
     run.groups.watch.enabled = node is not None  # for SoftFailures alone
     if node is None:
-        return [*slow, Interrupt(), *tuning, *measuring, *reporting, Checkpoints(), NonFinite(), Trace()]
+        return [
+            *slow,
+            hooks.Interrupt(),
+            *tuning,
+            *measuring,
+            *reporting,
+            Checkpoints(),
+            hooks.NonFinite(),
+            hooks.Trace(),
+        ]
     watching = [*slow, Hangs(node), SoftFailures(node)]
-    return [*watching, Interrupt(), *tuning, *measuring, *reporting, Checkpoints(), Trace()]
+    return [*watching, hooks.Interrupt(), *tuning, *measuring, *reporting, Checkpoints(), hooks.Trace()]
 
 
 def _claim_folder(run: Run) -> None:

@@ -15,7 +15,7 @@ from optimus.comm import CollectiveError
 from optimus.data.loader import TokenLoader
 from optimus.errors import UserError
 from optimus.train.hooks import Hook
-from optimus.train.run import Run
+from optimus.train.run import Run, read_together
 from optimus.train.step import training_step
 
 
@@ -70,16 +70,14 @@ def _step(run: Run, loader: TokenLoader, hooks: Sequence[Hook]) -> None:
 
 def _next_batch(run: Run, loader: TokenLoader) -> Tensor | None:
     """The next batch on the run's device; None where any rank cannot read its part: all have its failure then."""
-    failure, tokens_BS = None, None
+
+    def read() -> Tensor:
+        return torch.from_numpy(next(loader)).to(run.device, non_blocking=True)
+
     try:
-        tokens_BS = torch.from_numpy(next(loader)).to(run.device, non_blocking=True)
-    except UserError as error:
-        failure = error
-    try:
-        run.groups.world.agree(failure, run.device)
+        return read_together(read, run.groups.world, run.device)
     except CollectiveError:
         raise
     except UserError as error:
         run.failure = error
         return None
-    return tokens_BS

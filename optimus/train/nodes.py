@@ -4,7 +4,6 @@ import platform
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from optimus.hub import read_model_folder
 from optimus.observe.signals import ended_by_signals
 from optimus.resilience.exits import Exit
 from optimus.resilience.local import name_interface
-from optimus.resilience.node import Launch, check_not_excluded, run_node
+from optimus.resilience.node import Job, Launch, check_not_excluded, run_node
 from optimus.resilience.policy import Do
 from optimus.resilience.scheduler import BatchJob, Scheduler, write_script
 from optimus.resilience.store import own_address
@@ -23,36 +22,6 @@ from optimus.train.checks import check_ranks
 from optimus.train.launch import check_run, rank_options, verify_data
 from optimus.train.pipeline import with_microbatches
 from optimus.train.reading import read_run
-
-
-@dataclass(frozen=True)
-class Job:
-    """What all nodes of a launch are told alike. Raises `UserError` for numbers that make no sense.
-
-    `keep_alive`: seconds between heartbeats, and how many may be missing before a node is taken for dead; `wait`: seconds
-    for enough nodes to come together; `max_restarts`: in a row without a new checkpoint.
-    """
-
-    config: str | Path
-    overrides: Sequence[str] = ()
-    nodes: int = 1
-    spares: int = 0
-    ranks_per_node: int = 1
-    keep_alive: tuple[int, int] = (5, 3)
-    wait: float = 600.0
-    max_restarts: int = 5
-
-    def __post_init__(self) -> None:
-        if self.nodes < 1 or self.ranks_per_node < 1 or self.spares < 0:
-            raise UserError(
-                f"--nodes {self.nodes} --spares {self.spares} --ranks-per-node {self.ranks_per_node}: give at least 1 node "
-                "with 1 rank, and no fewer spares than none"
-            )
-
-    @property
-    def ranks(self) -> int:
-        """Those that train."""
-        return self.nodes * self.ranks_per_node
 
 
 def launch(
@@ -76,19 +45,7 @@ def launch(
     node = node or platform.node()
     tree, _ = _check(job, node)
     name_interface(own_address(rendezvous))
-    launch = Launch(
-        run=Path(tree.train.output),
-        node=node,
-        nodes=job.nodes,
-        spares=job.spares,
-        ranks_per_node=job.ranks_per_node,
-        endpoint=rendezvous,
-        name=name,
-        interval=job.keep_alive[0],
-        attempts=job.keep_alive[1],
-        wait=job.wait,
-        max_restarts=job.max_restarts,
-    )
+    launch = Launch(**vars(job), run=Path(tree.train.output), node=node, endpoint=rendezvous, name=name)
     with ended_by_signals("leaving"), tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(tree), encoding="utf-8")

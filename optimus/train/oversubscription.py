@@ -4,7 +4,6 @@ so that a step takes many times as long, and nothing fails."""
 import os
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,28 +42,22 @@ class Oversubscription(Hook):
     """Says so when steps on a CPU are far slower than the run's fastest, or its threads get less than half of their cores,
     while more threads want to run than there are cores; once, until the run has recovered. On rank 0."""
 
-    def __init__(
-        self,
-        read: Callable[[], Reading] = read_machine,
-        cores: Callable[[], int] = usable_cores,
-        threads: Callable[[], int] = torch.get_num_threads,
-    ) -> None:
-        self._read, self._cores, self._threads = read, cores, threads
+    def __init__(self) -> None:
         self._seconds: list[float] = []
         self._wanted: list[float] = []
         self._fastest = float("inf")
         self._said = False
 
     def before_training(self, run: Run) -> None:
-        self._spent = self._read().spent
+        self._spent = read_machine().spent
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        reading = self._read()
+        reading = read_machine()
         self._seconds.append(run.step_seconds)
         self._wanted.append(reading.wanted)
         if len(self._seconds) < WINDOW:
             return
-        share = (reading.spent - self._spent) / (sum(self._seconds) * self._threads())
+        share = (reading.spent - self._spent) / (sum(self._seconds) * torch.get_num_threads())
         self._judge(run, statistics.median(self._seconds), statistics.fmean(self._wanted), share)
         self._spent = reading.spent
         self._seconds.clear()
@@ -73,7 +66,7 @@ class Oversubscription(Hook):
     def _judge(self, run: Run, seconds: float, wanted: float, share: float) -> None:
         slower = seconds / self._fastest
         self._fastest = min(self._fastest, seconds)
-        ranks, cores, threads = sharers(run.groups.mesh, run.device), self._cores(), self._threads()
+        ranks, cores, threads = sharers(run.groups.mesh, run.device), usable_cores(), torch.get_num_threads()
         wanted = max(wanted, float(ranks * threads))
         slow, starved = slower > FACTOR, share < _STARVED and threads > 1
         if not (slow or starved) or wanted <= _CROWDED * cores:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,10 +25,7 @@ def with_precision(
     """
     if config.train.precision != "auto":
         return config, ""
-
-    def choose() -> tuple[str, str]:
-        return _chosen(config, device, resume)
-
+    choose = partial(_chosen, config, device, resume)
     precision, why = choose() if world is None else world.on_first(choose)
     return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})}), why
 

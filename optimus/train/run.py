@@ -4,16 +4,16 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from optimus.checkpoint.saving import Saver
-from optimus.comm import Groups
+from optimus.comm import Group, Groups
 from optimus.config import RunConfig
 from optimus.data.loader import TokenLoader
 from optimus.data.shards import Shards
@@ -31,8 +31,9 @@ from optimus.state.plan import ChunkPlan, bytes_by_kind, check_shard_ranks, divi
 from optimus.train.pipeline import partition_of, placement_of, stages_of, tied_ends
 from optimus.train.precision import with_precision
 from optimus.train.recomputation import find_recomputation, stage_options
-from optimus.train.summary import summarise
+from optimus.train.summary import summarise, summary_lines
 
+T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -199,24 +200,22 @@ def new_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
     """A run on `device` whose state has no values yet, and whose notes say what it will do; all ranks must call."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     groups = Groups(mesh_of(config, ranks, ranks_per_node(ranks)), config.resilience.timeout)
-    shards = _open_data(config, groups, device)
+    shards = read_together(lambda: Shards(config.data.path), groups.world, device)
     config, why = with_precision(config, device, resume, groups.world)
-    notes = summarise(config, groups.mesh, shards.instances).lines(why)
+    notes = summary_lines(summarise(config, groups.mesh, shards.instances), why)
     notes += [describe(groups.mesh)] if ranks > 1 else []
     model, state = build_model(config, device, groups, notes)
     return Run(config, Path(config.train.output), device, groups, model, state, shards, notes=notes)
 
 
-def _open_data(config: RunConfig, groups: Groups, device: torch.device) -> Shards:
-    """This rank's view of the data; what any rank finds wrong is raised on all of them."""
-    shards, failure = None, None
+def read_together(read: Callable[[], T], world: Group, device: torch.device) -> T:
+    """What `read` gives on this rank; what any rank finds wrong is raised on all of them."""
     try:
-        shards = Shards(config.data.path)
+        found, failure = [read()], None
     except UserError as error:
-        failure = error
-    groups.world.agree(failure, device)
-    assert shards is not None
-    return shards
+        found, failure = [], error
+    world.agree(failure, device)
+    return found[0]
 
 
 def fingerprint(config: RunConfig, shards: Shards) -> dict[str, Any]:

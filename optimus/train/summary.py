@@ -1,6 +1,7 @@
 """What a run is about to do, in a few lines and before it does it; and what in it looks like a mistake."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from typing import Any
 
 from optimus.config import RunConfig
 from optimus.config.sizes import count_text
@@ -10,70 +11,51 @@ from optimus.model.count import count_parameters
 _MOST_EPOCHS = 4  # beyond which repeated data is worth ever less (Muennighoff et al., 2023)
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Numbers of a run whose configuration is settled. `tokens` and `epochs` are what it reads up to `last_step`."""
+def summarise(config: RunConfig, mesh: Mesh, instances: int) -> dict[str, Any]:
+    """Numbers of a run whose configuration is settled, on `mesh`, with `instances` sequences of data.
 
-    family: str
-    parameters: int
-    active_parameters: int
-    steps: int
-    last_step: int
-    tokens: int
-    data_tokens: int
-    epochs: float
-    warmup_steps: int
-    global_batch: int
-    microbatches: int  # of a step on each data-parallel rank
-    micro_batch: int
-    context: int
-    ranks: int
-    data_ranks: int
-    precision: str
-    warnings: list[str] = field(default_factory=list)
-
-    def lines(self, precision_note: str = "") -> list[str]:
-        """One per subject, each with its label."""
-        active = f", {count_text(self.active_parameters)} active" if self.active_parameters < self.parameters else ""
-        stops = f", stopping after step {self.last_step:,}" if self.last_step < self.steps else ""
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks:,} ranks, {self.data_ranks:,} of them data-parallel"
-        share = 100 * self.warmup_steps / self.steps
-        return [
-            f"model: {self.family}, {count_text(self.parameters)} parameters{active}",
-            f"length: {self.steps:,} steps{stops}, {count_text(self.tokens)} tokens: {self.epochs:.3g} epochs of the "
-            f"{count_text(self.data_tokens)} in the data",
-            f"warm-up: {self.warmup_steps:,} steps, {share:.3g} % of the run",
-            f"batch: {self.global_batch:,} sequences of {self.context:,} tokens, on each data-parallel rank "
-            f"{self.microbatches:,} x {self.micro_batch:,}",
-            f"layout: {ranks}",
-            f"precision: {self.precision}{precision_note}",
-            *(f"warning: {text}" for text in self.warnings),
-        ]
-
-
-def summarise(config: RunConfig, mesh: Mesh, instances: int) -> Summary:
-    """Of a run whose configuration is settled, on `mesh`, with `instances` sequences of data."""
+    `tokens` and `epochs` are what it reads up to `last_step`; `microbatches` are those of a step on each data-parallel rank.
+    """
     train, counted = config.train, count_parameters(config.model)
     last = train.stop_at or train.total_steps
-    return Summary(
-        family=config.model.family,
-        parameters=counted.total,
-        active_parameters=counted.active,
-        steps=train.total_steps,
-        last_step=last,
-        tokens=last * train.global_batch * train.context,
-        data_tokens=instances * train.context,
-        epochs=last * train.global_batch / instances,
-        warmup_steps=config.warmup_steps,
-        global_batch=train.global_batch,
-        microbatches=train.global_batch // (mesh.dp * train.micro_batch),
-        micro_batch=train.micro_batch,
-        context=train.context,
-        ranks=mesh.size,
-        data_ranks=mesh.dp,
-        precision=train.precision,
-        warnings=warnings(config, instances),
-    )
+    return {
+        "family": config.model.family,
+        "parameters": counted.total,
+        "active_parameters": counted.active,
+        "steps": train.total_steps,
+        "last_step": last,
+        "tokens": last * train.global_batch * train.context,
+        "data_tokens": instances * train.context,
+        "epochs": last * train.global_batch / instances,
+        "warmup_steps": config.warmup_steps,
+        "global_batch": train.global_batch,
+        "microbatches": train.global_batch // (mesh.dp * train.micro_batch),
+        "micro_batch": train.micro_batch,
+        "context": train.context,
+        "ranks": mesh.size,
+        "data_ranks": mesh.dp,
+        "precision": train.precision,
+        "warnings": warnings(config, instances),
+    }
+
+
+def summary_lines(about: Mapping[str, Any], precision_note: str = "") -> list[str]:
+    """What `summarise` has found, a line per subject, each with its label."""
+    parameters, active = about["parameters"], about["active_parameters"]
+    active_too = f", {count_text(active)} active" if active < parameters else ""
+    steps, last, warmup, ranks = about["steps"], about["last_step"], about["warmup_steps"], about["ranks"]
+    stops = f", stopping after step {last:,}" if last < steps else ""
+    return [
+        f"model: {about['family']}, {count_text(parameters)} parameters{active_too}",
+        f"length: {steps:,} steps{stops}, {count_text(about['tokens'])} tokens: {about['epochs']:.3g} epochs of the "
+        f"{count_text(about['data_tokens'])} in the data",
+        f"warm-up: {warmup:,} steps, {100 * warmup / steps:.3g} % of the run",
+        f"batch: {about['global_batch']:,} sequences of {about['context']:,} tokens, on each data-parallel rank "
+        f"{about['microbatches']:,} x {about['micro_batch']:,}",
+        "layout: " + ("1 rank" if ranks == 1 else f"{ranks:,} ranks, {about['data_ranks']:,} of them data-parallel"),
+        f"precision: {about['precision']}{precision_note}",
+        *(f"warning: {text}" for text in about["warnings"]),
+    ]
 
 
 def warnings(config: RunConfig, instances: int) -> list[str]:

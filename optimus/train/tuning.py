@@ -1,7 +1,6 @@
 """The forms of the model's matrix products, timed in the first step and remembered per chip (AxoNN, section 5.1.3)."""
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from optimus.disk import write_json
 from optimus.kernels.matmul import Form, MatmulForms, MatmulShape, fastest
 from optimus.observe.machine import device_name
 from optimus.train.hooks import Hook
@@ -86,11 +86,9 @@ def write_seconds(path: Path, seconds: Mapping[MatmulShape, Mapping[Form, float]
     """Add to what other runs have written; returns a note where that cannot be done."""
     known, _ = read_seconds(path)
     entries = [{**product._asdict(), "seconds": dict(times)} for product, times in (known | dict(seconds)).items()]
-    partial = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(entries, indent=1), encoding="utf-8")
-        partial.replace(path)
+        write_json(path, entries)
     except OSError as error:
         return f"{path} cannot be written ({error.strerror}): products will be measured again (see tuning.cache)"
     return None

@@ -83,7 +83,6 @@ def test_a_recorder_says_what_is_waited_for() -> None:
 def test_a_watchdog_is_silent_while_there_is_progress(tmp_path: Path) -> None:
     found: list[Verdict] = []
     dog = Watchdog(Recorder(), tmp_path, [0], 0, 0.5, found.append)
-    dog.start()
     for _ in range(15):
         time.sleep(0.05)
         dog.progress()
@@ -95,7 +94,6 @@ def test_a_watchdog_is_silent_while_there_is_progress(tmp_path: Path) -> None:
 def test_a_stopped_watchdog_says_nothing(tmp_path: Path) -> None:
     found: list[Verdict] = []
     dog = Watchdog(Recorder(), tmp_path, [0], 0, 0.1, found.append)
-    dog.start()
     dog.stop()
     time.sleep(0.3)
     assert not found
@@ -104,7 +102,7 @@ def test_a_stopped_watchdog_says_nothing(tmp_path: Path) -> None:
 def test_a_rank_whose_process_is_stopped_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hangs, "_GATHERING", 0.2)
     found: list[Verdict] = []
-    Watchdog(Recorder(), tmp_path, [0, 1], 0, 0.1, found.append).start()
+    Watchdog(Recorder(), tmp_path, [0, 1], 0, 0.1, found.append)
     wait_for(lambda: found)
     assert found[0].culprits == [1]
 
@@ -114,7 +112,7 @@ def test_who_finds_no_place_to_write_is_silent(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(hangs, "_GATHERING", 0.2)
     (tmp_path / "file").touch()
     found: list[Verdict] = []
-    Watchdog(Recorder(), tmp_path / "file" / "place", [0], 0, 0.1, found.append).start()
+    Watchdog(Recorder(), tmp_path / "file" / "place", [0], 0, 0.1, found.append)
     wait_for(lambda: found)
     assert found == [Verdict([], "no collective")]
 
@@ -202,7 +200,6 @@ def train_stopping(config: dict[str, Any], plan: Sequence[tuple[int, str, int]],
             stop.tell(verdict)
 
         dog = Watchdog(steps.groups.recorder, folder / f"{number}", world.ranks, world.rank, limit, ended)
-        dog.start()
         if rank == world.rank and where == "before":
             stop.here()
         elif rank == world.rank:

@@ -83,7 +83,8 @@ def store() -> TCPStore:
 @pytest.fixture
 def one(store: TCPStore, tmp_path: Path) -> Launch:
     """A launch of one node."""
-    return Launch(tmp_path / "run", "n0", 1, 0, 1, f"127.0.0.1:{store.port}", interval=1, attempts=4, wait=20.0)
+    there = f"127.0.0.1:{store.port}"
+    return Launch("", run=tmp_path / "run", node="n0", endpoint=there, keep_alive=(1, 4), wait=20.0)
 
 
 class Cluster:
@@ -230,7 +231,7 @@ def test_nodes_that_leave_at_one_moment_count_a_spare_once(
     one: Launch, store: TCPStore, tmp_path: Path, spares: int
 ) -> None:
     """Both are at fault, and neither sees yet that the other leaves."""
-    launch = replace(one, nodes=2, spares=spares, interval=60)  # nothing is heard of the others meanwhile
+    launch = replace(one, nodes=2, spares=spares, keep_alive=(60, 4))  # nothing is heard of the others meanwhile
     names = ["n0", "n1", *(f"spare{number}" for number in range(spares))]
     members = [
         module._Member(replace(launch, node=name), connect(one.endpoint, 5.0), lambda _: None, Waiting(lambda _: None))

@@ -1,8 +1,10 @@
 """A rank that persistently takes longer than its peers is named, and no other, whatever the layout."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,14 +16,15 @@ from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import Exit
-from optimus.resilience.slow import Persistence, Slow, alone, find_slow
+from optimus.resilience.slow import alone, find_slow
 from optimus.testing import run_ranks
 from optimus.train import health
 from optimus.train.checkpoints import build_run
-from optimus.train.health import SlowRanks, peers_of
+from optimus.train.health import SlowRanks
 from optimus.train.launch import code_of
 from optimus.train.loop import train_loop
 from optimus.train.pipeline import with_microbatches
+from optimus.train.step import StepResult
 
 # ---- By numbers ----
 
@@ -57,19 +60,33 @@ def test_a_rank_without_peers_is_compared_with_itself() -> None:
     assert found([3.0, 3.0, 12.0], stages, r0=1.0, r1=1.0, r2=4.0) == []  # all are slower alike
 
 
+def named(mesh: Mesh, *windows: Sequence[float]) -> list[tuple[int, int]]:
+    """(window, rank) of the ranks that a hook names which is told these seconds of each rank's own in each window."""
+    run: Any = SimpleNamespace(notes=[], waited_seconds=0.0, step_seconds=1.0)
+    run.config = SimpleNamespace(resilience=SimpleNamespace(slow=50.0))
+    hook, found = SlowRanks(), []
+    for number, seconds in enumerate(windows):
+        world = SimpleNamespace(collect=lambda _, seconds=seconds: [(own, None) for own in seconds])
+        run.groups, run.step = SimpleNamespace(world=world, mesh=mesh), (number + 1) * health.WINDOW
+        hook.after_step(run, cast(StepResult, None))
+        found += [(number, int(note.split("rank ")[1].split()[0])) for note in run.notes]
+        run.notes.clear()
+    return found
+
+
 def test_only_what_persists_is_named_and_once() -> None:
-    persistence, slow = Persistence(3), [Slow(1, 2.0)]
-    assert [persistence.note(each) for each in (slow, slow, [], slow, slow)] == [[]] * 5
-    assert persistence.note([Slow(0, 3.0), *slow]) == slow
-    assert persistence.note(slow) == []
+    even, slow, slower = [1.0, 1.0, 1.0], [1.0, 2.0, 1.0], [3.0, 2.0, 1.0, 1.0, 1.0]
+    assert named(Mesh(dp=3), slow, slow, even, slow, slow, slow, slow) == [(5, 1)]
+    slow = [1.0, 2.0, 1.0, 1.0, 1.0]
+    assert named(Mesh(dp=5), slow, slow, slower, slower, slower) == [(2, 1), (4, 0)]
 
 
 @pytest.mark.parametrize(
-    ("mesh", "peers"),
-    [(Mesh(dp=4, ep=2), [[0, 1, 2, 3]]), (Mesh(pp=2, dp=2), [[0, 1], [2, 3]]), (Mesh(pp=2), [[0], [1]])],
+    ("mesh", "slow"),
+    [(Mesh(dp=4, ep=2), [2, 3]), (Mesh(pp=2, dp=2), []), (Mesh(pp=4), [])],
 )
-def test_peers_are_the_ranks_of_a_stage(mesh: Mesh, peers: list[list[int]]) -> None:
-    assert [list(group) for group in peers_of(mesh)] == peers
+def test_peers_are_the_ranks_of_a_stage(mesh: Mesh, slow: list[int]) -> None:
+    assert [rank for _, rank in named(mesh, *[[1.0, 1.0, 9.0, 9.0]] * 3)] == slow
 
 
 # ---- Ranks that are slow ----

@@ -111,8 +111,7 @@ class Nodes:
                 "test",
                 places,
                 LOOPBACK,
-                interval=1,
-                attempts=patience,
+                keep_alive=(1, patience),
                 wait=wait,
                 died=self.dead.append,
             )
@@ -269,7 +268,7 @@ def test_what_the_store_holds_runs_nothing(tmp_path: Path, form: str) -> None:
         "no pickle": b"no pickle",
     }
     store = HashStore()
-    node = Rendezvous.of(store, "test", 1, LOOPBACK, interval=1, attempts=60, wait=5.0, died=lambda _: None)
+    node = Rendezvous.of(store, "test", 1, LOOPBACK, keep_alive=(1, 60), wait=5.0, died=lambda _: None)
     store.set("torch.rendezvous.test", b64encode(content[form]))
     with pytest.raises(RendezvousStateError, match="the store holds no state of a rendezvous: "):
         node.next_rendezvous()

@@ -57,7 +57,7 @@ def test_a_spare_does_not_fill_the_log_for_days() -> None:
 def test_what_a_node_waits_for_in_a_rendezvous() -> None:
     said: list[str] = []
     node = Rendezvous.of(
-        HashStore(), "test", 2, LOOPBACK, interval=1, attempts=60, wait=5.0, died=lambda _: None, waiting=said.append
+        HashStore(), "test", 2, LOOPBACK, keep_alive=(1, 60), wait=5.0, died=lambda _: None, waiting=said.append
     )
     state = _RendezvousState()
     first, second = _NodeDesc("a", 1, 0), _NodeDesc("b", 1, 0)
@@ -88,7 +88,7 @@ def test_a_launch_without_a_store_says_so(
         taken.bind((LOOPBACK, 0))  # and does not listen
         endpoint = f"{LOOPBACK}:{taken.getsockname()[1]}"
         with pytest.raises(UserError, match="nobody answers"):
-            run_node(Launch(tmp_path / "run", "n0", 1, 0, 1, endpoint, wait=1.2), ["true"])
+            run_node(Launch("", run=tmp_path / "run", node="n0", endpoint=endpoint, wait=1.2), ["true"])
     first, *others = capsys.readouterr().err.splitlines()
     assert first == f"node n0: waits for the rendezvous {endpoint}, where nobody answers, for 1.2 s at most"
     assert others

@@ -1,7 +1,7 @@
 """More threads than free cores are named with the cure; with made-up times and loads, without a clock."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,7 +12,7 @@ import torch
 import optimus
 from optimus.mesh import Mesh
 from optimus.observe.machine import usable_cores
-from optimus.train import launch
+from optimus.train import oversubscription
 from optimus.train.oversubscription import WINDOW, Oversubscription, Reading, read_machine
 from optimus.train.run import Run
 from optimus.train.step import StepResult
@@ -22,6 +22,12 @@ Window = tuple[
 ]  # seconds of a step, threads that want to run, share of its cores that the rank gets
 
 
+def machine(patch: pytest.MonkeyPatch, read: Callable[[], Reading], cores: int, threads: int) -> None:
+    patch.setattr(oversubscription, "read_machine", read)
+    patch.setattr(oversubscription, "usable_cores", lambda: cores)
+    patch.setattr(torch, "get_num_threads", lambda: threads)
+
+
 def said(
     windows: Iterable[Window], cores: int = 4, threads: int = 2, ranks: int = 2, mesh: Mesh | None = None
 ) -> list[str]:
@@ -29,13 +35,15 @@ def said(
     run: Any = SimpleNamespace(notes=[], step=0, device=torch.device("cpu"))
     run.groups = SimpleNamespace(mesh=mesh or Mesh(dp=ranks))
     now = Reading(0.0, 5.0)
-    hook = Oversubscription(lambda: now, lambda: cores, lambda: threads)
-    hook.before_training(cast(Run, run))
-    for seconds, wanted, share in windows:
-        for _ in range(WINDOW):
-            run.step, run.step_seconds = run.step + 1, seconds
-            now = Reading(wanted, now.spent + share * threads * seconds)
-            hook.after_step(cast(Run, run), cast(StepResult, None))
+    hook = Oversubscription()
+    with pytest.MonkeyPatch.context() as patch:
+        machine(patch, lambda: now, cores, threads)
+        hook.before_training(cast(Run, run))
+        for seconds, wanted, share in windows:
+            for _ in range(WINDOW):
+                run.step, run.step_seconds = run.step + 1, seconds
+                now = Reading(wanted, now.spent + share * threads * seconds)
+                hook.after_step(cast(Run, run), cast(StepResult, None))
     return cast("list[str]", run.notes)
 
 
@@ -96,9 +104,7 @@ def test_what_the_machine_says_now() -> None:
 def test_a_run_on_processors_watches(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     """As it is put together, with a reading that makes it speak; on rank 0, beside the steps."""
     readings = iter(Reading(99.0, number * 1e-9) for number in range(10**6))
-    monkeypatch.setattr(
-        launch, "Oversubscription", lambda: Oversubscription(lambda: next(readings), lambda: 2, lambda: 4)
-    )
+    machine(monkeypatch, lambda: next(readings), 2, 4)
     small_run["train"] |= {"steps": WINDOW, "context": 32}
     optimus.train(small_run)
     assert re.search(rf"step {WINDOW}: steps take .* s, and 99 threads want the 2 cores", capfd.readouterr().err)

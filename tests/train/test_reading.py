@@ -13,7 +13,7 @@ from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.observe.metrics import read_metrics
 from optimus.train.reading import read_run, settled
-from optimus.train.summary import summarise, warnings
+from optimus.train.summary import summarise, summary_lines, warnings
 
 
 def edited(run: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def test_train_begins_with_a_summary_and_says_when_it_ends(
 ) -> None:
     run = edited(small_run, schedule={"warmup_steps": 5})
     instances = Shards(run["data"]["path"]).instances
-    expected = summarise(settled(load_config(run), instances), Mesh.of(1), instances).lines()
+    expected = summary_lines(summarise(settled(load_config(run), instances), Mesh.of(1), instances))
     assert expected[0] == "model: olmoe, 41.5 K parameters, 35.4 K active"
     assert expected[1].startswith("length: 6 steps, 1.54 K tokens: ")
     optimus.train(run)
