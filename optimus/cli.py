@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 
 from optimus import __version__
 from optimus.bench.commands import bench_app
@@ -32,10 +33,10 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.command()(plan)
 app.command()(lab)
 
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Json = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 ParseSpecial = Annotated[
     bool,
-    typer.Option("--parse-special", help="Text that spells a special token becomes that token; else it stays text."),
+    Option("--parse-special", help="Text that spells a special token becomes that token; else it stays text."),
 ]
 
 
@@ -47,25 +48,23 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
-    ] = False,
+    version: Annotated[bool, Option("--version", help="Print the version.", callback=_version, is_eager=True)] = False,
 ) -> None:
     """Options of `optimus` itself."""
 
 
 @app.command()
 def prepare(
-    inputs: Annotated[list[str], typer.Argument(metavar="INPUT...", help="Files, folders or globs of text.")],
-    output: Annotated[Path, typer.Option(help="Folder to make.")],
-    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json, or a folder that holds one.")] = None,
-    train_tokenizer: Annotated[int | None, typer.Option(help="Train a tokenizer of this many entries.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens per training sequence.")] = 2048,
-    seed: Annotated[int, typer.Option(help="Seed of the shuffle.")] = 0,
-    workers: Annotated[int | None, typer.Option(help="Processes. Default: one per core.")] = None,
-    shard_size: Annotated[str, typer.Option(help="Largest shard.")] = "512MB",
+    inputs: Annotated[list[str], Argument(metavar="INPUT...", help="Files, folders or globs of text.")],
+    output: Annotated[Path, Option(help="Folder to make.")],
+    tokenizer: Annotated[Path | None, Option(help="tokenizer.json, or a folder that holds one.")] = None,
+    train_tokenizer: Annotated[int | None, Option(help="Train a tokenizer of this many entries.")] = None,
+    context: Annotated[int, Option(help="Tokens per training sequence.")] = 2048,
+    seed: Annotated[int, Option(help="Seed of the shuffle.")] = 0,
+    workers: Annotated[int | None, Option(help="Processes. Default: one per core.")] = None,
+    shard_size: Annotated[str, Option(help="Largest shard.")] = "512MB",
     text_field: Annotated[
-        str, typer.Option(help="Field of JSON lines, column of CSV, TSV and Parquet that holds the text.")
+        str, Option(help="Field of JSON lines, column of CSV, TSV and Parquet that holds the text.")
     ] = "text",
     parse_special: ParseSpecial = False,
     as_json: Json = False,
@@ -111,14 +110,14 @@ def _left_alone(index: dict[str, Any]) -> str:
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...")] = None,
-    ranks: Annotated[int | None, typer.Option(help="Processes on this machine that share each global batch.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint of the run.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Validate everything, run nothing.")] = False,
+    config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
+    overrides: Annotated[list[str] | None, Argument(metavar="[KEY.PATH=VALUE]...")] = None,
+    ranks: Annotated[int | None, Option(help="Processes on this machine that share each global batch.")] = None,
+    resume: Annotated[bool, Option("--resume", help="Continue from the newest checkpoint of the run.")] = False,
+    check: Annotated[bool, Option("--check", help="Validate everything, run nothing.")] = False,
     auto_plan: Annotated[
         str | None,
-        typer.Option(metavar="MACHINE", help="Divide the ranks as `optimus plan` finds best on this machine."),
+        Option(metavar="MACHINE", help="Divide the ranks as `optimus plan` finds best on this machine."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -151,15 +150,15 @@ def train(
 
 @app.command()
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
-    tasks: Annotated[list[str] | None, typer.Option(help="Tasks, repeated or separated by commas.")] = None,
-    task_data: Annotated[Path | None, typer.Option(help="Folder of local task data.")] = None,
-    text: Annotated[Path | None, typer.Option(help="File or folder of text for bits per byte.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Documents per task.")] = None,
-    fewshot: Annotated[int | None, typer.Option(help="Examples in each prompt.")] = None,
+    checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
+    tasks: Annotated[list[str] | None, Option(help="Tasks, repeated or separated by commas.")] = None,
+    task_data: Annotated[Path | None, Option(help="Folder of local task data.")] = None,
+    text: Annotated[Path | None, Option(help="File or folder of text for bits per byte.")] = None,
+    limit: Annotated[int | None, Option(help="Documents per task.")] = None,
+    fewshot: Annotated[int | None, Option(help="Examples in each prompt.")] = None,
     parse_special: ParseSpecial = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
-    output: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
+    device: Annotated[str, Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
+    output: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Score a checkpoint on tasks (lm-eval) and on bits per byte of text."""
@@ -188,14 +187,14 @@ def evaluate(
 
 @app.command()
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    max_tokens: Annotated[int, typer.Option(help="Tokens to add at most.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens of this total probability.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
+    prompt: Annotated[str, Option(help="Text to continue.")],
+    max_tokens: Annotated[int, Option(help="Tokens to add at most.")] = 128,
+    temperature: Annotated[float, Option(help="0: always the likeliest token.")] = 0.0,
+    top_p: Annotated[float, Option(help="Draw from the likeliest tokens of this total probability.")] = 1.0,
+    seed: Annotated[int, Option(help="Seed of the draws.")] = 0,
     parse_special: ParseSpecial = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
+    device: Annotated[str, Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
     as_json: Json = False,
 ) -> None:
     """Continue a text."""
@@ -216,9 +215,9 @@ def generate(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
-    output: Annotated[Path, typer.Option(help="Folder to make.")],
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
+    output: Annotated[Path, Option(help="Folder to make.")],
+    dtype: Annotated[str, Option(help="float32 or bfloat16.")] = "float32",
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint in Hugging Face format."""
@@ -229,8 +228,8 @@ def export(
 
 @app.command(name="import")
 def import_(
-    folder: Annotated[Path, typer.Argument(metavar="HF_DIR", help="Hugging Face folder of a model of a known family.")],
-    output: Annotated[Path, typer.Option(help="Checkpoint folder to make.")],
+    folder: Annotated[Path, Argument(metavar="HF_DIR", help="Hugging Face folder of a model of a known family.")],
+    output: Annotated[Path, Option(help="Checkpoint folder to make.")],
     as_json: Json = False,
 ) -> None:
     """Turn a Hugging Face folder into a checkpoint."""
@@ -242,29 +241,27 @@ def import_(
 @app.command()
 def launch(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...")] = None,
-    nodes: Annotated[int, typer.Option(help="Nodes that train.")] = 1,
-    spares: Annotated[int, typer.Option(help="Nodes beyond them that wait to take a place.")] = 0,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks on each node.")] = 1,
-    rendezvous: Annotated[str, typer.Option(help="HOST:PORT of `optimus rendezvous`.")] = "127.0.0.1:29400",
-    node: Annotated[str | None, typer.Option(help="Name of this node. Default: that of the machine.")] = None,
-    name: Annotated[str, typer.Option(help="Name of the launch, where several use one store.")] = "optimus",
-    keep_alive: Annotated[str, typer.Option(help="Seconds between heartbeats x how many may be missing.")] = "5x3",
-    wait: Annotated[float, typer.Option(help="Seconds for enough nodes to come together.")] = 600.0,
-    max_restarts: Annotated[int, typer.Option(help="Restarts in a row without a new checkpoint.")] = 5,
-    inject: Annotated[Path | None, typer.Option(help="YAML list of faults to rehearse.")] = None,
+    config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
+    overrides: Annotated[list[str] | None, Argument(metavar="[KEY.PATH=VALUE]...")] = None,
+    nodes: Annotated[int, Option(help="Nodes that train.")] = 1,
+    spares: Annotated[int, Option(help="Nodes beyond them that wait to take a place.")] = 0,
+    ranks_per_node: Annotated[int, Option(help="Ranks on each node.")] = 1,
+    rendezvous: Annotated[str, Option(help="HOST:PORT of `optimus rendezvous`.")] = "127.0.0.1:29400",
+    node: Annotated[str | None, Option(help="Name of this node. Default: that of the machine.")] = None,
+    name: Annotated[str, Option(help="Name of the launch, where several use one store.")] = "optimus",
+    keep_alive: Annotated[str, Option(help="Seconds between heartbeats x how many may be missing.")] = "5x3",
+    wait: Annotated[float, Option(help="Seconds for enough nodes to come together.")] = 600.0,
+    max_restarts: Annotated[int, Option(help="Restarts in a row without a new checkpoint.")] = 5,
+    inject: Annotated[Path | None, Option(help="YAML list of faults to rehearse.")] = None,
     scheduler: Annotated[
-        Literal["slurm", "pbs"] | None, typer.Option(help="Start nothing; write a batch script for this system.")
+        Literal["slurm", "pbs"] | None, Option(help="Start nothing; write a batch script for this system.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="With --scheduler: batch script to write.")] = None,
-    time: Annotated[str, typer.Option(help="Time limit in the batch script, HOURS:MINUTES:SECONDS.")] = "12:00:00",
+    output: Annotated[Path | None, Option(help="With --scheduler: batch script to write.")] = None,
+    time: Annotated[str, Option(help="Time limit in the batch script, HOURS:MINUTES:SECONDS.")] = "12:00:00",
     directive: Annotated[
-        list[str] | None, typer.Option(help="Line for the batch system, such as '--account=physics'; repeated.")
+        list[str] | None, Option(help="Line for the batch system, such as '--account=physics'; repeated.")
     ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Validate everything, start nothing, ask no other node.")
-    ] = False,
+    check: Annotated[bool, Option("--check", help="Validate everything, start nothing, ask no other node.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run a node of a training that survives its nodes; to be started on every node and every spare alike."""
@@ -307,9 +304,9 @@ def launch(
 
 @app.command()
 def rendezvous(
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 29400,
+    port: Annotated[int, Option(help="Port to listen on.")] = 29400,
     address: Annotated[
-        str, typer.Option(help="Address of this machine to listen on, by which the nodes reach it.")
+        str, Option(help="Address of this machine to listen on, by which the nodes reach it.")
     ] = "127.0.0.1",
     as_json: Json = False,
 ) -> None:
@@ -321,8 +318,8 @@ def rendezvous(
 
 @app.command()
 def rollback(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
-    step: Annotated[int, typer.Option(help="Step to go back to, of which there is a checkpoint.")],
+    run: Annotated[Path, Argument(metavar="RUN", help="Run folder.")],
+    step: Annotated[int, Option(help="Step to go back to, of which there is a checkpoint.")],
     as_json: Json = False,
 ) -> None:
     """Let a run restart from the weights of an earlier step, with a fresh optimizer."""
@@ -336,7 +333,7 @@ def rollback(
 
 @checkpoint_app.command(name="list")
 def checkpoint_list(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    run: Annotated[Path, Argument(metavar="RUN", help="Run folder.")],
     as_json: Json = False,
 ) -> None:
     """List a run's checkpoints and say which one --resume begins with."""
@@ -354,7 +351,7 @@ def checkpoint_list(
 
 @checkpoint_app.command(name="verify")
 def checkpoint_verify(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint, or run folder for all of its checkpoints.")],
+    path: Annotated[Path, Argument(metavar="PATH", help="Checkpoint, or run folder for all of its checkpoints.")],
     as_json: Json = False,
 ) -> None:
     """Read everything again and compare it with the manifest; exit code 1 when anything is damaged."""
@@ -369,7 +366,7 @@ def checkpoint_verify(
 
 @checkpoint_app.command(name="show")
 def checkpoint_show(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint, or run folder for its newest one.")],
+    path: Annotated[Path, Argument(metavar="PATH", help="Checkpoint, or run folder for its newest one.")],
     as_json: Json = False,
 ) -> None:
     """Say what a checkpoint holds, and how many ranks of which nodes wrote it."""
@@ -390,15 +387,15 @@ def checkpoint_show(
 
 @checkpoint_app.command(name="convert")
 def checkpoint_convert(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Checkpoint, or run folder for its newest one.")],
-    output: Annotated[Path, typer.Option(help="Folder or file to make.")],
+    path: Annotated[Path, Argument(metavar="PATH", help="Checkpoint, or run folder for its newest one.")],
+    output: Annotated[Path, Option(help="Folder or file to make.")],
     to: Annotated[
         Literal["weights", "torch", "safetensors"],
-        typer.Option(help="A checkpoint of the weights alone, or one file of all tensors."),
+        Option(help="A checkpoint of the weights alone, or one file of all tensors."),
     ] = "weights",
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        typer.Option(help="Type of the weights. Default: the run's, or as they are."),
+        Option(help="Type of the weights. Default: the run's, or as they are."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -412,9 +409,7 @@ def checkpoint_convert(
 
 @app.command()
 def models(
-    families: Annotated[
-        bool, typer.Option("--families", help="List the families of models, and their presets.")
-    ] = False,
+    families: Annotated[bool, Option("--families", help="List the families of models, and their presets.")] = False,
     as_json: Json = False,
 ) -> None:
     """List the presets with their total and active parameters."""
@@ -438,26 +433,24 @@ def models(
 
 @app.command()
 def schedule(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As parallel.schedule; another word shows all.")],
-    stages: Annotated[int, typer.Option(help="Ranks of the pipeline, each with --stages-per-rank stages.")] = 4,
-    microbatches: Annotated[int, typer.Option(help="Microbatches of a step.")] = 8,
-    stages_per_rank: Annotated[int | None, typer.Option(help="Default: the least that the schedule takes.")] = None,
-    warm_up: Annotated[float, typer.Option(help="Times its usual activations that a stage may keep.")] = 1.0,
+    name: Annotated[str, Argument(metavar="NAME", help="As parallel.schedule; another word shows all.")],
+    stages: Annotated[int, Option(help="Ranks of the pipeline, each with --stages-per-rank stages.")] = 4,
+    microbatches: Annotated[int, Option(help="Microbatches of a step.")] = 8,
+    stages_per_rank: Annotated[int | None, Option(help="Default: the least that the schedule takes.")] = None,
+    warm_up: Annotated[float, Option(help="Times its usual activations that a stage may keep.")] = 1.0,
     vocabulary: Annotated[
-        bool, typer.Option("--vocabulary", help="Every rank has a part of embedding and output layer (S and T).")
+        bool, Option("--vocabulary", help="Every rank has a part of embedding and output layer (S and T).")
     ] = False,
     output_layer: Annotated[
-        float, typer.Option(help="Time of its forward pass: the last stage's, or shared out with --vocabulary.")
+        float, Option(help="Time of its forward pass: the last stage's, or shared out with --vocabulary.")
     ] = 0.0,
-    jitter: Annotated[float, typer.Option(help="Lognormal deviation of every computation's time.")] = 0.0,
-    link: Annotated[float, typer.Option(help="Time of a message between ranks; a stage's forward pass takes 1.")] = 0.0,
-    blocking: Annotated[bool, typer.Option("--blocking", help="Ranks wait for their sends and receives.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the jitter.")] = 0,
-    measured: Annotated[
-        Path | None, typer.Option(help="Timeline of a real run to show beside the simulated one.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the timeline into this PNG file.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write bubble, memory and all actions to this JSON file.")] = None,
+    jitter: Annotated[float, Option(help="Lognormal deviation of every computation's time.")] = 0.0,
+    link: Annotated[float, Option(help="Time of a message between ranks; a stage's forward pass takes 1.")] = 0.0,
+    blocking: Annotated[bool, Option("--blocking", help="Ranks wait for their sends and receives.")] = False,
+    seed: Annotated[int, Option(help="Seed of the jitter.")] = 0,
+    measured: Annotated[Path | None, Option(help="Timeline of a real run to show beside the simulated one.")] = None,
+    plot: Annotated[Path | None, Option(help="Draw the timeline into this PNG file.")] = None,
+    output: Annotated[Path | None, Option(help="Write bubble, memory and all actions to this JSON file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Check, simulate and draw a pipeline schedule."""

@@ -14,7 +14,6 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any
 
 from optimus.errors import UserError
@@ -36,7 +35,7 @@ class Helpers:
             "OMP_NUM_THREADS": str(threads),
         }
         self._killed = False
-        self._setup = (make, args)
+        self._setup = make, args
         self._own = threading.local()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads = ThreadPoolExecutor(count, "helper", self._start)
@@ -48,7 +47,7 @@ class Helpers:
     def __enter__(self) -> "Helpers":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._killed = True
             for process in self._processes:
@@ -71,17 +70,13 @@ class Helpers:
         if self._killed:  # meanwhile
             process.kill()
         self._own.process = process
-        self._own.greeted = False
 
     def _ask(self, args: tuple[Any, ...]) -> Any:
         process: subprocess.Popen[bytes] = self._own.process
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            if not self._own.greeted:
-                pickle.dump(self._setup, process.stdin, protocol=5)
-                self._own.greeted = True
-            pickle.dump(args, process.stdin, protocol=5)
+            pickle.dump((*self._setup, args), process.stdin, protocol=5)
             process.stdin.flush()
             succeeded, value = pickle.load(process.stdout)
         except (EOFError, BrokenPipeError) as error:
@@ -101,18 +96,14 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not mix with the answers
     function: Callable[..., Any] | None = None
-    setup = None
     while True:
         try:
-            setup = setup or pickle.load(calls)
-            call = pickle.load(calls)
+            make, setup, call = pickle.load(calls)
         except EOFError:
             return
         answer: tuple[bool, Any]
         try:
-            if function is None:
-                make, args = setup
-                function = make(*args)
+            function = function or make(*setup)
             answer = (True, function(*call))
         except (UserError, OSError) as error:
             answer = (False, error)

@@ -81,12 +81,6 @@ class Journal:
         write_json(folder / FILE, asdict(self))
 
 
-def start(settings: dict[str, Any], sources: Sources) -> Journal:
-    """The journal of a run that has read nothing."""
-    mark = Mark(Position(0), [Counts() for _ in sources.inputs])
-    return Journal(settings, mark, mark)
-
-
 def read(folder: Path) -> Journal | None:
     """The journal in `folder`, None where there is none. Raises `UserError` when it is damaged."""
     path = folder / FILE

@@ -8,11 +8,9 @@ across the end of an epoch; within an epoch no instance is repeated.
 Shapes: B instances of this rank, S tokens of an instance.
 """
 
-import queue
-import threading
-import weakref
+from collections import deque
 from collections.abc import Iterator
-from types import TracebackType
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -46,36 +44,31 @@ class TokenLoader(Iterator[Batch]):
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}")
         self.step = start_step  # of the batch that comes next
-        reader = Reader(shards, global_batch, rank, ranks, seed)
-        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(AHEAD)
-        self._stop = threading.Event()
-        # The thread must not hold the loader, or a loader that is dropped without `close` would never end.
-        arguments = (reader, start_step, self._ready, self._stop)
-        self._thread = threading.Thread(target=_read_ahead, args=arguments, name="token-loader", daemon=True)
-        self._finalizer = weakref.finalize(self, self._stop.set)
-        self._thread.start()
+        self._reader = Reader(shards, global_batch, rank, ranks, seed)
+        self._thread = ThreadPoolExecutor(1, "token-loader")
+        self._ready = deque(self._thread.submit(self._reader.read, start_step + ahead) for ahead in range(AHEAD))
 
     def __next__(self) -> Batch:
-        if self._stop.is_set():
+        if not self._ready:
             raise StopIteration
-        batch = self._ready.get()
-        if isinstance(batch, BaseException):
+        try:
+            batch = self._ready.popleft().result()
+        except BaseException:
             self.close()
-            raise batch
+            raise
+        self._ready.append(self._thread.submit(self._reader.read, self.step + AHEAD))
         self.step += 1
         return batch
 
     def close(self) -> None:
         """Ends the reading thread. The iterator is exhausted afterwards."""
-        self._stop.set()
-        while not self._ready.empty():  # a thread that waits for room sees the event at once
-            self._ready.get_nowait()
-        self._thread.join()
+        self._ready.clear()
+        self._thread.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "TokenLoader":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -107,21 +100,3 @@ class Reader(NamedTuple):
         for start, stop in zip(starts, [*starts[1:], len(rows)]):
             tokens_BS[start:stop] = self.shards.rows(int(rows[start]), int(rows[stop - 1]) + 1)
         return tokens_BS
-
-
-def _read_ahead(reader: Reader, step: int, ready: "queue.Queue[Batch | BaseException]", stop: threading.Event) -> None:
-    while not stop.is_set():
-        item: Batch | BaseException
-        try:
-            item = reader.read(step)
-        except BaseException as error:
-            item = error
-        while not stop.is_set():
-            try:
-                ready.put(item, timeout=0.2)
-                break
-            except queue.Full:
-                continue
-        if isinstance(item, BaseException):
-            return
-        step += 1

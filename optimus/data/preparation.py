@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,11 +29,11 @@ import numpy as np
 
 from optimus.data import files, journal, shards
 from optimus.data import tokenizer as tokenizers
-from optimus.data.documents import BLOCK, Batch, Encode, read_batches, read_texts
+from optimus.data.documents import Batch, Encode, Position, read_batches, read_texts
 from optimus.data.helpers import Helpers
-from optimus.data.journal import Journal, Mark
+from optimus.data.journal import Counts, Journal, Mark
 from optimus.data.tokenizer import TokenizerInfo
-from optimus.data.work import SUMS, Encoded, Encoder, TokenizerTrainer, write_shard
+from optimus.data.work import SUMS, Encoded, encoder, tokenizer_trainer, write_shard
 from optimus.disk import sync, user_path, write_json
 from optimus.errors import UserError
 
@@ -43,6 +44,7 @@ SHARD_SIZE = 512 * 10**6
 COMMIT_SECONDS = 5.0
 # Bytes of text that a tokenizer is trained on: taken evenly from all files, as more text hardly changes the merges.
 TRAINING_SAMPLE = 64 << 20
+TEXTS_AT_ONCE = 64  # that are sent to the process which trains a tokenizer
 SIZE_SAMPLE = 1 << 17  # characters
 SMALLEST_VOCABULARY = 257  # every byte, and the end of text
 
@@ -197,7 +199,8 @@ def _open_journal(run: _Run, settings: dict[str, Any]) -> Journal:
         others = [path.name for path in run.partial.iterdir() if path.name != journal.LOCK]
         if not all(name.endswith(".tmp") for name in others):
             raise UserError(f"{run.partial} exists and is not an unfinished run. Choose another `output`.")
-        state = journal.start(settings, run.sources)
+        nothing = Mark(Position(0), [Counts() for _ in run.sources.inputs])
+        state = Journal(settings, nothing, nothing)
         state.write(run.partial)
         return state
     # While reading, files that were not reached yet may change: a mended file must not cost the work before it. Not so
@@ -230,16 +233,10 @@ def _install_tokenizer(run: _Run, info: TokenizerInfo | None) -> TokenizerInfo:
 
 def _train_tokenizer(run: _Run, path: Path) -> None:
     """Trains a tokenizer in a helper: the library's work cannot be interrupted but by ending its process."""
-    with Helpers(1, TokenizerTrainer, run.train_tokenizer, path, threads=run.workers) as helpers:
-        held, size = list[str](), 0
-        for text in filter(None, _training_sample(run)):
-            held.append(text)
-            size += len(text)
-            if size >= BLOCK:
-                helpers.submit(*held).result()
-                held, size = [], 0
-        if held:
-            helpers.submit(*held).result()
+    with Helpers(1, tokenizer_trainer, run.train_tokenizer, path, threads=run.workers) as helpers:
+        sample = filter(None, _training_sample(run))
+        while texts := list(islice(sample, TEXTS_AT_ONCE)):
+            helpers.submit(*texts).result()
         helpers.submit().result()
 
 
@@ -275,7 +272,7 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
         writer = _StreamWriter(run, state, stream, item)
         batches = read_batches(run.sources, state.mark.position, run.text_field, encode)
         try:
-            with Helpers(run.workers, Encoder, info, run.text_field, run.parse_special) as helpers:
+            with Helpers(run.workers, encoder, info, run.text_field, run.parse_special) as helpers:
                 for batch, encoded in _in_order(helpers, batches):
                     writer.write(batch, encoded)
                     run.progress("tokenise", batch.read, total)

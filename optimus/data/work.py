@@ -3,9 +3,9 @@
 import hashlib
 import os
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,42 +28,37 @@ class Encoded:
     text_bytes: int
 
 
-class Encoder:
-    """Tokenises batches, each document followed by the end-of-text token."""
+def encoder(info: TokenizerInfo, text_field: str, parse_special: bool) -> Callable[[Batch], Encoded]:
+    """What tokenises batches, each document followed by the end-of-text token."""
+    tokenizer = tokenizers.load(info.path, parse_special=parse_special)
 
-    def __init__(self, info: TokenizerInfo, text_field: str, parse_special: bool) -> None:
-        self._tokenizer: Any = tokenizers.load(info.path, parse_special=parse_special)
-        self._eos = info.eos_id
-        self._dtype = info.dtype
-        self._text_field = text_field
-
-    def __call__(self, batch: Batch) -> Encoded:
+    def encode(batch: Batch) -> Encoded:
         texts, ends = batch.texts, batch.ends
         if batch.lines:
-            texts = list(parse_lines(batch, self._text_field))
+            texts = list(parse_lines(batch, text_field))
             ends = [True] * len(texts)
         tokens: list[int] = []
-        for text, end, encoding in zip(texts, ends, self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)):
+        for text, end, encoding in zip(texts, ends, tokenizer.encode_batch_fast(texts, add_special_tokens=False)):
             tokens += encoding.ids
             if end and text:
-                tokens.append(self._eos)
+                tokens.append(info.eos_id)
         empty = texts.count("")
         text_bytes = sum(len(text.encode()) for text in texts)
-        return Encoded(np.array(tokens, dtype=self._dtype).tobytes(), sum(ends) - empty, empty, text_bytes)
+        return Encoded(np.array(tokens, dtype=info.dtype).tobytes(), sum(ends) - empty, empty, text_bytes)
+
+    return encode
 
 
-class TokenizerTrainer:
-    """Trains a tokenizer on the texts of all calls when it is called without any."""
+def tokenizer_trainer(vocab_size: int, path: Path) -> Callable[..., None]:
+    """What trains a tokenizer on the texts of all calls when it is called without any."""
+    held: list[str] = []
 
-    def __init__(self, vocab_size: int, path: Path) -> None:
-        self._vocab_size = vocab_size
-        self._path = path
-        self._texts: list[str] = []
-
-    def __call__(self, *texts: str) -> None:
-        self._texts += texts
+    def take(*texts: str) -> None:
+        held.extend(texts)
         if not texts:
-            tokenizers.train(self._texts, self._vocab_size, self._path)
+            tokenizers.train(held, vocab_size, path)
+
+    return take
 
 
 def write_shard(

@@ -38,15 +38,11 @@ def find_device(name: str, setting: str, local_rank: int = 0) -> Any:
         asked = accelerator if name == "auto" else torch.device(name)
     except RuntimeError:
         asked = None
-    index = local_rank if asked is None or asked.index is None else asked.index
-    if (
-        asked is None
-        or accelerator is None
-        or asked.type != accelerator.type
-        or index >= torch.accelerator.device_count()
-    ):
-        raise UserError(f"{setting} '{name}' is not here: this machine has {here} (torch {torch.__version__})")
-    return torch.device(asked.type, index)
+    if asked is not None and accelerator is not None and asked.type == accelerator.type:
+        index = local_rank if asked.index is None else asked.index
+        if index < torch.accelerator.device_count():
+            return torch.device(asked.type, index)
+    raise UserError(f"{setting} '{name}' is not here: this machine has {here} (torch {torch.__version__})")
 
 
 def peak_flops(device: Any) -> float | None:

@@ -9,7 +9,7 @@ from typing import Any
 from optimus.config import RunConfig
 from optimus.disk import read_json_lines
 from optimus.errors import naming_disk_errors
-from optimus.observe.wandb import WandbRun
+from optimus.observe.wandb import start_wandb
 
 _FULL = "Make room, then run again with `resume=True`"
 
@@ -23,7 +23,7 @@ class MetricsWriter:
         self._file = _open_after(folder / "metrics.jsonl", after_step)
         self._tensorboard_folder = folder / "tensorboard"
         self._tensorboard = _tensorboard(self._tensorboard_folder, after_step) if config.observe.tensorboard else None
-        self._wandb = WandbRun(folder, config) if config.observe.wandb else None
+        self._wandb = start_wandb(folder, config) if config.observe.wandb else None
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record; it must have `step`."""

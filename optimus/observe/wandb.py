@@ -43,38 +43,28 @@ def check_wandb(config: RunConfig) -> None:
         )
 
 
-class WandbRun:
-    """Sends records to the project that the configuration names.
+def start_wandb(folder: Path, config: RunConfig) -> Any:
+    """The `wandb.Run` that takes records, in the project that the configuration names.
 
     The folder keeps the run's `id` there in `wandb-run.json`, so that a resume goes on in it.
     """
+    check_wandb(config)
+    import wandb
 
-    def __init__(self, folder: Path, config: RunConfig) -> None:
-        check_wandb(config)
-        import wandb
-
-        file, given = folder / "wandb-run.json", config.observe
-        known = json.loads(file.read_text(encoding="utf-8"))["id"] if file.exists() else None
-        self._run = wandb.init(
-            project=given.wandb,
-            entity=given.wandb_entity,
-            name=given.wandb_name or folder.resolve().name,
-            group=given.wandb_group,
-            tags=given.wandb_tags or None,
-            dir=str(folder),
-            config=config.model_dump(),
-            id=known,
-            resume="allow",
-            allow_val_change=True,  # of the configuration, by a resume
-        )
-        # Steps are a value, not W&B's own count: it takes none that it has seen, and a rollback comes to them again.
-        self._run.define_metric("*", step_metric="step")
-        write_json(file, {"id": self._run.id, "project": given.wandb, "url": self._run.url})
-
-    def log(self, record: dict[str, Any]) -> None:
-        """Send a record; it must have `step`."""
-        self._run.log(record)
-
-    def finish(self) -> None:
-        """Wait until all is sent."""
-        self._run.finish()
+    file, given = folder / "wandb-run.json", config.observe
+    run = wandb.init(
+        project=given.wandb,
+        entity=given.wandb_entity,
+        name=given.wandb_name or folder.resolve().name,
+        group=given.wandb_group,
+        tags=given.wandb_tags or None,
+        dir=str(folder),
+        config=config.model_dump(),
+        id=json.loads(file.read_text(encoding="utf-8"))["id"] if file.exists() else None,
+        resume="allow",
+        allow_val_change=True,  # of the configuration, by a resume
+    )
+    # Steps are a value, not W&B's own count: it takes none that it has seen, and a rollback comes to them again.
+    run.define_metric("*", step_metric="step")
+    write_json(file, {"id": run.id, "project": given.wandb, "url": run.url})
+    return run

@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError, Store
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousConnectionError,
-    RendezvousStateError,
-    RendezvousTimeoutError,
-)
+from torch.distributed.elastic.rendezvous import api
 
 from optimus.checkpoint.folder import list_checkpoints, step_of
 from optimus.checkpoint.lease import Lease
@@ -94,12 +90,12 @@ def run_node(launch: Launch, command: Sequence[str]) -> Do | Exit | None:
     try:
         with _holding(launch, store) as token:
             return _Member(launch, store, say, waiting).run([*command, "--holder", token])
-    except (RendezvousConnectionError, DistError) as error:
+    except (api.RendezvousConnectionError, DistError) as error:
         raise UserError(
             f"node {launch.node} has lost the rendezvous {launch.endpoint}: its link is broken, or the store has ended "
             f"({str(error).splitlines()[0]})"
         ) from error
-    except RendezvousStateError as error:
+    except api.RendezvousStateError as error:
         raise UserError(
             f"{error}; something else writes to {launch.endpoint}: start another `optimus rendezvous`, out of its reach"
         ) from error
@@ -147,7 +143,7 @@ class _Member:
                     logs=Path(logs),
                     say=self._say,
                 ).until_the_end()
-        except RendezvousTimeoutError as error:
+        except api.RendezvousTimeoutError as error:
             why = f"fewer than {self._launch.nodes} nodes have come together within {self._launch.wait:g} s"
             if self._store.add(self._key("few"), 1) == 1:  # no node is the first of a world that is not
                 self._note_silent(self._told("world") or [])

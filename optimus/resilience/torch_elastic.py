@@ -28,16 +28,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousInfo, RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousSettings,
-    RendezvousTimeout,
-    _BackendRendezvousStateHolder,
-    _RendezvousExitOp,
-    _RendezvousState,
-)
 
 from optimus.resilience.exits import SAVING, Exit, told_torch_elastic
 from optimus.resilience.policy import Do
@@ -60,7 +53,7 @@ class _Unpickler(pickle.Unpickler):
     """Admits the classes that the state of a rendezvous is made of, none of which does anything when it is made."""
 
     _ADMITTED = {  # noqa: RUF012
-        "torch.distributed.elastic.rendezvous.dynamic_rendezvous": ("_RendezvousState", "_NodeDesc"),
+        dynamic.__name__: ("_RendezvousState", "_NodeDesc"),
         "datetime": ("datetime", "timedelta", "timezone"),
         "builtins": ("set",),
     }
@@ -81,21 +74,21 @@ class _Backend(C10dRendezvousBackend):
                 state = _Unpickler(io.BytesIO(found[0])).load()
             except Exception as error:  # whatever bytes lead to
                 raise RendezvousStateError(f"the store holds no state of a rendezvous: {error}") from error
-            if not isinstance(state, _RendezvousState):
+            if not isinstance(state, dynamic._RendezvousState):
                 raise RendezvousStateError(f"the store holds no state of a rendezvous: a {type(state).__name__}")
         return found
 
 
-class _StateHolder(_BackendRendezvousStateHolder):
+class _StateHolder(dynamic._BackendRendezvousStateHolder):
     """Tells of nodes that are taken out because they are silent; once that is written, no other node sees it. And whoever
     waits while the world is full is a spare."""
 
     def __init__(
-        self, backend: C10dRendezvousBackend, settings: RendezvousSettings, died: Callable[[str], None]
+        self, backend: C10dRendezvousBackend, settings: dynamic.RendezvousSettings, died: Callable[[str], None]
     ) -> None:
         super().__init__(backend, settings)
         self._died = died
-        self.seen: Callable[[_RendezvousState], None] | None = None  # is told of every state
+        self.seen: Callable[[dynamic._RendezvousState], None] | None = None  # is told of every state
 
     def sync(self) -> bool | None:
         has_set = super().sync()
@@ -114,7 +107,7 @@ class _StateHolder(_BackendRendezvousStateHolder):
             self.mark_dirty()
 
 
-class Rendezvous(DynamicRendezvousHandler):
+class Rendezvous(dynamic.DynamicRendezvousHandler):
     """Where nodes meet; what it gives to ask for more than its base does."""
 
     _state_holder: _StateHolder
@@ -138,11 +131,11 @@ class Rendezvous(DynamicRendezvousHandler):
         `keep_alive`: seconds between heartbeats, and how many are missing of a node that is dead; `died` is told of it, by
         `member`, on a node that has noticed. Spares wait for ever. `waiting` is told, often, what this node waits for.
         """
-        settings = RendezvousSettings(
+        settings = dynamic.RendezvousSettings(
             name,
             nodes,
             nodes,
-            RendezvousTimeout(join=timedelta(seconds=wait), last_call=timedelta(seconds=1)),
+            dynamic.RendezvousTimeout(join=timedelta(seconds=wait), last_call=timedelta(seconds=1)),
             keep_alive_interval=timedelta(seconds=keep_alive[0]),
             keep_alive_max_attempt=keep_alive[1],
         )
@@ -160,7 +153,7 @@ class Rendezvous(DynamicRendezvousHandler):
         finally:
             self._state_holder.seen = None
 
-    def _tell(self, state: _RendezvousState) -> None:
+    def _tell(self, state: dynamic._RendezvousState) -> None:
         """What this node waits for, which looks for a place."""
         here, places = len(state.participants), self._settings.max_nodes
         if state.closed or (state.complete and self._this_node in state.participants):
@@ -199,7 +192,7 @@ class Rendezvous(DynamicRendezvousHandler):
     def leave(self) -> None:
         """Give up this node's place, which leaves the rendezvous open."""
         self._stop_heartbeats()
-        self._op_executor.run(_RendezvousExitOp(), time.monotonic() + _LEAVING)
+        self._op_executor.run(dynamic._RendezvousExitOp(), time.monotonic() + _LEAVING)
 
 
 class Agent(LocalElasticAgent):

@@ -8,14 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.folder import (
-    DamagedError,
-    Description,
-    differences,
-    find_checkpoint,
-    step_folder,
-    weights_folder,
-)
+from optimus.checkpoint import folder
+from optimus.checkpoint.folder import DamagedError, Description
 from optimus.checkpoint.rollback import Point, resume_points
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.slots import set_newer_aside
@@ -60,9 +54,11 @@ class Checkpoints(Hook):
         # Weights first: a run that is killed between the two goes on behind this step, and would never write them.
         if section.weights_every is not None and run.step % section.weights_every == 0:
             every = section.weights_every * section.weights_keep
-            targets.append(Target(weights_folder(run.folder, run.step), describe(run, full=False), every=every))
+            targets.append(Target(folder.weights_folder(run.folder, run.step), describe(run, full=False), every=every))
         if run.step % section.every == 0 or ends:
-            targets.append(Target(step_folder(run.folder, run.step), describe(run, full=True), keep=section.keep))
+            targets.append(
+                Target(folder.step_folder(run.folder, run.step), describe(run, full=True), keep=section.keep)
+            )
         self._save(run, targets)
         if ends:
             self._saver.finish()
@@ -73,7 +69,7 @@ class Checkpoints(Hook):
         self._saver.finish()
         if run.step > self._saved:
             keep = run.config.checkpoint.keep
-            self._save(run, [Target(step_folder(run.folder, run.step), describe(run, full=True), keep=keep)])
+            self._save(run, [Target(folder.step_folder(run.folder, run.step), describe(run, full=True), keep=keep)])
             self._saver.finish()
 
     def after_training(self, run: Run) -> None:
@@ -147,7 +143,7 @@ def _go_on(run: Run, path: Path, *, full: bool) -> int:
     run.skipped = description.progress["skipped"]
     _restore_random(description, run.device)
     there, here = _numbers(description.config), _numbers(run.config.model_dump(mode="json"))
-    if changed := differences(there, {key: value for key, value in here.items() if key in there}):
+    if changed := folder.differences(there, {key: value for key, value in here.items() if key in there}):
         run.notes.append(f"going on with another configuration: {changed}")
     return readers
 
@@ -167,7 +163,7 @@ def _start(run: Run, resume: bool) -> None:
     if resume:
         run.notes.append(f"nothing to resume in {run.folder}: starting at step 0")
     if (branch := run.config.schedule.branch_from) is not None:
-        path = run.groups.world.on_first(lambda: find_checkpoint(branch))
+        path = run.groups.world.on_first(lambda: folder.find_checkpoint(branch))
         readers = _go_on(run, path, full=True)
         run.notes.append(f"branching from {path} (step {run.step}){_readers(run, readers)}")
         return
@@ -178,7 +174,7 @@ def _start(run: Run, resume: bool) -> None:
     if (Path(initial) / "config.json").is_file():
         readers = _load_folder(run, Path(initial))
     else:
-        path = run.groups.world.on_first(lambda: find_checkpoint(initial))
+        path = run.groups.world.on_first(lambda: folder.find_checkpoint(initial))
         _, readers = load_state(run.state, path, model=run.config.model, full=False, send=send)
     run.notes.append(f"starting from the weights of {initial}{_readers(run, readers)}")
 

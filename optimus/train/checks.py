@@ -43,7 +43,16 @@ def check_references(config: RunConfig, resume: bool) -> None:
     """Raise `UserError` when something that the run will need later, or only sometimes, is not there."""
     check_wandb(config)
     if config.schedule.branch_from is not None and not resume:
-        _check_branch(config, find_checkpoint(config.schedule.branch_from))
+        path = find_checkpoint(config.schedule.branch_from)
+        trunk = read_description(path)
+        check_same_model(trunk.model, config.model, path)
+        if not trunk.full:
+            raise UserError(f"schedule.branch_from: {path} holds weights only: name a full checkpoint, step-N")
+        if trunk.step >= config.train.total_steps:
+            raise UserError(
+                f"schedule.branch_from: {path} is at step {trunk.step}, and the run ends at {config.train.total_steps}: "
+                "raise train.steps, which counts the trunk's too"
+            )
     initial = config.checkpoint.initial
     if initial is not None and not resume:
         if (Path(initial) / "config.json").is_file():
@@ -52,18 +61,6 @@ def check_references(config: RunConfig, resume: bool) -> None:
         else:
             path = find_checkpoint(initial)
             check_same_model(read_description(path).model, config.model, path)
-
-
-def _check_branch(config: RunConfig, path: Path) -> None:
-    trunk = read_description(path)
-    check_same_model(trunk.model, config.model, path)
-    if not trunk.full:
-        raise UserError(f"schedule.branch_from: {path} holds weights only: name a full checkpoint, step-N")
-    if trunk.step >= config.train.total_steps:
-        raise UserError(
-            f"schedule.branch_from: {path} is at step {trunk.step}, and the run ends at {config.train.total_steps}: raise "
-            "train.steps, which counts the trunk's too"
-        )
 
 
 def check_held_out(config: RunConfig) -> None:
@@ -77,7 +74,9 @@ def check_output(config: RunConfig, resume: bool, shards: Shards) -> None:
     folder = Path(config.train.output)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"train.output: {folder} is a file; name a folder")
-    _check_writable(folder)
+    there = next(path for path in (folder / "checkpoints", folder, *folder.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"train.output: {there} is not yours to write: change its permissions or choose another folder")
     found = list_checkpoints(folder)
     if resume:
         _check_resumable(config, folder, shards)
@@ -89,13 +88,6 @@ def check_output(config: RunConfig, resume: bool, shards: Shards) -> None:
         )
     elif folder.is_dir() and any(path.name != LEASE for path in folder.iterdir()):
         raise UserError(f"train.output: {folder} is not empty and holds no run: choose another train.output")
-
-
-def _check_writable(folder: Path) -> None:
-    """Raise `UserError` when checkpoints could not be written."""
-    there = next(path for path in (folder / "checkpoints", folder, *folder.absolute().parents) if path.exists())
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"train.output: {there} is not yours to write: change its permissions or choose another folder")
 
 
 def _check_resumable(config: RunConfig, folder: Path, shards: Shards) -> None:
@@ -136,7 +128,9 @@ def check_memory(config: RunConfig, device: torch.device, ranks: int, per_node: 
     held = [sum(_at_rest(config, plans).values()) for plans in stages]
     together, copies = sharers(mesh, device), 0.0
     if device.type == "cpu":
-        written = _written(config, mesh, stages) if config.checkpoint.asynchronous else Counter[int]()
+        written = Counter[int]()  # elements whose state each rank writes, as each part has one writer
+        for rank, plans in zip(mesh.group(0, ("pp",)), stages if config.checkpoint.asynchronous else ()):
+            written += elements_written(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)
         each, copies = max(_of_nodes(mesh, held, written), key=sum)
     else:
         each = max(held)
@@ -151,14 +145,6 @@ def check_memory(config: RunConfig, device: torch.device, ranks: int, per_node: 
             "choose a smaller model, state.gradient_dtype=bfloat16, a state.shard over more ranks, more stages "
             "(parallel.pipeline), or another machine"
         )
-
-
-def _written(config: RunConfig, mesh: Mesh, stages: Sequence[Sequence[ChunkPlan]]) -> Counter[int]:
-    """Elements whose state each rank writes, as each part has one writer."""
-    found = Counter[int]()
-    for rank, plans in zip(mesh.group(0, ("pp",)), stages):
-        found += elements_written(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)
-    return found
 
 
 def _of_nodes(mesh: Mesh, held: Sequence[int], written: Mapping[int, int]) -> Iterator[tuple[int, int]]:
@@ -188,7 +174,9 @@ def dry_run(run: Run) -> str:
             under_way = tokens[:1].expand(run.config.parallel.pipeline * micro_batch, -1)
             one = _saved_bytes(run, under_way) // micro_batch
         else:
-            few = _fewest_sequences(run)
+            mesh = run.groups.mesh
+            # Of so many the tokens can be divided over a tensor-parallel grid, as those of a microbatch can.
+            few = min(micro_batch, mesh.tp // math.gcd(mesh.tp, context // mesh.cp))
             one = _saved_bytes(run, tokens[:few]) // few
     except torch.OutOfMemoryError:
         raise UserError(
@@ -206,12 +194,6 @@ def dry_run(run: Run) -> str:
     at_rest = _at_rest(run.config, [chunk.plan for chunk in run.state.chunks])
     kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in at_rest.items() if size)
     return f"memory per rank: {kinds}, activations of a microbatch {_gib(needed)}; {_gib(free)} free"
-
-
-def _fewest_sequences(run: Run) -> int:
-    """Of which the tokens can be divided over a tensor-parallel grid, as those of a microbatch can."""
-    mesh, train = run.groups.mesh, run.config.train
-    return min(train.micro_batch, mesh.tp // math.gcd(mesh.tp, train.context // mesh.cp))
 
 
 def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:

@@ -5,12 +5,12 @@ import statistics
 import time
 import uuid
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import EndedError, Exit
 from optimus.resilience.hangs import Verdict, Watchdog, clear, meeting_place
-from optimus.resilience.slow import Slow, alone, find_slow
 from optimus.train.hooks import Hook
 from optimus.train.run import Run
 from optimus.train.step import StepResult
@@ -94,17 +94,42 @@ class SlowRanks(Hook):
         found = find_slow(seconds, peers, run.config.resilience.slow, self._usual)
         for rank, relation in alone(seconds, peers).items():
             self._usual[rank] = min(relation, self._usual.get(rank, relation))
-        self._in_a_row = Counter({slow.rank: self._in_a_row[slow.rank] + 1 for slow in found})
-        for slow in found:
-            if self._in_a_row[slow.rank] == OFTEN:
-                self._tell(run, slow, told[slow.rank][1])
+        self._in_a_row = Counter({rank: self._in_a_row[rank] + 1 for rank in found})
+        for rank, times in found.items():
+            if self._in_a_row[rank] == OFTEN:
+                self._tell(run, rank, times, told[rank][1])
 
-    def _tell(self, run: Run, slow: Slow, node: str | None) -> None:
-        detail = f"rank {slow.rank} takes {slow.times:.2f} times as long for its part of a step as its peers"
+    def _tell(self, run: Run, rank: int, times: float, node: str | None) -> None:
+        detail = f"rank {rank} takes {times:.2f} times as long for its part of a step as its peers"
         run.notes.append(f"step {run.step}: {detail}" + (f" (node {node})" if node is not None else ""))
         if self._node is None:
             return
         if run.groups.rank == 0:
-            EventLog(run.folder).write("failure", node=node, rank=slow.rank, step=run.step, detail=detail)
+            EventLog(run.folder).write("failure", node=node, rank=rank, step=run.step, detail=detail)
         if run.config.resilience.exclude_slow:
             raise EndedError(Exit.BAD_NODE if node == self._node else Exit.LOST, f"step {run.step}: {detail}")
+
+
+def find_slow(
+    seconds: Mapping[int, float], peers: Sequence[Sequence[int]], percent: float, usual: Mapping[int, float]
+) -> dict[int, float]:
+    """The ranks that compute for longer than their peers' median by `percent`, the slowest first: how many times as long.
+
+    `seconds` are what each computes in a step, waiting left out (MegaScale; C4). `peers` are ranks that have the same to do,
+    such as those of one stage of a pipeline; of two, the faster one is the measure, as nothing makes a rank faster than it
+    is. A rank without any has other work than everybody else: it is slow when it takes so much longer than what was `usual`
+    of it (the least of `alone` so far), not when it has more to do.
+    """
+    times = {
+        rank: seconds[rank] / statistics.median_low(seconds[r] for r in group) for group in peers for rank in group
+    }
+    times |= {rank: relation / usual.get(rank, relation) for rank, relation in alone(seconds, peers).items()}
+    return {
+        rank: times[rank] for rank in sorted(times, key=lambda rank: -times[rank]) if times[rank] > 1 + percent / 100
+    }
+
+
+def alone(seconds: Mapping[int, float], peers: Sequence[Sequence[int]]) -> dict[int, float]:
+    """How many times the median of all ranks those take that have no peers."""
+    middle = statistics.median_low(seconds.values())
+    return {group[0]: seconds[group[0]] / middle for group in peers if len(group) == 1}

@@ -5,7 +5,6 @@ import os
 import statistics
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -21,21 +20,12 @@ _STARVED = 0.5  # share of the time that threads which compute all the time get 
 _AGAIN = 1.5  # times as long as the fastest: the run has recovered
 
 
-class Reading(NamedTuple):
-    """What the machine says after a step."""
-
-    wanted: float  # threads that run or wait for a core, of all processes
-    spent: float  # seconds that the threads of this process have computed so far
-
-
-def read_machine() -> Reading:
-    """Now; where the system does not tell the threads of this moment, the mean of the last minute."""
+def threads_wanted() -> float:
+    """Of all processes, those that run or wait for a core: now, or where the system does not tell, in the last minute."""
     try:
-        running = Path("/proc/loadavg").read_text(encoding="ascii").split()[3].split("/")[0]
-        wanted = float(running)
+        return float(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].split("/")[0])
     except (OSError, ValueError, IndexError):
-        wanted = os.getloadavg()[0]
-    return Reading(wanted, time.process_time())
+        return os.getloadavg()[0]
 
 
 class Oversubscription(Hook):
@@ -49,17 +39,17 @@ class Oversubscription(Hook):
         self._said = False
 
     def before_training(self, run: Run) -> None:
-        self._spent = read_machine().spent
+        self._spent = time.process_time()  # by all threads
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        reading = read_machine()
+        spent = time.process_time()
         self._seconds.append(run.step_seconds)
-        self._wanted.append(reading.wanted)
+        self._wanted.append(threads_wanted())
         if len(self._seconds) < WINDOW:
             return
-        share = (reading.spent - self._spent) / (sum(self._seconds) * torch.get_num_threads())
+        share = (spent - self._spent) / (sum(self._seconds) * torch.get_num_threads())
         self._judge(run, statistics.median(self._seconds), statistics.fmean(self._wanted), share)
-        self._spent = reading.spent
+        self._spent = spent
         self._seconds.clear()
         self._wanted.clear()
 

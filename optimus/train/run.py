@@ -132,7 +132,10 @@ def planned_chunks(config: RunConfig, mesh: Mesh, ranks: Sequence[int]) -> list[
 
     Raises `UserError` when the parameters cannot be divided as configured.
     """
-    _, layouts = _on_meta(config, mesh)
+    with torch.device("meta"):
+        model = Transformer(config.model, config.moe.routing)
+    layouts = layouts_of(model, config)
+    check_shard_ranks(layouts, mesh, config.state)
     partition, place = partition_of(config, mesh, ranks[0]), placement_of(config)
 
     def of(rank: int) -> list[ChunkPlan]:
@@ -142,15 +145,6 @@ def planned_chunks(config: RunConfig, mesh: Mesh, ranks: Sequence[int]) -> list[
         return [plan for plans in stages.values() for plan in plans]
 
     return list(map(of, ranks))
-
-
-def _on_meta(config: RunConfig, mesh: Mesh) -> tuple[Transformer, dict[str, Layout]]:
-    """The whole model, without memory, and the layouts of its parameters, whose state can be shared out on `mesh`."""
-    with torch.device("meta"):
-        model = Transformer(config.model, config.moe.routing)
-    layouts = layouts_of(model, config)
-    check_shard_ranks(layouts, mesh, config.state)
-    return model, layouts
 
 
 def build_model(

@@ -20,7 +20,7 @@ def take(shards: Shards, count: int, **settings: int) -> list[np.ndarray]:
 
 
 def threads() -> int:
-    return sum(thread.name == "token-loader" for thread in threading.enumerate())
+    return sum(thread.name.startswith("token-loader") for thread in threading.enumerate())
 
 
 def test_first_epoch_is_the_stored_order(prepared: Path) -> None:

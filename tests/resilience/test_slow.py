@@ -16,11 +16,10 @@ from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import Exit
-from optimus.resilience.slow import alone, find_slow
 from optimus.testing import run_ranks
 from optimus.train import health
 from optimus.train.checkpoints import build_run
-from optimus.train.health import SlowRanks
+from optimus.train.health import SlowRanks, alone, find_slow
 from optimus.train.launch import code_of
 from optimus.train.loop import train_loop
 from optimus.train.pipeline import with_microbatches
@@ -33,7 +32,8 @@ def found(
     seconds: list[float], peers: list[list[int]], percent: float = 50.0, **usual: float
 ) -> list[tuple[int, float]]:
     relations = {int(rank[1:]): relation for rank, relation in usual.items()}
-    return [(rank, round(times, 3)) for rank, times in find_slow(dict(enumerate(seconds)), peers, percent, relations)]
+    slow = find_slow(dict(enumerate(seconds)), peers, percent, relations)
+    return [(rank, round(times, 3)) for rank, times in slow.items()]
 
 
 def test_slow_is_who_takes_longer_than_its_peers() -> None:

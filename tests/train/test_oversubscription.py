@@ -1,6 +1,7 @@
 """More threads than free cores are named with the cure; with made-up times and loads, without a clock."""
 
 import re
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import optimus
 from optimus.mesh import Mesh
 from optimus.observe.machine import usable_cores
 from optimus.train import oversubscription
-from optimus.train.oversubscription import WINDOW, Oversubscription, Reading, read_machine
+from optimus.train.oversubscription import WINDOW, Oversubscription, threads_wanted
 from optimus.train.run import Run
 from optimus.train.step import StepResult
 
@@ -22,8 +23,8 @@ Window = tuple[
 ]  # seconds of a step, threads that want to run, share of its cores that the rank gets
 
 
-def machine(patch: pytest.MonkeyPatch, read: Callable[[], Reading], cores: int, threads: int) -> None:
-    patch.setattr(oversubscription, "read_machine", read)
+def machine(patch: pytest.MonkeyPatch, wanted: Callable[[], float], cores: int, threads: int) -> None:
+    patch.setattr(oversubscription, "threads_wanted", wanted)
     patch.setattr(oversubscription, "usable_cores", lambda: cores)
     patch.setattr(torch, "get_num_threads", lambda: threads)
 
@@ -34,15 +35,16 @@ def said(
     """The notes of a run of so many windows of steps."""
     run: Any = SimpleNamespace(notes=[], step=0, device=torch.device("cpu"))
     run.groups = SimpleNamespace(mesh=mesh or Mesh(dp=ranks))
-    now = Reading(0.0, 5.0)
+    now, spent = 0.0, 5.0
     hook = Oversubscription()
     with pytest.MonkeyPatch.context() as patch:
         machine(patch, lambda: now, cores, threads)
+        patch.setattr(time, "process_time", lambda: spent)
         hook.before_training(cast(Run, run))
         for seconds, wanted, share in windows:
             for _ in range(WINDOW):
                 run.step, run.step_seconds = run.step + 1, seconds
-                now = Reading(wanted, now.spent + share * threads * seconds)
+                now, spent = wanted, spent + share * threads * seconds
                 hook.after_step(cast(Run, run), cast(StepResult, None))
     return cast("list[str]", run.notes)
 
@@ -95,16 +97,14 @@ def test_the_ranks_of_a_node_count() -> None:
 
 
 def test_what_the_machine_says_now() -> None:
-    first = read_machine()
-    sum(range(100_000))
-    assert first.wanted >= 0
-    assert read_machine().spent > first.spent
+    assert threads_wanted() >= 0
 
 
 def test_a_run_on_processors_watches(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     """As it is put together, with a reading that makes it speak; on rank 0, beside the steps."""
-    readings = iter(Reading(99.0, number * 1e-9) for number in range(10**6))
-    machine(monkeypatch, lambda: next(readings), 2, 4)
+    spent = iter(number * 1e-9 for number in range(10**6))
+    monkeypatch.setattr(time, "process_time", lambda: next(spent))
+    machine(monkeypatch, lambda: 99.0, 2, 4)
     small_run["train"] |= {"steps": WINDOW, "context": 32}
     optimus.train(small_run)
     assert re.search(rf"step {WINDOW}: steps take .* s, and 99 threads want the 2 cores", capfd.readouterr().err)
