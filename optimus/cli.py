@@ -265,7 +265,7 @@ def launch(
     as_json: Json = False,
 ) -> None:
     """Run a node of a training that survives its nodes; to be started on every node and every spare alike."""
-    from optimus.train.reading import read_run
+    from optimus.train.start import read_run
 
     read_run(config, overrides or [])  # before torch is imported: a mistake costs no waiting
     from optimus.train import nodes as run

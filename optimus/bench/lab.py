@@ -29,7 +29,7 @@ from optimus.resilience.events import EventLog
 from optimus.train.launch import check_run
 from optimus.train.nodes import Job, exit_code, launch
 from optimus.train.pipeline import with_microbatches
-from optimus.train.reading import read_run
+from optimus.train.start import read_run
 
 _NETWORK = "10.77.0"
 _PORT = 29400

@@ -1,9 +1,8 @@
 """Reading input files as batches of text of about 1 MB, in order, with the position reached after each.
 
-Batches are what the helper processes tokenise. JSON lines travel as raw blocks of whole lines, so that parsing is done
-by the helpers; all else travels as strings. A document above `BLOCK` is cut into pieces here
-(`cutting`). A position is a place between two documents, or a checked cut in a text file, from which reading can start
-again and give the same tokens.
+Batches are what the helper processes tokenise. JSON lines travel as raw blocks of whole lines, so that the helpers parse
+them; all else travels as strings, a document above `BLOCK` in pieces (`cutting`). A position is a place between two
+documents, or a checked cut in a text file, from which reading can start again and give the same tokens.
 """
 
 import codecs
@@ -80,7 +79,7 @@ def read_batches(sources: Sources, start: Position, text_field: str, encode: Enc
         if pending.texts and source.input != pending.input:
             yield pending
             pending = Batch(source.input)
-        read = next(read for suffixes, read in _READERS.items() if source.ends_in(suffixes))
+        read = next(read for suffixes, read in _READERS.items() if files.ends_in(source.path, suffixes))
         for part in read(source, position, text_field, encode):
             if isinstance(part, Batch):
                 if pending.texts:
@@ -135,7 +134,7 @@ def _read_page(source: Source, start: Position, text_field: str, encode: Encode)
 
 def _read_table(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[_Piece]:
     place = str(source.path)
-    delimiter = "\t" if source.ends_in(files.TSV_SUFFIXES) else ","
+    delimiter = "\t" if files.ends_in(source.path, files.TSV_SUFFIXES) else ","
     with open_bytes(source) as (stream, raw):
         for row, text in enumerate(column(stream, place, text_field, delimiter), start=1):
             if row <= start.offset:

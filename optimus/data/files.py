@@ -52,9 +52,6 @@ class Source:
     def text_bytes_estimate(self) -> float:
         return self.size * EXPANSION.get(self.path.suffix.lower(), 1.0)
 
-    def ends_in(self, suffixes: tuple[str, ...]) -> bool:
-        return _ends_in(self.path, suffixes)
-
 
 @dataclass(frozen=True)
 class Sources:
@@ -98,7 +95,7 @@ def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> Sou
             for path, root in _expand(given):
                 if any(path.resolve().is_relative_to(folder) for folder in hidden):
                     continue
-                if not _ends_in(path, SUFFIXES):
+                if not ends_in(path, SUFFIXES):
                     skipped.add(path.resolve())
                     continue
                 matches += 1
@@ -113,7 +110,7 @@ def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> Sou
     return Sources(tuple(Path(given).name for given in inputs), tuple(found.values()), dict(sorted(by_ending.items())))
 
 
-def _ends_in(path: Path, suffixes: tuple[str, ...]) -> bool:
+def ends_in(path: Path, suffixes: tuple[str, ...]) -> bool:
     return path.name.lower().endswith(suffixes)
 
 
@@ -128,7 +125,7 @@ def _expand(given: str | Path) -> Iterator[tuple[Path, Path]]:
     """The files that one input stands for, each with the folder that its name is relative to."""
     path = user_path(given)
     if path.is_file():
-        if not _ends_in(path, SUFFIXES):
+        if not ends_in(path, SUFFIXES):
             raise UserError(f"unsupported file type: {path}. Supported: {_SUPPORTED}")
         yield path, path.parent
     elif path.is_dir():
@@ -174,9 +171,9 @@ def open_bytes(source: Source) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """
     try:
         with source.path.open("rb") as raw:
-            if source.ends_in((".gz",)):
+            if ends_in(source.path, (".gz",)):
                 yield gzip.GzipFile(fileobj=raw), raw  # type: ignore[misc]
-            elif source.ends_in((".zst",)):
+            elif ends_in(source.path, (".zst",)):
                 yield io.BufferedReader(_ZstdStream(raw), READ), raw
             else:
                 yield raw, raw

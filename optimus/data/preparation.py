@@ -174,11 +174,10 @@ def _prepare(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) ->
     for stale in run.partial.glob("*.tmp"):
         stale.unlink()
     info = _install_tokenizer(run, info)
-    if state.instances is None:
-        _tokenise(run, state, info)
-    _shard(run, state, info)
-    _join_sums(run, state.instances, info)
-    index = _index(run, state, info)
+    instances = state.instances or _tokenise(run, state, info)
+    _shard(run, state, instances, info)
+    _join_sums(run, instances, info)
+    index = _index(run, state, instances, info)
     write_json(run.partial / shards.INDEX, index)
     return _finish(run, index)
 
@@ -257,8 +256,8 @@ def _training_sample(run: _Run) -> Iterator[str]:
                 break
 
 
-def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
-    """Step 1: from the journal's mark to the end of all inputs. Leaves `state.instances` set."""
+def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> int:
+    """Step 1: from the journal's mark to the end of all inputs. Returns how many instances they make."""
     item = np.dtype(info.dtype).itemsize
     encode = tokenizers.encoder(tokenizers.load(info.path, parse_special=run.parse_special))
     total = sum(source.size for source in run.sources.files)
@@ -280,7 +279,7 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
             writer.commit()
             raise
         writer.commit()
-    _count_instances(run, state)
+    return _count_instances(run, state)
 
 
 def _in_order(helpers: Helpers, batches: Iterator[Batch]) -> Iterator[tuple[Batch, Encoded]]:
@@ -343,7 +342,7 @@ class _StreamWriter:
         self._committed = time.monotonic()
 
 
-def _count_instances(run: _Run, state: Journal) -> None:
+def _count_instances(run: _Run, state: Journal) -> int:
     tokens = state.mark.tokens
     if tokens < run.context:
         for path in run.partial.iterdir():  # nothing here is of use to a later run
@@ -354,6 +353,7 @@ def _count_instances(run: _Run, state: Journal) -> None:
         raise UserError(f"the input holds {what}. {cure}")
     state.instances = tokens // run.context
     state.write(run.partial)
+    return state.instances
 
 
 def _estimate(run: _Run, encode: Encode, item: int) -> float:
@@ -378,11 +378,10 @@ def _check_disk(run: _Run, needed: float) -> None:
         )
 
 
-def _shard(run: _Run, state: Journal, info: TokenizerInfo) -> None:
+def _shard(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> None:
     """Steps 2 and 3: writes the shards that the journal does not list yet."""
-    assert state.instances is not None
     stream = run.partial / STREAM
-    plan = _shard_plan(run, state.instances, info)
+    plan = _shard_plan(run, instances, info)
     missing = [
         (name, start, stop)
         for name, start, stop in plan
@@ -393,9 +392,9 @@ def _shard(run: _Run, state: Journal, info: TokenizerInfo) -> None:
     if not stream.exists() or stream.stat().st_size < state.mark.tokens * np.dtype(info.dtype).itemsize:
         raise UserError(f"{stream} is shorter than its journal says. Delete {run.partial}.")
     _check_disk(run, 2 * stream.stat().st_size)
-    gathered = stream, run.partial, state.instances, run.context, info.dtype, run.seed
-    done = state.instances - sum(stop - start for _, start, stop in missing)
-    run.progress("shard", done, state.instances)
+    gathered = stream, run.partial, instances, run.context, info.dtype, run.seed
+    done = instances - sum(stop - start for _, start, stop in missing)
+    run.progress("shard", done, instances)
     with Helpers(min(run.workers, len(missing)), partial, write_shard, *gathered) as helpers:
         futures = [helpers.submit(*shard) for shard in missing]
         for (name, start, stop), future in zip(missing, futures):
@@ -403,12 +402,11 @@ def _shard(run: _Run, state: Journal, info: TokenizerInfo) -> None:
             sync(run.partial)
             state.write(run.partial)
             done += stop - start
-            run.progress("shard", done, state.instances)
+            run.progress("shard", done, instances)
 
 
-def _join_sums(run: _Run, instances: int | None, info: TokenizerInfo) -> None:
+def _join_sums(run: _Run, instances: int, info: TokenizerInfo) -> None:
     """Writes the sums of all instances as one array: a file per shard would be open beside each shard."""
-    assert instances is not None
     temporary = run.partial / f"{shards.SUMS}.tmp"
     with temporary.open("wb") as file:
         header = {"descr": "<u4", "fortran_order": False, "shape": (instances,)}
@@ -427,11 +425,10 @@ def _shard_plan(run: _Run, instances: int, info: TokenizerInfo) -> list[tuple[st
     return [(f"shard-{k:05d}.npy", start, min(start + rows, instances)) for k, start in enumerate(starts)]
 
 
-def _index(run: _Run, state: Journal, info: TokenizerInfo) -> dict[str, Any]:
+def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> dict[str, Any]:
     """The content of `index.json`. Nothing in it depends on where or when the run was made."""
-    assert state.instances is not None
     counts = state.mark.counts
-    used = state.instances * run.context
+    used = instances * run.context
     return {
         "format": shards.FORMAT,
         "version": shards.VERSION,
@@ -446,7 +443,7 @@ def _index(run: _Run, state: Journal, info: TokenizerInfo) -> dict[str, Any]:
         "context": run.context,
         "seed": run.seed,
         "dtype": info.dtype,
-        "instances": state.instances,
+        "instances": instances,
         "tokens": used,
         "dropped_tokens": state.mark.tokens - used,
         "documents": sum(c.documents for c in counts),
@@ -460,7 +457,7 @@ def _index(run: _Run, state: Journal, info: TokenizerInfo) -> dict[str, Any]:
         ],
         "shards": [
             {"file": name, "instances": stop - start, "sha256": state.shards[name]}
-            for name, start, stop in _shard_plan(run, state.instances, info)
+            for name, start, stop in _shard_plan(run, instances, info)
         ],
         "sums": shards.SUMS,
     }

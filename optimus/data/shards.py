@@ -139,10 +139,8 @@ class Shards:
             return
         for number, (row, expected) in enumerate(zip(rows, self._sums[start : start + len(rows)].tolist()), start):
             if zlib.crc32(row) != expected:
-                raise UserError(
-                    f"{self.folder / self.index['shards'][shard]['file']} is corrupted: its checksum differs from {SUMS} "
-                    f"at instance {number}. Restore it or prepare the data again."
-                )
+                path = self.folder / self.index["shards"][shard]["file"]
+                raise _damaged(path, f"is corrupted: its checksum differs from {SUMS} at instance {number}")
 
     def _verify(self, shard: int) -> None:
         entry = self.index["shards"][shard]
@@ -150,9 +148,7 @@ class Shards:
         with naming_read_errors(path):
             found = tokenizers.file_sha256(path)
         if found != entry["sha256"]:
-            raise UserError(
-                f"{path} is corrupted: its checksum differs from {INDEX}. Restore it or prepare the data again."
-            )
+            raise _damaged(path, f"is corrupted: its checksum differs from {INDEX}")
 
     def _check_tokenizer(self) -> None:
         path = self.tokenizer_path
@@ -172,16 +168,16 @@ class Shards:
     def _load(self, name: str, shape: tuple[int, ...], dtype: str) -> NDArray[np.unsignedinteger[Any]]:
         path = self.folder / name
         if not path.is_file():
-            raise UserError(f"{path} is missing, though {INDEX} lists it. Restore it or prepare the data again.")
+            raise _damaged(path, f"is missing, though {INDEX} lists it")
         try:
             array = np.load(path, mmap_mode="r")
         except (ValueError, EOFError, OSError) as error:
-            raise UserError(
-                f"{path} is truncated or damaged ({error}). Restore it or prepare the data again."
-            ) from error
+            raise _damaged(path, f"is truncated or damaged ({error})") from error
         if array.shape != shape or array.dtype != np.dtype(dtype):
-            raise UserError(
-                f"{path} holds {array.dtype} of shape {array.shape}, and {INDEX} says {np.dtype(dtype)} of shape {shape}. "
-                "Restore it or prepare the data again."
-            )
+            wanted = f"{INDEX} says {np.dtype(dtype)} of shape {shape}"
+            raise _damaged(path, f"holds {array.dtype} of shape {array.shape}, and {wanted}")
         return array
+
+
+def _damaged(path: Path, what: str) -> UserError:
+    return UserError(f"{path} {what}. Restore it or prepare the data again.")

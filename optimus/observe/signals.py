@@ -31,8 +31,7 @@ def ended_by_signals(say: str) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = {number: signal.getsignal(number) for number in ENDING}
-    previous = {number: handler for number, handler in previous.items() if handler != signal.SIG_IGN}
+    previous = {number: signal.getsignal(number) for number in ENDING if signal.getsignal(number) != signal.SIG_IGN}
 
     def restore() -> None:
         for number, handler in previous.items():

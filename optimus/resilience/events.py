@@ -41,9 +41,7 @@ class EventLog:
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b", buffering=0) as file:
-            with suppress(
-                OSError
-            ):  # some file systems have no locks: a line more, which is empty, is all that can happen
+            with suppress(OSError):  # no locks on some file systems: a line more, an empty one, is all that can happen
                 fcntl.flock(file, fcntl.LOCK_EX)
             # What a dying node has written in part must not take this event with it.
             end = file.seek(0, os.SEEK_END)

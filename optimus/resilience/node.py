@@ -1,6 +1,7 @@
 """One node of a launch: meets the others, runs its ranks, and decides with the others what to do when some have ended."""
 
 import json
+import math
 import sys
 import tempfile
 import time
@@ -24,7 +25,7 @@ from optimus.resilience.exits import STOPPED, Exit, error_in
 from optimus.resilience.hangs import clear
 from optimus.resilience.policy import Do, decide
 from optimus.resilience.store import connect, own_address
-from optimus.resilience.torch_elastic import Agent, ProcessFailure, Rendezvous, World
+from optimus.resilience.torch_elastic import Agent, ProcessFailure, Rendezvous
 from optimus.resilience.waiting import Waiting
 
 
@@ -52,11 +53,6 @@ class Job:
     def ranks(self) -> int:
         """Those that train."""
         return self.nodes * self.ranks_per_node
-
-    @property
-    def silence(self) -> int:
-        """Seconds after which a node that is not heard of is dead."""
-        return self.keep_alive[0] * self.keep_alive[1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,18 +159,18 @@ class _Member:
             raise UserError(f"{why}: {cure}")
         self._say(f"{why}, as the run had finished; {cure}")
 
-    def _joined(self, world: World, store: Store) -> None:
+    def _joined(self, number: int, place: int, nodes: int, store: Store) -> None:
         """Say who is here; the first node says who was here before and is not any more."""
         self._waiting.over()
-        first, each = world.rank * self._launch.ranks_per_node, self._launch.ranks_per_node
+        first, each = place * self._launch.ranks_per_node, self._launch.ranks_per_node
         ranks = f"rank {first}" if each == 1 else f"ranks {first} to {first + each - 1}"
-        self._say(f"has place {world.rank} of {world.size}: starts {ranks} of {each * world.size}")
-        self._round = world.round
-        store.set(f"member/{world.rank}", json.dumps([self._launch.node, self._rendezvous.member]))
-        if world.rank > 0:
+        self._say(f"has place {place} of {nodes}: starts {ranks} of {each * nodes}")
+        self._round = number
+        store.set(f"member/{place}", json.dumps([self._launch.node, self._rendezvous.member]))
+        if place > 0:
             return
         clear(self._launch.run)
-        here = [json.loads(store.get(f"member/{rank}")) for rank in range(world.size)]
+        here = [json.loads(store.get(f"member/{rank}")) for rank in range(nodes)]
         before = self._told("world")
         self._tell("world", here)
         if before is None:
@@ -187,7 +183,7 @@ class _Member:
         self._store.compare_set(self._key(f"died/{member}"), "", str(time.time()))
 
     def _note_silent(self, before: Sequence[tuple[str, str]]) -> None:
-        silent = self._launch.silence
+        silent = math.prod(self._launch.keep_alive)
         for name, member in before:
             if (noticed := self._told(f"died/{member}")) is not None:
                 detail = f"node {name} has been silent for {silent} s"
@@ -240,10 +236,8 @@ class _Member:
         restarts = restarts + 1 if step == newest else 1
         self._tell("progress", (newest, restarts))
         if restarts > self._launch.max_restarts:
-            why = (
-                f"{self._launch.run} has been restarted {self._launch.max_restarts} times without getting beyond step "
-                f"{newest}"
-            )
+            often = f"{self._launch.max_restarts} times without getting beyond step {newest}"
+            why = f"{self._launch.run} has been restarted {often}"
             self._events.write("failure", node=self._launch.node, step=newest, detail=why)
             self._tell("stopped", why)
             self._rendezvous.shutdown()
@@ -293,7 +287,7 @@ def _check_clocks(launch: Launch, store: Store) -> None:
         ahead = time.time() - file_system_time(launch.run)
     key = f"{launch.name}/clock"
     other, theirs = json.loads(store.compare_set(key, "", json.dumps([launch.node, ahead])))
-    limit = launch.silence / 2
+    limit = math.prod(launch.keep_alive) / 2
     if abs(ahead - theirs) > limit:
         raise UserError(
             f"the clock of node {launch.node} is {abs(ahead - theirs):.0f} s {'ahead of' if ahead > theirs else 'behind'} "

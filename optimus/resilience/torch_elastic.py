@@ -17,7 +17,6 @@ import logging
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,15 +37,6 @@ from optimus.resilience.store import serve
 
 _LEAVING = 60  # seconds for the others to learn that a node gives up its place; a busy machine stops for some
 _LAST_WORDS = 2  # seconds that ranks have to end by themselves
-
-
-@dataclass(frozen=True)
-class World:
-    """The nodes that have come together; `rank` is this one's place among them."""
-
-    round: int
-    rank: int
-    size: int
 
 
 class _Unpickler(pickle.Unpickler):
@@ -198,8 +188,8 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
 class Agent(LocalElasticAgent):
     """Starts and watches the ranks of one node, together with the agents of the others.
 
-    `joined` is told of every new world before its ranks are started; `failed` of its own ranks that have ended, and says
-    what to do; `say` is told what the agent does by itself. `logs` is a folder for what TorchElastic writes of them.
+    `joined` is told of every new world before its ranks are started: its number, this node's place among how many, the store;
+    `failed` of its own ranks that have ended, and says what to do; `say` is told what the agent does by itself. `logs` is a folder for what TorchElastic writes of them.
     """
 
     def __init__(
@@ -208,7 +198,7 @@ class Agent(LocalElasticAgent):
         command: Sequence[str],
         ranks: int,
         *,
-        joined: Callable[[World, Store], None],
+        joined: Callable[[int, int, int, Store], None],
         failed: Callable[[dict[int, ProcessFailure]], Do | Exit],
         logs: Path,
         say: Callable[[str], None] = lambda _: None,
@@ -252,7 +242,7 @@ class Agent(LocalElasticAgent):
         store = worker_group.store
         assert store is not None
         assert worker_group.group_rank is not None
-        self._joined(World(state.round, worker_group.group_rank, len(state.participants)), store)
+        self._joined(state.round, worker_group.group_rank, len(state.participants), store)
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         group = self._worker_group

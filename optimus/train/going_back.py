@@ -23,11 +23,9 @@ def _go_back(run: Run, detail: str) -> int:
     rollbacks = sum(event["kind"] == "rollback" for event in events.read())
     steps = [step for path in list_checkpoints(run.folder, "weights") if (step := step_of(path)) < run.step]
     if rollbacks >= limit or not steps:
-        why = (
-            f"it has gone back {rollbacks} times already (resilience.max_rollbacks)"
-            if rollbacks >= limit
-            else "there are no weights to go back to (checkpoint.weights_every)"
-        )
+        why = "there are no weights to go back to (checkpoint.weights_every)"
+        if rollbacks >= limit:
+            why = f"it has gone back {rollbacks} times already (resilience.max_rollbacks)"
         events.write("failure", step=run.step, detail=f"{detail}; {why}")
         raise UserError(f"{detail}; {why}. Lower schedule.peak, or look at the data of that step")
     back = steps[max(0, len(steps) - 1 - rollbacks)]

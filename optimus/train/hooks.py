@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,10 +23,6 @@ from optimus.pipeline.timeline import Event, Timeline, write_timeline
 from optimus.resilience.events import EventLog
 from optimus.train.run import Run
 from optimus.train.step import StepResult
-
-if TYPE_CHECKING:
-    from optimus.evaluate.text import Part
-
 
 _STEPS_TO_KNOW = 3  # how long one takes
 
@@ -156,7 +152,7 @@ class HeldOut(Hook):
             return measure(run.model, self._parts(run, text), group=world)
         return world.on_first(lambda: measure(run.model, self._parts(run, text)))
 
-    def _parts(self, run: Run, text: str) -> Iterator["Part"]:
+    def _parts(self, run: Run, text: str) -> Iterator[Any]:
         from optimus.evaluate.text import read_parts
 
         yield from read_parts(

@@ -1,8 +1,7 @@
 """From a configuration to a finished run: checks, then one process here or several ranks under TorchElastic.
 
-When a rank is lost, a collective fails on each of the others, and each says in which step. Their messages must get out,
-though TorchElastic sends SIGTERM to all as soon as the first has ended, and none may wait for what never comes: see
-`_last_words` and `_ranks_together`. The launcher tells the user which rank was lost and what the others said.
+When a rank is lost, a collective fails on each of the others: `_last_words` lets each say in which step, `_ranks_together`
+has none wait for what never comes, and `explain` tells the user which rank was lost and what the others said.
 """
 
 import atexit
@@ -17,11 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import yaml
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from optimus.checkpoint.folder import DamagedError, list_checkpoints, step_of
 from optimus.checkpoint.lease import HeldError, Lease, living_holder
@@ -52,9 +55,6 @@ from optimus.train.soft_failures import SoftFailures
 from optimus.train.spikes import Spikes
 from optimus.train.summary import summarise, summary_lines
 from optimus.train.tuning import TuneMatmuls
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
 def run_here(tree: RunConfig, shards: Shards, ranks: int | None, *, resume: bool, check: bool) -> dict[str, Any]:
@@ -119,11 +119,6 @@ def _launch(config: str, resume: bool, ranks: int, holder: str) -> int:
 
     Returns the signal that has ended the run before its end, or 0.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says of a failed rank, we say
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
@@ -159,7 +154,7 @@ def rank_options(holder: str | None = None) -> list[str]:
     return ["--parent", str(os.getpid()), *([] if holder is None else ["--holder", holder])]
 
 
-def explain(failures: Mapping[int, "ProcessFailure"]) -> str:
+def explain(failures: Mapping[int, ProcessFailure]) -> str:
     """One message about the failed ranks: what was the cause, and where the others stopped when a rank was lost."""
     said = {rank: text for rank, failure in failures.items() if (text := error_in(failure.message)) is not None}
     stopped = {rank: text for rank, text in said.items() if text.startswith("CollectiveError: ")}
@@ -341,8 +336,6 @@ def run_as_rank(words: Sequence[str], more: Sequence[Hook] = ()) -> None:
 
     Its error goes to the launcher.
     """
-    from torch.distributed.elastic.multiprocessing.errors import record
-
     config, *options = words
     names = ("--node", "--parent", "--holder")
     node, parent, holder = (options[options.index(name) + 1] if name in options else None for name in names)

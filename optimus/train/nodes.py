@@ -21,16 +21,11 @@ from optimus.resilience.store import own_address
 from optimus.train.checks import check_ranks
 from optimus.train.launch import check_run, rank_options, verify_data
 from optimus.train.pipeline import with_microbatches
-from optimus.train.reading import read_run
+from optimus.train.start import read_run
 
 
 def launch(
-    job: Job,
-    rendezvous: str,
-    node: str | None = None,
-    *,
-    name: str = "optimus",
-    program: Sequence[str] = (),
+    job: Job, rendezvous: str, node: str | None = None, *, name: str = "optimus", program: Sequence[str] = ()
 ) -> Do | Exit | None:
     """This node's part of the run of `job`, from the newest checkpoint on where there is one.
 

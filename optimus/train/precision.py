@@ -9,7 +9,7 @@ import torch
 
 from optimus.comm import Group
 from optimus.config import ModelConfig, RunConfig
-from optimus.train.reading import chosen_before
+from optimus.train.start import chosen_before
 
 WORTH = 0.8  # of the time in fp32 is what bf16 may take: the rest of a step gains nothing by it
 _ROWS, _FLOPS, _SECONDS = 256, 2e8, 0.5  # of the products that are timed
@@ -35,10 +35,9 @@ def _chosen(config: RunConfig, device: torch.device, resume: bool) -> tuple[str,
     if before in ("float32", "bfloat16"):
         return before, " (as the run has chosen before)"
     if device.type != "cpu":
-        has = _accelerator_has_bfloat16(device)
-        return (
-            ("bfloat16", f" (auto: {device.type} computes in it)") if has else ("float32", " (auto: no bfloat16 there)")
-        )
+        if _accelerator_has_bfloat16(device):
+            return "bfloat16", f" (auto: {device.type} computes in it)"
+        return "float32", " (auto: no bfloat16 there)"
     ratio = bfloat16_to_float32(config.model)
     chosen = "bfloat16" if ratio <= WORTH else "float32"
     return chosen, f" (auto: here bfloat16 takes {ratio:.2f} times as long as float32)"

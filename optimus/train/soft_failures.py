@@ -1,8 +1,6 @@
 """What a run on several nodes does about numbers that are not finite (the Optimus paper, section 4: soft node failures)."""
 
 import math
-from collections.abc import Mapping
-from typing import NoReturn
 
 import torch
 
@@ -43,18 +41,15 @@ class SoftFailures(Hook):
         }
         repeated = any(event["step"] == run.step and event["kind"] == "failure" for event in earlier)
         if len({node for _, node in origins.values()}) == 1 and not repeated:
-            self._blame(run, events, origins)
+            rank, (what, node) = min(origins.items())
+            detail = f"rank {rank} gave numbers that are {_SIGN}, first in {what}"
+            if run.groups.rank == rank:
+                events.write("failure", node=node, rank=rank, step=run.step, detail=detail)
+            raise EndedError(Exit.BAD_NODE if node == self._node else Exit.LOST, f"step {run.step}: {detail}")
         where = f"on ranks {', '.join(map(str, sorted(origins)))}" if origins else "on no rank by itself"
         detail = f"step {run.step}: gradients are {_SIGN}, {where}: the training has diverged"
         go_back(run, detail)
         raise EndedError(Exit.DIVERGED, detail)
-
-    def _blame(self, run: Run, events: EventLog, origins: Mapping[int, tuple[str, str]]) -> NoReturn:
-        rank, (what, node) = min(origins.items())
-        detail = f"rank {rank} gave numbers that are {_SIGN}, first in {what}"
-        if run.groups.rank == rank:
-            events.write("failure", node=node, rank=rank, step=run.step, detail=detail)
-        raise EndedError(Exit.BAD_NODE if node == self._node else Exit.LOST, f"step {run.step}: {detail}")
 
 
 def _origin(run: Run) -> tuple[str | None, bool]:

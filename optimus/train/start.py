@@ -1,12 +1,17 @@
-"""Where training starts: what a run is to do is read before torch is imported, so a mistake in it costs no waiting."""
+"""Where training starts: what a run is to do is read before torch is imported, so that a mistake in it costs no waiting.
+
+Nothing here imports torch, nor may what is imported here.
+"""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from optimus.config import RunConfig
+from optimus.config import RunConfig, load_config
+from optimus.config.yaml_text import parse_yaml
+from optimus.data.shards import Shards
 from optimus.errors import UserError
-from optimus.train.reading import read_run
+from optimus.hub import read_model_folder
 
 
 def train(
@@ -40,3 +45,57 @@ def train(
     from optimus.train.launch import run_here
 
     return run_here(tree, shards, ranks, resume=resume, check=check)
+
+
+def read_run(
+    config: str | Path | Mapping[str, Any] | RunConfig, overrides: Iterable[str] = (), *, resume: bool = False
+) -> tuple[RunConfig, Shards]:
+    """The configuration, with numbers in place of what depends on the data or on its other values, and the data.
+
+    Raises `UserError` for a configuration that makes no sense, and for data that is not there or not this model's.
+    """
+    tree = load_config(config, overrides, read_model_folder)
+    shards = Shards(tree.data.path)
+    shards.check_model(tree.train.context, tree.model.vocab)
+    return settled(tree, shards.instances, resume), shards
+
+
+def settled(config: RunConfig, instances: int, resume: bool = False) -> RunConfig:
+    """`config` with its length in steps, `instances` being the sequences of the data, and its warm-up.
+
+    A run that is resumed keeps the warm-up that it began with. Raises `UserError` for a length of no
+    step, and one that ends before `train.stop_at`.
+    """
+    steps = _steps(config, instances)
+    train = config.train.model_copy(update={"steps": steps, "tokens": None, "epochs": None})
+    config = config.model_copy(update={"train": train})
+    if train.stop_at is not None and train.stop_at > steps:
+        raise UserError(f"train.stop_at {train.stop_at} is beyond the {steps} steps of the run: lower it")
+    warmup = config.schedule.warmup_steps
+    if warmup is None:
+        kept = chosen_before(Path(train.output)) if resume else {}
+        warmup = kept.get("warmup_steps", config.warmup_steps)
+    return config.model_copy(update={"schedule": config.schedule.model_copy(update={"warmup_steps": warmup})})
+
+
+def _steps(config: RunConfig, instances: int) -> int:
+    train = config.train
+    if train.epochs is None:
+        return train.total_steps
+    steps = int(train.epochs * instances / train.global_batch + 1e-6)
+    if not steps:
+        raise UserError(
+            f"train.epochs {train.epochs:g} of the {instances:,} sequences in {config.data.path} is less than one step of "
+            f"train.global_batch {train.global_batch}: raise the one or lower the other"
+        )
+    return steps
+
+
+def chosen_before(run: Path) -> dict[str, Any]:
+    """What a run has written of choices that were left to it; nothing where there is no run yet."""
+    try:
+        raw = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"), str(run / "config.yaml"))
+        found = {"warmup_steps": raw["schedule"]["warmup_steps"], "precision": raw["train"]["precision"]}
+    except (OSError, UnicodeDecodeError, UserError, LookupError, TypeError):
+        return {}  # the checkpoint, if there is one, says what is wrong with the folder
+    return {name: value for name, value in found.items() if value is not None}

@@ -37,7 +37,6 @@ from optimus.resilience.local import register
 from optimus.resilience.node import Launch, run_node
 from optimus.resilience.policy import Do
 from optimus.resilience.store import connect, own_address, parse, serve
-from optimus.resilience.torch_elastic import World
 from optimus.resilience.waiting import Waiting
 from optimus.train.nodes import Job, check_launch, launch, parse_keep_alive, write_batch_script
 
@@ -243,7 +242,7 @@ def test_nodes_that_leave_at_one_moment_count_a_spare_once(
         worlds = list(pool.map(lambda member: member._rendezvous.next_rendezvous(), (bad, worse)))
         ends = [pool.submit(member._rendezvous.next_rendezvous) for member in waiting]
         for member, info in sorted(zip((bad, worse), worlds), key=lambda each: -each[1].rank):
-            member._joined(World(0, info.rank, 2), info.store)
+            member._joined(0, info.rank, 2, info.store)
         for member in (bad, worse):
             while len(member._rendezvous.present()) < len(members):
                 member._rendezvous.num_nodes_waiting()

@@ -9,7 +9,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -26,7 +26,7 @@ from optimus.resilience import torch_elastic
 from optimus.resilience.exits import Exit
 from optimus.resilience.policy import Do
 from optimus.resilience.store import LOOPBACK
-from optimus.resilience.torch_elastic import Agent, Rendezvous, World
+from optimus.resilience.torch_elastic import Agent, Rendezvous
 
 CHANGED = f"torch {torch.__version__} has changed what optimus/resilience/torch_elastic.py uses: "
 
@@ -290,6 +290,12 @@ sys.exit(int(orders.read_text()))
 DECISIONS = {7: Do.RESTART, 8: Do.LEAVE, 9: Do.STOP}
 
 
+class World(NamedTuple):
+    round: int
+    rank: int
+    size: int
+
+
 class Agents:
     """Nodes with agents, whose one rank ends with what a file says when it is there."""
 
@@ -314,7 +320,7 @@ class Agents:
             node,
             command,
             1,
-            joined=lambda world, _: self.worlds.append((number, world)),
+            joined=lambda *world: self.worlds.append((number, World(*world[:3]))),
             failed=failed,
             logs=self._folder / "logs",
         )

@@ -12,7 +12,7 @@ from optimus.data.shards import Shards
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.observe.metrics import read_metrics
-from optimus.train.reading import read_run, settled
+from optimus.train.start import read_run, settled
 from optimus.train.summary import summarise, summary_lines, warnings
 
 
