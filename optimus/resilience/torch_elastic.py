@@ -188,8 +188,9 @@ class Rendezvous(dynamic.DynamicRendezvousHandler):
 class Agent(LocalElasticAgent):
     """Starts and watches the ranks of one node, together with the agents of the others.
 
-    `joined` is told of every new world before its ranks are started: its number, this node's place among how many, the store;
-    `failed` of its own ranks that have ended, and says what to do; `say` is told what the agent does by itself. `logs` is a folder for what TorchElastic writes of them.
+    `joined` is told of every new world before its ranks start: its number, this node's place among how many, the store.
+    `failed` is told of its own ranks that have ended, and says what to do; `say` is told what the agent does by
+    itself. `logs` is a folder for what TorchElastic writes of them.
     """
 
     def __init__(
