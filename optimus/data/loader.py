@@ -11,7 +11,6 @@ Shapes: B instances of this rank, S tokens of an instance.
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,9 +43,11 @@ class TokenLoader(Iterator[Batch]):
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}")
         self.step = start_step  # of the batch that comes next
-        self._reader = Reader(shards, global_batch, rank, ranks, seed)
+        self._shards, self._seed = shards, seed
+        self._global_batch, self._size = global_batch, global_batch // ranks
+        self._offset = rank * self._size
         self._thread = ThreadPoolExecutor(1, "token-loader")
-        self._ready = deque(self._thread.submit(self._reader.read, start_step + ahead) for ahead in range(AHEAD))
+        self._ready = deque(self._thread.submit(self._read, start_step + ahead) for ahead in range(AHEAD))
 
     def __next__(self) -> Batch:
         if not self._ready:
@@ -56,9 +57,27 @@ class TokenLoader(Iterator[Batch]):
         except BaseException:
             self.close()
             raise
-        self._ready.append(self._thread.submit(self._reader.read, self.step + AHEAD))
+        self._ready.append(self._thread.submit(self._read, self.step + AHEAD))
         self.step += 1
         return batch
+
+    def rows(self, step: int) -> NDArray[np.int64]:
+        """The instances of this rank in a step, as row numbers [B] of the shards."""
+        first = step * self._global_batch + self._offset
+        epochs, rows = np.divmod(np.arange(first, first + self._size), self._shards.instances)
+        for epoch in np.unique(epochs[epochs > 0]).tolist():
+            chosen = epochs == epoch
+            rows[chosen] = Permutation(self._shards.instances, "epoch", self._seed, epoch)(rows[chosen])
+        return rows
+
+    def _read(self, step: int) -> Batch:
+        rows = self.rows(step)
+        tokens_BS = np.empty((self._size, self._shards.context), dtype=np.int64)
+        # Runs of consecutive rows (all of the first epoch) are copied at once.
+        starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1).tolist()
+        for start, stop in zip(starts, [*starts[1:], len(rows)]):
+            tokens_BS[start:stop] = self._shards.rows(int(rows[start]), int(rows[stop - 1]) + 1)
+        return tokens_BS
 
     def close(self) -> None:
         """Ends the reading thread. The iterator is exhausted afterwards."""
@@ -70,33 +89,3 @@ class TokenLoader(Iterator[Batch]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Reader(NamedTuple):
-    """Reads the part of one rank in any step."""
-
-    shards: Shards
-    global_batch: int
-    rank: int
-    ranks: int
-    seed: int
-
-    def rows(self, step: int) -> NDArray[np.int64]:
-        """The instances of this rank in a step, as row numbers [B] of the shards."""
-        size = self.global_batch // self.ranks
-        first = step * self.global_batch + self.rank * size
-        epochs, rows = np.divmod(np.arange(first, first + size), self.shards.instances)
-        for epoch in np.unique(epochs[epochs > 0]).tolist():
-            chosen = epochs == epoch
-            rows[chosen] = Permutation(self.shards.instances, "epoch", self.seed, epoch)(rows[chosen])
-        return rows
-
-    def read(self, step: int) -> Batch:
-        """Their tokens."""
-        rows = self.rows(step)
-        tokens_BS = np.empty((len(rows), self.shards.context), dtype=np.int64)
-        # Runs of consecutive rows (all of the first epoch) are copied at once.
-        starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1).tolist()
-        for start, stop in zip(starts, [*starts[1:], len(rows)]):
-            tokens_BS[start:stop] = self.shards.rows(int(rows[start]), int(rows[stop - 1]) + 1)
-        return tokens_BS

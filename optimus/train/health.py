@@ -28,7 +28,7 @@ class Hangs(Hook):
 
     def before_training(self, run: Run) -> None:
         world = run.groups.world
-        self._run, self._mesh, self._rank = run, run.groups.mesh, run.groups.rank
+        self._run, self._rank = run, run.groups.rank
         self._names = world.collect(self._node)
         self._folder = meeting_place(run.folder, world.tell(uuid.uuid4().hex))
         hang = run.config.resilience.hang
@@ -50,7 +50,7 @@ class Hangs(Hook):
         """
         told = self._folder / "told"
         blamed = {self._names[rank] for rank in verdict.culprits}
-        speaker = next((rank for rank in range(self._mesh.size) if rank not in verdict.culprits), 0)
+        speaker = next((rank for rank in range(self._run.groups.mesh.size) if rank not in verdict.culprits), 0)
         if self._rank == speaker:
             self._tell(verdict)
             with suppress(OSError):

@@ -280,27 +280,23 @@ def _last_words() -> Iterator[None]:
 def _hooks(run: Run, node: str | None = None) -> list[Hook]:
     """Metrics follow what measures for them and precede the checkpoint, which must not be newer than they are."""
     first = run.groups.rank == 0
-    measuring: list[Hook] = [hooks.HeldOut()]
-    measuring += [Oversubscription()] if first and run.device.type == "cpu" else []
-    measuring += [hooks.PipelineTimeline()] if run.config.observe.timeline else []
-    reporting: list[Hook] = [hooks.Recovered(), hooks.TimeLeft(), hooks.Metrics()] if first else []
-    tuning: list[Hook] = [TuneMatmuls()] if run.config.tuning.matmul else []
-    slow: list[Hook] = [SlowRanks(node)] if run.groups.world.size > 2 else []
-    measuring += [] if run.config.resilience.on_spike == "nothing" else [Spikes(node)]
     run.groups.watch.enabled = node is not None  # for SoftFailures alone
-    if node is None:
-        return [
-            *slow,
-            hooks.Interrupt(),
-            *tuning,
-            *measuring,
-            *reporting,
-            Checkpoints(),
-            hooks.NonFinite(),
-            hooks.Trace(),
-        ]
-    watching = [*slow, Hangs(node), SoftFailures(node)]
-    return [*watching, hooks.Interrupt(), *tuning, *measuring, *reporting, Checkpoints(), hooks.Trace()]
+    chosen: list[Hook | None] = [
+        SlowRanks(node) if run.groups.world.size > 2 else None,
+        Hangs(node) if node is not None else None,
+        SoftFailures(node) if node is not None else None,
+        hooks.Interrupt(),
+        TuneMatmuls() if run.config.tuning.matmul else None,
+        hooks.HeldOut(),
+        Oversubscription() if first and run.device.type == "cpu" else None,
+        hooks.PipelineTimeline() if run.config.observe.timeline else None,
+        Spikes(node) if run.config.resilience.on_spike != "nothing" else None,
+        *([hooks.Recovered(), hooks.TimeLeft(), hooks.Metrics()] if first else []),
+        Checkpoints(),
+        hooks.NonFinite() if node is None else None,
+        hooks.Trace(),
+    ]
+    return [hook for hook in chosen if hook is not None]
 
 
 def _claim_folder(run: Run) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from optimus.data.loader import Reader, TokenLoader
+from optimus.data.loader import TokenLoader
 from optimus.data.shards import Shards
 from optimus.errors import UserError
 
@@ -52,10 +52,10 @@ def test_resumes_exactly_from_a_step(prepared: Path) -> None:
 def test_every_epoch_holds_every_instance_once_in_a_new_order(prepared: Path) -> None:
     shards = Shards(prepared)
     n = shards.instances
-    loader, other = (Reader(shards, 7, 0, 1, seed) for seed in (2, 3))
-    steps = 3 * n // 7 + 1
-    rows = np.concatenate([loader.rows(step) for step in range(steps)])
-    others = np.concatenate([other.rows(step) for step in range(steps)])
+    with TokenLoader(shards, global_batch=7, seed=2) as loader, TokenLoader(shards, global_batch=7, seed=3) as other:
+        steps = 3 * n // 7 + 1
+        rows = np.concatenate([loader.rows(step) for step in range(steps)])
+        others = np.concatenate([other.rows(step) for step in range(steps)])
     epochs = [rows[epoch * n : (epoch + 1) * n] for epoch in range(3)]
     assert np.array_equal(epochs[0], np.arange(n))
     for epoch in epochs[1:]:
@@ -69,9 +69,9 @@ def test_a_batch_across_the_end_of_an_epoch(prepared: Path) -> None:
     shards = Shards(prepared)
     size = shards.instances - 3
     with TokenLoader(shards, global_batch=size) as loader:
+        rows = loader.rows(1)
         next(loader)
         batch = next(loader)
-    rows = Reader(shards, size, 0, 1, 0).rows(1)
     assert rows[:3].tolist() == [size, size + 1, size + 2]
     assert np.array_equal(batch, np.stack([shards.row(int(row)) for row in rows]))
 
