@@ -37,6 +37,11 @@ class Position(NamedTuple):
     offset: int = 0
     line: int = 0
 
+    @property
+    def files_read(self) -> int:
+        """Wholly or partly, up to here."""
+        return self.file + (self.offset > 0)
+
 
 @dataclass
 class Batch:

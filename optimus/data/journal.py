@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +49,10 @@ class Mark:
     def tokens(self) -> int:
         return sum(counts.tokens for counts in self.counts)
 
-    @staticmethod
-    def at(position: Position, counts: list[Counts], sources: Sources) -> "Mark":
-        mark = Mark(position, [replace(count) for count in counts])
-        mark.files = sources.identity_digests[mark._files_read()]
-        return mark
-
     def holds(self, sources: Sources) -> bool:
         """Whether the files read up to here are still the same."""
-        read = self._files_read()
+        read = self.position.files_read
         return read <= len(sources.files) and sources.identity_digests[read] == self.files
-
-    def _files_read(self) -> int:
-        return self.position.file + (self.position.offset > 0)
 
 
 @dataclass

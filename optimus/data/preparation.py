@@ -329,7 +329,8 @@ class _StreamWriter:
         counts.tokens += len(encoded.tokens) // self._item
         if batch.after is None:
             return
-        mark = Mark.at(batch.after, self._counts, self._run.sources)
+        files_read = self._run.sources.identity_digests[batch.after.files_read]
+        mark = Mark(batch.after, [replace(counts) for counts in self._counts], files_read)
         self._reached = (mark, mark if batch.after.offset == 0 else self._reached[1])
         if time.monotonic() - self._committed >= COMMIT_SECONDS:
             self.commit()

@@ -52,15 +52,12 @@ class Progress:
                 self._tasks[stage] = self._bar.add_task(stage, total=total, note=note)
             with letting_go():
                 self._bar.update(self._tasks[stage], completed=done, total=total, note=note)
-        elif self._due(done) or done == total:
+            return
+        silent = time.monotonic() - self._last_line
+        if done == total or (silent > _LINE_SECONDS if self._every is None else done % self._every == 0):
             self._last_line = time.monotonic()
             share = f"{done:,}/{total:,}" if total else f"{done:,}"
             self.print(f"{stage}: {share} {note}".rstrip())
-
-    def _due(self, done: int) -> bool:
-        if self._every is not None:
-            return done % self._every == 0
-        return time.monotonic() - self._last_line > _LINE_SECONDS
 
     def print(self, line: str) -> None:
         """A line above the bar."""

@@ -259,14 +259,11 @@ class Agent(LocalElasticAgent):
                 return result
             if result.state in (WorkerState.UNHEALTHY, WorkerState.FAILED):
                 self._stop_workers(group)
-                self._outcome = self._failed(result.failures)
-                if self._outcome is Do.LEAVE:
-                    self.rendezvous.leave()
+                outcome = self._failed(result.failures)
+                if outcome is not Do.RESTART:
+                    self._outcome = outcome
+                    self.rendezvous.leave() if outcome is Do.LEAVE else self.rendezvous.shutdown()
                     return result
-                if self._outcome is Do.STOP or isinstance(self._outcome, Exit):
-                    self.rendezvous.shutdown()
-                    return result
-                self._outcome = None
                 self._initialize_workers(group)
             elif self.rendezvous.num_nodes_waiting() > 0:
                 self._say("stops its ranks: another node is lost or has stopped its own")
