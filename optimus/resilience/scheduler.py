@@ -93,7 +93,8 @@ def _check(job: BatchJob) -> None:
 
 def _directives(job: BatchJob) -> list[str]:
     """Lines for the batch system: ours, those that the user gives as well left out, then the user's."""
-    count, name = job.nodes + job.spares, _job_name(job.run)
+    count = job.nodes + job.spares
+    name = f"o-{re.sub(r'[^A-Za-z0-9]+', '-', job.run.name).strip('-')}"[:15]  # both systems take no more than this
     if job.scheduler == "slurm":
         head = "#SBATCH"
         ours = [
@@ -118,11 +119,6 @@ def _directives(job: BatchJob) -> list[str]:
         ]
     given = {text.split("=")[0] for text in job.directives}
     return [f"{head} {text}" for text in [*(text for text in ours if text.split("=")[0] not in given), *job.directives]]
-
-
-def _job_name(run: Path) -> str:
-    """A name that both systems take: a letter, then letters, digits and dashes, at most 15."""
-    return f"o-{re.sub(r'[^A-Za-z0-9]+', '-', run.name).strip('-')}"[:15]
 
 
 def _seconds(time: str) -> int:

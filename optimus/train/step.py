@@ -150,9 +150,8 @@ def clip_scale(config: RunConfig, step: int, norm: float) -> float:
 
 def update_rule(config: RunConfig) -> AdamW:
     """The optimizer section as the update rule's hyperparameters."""
-    optimizer = config.optimizer
-    beta1, beta2 = optimizer.betas
-    return AdamW(beta1, beta2, optimizer.eps, optimizer.weight_decay)
+    given = config.optimizer
+    return AdamW(*given.betas, given.eps, given.weight_decay)
 
 
 def step_learning_rate(config: RunConfig, step: int) -> float:
