@@ -150,8 +150,8 @@ def clip_scale(config: RunConfig, step: int, norm: float) -> float:
 
 def update_rule(config: RunConfig) -> AdamW:
     """The optimizer section as the update rule's hyperparameters."""
-    given = config.optimizer
-    return AdamW(*given.betas, given.eps, given.weight_decay)
+    beta1, beta2 = config.optimizer.betas
+    return AdamW(beta1, beta2, config.optimizer.eps, config.optimizer.weight_decay)
 
 
 def step_learning_rate(config: RunConfig, step: int) -> float:
