@@ -4,7 +4,6 @@ Who reaches its port can read and change all that is in it (docs/security.md), s
 """
 
 import errno
-import ipaddress
 import json
 import signal
 import socket
@@ -12,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from ipaddress import ip_address
 
 from torch.distributed import TCPStore
 
@@ -54,7 +54,7 @@ def serve(port: int, address: str = LOOPBACK) -> TCPStore:
 def serve_until_ended(port: int, address: str = LOOPBACK, as_json: bool = False) -> None:
     """`serve` until Ctrl-C or a termination signal, and say where, for people or as JSON. Raises as it does."""
     store = serve(port, address)
-    alone = " of this machine alone (for others give --address)" if _is_loopback(_number_of(address)) else ""
+    alone = " of this machine alone (for others give --address)" if ip_address(_number_of(address)).is_loopback else ""
     text = f"nodes{alone} meet here on {address}:{store.port}; Ctrl-C ends it"
     print(json.dumps({"address": address, "port": store.port}) if as_json else text, flush=True)
     signal.sigwait({signal.SIGINT, signal.SIGTERM})
@@ -102,16 +102,12 @@ def _number_of(address: str) -> str:
             f"--address {address}: nobody knows it ({error}); `hostname -I` lists those of this machine"
         ) from error
     assert isinstance(number, str)
-    if _is_loopback(number) and address not in (number, "localhost"):
+    if ip_address(number).is_loopback and address not in (number, "localhost"):
         raise UserError(
             f"--address {address}: on this machine that name stands for {number}, which no other one reaches; give the "
             "number, as `hostname -I` lists it"
         )
     return number
-
-
-def _is_loopback(number: str) -> bool:
-    return ipaddress.ip_address(number).is_loopback
 
 
 if __name__ == "__main__":
