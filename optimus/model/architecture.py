@@ -58,7 +58,7 @@ class Latent(Section):
 
 
 # What latent attention has no use for.
-_NOT_LATENT = "kv_heads qk_norm attention_bias window learned_positions query_scale score_cap attention_sinks".split()
+_NOT_LATENT = "kv_heads", "qk_norm", "attention_bias", "window", "learned_positions", "query_scale", "score_cap"
 
 
 class ModelConfig(Section):
@@ -175,7 +175,7 @@ class ModelConfig(Section):
         return self
 
     def _check_latent(self) -> None:
-        for name in _NOT_LATENT:
+        for name in (*_NOT_LATENT, "attention_sinks"):
             value, only = getattr(self, name), self._default(name)
             if value != only:
                 raise ValueError(f"{name} is {value!r}, but {only!r} with latent attention: remove it")

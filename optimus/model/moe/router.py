@@ -53,12 +53,7 @@ class RouterStats(NamedTuple):
     tokens: int  # tokens times layers
 
     def __add__(self, other: "RouterStats") -> "RouterStats":  # type: ignore[override]
-        return RouterStats(
-            self.counts_E + other.counts_E,
-            self.probabilities_E + other.probabilities_E,
-            self.z + other.z,
-            self.tokens + other.tokens,
-        )
+        return RouterStats(*(mine + theirs for mine, theirs in zip(self, other)))
 
     def among(self, config: ModelConfig) -> "RouterStats":
         """Those of a layer of a model whose layers have different numbers of experts, so that layers can be added.
