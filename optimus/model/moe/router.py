@@ -3,6 +3,7 @@
 Legend: T tokens, H hidden, E experts, K experts per token.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -53,7 +54,7 @@ class RouterStats(NamedTuple):
     tokens: int  # tokens times layers
 
     def __add__(self, other: "RouterStats") -> "RouterStats":  # type: ignore[override]
-        return RouterStats(*(mine + theirs for mine, theirs in zip(self, other)))
+        return RouterStats(*map(operator.add, self, other))
 
     def among(self, config: ModelConfig) -> "RouterStats":
         """Those of a layer of a model whose layers have different numbers of experts, so that layers can be added.
