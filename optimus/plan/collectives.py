@@ -66,39 +66,7 @@ class Place(NamedTuple):
         return Place(self.size // count, self.stride * count, self.near // count, self.far)
 
 
-# ---- The dissertation's equations, for one layer with weights [k, n] and activations [m, k] of so many bytes ----
-
-
-def all_gather_seconds(size: int, sent: float, bandwidth: float) -> float:
-    """Equation 5.1: every rank ends with the `sent` bytes of each of `size`."""
-    return (size - 1) * sent / bandwidth
-
-
-def reduce_scatter_seconds(size: int, whole: float, bandwidth: float) -> float:
-    """Equation 5.2: every rank begins with `whole` bytes."""
-    return (size - 1) / size * whole / bandwidth
-
-
-def all_reduce_seconds(size: int, whole: float, bandwidth: float) -> float:
-    """Equations 5.3 to 5.5: twice that."""
-    return 2 * reduce_scatter_seconds(size, whole, bandwidth)
-
-
-def layer_seconds(
-    m: float, k: float, n: float, grid: tuple[int, int, int, int], bandwidth: tuple[float, float, float, float]
-) -> float:
-    """Equation 5.6: a layer's collectives on a grid (G_x, G_y, G_z, G_data) with the bandwidth of each.
-
-    m x k, k x n and m x n are bytes. Of a transposed layer, x and y are exchanged.
-    """
-    (x, y, z, data), (beta_x, beta_y, beta_z, beta_data) = grid, bandwidth
-    return (
-        all_gather_seconds(z, k * n / (x * y * z), beta_z)
-        + reduce_scatter_seconds(z, k * n / (x * y), beta_z)
-        + all_reduce_seconds(y, m * n / (z * x), beta_y)
-        + all_reduce_seconds(x, m * k / (z * y), beta_x)
-        + all_reduce_seconds(data, k * n / (x * y * z), beta_data)
-    )
+# ---- How fast links are ----
 
 
 def ring_bandwidth(place: Place, machine: Machine) -> float:
@@ -134,13 +102,8 @@ def _neighbours(place: Place, ranks: int, nodes: int) -> frozenset[tuple[int, in
     """Nodes that follow each other on a ring of any group of this kind, with `ranks` on each of `nodes`."""
     near = place.near or place.size
     one = [i % near * place.stride + i // near * place.far for i in range(place.size)]
-    beside = [
-        block + inner
-        for block in range(
-            0, place.far if place.near else place.stride, near * place.stride if place.near else place.stride
-        )
-        for inner in range(place.stride)
-    ]
+    blocks = range(0, place.far, near * place.stride) if place.near else range(1)
+    beside = [block + inner for block in blocks for inner in range(place.stride)]
     found = set()
     for first in range(0, nodes * ranks - place.span + 1, place.span):
         for begin in beside:
@@ -150,6 +113,12 @@ def _neighbours(place: Place, ranks: int, nodes: int) -> frozenset[tuple[int, in
 
 
 # ---- What a collective takes ----
+
+
+def reduce_scatter_seconds(size: int, whole: float, bandwidth: float) -> float:
+    """Equation 5.2: every one of `size` ranks begins with `whole` bytes. An all-gather to so many takes as long (5.1), an
+    all-reduce twice that (5.3 to 5.5)."""
+    return (size - 1) / size * whole / bandwidth
 
 
 def collective_seconds(
@@ -168,10 +137,8 @@ def collective_seconds(
     if algorithm != "ring" and 1 < here < place.size and place.size % here == 0:
         several = hierarchical_seconds(kind, whole, place, machine)
         return several if algorithm == "hierarchical" else min(several, collective_seconds(kind, whole, place, machine))
-    twice = 2 if kind == "all_reduce" else 1
-    return _paced(
-        kind, twice * reduce_scatter_seconds(place.size, whole, ring_bandwidth(place, machine)), place, machine
-    )
+    once = reduce_scatter_seconds(place.size, whole, ring_bandwidth(place, machine))
+    return _paced(kind, 2 * once if kind == "all_reduce" else once, place, machine)
 
 
 def hierarchical_seconds(kind: Collective, whole: float, place: Place, machine: Machine) -> float:
@@ -188,15 +155,13 @@ def hierarchical_seconds(kind: Collective, whole: float, place: Place, machine: 
 
 
 def _paced(kind: Collective, moving: float, place: Place, machine: Machine) -> float:
-    return _together(moving / machine.node.pace(kind).share, _latency(kind, place, machine))
-
-
-def _together(moving: float, latency: float) -> float:
-    """More than both where they are alike: links that are used for a short time do not reach their bandwidth.
+    """More than both moving and latency where they are alike: links that are used for a short time do not reach their
+    bandwidth.
 
     The exponent is the one with which measured all-reduces (nccl-tests on 8 A100, 8 H200, 8 and 32 B200, 256 KiB to 16 GiB)
     come out best: 7 % off on average, and 12 % with the plain sum.
     """
+    moving, latency = moving / machine.node.pace(kind).share, _latency(kind, place, machine)
     return float((moving**_BLEND + latency**_BLEND) ** (1 / _BLEND))
 
 

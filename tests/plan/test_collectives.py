@@ -1,27 +1,17 @@
 """The equations of the dissertation on AxoNN, section 5.1.2, against numbers worked out by hand; and what is added."""
 
-import math
-
 import pytest
 
 from optimus.plan.collectives import (
+    Collective,
     Place,
-    all_gather_seconds,
-    all_reduce_seconds,
     collective_seconds,
     hierarchical_seconds,
-    layer_seconds,
     node_bandwidth,
-    reduce_scatter_seconds,
     ring_bandwidth,
     transfer_seconds,
 )
 from optimus.plan.machine import Arithmetic, Host, Machine, Matmul, Network, Node, Pace, load_machine
-
-NEVER = math.inf  # bandwidth of what is not to count
-# Bytes of an example: m x n = 32, m x k = 48, k x n = 24 on a grid (x, y, z, data) = (2, 3, 4, 5).
-M, K, N, GRID = 8, 6, 4, (2, 3, 4, 5)
-
 
 approx = pytest.approx
 
@@ -52,56 +42,44 @@ def machine(
     )
 
 
-# ---- Equations 5.1 to 5.6 ----
+# ---- Equations 5.1 to 5.5: of a layer with m x n = 32, m x k = 48, k x n = 24 bytes on a grid of 2 x 3 x 4 x 5 ----
+
+
+def on_a_node(kind: Collective, whole: float, size: int, bandwidth: float = 1.0) -> float:
+    return collective_seconds(kind, whole, Place(size), machine(size, bandwidth))
 
 
 def test_equation_5_1_all_gather_of_weights() -> None:
     # (G_z - 1) times the 24 / (2 x 3 x 4) = 1 byte of each rank.
-    assert all_gather_seconds(4, 24 / (2 * 3 * 4), 1.0) == 3.0
-    assert all_gather_seconds(4, 24 / (2 * 3 * 4), 2.0) == 1.5
+    assert on_a_node("all_gather", 4 * 24 / (2 * 3 * 4), 4) == approx(3.0)
+    assert on_a_node("all_gather", 4 * 24 / (2 * 3 * 4), 4, 2.0) == approx(1.5)
 
 
 def test_equation_5_2_reduce_scatter_of_weight_gradients() -> None:
     # 3/4 of 24 / (2 x 3) = 4 bytes.
-    assert reduce_scatter_seconds(4, 24 / (2 * 3), 1.0) == 3.0
-    # 5.1 and 5.2 are the two terms of the layer that go over z.
-    assert layer_seconds(M, K, N, GRID, (NEVER, NEVER, 1.0, NEVER)) == 6.0
+    assert on_a_node("reduce_scatter", 24 / (2 * 3), 4) == approx(3.0)
 
 
 def test_equation_5_3_all_reduce_of_outputs() -> None:
-    # 2 x 2/3 of 32 / (4 x 2) = 4 bytes.
-    assert layer_seconds(M, K, N, GRID, (NEVER, 1.0, NEVER, NEVER)) == approx(16 / 3)
+    # 2 x 2/3 of 32 / (4 x 2) = 4 bytes; with x and y exchanged, 2 x 1/2 of 32 / (4 x 3).
+    assert on_a_node("all_reduce", 32 / (4 * 2), 3) == approx(16 / 3)
+    assert on_a_node("all_reduce", 32 / (4 * 3), 2) == approx(8 / 3)
 
 
 def test_equation_5_4_all_reduce_of_input_gradients() -> None:
-    # 2 x 1/2 of 48 / (4 x 3) = 4 bytes.
-    assert layer_seconds(M, K, N, GRID, (1.0, NEVER, NEVER, NEVER)) == 4.0
+    # 2 x 1/2 of 48 / (4 x 3) = 4 bytes; with x and y exchanged, 2 x 2/3 of 48 / (4 x 2).
+    assert on_a_node("all_reduce", 48 / (4 * 3), 2) == approx(4.0)
+    assert on_a_node("all_reduce", 48 / (4 * 2), 3, 4.0) == approx(8 / 4)
 
 
 def test_equation_5_5_all_reduce_of_gradients_over_data() -> None:
     # 2 x 4/5 of 24 / (2 x 3 x 4) = 1 byte.
-    assert layer_seconds(M, K, N, GRID, (NEVER, NEVER, NEVER, 1.0)) == approx(1.6)
-
-
-def test_equation_5_6_is_their_sum() -> None:
-    # Bandwidths 2, 4, 1 and 0.5 of x, y, z and data: 4/2 + (16/3)/4 + 6/1 + 1.6/0.5.
-    assert layer_seconds(M, K, N, GRID, (2.0, 4.0, 1.0, 0.5)) == approx(2 + 4 / 3 + 6 + 3.2)
-
-
-def test_transposed_layer_swaps_x_and_y() -> None:
-    # Grid (3, 2, 4, 5): 5.3 gives 2 x 1/2 x 32 / (4 x 3) = 8/3 over y, 5.4 gives 2 x 2/3 x 48 / (4 x 2) = 8 over x.
-    x, y, z, data = GRID
-    assert layer_seconds(M, K, N, (y, x, z, data), (4.0, 2.0, 1.0, 0.5)) == approx(8 / 4 + (8 / 3) / 2 + 6 + 3.2)
-
-
-def test_no_split_moves_nothing() -> None:
-    assert layer_seconds(M, K, N, (1, 1, 1, 1), (1.0, 1.0, 1.0, 1.0)) == 0.0
+    assert on_a_node("all_reduce", 24 / (2 * 3 * 4), 5) == approx(1.6)
 
 
 def test_all_reduce_is_reduce_scatter_and_all_gather() -> None:
-    whole, size = 96.0, 6
-    both = reduce_scatter_seconds(size, whole, 2.0) + all_gather_seconds(size, whole / size, 2.0)
-    assert all_reduce_seconds(size, whole, 2.0) == approx(both)
+    both = on_a_node("reduce_scatter", 96.0, 6, 2.0) + on_a_node("all_gather", 96.0, 6, 2.0)
+    assert on_a_node("all_reduce", 96.0, 6, 2.0) == approx(both)
 
 
 # ---- Bandwidth by place: case 1 and equation 5.7 ----
@@ -158,7 +136,7 @@ def test_alone_or_empty_takes_no_time(kind: str) -> None:
 def test_kinds_move_what_the_equations_say() -> None:
     # 400 bytes on 4 ranks of a node at 100 bytes/s.
     node = machine()
-    assert collective_seconds("all_gather", 400.0, Place(4), node) == approx(all_gather_seconds(4, 100.0, 100.0))
+    assert collective_seconds("all_gather", 400.0, Place(4), node) == approx(3.0)
     assert collective_seconds("reduce_scatter", 400.0, Place(4), node) == approx(3.0)
     assert collective_seconds("all_reduce", 400.0, Place(4), node) == approx(6.0)
 
