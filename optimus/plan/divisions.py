@@ -8,6 +8,7 @@ Left out beforehand:
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from optimus.config import ModelConfig
@@ -19,24 +20,28 @@ from optimus.plan.setting import Setting
 from optimus.plan.work import Passes, Work
 
 _SMALLEST_PART = 512  # tokens of a sequence on a context-parallel rank
-_LARGEST_MICROBATCH = 16
+_MICROBATCHES = (1, 2, 4, 8, 16)
 _MOST_STAGES_PER_RANK = 4
 
 
 class Division(NamedTuple):
     """How a block is divided, and the seconds of a microbatch in its parts."""
 
-    tp_out: int
-    tp_in: int
-    cp: int
-    ep: int
-    etp: int
-    micro_batch: int
+    work: Work  # in a setting of one stage and as few replicas as can be
     block: float  # forward and backward
     forward: tuple[float, float, float]  # of that, the forward passes of norms, attention and the feed-forward part
     head: float
     embedding: float
-    work: Work
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of that setting."""
+        return self.work.setting.mesh
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of a rank."""
+        return self.work.setting.micro_batch
 
 
 class Base(NamedTuple):
@@ -50,28 +55,15 @@ class Base(NamedTuple):
     schedule: str
     stages_per_rank: int
 
-    def setting(self, question: Question) -> Setting:
+    @property
+    def setting(self) -> Setting:
         """As the rest of the planner knows it."""
-        division = self.division
-        mesh = Mesh(
-            pp=self.pp,
-            dp=self.dp,
-            cp=division.cp,
-            tp=division.tp_out * division.tp_in,
-            ep=division.ep,
-            etp=division.etp,
-            tp_in=division.tp_in,
-            ranks_per_node=question.machine.ranks_per_node,
-        )
-        return Setting(
-            mesh,
-            context=question.context,
-            micro_batch=division.micro_batch,
+        return replace(
+            self.division.work.setting,
+            mesh=replace(self.division.mesh, pp=self.pp, dp=self.dp),
             microbatches=self.microbatches,
             schedule=self.schedule,
             stages_per_rank=self.stages_per_rank,
-            sequence=mesh.tp > 1,
-            **question.given._asdict(),
         )
 
 
@@ -81,8 +73,9 @@ def bases(question: Question) -> Iterator[Base]:
     for pp in (n for n in divisors(question.ranks) if n <= question.model.layers):
         ranks, orders = question.ranks // pp, list(_orders(question, pp))
         for division in divisions:
-            data, left = divmod(ranks, division.tp_out * division.tp_in * division.cp)
-            if left or not data or ranks % (division.ep * division.etp):
+            mesh = division.mesh
+            data, left = divmod(ranks, mesh.tp * mesh.cp)
+            if left or not data or ranks % (mesh.ep * mesh.etp):
                 continue
             microbatches, left = divmod(question.global_batch, data * division.micro_batch)
             if left or not microbatches:
@@ -102,7 +95,7 @@ def _divisions(question: Question) -> Iterator[Division]:
             for cp in divisors(question.ranks):
                 if not _parts(question, out, cp):
                     continue
-                for micro_batch in _microbatches(question):
+                for micro_batch in (size for size in _MICROBATCHES if question.global_batch % size == 0):
                     if micro_batch * question.context // cp % (out * inner) == 0:
                         yield from _timed(question, out, inner, cp, micro_batch)
 
@@ -133,11 +126,6 @@ def _expert_groups(question: Question, tp: int) -> list[tuple[int, int]]:
         and (node % (ep * etp) == 0 or ep * etp % node == 0)
         and model.expert_intermediate % etp == 0
     ]
-
-
-def _microbatches(question: Question) -> list[int]:
-    sizes = [1 << power for power in range(_LARGEST_MICROBATCH.bit_length())]
-    return [size for size in sizes if question.global_batch % size == 0 and size <= _LARGEST_MICROBATCH]
 
 
 class _Order(NamedTuple):
@@ -178,7 +166,7 @@ def _timed(question: Question, out: int, inner: int, cp: int, micro_batch: int) 
     for ep, etp in _expert_groups(question, tp):
         data = math.lcm(ep * etp, tp * cp) // (tp * cp)  # with which the mesh can be
         mesh = Mesh(dp=data, cp=cp, tp=tp, ep=ep, etp=etp, tp_in=inner, ranks_per_node=question.machine.ranks_per_node)
-        setting = Setting(mesh, question.context, micro_batch, 1, sequence=tp > 1, **question.given._asdict())
+        setting = Setting(mesh, question.context, micro_batch, 1, sequence=tp > 1, **vars(question.given))
         if rest is None:
             rest = Work(question.model, setting, question.placed, question.software)
             attention = min(rest.attention.values(), key=_seconds)  # of the quickest kind of block
@@ -188,7 +176,7 @@ def _timed(question: Question, out: int, inner: int, cp: int, micro_batch: int) 
         feed_forward = min(work.feed_forward.values(), key=_seconds)
         forward = 2 * work.norm.forward.compute, attention.forward.compute, feed_forward.forward.compute
         block = besides + _seconds(feed_forward)
-        yield Division(out, inner, cp, ep, etp, micro_batch, block, forward, *ends, work)
+        yield Division(work, block, forward, *ends)
 
 
 def _seconds(passes: Passes) -> float:

@@ -1,13 +1,13 @@
 """Of a way to divide the work: how the state is held, where the stages lie and what is recomputed so that it fits."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
 from optimus.config import ModelConfig
 from optimus.plan.divisions import Base, Division
-from optimus.plan.held import Where, kinds_of
+from optimus.plan.held import kinds_of
 from optimus.plan.memory import Rank, activations_of, ranks_of, room_of, stages_of_each, state_of
 from optimus.plan.own import OwnActivations
 from optimus.plan.pipeline import largest
@@ -38,7 +38,7 @@ class Fitting:
         """The fastest way to hold the state, to place the stages and to recompute with which `base` fits, if it takes less
         than `limit`."""
         question, best = self._question, None
-        setting = base.setting(question)
+        setting = base.setting
         work = base.division.work if question.machine.network.links is None else None  # that knows no links
         taken: dict[frozenset[str], list[float]] = {}
         enough: dict[int | None, frozenset[str]] = {}  # of what less sharding has recomputed, over so many ranks
@@ -62,7 +62,8 @@ class Fitting:
         key = setting.mesh, setting.stages_per_rank, setting.ends_apart, shard, width
         if key not in self._states:
             held = replace(setting, shard=shard, shard_ranks=width)
-            counts = [together(stages) for stages in unlike(stages_of_each(question.model, held))]
+            unlike = {tuple(map(id, stages)): stages for stages in stages_of_each(question.model, held)}
+            counts = [together(stages) for stages in unlike.values()]
             states = state_of(counts, kinds_of(question.model, held), held, question.software)
             room = room_of(question.machine) - question.software.fixed
             self._states[key] = [room - sum(parts.values()) for parts in states]
@@ -109,11 +110,6 @@ class Fitting:
         if key not in self._kept:
             self._kept[key] = OwnActivations(self._question.model, replace(setting, recompute=recompute))
         return self._kept[key]
-
-
-def unlike(ranks: Sequence[Sequence[Mapping[Where, int]]]) -> list[Sequence[Mapping[Where, int]]]:
-    """The stages of ranks, those of ranks that are alike once."""
-    return list({tuple(map(id, stages)): stages for stages in ranks}.values())
 
 
 def sharded(question: Question, setting: Setting) -> Iterator[tuple[Shard, int | None]]:

@@ -40,7 +40,7 @@ def setting_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None,
         recompute_every=config.recompute_every,
         divided_vocabulary=parallel.vocabulary,
         blocks=tuple(parallel.blocks) if parallel.blocks else None,
-        **(given or given_of(config))._asdict(),
+        **vars(given or given_of(config)),
     )
 
 
@@ -61,13 +61,15 @@ def given_of(config: RunConfig, imbalance: float = 1.0, *, on_host: bool = False
     checkpoint = config.checkpoint
     copied = on_host and checkpoint.asynchronous
     return Given(
-        PRECISION[config.train.precision],
-        imbalance,
-        config.moe.dispatch,
-        config.parallel.context_method == "ulysses",
-        config.state.reshard_after_forward,
-        config.recompute_collectives == "repeat",
-        Saving(checkpoint.every, checkpoint.weights_every, checkpoint.asynchronous, checkpoint.scattered, copied),
+        precision=PRECISION[config.train.precision],
+        imbalance=imbalance,
+        dispatch=config.moe.dispatch,
+        ulysses=config.parallel.context_method == "ulysses",
+        release=config.state.reshard_after_forward,
+        repeat_collectives=config.recompute_collectives == "repeat",
+        saving=Saving(
+            checkpoint.every, checkpoint.weights_every, checkpoint.asynchronous, checkpoint.scattered, copied
+        ),
     )
 
 

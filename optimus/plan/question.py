@@ -10,7 +10,7 @@ from optimus.plan.links import chained, in_order
 from optimus.plan.machine import Machine
 from optimus.plan.memory import Memory, memory_of, memory_of_ranks
 from optimus.plan.own import OwnActivations
-from optimus.plan.setting import BY_DEFAULT, Given, Setting
+from optimus.plan.setting import Given, Setting
 from optimus.plan.software import Software, load_software
 from optimus.plan.step import StepTime, least_time, step_time
 from optimus.plan.work import Work
@@ -25,7 +25,7 @@ class Question:
     ranks: int
     global_batch: int
     context: int
-    given: Given = BY_DEFAULT
+    given: Given = field(default_factory=Given)
     software: Software = field(default_factory=load_software)
     nodes: tuple[int, ...] | None = None
 

@@ -32,7 +32,10 @@ def search(question: Question, best: int = 10) -> list[Plan]:
     ideal = replace(question, machine=even(question.machine)) if links else question
     ways = sorted(bases(ideal), key=lambda base: base.bound)
     if not ways:
-        raise _no_division(question)
+        raise UserError(
+            f"no layout divides a global batch of {question.global_batch} sequences over {question.ranks} ranks: with a "
+            f"batch that is a multiple of {question.ranks}, all do"
+        )
     question = question.with_neighbours()
     found: dict[tuple[int, ...], Plan] = {}
     fitting = Fitting(question)
@@ -40,7 +43,8 @@ def search(question: Question, best: int = 10) -> list[Plan]:
     for base in ways:
         if base.bound >= limit:
             break
-        key = (base.pp, *base.division[:5])
+        mesh = base.division.mesh
+        key = (base.pp, mesh.tp, mesh.tp_in, mesh.cp, mesh.ep, mesh.etp)
         most = min(limit, found[key].step.seconds) if key in found else limit
         plan = fitting.fastest(base, most) if base.bound < most else None
         if plan is not None:
@@ -66,21 +70,11 @@ def _rearranged(plan: Plan) -> Plan:
     return predict(replace(question, nodes=nodes), plan.setting)
 
 
-# ---- When there is nothing ----
-
-
-def _no_division(question: Question) -> UserError:
-    return UserError(
-        f"no layout divides a global batch of {question.global_batch} sequences over {question.ranks} ranks: with a batch "
-        f"that is a multiple of {question.ranks}, all do"
-    )
-
-
 def _too_large(question: Question, ways: Sequence[Base]) -> UserError:
-    """Names the least memory, and the smallest machine of those that are known."""
+    """Where nothing fits: names the least memory, and the smallest machine of those that are known."""
     smallest = min(base.division.micro_batch for base in ways)  # and no order keeps less than the usual one
     tightest = [
-        replace(base.setting(question), recompute=frozenset({"block"}), shard="parameters")
+        replace(base.setting, recompute=frozenset({"block"}), shard="parameters")
         for base in ways
         if base.division.micro_batch == smallest and base.schedule == DEFAULT
     ]

@@ -1,6 +1,6 @@
 """How a run is divided over ranks: what the search varies, as far as time and memory depend on it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -22,26 +22,21 @@ class Saving(NamedTuple):
     copied: bool = False
 
 
-NO_CHECKPOINTS = Saving()
-
-
-class Given(NamedTuple):
-    """What a run says of itself, by the names of `Setting`, and the search leaves as it is."""
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What a run says of itself, and the search leaves as it is."""
 
     precision: str = "bf16"
-    imbalance: float = 1.0
+    imbalance: float = 1.0  # tokens of the busiest rank's experts, to the mean
     dispatch: Literal["alltoall", "allgather"] = "alltoall"
     ulysses: bool = False
     release: bool = True
     repeat_collectives: bool = False
-    saving: Saving = NO_CHECKPOINTS
-
-
-BY_DEFAULT = Given()
+    saving: Saving = field(default_factory=Saving)
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(Given):
     """One way of running an architecture. `recompute` is what a block makes again in its backward pass: 'norm', 'attention',
     'mlp', 'moe' (the feed-forward part), 'act' (what lies between its products), 'scores' (the attention's core alone),
     'products' (all but the attention's core and every second matrix product) or 'block', of every `recompute_every`-th.
@@ -55,21 +50,14 @@ class Setting:
     schedule: str = DEFAULT
     stages_per_rank: int = 1
     sequence: bool = True
-    ulysses: bool = False
     shard: Shard = "none"
     shard_ranks: int | None = None
     shard_over: Literal["replicas", "data"] = "replicas"
-    release: bool = True
-    dispatch: Literal["alltoall", "allgather"] = "alltoall"
     recompute: frozenset[str] = frozenset()
     recompute_every: int = 1
-    repeat_collectives: bool = False
     offload: frozenset[str] = frozenset()
-    precision: str = "bf16"
     divided_vocabulary: bool = False
-    imbalance: float = 1.0  # tokens of the busiest rank's experts, to the mean
     blocks: tuple[int, ...] | None = None  # of each stage; None: as `even` says
-    saving: Saving = NO_CHECKPOINTS
     even: bool = False  # stages by the number of blocks, as other programs cut them; else by time, as this library does
     ends_count: bool = False  # embedding and loss then count as a block each
 
