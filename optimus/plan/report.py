@@ -1,6 +1,6 @@
 """Plans as tables for people and as JSON for programs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from optimus.plan.memory import room_of
 from optimus.plan.own import sections_of
 from optimus.plan.question import Plan
 from optimus.plan.scaling import Point
-from optimus.plan.setting import Setting
 
 _COSTS = 3  # named in a row
 # Of a configuration; what else its sections hold stays.
@@ -47,8 +46,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 def rows_of(plans: Sequence[Plan], *, wide: bool = False) -> list[dict[str, Any]]:
     """One row per plan: the layout by the axes that are longer than 1, or with `wide` a column for everything."""
-    row = _wide if wide else _short
-    return [row(number, plan) for number, plan in enumerate(plans, start=1)]
+    return [{"": str(number), **_row(plan, wide)} for number, plan in enumerate(plans, start=1)]
 
 
 def scaled_rows(points: Sequence[Point], *, wide: bool = False) -> list[dict[str, Any]]:
@@ -63,52 +61,28 @@ def scaled_rows(points: Sequence[Point], *, wide: bool = False) -> list[dict[str
     return rows
 
 
-def _short(number: int, plan: Plan) -> dict[str, Any]:
+def _row(plan: Plan, wide: bool) -> dict[str, Any]:
     setting, mesh = plan.setting, plan.setting.mesh
     stages = f" x{setting.stages_per_rank}" if setting.stages_per_rank > 1 else ""
     side = f" /{mesh.pipeline_stride}" if mesh.pipeline_stride else ""
-    pipeline = f"pp{mesh.pp} {setting.schedule}{stages}{side}" if mesh.pp > 1 else ""
-    sizes = {
-        "tp": _grid(mesh.tp_out, mesh.tp_in),
-        "cp": f"{mesh.cp}",
-        "ep": _grid(mesh.ep, mesh.etp),
-        "dp": f"{mesh.dp}",
-    }
-    axes = [f"{axis}{size}" for axis, size in sizes.items() if size != "1"]
-    return {
-        "": str(number),
-        "layout": ", ".join([pipeline] * bool(pipeline) + axes) or "one rank",
-        "batch": f"{setting.microbatches}x{setting.micro_batch}",
-        "shard": _sharding(setting),
-        "recompute": ", ".join(sorted(setting.recompute)) or "-",
-        "step_s": round(plan.step.seconds, 3),
-        "MFU": f"{100 * plan.utilisation:.1f} %",
-        "memory": f"{plan.memory.total / 1e9:.1f} GB",
-    }
-
-
-def _wide(number: int, plan: Plan) -> dict[str, Any]:
-    setting, mesh = plan.setting, plan.setting.mesh
-    pipeline = f"{mesh.pp} {setting.schedule}" if mesh.pp > 1 else "1"
-    if setting.stages_per_rank > 1:
-        pipeline += f" x{setting.stages_per_rank}"
-    if mesh.pipeline_stride:
-        pipeline += f" /{mesh.pipeline_stride}"
-    return {
-        "": str(number),
-        "pipeline": pipeline,
+    axes = {
+        "pipeline": f"{mesh.pp} {setting.schedule}{stages}{side}" if mesh.pp > 1 else "1",
         "tensor": _grid(mesh.tp_out, mesh.tp_in),
         "context": mesh.cp,
         "expert": _grid(mesh.ep, mesh.etp),
         "data": mesh.dp,
-        "batch": f"{setting.microbatches} x {setting.micro_batch}",
-        "shard": _sharding(setting),
+    }
+    longer = [f"{axis}{size}" for axis, size in zip(("pp", "tp", "cp", "ep", "dp"), axes.values()) if str(size) != "1"]
+    return {
+        **(axes if wide else {"layout": ", ".join(longer) or "one rank"}),
+        "batch": (" x " if wide else "x").join(map(str, (setting.microbatches, setting.micro_batch))),
+        "shard": setting.shard + (f" /{setting.shard_ranks}" if setting.shard_ranks else ""),
         "recompute": ", ".join(sorted(setting.recompute)) or "-",
         "step_s": round(plan.step.seconds, 3),
-        "tokens/s": _tokens(plan),
-        "utilisation": f"{100 * plan.utilisation:.1f} %",
+        **({"tokens/s": _tokens(plan)} if wide else {}),
+        "utilisation" if wide else "MFU": f"{100 * plan.utilisation:.1f} %",
         "memory": f"{plan.memory.total / 1e9:.1f} GB",
-        "most time": _largest(plan),
+        **({"most time": _costliest(plan)} if wide else {}),
     }
 
 
@@ -116,36 +90,37 @@ def _grid(outer: int, inner: int) -> str:
     return f"{outer}x{inner}" if inner > 1 else str(outer)
 
 
-def _sharding(setting: Setting) -> str:
-    return setting.shard + (f" /{setting.shard_ranks}" if setting.shard_ranks else "")
-
-
 def _tokens(plan: Plan) -> str:
     return f"{plan.tokens_per_second:,.0f}"
 
 
-def _largest(plan: Plan) -> str:
-    terms = sorted(plan.step.terms.items(), key=lambda item: -item[1])[:_COSTS]
-    return ", ".join(f"{name.replace('_', ' ')} {100 * value / plan.step.seconds:.0f} %" for name, value in terms)
+def _costliest(plan: Plan) -> str:
+    terms = _largest_first(plan.step.terms)[:_COSTS]
+    return ", ".join(f"{name} {100 * value / plan.step.seconds:.0f} %" for name, value in terms)
+
+
+def _largest_first(parts: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Their names in words."""
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    return [(name.replace("_", " "), value) for name, value in ordered]
 
 
 def explained(plan: Plan) -> str:
     """Where a plan's time and memory go, and where its ranks lie."""
     lines = [f"a step of {plan.setting.tokens:,} tokens takes {plan.step.seconds:.3f} s:"]
-    for name, value in sorted(plan.step.terms.items(), key=lambda item: -item[1]):
+    for name, value in _largest_first(plan.step.terms):
         if value > 0:
-            lines.append(f"  {name.replace('_', ' '):<22}{value:>10.3f} s {100 * value / plan.step.seconds:>6.1f} %")
+            lines.append(f"  {name:<22}{value:>10.3f} s {100 * value / plan.step.seconds:>6.1f} %")
     room = plan.question.machine.memory
     where = f"pipeline rank {plan.memory.rank}" if plan.setting.mesh.pp > 1 else "every rank"
     lines.append(f"{where} takes {plan.memory.total / 1e9:.2f} of {room / 1e9:.1f} GB:")
-    for name, value in sorted(plan.memory.parts.items(), key=lambda item: -item[1]):
+    for name, value in _largest_first(plan.memory.parts):
         if value > 0:
-            lines.append(f"  {name.replace('_', ' '):<22}{value / 1e9:>10.2f} GB{100 * value / room:>6.1f} %")
+            lines.append(f"  {name:<22}{value / 1e9:>10.2f} GB{100 * value / room:>6.1f} %")
     lines.append(describe(plan.setting.mesh))
     if plan.question.nodes is not None:
-        lines.append(
-            f"nodes, as the matrix counts them from 0, in this order: {' '.join(map(str, plan.question.nodes))}"
-        )
+        nodes = " ".join(map(str, plan.question.nodes))
+        lines.append(f"nodes, as the matrix counts them from 0, in this order: {nodes}")
     return "\n".join(lines)
 
 
