@@ -18,7 +18,7 @@ from optimus.plan.question import Question, memory_in
 from optimus.plan.report import planned
 from optimus.plan.search import search
 from optimus.plan.setting import Setting
-from optimus.plan.what_if import changed_both
+from optimus.plan.what_if import changed
 from optimus.train.pipeline import with_microbatches
 from optimus.train.recomputation import chosen_recomputation
 
@@ -60,7 +60,7 @@ def asked(
     if links is not None:
         network = kind.network.model_dump() | {"links": read_links(links)}
         kind = kind.model_copy(update={"network": validated(Network, network, str(links), Network)})
-    kind, software = changed_both(kind, software_of(config), changes)
+    kind, software = changed(kind, software_of(config), changes)
     config = for_machine(config, kind)
     train = config.train
     question = Question(

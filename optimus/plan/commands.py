@@ -1,6 +1,6 @@
 """The command `optimus plan`: what is asked, put together from a model or a configuration and the options."""
 
-from collections.abc import Sequence
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,13 +46,12 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Choose how to divide a model over a machine, and predict its speed and memory."""
-    import json
-
     from optimus.config import load_config
     from optimus.hub import read_model_folder
 
     if Path(model).suffix in (".yaml", ".yml"):  # before torch is imported: a mistake costs no waiting
         load_config(model, overrides or [], read_model_folder)
+    from optimus.observe.table import print_table
     from optimus.plan import report, scaling
     from optimus.plan.asking import asked, configured
     from optimus.plan.own import for_machine
@@ -66,15 +65,16 @@ def plan(
         _dry_run(question, config, setting() if as_is else None, dry_run, as_json)
         return
     numbers = None if scale is None else _numbers(scale)
-    if plot is not None and numbers is None:
-        raise UserError("--plot draws a study of scaling: add --scale 384,768,...")
     if plot is not None:
+        if numbers is None:
+            raise UserError("--plot draws a study of scaling: add --scale 384,768,...")
         plot = check_plot(plot)
+    given = predict(question, setting()) if as_is else None
     if numbers:
-        points = scaling.scale(question, numbers, predict(question, setting()) if as_is else None)
+        points = scaling.scale(question, numbers, given)
         plans = [point.plan for point in points]
     else:
-        plans = [predict(question, setting())] if as_is else search(question, best)
+        plans = [given] if given else search(question, best)
     if output is not None:
         report.write_config(plans[0], config, output)
     result: dict[str, Any] = {"plans": [report.as_json(each) for each in plans]}
@@ -86,19 +86,13 @@ def plan(
     if as_json:
         print(json.dumps(result, indent=2))
         return
-    _print(question, rows, None if wide else _WIDTH)
+    batch = f"{question.global_batch:,} sequences of {question.context:,} tokens"
+    title = f"{question.ranks:,} ranks of {question.machine.name}, {batch}, {question.given.precision}"
+    print_table(rows, title, None if wide else _WIDTH)
     if explain is not None:
         if explain > len(plans):
             raise UserError(f"--explain {explain}: there are {len(plans)} rows")
         print(report.explained(plans[explain - 1]))
-
-
-def _print(question: Any, rows: Sequence[dict[str, Any]], width: int | None) -> None:
-    from optimus.observe.table import print_table
-
-    batch = f"{question.global_batch:,} sequences of {question.context:,} tokens"
-    title = f"{question.ranks:,} ranks of {question.machine.name}, {batch}, {question.given.precision}"
-    print_table(rows, title, width)
 
 
 def _numbers(text: str) -> list[int]:
@@ -112,8 +106,6 @@ def _numbers(text: str) -> list[int]:
 
 
 def _dry_run(question: Any, config: Any, setting: Any, rank: int, as_json: bool) -> None:
-    import json
-
     from optimus.plan.dry_run import dry_run
     from optimus.plan.own import recomputed
     from optimus.plan.question import besides

@@ -26,32 +26,25 @@ def dry_run(config: RunConfig, ranks: int, rank: int, load: float = 1.0) -> dict
     """
     if not 0 <= rank < ranks:
         raise UserError(f"--dry-run {rank}: the ranks are 0 to {ranks - 1}")
-    plans = planned_chunks(config, mesh_of(config, ranks), [rank])[0]
-    found = bytes_by_kind(plans, DTYPES[config.train.precision], DTYPES[config.state.gradient_dtype])
-    return found | _activations(config, ranks, rank, load)
-
-
-def _activations(config: RunConfig, ranks: int, rank: int, load: float) -> dict[str, int]:
-    mesh = mesh_of(config, ranks)
-    shapes = activation_shapes(config, mesh, DTYPES[config.train.precision].itemsize)
-    chosen = Recomputation(tuple(config.recompute), config.recompute_every)
+    mesh, dtype = mesh_of(config, ranks), DTYPES[config.train.precision]
+    found = bytes_by_kind(planned_chunks(config, mesh, [rank])[0], dtype, DTYPES[config.state.gradient_dtype])
     partition = partition_of(config, mesh, rank)
     stages = {
         stage: activation_bytes(
             config.model,
-            chosen,
+            Recomputation(tuple(config.recompute), config.recompute_every),
             layers=partition.blocks[stage],
             first=stage == 0,
             last=stage == len(partition.blocks) - 1,
             load=load,
-            **shapes,
+            **activation_shapes(config, mesh, dtype.itemsize),
         )
         for stage in partition.here
     }
     microbatches = max(1, config.train.global_batch // (mesh.dp * config.train.micro_batch))
     computed = simulate(schedule_of(config, microbatches)).computations[mesh.coordinate(rank, "pp")]
     changes = (change * stages[stage].kept for stage, change in live_changes(computed))
-    return {
+    return found | {
         "activations": max(accumulate(changes)),
-        "working": max(found.peak - found.kept for found in stages.values()),
+        "working": max(each.peak - each.kept for each in stages.values()),
     }

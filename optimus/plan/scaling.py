@@ -25,7 +25,8 @@ def scale(question: Question, ranks: Sequence[int], given: Plan | None = None) -
     Raises `UserError` when a number of ranks is no multiple of the fewest.
     """
     fewest = min(ranks)
-    first = given or search(replace(question, ranks=fewest, global_batch=_batch(question, fewest)), best=1)[0]
+    batch = max(1, question.global_batch * fewest // question.ranks)
+    first = given or search(replace(question, ranks=fewest, global_batch=batch), best=1)[0]
     points: list[Point] = []
     for number in sorted(ranks):
         times, left = divmod(number, first.setting.mesh.size)
@@ -41,10 +42,6 @@ def scale(question: Question, ranks: Sequence[int], given: Plan | None = None) -
         base = points[0].plan.tokens_per_second / points[0].ranks if points else each
         points.append(Point(number, each / base, plan))
     return points
-
-
-def _batch(question: Question, ranks: int) -> int:
-    return max(1, question.global_batch * ranks // question.ranks)
 
 
 def draw(points: Sequence[Point], path: Path) -> None:

@@ -208,8 +208,10 @@ def test_another_machine(plan: Callable[..., Any]) -> None:
     assert faster["time"]["tensor_parallel"] < now["time"]["tensor_parallel"]
     assert faster["time"]["matmul"] == now["time"]["matmul"]
     laptop = load_machine("laptop")
-    assert changed(laptop, ["memory=128e9", "network.bandwidth=x2"]).memory == 128e9
-    assert changed(laptop, ["network.bandwidth=x2"]).network.bandwidth == 2 * laptop.network.bandwidth
+    assert changed(laptop, load_software(), ["memory=128e9", "network.bandwidth=x2"])[0].memory == 128e9
+    assert (
+        changed(laptop, load_software(), ["network.bandwidth=x2"])[0].network.bandwidth == 2 * laptop.network.bandwidth
+    )
 
 
 def test_other_software(plan: Callable[..., Any]) -> None:
@@ -262,7 +264,7 @@ def test_nodes_that_are_not_equally_near(plan: Callable[..., Any], tmp_path: Pat
 )
 def test_changes_that_make_no_sense(change: str, message: str) -> None:
     with pytest.raises(optimus.UserError, match=message):
-        changed(load_machine("laptop"), [change])
+        changed(load_machine("laptop"), load_software(), [change])
 
 
 def test_changes_of_the_software_that_make_no_sense(plan: Callable[..., Any]) -> None:
