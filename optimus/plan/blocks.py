@@ -38,26 +38,19 @@ class Block(NamedTuple):
     expert: tuple[Projection, ...]
 
 
-class Examples(NamedTuple):
-    """A model on the meta device with one block of each kind, and which layers these are."""
-
-    model: Transformer
-    layers: list[int]
-
-
 @lru_cache(maxsize=256)
-def examples(model: ModelConfig) -> Examples:
-    """Those of `model`."""
+def examples(model: ModelConfig) -> tuple[Transformer, list[int]]:
+    """A model on the meta device with one block of each kind of `model`, and which layers these are."""
     layers = sorted(set(model.alike))
     with torch.device("meta"):
-        return Examples(Transformer(model, layers=layers), layers)
+        return Transformer(model, layers=layers), layers
 
 
 @lru_cache(maxsize=256)
 def blocks_of(model: ModelConfig) -> Mapping[int, Block]:
     """The kinds of blocks of `model`, by their first layer."""
-    made = examples(model)
-    return {layer: _block(block) for layer, block in zip(made.layers, made.model.blocks)}
+    made, layers = examples(model)
+    return {layer: _block(block) for layer, block in zip(layers, made.blocks)}
 
 
 def _block(block: nn.Module) -> Block:

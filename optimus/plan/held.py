@@ -39,8 +39,8 @@ def kinds_of(model: ModelConfig, setting: Setting) -> tuple[Kind, ...]:
 
 @lru_cache(maxsize=256)
 def _kinds(model: ModelConfig, sequence: bool, vocabulary: bool) -> tuple[Kind, ...]:
-    made = examples(model)
-    layouts = parameter_layouts(made.model, sequence=sequence, vocabulary=vocabulary)
+    made, layers = examples(model)
+    layouts = parameter_layouts(made, sequence=sequence, vocabulary=vocabulary)
     table: Where = "tied" if model.tie_embeddings else "first"
 
     def where(name: str) -> Where:
@@ -48,7 +48,7 @@ def _kinds(model: ModelConfig, sequence: bool, vocabulary: bool) -> tuple[Kind, 
             return "every"
         before: dict[str, Where] = {"embedding": table, "positions": "first"}
         part, number, *_ = name.split(".")
-        return made.layers[int(number)] if part == "blocks" else before.get(part, "last")
+        return layers[int(number)] if part == "blocks" else before.get(part, "last")
 
     return tuple(Kind(where(name), layout) for name, layout in layouts.items())
 
@@ -75,12 +75,9 @@ def _sums(kinds: tuple[Kind, ...], mesh: Mesh) -> list[tuple[tuple[Where, tuple[
     found: dict[tuple[Where, tuple[str, ...]], float] = {}
     for where, layout in kinds:
         key = where, tuple(axis for axis in layout.replicas if mesh.axis_size(axis) > 1)
-        found[key] = found.get(key, 0.0) + _elements(layout, mesh)
+        elements = math.prod(layout.shape) / math.prod(mesh.axis_size(axis) for _, axis in layout.splits)
+        found[key] = found.get(key, 0.0) + elements
     return list(found.items())
-
-
-def _elements(layout: Layout, mesh: Mesh) -> float:
-    return math.prod(layout.shape) / math.prod(mesh.axis_size(axis) for _, axis in layout.splits)
 
 
 @lru_cache(maxsize=8192)

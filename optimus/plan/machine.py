@@ -74,7 +74,6 @@ class Network(Section):
     """Links between nodes."""
 
     rings: int = Field(1, gt=0, description="Rings at once that it takes to use all adapters of a node.")
-
     bandwidth: float = Field(gt=0)
     """Of a node, all its adapters together, bytes/s, as collectives reach it."""
     latency: float = Field(ge=0, description="Of a message, seconds.")

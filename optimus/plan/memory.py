@@ -88,27 +88,21 @@ def state_of(
     ranks: Sequence[Mapping[Where, int]], kinds: tuple[Kind, ...], setting: Setting, software: Software
 ) -> list[dict[str, float]]:
     """Of each rank: what it holds of parameters, gradients and the optimizer's state."""
-    found: dict[tuple[int, ...], dict[str, float]] = {}
-    for counts in ranks:
-        key = tuple(counts.values())
-        if key not in found:
-            found[key] = state_parts(held_by(kinds, setting, counts), setting, software, counts)
+    unlike = {tuple(counts.values()): counts for counts in ranks}
+    found = {
+        key: state_parts(held_by(kinds, setting, counts), setting, software, counts) for key, counts in unlike.items()
+    }
     return [found[tuple(counts.values())] for counts in ranks]
 
 
 def activations_of(ranks: Sequence[Rank], kept: Activations, software: Software) -> list[dict[str, float]]:
     """Of each rank: what its activations take, and what a backward pass holds besides."""
-    found: dict[tuple[int, ...], tuple[float, float]] = {}
-
-    def of_stage(counts: Mapping[Where, int]) -> tuple[float, float]:
-        key = tuple(counts.values())
-        if key not in found:
-            found[key] = software.fragments * kept.stage(counts), software.fragments * kept.working(counts)
-        return found[key]
-
+    unlike = {tuple(counts.values()): counts for rank in ranks for counts in rank.stages}
+    share = software.fragments
+    found = {key: (share * kept.stage(counts), share * kept.working(counts)) for key, counts in unlike.items()}
     parts = []
     for rank in ranks:
-        stages, working = zip(*map(of_stage, rank.stages))
+        stages, working = zip(*(found[tuple(counts.values())] for counts in rank.stages))
         most = max(sum(map(float.__mul__, stages, map(float, live))) for live in rank.live)
         parts.append({"activations": most, "working": max(working)})
     return parts
@@ -135,11 +129,6 @@ def state_parts(
         if shards >= 2:
             parts["gathered"] += software.gradient * block / _AHEAD
     return parts
-
-
-def fits(memory: Memory, machine: Machine) -> bool:
-    """Whether a rank of the machine has room for it."""
-    return memory.total <= room_of(machine)
 
 
 def room_of(machine: Machine) -> float:

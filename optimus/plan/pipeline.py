@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 from optimus.pipeline.costs import Costs
 from optimus.pipeline.replay import replay
-from optimus.pipeline.schedule import Kind, Schedule, live_changes
+from optimus.pipeline.schedule import Kind, live_changes
 from optimus.pipeline.schedules import Sizes, make_schedule, schedules
 from optimus.pipeline.schedules.vocabulary import AHEAD
 from optimus.pipeline.simulation import makespan
 
 _PARTS = [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS, Kind.BACKWARD]
+_schedule = lru_cache(maxsize=4096)(make_schedule)
 _ROUNDS = 2  # times the ranks, in microbatches: after so many a schedule repeats itself
 
 
@@ -32,14 +33,6 @@ class StageTimes(NamedTuple):
         return sum(self)
 
 
-@lru_cache(maxsize=4096)
-def schedule(
-    name: str, ranks: int, microbatches: int, stages_per_rank: int, *, vocabulary: bool = False, transfers: bool = False
-) -> Schedule:
-    """The schedule that trains so, or its computations. Raises `UserError` for numbers that it cannot take."""
-    return make_schedule(name, ranks, microbatches, stages_per_rank, vocabulary=vocabulary, transfers=transfers)
-
-
 def pipeline_seconds(
     name: str, ranks: int, microbatches: int, times: Sequence[StageTimes], link: float, *, blocking: bool = False
 ) -> float:
@@ -53,14 +46,13 @@ def pipeline_seconds(
     busiest = max(
         sum(times[stage].seconds for stage in own) for own in stages_of_ranks(name, ranks, len(times) // ranks)
     )
-    begin = _blocking if blocking else _beginning
-    return begin(name, ranks, few, tuple(times), link) + (microbatches - few) * busiest
-
-
-def _blocking(name: str, ranks: int, microbatches: int, times: tuple[StageTimes, ...], link: float) -> float:
-    forward, backward, weights = map(list, zip(*times))
-    costs = Costs(forward, backward, weights, link=link, blocking=True)
-    return makespan(schedule(name, ranks, microbatches, len(times) // ranks, transfers=True), costs)
+    if blocking:
+        forward, backward, weights = map(list, zip(*times))
+        costs = Costs(forward, backward, weights, link=link, blocking=True)
+        begin = makespan(_schedule(name, ranks, few, len(times) // ranks), costs)
+    else:
+        begin = _beginning(name, ranks, few, tuple(times), link)
+    return begin + (microbatches - few) * busiest
 
 
 @lru_cache(maxsize=4096)
@@ -82,7 +74,7 @@ def _beginning(name: str, ranks: int, microbatches: int, times: tuple[StageTimes
 def _replayed(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> tuple["array[int]", ...]:
     """The computations of a schedule in an order in which they can be done: of each its rank, four times its stage and what
     part of a microbatch it is, which of them it waits for (or -1), and whether that is on another rank."""
-    plan = schedule(name, ranks, microbatches, stages_per_rank)
+    plan = _schedule(name, ranks, microbatches, stages_per_rank, transfers=False)
     done = {action: number for number, action in enumerate(replay(plan, plan.actions, lambda action: 0.0))}
     columns = array("i"), array("i"), array("i"), array("b")
     for action in done:
@@ -132,7 +124,8 @@ def live_microbatches(
     if live is not None:  # as below, sooner
         sizes = Sizes(ranks, microbatches, ahead=AHEAD if vocabulary else 0)
         return tuple(((min(microbatches, live(sizes, rank)),),) for rank in range(ranks))
-    plan = schedule(name, ranks, _few(name, ranks, microbatches), stages_per_rank, vocabulary=vocabulary)
+    few = _few(name, ranks, microbatches)
+    plan = _schedule(name, ranks, few, stages_per_rank, vocabulary=vocabulary, transfers=False)
     owned = stages_of_ranks(name, ranks, stages_per_rank)
     return tuple(_most(live_changes(actions), own) for own, actions in zip(owned, plan.actions))
 

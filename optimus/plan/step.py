@@ -69,16 +69,6 @@ class _Passes(NamedTuple):
     counts: Mapping[Where, int]  # of the busiest rank
     least: float  # seconds of all microbatches, if ranks share no cores
 
-    @property
-    def hidden(self) -> float:
-        """Seconds of a backward pass, beside which gradients are reduced."""
-        return sum(each.times.backward + each.times.weights for each in self.stages)
-
-    @property
-    def ahead(self) -> float:
-        """Seconds of a forward pass, beside which parameters are gathered."""
-        return sum(each.times.forward for each in self.stages)
-
 
 def step_time(
     model: ModelConfig, setting: Setting, machine: Machine, software: Software, work: Work | None = None
@@ -87,9 +77,9 @@ def step_time(
     work = work.like(setting) if work else Work(model, setting, machine, software)
     passes, mesh = _passes(work), setting.mesh
     order = setting.schedule, mesh.pp, setting.microbatches, passes.times
-    seconds = _lent(work, passes.times, pipeline_seconds(*order, _link(work), blocking=software.blocking))
-    ends = _ends(work, passes, seconds)
-    return _sum(work, passes.stages, seconds, ends)
+    link = 0.0 if mesh.pp == 1 else transfer_seconds(work.R * work.H * work.e, setting.place("pp"), work.machine)
+    seconds = _lent(work, passes.times, pipeline_seconds(*order, link, blocking=software.blocking))
+    return _sum(work, passes.stages, seconds, _ends(work, passes, seconds))
 
 
 def least_time(setting: Setting, work: Work) -> float:
@@ -149,7 +139,7 @@ def _ends(work: Work, passes: _Passes, seconds: float) -> dict[str, float]:
     s = work.setting
     held = _held(work, passes.counts)
     ends = {
-        "data_parallel": _reduction(work, held, passes.hidden, passes.ahead),
+        "data_parallel": _reduction(work, held, [stage.times for stage in passes.stages]),
         "optimizer": _update(work, held),
         "data": s.micro_batch * s.microbatches * s.context * _TOKEN / work.machine.host.link,
     }
@@ -223,25 +213,17 @@ def _stage(work: Work, counts: Mapping[Where, int]) -> _Stage:
             if "products" in setting.recompute:
                 both = add([_scaled(work.norm.forward, 2), attention.forward, feed_forward.forward])
                 again.append(_scaled(Terms(matmul=0.5 * both.matmul, memory=both.memory), share))
-            for kind in _recomputed(setting.recompute, name):
-                passes, times = modules[kind]
-                again.append(_scaled(_made_again(passes.forward, setting.repeat_collectives), share * times))
+            kinds = ("norm", "attention", name) if "block" in setting.recompute else setting.recompute
+            for (forward, *_), times in (modules[kind] for kind in kinds if kind in modules):
+                if not setting.repeat_collectives:
+                    forward = forward._replace(tensor=0.0, context=0.0, expert=0.0)
+                again.append(_scaled(forward, share * times))
     if setting.divided_vocabulary:
         parts += [(work.embedding, 1 / setting.stages_per_rank), (work.head, 1 / setting.stages_per_rank)]
     else:
         parts += [(work.embedding, counts["first"]), (work.head, counts["last"]), (work.norm, counts["last"])]
     forward, backward, weights = (add(_scaled(passes[i], times) for passes, times in parts) for i in range(3))
     return _Stage(forward, backward, weights, add(again), starting)
-
-
-def _recomputed(recompute: frozenset[str], feed_forward: str) -> list[str]:
-    if "block" in recompute:
-        return ["norm", "attention", feed_forward]
-    return [kind for kind in recompute if kind in ("norm", "attention", "scores", "act", feed_forward)]
-
-
-def _made_again(forward: Terms, repeat: bool) -> Terms:
-    return forward if repeat else forward._replace(tensor=0.0, context=0.0, expert=0.0)
 
 
 def _scaled(terms: Terms, times: float) -> Terms:
@@ -263,19 +245,12 @@ def _beside(moving: float, computing: float) -> float:
     return max(0.0, moving - computing) + _CONTENTION * min(moving, computing)
 
 
-def _link(work: Work) -> float:
-    """Of a message between stages."""
-    s = work.setting
-    if s.mesh.pp == 1:
-        return 0.0
-    return transfer_seconds(work.R * work.H * work.e, s.place("pp"), work.machine)
-
-
 # ---- At the end of a step ----
 
 
-def _reduction(work: Work, held: Sequence[Held], hidden: float, ahead: float) -> float:
-    """What is not hidden of reducing gradients, and of gathering what has been updated."""
+def _reduction(work: Work, held: Sequence[Held], times: Sequence[StageTimes]) -> float:
+    """What is not hidden of reducing gradients beside the backward pass, and of gathering what has been updated beside the
+    next forward pass; `times` are those of the rank's stages."""
     s, software = work.setting, work.software
     reduce = gather = turns = 0.0
     for each in held:
@@ -290,6 +265,7 @@ def _reduction(work: Work, held: Sequence[Held], hidden: float, ahead: float) ->
             turns += software.broadcast * each.shared.size
             gather += work.collective("all_gather", each.elements * work.e, each.shared)
         reduce += work.collective("all_reduce", part, among)
+    hidden, ahead = sum(each.backward + each.weights for each in times), sum(each.forward for each in times)
     if s.shard == "gradients":
         reduce *= s.microbatches
         hidden *= s.microbatches
@@ -302,9 +278,9 @@ def _update(work: Work, held: Sequence[Held]) -> float:
     software = work.software
     own = sum(each.elements / each.shared.size for each in held)
     norm = own * software.gradient
-    ways = (
-        2 * work.e * own / work.machine.host.link if "optimizer" in work.setting.offload else 0.0
-    )  # gradients, parameters
+    ways = 0.0
+    if "optimizer" in work.setting.offload:  # gradients go to the host, and parameters come back
+        ways = 2 * work.e * own / work.machine.host.link
     return ways + work.machine.memory_seconds(software.update * own * software.state + norm, kernels=10)
 
 

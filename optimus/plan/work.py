@@ -53,7 +53,7 @@ class Passes(NamedTuple):
 
     forward: Terms
     backward: Terms
-    weights: Terms
+    weights: Terms = Terms()
 
 
 class Work:
@@ -66,6 +66,8 @@ class Work:
         self.R = self.T // mesh.tp_out if setting.sequence else self.T
         self.H = model.hidden / mesh.tp_in
         self.e = setting.itemsize
+        self._chosen = model.experts_per_token or 0
+        self._expert_passes = software.passes_experts or software.passes
         self.known: dict[Any, Any] = {}  # what `step` has found out with it
         self._plain = setting.precision if setting.precision in ("fp16", "fp32") else "bf16"  # where nothing is cast
 
@@ -86,7 +88,7 @@ class Work:
     def norm(self) -> Passes:
         """One norm and the addition to the residual stream before it."""
         size = self.R * self.H * self.e
-        return Passes(self._memory(5 * size), self._memory(8 * size), Terms())
+        return Passes(self._memory(5 * size), self._memory(8 * size))
 
     @cached_property
     def scores(self) -> Mapping[int, Passes]:
@@ -106,16 +108,14 @@ class Work:
             units = float(_aligned(8, query, value))  # batched products leave the units sooner than others
             forward = sum(machine.matmul_seconds(*sizes, self._plain, batch, units=units) for sizes in products)
             kept = self._memory(_SCORES * heads * self.T * context * self.e, share=1.0).memory
-            return Passes(
-                self._speed(Terms(attention=forward + kept)),
-                self._speed(Terms(attention=2 * forward + 1.3 * kept)),
-                Terms(),
-            )
+            times = forward + kept, 2 * forward + 1.3 * kept
+            return Passes(*(self._speed(Terms(attention=time)) for time in times))
         seen = min(window or context, context) / context
         half = seen - seen * seen / 2 if self.software.causal else 1.0  # of the square, without what is masked
         best = machine.attention_before if self.software.attention_before else machine.attention
         share = (best or machine.attention) * context / mesh.cp / (context / mesh.cp + machine.attention_half)
-        rate = machine.rates(self._plain).peak * share * self.software.attention * self._head_share
+        head = value / (-(-value // _STEP) * _STEP)  # of the best rate, as the rest of a step pads
+        rate = machine.rates(self._plain).peak * share * self.software.attention * head
         forward = half * flops / rate + machine.kernel_latency
         back = _ATTENTION_BACKWARD * half * flops / rate + machine.kernel_latency
         ring, ring_back = self._ring(forward, back)
@@ -123,14 +123,7 @@ class Work:
         return Passes(
             self._speed(Terms(attention=forward, memory=rotary))._replace(context=ring),
             self._speed(Terms(attention=back, memory=rotary))._replace(context=ring_back),
-            Terms(),
         )
-
-    @property
-    def _head_share(self) -> float:
-        """Of the attention's best rate, with heads of this size: kernels come in steps of 32 columns, the rest pads."""
-        size = self.model.value_size
-        return size / (-(-size // _STEP) * _STEP)
 
     @cached_property
     def blocks(self) -> Mapping[int, Block]:
@@ -165,9 +158,8 @@ class Work:
             k, n = (1, mesh.etp) if projection.over == "outputs" else (mesh.etp, 1)
             parts.append(self._product(rows / here, projection.outputs / n, projection.inputs / k, here))
         parts.append(self.activation(layer))
-        moved = self._memory(
-            6 * rows * hidden * self.e, self._expert_passes
-        )  # gathered, and added up again with their weights
+        # Rows are gathered, and added up again with their weights.
+        moved = self._memory(6 * rows * hidden * self.e, self._expert_passes)
         parts.append(Passes(moved, moved, Terms()))
         way = Terms(expert=self._dispatch(own, experts))
         parts.append(Passes(way, way, Terms()))
@@ -186,18 +178,10 @@ class Work:
         return self._activation(block.expert, self._expert_rows, mesh.etp, self._expert_passes)
 
     @property
-    def _expert_passes(self) -> float:
-        return self.software.passes_experts or self.software.passes
-
-    @property
     def _expert_rows(self) -> float:
         """Copies of tokens that the busiest rank's experts meet."""
         mesh = self.setting.mesh
         return self.T / mesh.tp * self._chosen * mesh.etp * self.setting.imbalance
-
-    @property
-    def _chosen(self) -> int:
-        return self.model.experts_per_token or 0
 
     @cached_property
     def head(self) -> Passes:
@@ -206,17 +190,16 @@ class Work:
         share = mesh.tp_out * (mesh.pp if self.setting.divided_vocabulary else 1)
         product = self._product(self.T, vocab / share, self.H, 1, self._plain)
         logits = self.T * vocab / share * 4
-        loss = Passes(self._memory(3 * logits), self._memory(2 * logits), Terms())
-        gather = self._tensor("all_gather", self.T * self.H * self.e) if self.setting.sequence else Terms()
-        return _together([product, loss, Passes(gather, gather, Terms())])
+        loss = Passes(self._memory(3 * logits), self._memory(2 * logits))
+        gather = self._enter(self.T)
+        return _together([product, loss, Passes(gather, gather)])
 
     @cached_property
     def embedding(self) -> Passes:
         """The look-up, and the sum of the parts of the vocabulary."""
         size = self.T * self.H * self.e
-        kind: Collective = "reduce_scatter" if self.setting.sequence else "all_reduce"
-        look = add([self._memory(2 * size), self._tensor(kind, size)])
-        return Passes(look, self._memory(3 * size), Terms())
+        look = add([self._memory(2 * size), self._leave(self.T)])
+        return Passes(look, self._memory(3 * size))
 
     # ---- Parts ----
 
@@ -225,32 +208,31 @@ class Work:
     ) -> Passes:
         """Between two projections, divided into `parts`: a gated one reads twice as much as it makes."""
         read, made = (rows * columns / parts * self.e for columns in (projections[0].outputs, projections[-1].inputs))
-        return Passes(self._memory(read + made, share), self._memory(2 * read + made, share), Terms())
+        return Passes(self._memory(read + made, share), self._memory(2 * read + made, share))
 
     def _projections(self, projections: Iterable[Projection], rows: float) -> Passes:
         """Matrix products and, where what they are made of is divided, collectives (equations 5.3 and 5.4)."""
         mesh, parts = self.setting.mesh, []
         for projection in projections:
             k, n = projection.inputs, projection.outputs
-            if projection.over == "outputs":
-                parts.append(self._product(rows, n / mesh.tp_out, k / mesh.tp_in))
-                enter = self._tensor("all_gather", rows * self.H * self.e) if self.setting.sequence else Terms()
-                leave = self._tensor(
-                    "reduce_scatter" if self.setting.sequence else "all_reduce", rows * self.H * self.e
-                )
-                inner = self._tensor("all_reduce", rows * n / mesh.tp_out * self.e, "tp_in")
-                parts.append(Passes(add([enter, inner]), leave, Terms()))
-            elif projection.over == "inputs":
-                parts.append(self._product(rows, n / mesh.tp_in, k / mesh.tp_out))
-                leave = self._tensor(
-                    "reduce_scatter" if self.setting.sequence else "all_reduce", rows * self.H * self.e
-                )
-                enter = self._tensor("all_gather", rows * self.H * self.e) if self.setting.sequence else Terms()
-                inner = self._tensor("all_reduce", rows * k / mesh.tp_out * self.e, "tp_in")
-                parts.append(Passes(leave, add([enter, inner]), Terms()))
-            else:
+            if projection.over == "nothing":
                 parts.append(self._product(rows, n, k))
+                continue
+            outputs = projection.over == "outputs"
+            out, inner = (mesh.tp_out, mesh.tp_in) if outputs else (mesh.tp_in, mesh.tp_out)
+            parts.append(self._product(rows, n / out, k / inner))
+            divided = self._tensor("all_reduce", rows * (n if outputs else k) / mesh.tp_out * self.e, "tp_in")
+            enter, leave = add([self._enter(rows), divided]), self._leave(rows)
+            parts.append(Passes(enter, leave) if outputs else Passes(leave, enter))
         return _together(parts)
+
+    def _enter(self, rows: float) -> Terms:
+        """The whole rows of the residual stream, where ranks have parts of them."""
+        return self._tensor("all_gather", rows * self.H * self.e) if self.setting.sequence else Terms()
+
+    def _leave(self, rows: float) -> Terms:
+        """The sum of what the ranks have added to the residual stream."""
+        return self._tensor("reduce_scatter" if self.setting.sequence else "all_reduce", rows * self.H * self.e)
 
     def _product(self, m: float, n: float, k: float, count: float = 1, precision: str | None = None) -> Passes:
         """[m, k] x [k, n] forward, the gradients of both factors backward."""

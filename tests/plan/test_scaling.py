@@ -11,7 +11,7 @@ from optimus.config import ModelConfig
 from optimus.config.load import model_config_from, resolve_model
 from optimus.mesh import Mesh
 from optimus.plan.machine import Machine, load_machine
-from optimus.plan.memory import fits, memory_of
+from optimus.plan.memory import memory_of, room_of
 from optimus.plan.setting import Setting
 from optimus.plan.software import load_software
 from optimus.plan.step import step_time
@@ -97,7 +97,7 @@ def grids(model: ModelConfig, machine: Machine, ranks: int) -> Iterator[Setting]
                     shard_ranks=None if z == 1 else z,
                     recompute=frozenset({"block"}),
                 )
-                if fits(memory_of(model, setting, AXONN, OtherActivations(model, setting, AXONN)), machine):
+                if memory_of(model, setting, AXONN, OtherActivations(model, setting, AXONN)).total <= room_of(machine):
                     yield setting
                     break
 
