@@ -8,7 +8,28 @@ if TYPE_CHECKING:
     from optimus.config.tree import RunConfig
 
 
-def check_schedule(config: "RunConfig") -> None:
+def check_combinations(config: "RunConfig") -> None:
+    """Raise for sections that do not go together."""
+    if config.model.experts is None and "moe" in config.model_fields_set:
+        raise ValueError("moe: the model is dense: remove the section moe")
+    if not config.model.router_bias and config.moe.bias_rate != type(config.moe).model_fields["bias_rate"].default:
+        raise ValueError("moe.bias_rate: the routers of the model have no bias: remove it")
+    for check in (_check_schedule, _check_recomputation, _check_experts, _check_shapes, _check_pipeline):
+        check(config)
+    data, train = config.parallel.data, config.train
+    if data != "auto" and train.global_batch % (data * train.micro_batch):
+        raise ValueError(
+            f"train.global_batch {train.global_batch} is not a multiple of parallel.data {data} times train.micro_batch "
+            f"{train.micro_batch}"
+        )
+
+
+def _check_multiple(name: str, size: int, axis: str, parts: int, cure: str = ": choose a divisor") -> None:
+    if size % parts:
+        raise ValueError(f"{name} {size} is not a multiple of {axis} {parts}{cure}")
+
+
+def _check_schedule(config: "RunConfig") -> None:
     """Raise where a cooldown begins before the warm-up has ended, or a run would begin in two ways."""
     schedule, train = config.schedule, config.train
     known = train.epochs is None  # how many steps there are
@@ -21,7 +42,7 @@ def check_schedule(config: "RunConfig") -> None:
         raise ValueError("schedule.branch_from and checkpoint.initial: a run begins with one of them: remove the other")
 
 
-def check_recomputation(config: "RunConfig") -> None:
+def _check_recomputation(config: "RunConfig") -> None:
     """Raise where what is to be recomputed is not there, or said twice."""
     sparse = config.model.sparse_layers()
     absent = {"moe": not sparse, "mlp": not config.model.has_dense_layers}
@@ -43,7 +64,7 @@ def check_recomputation(config: "RunConfig") -> None:
         raise ValueError("recompute_budget is what recompute: auto may use: set that, or remove it")
 
 
-def check_experts(config: "RunConfig") -> None:
+def _check_experts(config: "RunConfig") -> None:
     """Raise where the experts cannot be divided as asked."""
     model, parallel = config.model, config.parallel
     if model.experts is None:
@@ -52,14 +73,9 @@ def check_experts(config: "RunConfig") -> None:
                 raise ValueError(f"parallel.{name} {getattr(parallel, name)}: the model is dense, remove it")
         return
     for experts in model.expert_counts:
-        if experts % parallel.expert:
-            raise ValueError(f"model.experts {experts} is not a multiple of parallel.expert {parallel.expert}")
-    if model.expert_intermediate % parallel.expert_tensor:
-        name = "intermediate" if "expert_intermediate" in model.derived else "expert_intermediate"
-        raise ValueError(
-            f"model.{name} {model.expert_intermediate} is not a multiple of parallel.expert_tensor "
-            f"{parallel.expert_tensor}: choose a divisor"
-        )
+        _check_multiple("model.experts", experts, "parallel.expert", parallel.expert, cure="")
+    name = "intermediate" if "expert_intermediate" in model.derived else "expert_intermediate"
+    _check_multiple(f"model.{name}", model.expert_intermediate, "parallel.expert_tensor", parallel.expert_tensor)
     outputs, inputs = parallel.grid
     baseline = config.moe.dispatch == "alltoall" and inputs == 1 and not parallel.splits_sequence
     if not config.moe.drop_duplicates and not (baseline and parallel.expert_tensor == outputs > 1):
@@ -82,7 +98,7 @@ _ABOUT_PIPELINES = (
 )
 
 
-def check_pipeline(config: "RunConfig") -> None:
+def _check_pipeline(config: "RunConfig") -> None:
     """Raise where the blocks cannot be divided into stages as asked."""
     parallel, layers = config.parallel, config.model.layers
     if parallel.pipeline == 1:
@@ -124,7 +140,7 @@ def check_pipeline(config: "RunConfig") -> None:
         )
 
 
-def check_shapes(config: "RunConfig") -> None:
+def _check_shapes(config: "RunConfig") -> None:
     """Raise where heads, widths or sequences cannot be divided as asked."""
     model, parallel = config.model, config.parallel
     outputs, inputs = parallel.grid
@@ -135,8 +151,7 @@ def check_shapes(config: "RunConfig") -> None:
         ("model.intermediate", model.intermediate if model.has_dense_layers else 0, outputs, "parallel.tensor"),
         ("the width of model.shared_experts", model.shared_intermediate, outputs, "parallel.tensor"),
     ):
-        if size % parts:
-            raise ValueError(f"{name} {size} is not a multiple of {axis} {parts}: choose a divisor")
+        _check_multiple(name, size, axis, parts)
     divided = parallel.vocabulary and parallel.pipeline > 1
     parts, by = outputs * (parallel.pipeline if divided else 1), "parallel.tensor" + " x pipeline" * divided
     if model.vocab < parts:

@@ -46,10 +46,8 @@ def load_config(
         path = user_path(source)
         raw, where = _read_yaml(path, RunConfig), str(path)
     for text in overrides:
-        _override(raw, text, read_model_folder)
-    if isinstance(raw.get("model"), str):
-        raw = _merge(resolve_model(raw["model"], read_model_folder), {k: v for k, v in raw.items() if k != "model"})
-    return validated(RunConfig, raw, where)
+        raw = _override(raw, text, read_model_folder)
+    return validated(RunConfig, _opened(raw, read_model_folder), where)
 
 
 def validated(
@@ -59,13 +57,13 @@ def validated(
     try:
         return kind.model_validate(dict(raw))
     except ValidationError as error:
-        raise UserError(f"{where}: " + "; ".join(explain(error, root))) from None
+        raise UserError(f"{where}: " + "; ".join(_explain(error, root))) from None
 
 
 def resolve_model(name: str, read_model_folder: ModelFolderReader | None = None) -> dict[str, Any]:
     """The sections of the tree that a preset's name or a Hugging Face folder stands for, `model` among them."""
-    if name in _presets():
-        return _copy(_presets()[name])
+    if name in _table("presets"):
+        return _copy(_table("presets")[name])
     path = user_path(name)
     if read_model_folder is not None and path.is_dir():
         return read_model_folder(path)
@@ -77,7 +75,7 @@ def resolve_model(name: str, read_model_folder: ModelFolderReader | None = None)
 
 def preset_names() -> list[str]:
     """Names of the presets, smallest paper model first."""
-    return list(_presets())
+    return list(_table("presets"))
 
 
 def dump_config(config: RunConfig) -> str:
@@ -87,16 +85,12 @@ def dump_config(config: RunConfig) -> str:
 
 
 @cache
-def _presets() -> dict[str, Any]:
-    return _table("presets")
-
-
-@cache
 def other_names() -> dict[str, str]:
     """What our keys are called by other trainers, without case and punctuation, and ours."""
     return {name: ours for ours, names in _table("other_names").items() for name in names}
 
 
+@cache
 def _table(name: str) -> dict[str, Any]:
     return yaml.load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"), Loader)
 
@@ -119,23 +113,29 @@ def _read_yaml(path: Path, kind: type[BaseModel]) -> dict[str, Any]:
     return raw
 
 
-def _override(raw: dict[str, Any], text: str, read_model_folder: ModelFolderReader | None) -> None:
-    """Set one `key.path=value` in `raw`; a preset's name is opened up when a key inside the model is set."""
+def _override(raw: dict[str, Any], text: str, read_model_folder: ModelFolderReader | None) -> dict[str, Any]:
+    """`raw` with one `key.path=value`; a preset's name is opened up when a key inside the model is set."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise UserError(f"override '{text}' is not of the form key.path=value")
     parsed = parse_yaml(value, f"override '{text}'")
     parts = key.split(".")
-    if parts[0] == "model" and len(parts) > 1 and isinstance(raw.get("model"), str):
-        merged = _merge(resolve_model(raw["model"], read_model_folder), {k: v for k, v in raw.items() if k != "model"})
-        raw.clear()
-        raw.update(merged)
-    node = raw
+    if parts[0] == "model" and len(parts) > 1:
+        raw = _opened(raw, read_model_folder)
+    whole = node = raw
     for depth, part in enumerate(parts[:-1]):
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
             raise UserError(f"override '{text}': {'.'.join(parts[: depth + 1])} is not a section")
     node[parts[-1]] = parsed
+    return whole
+
+
+def _opened(raw: dict[str, Any], read_model_folder: ModelFolderReader | None) -> dict[str, Any]:
+    """`raw` with what the preset or folder stands for that its `model` names, below its own sections."""
+    if not isinstance(raw.get("model"), str):
+        return raw
+    return _merge(resolve_model(raw["model"], read_model_folder), {k: v for k, v in raw.items() if k != "model"})
 
 
 def _merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _copy(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {k: _copy(v) if isinstance(v, Mapping) else v for k, v in tree.items()}
 
 
-def explain(error: ValidationError, root: type[BaseModel] = RunConfig) -> list[str]:
+def _explain(error: ValidationError, root: type[BaseModel]) -> list[str]:
     """One clause per problem: the key's path, what is wrong, the nearest valid key where that helps."""
     clauses: dict[str, str] = {}  # by what it is about: of a key that may be of several types, each has its problem
     for problem in error.errors():

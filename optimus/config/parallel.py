@@ -39,7 +39,6 @@ class ParallelConfig(Section):
     """Expert-parallel ranks, folded over the data-, context- and tensor-parallel ones: each holds its part of every
     layer's experts."""
     expert_tensor: int = Field(1, gt=0, description="Ranks over which each expert is split, at most as many as tensor.")
-
     pipeline: int = Field(1, gt=0, description="Pipeline-parallel ranks: each holds some of the blocks.")
     schedule: ScheduleName = DEFAULT
     """With pipeline: the order of forward and backward passes (`optimus schedule` draws them)."""
@@ -60,7 +59,6 @@ class ParallelConfig(Section):
     )
     blocks: list[int] | None = None
     """With pipeline: blocks of each stage. Default: so that the most expensive stage is cheapest."""
-
     pipeline_stride: Annotated[int, Field(gt=0)] | None = None
     """With pipeline: ranks from one stage to the next. Default: all ranks of a stage, so that replicas are nearer to
     each other than stages are. Less, a multiple of context x tensor and of expert x expert_tensor, puts stages side by

@@ -10,10 +10,22 @@ def parse_size(text: str) -> int:
     units = {"": 1, "B": 1}
     for power, letter in enumerate("KMGT", start=1):
         units |= {letter: 1000**power, f"{letter}B": 1000**power, f"{letter}IB": 1024**power}
+    return int(_parsed(text, units, "a size", "Write a number and a unit, such as 512MB, 1.5GB or 64MiB."))
+
+
+def parse_count(text: str) -> int:
+    """The number in a text such as "300B", "1.5 M" or "4096". Raises `UserError`."""
+    units = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+    return round(
+        _parsed(text, units, "a number of them", "Write a number, or one with a unit, such as 2e9, 2B or 1.5T.")
+    )
+
+
+def _parsed(text: str, units: dict[str, int], what: str, cure: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
     if not match or match[2] not in units:
-        raise UserError(f"not a size: {text!r}. Write a number and a unit, such as 512MB, 1.5GB or 64MiB.")
-    return int(float(match[1]) * units[match[2]])
+        raise UserError(f"not {what}: {text!r}. {cure}")
+    return float(match[1]) * units[match[2]]
 
 
 def size_text(size: int) -> str:
@@ -28,12 +40,3 @@ def count_text(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return str(number)
-
-
-def parse_count(text: str) -> int:
-    """The number in a text such as "300B", "1.5 M" or "4096". Raises `UserError`."""
-    units = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
-    if not match or match[2] not in units:
-        raise UserError(f"not a number of them: {text!r}. Write a number, or one with a unit, such as 2e9, 2B or 1.5T.")
-    return round(float(match[1]) * units[match[2]])

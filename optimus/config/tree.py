@@ -9,13 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from optimus.config.combinations import (
-    check_experts,
-    check_pipeline,
-    check_recomputation,
-    check_schedule,
-    check_shapes,
-)
+from optimus.config.combinations import check_combinations
 from optimus.config.parallel import ParallelConfig
 from optimus.config.sizes import parse_count, parse_size
 from optimus.model.architecture import ModelConfig
@@ -324,21 +318,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> "RunConfig":
-        if self.model.experts is None and "moe" in self.model_fields_set:
-            raise ValueError("moe: the model is dense: remove the section moe")
-        if not self.model.router_bias and self.moe.bias_rate != MoeConfig.model_fields["bias_rate"].default:
-            raise ValueError("moe.bias_rate: the routers of the model have no bias: remove it")
-        check_schedule(self)
-        check_recomputation(self)
-        check_experts(self)
-        check_shapes(self)
-        check_pipeline(self)
-        data = self.parallel.data
-        if data != "auto" and self.train.global_batch % (data * self.train.micro_batch):
-            raise ValueError(
-                f"train.global_batch {self.train.global_batch} is not a multiple of parallel.data {data} "
-                f"times train.micro_batch {self.train.micro_batch}"
-            )
+        check_combinations(self)
         return self
 
     @field_validator("recompute", mode="before")

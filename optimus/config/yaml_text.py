@@ -35,11 +35,7 @@ def parse_yaml(text: str, where: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}" if mark and "\n" in text else ""
         raise UserError(f"{where}{line} is not valid YAML: {getattr(error, 'problem', error)}") from None
-    except (
-        ValueError,
-        TypeError,
-        RecursionError,
-    ) as error:  # a date that is none; a mapping as a key; a list in itself
+    except (ValueError, TypeError, RecursionError) as error:  # no date; a mapping as a key; a list in itself
         raise UserError(f"{where} is not valid YAML: {error}") from None
 
 
