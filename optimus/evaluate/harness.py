@@ -43,7 +43,7 @@ class HarnessModel(TemplateLM):
         self._device = model.embedding.weight.device
         self._eos, self._context = eos_id, context
         self._tokens_per_batch = tokens_per_batch
-        self._progress = progress
+        self._report = progress or (lambda done, total: None)
         self._encode = encoder(tokenizer)
 
     @property
@@ -127,10 +127,6 @@ class HarnessModel(TemplateLM):
         if any(math.isnan(log_likelihood) for log_likelihood, _ in results.values()):
             raise UserError("the model's output is not a number (NaN): it has diverged; evaluate an earlier checkpoint")
         return [results[index] for index in range(len(windows_per_request))]
-
-    def _report(self, done: int, total: int) -> None:
-        if self._progress is not None:
-            self._progress(done, total)
 
 
 def _inputs(windows: list[Window]) -> int:

@@ -22,7 +22,6 @@ from optimus.observe.progress import Progress
 
 @dataclass(frozen=True)
 class _Loaded:
-    path: Path
     description: Description
     model: Transformer
     tokenizer: Any
@@ -74,8 +73,18 @@ def evaluate(
             )
             results["tasks"] = run_tasks(local_tasks, model, fewshot=fewshot or 0, limit=limit)
         if text is not None:
-            found = _measure_text(loaded, text, max_bytes, progress)
-            results["bits_per_byte"] = found["bits_per_byte"]
+            found = bits_per_byte(
+                loaded.model,
+                loaded.tokenizer,
+                text,
+                eos_id=loaded.eos_id,
+                context=loaded.description.context,
+                max_bytes=max_bytes,
+                progress=lambda done: progress.update("bits per byte", done, None, "bytes"),
+            )
+            bits = results["bits_per_byte"] = found["bits_per_byte"]
+            if not math.isfinite(bits):
+                raise UserError(f"{path} has diverged (bits per byte {bits}): use an earlier checkpoint")
             results["text"] = {"path": str(text), "bytes": found["bytes"], "tokens": found["tokens"]}
     results["splits"] = {task.name: task.split for task in local_tasks}
     results["settings"] = {
@@ -176,21 +185,4 @@ def _load(path: Path, device: str, parse_special: bool) -> _Loaded:
             f"{description.model.vocab}: it is the tokenizer of another model"
         )
     model = load_model(path, device=find_device(device, "device"))
-    return _Loaded(path, description, model, tokenizer, eos_id)
-
-
-def _measure_text(loaded: _Loaded, text: str | Path, max_bytes: int | None, progress: Progress) -> dict[str, Any]:
-    found = bits_per_byte(
-        loaded.model,
-        loaded.tokenizer,
-        text,
-        eos_id=loaded.eos_id,
-        context=loaded.description.context,
-        max_bytes=max_bytes,
-        progress=lambda done: progress.update("bits per byte", done, None, "bytes"),
-    )
-    if not math.isfinite(found["bits_per_byte"]):
-        raise UserError(
-            f"{loaded.path} has diverged (bits per byte {found['bits_per_byte']}): use an earlier checkpoint"
-        )
-    return found
+    return _Loaded(description, model, tokenizer, eos_id)

@@ -21,18 +21,9 @@ from optimus.errors import UserError, how_to_install, nearest
 from optimus.evaluate import TASKS, task_data
 from optimus.evaluate.task_data import Document
 
-# Where lm-eval defines each task, below its folder `tasks`; only these are indexed, all of them would take seconds.
-_DEFINITIONS = {
-    "arc_easy": "arc",
-    "arc_challenge": "arc",
-    "hellaswag": "hellaswag",
-    "piqa": "piqa",
-    "boolq": "super_glue/boolq",
-    "sciq": "sciq",
-    "winogrande": "winogrande",
-    "openbookqa": "openbookqa",
-    "mmlu": "mmlu/default",
-}
+# Where lm-eval defines a task, below its folder `tasks`, if not in one of the task's name; only these are indexed, all of
+# them would take seconds.
+_DEFINITIONS = {"arc_easy": "arc", "arc_challenge": "arc", "boolq": "super_glue/boolq", "mmlu": "mmlu/default"}
 _SPLITS = ("test", "validation")  # in lm-eval's order
 _VALIDATION_ONLY = ("hellaswag", "piqa", "boolq", "winogrande")  # their test labels are not published
 _METRICS = ("acc", "acc_norm")
@@ -136,7 +127,7 @@ def _build(task: LocalTask, fewshot: int) -> dict[str, Any]:
     """lm-eval's task objects by name, over local documents."""
     import lm_eval.tasks
 
-    home = Path(lm_eval.tasks.__file__).parent / _DEFINITIONS[task.name]
+    home = Path(lm_eval.tasks.__file__).parent / _DEFINITIONS.get(task.name, task.name)
     manager = lm_eval.tasks.TaskManager(include_defaults=False, include_path=str(home))
     members = []
     for name, documents, shots in _parts(task):

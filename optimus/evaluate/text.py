@@ -66,16 +66,12 @@ def measure(
     others, and what it fails to read is raised on all of them.
     """
     nats, part = 0.0, Part([], 0, 0)
-    while (read := _read(parts, group)) is not None:
-        part = read
+    reader = parts if group is None else iter(lambda: group.on_first(lambda: next(parts, None)), None)
+    for part in reader:
         nats -= sum(found.log_likelihood for found in score(model, part.windows, tokens_per_batch))
         if progress is not None:
             progress(part.bytes)
     return {"bits_per_byte": nats / math.log(2) / part.bytes, "bytes": part.bytes, "tokens": part.tokens}
-
-
-def _read(parts: Iterator[Part], group: Group | None) -> Part | None:
-    return next(parts, None) if group is None else group.on_first(lambda: next(parts, None))
 
 
 def read_parts(

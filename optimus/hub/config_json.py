@@ -198,24 +198,15 @@ def _published_scaling(model: ModelConfig) -> dict[str, Any] | None:
     scaling = model.rope_scaling
     if scaling is None:
         return {"rope_type": "default"} if "rope_scaling" in families()[model.family].defaults else None
-    own = {_SCALING[name]: value for name, value in scaling if _SCALING.get(name) in _RULES[scaling.kind]}
-    return {"rope_type": scaling.kind} | {name: value for name, value in own.items() if value is not None}
+    own = {_ORIGINAL if name == "original_context" else name: value for name, value in scaling if value is not None}
+    return {"rope_type": scaling.kind} | {name: value for name, value in own.items() if name in _RULES[scaling.kind]}
 
 
-_SCALING = {
-    "factor": "factor",
-    "original_context": "original_max_position_embeddings",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "attention_factor": "attention_factor",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-    "truncate": "truncate",
-}  # our fields of `RopeScaling` to those of a rule in config.json
-_LLAMA3 = ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-_YARN = ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+_ORIGINAL = (
+    "original_max_position_embeddings"  # our original_context; the other fields of `RopeScaling` are called alike
+)
+_LLAMA3 = (_ORIGINAL, "low_freq_factor", "high_freq_factor")
+_YARN = (_ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
 _RULES = {"linear": ("factor",), "llama3": ("factor", *_LLAMA3), "yarn": ("factor", *_YARN, "truncate")}
 
 
@@ -252,10 +243,9 @@ def _rope_scaling(raw: dict[str, Any], file: Path) -> dict[str, Any] | None:
         raise UserError(
             f"{file}: the rotary positions are {said}: only rope_type default and {known} are supported here"
         )
-    ours = {theirs: ours for ours, theirs in _SCALING.items()}
-    values = {ours[name]: value if name == "truncate" else _number(rope, name, file) for name, value in rope.items()}
-    if "original_context" in values:
-        values["original_context"] = int(values["original_context"])
+    values = {name: value if name == "truncate" else _number(rope, name, file) for name, value in rope.items()}
+    if _ORIGINAL in values:
+        values["original_context"] = int(values.pop(_ORIGINAL))
     return {"kind": kind} | values
 
 

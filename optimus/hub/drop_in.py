@@ -124,6 +124,7 @@ def _differences(experts: Any) -> list[str]:
     own_gating = type(experts)._apply_gate is not _default_apply_gate
     activation = None if own_gating else experts.act_fn
     weights = (experts.gate_up_proj, experts.down_proj)
+    kinds = [f"{type(weight).__name__} of {str(weight.dtype).removeprefix('torch.')}" for weight in weights]
     differences = {
         "its experts have biases": experts.has_bias,
         "its weights are stored transposed": experts.is_transposed,
@@ -134,13 +135,9 @@ def _differences(experts: Any) -> list[str]:
         f"its activation is {getattr(activation, '__name__', type(activation).__name__)}, not SiLU": not (
             own_gating or activation is F.silu or isinstance(activation, (nn.SiLU, SiLUActivation))
         ),
-        f"its weights are {' and '.join(_kind(w) for w in weights)}, not dense tensors of one floating-point type": (
+        f"its weights are {' and '.join(kinds)}, not dense tensors of one floating-point type": (
             any(type(w) not in (Tensor, nn.Parameter) or w.dtype not in _DTYPES for w in weights)
             or weights[0].dtype != weights[1].dtype
         ),
     }
     return [text for text, differs in differences.items() if differs]
-
-
-def _kind(weight: Tensor) -> str:
-    return f"{type(weight).__name__} of {str(weight.dtype).removeprefix('torch.')}"

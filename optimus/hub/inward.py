@@ -39,9 +39,8 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
     _fill(model, tensors, path)
     context = model_config.learned_positions or whole_number(raw, "max_position_embeddings", path / FILE)
     eos_id = _eos_id(raw, model_config.vocab)
-    tokenizer = path / "tokenizer.json"
-    has_tokenizer = tokenizer.is_file()
-    save_model(model, output, context=context, tokenizer=tokenizer if has_tokenizer else None, eos_id=eos_id)
+    tokenizer = file if (file := path / "tokenizer.json").is_file() else None
+    save_model(model, output, context=context, tokenizer=tokenizer, eos_id=eos_id)
     return {
         "checkpoint": str(output),
         "family": model_config.family,
@@ -49,7 +48,7 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
         "context": context,
         "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
         "eos_id": eos_id,
-        "tokenizer": has_tokenizer,
+        "tokenizer": tokenizer is not None,
     }
 
 

@@ -80,7 +80,8 @@ def export_model(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _check_space(partial, size)
+        if size > (free := shutil.disk_usage(partial).free):
+            raise UserError(f"{partial.parent} has {size_text(free)} free, but the weights take {size_text(size)}")
         write_config(model.config, partial, context=context, eos_id=eos_id, pad_id=special.pad_id, dtype=stored_as)
         if tokenizer is not None:
             _write_tokenizer(tokenizer, special, partial, context)
@@ -124,12 +125,6 @@ def _tensors(model: Transformer, dtype: torch.dtype | None) -> list[Stored]:
 def _check_free(output: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} exists already: choose another output folder or remove it")
-
-
-def _check_space(folder: Path, size: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if size > free:
-        raise UserError(f"{folder.parent} has {size_text(free)} free, but the weights take {size_text(size)}")
 
 
 def _special_tokens(tokenizer: Path | None, eos_id: int | None) -> SpecialTokens:

@@ -83,10 +83,11 @@ def write_tensors(tensors: Iterable[Stored], folder: Path, max_bytes: int) -> No
     One file is `model.safetensors`; several get an index.
     """
     shards = list(_shards(tensors, max_bytes))
-    names = [SINGLE] if len(shards) == 1 else [_shard_name(n, len(shards)) for n in range(1, len(shards) + 1)]
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     for file, shard in zip(names, shards, strict=True):
         _write_file(folder / file, shard)
-    if len(shards) > 1:
+    if count > 1:
         weight_map = {each.name: file for file, shard in zip(names, shards, strict=True) for each in shard}
         total = sum(stored_bytes(each) for shard in shards for each in shard)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -109,10 +110,6 @@ def _shards(tensors: Iterable[Stored], max_bytes: int) -> Iterator[list[Stored]]
         shard.append(each)
         held += size
     yield shard
-
-
-def _shard_name(number: int, count: int) -> str:
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def _write_file(file: Path, tensors: list[Stored]) -> None:
