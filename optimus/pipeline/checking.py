@@ -1,6 +1,6 @@
 """Proof that a schedule is right: complete, in order, its transfers matched, without deadlock."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from optimus.pipeline.replay import ScheduleError
 from optimus.pipeline.schedule import VOCABULARY, Action, Kind, Schedule, partner
@@ -57,11 +57,9 @@ def _check_complete(schedule: Schedule, rank: int) -> None:
 def _needs(schedule: Schedule, action: Action) -> Iterator[Action]:
     """What must come before an action on the same rank."""
     kind, stage, microbatch = action
-    if not kind.computes:
-        if kind.sends:
-            made = Kind.FORWARD if kind is Kind.SEND_FORWARD else schedule.first_backward
-            yield Action(made, stage, microbatch)
-    else:
+    if kind.sends:
+        yield schedule.made_for(action)
+    elif kind.computes:
         received = schedule.receive_for(action)
         if received is not None:
             yield received
@@ -114,7 +112,8 @@ def _check_rendezvous(schedule: Schedule) -> None:
         rank = ready.pop()
         while (action := current(rank)) is not None:
             if action.kind.computes:
-                if not all(needed in done for needed in _by_collectives(schedule, action)):
+                received = schedule.input_of(action)
+                if not all(needed in done for needed in schedule.inputs_of(action) if needed != received):
                     break
                 done.add(action)
                 if schedule.splits_vocabulary:  # whoever waits looks again
@@ -126,21 +125,10 @@ def _check_rendezvous(schedule: Schedule) -> None:
                 position[peer] += 1
                 ready.add(peer)
             position[rank] += 1
-    stuck = {rank: action for rank in range(schedule.ranks) if (action := current(rank)) is not None}
+    stuck = [
+        f"rank {rank} waits at {action} for {'other ranks' if action.kind.computes else f'rank {schedule.peer(action)}'}"
+        for rank in range(schedule.ranks)
+        if (action := current(rank)) is not None
+    ]
     if stuck:
-        raise ScheduleError(
-            f"schedule {schedule.name}: deadlock: "
-            + "; ".join(f"rank {rank} waits at {action}{_for_whom(schedule, action)}" for rank, action in stuck.items())
-        )
-
-
-def _by_collectives(schedule: Schedule, action: Action) -> Iterable[Action]:
-    """What an action needs that no receive brings."""
-    if not schedule.splits_vocabulary:
-        return ()
-    source = schedule.input_of(action)
-    return (needed for needed in schedule.inputs_of(action) if needed != source)
-
-
-def _for_whom(schedule: Schedule, action: Action) -> str:
-    return " for other ranks" if action.kind.computes else f" for rank {schedule.peer(action)}"
+        raise ScheduleError(f"schedule {schedule.name}: deadlock: {'; '.join(stuck)}")

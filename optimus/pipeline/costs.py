@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from optimus.errors import UserError
 from optimus.pipeline.schedule import Action, Kind
 
 PerStage = float | Sequence[float]
+T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True)
@@ -61,33 +63,25 @@ class Costs:
             Kind.EMBED: [self.embedding] * stages,
             Kind.EMBED_BACKWARD: [self.embedding] * stages,
         }
-        jitter = self._jitter(stages, microbatches)
+        if not self.jitter:
+            return lambda action: times[action.kind][action.stage]
+        import numpy as np
+
+        sizes = 3, stages, microbatches
+        draws = np.random.default_rng(self.seed).lognormal(-(self.jitter**2) / 2, self.jitter, sizes).tolist()
+        row = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHTS: 2}
 
         def duration(action: Action) -> float:
             kind, stage, microbatch = action
-            return times[kind][stage] * jitter(kind, stage, microbatch)
+            factor = float(draws[row[kind]][stage][microbatch]) if kind in row else 1.0
+            return times[kind][stage] * factor
 
         return duration
 
-    def _jitter(self, stages: int, microbatches: int) -> Callable[[Kind, int, int], float]:
-        if not self.jitter:
-            return lambda kind, stage, microbatch: 1.0
-        import numpy as np
 
-        draws = (
-            np.random.default_rng(self.seed)
-            .lognormal(-(self.jitter**2) / 2, self.jitter, (3, stages, microbatches))
-            .tolist()
-        )
-        row = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHTS: 2}
-        return lambda kind, stage, microbatch: float(draws[row[kind]][stage][microbatch]) if kind in row else 1.0
-
-
-def per_stage(value: PerStage, stages: int) -> list[float]:
+def per_stage(value: T | Sequence[T], stages: int, what: str = "pipeline costs: {} numbers") -> list[T]:
     """One number per stage. Raises `UserError` when there are more or fewer than stages."""
     numbers = list(value) if isinstance(value, Sequence) else [value] * stages
     if len(numbers) != stages:
-        raise UserError(
-            f"pipeline costs: {len(numbers)} numbers for {stages} stages; give one per stage, or one for all"
-        )
+        raise UserError(f"{what.format(len(numbers))} for {stages} stages; give one per stage, or one for all")
     return numbers

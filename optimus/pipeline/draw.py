@@ -30,8 +30,7 @@ def text_timeline(timeline: Timeline, width: int) -> str | None:
     """A line per rank: `F0` is the forward pass of microbatch 0, `B` the backward pass, or `I` and `W` its two parts.
 
     Dashes fill the time of a computation, points are idle time; a small letter tells the stages of a rank apart. Labels
-    are never
-    cut: None if they need more than `width` characters.
+    are never cut: None if they need more than `width` characters.
     """
     labels = {event: _label(timeline, event) for events in timeline.computations for event in events}
     shortest = min((event.end - event.start for event in labels if event.end > event.start), default=1.0)

@@ -70,8 +70,7 @@ class Links:
         stream, peer = self._stream(partner(send)), self._schedule.peer(send)
         where = f"{send} to rank {stream.ranks[peer]}"
         self._leaving.append((message, [stream.start_send(tensor, peer, where) for tensor in message]))
-        while len(self._leaving) > 2 * self._schedule.stages:
-            self._finish_oldest()
+        self.finish(but=2 * self._schedule.stages)
 
     def start_receive(self, receive: Action, room: Message) -> Callable[[], Message]:
         """Begin to receive into `room`, which the result, that waits for it, returns."""
@@ -90,15 +89,11 @@ class Links:
         """Whichever message comes first is waited for inside the context."""
         return self._streams[0].waiting("receive of a message")
 
-    def finish(self) -> None:
-        """Wait until all that was sent is there."""
-        while self._leaving:
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        _, finishes = self._leaving.popleft()
-        for finish in finishes:
-            finish()
+    def finish(self, but: int = 0) -> None:
+        """Wait until all that was sent is there, but for so many of the last messages."""
+        while len(self._leaving) > but:
+            for finish in self._leaving.popleft()[1]:
+                finish()
 
     def _stream(self, receive: Action) -> Group:
         return self._streams[2 * receive.stage + (receive.kind is Kind.RECEIVE_BACKWARD)]
@@ -159,7 +154,7 @@ class ScheduledExecutor:
                 needed = self._schedule.receive_for(action)
                 self._computing.run(action, None if needed is None else self._coming.pop(needed)())
             elif action.kind.sends:
-                self._links.send(action, self._computing.take(self._made(action)))
+                self._links.send(action, self._computing.take(self._schedule.made_for(action)))
         self._links.finish()
         return self._computing.happened
 
@@ -173,9 +168,3 @@ class ScheduledExecutor:
                 waves[-1].append(action)
         yield [*waves[0], *waves[1]]
         yield from waves[2:]
-
-    def _made(self, send: Action) -> Action:
-        """The computation whose result is sent."""
-        if send.kind is Kind.SEND_FORWARD:
-            return Action(Kind.FORWARD, send.stage, send.microbatch)
-        return Action(self._schedule.first_backward, send.stage, send.microbatch)

@@ -1,12 +1,11 @@
-"""The timeline of a pipeline in which what has arrived decides what is computed next (AxoNN dissertation, algorithm
-2)."""
+"""The timeline of a pipeline in which what has arrived decides what is computed next (AxoNN dissertation, algorithm 2)."""
 
 import heapq
 from collections.abc import Sequence
 
 from optimus.pipeline.costs import Costs
 from optimus.pipeline.ready import Preference, Ready, message_driven
-from optimus.pipeline.schedule import Action, Schedule, partner
+from optimus.pipeline.schedule import Action, partner
 from optimus.pipeline.timeline import Event, Timeline
 
 
@@ -32,56 +31,43 @@ def simulate_message_driven(
 
     Raises `UserError` for a cap below one and for costs or caps that do not fit the stages.
     """
-    schedule = message_driven(ranks, microbatches, stages_per_rank)
-    return _Run(schedule, costs or Costs(), caps, prefer).play()
+    schedule, costs = message_driven(ranks, microbatches, stages_per_rank), costs or Costs()
+    duration = costs.durations(schedule.stages, microbatches)
+    ready = [Ready(schedule, rank, caps, prefer) for rank in range(ranks)]
+    free = [True] * ranks
+    events: list[Event] = []
+    # (time, arrives, rank, what): the end of a computation on the rank, or the arrival of the input of one.
+    coming: list[tuple[float, bool, int, Action]] = []
 
+    def begin(rank: int, now: float) -> None:
+        action = ready[rank].choose() if free[rank] else None
+        if action is not None:
+            end = now + duration(action)
+            free[rank] = False
+            events.append(Event(rank, *action, now, end))
+            heapq.heappush(coming, (end, False, rank, action))
 
-class _Run:
-    """State of one simulation."""
-
-    def __init__(self, schedule: Schedule, costs: Costs, caps: int | Sequence[int] | None, prefer: Preference) -> None:
-        self.schedule, self.costs = schedule, costs
-        self.duration = costs.durations(schedule.stages, schedule.microbatches)
-        self.ready = [Ready(schedule, rank, caps, prefer) for rank in range(schedule.ranks)]
-        self.free = [True] * schedule.ranks
-        self.events: list[Event] = []
-        # (time, arrives, rank, what): the end of a computation on the rank, or the arrival of the input of one.
-        self.coming: list[tuple[float, bool, int, Action]] = []
-
-    def play(self) -> Timeline:
-        self._begin(0, 0.0)
-        while self.coming:
-            now = self.coming[0][0]
-            touched = set()
-            while self.coming and self.coming[0][0] == now:
-                _, arrives, rank, action = heapq.heappop(self.coming)
-                touched.add(rank)
-                if arrives:
-                    self.ready[rank].arrive(action, now)
-                else:
-                    self._end(rank, now, action)
-            for rank in touched:
-                self._begin(rank, now)
-        return Timeline.of(self.events, self.schedule.ranks)
-
-    def _begin(self, rank: int, now: float) -> None:
-        action = self.ready[rank].choose() if self.free[rank] else None
-        if action is None:
-            return
-        end = now + self.duration(action)
-        self.free[rank] = False
-        self.events.append(Event(rank, *action, now, end))
-        heapq.heappush(self.coming, (end, False, rank, action))
-
-    def _end(self, rank: int, now: float, action: Action) -> None:
-        self.free[rank] = True
-        following = self.ready[rank].end(action)
+    def finish(rank: int, now: float, action: Action) -> None:
+        free[rank] = True
+        following, send, arrival = ready[rank].end(action), schedule.send_of(action), now
         if following is None:
             return
-        send = self.schedule.send_of(action)
-        arrival = now
         if send is not None:
-            arrival += self.costs.link
-            for half in (send, partner(send)):
-                self.events.append(Event(self.schedule.rank_of(half.stage), *half, now, arrival))
-        heapq.heappush(self.coming, (arrival, True, self.schedule.rank_of(following.stage), following))
+            arrival += costs.link
+            events.extend(Event(schedule.rank_of(half.stage), *half, now, arrival) for half in (send, partner(send)))
+        heapq.heappush(coming, (arrival, True, schedule.rank_of(following.stage), following))
+
+    begin(0, 0.0)
+    while coming:
+        now = coming[0][0]
+        touched = set()
+        while coming and coming[0][0] == now:
+            _, arrives, rank, action = heapq.heappop(coming)
+            touched.add(rank)
+            if arrives:
+                ready[rank].arrive(action, now)
+            else:
+                finish(rank, now, action)
+        for rank in touched:
+            begin(rank, now)
+    return Timeline.of(events, ranks)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from optimus.errors import UserError
+from optimus.pipeline.costs import per_stage
 from optimus.pipeline.schedule import Action, Kind, Schedule
 
 Preference = Literal["forward", "backward", "arrival"]
@@ -14,13 +15,7 @@ def find_caps(caps: int | Sequence[int] | None, stages: int) -> list[int]:
 
     Raises `UserError` for a cap below one and for more or fewer caps than stages.
     """
-    if caps is None:
-        caps = stages
-    limits = [caps] * stages if isinstance(caps, int) else list(caps)
-    if len(limits) != stages:
-        raise UserError(
-            f"message-driven pipeline: {len(limits)} caps for {stages} stages; give one per stage, or one for all"
-        )
+    limits = per_stage(stages if caps is None else caps, stages, "message-driven pipeline: {} caps")
     if min(limits) < 1:
         raise UserError(f"message-driven pipeline: cap {caps} lets no microbatch in; give at least 1 for every stage")
     return limits

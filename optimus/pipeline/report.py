@@ -8,7 +8,7 @@ from typing import Any
 from optimus.disk import user_path, write_json
 from optimus.errors import naming_disk_errors
 from optimus.pipeline.checking import check
-from optimus.pipeline.costs import Costs, PerStage, per_stage
+from optimus.pipeline.costs import Costs, per_stage
 from optimus.pipeline.draw import draw, text_timeline
 from optimus.pipeline.schedule import Schedule
 from optimus.pipeline.schedules import make_schedule
@@ -65,17 +65,11 @@ def run(
 def _with_output_layer(costs: Costs, schedule: Schedule, forward: float) -> Costs:
     if schedule.splits_vocabulary:
         return replace(costs, logits=forward / schedule.ranks)
-
-    def longer(time: PerStage) -> list[float]:
-        *others, last = per_stage(time, schedule.stages)
-        return [*others, last + forward]
-
-    return replace(
-        costs,
-        forward=longer(costs.forward),
-        backward_input=longer(costs.backward_input),
-        backward_weights=longer(costs.backward_weights),
-    )
+    times: dict[str, Any] = {}
+    for name in ("forward", "backward_input", "backward_weights"):
+        *others, last = per_stage(getattr(costs, name), schedule.stages)
+        times[name] = [*others, last + forward]
+    return replace(costs, **times)
 
 
 def summary(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:

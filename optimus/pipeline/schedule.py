@@ -201,6 +201,11 @@ class Schedule:
             return None
         return Action(send, stage, microbatch)
 
+    def made_for(self, send: Action) -> Action:
+        """The computation whose result is sent."""
+        kind = Kind.FORWARD if send.kind is Kind.SEND_FORWARD else self.first_backward
+        return send._replace(kind=kind)
+
     def peer(self, action: Action) -> int:
         """The rank on the other side of a send or receive."""
         return self.rank_of(partner(action).stage)

@@ -1,6 +1,5 @@
 """The timeline of a schedule under a model of costs."""
 
-from collections.abc import Callable, Iterator
 from itertools import groupby
 
 from optimus.pipeline.costs import Costs
@@ -17,32 +16,35 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     Raises `UserError` when the costs do not fit the stages.
     """
     costs = costs or Costs()
-    duration = costs.durations(schedule.stages, schedule.microbatches)
-    times = (_blocking if costs.blocking else _overlapping)(schedule, duration, costs.link)
+    times = (_blocking if costs.blocking else _overlapping)(schedule, costs)
     return Timeline.of(
         (Event(rank, *action, *times[action]) for rank, actions in enumerate(schedule.actions) for action in actions),
         schedule.ranks,
     )
 
 
-def _overlapping(schedule: Schedule, duration: Callable[[Action], float], link: float) -> dict[Action, Interval]:
+def _overlapping(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
     """Transfers begin when their content is made and take nobody's time."""
-    times = _computations(schedule, duration, link)
+    times = _computations(schedule, costs)
     for action, (_, end) in list(times.items()):
         send = schedule.send_of(action)
         if send is not None:
-            times[send] = times[partner(send)] = (end, end + link)
+            times[send] = times[partner(send)] = (end, end + costs.link)
     return times
 
 
-def _computations(schedule: Schedule, duration: Callable[[Action], float], link: float) -> dict[Action, Interval]:
+def _computations(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
     orders = [[action for action in actions if action.kind.computes] for actions in schedule.actions]
-    return replay(schedule, orders, duration, link)
+    return replay(schedule, orders, costs.durations(schedule.stages, schedule.microbatches), costs.link)
 
 
-def _blocking(schedule: Schedule, duration: Callable[[Action], float], link: float) -> dict[Action, Interval]:
+def _blocking(schedule: Schedule, costs: Costs) -> dict[Action, Interval]:
     """A rank posts the transfers that stand together and waits for all; one begins when both sides have posted it."""
-    runs = [_runs(actions) for actions in schedule.actions]
+    # The actions of each rank in runs of computations and runs of transfers.
+    runs = [
+        (list(run) for _, run in groupby(actions, lambda action: action.kind.computes)) for actions in schedule.actions
+    ]
+    duration = costs.durations(schedule.stages, schedule.microbatches)
     batches: list[list[Action]] = [[] for _ in runs]  # what each rank waits for
     posted: dict[Action, float] = {}
     times: dict[Action, Interval] = {}
@@ -63,7 +65,7 @@ def _blocking(schedule: Schedule, duration: Callable[[Action], float], link: flo
                     now[rank] = times[action][1]
                 elif other in posted:
                     start = max(posted.pop(other), now[rank])
-                    times[action] = times[other] = (start, start + link)
+                    times[action] = times[other] = (start, start + costs.link)
                     ready.add(schedule.peer(action))
                 else:
                     posted[action] = now[rank]
@@ -73,13 +75,7 @@ def _blocking(schedule: Schedule, duration: Callable[[Action], float], link: flo
     return times
 
 
-def _runs(actions: tuple[Action, ...]) -> Iterator[list[Action]]:
-    """The actions in runs of computations and runs of transfers."""
-    return (list(run) for _, run in groupby(actions, key=lambda action: action.kind.computes))
-
-
 def makespan(schedule: Schedule, costs: Costs) -> float:
     """When the last action ends, without the timeline of all of them. Raises as `simulate` does."""
-    duration = costs.durations(schedule.stages, schedule.microbatches)
-    times = (_blocking if costs.blocking else _computations)(schedule, duration, costs.link)
+    times = (_blocking if costs.blocking else _computations)(schedule, costs)
     return max(end for _, end in times.values())

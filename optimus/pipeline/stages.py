@@ -39,8 +39,8 @@ def divide(time: Weights, stages: int, memory: Weights | None = None) -> list[ra
             f"a model of {blocks} blocks cannot be divided into {stages} pipeline stages: use at most {blocks} "
             "(parallel.pipeline times parallel.stages_per_rank)"
         )
-    taken = _Sums(time, stages).of
-    held = taken if memory is None else _Sums(memory, stages).of
+    taken = _sums(time, stages)
+    held = taken if memory is None else _sums(memory, stages)
     longest = _search(blocks, stages, lambda *stage: (taken(*stage), 0.0)).largest * _MORE
     fullest = _search(blocks, stages, lambda *stage: (held(*stage) if taken(*stage) <= longest else inf, 0.0)).largest
     fullest *= _MORE
@@ -53,13 +53,11 @@ def divide(time: Weights, stages: int, memory: Weights | None = None) -> list[ra
     return [range(start, end) for start, end in zip((0, *ends), ends)]
 
 
-class _Sums:
-    def __init__(self, weights: Weights, stages: int) -> None:
-        self._sums = list(accumulate(weights.blocks, initial=0.0))
-        self._besides = {0: weights.first} | {stages - 1: weights.last + (weights.first if stages == 1 else 0.0)}
-
-    def of(self, stage: int, start: int, end: int) -> float:
-        return self._sums[end] - self._sums[start] + self._besides.get(stage, 0.0)
+def _sums(weights: Weights, stages: int) -> Callable[[int, int, int], float]:
+    """What a stage from a block to another takes."""
+    sums = list(accumulate(weights.blocks, initial=0.0))
+    besides = {0: weights.first} | {stages - 1: weights.last + (weights.first if stages == 1 else 0.0)}
+    return lambda stage, start, end: sums[end] - sums[start] + besides.get(stage, 0.0)
 
 
 def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[float, float]]) -> _Division:

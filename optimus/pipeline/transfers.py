@@ -1,19 +1,10 @@
 """Sends and receives added to an order of computations, so that they cannot deadlock."""
 
+from optimus.pipeline.costs import Costs
 from optimus.pipeline.replay import replay
-from optimus.pipeline.schedule import Action, Kind, Schedule, partner
+from optimus.pipeline.schedule import Action, Schedule, partner
 
-# A usual relation of times. It decides which of several safe places a transfer gets.
-UNITS = {
-    Kind.FORWARD: 1.0,
-    Kind.BACKWARD: 2.0,
-    Kind.BACKWARD_INPUT: 1.0,
-    Kind.BACKWARD_WEIGHTS: 1.0,
-    Kind.EMBED: 0.0,
-    Kind.LOGITS: 0.25,
-    Kind.LOSS: 0.5,
-    Kind.EMBED_BACKWARD: 0.0,
-}
+USUAL = Costs(logits=0.25)  # a usual relation of times, which decides which of several safe places a transfer gets
 
 
 def with_transfers(schedule: Schedule) -> Schedule:
@@ -30,7 +21,7 @@ def with_transfers(schedule: Schedule) -> Schedule:
 
     Raises `ScheduleError` when ranks wait for each other in a circle.
     """
-    times = replay(schedule, schedule.actions, lambda action: UNITS[action.kind])
+    times = replay(schedule, schedule.actions, USUAL.durations(schedule.stages, schedule.microbatches))
     events: list[tuple[float, bool, Action]] = []  # a transfer is named by its send
     for action, (start, end) in times.items():
         events.append((start, True, action))

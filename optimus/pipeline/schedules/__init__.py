@@ -55,37 +55,32 @@ def make_schedule(
         raise UserError(f"schedule {name!r} does not exist; {nearest(name, schedules())}")
     row = schedules()[name]
     per_rank = row.stages if stages_per_rank is None else stages_per_rank
-    for what, value in (("ranks", ranks), ("microbatches", microbatches), ("stages per rank", per_rank)):
-        if value < 1:
-            raise UserError(f"schedule {name}: {value} {what}; give at least one")
     sizes = Sizes(ranks, microbatches, per_rank, warm_up, AHEAD if vocabulary else 0)
-    _check(row, sizes)
+    if problem := _problem(row, sizes):
+        raise UserError(f"schedule {name}: {problem}")
     made = row.make(sizes)
     made = with_vocabulary(made) if vocabulary else made
     return with_transfers(made) if transfers else made
 
 
-def _check(row: Row, sizes: Sizes) -> None:
-    """Raise `UserError` where the schedule cannot take these sizes."""
-    if sizes.warm_up != 1.0 and not row.deepens:
+def _problem(row: Row, sizes: Sizes) -> str | None:
+    """Why the schedule cannot take these sizes, and what to do; None where it can."""
+    ranks, microbatches, per_rank, warm_up, _ = sizes
+    for what, value in (("ranks", ranks), ("microbatches", microbatches), ("stages per rank", per_rank)):
+        if value < 1:
+            return f"{value} {what}; give at least one"
+    if warm_up != 1.0 and not row.deepens:
         able = " or ".join(each.name for each in schedules().values() if each.deepens)
-        raise UserError(f"schedule {row.name}: a deeper warm-up is an option of {able}; leave it out or choose {able}")
-    if row.any_stages and sizes.stages_per_rank < row.stages:
-        raise UserError(
-            f"schedule {row.name}: {sizes.stages_per_rank} stage per rank leaves nothing to interleave; take {row.stages}, "
-            f"or {DEFAULT}"
+        return f"a deeper warm-up is an option of {able}; leave it out or choose {able}"
+    if row.any_stages and per_rank < row.stages:
+        return f"{per_rank} stage per rank leaves nothing to interleave; take {row.stages}, or {DEFAULT}"
+    if not row.any_stages and per_rank != row.stages:
+        takers = [each for each in schedules().values() if each.any_stages]
+        others = "".join(f", or schedule {each.name}, which takes any number from {each.stages}" for each in takers)
+        return f"{per_rank} stages per rank cannot be; take {row.stages}{others}"
+    if row.in_rounds and microbatches < ranks:
+        return (
+            f"{microbatches} microbatches cannot fill {ranks} ranks; take at least {ranks} microbatches (smaller ones), "
+            f"fewer ranks, or schedule {DEFAULT}"
         )
-    if not row.any_stages and sizes.stages_per_rank != row.stages:
-        others = "".join(
-            f", or schedule {each.name}, which takes any number from {each.stages}"
-            for each in schedules().values()
-            if each.any_stages
-        )
-        raise UserError(
-            f"schedule {row.name}: {sizes.stages_per_rank} stages per rank cannot be; take {row.stages}{others}"
-        )
-    if row.in_rounds and sizes.microbatches < sizes.ranks:
-        raise UserError(
-            f"schedule {row.name}: {sizes.microbatches} microbatches cannot fill {sizes.ranks} ranks; take at least "
-            f"{sizes.ranks} microbatches (smaller ones), fewer ranks, or schedule {DEFAULT}"
-        )
+    return None

@@ -24,16 +24,11 @@ def gpipe(sizes: Sizes) -> Schedule:
 
 def forward_only(place: Schedule, microbatches: int, *, vocabulary: bool = False) -> Schedule:
     """Forward passes alone, where the stages of `place` are; of several on a rank, one has done all before the next."""
-    schedule = replace(place, microbatches=microbatches)
     orders = [
-        [
-            Action(Kind.FORWARD, stage, microbatch)
-            for stage in place.stages_of(rank)
-            for microbatch in range(microbatches)
-        ]
+        [Action(Kind.FORWARD, stage, number) for stage in place.stages_of(rank) for number in range(microbatches)]
         for rank in range(place.ranks)
     ]
-    made = schedule.in_order(orders)
+    made = replace(place, microbatches=microbatches).in_order(orders)
     return with_transfers(with_vocabulary(made, backward=False) if vocabulary else made)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from optimus.pipeline.replay import ScheduleError
 from optimus.pipeline.schedule import Action, Kind, Schedule
-from optimus.pipeline.transfers import UNITS
+from optimus.pipeline.transfers import USUAL
 
 _BEFORE = (Kind.LOSS, Kind.LOGITS, Kind.EMBED)  # others wait for these
 
@@ -54,6 +54,7 @@ class _Playing:
 
     def __init__(self, schedule: Schedule, backward: bool) -> None:
         self.schedule = schedule
+        self._duration = USUAL.durations(schedule.stages, schedule.microbatches)
         self.orders: list[list[Action]] = [[] for _ in range(schedule.ranks)]
         self._before = _BEFORE if backward else (Kind.EMBED,)
         self._after = (Kind.EMBED_BACKWARD,) if backward else ()
@@ -75,7 +76,7 @@ class _Playing:
         if not self._queue:
             return False
         start, _, rank, action = heappop(self._queue)
-        self._ends[action] = self._free[rank] = start + UNITS[action.kind]
+        self._ends[action] = self._free[rank] = start + self._duration(action)
         self.orders[rank].append(action)
         if action.kind.of_vocabulary:
             self._following[rank][action.kind] += 1
