@@ -165,10 +165,7 @@ class Staged(nn.Module):
         return cast(Tensor, self.model.run(self.model.head, x))
 
     def train_microbatches(
-        self,
-        microbatches: Sequence[Batch],
-        objective: Objective,
-        gradients: Gradients,
+        self, microbatches: Sequence[Batch], objective: Objective, gradients: Gradients
     ) -> list[Tensor]:
         """Forward and backward passes of a step; on the last stage's rank, what `objective` reports of each microbatch."""
         work = _Training(self, microbatches, objective, gradients)
@@ -312,8 +309,11 @@ class _Training(_Forward):
     def backward(self, stage: int, microbatch: int, received: Message | None, defer: bool) -> Message | None:
         given, made = self._kept.pop((stage, microbatch))
         grads: Sequence[Tensor | None] | None = received
-        if stage == self._last_stage and self._vocabulary is not None:
-            made, grads = self._with_loss(self._vocabulary, microbatch, made)
+        if stage == self._last_stage and self._vocabulary is not None:  # its output and the router's losses
+            loss, x_grad_TH = self._vocabulary.output_gradient(microbatch)
+            minimised, reported = self._objective(Losses(loss.requires_grad_(), self._router.pop(microbatch)))
+            self.reported.append(reported)
+            made, grads = (*made, minimised), (x_grad_TH, None)
         if defer:
             with self._staged.model.parts.step.deferring() as deferred:
                 torch.autograd.backward(made, grads)
@@ -335,18 +335,8 @@ class _Training(_Forward):
         if kind is Kind.EMBED_BACKWARD and microbatch == len(self._microbatches) - 1:
             self._gradients.start_reduction(-1)
 
-    def _with_loss(
-        self, vocabulary: VocabularyPasses, microbatch: int, made: Message
-    ) -> tuple[Message, tuple[Tensor, Tensor | None]]:
-        """What the last stage's backward pass begins with, and the gradients of it: its output and the router's losses."""
-        loss, x_grad_TH = vocabulary.output_gradient(microbatch)
-        minimised, reported = self._objective(Losses(loss.requires_grad_(), self._router.pop(microbatch)))
-        self.reported.append(reported)
-        return (*made, minimised), (x_grad_TH, None)
-
     def backward_weights(self, stage: int, microbatch: int) -> None:
-        deferred = self._deferred.pop((stage, microbatch))
-        for add in deferred:
+        for add in self._deferred.pop((stage, microbatch)):
             add()
         self._count(stage)
 

@@ -90,8 +90,7 @@ class VocabularyPasses:
     def send_output(self, microbatch: int, x_TH: Tensor) -> None:
         """On the last stage's rank: begin to give its output, normalised, to all."""
         self._outputs[microbatch] = x_TH
-        finish = _start_giving(x_TH, self._links.outputs, f"output of microbatch {microbatch}")
-        self._under_way["output", microbatch] = x_TH, finish
+        self._give(x_TH, self._links.outputs, "output", microbatch)
 
     def output_gradient(self, microbatch: int) -> tuple[Tensor, Tensor]:
         """On the last stage's rank: (loss, gradient [T, H] of what `send_output` has sent)."""
@@ -103,9 +102,7 @@ class VocabularyPasses:
     def send_input_gradient(self, microbatch: int, x_grad_TH: Tensor) -> None:
         """On the first stage's rank: begin to give the gradient of its input to all."""
         self._input_gradients[microbatch] = x_grad_TH
-        what = f"gradient of the embeddings of microbatch {microbatch}"
-        finish = _start_giving(x_grad_TH, self._links.embedding_gradients, what)
-        self._under_way["embedding gradient", microbatch] = x_grad_TH, finish
+        self._give(x_grad_TH, self._links.embedding_gradients, "gradient of the embeddings", microbatch)
 
     def finish(self) -> None:
         """Wait for all that is under way."""
@@ -127,11 +124,7 @@ class VocabularyPasses:
             self._under_way["embedding", microbatch] = x_TH, finish
 
     def _find_logits(self, microbatch: int) -> None:
-        if self._rank == self._links.last:
-            x_TH = self._outputs.pop(microbatch)
-        else:
-            x_TH = self._room(microbatch)
-            _receive(x_TH, self._links.outputs, self._links.last, f"output of microbatch {microbatch}")
+        x_TH = self._given(self._outputs, self._links.outputs, self._links.last, "output", microbatch)
         x_TH = x_TH.detach().requires_grad_()
         with torch.set_grad_enabled(self._trains):
             logits_TV = self._model.run(self._model.head, x_TH, None, 1.0, True)
@@ -159,12 +152,8 @@ class VocabularyPasses:
             self._under_way["output gradient", microbatch] = x_grad_TH, finish
 
     def _embed_backward(self, microbatch: int) -> None:
-        if self._rank == self._links.first:
-            x_grad_TH = self._input_gradients.pop(microbatch)
-        else:
-            x_grad_TH = self._room(microbatch)
-            what = f"gradient of the embeddings of microbatch {microbatch}"
-            _receive(x_grad_TH, self._links.embedding_gradients, self._links.first, what)
+        group, what = self._links.embedding_gradients, "gradient of the embeddings"
+        x_grad_TH = self._given(self._input_gradients, group, self._links.first, what, microbatch)
         for what in ("embedding", "output gradient"):  # from which this gradient has come
             self._finish(what, microbatch)
         edge = self._embedding_edges.pop(microbatch, None)
@@ -174,6 +163,31 @@ class VocabularyPasses:
     def _targets(self, microbatch: int) -> Tensor:
         return self._model.targets(self._microbatches[microbatch], self._positions_S)
 
+    def _give(self, tensor: Tensor, group: Group, what: str, microbatch: int) -> None:
+        """Begin to send `tensor` to every other rank of `group`.
+
+        No broadcast, in which one rank's part waits for another's, through which it comes: these are in other passes, and
+        wait for each other in a circle.
+        """
+        where = f"send of the {what} of microbatch {microbatch} to rank"
+        others = [rank for rank in range(group.size) if rank != group.rank]
+        finishes = [group.start_send(tensor, rank, f"{where} {group.ranks[rank]}") for rank in others]
+
+        def finish() -> None:
+            for each in finishes:
+                each()
+
+        self._under_way[what, microbatch] = tensor, finish
+
+    def _given(self, own: dict[int, Tensor], group: Group, source: int, what: str, microbatch: int) -> Tensor:
+        """What rank `source` of `group`, which has it among its `own`, gives to all next."""
+        if self._rank == source:
+            return own.pop(microbatch)
+        tensor = self._room(microbatch)
+        where = f"receive of the {what} of microbatch {microbatch} from rank {group.ranks[source]}"
+        group.start_receive(tensor, source, where)()
+        return tensor
+
     def _finish(self, what: str, microbatch: int) -> None:
         """Let go of what this rank has given to others, if it has, and what they have certainly taken.
 
@@ -182,24 +196,3 @@ class VocabularyPasses:
         _, finish = self._under_way.pop((what, microbatch), (None, None))
         if finish is not None:
             finish()
-
-
-def _start_giving(tensor: Tensor, group: Group, what: str) -> Finish:
-    """Begin to send `tensor` to every other rank of `group`.
-
-    No broadcast, in which one rank's part waits for another's, through which it comes: these are in other passes, and wait
-    for each other in a circle.
-    """
-    others = [rank for rank in range(group.size) if rank != group.rank]
-    finishes = [group.start_send(tensor, rank, f"send of the {what} to rank {group.ranks[rank]}") for rank in others]
-
-    def finish() -> None:
-        for each in finishes:
-            each()
-
-    return finish
-
-
-def _receive(tensor: Tensor, group: Group, source: int, what: str) -> None:
-    """Fill `tensor` with what rank `source` of `group` gives next."""
-    group.start_receive(tensor, source, f"receive of the {what} from rank {group.ranks[source]}")()
