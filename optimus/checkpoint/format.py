@@ -13,7 +13,7 @@ import pickle
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ class Stored(NamedTuple):
     start: int
     length: int
     crc: int
+
+
+AnyBox = TypeVar("AnyBox", Stored, Box)
 
 
 class _Summing(io.RawIOBase):
@@ -100,10 +103,10 @@ def read_box(content: bytes) -> Tensor:
     return tensor
 
 
-def by_key(stored: Iterable[Stored]) -> dict[str, list[Stored]]:
-    """Boxes by the tensor that they are of."""
-    found: dict[str, list[Stored]] = {}
-    for each in stored:
+def by_key(boxes: Iterable[AnyBox]) -> dict[str, list[AnyBox]]:
+    """Boxes, in a file or not, by the tensor that they are of."""
+    found: dict[str, list[AnyBox]] = {}
+    for each in boxes:
         found.setdefault(each.key, []).append(each)
     return found
 
@@ -121,15 +124,8 @@ def pack_metadata(stored: Iterable[Stored]) -> bytes:
         tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(boxes[0].shape), chunks)
         for index, box in enumerate(boxes):
             places[dcp.MetadataIndex(key, box.offsets, index)] = _StorageInfo(box.file, box.start, box.length)
-    return pickle.dumps(
-        dcp.Metadata(
-            tensors,
-            planner_data={key: (key,) for key in tensors},
-            storage_data=places,
-            storage_meta=dcp.StorageMeta(),
-            version=CURRENT_DCP_VERSION,
-        )
-    )
+    data = {"planner_data": {key: (key,) for key in tensors}, "storage_data": places}
+    return pickle.dumps(dcp.Metadata(tensors, **data, storage_meta=dcp.StorageMeta(), version=CURRENT_DCP_VERSION))
 
 
 def unpack_metadata(content: bytes) -> Iterator[Stored]:
@@ -153,22 +149,15 @@ class _Unpickler(pickle.Unpickler):
     """Admits the classes that `.metadata` is made of, none of which does anything when it is made."""
 
     _METADATA = (
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
+        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",
         "_MEM_FORMAT_ENCODING",
-    )
-    _ADMITTED = frozenset(
-        {
-            *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA),
-            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-            ("torch", "Size"),
-            ("torch.serialization", "_get_layout"),
-        }
-    )
+    )  # fmt: skip
+    _ADMITTED = frozenset((
+        *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+    ))  # fmt: skip
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):

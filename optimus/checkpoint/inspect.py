@@ -56,7 +56,7 @@ def show(path: str | Path) -> dict[str, Any]:
     path = find_checkpoint(path)
     reader = Reader.open(path)
     about, files = reader.description, read_manifest(path)
-    written = {_rank(name): file["bytes"] for name, file in files.items() if "boxes" in file}
+    written = {int(name.split("_")[2]): file["bytes"] for name, file in files.items() if "boxes" in file}  # by rank
     nodes: Counter[int] = Counter()
     for rank, size in written.items():
         nodes[rank // about.written.get("ranks_per_node", rank + 1)] += size
@@ -119,10 +119,6 @@ def _row(path: Path) -> dict[str, Any]:
         "bytes": sum(file.stat().st_size for file in path.glob("*")),
         "problem": problem,
     }
-
-
-def _rank(file: str) -> int:
-    return int(file.removeprefix("__").partition("_")[0])
 
 
 def _tensors(reader: Reader, dtype: str | None) -> dict[str, Tensor]:

@@ -203,13 +203,10 @@ class _Found:
 
 def _look(path: Path) -> _Found | None:
     try:
-        file = os.open(path, os.O_RDONLY)
+        with path.open("rb") as file:
+            text, changed = _read(file.fileno()), os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None
-    try:
-        text, changed = _read(file), os.fstat(file).st_mtime_ns
-    finally:
-        os.close(file)
     try:
         now = file_system_time(path.parent)
     except OSError:  # it is not ours to write, as will be said

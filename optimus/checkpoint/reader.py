@@ -48,9 +48,7 @@ class Reader:
 
         Raises `UserError` when the checkpoint lacks any of them, and `DamagedError` when bytes are not as they were written.
         """
-        wanted: dict[str, list[Box]] = {}
-        for box in boxes:
-            wanted.setdefault(box.key, []).append(box)
+        wanted = by_key(boxes)
         for key, targets in wanted.items():
             there = self.stored.get(key)
             if there is None or there[0].shape != tuple(targets[0].shape):

@@ -7,6 +7,7 @@ deletes what it names: they are what the run rests on until there are full check
 
 import json
 import shutil
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +74,8 @@ def rollback(run: str | Path, step: int, *, held: bool = False) -> dict[str, Any
     newer = sorted(path for path in all_folders(run) if step_of(path) > step)
     with naming_disk_errors(run, "Mend the folder's permissions and run `optimus rollback` again"):
         write_json(marker_of(run), {"checkpoint": path.name, "step": step})
-        place = _abandoned(path.parent)
+        places = (path.with_name(f"abandoned-{number}") for number in count(1))
+        place = next(place for place in places if not place.exists())
         if newer or (run / "metrics.jsonl").exists():
             place.mkdir()
         if (run / "metrics.jsonl").exists():
@@ -81,10 +83,3 @@ def rollback(run: str | Path, step: int, *, held: bool = False) -> dict[str, Any
         for each in newer:
             each.rename(place / each.name)
     return {"checkpoint": str(path), "step": step, "moved": [each.name for each in newer], "to": str(place)}
-
-
-def _abandoned(folder: Path) -> Path:
-    number = 1
-    while (folder / f"abandoned-{number}").exists():
-        number += 1
-    return folder / f"abandoned-{number}"

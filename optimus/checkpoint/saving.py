@@ -133,10 +133,7 @@ class Saver:
         if self._thread is None or self._world.size > 1:
             return  # with other ranks, this process ends, and has to say why at once
         self._thread.join()
-        if not self._committing:
-            for target in self._targets:
-                shutil.rmtree(target.partial, ignore_errors=True)
-        self._targets, self._committing, self._failure, self._thread = (), False, None, None
+        self._give_up(remove=not self._committing)
 
     # ---- Phases ----
 
@@ -160,11 +157,14 @@ class Saver:
         try:
             self._world.agree(self._failure, self._device)
         except UserError:
-            if self._world.rank == 0:
-                for target in self._targets:
-                    shutil.rmtree(target.partial, ignore_errors=True)  # on a full disk it would be in everything's way
-            self._targets, self._committing, self._failure = (), False, None
+            self._give_up(remove=self._world.rank == 0)  # on a full disk it would be in everything's way
             raise
+
+    def _give_up(self, remove: bool) -> None:
+        """Forget what is under way, and remove what is there of it."""
+        for target in self._targets if remove else ():
+            shutil.rmtree(target.partial, ignore_errors=True)
+        self._targets, self._committing, self._failure, self._thread = (), False, None, None
 
     def _prepare(self) -> None:
         for target in self._targets:
@@ -258,9 +258,7 @@ def complete(partial: Path, folder: Path, stored: Sequence[Stored], description:
     for file in partial.iterdir():
         sync(file)
     sync(partial)
-    if (
-        folder.exists()
-    ):  # the same step, before the run went back to an older one; if killed here, it will come to it again
+    if folder.exists():  # the same step, before the run went back; if killed here, it will come to it again
         remove(folder)
     partial.rename(folder)
     sync(folder.parent)
