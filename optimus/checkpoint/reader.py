@@ -80,16 +80,13 @@ class Reader:
     def _fill(self, there: list[Stored], targets: list[Box]) -> None:
         filled = 0
         for stored in there:
-            both = [(target, _overlap(stored, target)) for target in targets]
-            met = [(target, overlap) for target, overlap in both if overlap is not None]
+            met = [(target, *places) for target in targets if (places := _overlap(stored, target)) is not None]
             if not met:
                 continue
             tensor = self.read(stored)
-            for target, overlap in met:
-                source = tensor[tuple(slice(a - o, b - o) for (a, b), o in zip(overlap, stored.offsets))]
-                place = target.tensor[tuple(slice(a - o, b - o) for (a, b), o in zip(overlap, target.offsets))]
-                place.copy_(source)
-                filled += source.numel()
+            for target, source, place in met:
+                target.tensor[place].copy_(tensor[source])
+                filled += tensor[source].numel()
         if filled != sum(target.tensor.numel() for target in targets):
             raise damaged(self.path, f"{targets[0].key} is not whole in it")
 
@@ -110,12 +107,13 @@ def verify(path: Path) -> list[str]:
     return problems
 
 
-def _overlap(stored: Stored, target: Box) -> list[tuple[int, int]] | None:
-    """For each dim, from where to where both are; None if there is none."""
-    found = []
+def _overlap(stored: Stored, target: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """What both have, as a part of the one and of the other; None if there is none."""
+    source, place = [], []
     for a, length, b, target_length in zip(stored.offsets, stored.sizes, target.offsets, target.tensor.shape):
         start, end = max(a, b), min(a + length, b + target_length)
         if start >= end:
             return None
-        found.append((start, end))
-    return found
+        source.append(slice(start - a, end - a))
+        place.append(slice(start - b, end - b))
+    return tuple(source), tuple(place)

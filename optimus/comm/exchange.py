@@ -6,7 +6,7 @@ sent; the receives are posted first and straight into their places. Sums are add
 a copy of a part hold the same bits; those of floats at least in fp32, those of integers exactly.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,44 +15,28 @@ from torch import Tensor
 
 TILE = 1 << 16  # elements of a sum that are added up at a time
 
-Start = Callable[[], list[Any]]
+
+def gather(tensor: Tensor, part: Tensor, ranks: Sequence[int], rank: int, handle: Any) -> list[Any]:
+    """Begin to fill dim 0 of `tensor` with the `part` of every rank of a group, in rank order."""
+    parts, others = tensor.chunk(len(ranks)), _others(len(ranks), rank)
+    if parts[rank].data_ptr() != part.data_ptr():
+        parts[rank].copy_(part)
+    works = [dist.irecv(parts[other], ranks[other], group=handle) for other in reversed(others)]
+    return works + [dist.isend(parts[rank], ranks[other], group=handle) for other in others]
 
 
-def gathering(tensor: Tensor, part: Tensor, ranks: Sequence[int], rank: int, handle: Any) -> Start:
-    """What begins to fill dim 0 of `tensor` with the `part` of every rank of a group, in rank order."""
-    parts = tensor.chunk(len(ranks))
-    others = _others(len(ranks), rank)
-
-    def start() -> list[Any]:
-        if parts[rank].data_ptr() != part.data_ptr():
-            parts[rank].copy_(part)
-        works = [dist.irecv(parts[other], ranks[other], group=handle) for other in reversed(others)]
-        return works + [dist.isend(parts[rank], ranks[other], group=handle) for other in others]
-
-    return start
+def scatter(tensor: Tensor, received: Tensor, ranks: Sequence[int], rank: int, handle: Any) -> list[Any]:
+    """Begin to fill `received` [n - 1, ...] with this rank's part of the other ranks' `tensor`, in rank order."""
+    parts, others = tensor.chunk(len(ranks)), _others(len(ranks), rank)
+    works = [dist.irecv(received[other - (other > rank)], ranks[other], group=handle) for other in reversed(others)]
+    return works + [dist.isend(parts[other], ranks[other], group=handle) for other in others]
 
 
-def scattering(tensor: Tensor, received: Tensor, ranks: Sequence[int], rank: int, handle: Any) -> Start:
-    """What begins to fill `received` [n - 1, ...] with this rank's part of the other ranks' `tensor`, in rank order."""
-    parts = tensor.chunk(len(ranks))
-    others = _others(len(ranks), rank)
-
-    def start() -> list[Any]:
-        works = [dist.irecv(received[other - (other > rank)], ranks[other], group=handle) for other in reversed(others)]
-        return works + [dist.isend(parts[other], ranks[other], group=handle) for other in others]
-
-    return start
-
-
-def shifting(tensor: Tensor, out: Tensor, ranks: Sequence[int], rank: int, handle: Any) -> Start:
-    """What begins to send `tensor` to the next rank of a group and to fill `out` from the previous one; on any backend."""
+def shift(tensor: Tensor, out: Tensor, ranks: Sequence[int], rank: int, handle: Any) -> list[Any]:
+    """Begin to send `tensor` to the next rank of a group and to fill `out` from the previous one; on any backend."""
     following, previous = ranks[(rank + 1) % len(ranks)], ranks[rank - 1]
-
-    def start() -> list[Any]:
-        receive = dist.P2POp(dist.irecv, out, previous, handle)
-        return dist.batch_isend_irecv([receive, dist.P2POp(dist.isend, tensor, following, handle)])
-
-    return start
+    receive = dist.P2POp(dist.irecv, out, previous, handle)
+    return dist.batch_isend_irecv([receive, dist.P2POp(dist.isend, tensor, following, handle)])
 
 
 def add_up(own: Tensor, received: Tensor, rank: int, out: Tensor) -> None:

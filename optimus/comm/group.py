@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from optimus.comm.exchange import add_up, gathering, scattering, shifting
+from optimus.comm.exchange import add_up, gather, scatter, shift
 from optimus.comm.recorder import Recorder
 from optimus.comm.watch import Watch
 from optimus.errors import UserError
@@ -105,7 +105,7 @@ class Group:
     def _start_scattering(self, tensor: Tensor, out: Tensor) -> Finish:
         own = tensor.chunk(self.size)[self.rank]
         received = own.new_empty(self.size - 1, *own.shape)
-        call = scattering(tensor, received, self.ranks, self.rank, self._handle)
+        call = partial(scatter, tensor, received, self.ranks, self.rank, self._handle)
         wait = self._start("reduce_scatter", tensor, call, tensor)
 
         def finish() -> None:
@@ -122,7 +122,7 @@ class Group:
         if self.size == 1 and part.data_ptr() != tensor.data_ptr():
             tensor.copy_(part)
         if self._point_to_point:
-            exchange = gathering(tensor, part, self.ranks, self.rank, self._handle)
+            exchange = partial(gather, tensor, part, self.ranks, self.rank, self._handle)
             return self._start("all_gather", tensor, exchange, part)
         call = _newest("all_gather_single", "all_gather_into_tensor")
         return self._start("all_gather", tensor, self._collective(call, tensor, part), part)
@@ -155,7 +155,7 @@ class Group:
         """
         if self.size == 1:
             out.copy_(tensor)
-        call = shifting(tensor, out, self.ranks, self.rank, self._handle)
+        call = partial(shift, tensor, out, self.ranks, self.rank, self._handle)
         return self._start("shift", tensor, call, tensor)
 
     def start_broadcast(self, tensor: Tensor, first: int) -> Finish:
@@ -222,8 +222,7 @@ class Group:
         if self.size > 1:
             with self._talking("broadcast of an object"):
                 dist.broadcast_object_list(values, src=self.ranks[0], group=self._handle)
-        told: T = values[0]
-        return told
+        return cast(T, values[0])
 
     def on_first(self, call: Callable[[], T]) -> T:
         """What `call` returns on the group's first rank, or the `UserError` that it raises there, on all of them."""

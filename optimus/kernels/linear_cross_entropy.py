@@ -9,6 +9,8 @@ The vocabulary may be divided: a device then has some of the weight's rows, and 
 Legend: T rows (tokens), H hidden, V rows of the weight that are here.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -54,11 +56,12 @@ def linear_cross_entropy(
     in which form to make a product. With a `cap` the cross-entropies are those of `soft_capped` logits.
     """
     count = float(len(x_TH)) if count is None else count
+    find = partial(_in_blocks, target_T=target_T, count=count, part=part, forms=forms, cap=cap)
     if part is None and backend.use_triton(x_TH):
         from optimus.kernels.triton import linear_cross_entropy as kernels
 
-        return kernels.LinearCrossEntropy.apply(x_TH, w_VH, target_T, count, cap, torch.is_grad_enabled())
-    return _LinearCrossEntropy.apply(x_TH, w_VH, target_T, count, part, forms, cap, torch.is_grad_enabled())
+        find = partial(kernels.in_blocks, target_T=target_T, count=count, cap=cap)
+    return _LinearCrossEntropy.apply(x_TH, w_VH, find, torch.is_grad_enabled())
 
 
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
@@ -83,43 +86,43 @@ def block_rows(vocab: int) -> int:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """`find` gives the loss and fills the gradients of x and w, where it gets them."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TH: Tensor,
-        w_VH: Tensor,
-        target_T: Tensor,
-        count: float,
-        part: VocabularyPart | None,
-        forms: Forms | None,
-        cap: float | None,
-        with_gradients: bool,
-    ) -> Tensor:
-        wide = compute_dtype(x_TH.dtype)
-        block = block_rows(len(w_VH) if part is None else part.largest)  # the parts meet after every block
-        total = torch.zeros((), dtype=wide, device=x_TH.device)
-        x_grad = torch.empty_like(x_TH) if with_gradients else None
-        w_grad = torch.zeros_like(w_VH, dtype=wide) if with_gradients else None
-        for start in range(0, len(x_TH), block):
-            x, target = x_TH[start : start + block], target_T[start : start + block]
-            logits = matmul(x, w_VH.T, forms=forms)
-            p, loss = _softmax_gradient(logits, target, wide, part, cap)
-            total += loss.sum()
-            if x_grad is not None and w_grad is not None:
-                logits_grad = p.div_(count).to(x.dtype)
-                matmul(logits_grad, w_VH, out=x_grad[start : start + block], forms=forms)
-                matmul(logits_grad.T, x, out=w_grad, add=True, forms=forms)
-        if x_grad is not None:
-            ctx.save_for_backward(x_grad, w_grad)
-            ctx.weight_dtype = w_VH.dtype
-        return total / count
+    def forward(ctx: Any, x_TH: Tensor, w_VH: Tensor, find: Callable[..., Tensor], with_gradients: bool) -> Tensor:
+        if not with_gradients:
+            return find(x_TH, w_VH, None)
+        gradients = torch.empty_like(x_TH), torch.zeros_like(w_VH, dtype=compute_dtype(x_TH.dtype))
+        loss = find(x_TH, w_VH, gradients)
+        ctx.save_for_backward(*gradients)
+        ctx.weight_dtype = w_VH.dtype
+        return loss
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x_grad, w_grad = ctx.saved_tensors
         scale = grads[0]
-        return backend.scaled(x_grad, scale), (w_grad * scale).to(ctx.weight_dtype), *[None] * 6
+        return backend.scaled(x_grad, scale), (w_grad * scale).to(ctx.weight_dtype), None, None
+
+
+def _in_blocks(
+    x_TH: Tensor, w_VH: Tensor, gradients: tuple[Tensor, Tensor] | None, target_T: Tensor, count: float,
+    part: VocabularyPart | None, forms: Forms | None, cap: float | None,
+) -> Tensor:  # fmt: skip
+    wide = compute_dtype(x_TH.dtype)
+    block = block_rows(len(w_VH) if part is None else part.largest)  # the parts meet after every block
+    total = torch.zeros((), dtype=wide, device=x_TH.device)
+    for start in range(0, len(x_TH), block):
+        x, target = x_TH[start : start + block], target_T[start : start + block]
+        logits = matmul(x, w_VH.T, forms=forms)
+        p, loss = _softmax_gradient(logits, target, wide, part, cap)
+        total += loss.sum()
+        if gradients is not None:
+            logits_grad = p.div_(count).to(x.dtype)
+            matmul(logits_grad, w_VH, out=gradients[0][start : start + block], forms=forms)
+            matmul(logits_grad.T, x, out=gradients[1], add=True, forms=forms)
+    return total / count
 
 
 def _softmax_gradient(

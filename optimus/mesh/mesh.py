@@ -97,16 +97,9 @@ class Mesh:
                 f"use `ranks={data * others}`, or leave parallel.data away"
             )
         return cls(
-            pp=pipeline,
-            dp=data,
-            cp=context,
-            tp=tp,
-            ep=expert,
-            etp=expert_tensor,
-            tp_in=tensor[1],
-            ranks_per_node=ranks_per_node,
-            pipeline_stride=pipeline_stride,
-        )
+            pipeline, data, context, tp, expert, expert_tensor, tensor[1],
+            ranks_per_node=ranks_per_node, pipeline_stride=pipeline_stride,
+        )  # fmt: skip
 
     @property
     def size(self) -> int:
@@ -126,7 +119,7 @@ class Mesh:
     @property
     def edp(self) -> int:
         """Ranks that hold the same experts, of one pipeline stage."""
-        return self.dp * self.cp * self.tp // (self.ep * self.etp)
+        return self.stage // (self.ep * self.etp)
 
     @property
     def tp_out(self) -> int:

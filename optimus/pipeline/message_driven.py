@@ -56,8 +56,10 @@ class MessageDrivenExecutor:
     def run(self) -> list[Happened]:
         """All computations of a step. Raises `CollectiveError`, which names action and peer, when another rank is lost."""
         stages = self._schedule.stages_of(self._links.rank)
-        for thread in self._receivers(stages):
-            thread.start()
+        for first in (Action(kind, stage, 0) for stage in stages for kind in _KINDS):
+            if self._schedule.receive_for(first) is not None:  # a thread for all that a stage receives from one side
+                name = f"receives {first}"
+                threading.Thread(target=self._receive_all, args=(first,), daemon=True, name=name).start()
         for _ in range(2 * len(stages) * self._schedule.microbatches):
             action = self._next()
             self._computing.run(action, self._messages.pop(action, None))
@@ -104,15 +106,6 @@ class MessageDrivenExecutor:
                 tensor.record_stream(torch.accelerator.current_stream(self._device))
         self._messages[action] = message
         self._ready.arrive(action, time.perf_counter())
-
-    def _receivers(self, stages: Sequence[int]) -> list[threading.Thread]:
-        """A thread for all that a stage receives from one side."""
-        firsts = (Action(kind, stage, 0) for stage in stages for kind in _KINDS)
-        return [
-            threading.Thread(target=self._receive_all, args=(first,), daemon=True, name=f"receives {first}")
-            for first in firsts
-            if self._schedule.receive_for(first) is not None
-        ]
 
     def _receive_all(self, first: Action) -> None:
         stream, settle = _own_stream(self._device)

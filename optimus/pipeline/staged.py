@@ -152,12 +152,9 @@ class Staged(nn.Module):
         self._run_forward([Batch(padded_BS)], end, whole=True)
         if self.links is not None:
             self.pipeline.broadcast(hidden_NH, self.last)
-        if self.links is not None or self.partition.has_last:
-            found_N2 = find(hidden_NH)
-        else:
-            found_N2 = torch.empty(len(at_N), 2, device=at_N.device)
-        if self.links is None:
-            self.pipeline.broadcast(found_N2, self.last)
+            return find(hidden_NH)
+        found_N2 = find(hidden_NH) if self.partition.has_last else torch.empty(len(at_N), 2, device=at_N.device)
+        self.pipeline.broadcast(found_N2, self.last)
         return found_N2
 
     def head(self, x: Tensor) -> Tensor:

@@ -6,59 +6,40 @@ is a sum over rows, so a row's gradient needs nothing but the row), which makes 
 Legend: T rows (tokens), H hidden, V vocabulary.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from optimus.autograd import once_differentiable
-from optimus.kernels.backend import scaled
-
 _BLOCK_ELEMENTS = 1 << 27  # logits of one block: 256 MB in bf16, enough rows to fill a large accelerator
 _COLUMNS = 4096  # of a row that a program holds at once
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TH: Tensor,
-        w_VH: Tensor,
-        target_T: Tensor,
-        count: float,
-        cap: float | None,
-        with_gradients: bool,
-    ) -> Tensor:
-        T, V = len(x_TH), len(w_VH)
-        block = max(1, _BLOCK_ELEMENTS // V)
-        target_T = target_T.contiguous()
-        loss_T = x_TH.new_empty(T, dtype=torch.float32)
-        x_grad_TH = torch.empty_like(x_TH) if with_gradients else None
-        w_grad_VH = torch.zeros_like(w_VH, dtype=torch.float32) if with_gradients else None
-        for start in range(0, T, block):
-            rows = slice(start, start + block)
-            logits = F.linear(x_TH[rows], w_VH)
-            _softmax_gradient[(len(logits),)](
-                logits, target_T[rows], loss_T[rows], 1 / count, V=V, CAP=cap or 0.0, WITH_GRADIENT=with_gradients,
-                COLUMNS=min(_COLUMNS, triton.next_power_of_2(V)),
-            )  # fmt: skip
-            if x_grad_TH is not None and w_grad_VH is not None:
-                torch.mm(logits, w_VH, out=x_grad_TH[rows])
-                w_grad_VH += logits.T @ x_TH[rows]
-        if with_gradients:
-            ctx.save_for_backward(x_grad_TH, w_grad_VH)
-            ctx.weight_dtype = w_VH.dtype
-        return loss_T.sum() / count
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_grad_TH, w_grad_VH = ctx.saved_tensors
-        scale = grads[0]
-        return scaled(x_grad_TH, scale), (w_grad_VH * scale).to(ctx.weight_dtype), *[None] * 4
+def in_blocks(
+    x_TH: Tensor,
+    w_VH: Tensor,
+    gradients: tuple[Tensor, Tensor] | None,
+    target_T: Tensor,
+    count: float,
+    cap: float | None,
+) -> Tensor:
+    """The loss of `kernels.linear_cross_entropy`; fills the `gradients` of x and w (fp32, of zeros)."""
+    V = len(w_VH)
+    block = max(1, _BLOCK_ELEMENTS // V)
+    target_T = target_T.contiguous()
+    loss_T = x_TH.new_empty(len(x_TH), dtype=torch.float32)
+    for start in range(0, len(x_TH), block):
+        rows = slice(start, start + block)
+        logits = F.linear(x_TH[rows], w_VH)
+        _softmax_gradient[(len(logits),)](
+            logits, target_T[rows], loss_T[rows], 1 / count, V=V, CAP=cap or 0.0, WITH_GRADIENT=gradients is not None,
+            COLUMNS=min(_COLUMNS, triton.next_power_of_2(V)),
+        )  # fmt: skip
+        if gradients is not None:
+            torch.mm(logits, w_VH, out=gradients[0][rows])
+            gradients[1].add_(logits.T @ x_TH[rows])
+    return loss_T.sum() / count
 
 
 @triton.jit
