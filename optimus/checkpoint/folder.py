@@ -75,8 +75,7 @@ def step_of(path: Path) -> int:
 
 def list_checkpoints(run: Path, *kinds: str) -> list[Path]:
     """Complete checkpoints of a run folder, oldest first: `step` (the default), full ones, and `weights`."""
-    wanted = kinds or ("step",)
-    return [path for path in all_folders(run, *wanted) if (path / MANIFEST).is_file()]
+    return [path for path in all_folders(run, *(kinds or ("step",))) if (path / MANIFEST).is_file()]
 
 
 def all_folders(run: Path, *kinds: str) -> list[Path]:

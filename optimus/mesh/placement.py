@@ -22,8 +22,12 @@ class AxisPlacement(NamedTuple):
 
 def placement(mesh: Mesh) -> list[AxisPlacement]:
     """The axes of both views that have more than one rank, the outermost of each view first."""
-    axes = dict.fromkeys(axis for axis in DENSE + EXPERT if mesh.axis_size(axis) > 1)
-    return [_along(mesh, axis) for axis in axes]
+    found = []
+    for axis in dict.fromkeys(axis for axis in DENSE + EXPERT if mesh.axis_size(axis) > 1):
+        groups = list(mesh.groups((axis,)))
+        crossing = sum(len({mesh.node(rank) for rank in group}) > 1 for group in groups)
+        found.append(AxisPlacement(axis, mesh.axis_size(axis), len(groups), crossing, groups[0]))
+    return found
 
 
 def describe(mesh: Mesh) -> str:
@@ -41,12 +45,6 @@ def describe(mesh: Mesh) -> str:
         cells = [axis.ljust(widths[0]), *(text.rjust(width) for text, width in zip(numbers, widths[1:])), first]
         lines.append("  " + "  ".join(cells))
     return "\n".join(lines)
-
-
-def _along(mesh: Mesh, axis: str) -> AxisPlacement:
-    groups = list(mesh.groups((axis,)))
-    crossing = sum(len({mesh.node(rank) for rank in group}) > 1 for group in groups)
-    return AxisPlacement(axis, mesh.axis_size(axis), len(groups), crossing, groups[0])
 
 
 def _sizes(mesh: Mesh, view: tuple[str, ...]) -> str:

@@ -52,21 +52,26 @@ class Ready:
 
     def choose(self) -> Action | None:
         """What to do now, which has then begun; None if there is nothing."""
-        able = [item for item in self._arrived if item.action.kind is Kind.BACKWARD or self._has_room(item.action)]
+        able = [
+            item
+            for item in self._arrived
+            if item.action.kind is Kind.BACKWARD or self._live[item.action.stage] < self._caps[item.action.stage]
+        ]
         if not able:
             return None
-        chosen = min(able, key=self._order)
-        self._arrived.remove(chosen)
-        return self._begin(chosen.action)
+        action = min(able, key=self._order).action
+        self.begin(action)
+        return action
 
     def has(self, action: Action) -> bool:
         """Whether the input of `action` is there."""
         return any(item.action == action for item in self._arrived)
 
     def begin(self, action: Action) -> None:
-        """Do `action`, as another rank has chosen."""
+        """Do `action`, as this rank or another has chosen."""
         self._arrived = [item for item in self._arrived if item.action != action]
-        self._begin(action)
+        if action.kind is Kind.FORWARD:
+            self._live[action.stage] += 1
 
     def end(self, action: Action) -> Action | None:
         """`action` is done; returns what needs what it made, here or on another rank."""
@@ -77,14 +82,6 @@ class Ready:
         if kind is Kind.FORWARD and stage == self._last_stage:
             following = Action(Kind.BACKWARD, stage, microbatch)
         return None if following.stage < 0 else following
-
-    def _begin(self, action: Action) -> Action:
-        if action.kind is Kind.FORWARD:
-            self._live[action.stage] += 1
-        return action
-
-    def _has_room(self, action: Action) -> bool:
-        return self._live[action.stage] < self._caps[action.stage]
 
     def _order(self, item: _Arrived) -> tuple[float, int, int]:
         time, (kind, stage, microbatch) = item
