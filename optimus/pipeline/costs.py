@@ -24,8 +24,6 @@ class Costs:
     """A backward pass that is not split takes this and `backward_input` together."""
     logits: float = 0.0
     """Of a part of the vocabulary on every rank; the gradients of both its factors take twice as much."""
-    embedding: float = 0.0
-    """Of a look-up in a part of the vocabulary; the gradient takes as much."""
     link: float = 0.0
     """From the end of a computation until a rank that waits has the result; messages do not slow each other."""
     blocking: bool = False
@@ -43,7 +41,7 @@ class Costs:
             value = getattr(self, name)
             if any(number < 0 for number in (value if isinstance(value, Sequence) else [value])):
                 raise UserError(f"pipeline costs: {name} is {value}; give no number below zero")
-        for name in ("logits", "embedding", "link", "jitter"):
+        for name in ("logits", "link", "jitter"):
             if getattr(self, name) < 0:
                 raise UserError(f"pipeline costs: {name} is {getattr(self, name)}; give zero or more")
 
@@ -60,8 +58,8 @@ class Costs:
             Kind.BACKWARD: [a + b for a, b in zip(input_, weights)],
             Kind.LOGITS: [self.logits] * stages,
             Kind.LOSS: [2 * self.logits] * stages,
-            Kind.EMBED: [self.embedding] * stages,
-            Kind.EMBED_BACKWARD: [self.embedding] * stages,
+            Kind.EMBED: [0.0] * stages,
+            Kind.EMBED_BACKWARD: [0.0] * stages,
         }
         if not self.jitter:
             return lambda action: times[action.kind][action.stage]

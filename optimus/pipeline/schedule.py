@@ -8,7 +8,10 @@ their own; stages that are neighbours on one rank hand over directly.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from optimus.pipeline.timeline import Event
 
 Placement = Literal["loop", "v"]
 
@@ -17,26 +20,21 @@ class Kind(str, Enum):
     """What an action does."""
 
     FORWARD = "forward"
-    BACKWARD = "backward"
-    """Gradients of the input and of the weights at once."""
+    BACKWARD = "backward"  # gradients of the input and of the weights at once
     BACKWARD_INPUT = "backward_input"
     BACKWARD_WEIGHTS = "backward_weights"
-    SEND_FORWARD = "send_forward"
-    """Send the stage's output to the next stage."""
-    RECEIVE_FORWARD = "receive_forward"
-    """Receive the stage's input from the stage before it."""
-    SEND_BACKWARD = "send_backward"
-    """Send the gradient of the stage's input to the stage before it."""
-    RECEIVE_BACKWARD = "receive_backward"
-    """Receive the gradient of the stage's output from the next stage."""
+    SEND_FORWARD = "send_forward"  # the stage's output, to the next stage
+    RECEIVE_FORWARD = "receive_forward"  # the stage's input, from the stage before it
+    SEND_BACKWARD = "send_backward"  # the gradient of the stage's input, to the stage before it
+    RECEIVE_BACKWARD = "receive_backward"  # the gradient of the stage's output, from the next stage
+    # Look up the tokens of this rank's part of the vocabulary; the first stage gets the sum.
     EMBED = "embed"
-    """Look up the tokens of this rank's part of the vocabulary; the first stage gets the sum."""
+    # The logits of this rank's part of the vocabulary from the last stage's output, which it sends to all ranks.
     LOGITS = "logits"
-    """The logits of this rank's part of the vocabulary from the last stage's output, which it sends to all ranks."""
+    # With the normaliser from all ranks, the loss and its gradients; the last stage gets the sum.
     LOSS = "loss"
-    """With the normaliser from all ranks, the loss and its gradients; the last stage gets the sum."""
+    # The gradient of the embedding's part, from that of the first stage's input, which it sends to all ranks.
     EMBED_BACKWARD = "embed_backward"
-    """The gradient of the embedding's part, from that of the first stage's input, which it sends to all ranks."""
 
     __str__ = str.__str__
     __hash__ = str.__hash__  # that of Enum is slow, and actions are keys everywhere
@@ -217,16 +215,7 @@ def partner(action: Action) -> Action:
     return Action(kind, action.stage + distance, action.microbatch)
 
 
-class Step(Protocol):
-    """An action, or an event of a timeline."""
-
-    @property
-    def kind(self) -> Kind: ...
-    @property
-    def stage(self) -> int: ...
-
-
-def live_changes(steps: Iterable[Step]) -> Iterator[tuple[int, int]]:
+def live_changes(steps: Iterable["Action | Event"]) -> Iterator[tuple[int, int]]:
     """(stage, change of its live activations) of each step of one rank, in their order.
 
     The unit is what one stage keeps of one microbatch, from the beginning of the forward pass to the end of the backward
