@@ -7,11 +7,10 @@ sums nor whether everything wanted was there.
 """
 
 import io
-import math
 import os
 import pickle
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
@@ -165,8 +164,3 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) not in self._ADMITTED:
             raise pickle.UnpicklingError(f"{module}.{name} has no business in it")
         return super().find_class(module, name)
-
-
-def missing(stored: Sequence[Stored], shape: Sequence[int]) -> int:
-    """Elements of a tensor of `shape` that are in none of its boxes, which do not overlap."""
-    return math.prod(shape) - sum(math.prod(box.sizes) for box in stored)

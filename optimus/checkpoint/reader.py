@@ -1,5 +1,6 @@
 """Reading a checkpoint: every byte that is read is checked, and everything that is wanted must be there."""
 
+import math
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from optimus.checkpoint.folder import METADATA, Description, damaged
-from optimus.checkpoint.format import Stored, by_key, missing, read_box, unpack_metadata
+from optimus.checkpoint.format import Stored, by_key, read_box, unpack_metadata
 from optimus.checkpoint.manifest import read_checked, read_checked_description
 from optimus.errors import UserError
 from optimus.state.boxes import Box
@@ -35,7 +36,8 @@ class Reader:
         try:
             boxes = [box._replace(crc=crcs[box.file, box.start, box.length]) for box in unpack_metadata(content)]
             stored = by_key(boxes)
-            lacking = {key: missing(there, there[0].shape) for key, there in stored.items()}
+            there = {key: sum(math.prod(box.sizes) for box in found) for key, found in stored.items()}  # do not overlap
+            lacking = {key: math.prod(found[0].shape) - there[key] for key, found in stored.items()}
         except Exception as error:  # whatever comes of bytes that have the right sum and are no metadata
             raise damaged(path, f"{METADATA} cannot be read ({error!r})") from error
         for key, elements in lacking.items():

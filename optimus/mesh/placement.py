@@ -40,15 +40,12 @@ def describe(mesh: Mesh) -> str:
     if mesh.pipeline_stride:
         order += f", stages lie side by side in blocks of {_number(mesh.block, 'rank')}"
     lines = [f"{_number(mesh.size, 'rank')} on {_number(nodes, 'node')}; {order}"]
-    lines += [f"  {name}: {_sizes(mesh, view)}" for name, view in (("dense", DENSE), ("expert", EXPERT))]
+    for name, view in (("dense", DENSE), ("expert", EXPERT)):
+        lines.append(f"  {name}: {' x '.join(f'{axis} {mesh.axis_size(axis)}' for axis in view)}")
     for axis, *numbers, first in table:
         cells = [axis.ljust(widths[0]), *(text.rjust(width) for text, width in zip(numbers, widths[1:])), first]
         lines.append("  " + "  ".join(cells))
     return "\n".join(lines)
-
-
-def _sizes(mesh: Mesh, view: tuple[str, ...]) -> str:
-    return " x ".join(f"{axis} {mesh.axis_size(axis)}" for axis in view)
 
 
 def _number(count: int, noun: str) -> str:

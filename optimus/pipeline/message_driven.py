@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from queue import SimpleQueue
-from typing import NamedTuple
 
 import torch
 
@@ -23,12 +22,6 @@ from optimus.pipeline.ready import Ready
 from optimus.pipeline.schedule import Action, Kind, Schedule
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD)
-
-
-class _Arrival(NamedTuple):
-    action: Action
-    message: Message
-    error: Exception | None = None
 
 
 class MessageDrivenExecutor:
@@ -50,7 +43,7 @@ class MessageDrivenExecutor:
         self._schedule, self._links, self._work, self._team, self._device = schedule, links, work, team, device
         self._computing = Computing(schedule, work)
         self._ready = Ready(schedule, links.rank, caps, "forward")
-        self._queue: SimpleQueue[_Arrival] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Action, Message | Exception]] = SimpleQueue()  # what has arrived
         self._messages: dict[Action, Message] = {}
 
     def run(self) -> list[Happened]:
@@ -98,9 +91,9 @@ class MessageDrivenExecutor:
     def _take_in(self) -> None:
         """Wait for the next arrival."""
         with self._links.waiting():
-            action, message, error = self._queue.get()
-        if error is not None:
-            raise error
+            action, message = self._queue.get()
+        if isinstance(message, Exception):
+            raise message
         if self._device.type != "cpu":
             for tensor in message:  # the stream on which it came must not take its memory back too early
                 tensor.record_stream(torch.accelerator.current_stream(self._device))
@@ -118,9 +111,9 @@ class MessageDrivenExecutor:
                     message = self._links.start_receive(receive, self._work.room(microbatch))()
                     settle()
                 except (UserError, RuntimeError) as error:
-                    self._queue.put(_Arrival(action, (), error))
+                    self._queue.put((action, error))
                     return
-                self._queue.put(_Arrival(action, message))
+                self._queue.put((action, message))
 
 
 def _own_stream(device: torch.device) -> tuple[nullcontext[None] | torch.Stream, Callable[[], None]]:

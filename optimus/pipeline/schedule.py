@@ -104,15 +104,12 @@ class Schedule:
     name: str
     ranks: int
     microbatches: int
-    actions: tuple[tuple[Action, ...], ...]
-    """Of each rank."""
+    actions: tuple[tuple[Action, ...], ...]  # of each rank
     stages_per_rank: int = 1
     placement: Placement = "loop"
     """loop: stage s is on rank s mod ranks. v: there and back, so rank r has stages r and 2 * ranks - 1 - r."""
-    splits_backward: bool = False
-    """Whether the gradients of inputs and of weights are actions of their own."""
-    splits_vocabulary: bool = False
-    """Whether every rank has a part of the vocabulary, and so actions of its own for it."""
+    splits_backward: bool = False  # whether the gradients of inputs and of weights are actions of their own
+    splits_vocabulary: bool = False  # whether every rank has a part of the vocabulary, and so actions of its own for it
 
     @property
     def stages(self) -> int:

@@ -88,15 +88,13 @@ def keep_stages(model: Transformer, partition: StagePartition) -> None:
             model.blocks[i] = nn.Module()
     if not partition.has_first:
         del model.positions
-    if not partition.has_last:
-        del model.final_norm
-    if partition.vocabulary:
-        return
     tied = model.config.tie_embeddings
-    if not (partition.has_first or (tied and partition.has_last)):
+    if not (partition.vocabulary or partition.has_first or (tied and partition.has_last)):
         del model.embedding
     if not partition.has_last:
-        del model.head
+        del model.final_norm
+        if not partition.vocabulary:
+            del model.head
 
 
 class Staged(nn.Module):

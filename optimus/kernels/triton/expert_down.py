@@ -57,9 +57,7 @@ def expert_down_weight_gradient(
     y_grad_TH: Tensor, weighted_h_PI: Tensor, routes: Routes, into_EHI: Tensor, *, accumulate: bool
 ) -> Tensor:
     """Gradient of down, written or added to `into_EHI`."""
-    return weight_gradient(
-        y_grad_TH, weighted_h_PI, routes, gather_a=True, gather_b=False, into_EMN=into_EHI, accumulate=accumulate
-    )
+    return weight_gradient(y_grad_TH, weighted_h_PI, routes, gather_a=True, into_EMN=into_EHI, accumulate=accumulate)
 
 
 @triton.jit(do_not_specialize=["K"])

@@ -43,9 +43,7 @@ def expert_up_weight_gradient(
     z_grad_PJ: Tensor, x_TH: Tensor, routes: Routes, into_EJH: Tensor, *, accumulate: bool
 ) -> Tensor:
     """Gradient of gate_up, written or added to `into_EJH`."""
-    return weight_gradient(
-        z_grad_PJ, x_TH, routes, gather_a=False, gather_b=True, into_EMN=into_EJH, accumulate=accumulate
-    )
+    return weight_gradient(z_grad_PJ, x_TH, routes, gather_a=False, into_EMN=into_EJH, accumulate=accumulate)
 
 
 @triton.jit(do_not_specialize=["K"])

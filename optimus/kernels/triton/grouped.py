@@ -25,19 +25,19 @@ def grouped_product(kernel: Kernel, a_PL: Tensor, b_ELN: Tensor, routes: Routes)
 
 
 def weight_gradient(
-    a: Tensor, b: Tensor, routes: Routes, *, gather_a: bool, gather_b: bool, into_EMN: Tensor, accumulate: bool
+    a: Tensor, b: Tensor, routes: Routes, *, gather_a: bool, into_EMN: Tensor, accumulate: bool
 ) -> Tensor:
     """Per expert, the sum over its rows of a's row times b's row; [E, M, N], written or added to `into_EMN`, which returns.
 
-    An operand of tokens [T, M] is gathered by the rows' tokens; one of routed rows [P, M] is not. One program owns a tile of
-    one expert's gradient and goes over the expert's rows in order, so nothing is added by two programs.
+    One operand, a if `gather_a`, is of tokens [T, M] and gathered by the rows' tokens; the other is of routed rows [P, M].
+    One program owns a tile of one expert's gradient and goes over the expert's rows in order, so nothing is added by two.
     """
     E, M, N = into_EMN.shape
     t = tiles("weight_gradient", a, M, N, routes.row_tile)
     programs = E * triton.cdiv(M, t.rows) * triton.cdiv(N, t.columns)
     _weight_gradient[(max(1, programs),)](
         a, b, into_EMN, routes.choice_P, routes.offset_E1, routes.position_TK.shape[1], M=M, N=N,
-        GATHER_A=gather_a, GATHER_B=gather_b, ACCUMULATE=accumulate,
+        GATHER_A=gather_a, ACCUMULATE=accumulate,
         TILE_M=t.rows, TILE_N=t.columns, ROWS=t.inner, PRECISION=precision(), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return into_EMN
@@ -124,7 +124,7 @@ def _grouped_product(
 @triton.jit(do_not_specialize=["K"])
 def _weight_gradient(
     a, b, into_EMN, choice_P, offset_E1, K, M: tl.constexpr, N: tl.constexpr,
-    GATHER_A: tl.constexpr, GATHER_B: tl.constexpr, ACCUMULATE: tl.constexpr,
+    GATHER_A: tl.constexpr, ACCUMULATE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_n: tl.constexpr = (N + TILE_N - 1) // TILE_N
@@ -144,13 +144,11 @@ def _weight_gradient(
     for first in range(start, end, ROWS):
         rows = first + tl.arange(0, ROWS)
         real = rows < end
-        a_row, b_row = rows, rows
-        if GATHER_A or GATHER_B:
-            token = tl.load(choice_P + rows, mask=real, other=0) // K
-            if GATHER_A:
-                a_row = token
-            if GATHER_B:
-                b_row = token
+        token = tl.load(choice_P + rows, mask=real, other=0) // K
+        if GATHER_A:
+            a_row, b_row = token, rows
+        else:
+            a_row, b_row = rows, token
         a_at = a_row.to(tl.int64)[:, None] * M + m[None, :]
         b_at = b_row.to(tl.int64)[:, None] * N + n[None, :]
         # Zero rows on both sides: what lies past the expert's rows may be anything.

@@ -31,10 +31,8 @@ class Row:
     in_rounds: bool = False
     """Whether microbatches go in rounds of as many as there are ranks: fewer cannot be, and part of a round takes as long as
     a whole one."""
-    deepens: bool = False
-    """Whether it takes a `warm_up`."""
-    dominated: bool = False
-    """Whether another one takes as long and keeps less, so that no search tries it."""
+    deepens: bool = False  # whether it takes a `warm_up`
+    dominated: bool = False  # whether another one takes as long and keeps less, so that no search tries it
     idle: Callable[[float, float], float] = lambda forward, whole: whole
     """Its bound: what a stage leaves the ranks after it idle in a step at least, from the seconds of its forward pass and of
     all its passes of one microbatch."""

@@ -18,7 +18,6 @@ def zb_h1(sizes: Sizes) -> Schedule:
     So every stage keeps at most the activations of `ranks` microbatches, the maximum of 1F1B. If the three times are
     equal and there are at least `ranks` microbatches, the bubble is (ranks - 1) / (3 * microbatches), a third of 1F1B's.
     """
-
     ranks, microbatches = sizes.ranks, sizes.microbatches
 
     def order(rank: int) -> Iterator[Action]:
