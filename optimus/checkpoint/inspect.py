@@ -95,8 +95,7 @@ def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str
         type_ = getattr(torch, dtype or about.precision)
         model = Transformer(about.model).to(type_)
         reader.fill(whole_boxes(named_tensors(model)))
-        name = str(type_).removeprefix("torch.")
-        write_model(model, output, about.weights_only(name))
+        write_model(model, output, about.weights_only(str(type_).removeprefix("torch.")))
         count = len(list(model.parameters()))
     else:
         tensors = _tensors(reader, dtype)

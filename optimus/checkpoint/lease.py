@@ -50,8 +50,7 @@ class Holder:
     @classmethod
     def here(cls, token: str, several: bool) -> "Holder":
         """This process."""
-        started = psutil.Process().create_time()
-        return cls(token, socket.gethostname(), _machine(), os.getpid(), started, several)
+        return cls(token, socket.gethostname(), _machine(), os.getpid(), psutil.Process().create_time(), several)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"

@@ -156,12 +156,12 @@ class Mesh:
 
     def groups(self, axes: Sequence[str]) -> Iterator[list[int]]:
         """Every group along `axes`, in an order that all ranks agree on; together they hold each rank once."""
-        view, axes = _view(axes), _single(axes)
-        ranges: list[Sequence[int]] = [(0,) if axis in axes else range(self.axis_size(axis)) for axis in view]
-        if "ends" in axes and self.pp > 1:
-            ranges[0] = range(self.pp - 1)
-        for place in product(*ranges):
-            yield self.group(self._rank(view, place), axes)
+        seen: set[int] = set()
+        for rank in range(self.size):
+            if rank not in seen:
+                group = self.group(rank, axes)
+                seen.update(group)
+                yield group
 
     def node(self, rank: int) -> int:
         """The node that holds `rank`."""

@@ -20,8 +20,7 @@ class Costs:
 
     forward: PerStage = 1.0
     backward_input: PerStage = 1.0
-    backward_weights: PerStage = 1.0
-    """A backward pass that is not split takes this and `backward_input` together."""
+    backward_weights: PerStage = 1.0  # a backward pass that is not split takes this and `backward_input` together
     logits: float = 0.0
     """Of a part of the vocabulary on every rank; the gradients of both its factors take twice as much."""
     link: float = 0.0

@@ -108,14 +108,14 @@ class Computing:
     def __init__(self, schedule: Schedule, work: ForwardWork) -> None:
         self.schedule, self._work = schedule, work
         self.happened: list[Happened] = []
-        self._here: dict[Action, Message] = {}  # by computation: what it gave
+        self.made: dict[Action, Message] = {}  # by computation: what it gave, for another stage
 
     def run(self, action: Action, received: Message | None) -> None:
         """Do it; `received` is what a receive has brought for it, if it needs one."""
         kind, stage, microbatch = action
         source = self.schedule.input_of(action)
         if received is None and source is not None and source.stage != stage:
-            received = self._here.pop(source)
+            received = self.made.pop(source)
         start = time.perf_counter()
         made = None
         if kind is Kind.FORWARD:
@@ -128,11 +128,7 @@ class Computing:
             made = cast(Work, self._work).backward(stage, microbatch, received, kind is Kind.BACKWARD_INPUT)
         self.happened.append(Happened(*action, start, time.perf_counter()))
         if made is not None:
-            self._here[action] = made
-
-    def take(self, action: Action) -> Message:
-        """What a computation gave, for another rank."""
-        return self._here.pop(action)
+            self.made[action] = made
 
 
 class ScheduledExecutor:
@@ -154,7 +150,7 @@ class ScheduledExecutor:
                 needed = self._schedule.receive_for(action)
                 self._computing.run(action, None if needed is None else self._coming.pop(needed)())
             elif action.kind.sends:
-                self._links.send(action, self._computing.take(self._schedule.made_for(action)))
+                self._links.send(action, self._computing.made.pop(self._schedule.made_for(action)))
         self._links.finish()
         return self._computing.happened
 

@@ -59,7 +59,7 @@ class MessageDrivenExecutor:
             following = self._ready.end(action)
             send = self._schedule.send_of(action)
             if send is not None:
-                self._links.send(send, self._computing.take(action))
+                self._links.send(send, self._computing.made.pop(action))
             elif following is not None:
                 self._ready.arrive(following, time.perf_counter())
         self._links.finish()

@@ -20,14 +20,8 @@ def simulate_message_driven(
 ) -> Timeline:
     """Whenever a rank is free, it does the forward or backward pass whose input has arrived; of several, the preferred.
 
-    Args:
-        costs: default: F = I = W = 1; backward passes are not split, and transfers never block (`costs.blocking` is not
-            used).
-        caps: the most live activations of each stage. One number for all is the dissertation's `pipeline_limit`: as many
-            microbatches are in the pipeline at once. Default: the number of stages, as there.
-        prefer: forward: a forward pass as long as its stage is below its cap; backward: a backward pass; arrival: what
-            came first.
-        stages_per_rank: stage s is on rank s mod ranks; of several stages the last that can go on does.
+    `caps` and `prefer` as for `Ready`. Costs are F = I = W = 1 by default; backward passes are not split, and transfers
+    never block (`costs.blocking` is not used). Stage s is on rank s mod `ranks`.
 
     Raises `UserError` for a cap below one and for costs or caps that do not fit the stages.
     """

@@ -34,9 +34,9 @@ class _Arrived(NamedTuple):
 class Ready:
     """The computations of `rank` that could be done now, and how many activations its stages keep.
 
-    `caps`: the most live activations of each stage, as `find_caps` takes them, which refuses those that let nothing in.
-    `prefer`: forward: a forward pass as long as its stage is below its cap; backward: a backward pass; arrival: what came
-    first. Of several stages the last takes precedence.
+    `caps`: the most live activations of each stage, as `find_caps` takes them; one number for all is `pipeline_limit` of the
+    AxoNN dissertation: as many microbatches are in the pipeline at once. `prefer`: forward: a forward pass as long as its
+    stage is below its cap; backward: a backward pass; arrival: what came first. Of several stages the last comes first.
     """
 
     def __init__(self, schedule: Schedule, rank: int, caps: int | Sequence[int] | None, prefer: Preference) -> None:

@@ -51,8 +51,7 @@ class StagePartition(NamedTuple):
 
     blocks: Sequence[range]
     here: Sequence[int]
-    vocabulary: bool = False
-    """Whether every rank has a part of the vocabulary; its parameters are then of no stage, which is -1."""
+    vocabulary: bool = False  # whether every rank has a part of it, whose parameters are of no stage, which is -1
 
     @property
     def has_first(self) -> bool:

@@ -68,13 +68,12 @@ class VocabularyPasses:
         self._room, self._count, self._scale, self._trains = room, count, scale, trains
         self._rank = links.outputs.rank
         self._positions_S = positions_S
-        self._embedded: dict[int, tuple[Tensor, Finish]] = {}  # on the first stage's rank
         self._embedding_edges: dict[int, GradientEdge] = {}
         self._input_gradients: dict[int, Tensor] = {}  # on the first stage's rank
         self._outputs: dict[int, Tensor] = {}  # on the last stage's rank
         self._logits: dict[int, _Logits] = {}
-        self._given_back: dict[int, tuple[Tensor, Tensor, Finish]] = {}  # loss, gradient; on the last stage's rank
-        self._under_way: dict[tuple[str, int], tuple[Tensor, Finish]] = {}  # what others will have, by its name
+        self._losses: dict[int, Tensor] = {}  # on the last stage's rank
+        self._under_way: dict[tuple[str, int], tuple[Tensor, Finish]] = {}  # what goes between the ranks, by its name
 
     def run(self, kind: Kind, microbatch: int) -> None:
         """One pass."""
@@ -83,7 +82,7 @@ class VocabularyPasses:
 
     def embedded(self, microbatch: int) -> Tensor:
         """On the first stage's rank, its input [T, H]."""
-        x_TH, finish = self._embedded.pop(microbatch)
+        x_TH, finish = self._under_way.pop(("embedding", microbatch))
         finish()
         return x_TH
 
@@ -94,10 +93,10 @@ class VocabularyPasses:
 
     def output_gradient(self, microbatch: int) -> tuple[Tensor, Tensor]:
         """On the last stage's rank: (loss, gradient [T, H] of what `send_output` has sent)."""
-        loss, x_grad_TH, finish = self._given_back.pop(microbatch)
+        x_grad_TH, finish = self._under_way.pop(("output gradient", microbatch))
         finish()
         self._finish("output", microbatch)  # what the others have made of it is here
-        return loss, x_grad_TH
+        return self._losses.pop(microbatch), x_grad_TH
 
     def send_input_gradient(self, microbatch: int, x_grad_TH: Tensor) -> None:
         """On the first stage's rank: begin to give the gradient of its input to all."""
@@ -118,10 +117,7 @@ class VocabularyPasses:
             self._embedding_edges[microbatch] = get_gradient_edge(x_TH)
         x_TH = x_TH.detach()
         finish = self._links.embeddings.start_sum_at(x_TH, self._links.first)
-        if self._rank == self._links.first:
-            self._embedded[microbatch] = x_TH, finish
-        else:
-            self._under_way["embedding", microbatch] = x_TH, finish
+        self._under_way["embedding", microbatch] = x_TH, finish
 
     def _find_logits(self, microbatch: int) -> None:
         x_TH = self._given(self._outputs, self._links.outputs, self._links.last, "output", microbatch)
@@ -146,10 +142,9 @@ class VocabularyPasses:
         x_grad_TH = x_TH.grad
         assert x_grad_TH is not None
         finish = self._links.output_gradients.start_sum_at(x_grad_TH, self._links.last)
+        self._under_way["output gradient", microbatch] = x_grad_TH, finish
         if self._rank == self._links.last:
-            self._given_back[microbatch] = loss, x_grad_TH, finish
-        else:
-            self._under_way["output gradient", microbatch] = x_grad_TH, finish
+            self._losses[microbatch] = loss
 
     def _embed_backward(self, microbatch: int) -> None:
         group, what = self._links.embedding_gradients, "gradient of the embeddings"

@@ -1,6 +1,6 @@
 """1F1B with several stages per rank (Megatron-LM, Narayanan et al. 2021, section 2.2 and figure 4 bottom)."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from optimus.pipeline.schedule import Action, Kind, Schedule
 from optimus.pipeline.schedules.one_f_one_b import take_turns
@@ -16,18 +16,16 @@ def interleaved(sizes: Sizes) -> Schedule:
     `ahead`, a rank begins so many more forward passes before its first backward pass.
     """
     ranks, microbatches, stages_per_rank, _, ahead = sizes
-    rounds = -(-microbatches // ranks)
+    rounds = [range(first, first + ranks) for first in range(0, microbatches, ranks)]
 
-    def passes(kind: Kind, stages: Iterable[int]) -> list[Action]:
-        turns, order = range(rounds), list(stages)
-        whole = [[turn * ranks + place for place in range(ranks)] for turn in turns]
-        return [Action(kind, stage, microbatch) for round_ in whole for stage in order for microbatch in round_]
+    def passes(kind: Kind, stages: Sequence[int]) -> list[Action]:
+        return [Action(kind, stage, microbatch) for round_ in rounds for stage in stages for microbatch in round_]
 
     orders = []
     for rank in range(ranks):
         stages = range(rank, ranks * stages_per_rank, ranks)
         live = 2 * (ranks - rank - 1) + (stages_per_rank - 1) * ranks + 1 + ahead
-        whole = take_turns(passes(Kind.FORWARD, stages), passes(Kind.BACKWARD, reversed(stages)), live)
+        whole = take_turns(passes(Kind.FORWARD, stages), passes(Kind.BACKWARD, stages[::-1]), live)
         orders.append([action for action in whole if action.microbatch < microbatches])
     return Schedule("interleaved-1f1b", ranks, microbatches, (), stages_per_rank=stages_per_rank).in_order(orders)
 

@@ -25,8 +25,7 @@ class Row:
     name: str
     make: Callable[[Sizes], Schedule]
     placement: Placement = "loop"
-    stages: int = 1
-    """On each rank; of more, where the schedule takes `any_stages`, the least."""
+    stages: int = 1  # on each rank; of more, where the schedule takes `any_stages`, the least
     any_stages: bool = False
     in_rounds: bool = False
     """Whether microbatches go in rounds of as many as there are ranks: fewer cannot be, and part of a round takes as long as
