@@ -55,8 +55,7 @@ class Documents:
     def offsets(self, device: torch.device) -> Tensor:
         """int32 [documents + 1]: the first token of each document, and the number of all tokens; made once."""
         if device not in self._offsets:
-            starts = [0, *accumulate(self.lengths)]
-            self._offsets[device] = torch.tensor(starts, dtype=torch.int32, device=device)
+            self._offsets[device] = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=device)
         return self._offsets[device]
 
 

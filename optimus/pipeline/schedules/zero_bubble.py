@@ -9,7 +9,6 @@ from optimus.pipeline.schedule import Action, Kind, Schedule
 from optimus.pipeline.schedules.row import Row, Sizes
 
 F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHTS
-_STEPS = {F: 1, I: 0, W: -1}  # change of the live activations
 
 
 def zb_h1(sizes: Sizes) -> Schedule:
@@ -67,7 +66,7 @@ def zbv(sizes: Sizes) -> Schedule:
             if action is not None:
                 ends[action] = now + 1
                 next_microbatch[action.kind, action.stage] += 1
-                live[rank] += _STEPS[action.kind]
+                live[rank] += {F: 1, W: -1}.get(action.kind, 0)
                 orders[rank].append(action)
         now += 1
     return schedule.in_order(orders)
