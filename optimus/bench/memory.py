@@ -147,5 +147,5 @@ def allocated(chunks: Iterable[Chunk]) -> dict[str, int]:
         total["parameters"] += count(chunk.parameter, chunk.own)
         total["gradients"] += count(chunk.gradient, chunk.reduced)
         total["master"] += count(chunk.master)
-        total["moments"] += count(chunk.m, chunk.v)
+        total["moments"] += count(*chunk.moments.values())
     return dict(total)

@@ -172,7 +172,7 @@ def _explain(error: ValidationError, root: type[BaseModel]) -> list[str]:
 
 
 # What pydantic adds to the path of a key that may be of several types.
-_TYPE = re.compile(r"^(constrained-\w+|int|float|str|bool|list\[.*|literal\[.*|function-\w+.*|nullable.*)$")
+_TYPE = re.compile(r"^([A-Z]\w*|constrained-\w+|int|float|str|bool|list\[.*|literal\[.*|function-\w+.*|nullable.*)$")
 _MUST_BE = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -215,6 +215,9 @@ def keys_of_section(path: Sequence[str], root: type[BaseModel]) -> Iterable[str]
 
 
 def _fields_of(annotation: Any) -> Iterable[str]:
+    """Of a section, or of those of several types that a key may be of which are sections."""
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return [name for each in typing.get_args(annotation) for name in _fields_of(each)]
     known = isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias)
     return annotation.model_fields if known and issubclass(annotation, BaseModel) else ()
 

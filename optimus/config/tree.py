@@ -5,9 +5,9 @@ Combinations that cannot work are refused here, by validators that name the fiel
 tree is known to make sense.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from optimus.config.combinations import check_combinations
 from optimus.config.parallel import ParallelConfig
@@ -25,6 +25,22 @@ class DataConfig(Section):
     path: PathText = Field(description="Folder written by `optimus prepare`.")
 
 
+class ShardRanks(Section):
+    """Over how many neighbouring ranks each kind of state is shared out; default: all."""
+
+    model_config = ConfigDict(frozen=True)
+
+    parameters: int | None = Field(None, gt=0)
+    """Of a whole parameter, each rank keeps one part in so many; as a card or a node has ranks."""
+    gradients: int | None = Field(None, gt=0)
+    """The same of gradients: a multiple of that of parameters."""
+    optimizer: int | None = Field(None, gt=0)
+    """The same of master weights and what the update rule keeps: a multiple of that of gradients."""
+
+    def __str__(self) -> str:
+        return ", ".join(str(width or "all") for _, width in self)
+
+
 class StateConfig(Section):
     """How the model state is held."""
 
@@ -34,9 +50,11 @@ class StateConfig(Section):
     shard_over: Literal["replicas", "data"] = "replicas"
     """Ranks over which it is shared out: all that hold the same parameters (EPSO), or only those along the data axis of
     the experts, so that what is not expert is held `parallel.expert` times."""
-    shard_ranks: int | None = Field(None, gt=0)
+    shard_ranks: Annotated[int, Field(gt=0)] | ShardRanks | None = None
     """Share out over this many neighbouring ranks only and repeat it in the others (HSDP); at most as many as hold the
-    same parameters. Those that fewer ranks hold, as experts may be, are shared out over all of these. Default: all."""
+    same parameters. Those that fewer ranks hold, as experts may be, are shared out over all of these. A number for each
+    of parameters, gradients and optimizer nests them: parameters over the ranks of a card, gradients over those of a node,
+    the rest over all, so that only what the optimizer shares crosses nodes. Default: all."""
     reshard_after_forward: bool = True
     """With shard: parameters, whether whole parameters are freed after the forward pass and gathered again in the
     backward pass, or kept until the optimizer step."""
@@ -60,11 +78,38 @@ class StateConfig(Section):
             raise ValueError(
                 "shard_ranks and shard_over say how the state is shared out, but shard is none: choose a shard"
             )
+        if isinstance(self.shard_ranks, ShardRanks):
+            _check_nesting(self.shard, self.shard_ranks)
         if self.shard != "parameters" and not self.reshard_after_forward:
             raise ValueError(
                 f"reshard_after_forward is about whole parameters, which are always kept with shard {self.shard}: remove it"
             )
         return self
+
+
+def shard_widths(shard: str, ranks: int | ShardRanks | None) -> tuple[int | None, ...]:
+    """Over how many ranks parameters, gradients and the optimizer's state are shared out; None: all that have the same
+    parameters."""
+    widths = [width for _, width in ranks] if isinstance(ranks, ShardRanks) else [ranks] * 3
+    whole = {"none": 3, "optimizer": 2, "gradients": 1, "parameters": 0}[shard]
+    return *[1] * whole, *widths[whole:]
+
+
+def _check_nesting(shard: str, ranks: ShardRanks) -> None:
+    kinds = ["parameters", "gradients", "optimizer"]
+    whole = kinds[: kinds.index(shard)]
+    said = [(kind, width) for kind, width in ranks if width is not None]
+    for kind, _ in said:
+        if kind in whole:
+            raise ValueError(f"shard_ranks.{kind}: with shard {shard} every rank keeps all {kind}: remove it")
+    for kind in kinds[len(whole) : -1]:
+        later = kinds[kinds.index(kind) + 1]
+        inner, outer = getattr(ranks, kind), getattr(ranks, later)
+        if outer is not None and (inner is None or outer % inner):
+            raise ValueError(
+                f"shard_ranks.{later} {outer} must be a multiple of shard_ranks.{kind}, which is {inner or 'all'}: each "
+                "kind is shared out as far as the one before, or further"
+            )
 
 
 class OptimizerConfig(Section):

@@ -26,8 +26,8 @@ def dry_run(config: RunConfig, ranks: int, rank: int, load: float = 1.0) -> dict
     """
     if not 0 <= rank < ranks:
         raise UserError(f"--dry-run {rank}: the ranks are 0 to {ranks - 1}")
-    mesh, dtype = mesh_of(config, ranks), DTYPES[config.train.precision]
-    found = bytes_by_kind(planned_chunks(config, mesh, [rank])[0], dtype, DTYPES[config.state.gradient_dtype])
+    mesh = mesh_of(config, ranks)
+    found = bytes_by_kind(planned_chunks(config, mesh, [rank])[0])
     partition = partition_of(config, mesh, rank)
     stages = {
         stage: activation_bytes(
@@ -37,7 +37,7 @@ def dry_run(config: RunConfig, ranks: int, rank: int, load: float = 1.0) -> dict
             first=stage == 0,
             last=stage == len(partition.blocks) - 1,
             load=load,
-            **activation_shapes(config, mesh, dtype.itemsize),
+            **activation_shapes(config, mesh, DTYPES[config.train.precision].itemsize),
         )
         for stage in partition.here
     }

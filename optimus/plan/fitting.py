@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import combinations
 
 from optimus.config import ModelConfig
+from optimus.config.tree import ShardRanks
 from optimus.plan.divisions import Base, Division
 from optimus.plan.held import kinds_of
 from optimus.plan.memory import Rank, activations_of, ranks_of, room_of, stages_of_each, state_of
@@ -41,7 +42,7 @@ class Fitting:
         setting = base.setting
         work = base.division.work if question.machine.network.links is None else None  # that knows no links
         taken: dict[frozenset[str], list[float]] = {}
-        enough: dict[int | None, frozenset[str]] = {}  # of what less sharding has recomputed, over so many ranks
+        enough: dict[int | ShardRanks | None, frozenset[str]] = {}  # of what less sharding recomputed, by width
         for shard, width in sharded(question, setting):
             recompute = self._least(base, setting, self._room(setting, shard, width), taken)
             if recompute is None or (shard in _FINER and self._hides and enough.get(width) == recompute):
@@ -56,7 +57,7 @@ class Fitting:
                         best, limit = plan, plan.step.seconds
         return best
 
-    def _room(self, setting: Setting, shard: Shard, width: int | None) -> list[float]:
+    def _room(self, setting: Setting, shard: Shard, width: int | ShardRanks | None) -> list[float]:
         """Bytes that its state leaves of each rank of `_ranks_of`."""
         question = self._question
         key = setting.mesh, setting.stages_per_rank, setting.ends_apart, shard, width
@@ -112,19 +113,28 @@ class Fitting:
         return self._kept[key]
 
 
-def sharded(question: Question, setting: Setting) -> Iterator[tuple[Shard, int | None]]:
-    """All ways to hold the state: the levels, over all replicas (None) and over those of a node."""
+def sharded(question: Question, setting: Setting) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
+    """All ways to hold the state: the levels, over all replicas (None) and over those of a node; and parameters over those
+    ranks of a node that are nearest to each other, gradients over these or the node's, the rest over all."""
     mesh = setting.mesh
     yield "none", None
     if mesh.stage == mesh.tp:
         return
     node = question.machine.ranks_per_node // mesh.tp
-    widths = [None, node] if 1 < node < mesh.dp and mesh.dp % node == 0 else [None]
-    for width in widths:
+    replicas = {mesh.dp, mesh.edp} if question.model.experts else {mesh.dp}
+
+    def divide(*widths: int) -> bool:
+        return 1 < widths[-1] < mesh.dp and all(each % min(width, each) == 0 for each in replicas for width in widths)
+
+    for width in [None, node] if divide(node) else [None]:
         yield "optimizer", width
         if setting.microbatches > 1:
             yield "gradients", width
         yield "parameters", width
+    for near in question.machine.node.nearest(mesh.tp):
+        for width in dict.fromkeys((near, node)):
+            if width % near == 0 and divide(near, width):
+                yield "parameters", ShardRanks(parameters=near, gradients=width)
 
 
 def placements(setting: Setting) -> Iterator[Setting]:

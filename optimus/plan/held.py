@@ -1,16 +1,21 @@
 """What a rank holds of the parameters: from the layouts that training itself would use, counted on meta tensors."""
 
 import math
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from optimus.config import ModelConfig
+from optimus.config.tree import shard_widths
 from optimus.mesh import Layout, Mesh
 from optimus.parallel.layouts import parameter_layouts
 from optimus.plan.blocks import examples
 from optimus.plan.collectives import Place
 from optimus.plan.setting import Setting, place
+from optimus.state.buffers import Depths
+from optimus.state.plan import sharing_steps
 
 # In blocks like that layer, in all blocks, before the blocks, after them, or in both places: a table that embedding and
 # output layer share.
@@ -29,7 +34,31 @@ class Held(NamedTuple):
 
     elements: float
     replicas: Place
-    shared: Place  # of the replicas, those that share the state out; of size 1 with shard: none
+    steps: tuple[Place, ...]  # in which replicas share them out (`state.plan.sharing_steps`)
+    depths: Depths
+
+    def after(self, depth: int) -> float:
+        """Elements that a rank has after so many steps."""
+        return self.elements / self.ways(depth)
+
+    def ways(self, depth: int) -> int:
+        """Into how many parts they are then shared out."""
+        return math.prod(step.size for step in self.steps[:depth])
+
+    @property
+    def own(self) -> float:
+        """Elements that a rank updates."""
+        return self.after(self.depths.optimizer)
+
+    @property
+    def copies(self) -> Place:
+        """The ranks that update the same ones."""
+        return self.replicas.outer(self.ways(self.depths.optimizer))
+
+    def moved(self, first: int, last: int) -> Iterator[tuple[float, Place]]:
+        """(elements, the ranks among which they are gathered or scattered) of the steps from `first` to before `last`."""
+        for depth in range(first, last):
+            yield self.after(depth), self.steps[depth]
 
 
 def kinds_of(model: ModelConfig, setting: Setting) -> tuple[Kind, ...]:
@@ -60,13 +89,13 @@ def held_by(kinds: tuple[Kind, ...], setting: Setting, counts: Mapping[Where, in
         number = counts.get(where, 0)
         if number:
             found[axes] = found.get(axes, 0.0) + number * elements
-    over = setting.mesh, setting.shard != "none", setting.shard_over == "data", setting.shard_ranks
+    over = setting.mesh, setting.shard_over == "data", shard_widths(setting.shard, setting.shard_ranks)
     return [Held(elements, *_places(axes, *over)) for axes, elements in found.items()]
 
 
 def written(held: Iterable[Held], *, scattered: bool) -> float:
     """Elements that a rank writes into a checkpoint: with `scattered` the ranks that hold the same take turns."""
-    return sum(each.elements / (each.replicas if scattered else each.shared).size for each in held)
+    return sum(each.elements / each.replicas.size if scattered else each.own for each in held)
 
 
 @lru_cache(maxsize=1024)
@@ -82,16 +111,15 @@ def _sums(kinds: tuple[Kind, ...], mesh: Mesh) -> list[tuple[tuple[Where, tuple[
 
 @lru_cache(maxsize=8192)
 def _places(
-    axes: tuple[str, ...], mesh: Mesh, sharded: bool, over_data: bool, width: int | None
-) -> tuple[Place, Place]:
-    """Where the ranks along `axes` lie, and those that share the state out (`state.plan.shard_groups`)."""
-    replicas = place(mesh, axes) if axes else Place(1)
-    if not sharded or replicas.size == 1:
-        return replicas, Place(1)
-    shared = replicas
+    axes: tuple[str, ...], mesh: Mesh, over_data: bool, widths: tuple[int | None, ...]
+) -> tuple[Place, tuple[Place, ...], Depths]:
+    """Where the ranks along `axes` lie, and those that share the state out in each step (`state.plan.shard_groups`)."""
+    replicas = shared = place(mesh, axes) if axes else Place(1)
     if over_data and axes != ("edp",):
         several = mesh.ep * mesh.etp // math.gcd(mesh.ep * mesh.etp, replicas.stride)
         shared = replicas.outer(several) if several < replicas.size else Place(1)
-    if width is not None:
-        shared = shared.inner(min(width, shared.size))
-    return replicas, shared
+    if widths[-1] is not None:
+        shared = shared.inner(min(widths[-1], shared.size))
+    steps, depths = sharing_steps(widths, shared.size)
+    before = accumulate(steps, initial=1, func=operator.mul)
+    return replicas, tuple(shared.outer(inner).inner(step) for inner, step in zip(before, steps)), depths

@@ -65,6 +65,11 @@ class Node(Section):
     paces: dict[Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift"], Pace] = Field({})
     """Kinds of collectives (shift: a message to the next rank) that bandwidth and latency do not describe."""
 
+    def nearest(self, stride: int) -> list[int]:
+        """Of how many ranks, `stride` apart, rings are faster than others: those of a card, or of a plane."""
+        keys = (key.split("x") for key, bandwidth in self.groups.items() if bandwidth > self.bandwidth)
+        return sorted(int(size) for apart, size in keys if int(apart) == stride)
+
     def pace(self, kind: str) -> Pace:
         """Of a kind of collective."""
         return self.paces.get(kind) or Pace(step=self.latency)  # type: ignore[call-overload]

@@ -112,21 +112,20 @@ def state_parts(
     held: Sequence[Held], setting: Setting, software: Software, counts: Mapping[Where, int]
 ) -> dict[str, float]:
     """What is there at rest, copies for checkpoints too, and whole parameters and gradients while they are used."""
-    shards = ["none", "optimizer", "gradients", "parameters"].index(setting.shard)
     blocks = max(1, counts["blocks"])
     state = software.state - (4.0 if setting.precision == "fp32" else 0.0)  # parameters are then the master weights
     copied = SAVED * written(held, scattered=setting.saving.scattered) if setting.saving.copied else 0.0
     parts = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "gathered": 0.0, "copies": copied}
     for each in held:
-        part, block = each.elements / each.shared.size, each.elements / blocks * min(_AHEAD, blocks)
-        parts["optimizer"] += 0.0 if "optimizer" in setting.offload else state * part
-        parts["gradients"] += software.gradient * (part if shards >= 2 else each.elements)
-        if not (shards == 3 and "parameters" in setting.offload):
-            parts["parameters"] += setting.itemsize * (part if shards == 3 else each.elements)
-        if shards == 3:
+        block = each.elements / blocks * min(_AHEAD, blocks)
+        parts["optimizer"] += 0.0 if "optimizer" in setting.offload else state * each.own
+        parts["gradients"] += software.gradient * each.after(each.depths.gradients)
+        if not (each.depths.parameters and "parameters" in setting.offload):
+            parts["parameters"] += setting.itemsize * each.after(each.depths.parameters)
+        if each.depths.parameters:
             parts["gathered"] += setting.itemsize * (block if setting.release else each.elements)
             parts["gathered"] += software.reduced * each.elements * (software.whole_gradients and not setting.release)
-        if shards >= 2:
+        if each.depths.gradients:
             parts["gathered"] += software.gradient * block / _AHEAD
     return parts
 

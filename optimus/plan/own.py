@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from optimus.config import ModelConfig, RunConfig
+from optimus.config.tree import ShardRanks
 from optimus.parallel.activations import Activations, activation_bytes
 from optimus.parallel.build import StageOptions
 from optimus.parallel.recompute import Recomputation
@@ -104,7 +105,8 @@ def sections_of(setting: Setting) -> dict[str, Any]:
         parallel |= {"pipeline_stride": mesh.pipeline_stride} if mesh.pipeline_stride else {}
     state: dict[str, Any] = {"shard": setting.shard}
     if setting.shard != "none":
-        state |= {"shard_ranks": setting.shard_ranks} if setting.shard_ranks else {}
+        if (ranks := setting.shard_ranks) is not None:
+            state["shard_ranks"] = ranks.model_dump(exclude_none=True) if isinstance(ranks, ShardRanks) else ranks
         state |= {"shard_over": setting.shard_over} if setting.shard_over != "replicas" else {}
         state |= {"reshard_after_forward": False} if setting.shard == "parameters" and not setting.release else {}
     precision = {short: name for name, short in PRECISION.items()}.get(setting.precision)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from optimus.config.tree import ShardRanks
 from optimus.mesh import Mesh
 from optimus.pipeline.schedules import DEFAULT, schedules
 from optimus.plan.collectives import Place
@@ -51,7 +52,7 @@ class Setting(Given):
     stages_per_rank: int = 1
     sequence: bool = True
     shard: Shard = "none"
-    shard_ranks: int | None = None
+    shard_ranks: int | ShardRanks | None = None
     shard_over: Literal["replicas", "data"] = "replicas"
     recompute: frozenset[str] = frozenset()
     recompute_every: int = 1

@@ -6,14 +6,14 @@ do together, as far as it is not hidden behind the last backward pass, and the o
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from optimus.config import ModelConfig
-from optimus.plan.collectives import transfer_seconds
+from optimus.plan.collectives import Collective, Place, transfer_seconds
 from optimus.plan.held import Held, Where, held_by, kinds_of, written
 from optimus.plan.machine import Machine
 from optimus.plan.own import stage_sizes
@@ -233,11 +233,18 @@ def _scaled(terms: Terms, times: float) -> Terms:
 def _gathering(work: Work, held: Sequence[Held], forward: Terms, backward: Terms) -> float:
     """Of a microbatch's parameters, forward and backward, and reducing their gradients: what computing does not hide."""
     s, software = work.setting, work.software
-    gather = sum(work.collective("all_gather", each.elements * work.e, each.shared) for each in held)
-    reduce = sum(work.collective("reduce_scatter", each.elements * software.reduced, each.shared) for each in held)
+    gather = reduce = 0.0
+    for each in held:
+        gather += _moving(work, "all_gather", each.moved(0, each.depths.parameters), work.e)
+        reduce += _moving(work, "reduce_scatter", each.moved(0, each.depths.gradients), software.reduced)
     second = (gather if s.release else 0.0) + reduce
     share = software.overlap_gather * work.machine.overlap
     return _beside(gather, share * forward.compute) + _beside(second, share * backward.compute)
+
+
+def _moving(work: Work, kind: Collective, moved: Iterable[tuple[float, Place]], size: float) -> float:
+    """Collectives one after the other, of elements of so many bytes."""
+    return sum(work.collective(kind, elements * size, place) for elements, place in moved)
 
 
 def _beside(moving: float, computing: float) -> float:
@@ -254,20 +261,16 @@ def _reduction(work: Work, held: Sequence[Held], times: Sequence[StageTimes]) ->
     s, software = work.setting, work.software
     reduce = gather = turns = 0.0
     for each in held:
-        whole = each.elements * software.reduced
-        if s.shard == "none":
-            reduce += work.collective("all_reduce", whole, each.replicas)
-            continue
-        part = whole / each.shared.size
-        among = each.replicas.outer(each.shared.size)
-        if s.shard != "parameters":
-            reduce += work.collective("reduce_scatter", whole, each.shared)
-            turns += software.broadcast * each.shared.size
-            gather += work.collective("all_gather", each.elements * work.e, each.shared)
-        reduce += work.collective("all_reduce", part, among)
+        parameters, gradients, optimizer = each.depths
+        if not parameters:  # else it is beside every microbatch, with what is gathered there
+            scattered = _moving(work, "reduce_scatter", each.moved(0, gradients), software.reduced)
+            reduce += s.microbatches * scattered
+            turns += software.broadcast * each.ways(optimizer) if optimizer else 0.0
+        reduce += _moving(work, "reduce_scatter", each.moved(gradients, optimizer), software.reduced)
+        reduce += work.collective("all_reduce", each.own * software.reduced, each.copies)
+        gather += _moving(work, "all_gather", each.moved(parameters, optimizer), work.e)
     hidden, ahead = sum(each.backward + each.weights for each in times), sum(each.forward for each in times)
     if s.shard == "gradients":
-        reduce *= s.microbatches
         hidden *= s.microbatches
     hidden, ahead = (work.machine.overlap * seconds for seconds in (hidden, ahead))
     return _beside(reduce, software.overlap_data * hidden) + turns + _beside(gather, software.overlap_gather * ahead)
@@ -276,7 +279,7 @@ def _reduction(work: Work, held: Sequence[Held], times: Sequence[StageTimes]) ->
 def _update(work: Work, held: Sequence[Held]) -> float:
     """Measuring the norm and the update, as fast as memory is."""
     software = work.software
-    own = sum(each.elements / each.shared.size for each in held)
+    own = sum(each.own for each in held)
     norm = own * software.gradient
     ways = 0.0
     if "optimizer" in work.setting.offload:  # gradients go to the host, and parameters come back

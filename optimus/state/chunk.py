@@ -1,17 +1,15 @@
-"""A chunk: parameters laid end to end in flat buffers, with their gradients, fp32 master weights and moments.
+"""A chunk: parameters laid end to end in flat buffers, with their gradients, fp32 master weights and what a rule keeps.
 
 The module's parameters are views of the chunk's compute buffer and their gradients accumulate into views of its gradient
 buffer, so reducing, measuring, updating and saving are operations on a few long tensors, whatever the model. All parameters
-of a chunk have the same replicas. These ranks divide the chunk among groups that share it out (`group`); ranks with the same
-part of it in different groups are its `copies`. Gradients are summed over both: the loss is divided by the number of data
-ranks before the backward pass. What is shared out is a matter of level (ZeRO, section 5):
+of a chunk have the same replicas. These share the chunk out, in steps (`plan.py`): each rank keeps some part of each buffer
+(`buffers.py`), and ranks with the same parts are its `copies`. Gradients are summed over all: the loss is divided by the
+number of data ranks before the backward pass.
 
-- none: everything is everywhere; gradients are all-reduced (DDP).
-- optimizer: each rank keeps master weights and moments of its part: gradients are reduce-scattered, each rank updates its
-  part, and the parameters are gathered again while other chunks are updated and the next forward pass begins (ZeRO-1).
-- gradients: the long gradient buffer exists only from a chunk's first gradient of a microbatch to its last, when it begins
-  to be reduced into this rank's part (ZeRO-2).
-- parameters: so it is with the parameters, which are gathered when a module uses them (ZeRO-3; see `gathering.py`).
+What is not kept whole has memory while it is used: parameters from when a module needs them (`gathering.py`), gradients from
+the first of a microbatch to the last, when they begin to be reduced. Parameters are gathered in the steps in which they are
+shared out, backwards; first those parts that other ranks have updated, while other chunks are updated and the next forward
+pass begins, and the rest when they are used.
 
 A chunk is reduced as soon as its last gradient of the last microbatch has arrived, while the backward pass goes on.
 
@@ -20,7 +18,8 @@ and the working set of a tile stays in cache.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -31,6 +30,7 @@ from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.model.init import initialize_parameter
 from optimus.model.parameters import Initial
 from optimus.optim.adamw import AdamW, adamw
+from optimus.state.buffers import Held
 from optimus.state.plan import ChunkPlan, _aligned
 from optimus.step_context import StepContext
 
@@ -62,54 +62,81 @@ class ChunkGradient(GradientBuffer):
         self.used = True
 
 
+class InTurn:
+    """Collectives in turn: each begins when the one before has been waited for."""
+
+    def __init__(self) -> None:
+        self._starts: deque[Callable[[], Finish]] = deque()
+        self._finish: Finish | None = None  # of the one under way
+
+    def __bool__(self) -> bool:
+        return self._finish is not None
+
+    def add(self, start: Callable[[], Finish]) -> None:
+        """Begin it when those before it are through: now, if there are none."""
+        if self:
+            self._starts.append(start)
+        else:
+            self._finish = start()
+
+    def advance(self) -> None:
+        """Wait for the one under way and begin the next."""
+        if self._finish is not None:
+            self._finish()
+            self._finish = self._starts.popleft()() if self._starts else None
+
+    def finish(self) -> None:
+        """Wait for all."""
+        while self:
+            self.advance()
+
+
 class Chunk:
     """The state of the parameters of `plan`; see the module's text.
 
-    Flat buffers: `parameter` (compute type) and `gradient` (gradient type) of the whole chunk; `own` (compute type),
-    `reduced` (gradient type), `master`, `m` and `v` (fp32) of this rank's part, which may be everything. `own` and `reduced`
-    are views of the long buffers where those are kept. With compute type fp32, `master` is `own`.
+    Flat buffers: `parameter` (compute type) and `gradient` (gradient type) of the whole chunk; of the part that this rank's
+    optimizer updates, which may be everything, `own` (compute type), `reduced` (gradient type), fp32 `master`, and the
+    `moments` of the update rule by kind. `own` and `reduced` are views of what is kept of the long buffers; with compute
+    type fp32, `master` is `own`.
 
-    `keep`: whole parameters stay from their first use to the optimizer step. `piece`: elements per all-reduce of gradients.
+    `groups` are those of the steps in which the chunk is shared out. `piece`: elements per all-reduce of gradients.
     `started` is called when a reduction that holds memory has begun. `step` may defer gradients.
     """
 
     def __init__(
         self,
         plan: ChunkPlan,
-        group: Group,
+        groups: Sequence[Group],
         copies: Group,
-        compute_dtype: torch.dtype,
-        gradient_dtype: torch.dtype,
         device: torch.device,
         *,
-        keep: bool = False,
         piece: int | None = None,
         started: Callable[["Chunk"], None] = lambda chunk: None,
         step: StepContext | None = None,
     ) -> None:
-        self.plan, self._watch = plan, group.watch
+        self.plan, self._watch = plan, copies.watch
         # What is summed and gathered here may be of others: only what enters the sums is watched.
-        self.group, self.copies = group.unwatched, copies.unwatched
-        self._keep, self._piece, self._started, self._step = keep, piece, started, step
-        self.parameter = torch.zeros(plan.size, dtype=compute_dtype, device=device)
-        self.gradient = torch.zeros(plan.size, dtype=gradient_dtype, device=device)
-        self.own, self.reduced = self.parameter[plan.part], self.gradient[plan.part]
-        if plan.shards_parameters:
-            self.own = torch.zeros_like(self.own)
-        if plan.shards_gradients:
-            self.reduced = torch.zeros_like(self.reduced)
-        self.master = self.own if compute_dtype == torch.float32 else torch.zeros_like(self.own, dtype=torch.float32)
-        self._copies_master = self.master is not self.own
-        self.m = torch.zeros_like(self.own, dtype=torch.float32)
-        self.v = torch.zeros_like(self.own, dtype=torch.float32)
+        self.groups, self.copies = [group.unwatched for group in groups], copies.unwatched
+        self._piece, self._started, self._step = piece, started, step
+        depths = plan.depths
+        made = {each.kind: torch.zeros(plan.elements(each), dtype=each.dtype, device=device) for each in plan.buffers}
+        self.parameter, self.gradient = made.pop("parameters"), made.pop("gradients")
+        self._parameters = Held(self.parameter, "parameters", stays=not depths.parameters)
+        self._gradients = Held(self.gradient, "gradients", stays=not depths.gradients)
+        # What is kept of them between their uses.
+        self._kept_parameter = made.pop("parameters.part", self.parameter)
+        self._kept_gradient = made.pop("gradients.part", self.gradient)
+        self.own = self._kept_parameter[plan.within(depths.parameters, depths.optimizer)]
+        self.reduced = self._kept_gradient[plan.within(depths.gradients, depths.optimizer)]
+        self.master = made.pop("master", self.own)
+        self.moments = made
         self.gradient_buffers: dict[nn.Parameter, ChunkGradient] = {}
         self._arrived = 0  # gradients of this microbatch
         self._last = False  # this microbatch is the step's last
-        self._summed = False  # `reduced` is, or is being, summed over the copies
-        self._pending: Finish | None = None  # the reduction under way
-        self._gathering: Finish | None = None  # the gathering of parameters under way
+        self._summed = False  # `reduced` is, or is being, summed over all ranks
+        self._reduction, self._gathering = InTurn(), InTurn()
+        self._depth = 0  # of the parameters that are here or coming
         self._reader: Finish | None = None  # waits for whoever copies this rank's part beside the training
-        self.gathered = True
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
@@ -120,7 +147,7 @@ class Chunk:
     @property
     def kept(self) -> Mapping[str, Tensor]:
         """What a checkpoint holds of this chunk, by the prefix of its keys: this rank's part of fp32 buffers."""
-        return {"model": self.master, "adamw.m": self.m, "adamw.v": self.v}
+        return {"model": self.master, **self.moments}
 
     def hold(self, until: Finish) -> None:
         """Call `until`, once, before the optimizer changes this rank's part: it returns when that has been copied."""
@@ -141,8 +168,8 @@ class Chunk:
             parameter.register_post_accumulate_grad_hook(partial(_after_accumulation, own, weakref.ref(buffer)))
             self.gradient_buffers[parameter] = buffer
             yield name, parameter
-        if self.plan.shards_gradients:
-            _release(self.gradient)  # now that the views of it are made
+        if self.plan.depths.gradients:
+            self._gradients.go("free")  # now that the views of it are made
         self.reshard()
 
     def views(self, whole: Tensor) -> dict[str, Tensor]:
@@ -162,63 +189,77 @@ class Chunk:
 
     # ---- Whole parameters ----
 
-    def start_gather(self) -> None:
-        """Begin to gather the whole parameters from the parts of the group's ranks, unless they are here or coming."""
-        if self.gathered or self._gathering is not None:
-            return
-        target = self.parameter.data  # autograd must not take this for a change of what it has saved
-        if self.plan.shards_parameters:
-            _allocate(target)
-        self._gathering = self.group.start_gather(target, self.own)
+    @property
+    def gathered(self) -> bool:
+        """Whether the whole parameters are here."""
+        return self._parameters.place == "here"
+
+    def start_gather(self, depth: int = 0) -> None:
+        """Begin to gather what is neither here nor coming of the extent of `depth`, from the parts of other ranks."""
+        if depth == 0 < self._depth:
+            self._parameters.go("gather")
+        while self._depth > depth:
+            self._depth -= 1
+            self._gathering.add(partial(self._start_gathering, self._depth))
+
+    def _start_gathering(self, depth: int) -> Finish:
+        # By way of `data`: autograd must not take this for a change of what it has saved.
+        return self.groups[depth].start_gather(self._parameters_at(depth).data, self._parameters_at(depth + 1))
+
+    def _parameters_at(self, depth: int) -> Tensor:
+        """The extent of `depth`, in the longest buffer that is sure to have it."""
+        kept = self.plan.depths.parameters
+        return (
+            self._kept_parameter[self.plan.within(kept, depth)]
+            if depth >= kept
+            else self.parameter[self.plan.extent(depth)]
+        )
 
     def gather(self) -> None:
-        """Have the whole parameters here. All ranks of the group must gather, in the same order."""
+        """Have the whole parameters here. All ranks of the groups must gather, in the same order."""
         self.start_gather()
-        if self._gathering is not None:
-            self._gathering()
-            self._gathering = None
-            self.gathered = True
+        self.settle()
 
     def reshard(self) -> None:
         """Free the whole parameters where only a part is kept; the module's parameters stay views of them."""
-        if self.plan.shards_parameters:
+        if self.plan.depths.parameters:
             self.settle()
-            _release(self.parameter)
-            self.gathered = False
+            self._parameters.go("free")
+            self._depth = max(self._depth, self.plan.depths.parameters)
 
     def settle(self) -> None:
         """Finish a gathering that is under way: it reads the parts that are about to change."""
-        if self._gathering is not None:
-            self.gather()
+        self._gathering.finish()
+        if self._parameters.place == "coming":
+            self._parameters.go("arrive")
 
     def publish(self) -> None:
         """Make the compute copies anew after the master weights have changed; begin to gather those that are kept."""
         self.settle()
-        if self._copies_master:
+        if self.master is not self.own:
             self.own.copy_(self.master)
         self._share()
 
     def _share(self) -> None:
         """This rank's part has changed: what others have of it, and this rank of theirs, is out of date."""
-        if self.plan.sharded:
-            self.reshard()
-            self.gathered = False
-        if not self.plan.shards_parameters:
-            self.start_gather()
+        if self.plan.shares:
+            self._parameters.go("free")
+            self._depth = self.plan.depths.optimizer
+            self.start_gather(self.plan.depths.parameters)
 
     # ---- Gradients ----
 
-    def begin_step(self) -> None:
+    def clear_gradients(self) -> None:
         """Set the gradients to zero; must precede the first microbatch of a step."""
         self.finish_reduction()  # of a step that was not finished
         self._arrived, self._last, self._summed = 0, False, False
         for buffer in self.gradient_buffers.values():
             buffer.used = False
-        self.reduced.zero_()
-        if self.plan.shards_gradients:
-            _release(self.gradient)
+        self._gradients.go("free")
+        if self.plan.depths.gradients:
+            self._kept_gradient.zero_()
         else:
-            self.gradient.zero_()
+            self._gradients.go("open")
 
     def reduce_on_arrival(self) -> None:
         """The coming backward pass is the last of the step: reduce when its last gradient is there."""
@@ -228,42 +269,37 @@ class Chunk:
     def start_reduction(self) -> None:
         """No gradient of this step will come any more: begin to reduce them, where that has not begun on arrival."""
         self._last = True
-        if not self._begun and not self.plan.shards_gradients:
+        if not self._begun and not self.plan.depths.gradients:
             self._start_reduction()
 
     def reduce_gradients(self) -> None:
         """Sum the gradients over the replicas into `reduced`: finish what began on arrival, or do all of it now."""
         self._last = True
-        if not self._begun and (not self.plan.shards_gradients or _allocated(self.gradient)):
+        if not self._begun and self._gradients.place == "here":
             self._start_reduction()
         self.finish_reduction()
         if not self._summed:
-            self._sum_copies()
+            self._sum_kept()
             self.finish_reduction()
 
     @property
     def _begun(self) -> bool:
-        return self._pending is not None or self._summed
-
-    def advance(self) -> None:
-        """Finish the part of the reduction that is under way; the next part, if there is one, has then begun."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending()
+        return self._summed or bool(self._reduction)
 
     def finish_reduction(self) -> None:
         """Finish all that is under way of the reduction."""
-        while self._pending is not None:
-            self.advance()
+        self._reduction.finish()
+
+    def free_gradient(self) -> None:
+        """Finish what is under way of the reduction, until the long buffer is free."""
+        while self._gradients.place == "leaving":
+            self._reduction.advance()
 
     def _before_gradient(self) -> None:
         """A gradient of this chunk is about to be added: the buffer must be there and at rest."""
-        if not self.plan.shards_gradients:
-            return
-        self.advance()
-        if not _allocated(self.gradient):
-            _allocate(self.gradient)
-            self.gradient.zero_()
+        if self.plan.depths.gradients:
+            self.free_gradient()
+            self._gradients.go("open")
 
     def _after_gradient(self) -> None:
         """A gradient of this chunk has been added."""
@@ -271,34 +307,45 @@ class Chunk:
         if self._arrived < len(self.plan.slots):
             return
         self._arrived = 0
-        if not self._keep:
+        if self.plan.reshards:
             self.reshard()  # the backward pass is through with them
-        if self._last or self.plan.shards_gradients:
+        if self._last or self.plan.depths.gradients:
             self._start_reduction()
 
     def _start_reduction(self) -> None:
-        """Sum over the group, each rank its part; then over the copies, if nothing can be added any more."""
-        part, last = self.gradient[self.plan.part], self._last  # when it ends, a later microbatch may be the last
+        """Sum each rank's part over the groups, as far as parts of gradients are kept; further, if no more will come."""
         if self._watch is not None:
             self._watch.leaves(self.gradient, f"reduction of the gradients of {self.plan.slots[0].name} ...")
-        wait = self.group.start_sum_part(self.gradient, part)
+        self._gradients.go("reduce")
+        for depth in range(self.plan.depths.gradients):
+            self._reduction.add(partial(self._start_sum, self.gradient, 0, depth))
+        if self._last:
+            self._sum_kept()
+        self._started(self)
+
+    def _sum_kept(self) -> None:
+        """Sum what is kept of the gradients, to the part of this rank's optimizer, and that over its copies."""
+        self._summed = True
+        kept = self.plan.depths.gradients
+        for depth in range(kept, self.plan.depths.optimizer):
+            self._reduction.add(partial(self._start_sum, self._kept_gradient, kept, depth))
+        self._reduction.add(self._start_sum_of_copies)
+
+    def _start_sum(self, buffer: Tensor, outer: int, depth: int) -> Finish:
+        """Begin to sum this rank's part of the extent of `depth` over its group; `buffer` has that of `outer`."""
+        part = buffer[self.plan.within(outer, depth + 1)]
+        wait = self.groups[depth].start_sum_part(buffer[self.plan.within(outer, depth)], part)
 
         def finish() -> None:
             wait()
-            if self.plan.shards_gradients:
-                self.reduced.add_(part)
-                _release(self.gradient)
-            if last:
-                self._sum_copies()
+            if depth + 1 == self.plan.depths.gradients:
+                self._kept_gradient.add_(part)
+                self._gradients.go("free")
 
-        self._pending = finish
-        if not self.plan.sharded:
-            self.advance()  # there was nothing to sum over the group
-        self._started(self)
+        return finish
 
-    def _sum_copies(self) -> None:
+    def _start_sum_of_copies(self) -> Finish:
         """Begin to sum `reduced` over the copies, in pieces of which several are under way at once (AxoNN, 3.3.3)."""
-        self._summed = True
         pieces = self.reduced.split(self._piece or len(self.reduced))
         waits = [self.copies.start_sum(piece) for piece in pieces]
 
@@ -306,7 +353,7 @@ class Chunk:
             for wait in waits:
                 wait()
 
-        self._pending = finish
+        return finish
 
     def gradient_square_sum(self, tile: int) -> Tensor:
         """Sum of squares of the reduced gradients of this rank's part, fp32 scalar."""
@@ -324,9 +371,9 @@ class Chunk:
         if self._reader is not None:
             self._reader()
             self._reader = None
-        parts = (buffer.split(_aligned(tile)) for buffer in (self.master, self.own, self.reduced, self.m, self.v))
-        for master, own, reduced, m, v in zip(*parts):
-            copy = own if self._copies_master else None
+        buffers = self.master, self.own, self.reduced, *self.moments.values()
+        for master, own, reduced, m, v in zip(*(buffer.split(_aligned(tile)) for buffer in buffers)):
+            copy = own if self.master is not self.own else None
             adamw(rule, step, lr, master, reduced, m, v, gradient_scale=gradient_scale, copy=copy)
         self._share()
 
@@ -343,20 +390,6 @@ def _after_accumulation(own: "weakref.ref[Chunk]", buffer: "weakref.ref[ChunkGra
     chunk, to = own(), buffer()
     if chunk is not None and to is not None and not to.used:
         chunk._after_gradient()
-
-
-def _allocated(buffer: Tensor) -> bool:
-    return buffer.untyped_storage().nbytes() > 0
-
-
-def _allocate(buffer: Tensor) -> None:
-    """Give a released buffer memory again; what is in it is undefined."""
-    buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
-
-
-def _release(buffer: Tensor) -> None:
-    """Give the buffer's memory back; views of it stay valid for when it has memory again."""
-    buffer.untyped_storage().resize_(0)
 
 
 def _square_sum(part: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ A unit is a module, or several that are run in a row (`model.parts.Runner`). Bef
 gathered and all others resharded. Its backward pass begins when the gradient of its output is there: then its chunks are
 gathered once more, and each is resharded when the last of its gradients has arrived (`chunk.py`).
 
-The order in which chunks had to be gathered in the first step is remembered, and in later steps the next ones are gathered
+The order in which chunks are used in the first step is remembered, and in later steps those that are used next are gathered
 ahead (FSDP's prefetching, in the order of execution).
 """
 
@@ -24,25 +24,22 @@ class Gathering:
 
     def __init__(self) -> None:
         self.gradient_buffers: dict[nn.Parameter, GradientBuffer] = {}
-        self._ahead, self._keep = 0, False
+        self._ahead = 0
         self._chunks: dict[nn.Parameter, Chunk] = {}  # of parameters that are sharded
         self._units: dict[Sequence[nn.Module], list[Chunk]] = {}  # the chunks of each
         self._resharding: list[Chunk] = []
-        self._order: list[Chunk] = []  # in which chunks had to be gathered
-        self._place = 0  # in that order: the next one
+        self._trace: list[Chunk] = []  # every use of a chunk that is not always here, in the first step
+        self._place = 0  # in it: the next use
         self._steps = 0
 
-    def hold(self, chunks: Sequence[Chunk], ahead: int, keep: bool) -> None:
-        """Take over `chunks`, whose parameters the modules have; gather `ahead` chunks ahead of their use.
-
-        With `keep`, chunks stay until the optimizer step.
-        """
-        self._ahead, self._keep = ahead, keep
+    def hold(self, chunks: Sequence[Chunk], ahead: int) -> None:
+        """Take over `chunks`, whose parameters the modules have; gather `ahead` chunks ahead of their use."""
+        self._ahead = ahead
         for chunk in chunks:
             self.gradient_buffers |= chunk.gradient_buffers
-            if chunk.plan.sharded:
+            if chunk.plan.shares:
                 self._chunks |= dict.fromkeys(chunk.gradient_buffers, chunk)
-        self._resharding = [chunk for chunk in chunks if chunk.plan.shards_parameters and not keep]
+        self._resharding = [chunk for chunk in chunks if chunk.plan.reshards]
 
     def begin_step(self) -> None:
         """A step begins: the order of gathering begins anew."""
@@ -64,7 +61,7 @@ class Gathering:
             for other in self._resharding:
                 if other.gathered and other not in chunks:
                     other.reshard()
-        self._have(chunks)
+        self._use(chunks)
         made = function(x, *args)
         first = made if isinstance(made, Tensor) else made[0]
         # Whatever takes numbers of rows needs none of its parameters in the backward pass.
@@ -73,19 +70,21 @@ class Gathering:
         return made
 
     def _before_backward(self, chunks: Sequence[Chunk], gradient: Tensor) -> None:
-        self._have(chunks)
+        self._use(chunks)
 
-    def _have(self, chunks: Sequence[Chunk]) -> None:
-        """Have these chunks here, and begin to gather those that will be needed next."""
+    def _use(self, chunks: Sequence[Chunk]) -> None:
+        """Have these chunks here, and begin to gather those that are used next."""
         for chunk in chunks:
-            if chunk.gathered:
-                continue
             chunk.gather()
-            if not chunk.plan.shards_parameters:
-                continue
-            if self._steps == 1:
-                self._order.append(chunk)
-            elif chunk in self._order[self._place :]:
-                self._place = self._order.index(chunk, self._place) + 1
-                for following in self._order[self._place : self._place + self._ahead]:
-                    following.start_gather()
+            if chunk.plan.depths.parameters:
+                self._follow(chunk)
+
+    def _follow(self, chunk: Chunk) -> None:
+        """Note the use of a chunk, or find it in what has been noted, and gather what comes behind it."""
+        if self._steps == 1:
+            self._trace.append(chunk)
+        elif chunk in self._trace[self._place :]:
+            self._place = self._trace.index(chunk, self._place) + 1
+            absent = dict.fromkeys(each for each in self._trace[self._place :] if not each.gathered)
+            for following in list(absent)[: self._ahead]:
+                following.start_gather()

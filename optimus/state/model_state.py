@@ -14,7 +14,7 @@ from optimus.model.parameters import declarations
 from optimus.optim.adamw import AdamW
 from optimus.state.chunk import Chunk
 from optimus.state.gathering import Gathering
-from optimus.state.plan import ChunkPlan, divisions, plan_stages, writers
+from optimus.state.plan import ChunkPlan, Recipe, divisions, plan_stages, writers
 
 _REDUCING = 2  # chunks whose long gradient buffers may be on their way to the other ranks at once
 
@@ -37,8 +37,7 @@ class ModelState:
         groups: Groups,
         options: StateConfig,
         *,
-        compute_dtype: torch.dtype,
-        gradient_dtype: torch.dtype,
+        recipe: Recipe,
         device: torch.device,
         stage_of: Callable[[str], int] = lambda name: 0,
         gathering: Gathering | None = None,
@@ -54,21 +53,18 @@ class ModelState:
         piece = options.coarsening and options.coarsening * options.tile
 
         def make(plan: ChunkPlan) -> Chunk:
-            shards, copies = (groups.dividing(parts) for parts in divisions(groups.mesh, plan.replicas, options))
+            *sharing, copies = (groups.dividing(parts) for parts in divisions(groups.mesh, plan.replicas, options))
             return Chunk(
                 plan,
-                shards,
+                sharing,
                 copies,
-                compute_dtype,
-                gradient_dtype,
                 device,
-                keep=not options.reshard_after_forward,
                 piece=piece,
                 started=self._limit_reductions,
                 step=groups.step,
             )
 
-        stages = plan_stages(layouts, groups.mesh, groups.rank, options, stage_of)
+        stages = plan_stages(layouts, groups.mesh, groups.rank, options, stage_of, recipe)
         self._of_stage = {stage: [make(plan) for plan in plans] for stage, plans in stages.items()}
         self.chunks = [chunk for chunks in self._of_stage.values() for chunk in chunks]
         self.buffers = _place_buffers(module, device)  # trained by rules of their own; whole on all ranks of `team`
@@ -77,7 +73,7 @@ class ModelState:
         # Else every rank has every gradient, and finds the same norm by itself.
         self._parted = any(chunk.plan.copies < groups.world.size for chunk in self.chunks)
         self._gathering = gathering or Gathering()
-        self._gathering.hold(self.chunks, options.prefetch, not options.reshard_after_forward)
+        self._gathering.hold(self.chunks, options.prefetch)
 
     @property
     def team(self) -> Group:
@@ -87,7 +83,7 @@ class ModelState:
     @property
     def gathers_on_use(self) -> bool:
         """Whether a forward pass, even one for evaluation, is something that all ranks must do together."""
-        return any(chunk.plan.shards_parameters for chunk in self.chunks)
+        return any(chunk.plan.depths.parameters for chunk in self.chunks)
 
     def initialize(self, seed: int, std: float) -> None:
         """Initial weights by name and position, as the modules declare them."""
@@ -98,12 +94,16 @@ class ModelState:
             buffer.zero_()
 
     def begin_step(self) -> None:
-        """Set all gradients to zero; must precede the first microbatch of a step. Raises `UserError` as the class does."""
+        """Clear the gradients; must precede the first microbatch of a step. Raises `UserError` as the class does."""
         _check_trainable(self._parameters)
-        self._reducing.clear()
         self._gathering.begin_step()
+        self.clear_gradients()
+
+    def clear_gradients(self) -> None:
+        """Set all gradients to zero, whatever has become of them."""
+        self._reducing.clear()
         for chunk in self.chunks:
-            chunk.begin_step()
+            chunk.clear_gradients()
 
     def reduce_on_arrival(self, stage: int) -> None:
         """The coming backward pass is the last of a stage: each chunk is reduced when its last gradient is there."""
@@ -151,10 +151,10 @@ class ModelState:
         if not self._overlap:
             chunk.finish_reduction()
             return
-        if chunk.plan.shards_gradients:
+        if chunk.plan.depths.gradients:
             self._reducing.append(chunk)
             if len(self._reducing) > _REDUCING:
-                self._reducing.popleft().advance()
+                self._reducing.popleft().free_gradient()
 
 
 def _check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:

@@ -7,14 +7,15 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from optimus.config.tree import StateConfig
+from optimus.config.tree import StateConfig, shard_widths
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
+from optimus.state.buffers import Buffer, Depths, buffers
 
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 
@@ -59,23 +60,32 @@ class Slot:
         return positions
 
 
+class Share(NamedTuple):
+    """One of the steps in which a chunk is shared out: over so many ranks, of which this one gets the part `place`."""
+
+    ranks: int
+    place: int
+
+
 @dataclass(frozen=True)
 class ChunkPlan:
-    """A chunk: parameters of the same replicas, of which each of `parts` ranks keeps a part; `copies` ranks keep the same.
-
-    With `level="none"` there is one part.
-    """
+    """A chunk: parameters of the same replicas, shared out in steps; `copies` ranks keep the same part of it."""
 
     slots: tuple[Slot, ...]
     replicas: tuple[str, ...]
-    level: Shard
-    parts: int
-    index: int  # of this rank's part
+    shares: tuple[Share, ...]
     copies: int
+    depths: Depths
+    buffers: tuple[Buffer, ...]  # as `buffers.py` has them for these depths
+
+    @property
+    def parts(self) -> int:
+        """Into how many the chunk is shared out at last."""
+        return math.prod(share.ranks for share in self.shares)
 
     @property
     def length(self) -> int:
-        """Elements of a part."""
+        """Elements of such a part."""
         return _aligned(-(-self.slots[-1].limit // self.parts))
 
     @property
@@ -83,37 +93,56 @@ class ChunkPlan:
         """Elements of the whole chunk, the padding of the last part included."""
         return self.length * self.parts
 
+    def extent(self, depth: int) -> slice:
+        """What this rank has of the chunk after `depth` steps."""
+        start, size = 0, self.size
+        for share in self.shares[:depth]:
+            size //= share.ranks
+            start += share.place * size
+        return slice(start, start + size)
+
+    def within(self, depth: int, part: int) -> slice:
+        """The extent of depth `part` as part of that of `depth`."""
+        outer, inner = self.extent(depth), self.extent(part)
+        return slice(inner.start - outer.start, inner.stop - outer.start)
+
+    def elements(self, buffer: Buffer) -> int:
+        """Of a buffer of this chunk."""
+        extent = self.extent(buffer.depth)
+        return extent.stop - extent.start
+
+    @property
+    def reshards(self) -> bool:
+        """Whether whole parameters are freed after each use."""
+        return any(buffer.kind == "parameters" and buffer.residency == "use" for buffer in self.buffers)
+
     @property
     def part(self) -> slice:
-        """This rank's part of the chunk."""
-        return slice(self.index * self.length, (self.index + 1) * self.length)
+        """What this rank's optimizer updates of the chunk."""
+        return self.extent(self.depths.optimizer)
 
-    @property
-    def sharded(self) -> bool:
-        """Whether this rank keeps less than the whole of anything."""
-        return self.parts > 1
-
-    @property
-    def shards_gradients(self) -> bool:
-        """Whether the whole gradients exist only until they are reduced."""
-        return self.sharded and self.level in ("gradients", "parameters")
-
-    @property
-    def shards_parameters(self) -> bool:
-        """Whether the whole parameters exist only while they are used."""
-        return self.sharded and self.level == "parameters"
-
-    def bytes_by_kind(self, compute: torch.dtype, gradient: torch.dtype) -> dict[str, int]:
+    def bytes_by_kind(self) -> dict[str, int]:
         """Bytes of this rank's buffers at rest; `master` is zero where the parameters serve as master weights."""
-        return {
-            "parameters": compute.itemsize * (self.length if self.shards_parameters else self.size),
-            "gradients": gradient.itemsize * (self.length if self.shards_gradients else self.size),
-            "master": 0 if compute == torch.float32 else 4 * self.length,
-            "moments": 8 * self.length,
-        }
+        found = dict.fromkeys(("parameters", "gradients", "master", "moments"), 0)
+        for buffer in self.buffers:
+            if buffer.residency == "device":
+                found[buffer.reported] += self.elements(buffer) * buffer.dtype.itemsize
+        return found
 
 
-def plan_chunks(layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig) -> list[ChunkPlan]:
+class Recipe(NamedTuple):
+    """What buffers chunks have, beyond the section `state`: the type of computation, and the kinds of the update rule."""
+
+    compute: torch.dtype = torch.float32
+    kinds: tuple[str, ...] = ("adamw.m", "adamw.v")
+
+
+_RECIPE = Recipe()
+
+
+def plan_chunks(
+    layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, recipe: Recipe = _RECIPE
+) -> list[ChunkPlan]:
     """The chunks of `rank`: parameters of the same replicas in order, end to end, in chunks within the limit.
 
     Raises `UserError` when a parameter or its replicas cannot be divided as asked.
@@ -133,18 +162,29 @@ def plan_chunks(layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: S
     plans = []
     for ((ranks, same), names), needed in zip(groups.items(), sizes):
         axes = layouts[names[0]].replicas
-        parts = shard_groups(mesh, ranks, options)
-        own = next(part for part in parts if rank in part)
+        own = next(part for part in shard_groups(mesh, ranks, options) if rank in part)
+        steps, depths = sharing_steps(shard_widths(options.shard, options.shard_ranks), len(own))
+        shares, place = [], own.index(rank)
+        for step in steps:
+            shares.append(Share(step, place % step))
+            place //= step
+        gradient = getattr(torch, options.gradient_dtype)
+        kept = buffers(depths, recipe.compute, gradient, recipe.kinds, reshard=options.reshard_after_forward)
+        copies = mesh.axis_size(*same) * len(ranks) // len(own)
         for chunk in lay_out(needed, limit):
-            slots = [Slot(names[i], layouts[names[i]], regions[names[i]], start, end) for i, start, end in chunk]
-            copies = mesh.axis_size(*same) * len(ranks) // len(own)
-            plans.append(ChunkPlan(tuple(slots), axes, options.shard, len(own), own.index(rank), copies))
+            slots = tuple(Slot(names[i], layouts[names[i]], regions[names[i]], start, end) for i, start, end in chunk)
+            plans.append(ChunkPlan(slots, axes, tuple(shares), copies, depths, kept))
     first = {name: i for i, name in enumerate(layouts)}
     return sorted(plans, key=lambda plan: first[plan.slots[0].name])
 
 
 def plan_stages(
-    layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, stage_of: Callable[[str], int]
+    layouts: Mapping[str, Layout],
+    mesh: Mesh,
+    rank: int,
+    options: StateConfig,
+    stage_of: Callable[[str], int],
+    recipe: Recipe = _RECIPE,
 ) -> dict[int, list[ChunkPlan]]:
     """The chunks of each stage of a pipeline on `rank`, by `stage_of` a parameter's name: no chunk is of two stages.
 
@@ -153,7 +193,7 @@ def plan_stages(
     stages: dict[int, dict[str, Layout]] = {}
     for name, layout in layouts.items():
         stages.setdefault(stage_of(name), {})[name] = layout
-    return {stage: plan_chunks(those, mesh, rank, options) for stage, those in sorted(stages.items())}
+    return {stage: plan_chunks(those, mesh, rank, options, recipe) for stage, those in sorted(stages.items())}
 
 
 def lay_out(sizes: Sequence[int], limit: int) -> list[list[tuple[int, int, int]]]:
@@ -213,7 +253,7 @@ def shard_groups(mesh: Mesh, replicas: Sequence[int], options: StateConfig) -> l
             key = mesh.coordinate(rank, "ep"), mesh.coordinate(rank, "etp")
             same_experts.setdefault(key, []).append(rank)
         parts = list(same_experts.values())
-    wanted, there = options.shard_ranks, len(parts[0])
+    wanted, there = shard_widths(options.shard, options.shard_ranks)[-1], len(parts[0])
     if wanted is None or wanted >= there:
         return parts
     if there % wanted:
@@ -231,10 +271,11 @@ def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateC
     Those that tensor parallelism repeats, as norms, do not count: they are few. Where experts have fewer replicas than the
     rest, or more, the larger number is the limit; the others are shared out over all that there are.
     """
-    wanted, over_all = options.shard_ranks, options.model_copy(update={"shard_ranks": None})
+    wanted = max(width or 0 for width in shard_widths(options.shard, options.shard_ranks))
+    over_all = options.model_copy(update={"shard_ranks": None})
     axes = {layout.replicas for layout in layouts.values() if layout.replicas in (("dp", "cp"), ("edp",))}
     most = max(len(shard_groups(mesh, mesh.group(0, each), over_all)[0]) for each in axes)
-    if wanted is not None and wanted > most:
+    if wanted > most:
         cure = f"at most {most}, or leave it out for all" if most > 1 else "1, or leave it out"
         raise UserError(
             f"state.shard_ranks {wanted}: this layout of {mesh.size} ranks has no more than {most} to share out the same "
@@ -242,14 +283,22 @@ def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateC
         )
 
 
-def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> tuple[list[list[int]], list[list[int]]]:
-    """All ranks divided into groups that share state out, and into groups that hold the same part of it."""
-    shards, copies = [], []
+def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list[list[list[int]]]:
+    """All ranks divided into groups, in one way for each step in which state is shared out, and into those that hold the
+    same part of it, last."""
+    found: list[list[list[int]]] = []
     for ranks in mesh.groups(replicas):
         parts = shard_groups(mesh, ranks, options)
-        shards += parts
-        copies += [list(same) for same in zip(*parts)]
-    return shards, copies
+        steps, _ = sharing_steps(shard_widths(options.shard, options.shard_ranks), len(parts[0]))
+        found = found or [[] for _ in range(len(steps) + 1)]
+        inner = 1
+        for step, groups in zip(steps, found):
+            for part in parts:
+                blocks = [part[start : start + inner * step] for start in range(0, len(part), inner * step)]
+                groups += [block[place::inner] for block in blocks for place in range(inner)]
+            inner *= step
+        found[-1] += [list(same) for same in zip(*parts)]
+    return found
 
 
 def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]:
@@ -257,7 +306,7 @@ def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]
 
     The stages of a pipeline that do not hold the parameters are divided likewise.
     """
-    _, copies = divisions(mesh, layout.replicas, options)
+    *_, copies = divisions(mesh, layout.replicas, options)
     of_rank = {rank: ranks for ranks in copies for rank in ranks}
     alike = ([rank for other in mesh.group(ranks[0], layout.same) for rank in of_rank[other]] for ranks in copies)
     return sorted({min(ranks): sorted(ranks) for ranks in alike}.values())
@@ -313,10 +362,29 @@ def _on_stage(mesh: Mesh, ranks: Sequence[int], stage: int) -> bool:
     return stage in (mesh.coordinate(ranks[0], "pp"), mesh.coordinate(ranks[-1], "pp"))
 
 
-def bytes_by_kind(plans: Sequence[ChunkPlan], compute: torch.dtype, gradient: torch.dtype) -> dict[str, int]:
+def bytes_by_kind(plans: Sequence[ChunkPlan]) -> dict[str, int]:
     """Bytes at rest of all chunks of a rank, by kind."""
-    counts = [plan.bytes_by_kind(compute, gradient) for plan in plans]
+    counts = [plan.bytes_by_kind() for plan in plans]
     return {kind: sum(count[kind] for count in counts) for kind in ("parameters", "gradients", "master", "moments")}
+
+
+def sharing_steps(widths: Sequence[int | None], ranks: int) -> tuple[list[int], Depths]:
+    """In which steps `ranks` share a chunk out, and after how many of them each kind is kept, given `shard_widths`.
+
+    Raises `UserError` where these do not divide the ranks.
+    """
+    steps, depths, inner = list[int](), list[int](), 1
+    for kind, width in zip(Depths._fields, (min(width or ranks, ranks) for width in widths)):
+        if ranks % width or width % inner:
+            raise UserError(
+                f"state.shard_ranks: {kind} over {width} ranks cannot be shared out further by the {ranks} that have the "
+                f"same parameters: choose a divisor of {ranks} that is a multiple of {inner}"
+            )
+        if width > inner:
+            steps.append(width // inner)
+            inner = width
+        depths.append(len(steps))
+    return steps, Depths(*depths)
 
 
 def _aligned(elements: int) -> int:

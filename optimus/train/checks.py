@@ -21,9 +21,9 @@ from optimus.mesh import Mesh
 from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory
 from optimus.observe.wandb import check_wandb
-from optimus.state.plan import ChunkPlan, bytes_by_kind, elements_written
+from optimus.state.plan import bytes_by_kind, elements_written
 from optimus.train.pipeline import schedule_of
-from optimus.train.run import DTYPES, Run, fingerprint, mesh_of, planned_chunks, ranks_per_node, sharers
+from optimus.train.run import Run, fingerprint, mesh_of, planned_chunks, ranks_per_node, sharers
 from optimus.train.step import accumulate_gradients
 
 
@@ -125,7 +125,7 @@ def check_memory(config: RunConfig, device: torch.device, ranks: int, per_node: 
     """
     mesh = mesh_of(config, ranks, per_node or ranks_per_node(ranks))
     stages = planned_chunks(config, mesh, mesh.group(0, ("pp",)))
-    held = [sum(_at_rest(config, plans).values()) for plans in stages]
+    held = [sum(bytes_by_kind(plans).values()) for plans in stages]
     together, copies = sharers(mesh, device), 0.0
     if device.type == "cpu":
         written = Counter[int]()  # elements whose state each rank writes, as each part has one writer
@@ -156,10 +156,6 @@ def _of_nodes(mesh: Mesh, held: Sequence[int], written: Mapping[int, int]) -> It
         yield sum(held[mesh.coordinate(rank, "pp")] for rank in ranks), copies
 
 
-def _at_rest(config: RunConfig, plans: Sequence[ChunkPlan]) -> dict[str, int]:
-    return bytes_by_kind(plans, DTYPES[config.train.precision], DTYPES[config.state.gradient_dtype])
-
-
 def dry_run(run: Run) -> str:
     """Forward and backward of one microbatch on made-up tokens, to find out whether a step fits; returns the report.
 
@@ -188,10 +184,11 @@ def dry_run(run: Run) -> str:
         raise UserError(_too_large(needed, free, one, run))
     try:
         if run.device.type != "cpu":
+            run.state.clear_gradients()
             accumulate_gradients(run.model, run.state, tokens, run.config)
     except torch.OutOfMemoryError:
         raise UserError(_too_large(needed, free, one, run)) from None
-    at_rest = _at_rest(run.config, [chunk.plan for chunk in run.state.chunks])
+    at_rest = bytes_by_kind([chunk.plan for chunk in run.state.chunks])
     kinds = ", ".join(f"{kind} {_gib(size)}" for kind, size in at_rest.items() if size)
     return f"memory per rank: {kinds}, activations of a microbatch {_gib(needed)}; {_gib(free)} free"
 
@@ -207,6 +204,7 @@ def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
             kept[storage._cdata] = storage.nbytes()
         return tensor
 
+    run.state.clear_gradients()
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         accumulate_gradients(run.model, run.state, tokens_BS, run.config)
     return sum(kept.values())

@@ -27,7 +27,7 @@ from optimus.parallel.layouts import parameter_layouts
 from optimus.pipeline.staged import Staged, keep_stages
 from optimus.state.gathering import Gathering
 from optimus.state.model_state import ModelState
-from optimus.state.plan import ChunkPlan, bytes_by_kind, check_shard_ranks, divisions, plan_stages
+from optimus.state.plan import ChunkPlan, Recipe, bytes_by_kind, check_shard_ranks, divisions, plan_stages
 from optimus.train.pipeline import partition_of, placement_of, stages_of, tied_ends
 from optimus.train.precision import with_precision
 from optimus.train.recomputation import find_recomputation, stage_options
@@ -127,6 +127,11 @@ def sharers(mesh: Mesh, device: torch.device) -> int:
     return min(mesh.size, mesh.ranks_per_node or mesh.size) if device.type == "cpu" else 1
 
 
+def recipe_of(config: RunConfig) -> Recipe:
+    """What the run keeps of its parameters."""
+    return Recipe(DTYPES[config.train.precision])
+
+
 def planned_chunks(config: RunConfig, mesh: Mesh, ranks: Sequence[int]) -> list[list[ChunkPlan]]:
     """The chunks that `build_model` makes on each of `ranks`, of its stages alone; without memory or a process group.
 
@@ -141,7 +146,7 @@ def planned_chunks(config: RunConfig, mesh: Mesh, ranks: Sequence[int]) -> list[
     def of(rank: int) -> list[ChunkPlan]:
         own = partition._replace(here=place.stages_of(mesh.coordinate(rank, "pp")))
         here = {name: each for name, each in layouts.items() if own.keeps(name, config.model.tie_embeddings)}
-        stages = plan_stages(here, mesh, rank, config.state, own.stage_here)
+        stages = plan_stages(here, mesh, rank, config.state, own.stage_here, recipe_of(config))
         return [plan for plans in stages.values() for plan in plans]
 
     return list(map(of, ranks))
@@ -156,9 +161,9 @@ def build_model(
     be divided as configured, or their activations do not fit the budget.
     """
     free = free_memory(device) // sharers(groups.mesh, device)
-    compute, gradient = DTYPES[config.train.precision], DTYPES[config.state.gradient_dtype]
+    compute = DTYPES[config.train.precision]
     (plans,) = planned_chunks(config, groups.mesh, [groups.rank])
-    free -= sum(bytes_by_kind(plans, compute, gradient).values())
+    free -= sum(bytes_by_kind(plans).values())
     chosen, note = find_recomputation(config, groups, compute.itemsize, free)
     if notes is not None and note:
         notes.append(note)
@@ -181,8 +186,7 @@ def build_model(
         layouts,
         groups,
         config.state,
-        compute_dtype=compute,
-        gradient_dtype=gradient,
+        recipe=recipe_of(config),
         device=device,
         gathering=gathering,
         stage_of=partition.stage_here,

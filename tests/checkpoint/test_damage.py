@@ -28,6 +28,7 @@ from optimus.model import Transformer
 from optimus.observe.metrics import read_metrics
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.model_state import ModelState
+from optimus.state.plan import Recipe
 from optimus.testing import run_ranks
 from optimus.train.checkpoints import build_run
 from optimus.train.run import Run
@@ -45,8 +46,7 @@ def made(ranks: int = 1) -> ModelState:
         parameter_layouts(module),
         Groups(Mesh.of(ranks)),
         StateConfig(shard="optimizer"),
-        compute_dtype=torch.bfloat16,
-        gradient_dtype=torch.float32,
+        recipe=Recipe(torch.bfloat16),
         device=torch.device("cpu"),
     )
 

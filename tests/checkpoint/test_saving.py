@@ -31,6 +31,7 @@ from optimus.observe.metrics import read_metrics
 from optimus.optim.adamw import AdamW
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.model_state import ModelState
+from optimus.state.plan import Recipe
 from optimus.testing import run_ranks
 
 MODEL = ModelConfig(family="olmo", hidden=8, layers=2, heads=2, intermediate=8, vocab=20)
@@ -46,8 +47,7 @@ def made(ranks: int = 1, **options: Any) -> tuple[Transformer, ModelState]:
         parameter_layouts(module),
         Groups(Mesh.of(ranks)),
         StateConfig(**{"chunk": 300, **options}),
-        compute_dtype=torch.bfloat16,
-        gradient_dtype=torch.float32,
+        recipe=Recipe(torch.bfloat16),
         device=torch.device("cpu"),
     )
     generator = torch.Generator().manual_seed(1)

@@ -24,6 +24,7 @@ from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.model_state import ModelState
+from optimus.state.plan import Recipe
 
 MODEL = ModelConfig(
     family="olmoe", hidden=16, layers=2, heads=2, intermediate=24, vocab=50, experts=4, experts_per_token=2
@@ -44,8 +45,7 @@ def made_of(module: Transformer, layouts: dict[str, Layout], precision: torch.dt
         layouts,
         Groups(Mesh()),
         StateConfig(),
-        compute_dtype=precision,
-        gradient_dtype=torch.float32,
+        recipe=Recipe(precision),
         device=torch.device("cpu"),
     )
 

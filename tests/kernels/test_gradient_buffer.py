@@ -164,10 +164,10 @@ def test_a_chunk_waits_for_the_gradients_that_are_deferred(later: bool, microbat
     (plan,) = plan_chunks(layouts, Mesh(), 0, StateConfig())
     one, reduced = Group([0], 0), []
     step = StepContext()
-    chunk = Chunk(plan, one, one, FP32, FP32, torch.device("cpu"), started=reduced.append, step=step)
+    chunk = Chunk(plan, [], one, torch.device("cpu"), started=reduced.append, step=step)
     parameters = dict(chunk.make_parameters())
     chunk.initialize({"norm": "ones", "w": "normal"}, 0, 0.5)
-    chunk.begin_step()
+    chunk.clear_gradients()
     for last in (False, True)[-microbatches:]:
         if last:
             chunk.reduce_on_arrival()

@@ -9,7 +9,7 @@ from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.optim.adamw import AdamW
 from optimus.state.chunk import Chunk
-from optimus.state.plan import plan_chunks
+from optimus.state.plan import Recipe, plan_chunks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 RULE = AdamW(0.9, 0.99, 1e-8, 0.1)
@@ -19,9 +19,9 @@ CPU = torch.device("cpu")
 def chunk_of(*sizes: int, compute: torch.dtype, gradient: torch.dtype) -> Chunk:
     """One chunk of flat parameters p0, p1, ... of these sizes."""
     layouts = {f"p{i}": Layout((size,)) for i, size in enumerate(sizes)}
-    (plan,) = plan_chunks(layouts, Mesh(), 0, StateConfig())
-    one = Group([0], 0)
-    return Chunk(plan, one, one, compute, gradient, CPU)
+    options = StateConfig.model_validate({"gradient_dtype": str(gradient).removeprefix("torch.")})
+    (plan,) = plan_chunks(layouts, Mesh(), 0, options, Recipe(compute))
+    return Chunk(plan, [], Group([0], 0), CPU)
 
 
 @pytest.mark.parametrize("compute", [BF16, FP32])
@@ -37,16 +37,16 @@ def test_bytes_by_kind(compute: torch.dtype, gradient: torch.dtype) -> None:
         "moments": 8 * p,
         "master": 4 * p if compute == BF16 else 0,
     }
-    assert allocated([chunk]) == chunk.plan.bytes_by_kind(compute, gradient)
+    assert allocated([chunk]) == chunk.plan.bytes_by_kind()
     assert sum(allocated([chunk]).values()) == allocations.current
 
 
 def filled(compute: torch.dtype, gradient: torch.dtype) -> Chunk:
     chunk = chunk_of(1000, 77, 500, compute=compute, gradient=gradient)
     generator = torch.Generator().manual_seed(0)
-    for buffer in (chunk.master, chunk.m, chunk.gradient):
+    for buffer in (chunk.master, chunk.moments["adamw.m"], chunk.gradient):
         buffer.copy_(torch.randn(chunk.plan.size, generator=generator))
-    chunk.v.copy_(torch.rand(chunk.plan.size, generator=generator))
+    chunk.moments["adamw.v"].copy_(torch.rand(chunk.plan.size, generator=generator))
     chunk.publish()
     return chunk
 
@@ -61,8 +61,9 @@ def test_the_step_does_not_depend_on_the_tile(compute: torch.dtype, gradient: to
         tiled = filled(compute, gradient)
         for step in (1, 2):
             tiled.step(RULE, step, 1e-2, 0.5, tile=tile)
-        for name in ("parameter", "master", "m", "v"):
-            assert torch.equal(getattr(whole, name), getattr(tiled, name)), (tile, name)
+        assert torch.equal(whole.parameter, tiled.parameter), tile
+        for kind, buffer in whole.kept.items():
+            assert torch.equal(buffer, tiled.kept[kind]), (tile, kind)
     assert torch.equal(whole.parameter, whole.master.to(compute))
     assert not torch.equal(whole.master, filled(compute, gradient).master)
     assert torch.equal(whole.gradient, filled(compute, gradient).gradient)  # scaled in the tile, not in place

@@ -165,9 +165,7 @@ def test_epso_holds_the_state_of_what_is_not_expert_once() -> None:
     moments = {}
     for over, config in tree.items():
         plans = plan_chunks(layouts, mesh_of(config, 4), 0, config.state)
-        moments[over] = bytes_by_kind(
-            [plan for plan in plans if plan.replicas != ("edp",)], torch.bfloat16, torch.bfloat16
-        )
+        moments[over] = bytes_by_kind([plan for plan in plans if plan.replicas != ("edp",)])
     assert moments["data"]["moments"] / moments["replicas"]["moments"] == pytest.approx(4, rel=0.01)
 
 

@@ -1,6 +1,7 @@
 """A module whose parameters live in chunks: views, gradients, norm, initial weights."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from optimus.model.init import initialize
 from optimus.optim.adamw import AdamW
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.model_state import ModelState
+from optimus.state.plan import Recipe
 
 BF16, FP32 = torch.bfloat16, torch.float32
+NAMES: dict[torch.dtype, Any] = {BF16: "bfloat16", FP32: "float32"}
 CONFIG = ModelConfig(
     family="olmoe", hidden=16, layers=2, heads=2, intermediate=24, vocab=50, experts=4, experts_per_token=2
 )
@@ -39,9 +42,8 @@ def made(
         module,
         parameter_layouts(module),
         Groups(Mesh()),
-        StateConfig(tile=100, chunk=limit),
-        compute_dtype=compute,
-        gradient_dtype=gradient,
+        StateConfig(tile=100, chunk=limit, gradient_dtype=NAMES[gradient]),
+        recipe=Recipe(compute),
         device=torch.device("cpu"),
     )
     state.initialize(seed, 0.02)
@@ -120,9 +122,8 @@ def test_fp32_gradients_of_bf16_parameters_keep_small_addends() -> None:
             module,
             {"weight": Layout((1, 1))},
             Groups(Mesh()),
-            StateConfig(),
-            compute_dtype=BF16,
-            gradient_dtype=gradient,
+            StateConfig(gradient_dtype=NAMES[gradient]),
+            recipe=Recipe(BF16),
             device=torch.device("cpu"),
         )
         state.chunks[0].gradient[0] = 1.0
@@ -185,8 +186,7 @@ def test_state_that_nobody_holds_is_freed() -> None:
         layouts,
         Groups(Mesh()),
         StateConfig(),
-        compute_dtype=torch.float32,
-        gradient_dtype=torch.float32,
+        recipe=Recipe(torch.float32),
         device=torch.device("cpu"),
     )
     state.begin_step()
@@ -206,6 +206,6 @@ def test_a_frozen_parameter_is_refused() -> None:
     module.head.weight.requires_grad_(True)
     state.begin_step()
     frozen = Transformer(CONFIG).requires_grad_(False)
-    options = {"compute_dtype": BF16, "gradient_dtype": FP32, "device": torch.device("cpu")}
+    options = {"recipe": Recipe(BF16), "device": torch.device("cpu")}
     with pytest.raises(UserError, match=r"for embedding\.weight, .* and \d+ more"):
         ModelState(frozen, parameter_layouts(frozen), Groups(Mesh()), StateConfig(), **options)

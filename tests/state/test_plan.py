@@ -13,6 +13,8 @@ from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.state.plan import (
     ChunkPlan,
+    Recipe,
+    Share,
     Slot,
     check_shard_ranks,
     divisions,
@@ -106,7 +108,9 @@ def test_who_shares_state_with_whom(
 @pytest.mark.parametrize("ranks", [None, 1, 2, 4])
 def test_shards_and_copies_divide_all_ranks(replicas: tuple[str, ...], over: str, ranks: int | None) -> None:
     config = StateConfig.model_validate({"shard": "optimizer", "shard_over": over, "shard_ranks": ranks})
-    shards, copies = divisions(MESH, replicas, config)
+    *sharing, copies = divisions(MESH, replicas, config)
+    shards = sharing[0] if sharing else [[rank] for rank in range(8)]
+    assert len(sharing) == (ranks != 1)
     for parts in (shards, copies):
         assert sorted(rank for part in parts for rank in part) == list(range(8))
     for rank in range(8):
@@ -150,8 +154,8 @@ def test_experts_have_chunks_of_their_own_where_their_replicas_differ() -> None:
     plans = plan_chunks(LAYOUTS, MESH, 3, StateConfig(shard="optimizer"))
     assert [[slot.name for slot in plan.slots] for plan in plans] == [["a", "b"], ["experts"]]
     dense, experts = plans
-    assert (dense.parts, dense.index, dense.copies) == (8, 3, 1)
-    assert (experts.parts, experts.index, experts.copies) == (4, 1, 1)
+    assert (dense.shares, dense.copies) == ((Share(8, 3),), 1)
+    assert (experts.shares, experts.copies) == ((Share(4, 1),), 1)
     assert experts.slots[0].region == (slice(2, 4), slice(0, 32), slice(0, 8))
     (together,) = plan_chunks(LAYOUTS, Mesh(dp=8), 3, StateConfig(shard="optimizer"))  # all are held by all
     assert [slot.name for slot in together.slots] == ["a", "experts", "b"]
@@ -168,10 +172,10 @@ def test_experts_have_chunks_of_their_own_where_their_replicas_differ() -> None:
 )
 def test_bytes_follow_the_formulas(shard: str, formula: object) -> None:
     """ZeRO, section 5, with bf16 gradients; TED, equation 7.4, for the sum over the two kinds of parameters."""
-    options = StateConfig.model_validate({"shard": shard})
-    dense, experts = plan_chunks(LAYOUTS, MESH, 0, options)
-    assert sum(dense.bytes_by_kind(BF16, BF16).values()) == formula(768, 8)  # type: ignore[operator]
-    assert sum(experts.bytes_by_kind(BF16, BF16).values()) == formula(512, 4)  # type: ignore[operator]
+    options = StateConfig.model_validate({"shard": shard, "gradient_dtype": "bfloat16"})
+    dense, experts = plan_chunks(LAYOUTS, MESH, 0, options, Recipe(BF16))
+    assert sum(dense.bytes_by_kind().values()) == formula(768, 8)  # type: ignore[operator]
+    assert sum(experts.bytes_by_kind().values()) == formula(512, 4)  # type: ignore[operator]
 
 
 def test_global_positions() -> None:

@@ -1,6 +1,7 @@
 """Optimizer state sharded over ranks: the numbers of one process, the bytes of the formula, the traffic of the theory."""
 
 import zlib
+from collections import Counter
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from optimus.optim.adamw import AdamW
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.gathering import Gathering
 from optimus.state.model_state import ModelState
+from optimus.state.plan import Recipe
 from optimus.testing import run_ranks
 
 RULE = AdamW(0.9, 0.99, 1e-8, 0.1)
@@ -25,11 +27,18 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def made_with_module(
-    ranks: int, shard: str, compute: torch.dtype, gradient: torch.dtype, limit: int
+    ranks: int,
+    shard: str,
+    compute: torch.dtype,
+    gradient: torch.dtype,
+    limit: int,
+    widths: dict[str, int] | None = None,
 ) -> tuple[Transformer, ModelState]:
     config = ModelConfig(
         family="olmoe", hidden=16, layers=2, heads=2, intermediate=24, vocab=50, experts=4, experts_per_token=2
     )
+    options = {"shard": shard, "tile": 100, "chunk": limit, "shard_ranks": widths}
+    options |= {"gradient_dtype": str(gradient).removeprefix("torch.")}
     gathering = Gathering()
     with torch.device("meta"):
         module = Transformer(
@@ -39,9 +48,8 @@ def made_with_module(
         module,
         parameter_layouts(module),
         Groups(Mesh.of(ranks)),
-        StateConfig(shard=shard, tile=100, chunk=limit),  # type: ignore[arg-type]
-        compute_dtype=compute,
-        gradient_dtype=gradient,
+        StateConfig.model_validate(options),
+        recipe=Recipe(compute),
         device=torch.device("cpu"),
         gathering=gathering,
     )
@@ -153,20 +161,28 @@ def test_traffic_of_a_step() -> None:
     assert found == {"send": 2 * size, "recv": 2 * size, "all_reduce": 4}
 
 
-def trained(ranks: int, shard: str, limit: int, on_arrival: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Two steps of two microbatches through the backward pass; this rank has its part of 8 sequences a step."""
+def trained(
+    ranks: int,
+    shard: str,
+    limit: int,
+    on_arrival: bool,
+    widths: dict[str, int] | None = None,
+    sequences: int = 8,
+    eps: float = 1e-8,
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Two steps of two microbatches through the backward pass; this rank has its part of the sequences of a step."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    module, state = made_with_module(ranks, shard, FP32, FP32, limit)
+    module, state = made_with_module(ranks, shard, FP32, FP32, limit, widths)
     norms = []
     for step in range(2):
-        batch = torch.randint(50, (8, 12), generator=torch.Generator().manual_seed(step))
+        batch = torch.randint(50, (sequences, 12), generator=torch.Generator().manual_seed(step))
         state.begin_step()
         for number, tokens in enumerate(batch.chunk(ranks)[rank].chunk(2)):
             if number == 1 and on_arrival:
                 state.reduce_on_arrival(0)
             (module.losses(tokens).cross_entropy / (2 * ranks)).backward()
         norms.append(state.reduce_gradients())
-        state.step(RULE, 1e-2, 1.0)
+        state.step(RULE._replace(eps=eps), 1e-2, 1.0)
     return norms, whole_state(state)
 
 
@@ -179,6 +195,57 @@ def test_training_on_ranks_equals_one_process(shard: str, ranks: int, limit: int
         assert its_norms == pytest.approx(norms, rel=1e-5)
         for name, tensor in right.items():
             torch.testing.assert_close(tensors[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+NESTED = [
+    ("parameters", 8, {"parameters": 2, "gradients": 4}),
+    ("parameters", 8, {"parameters": 2, "gradients": 2}),
+    ("parameters", 8, {"parameters": 2, "gradients": 4, "optimizer": 4}),
+    ("parameters", 4, {"parameters": 1, "gradients": 2}),
+    ("gradients", 8, {"gradients": 4, "optimizer": 8}),
+    ("gradients", 4, {"gradients": 1, "optimizer": 2}),
+]
+
+
+@pytest.mark.parametrize(("shard", "ranks", "widths"), NESTED, ids=str)
+@pytest.mark.parametrize("on_arrival", [True, False])
+def test_nested_shards_equal_one_process(shard: str, ranks: int, widths: dict[str, int], on_arrival: bool) -> None:
+    """Parameters over the ranks of a card, gradients over those of a node, the rest over all, or over fewer (HSDP)."""
+    norms, right = trained(1, "none", 1 << 26, on_arrival, sequences=2 * ranks, eps=1e-5)
+    for its_norms, tensors in run_ranks(trained, ranks, ranks, shard, 2000, on_arrival, widths, 2 * ranks, 1e-5):
+        assert its_norms == pytest.approx(norms, rel=1e-5)
+        for name, tensor in right.items():
+            torch.testing.assert_close(tensors[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def nested_step(ranks: int, widths: dict[str, int]) -> tuple[dict[int, int], dict[str, int], int]:
+    """(bytes sent to ranks at each distance in a step of two microbatches, bytes at rest, elements)."""
+    module, state = made_with_module(ranks, "parameters", BF16, BF16, 1 << 26, widths)
+    for _ in range(2):
+        with counting() as traffic:
+            state.begin_step()
+            for _ in range(2):
+                module.losses(torch.arange(24).view(2, 12)).cross_entropy.backward()
+            state.reduce_gradients()
+            state.step(RULE, 1e-2, 1.0)
+    for chunk in state.chunks:
+        chunk.settle()
+    rank, found = torch.distributed.get_rank(), Counter[int]()
+    for other, sent in traffic.sent_to.items():
+        found[next(width for width in (2, 4, 8) if other // width == rank // width)] += sent
+    return dict(found), allocated(state.chunks), sum(chunk.plan.size for chunk in state.chunks)
+
+
+def test_only_what_the_optimizer_shares_crosses_nodes() -> None:
+    """Of 8 ranks, with (2, 4, all): parameters are gathered on cards of 2, gradients scattered on nodes of 4."""
+    for found, at_rest, p in run_ranks(nested_step, 8, 8, {"parameters": 2, "gradients": 4}):
+        assert at_rest == {"parameters": p, "gradients": p // 2, "master": p // 2, "moments": p}
+        # Bytes of bf16. On a card: gathered for two microbatches, once each, as all is one chunk; and scattered.
+        assert found[2] == 2 * (2 * p // 2 + 2 * p // 2)
+        # On a node: of the half that the card has, a half of each microbatch; after the step, given back.
+        assert found[4] == 2 * (2 * p // 4 + p // 4)
+        # Across: of a fourth, a half once a step, there and back.
+        assert found[8] == 2 * (p // 8 + p // 8)
 
 
 def gradient_memory(ranks: int) -> tuple[list[int], int]:
@@ -212,9 +279,9 @@ def partly_used(ranks: int, shard: str) -> list[torch.Tensor]:
     (module.head.weight * (rank + 1)).sum().backward()
     state.reduce_gradients()
     (chunk,) = state.chunks
-    whole = torch.empty(chunk.plan.size) if chunk.plan.sharded else chunk.reduced
-    if chunk.plan.sharded:
-        chunk.group.gather(whole, chunk.reduced)
+    whole = torch.empty(chunk.plan.size) if chunk.plan.shares else chunk.reduced
+    if chunk.plan.shares:
+        chunk.groups[0].gather(whole, chunk.reduced)
     views = chunk.views(whole)
     return [views[name].clone() for name in ("embedding.weight", "head.weight", "blocks.0.attention.out.weight")]
 

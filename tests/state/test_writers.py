@@ -22,7 +22,7 @@ from optimus.mesh import Layout, Mesh
 from optimus.model import Transformer
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.model_state import ModelState
-from optimus.state.plan import ChunkPlan, holders, plan_chunks, writers
+from optimus.state.plan import ChunkPlan, Recipe, holders, plan_chunks, writers
 from optimus.testing import run_ranks
 
 SMALL = {"hidden": 24, "layers": 2, "heads": 4, "vocab": 48}
@@ -203,8 +203,7 @@ def save(folder: Path, scattered: bool) -> None:
         parameter_layouts(model),
         Groups(NODES),
         StateConfig(chunk=500),
-        compute_dtype=torch.float32,
-        gradient_dtype=torch.float32,
+        recipe=Recipe(torch.float32),
         device=torch.device("cpu"),
     )
     state.initialize(0, 0.02)

@@ -247,6 +247,23 @@ def test_stages_side_by_side(model: str, overrides: list[str]) -> None:
     assert_same_as_one_process(config_of(model), [Layout(8, ["parallel.pipeline=2", *overrides])], STEPS, rtol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("model", "overrides"),
+    [
+        ("moe", ["parallel.expert=2", "state.shard_ranks={parameters: 2, gradients: 4}", "recompute=[moe]"]),
+        ("tied", ["parallel.tensor=2", "state.shard_ranks={parameters: 2}", "state.reshard_after_forward=false"]),
+        (
+            "tied dense",
+            ["parallel.pipeline=2", "parallel.schedule=zb-h1", "state.shard_ranks={parameters: 1, gradients: 2}"],
+        ),
+        ("dense", ["parallel.context=2", "state.shard_ranks={parameters: 2, gradients: 2, optimizer: 4}"]),
+    ],
+)
+def test_nested_shards(model: str, overrides: list[str]) -> None:
+    layout = Layout(8, ["state.shard=parameters", "state.chunk=500", *overrides])
+    assert_same_as_one_process(config_of(model), [layout], STEPS, rtol=2e-5)
+
+
 def test_the_cases_meet_everything() -> None:
     drawings = [drawn(number) for number in cases()]
     assert VALUES - {override for _, layout in drawings for override in layout.overrides} == set()

@@ -23,7 +23,7 @@ from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.observe.metrics import read_metrics
 from optimus.train.launch import explain
 
-STOPPED = r"step \d+: \w+ of [\d,]+ bytes over ranks 0, 1, 2 failed on rank [02]: .+\. Run again with --resume"
+STOPPED = r"step \d+: [\w ]+ of [\d,]+ bytes over ranks 0, 1, 2 failed on rank [02]: .+\. Run again with --resume"
 SAVED = r" \(the run is saved up to step (\d+)\)"
 
 
@@ -136,7 +136,7 @@ def test_a_killed_rank_ends_the_others(three_ranks: dict[str, Any], tmp_path: Pa
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_others_by_the_timeout(three_ranks: dict[str, Any], tmp_path: Path) -> None:
     """They end then; the launcher kills the hanging one 30 s later."""
-    three_ranks["resilience"] = {"timeout": 5}
+    three_ranks["resilience"] = {"timeout": 10}
     process = start(three_ranks, tmp_path, "optimus.cli")
     began = time.monotonic()
     signal_rank(process, 1, signal.SIGSTOP)
@@ -145,8 +145,8 @@ def test_a_rank_that_hangs_ends_the_others_by_the_timeout(three_ranks: dict[str,
         for child in psutil.Process(process.pid).children(recursive=True)
         if child.environ().get("RANK") in ("0", "2")
     ]
-    wait_until(lambda: not any(map(runs, others)), 25, process)
-    assert time.monotonic() - began >= 4  # not before
+    wait_until(lambda: not any(map(runs, others)), 35, process)
+    assert time.monotonic() - began >= 8  # not before
     (message,) = end_of(process, tmp_path, 60)
     parts = re.fullmatch(rf"rank 1 did not answer and was ended; the others stopped: {STOPPED}{SAVED}", message)
     assert parts, message

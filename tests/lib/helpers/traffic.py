@@ -52,6 +52,9 @@ class Traffic:
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
+    sent_to: Counter[int] = field(
+        default_factory=Counter
+    )  # bytes that went from rank to rank, by the rank that got them
 
 
 @contextmanager
@@ -92,6 +95,8 @@ class _Counter:
             with self.lock:
                 self.traffic.calls[key] += 1
                 self.traffic.bytes[key] += sum(_bytes(given[name]) for name in payload)
+                if key == "send":
+                    self.traffic.sent_to[_receiver(given)] += _bytes(given["tensor"])
             self.here.inside = True
             try:
                 return function(*args, **kwargs)
@@ -99,6 +104,12 @@ class _Counter:
                 self.here.inside = False
 
         return counted
+
+
+def _receiver(given: dict[str, Any]) -> int:
+    if (rank := given.get("dst")) is not None:
+        return int(rank)
+    return dist.get_global_rank(given.get("group") or dist.group.WORLD, given["group_dst"])
 
 
 def _bytes(payload: Tensor | list[Tensor]) -> int:

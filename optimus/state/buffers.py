@@ -1,0 +1,105 @@
+"""The buffers of a chunk: what each holds, how much of the chunk, and when it has memory.
+
+A chunk is shared out in steps: over a few ranks near one another, each of the parts over more of them, and so on
+(`plan.py`). A buffer of depth d is what a rank has after d of these steps; of depth 0, the whole chunk. What is called
+ZeRO-1 to ZeRO-3, HSDP and ZeRO++'s secondary partition differ in the depths of three kinds alone:
+
+                                                  parameters   gradients   master weights and moments
+    none (DDP)                                             0           0                            0
+    optimizer (ZeRO-1)                                     0           0                            1
+    gradients (ZeRO-2)                                     0           1                            1
+    parameters (ZeRO-3)                                    1           1                            1
+    parameters, over 2, 8 and all ranks                    1           2                            3
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Residency = Literal[
+    "device", "step", "use"
+]  # there always; from its first use in a step to the optimizer's; while in use
+Place = Literal["absent", "coming", "here", "leaving"]
+Event = Literal["open", "gather", "arrive", "reduce", "free"]
+
+
+class Buffer(NamedTuple):
+    """One buffer of a chunk, as planned."""
+
+    kind: (
+        str  # parameters, gradients, master, or one that an update rule keeps; with .part: what is kept of absent ones
+    )
+    dtype: torch.dtype
+    depth: int  # how often the chunk has been shared out
+    residency: Residency = "device"
+
+    @property
+    def reported(self) -> str:
+        """As what memory reports count it."""
+        kind = self.kind.removesuffix(".part")
+        return kind if kind in ("parameters", "gradients", "master") else "moments"
+
+
+class Depths(NamedTuple):
+    """How often a chunk is shared out: for its parameters, its gradients, and for what the optimizer keeps."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+
+def buffers(
+    depths: Depths, compute: torch.dtype, gradient: torch.dtype, kept: Sequence[str], *, reshard: bool = True
+) -> tuple[Buffer, ...]:
+    """Those of a chunk. `kept` are the kinds of its update rule.
+
+    Without `reshard`, parameters stay from their first use to the optimizer step. Master weights of type `compute` are the
+    parameters themselves.
+    """
+    rows: list[Buffer] = []
+    for kind, dtype, depth, used in (
+        ("parameters", compute, depths.parameters, "use" if reshard else "step"),
+        ("gradients", gradient, depths.gradients, "use"),
+    ):
+        rows.append(Buffer(kind, dtype, 0, used if depth else "device"))  # type: ignore[arg-type]
+        rows += [Buffer(f"{kind}.part", dtype, depth)] if depth else []
+    rows += [Buffer("master", torch.float32, depths.optimizer)] if compute != torch.float32 else []
+    return *rows, *(Buffer(kind, torch.float32, depths.optimizer) for kind in kept)
+
+
+# What may happen to what a buffer holds. A buffer that is absent has no memory, or memory whose content is out of date.
+TRANSITIONS: dict[tuple[Place, Event], Place] = {
+    ("absent", "gather"): "coming",  # its parts are on their way from other ranks
+    ("coming", "arrive"): "here",
+    ("absent", "open"): "here",  # it begins at zero
+    ("here", "open"): "here",
+    ("here", "reduce"): "leaving",  # the other ranks are given their parts
+    ("leaving", "free"): "absent",
+    ("here", "free"): "absent",
+    ("absent", "free"): "absent",
+}
+
+
+class Held:
+    """A buffer as it is: a `tensor` of the whole chunk, and where its content is.
+
+    Unless it `stays`, its memory is freed while it is absent; views of it are valid again when it has memory.
+    """
+
+    def __init__(self, tensor: Tensor, kind: str, *, stays: bool) -> None:
+        self.tensor, self._kind, self._stays = tensor, kind, stays
+        self.place: Place = "here"
+
+    def go(self, event: Event) -> None:
+        """Take the way of the table. Raises `RuntimeError` where there is none."""
+        place = TRANSITIONS.get((self.place, event))
+        if place is None:
+            raise RuntimeError(f"{event} of {self._kind} that are {self.place}: a mistake in the order of the calls")
+        if not self._stays and (self.place == "absent") != (place == "absent"):
+            storage = self.tensor.untyped_storage()
+            storage.resize_(0 if place == "absent" else self.tensor.numel() * self.tensor.element_size())
+        if event == "open" and self.place == "absent":
+            self.tensor.zero_()
+        self.place = place
