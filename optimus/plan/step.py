@@ -263,8 +263,7 @@ def _reduction(work: Work, held: Sequence[Held], times: Sequence[StageTimes]) ->
     for each in held:
         parameters, gradients, optimizer = each.depths
         if not parameters:  # else it is beside every microbatch, with what is gathered there
-            scattered = _moving(work, "reduce_scatter", each.moved(0, gradients), software.reduced)
-            reduce += s.microbatches * scattered
+            reduce += s.microbatches * _moving(work, "reduce_scatter", each.moved(0, gradients), software.reduced)
             turns += software.broadcast * each.ways(optimizer) if optimizer else 0.0
         reduce += _moving(work, "reduce_scatter", each.moved(gradients, optimizer), software.reduced)
         reduce += work.collective("all_reduce", each.own * software.reduced, each.copies)

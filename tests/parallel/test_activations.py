@@ -71,7 +71,7 @@ def measured(source: dict[str, Any], ranks: int) -> tuple[int, Activations, Acti
     hooked = sum(storage.nbytes() for key, storage in shown.items() if key not in own)
     shown.clear()
     found = []
-    for _ in range(3 if ranks > 1 else 1):  # Gloo's threads free late where the machine is busy, never early
+    for _ in range(8 if ranks > 1 else 1):  # Gloo's threads free late where the machine is busy, never early
         with tracking() as allocations:
             loss = forward()
             alive = settled(lambda allocations=allocations: allocations.current)
@@ -206,7 +206,7 @@ def test_computed_is_measured_on_ranks(model: dict[str, Any], ranks: int, sectio
     for results in run_ranks(measured_all, ranks, sources, ranks):
         for case, (_, found, computed) in zip(cases, results, strict=True):
             assert computed.kept == pytest.approx(found.kept, rel=0.05), case
-            assert computed.peak == pytest.approx(found.peak, rel=0.2), case
+            assert computed.peak == pytest.approx(found.peak, rel=0.1), case
 
 
 # ---- recompute: auto ----
