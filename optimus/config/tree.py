@@ -96,20 +96,9 @@ def shard_widths(shard: str, ranks: int | ShardRanks | None) -> tuple[int | None
 
 
 def _check_nesting(shard: str, ranks: ShardRanks) -> None:
-    kinds = ["parameters", "gradients", "optimizer"]
-    whole = kinds[: kinds.index(shard)]
-    said = [(kind, width) for kind, width in ranks if width is not None]
-    for kind, _ in said:
-        if kind in whole:
+    for (kind, width), only in zip(ranks, shard_widths(shard, None)):
+        if only == 1 and width is not None:
             raise ValueError(f"shard_ranks.{kind}: with shard {shard} every rank keeps all {kind}: remove it")
-    for kind in kinds[len(whole) : -1]:
-        later = kinds[kinds.index(kind) + 1]
-        inner, outer = getattr(ranks, kind), getattr(ranks, later)
-        if outer is not None and (inner is None or outer % inner):
-            raise ValueError(
-                f"shard_ranks.{later} {outer} must be a multiple of shard_ranks.{kind}, which is {inner or 'all'}: each "
-                "kind is shared out as far as the one before, or further"
-            )
 
 
 class OptimizerConfig(Section):

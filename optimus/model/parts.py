@@ -101,9 +101,8 @@ class Parts:
     sequence: TokenSequence = field(default_factory=WholeSequence)
     tokens: TokenSplit = field(default_factory=WholeTokens)
     dispatch: Callable[[int], Dispatch] = lambda experts: local_dispatch  # of a layer with so many
-    all_rows: Callable[[Tensor], Tensor] = lambda x: (
-        x
-    )  # from those of the residual stream here, for this device's heads
+    # From the rows of the residual stream here, those for this device's heads.
+    all_rows: Callable[[Tensor], Tensor] = lambda x: x
     # Of parameters whose gradients do not accumulate by autograd; filled when the modules have been made.
     gradient_buffers: Mapping[nn.Parameter, GradientBuffer] = field(default_factory=dict)
     runner: Runner = field(default_factory=Runner)

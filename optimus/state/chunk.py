@@ -209,11 +209,9 @@ class Chunk:
     def _parameters_at(self, depth: int) -> Tensor:
         """The extent of `depth`, in the longest buffer that is sure to have it."""
         kept = self.plan.depths.parameters
-        return (
-            self._kept_parameter[self.plan.within(kept, depth)]
-            if depth >= kept
-            else self.parameter[self.plan.extent(depth)]
-        )
+        if depth < kept:
+            return self.parameter[self.plan.extent(depth)]
+        return self._kept_parameter[self.plan.within(kept, depth)]
 
     def gather(self) -> None:
         """Have the whole parameters here. All ranks of the groups must gather, in the same order."""

@@ -30,6 +30,7 @@ class Gathering:
         self._resharding: list[Chunk] = []
         self._trace: list[Chunk] = []  # every use of a chunk that is not always here, in the first step
         self._place = 0  # in it: the next use
+        self._sharded = 0  # chunks that are in it
         self._steps = 0
 
     def hold(self, chunks: Sequence[Chunk], ahead: int) -> None:
@@ -39,6 +40,7 @@ class Gathering:
             self.gradient_buffers |= chunk.gradient_buffers
             if chunk.plan.shares:
                 self._chunks |= dict.fromkeys(chunk.gradient_buffers, chunk)
+        self._sharded = sum(chunk.plan.depths.parameters > 0 for chunk in chunks)
         self._resharding = [chunk for chunk in chunks if chunk.plan.reshards]
 
     def begin_step(self) -> None:
@@ -83,8 +85,16 @@ class Gathering:
         """Note the use of a chunk, or find it in what has been noted, and gather what comes behind it."""
         if self._steps == 1:
             self._trace.append(chunk)
-        elif chunk in self._trace[self._place :]:
+            return
+        try:
             self._place = self._trace.index(chunk, self._place) + 1
-            absent = dict.fromkeys(each for each in self._trace[self._place :] if not each.gathered)
-            for following in list(absent)[: self._ahead]:
+        except ValueError:  # not a use of a step, but of an evaluation
+            return
+        ahead, seen = 0, {chunk}
+        for following in map(self._trace.__getitem__, range(self._place, len(self._trace))):
+            if ahead == self._ahead or len(seen) == self._sharded:
+                return
+            if following not in seen:
+                seen.add(following)
+                ahead += not following.gathered
                 following.start_gather()

@@ -32,6 +32,21 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
             r"model: family olmo is dense: remove experts, experts_per_token and renormalise",
         ),
         (DENSE, {"optimizer": {"betas": [0.9, 1.0]}}, r"optimizer: betas \[0\.9, 1\.0\] must lie in \[0, 1\)"),
+        (
+            DENSE,
+            {"state": {"shard": "optimizer", "shard_ranks": {"gradients": 2}}},
+            r"state: shard_ranks\.gradients: with shard optimizer every rank keeps all gradients: remove it",
+        ),
+        (
+            DENSE,
+            {"state": {"shard": "parameters", "shard_ranks": {"gradient": 2}}},
+            r"unknown key 'state\.shard_ranks\.gradient': did you mean 'state\.shard_ranks\.gradients'\?",
+        ),
+        (
+            DENSE,
+            {"state": {"shard_ranks": "all"}},
+            r"'state\.shard_ranks' is 'all': it must be a whole number or a mapping",
+        ),
         (DENSE, {"schedule": {"peak": 1e-5}}, r"schedule: minimum 4e-05 is above peak 1e-05"),
         (DENSE, {"schedule": {"cooldown_steps": 5}}, r"schedule: cooldown_steps: a cosine schedule has no cooldown"),
         (

@@ -1,0 +1,95 @@
+"""Which buffers a chunk has for what is shared out, and that nothing happens to them but what the table allows."""
+
+import itertools
+from typing import get_args
+
+import pytest
+import torch
+
+from optimus.config.tree import ShardRanks, StateConfig, shard_widths
+from optimus.errors import UserError
+from optimus.mesh import Layout, Mesh
+from optimus.state.buffers import TRANSITIONS, Depths, Event, Held, Place, buffers
+from optimus.state.plan import Recipe, Share, plan_chunks, sharing_steps
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize(("place", "event"), [*itertools.product(get_args(Place), get_args(Event))])
+def test_transitions(place: Place, event: Event, stays: bool) -> None:
+    held = Held(torch.ones(4), "gradients", stays=stays)
+    held.place = place
+    if place == "absent" and not stays:
+        held.tensor.untyped_storage().resize_(0)
+    if (place, event) not in TRANSITIONS:
+        with pytest.raises(RuntimeError, match=rf"{event} of gradients that are {place}"):
+            held.go(event)
+        assert held.place == place
+        return
+    held.go(event)
+    assert held.place == TRANSITIONS[place, event]
+    assert held.tensor.untyped_storage().nbytes() == (0 if held.place == "absent" and not stays else 16)
+    if event == "open":
+        assert held.tensor.tolist() == ([0] * 4 if place == "absent" else [1] * 4)
+
+
+@pytest.mark.parametrize(
+    ("shard", "ranks", "steps", "depths"),
+    [
+        ("none", None, [], (0, 0, 0)),
+        ("optimizer", None, [24], (0, 0, 1)),
+        ("gradients", 6, [6], (0, 1, 1)),
+        ("parameters", None, [24], (1, 1, 1)),
+        ("parameters", ShardRanks(parameters=2, gradients=12), [2, 6, 2], (1, 2, 3)),
+        ("parameters", ShardRanks(parameters=4, gradients=4, optimizer=12), [4, 3], (1, 1, 2)),
+        ("parameters", ShardRanks(parameters=1, gradients=24), [24], (0, 1, 1)),
+        ("gradients", ShardRanks(gradients=48), [24], (0, 1, 1)),
+    ],
+)
+def test_steps(shard: str, ranks: int | ShardRanks | None, steps: list[int], depths: tuple[int, ...]) -> None:
+    there = min(ranks, 24) if isinstance(ranks, int) else 24
+    assert sharing_steps(shard_widths(shard, ranks), there) == (steps, depths)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (ShardRanks(parameters=2, gradients=3), "gradients over 3 ranks .* a multiple of 2"),
+        (ShardRanks(gradients=4), "gradients over 4 ranks .* a multiple of 8"),
+        (ShardRanks(parameters=3), "parameters over 3 ranks .* a divisor of 8"),
+    ],
+)
+def test_widths_that_do_not_nest(ranks: ShardRanks, message: str) -> None:
+    with pytest.raises(UserError, match=rf"^state.shard_ranks: {message}"):
+        sharing_steps(shard_widths("parameters", ranks), 8)
+
+
+def test_parts_lie_within_parts() -> None:
+    options = StateConfig.model_validate({"shard": "parameters", "shard_ranks": {"parameters": 2, "gradients": 4}})
+    whole = range(8 * 32)
+    found = []
+    for rank in range(8):
+        (plan,) = plan_chunks({"x": Layout((250,))}, Mesh(dp=8), rank, options, Recipe(BF16))
+        assert plan.shares == (Share(2, rank % 2), Share(2, rank // 2 % 2), Share(2, rank // 4))
+        extents = [plan.extent(depth) for depth in range(4)]
+        assert [len(whole[extent]) for extent in extents] == [256, 128, 64, 32]
+        for depth, part in itertools.combinations(range(4), 2):
+            assert whole[extents[depth]][plan.within(depth, part)] == whole[extents[part]]
+        found += whole[plan.part]
+    assert sorted(found) == list(whole)
+
+
+def test_what_a_chunk_has() -> None:
+    kinds = [(each.kind, each.depth, each.residency) for each in buffers(Depths(1, 2, 3), BF16, FP32, ["adamw.m"])]
+    assert kinds == [
+        ("parameters", 0, "use"),
+        ("parameters.part", 1, "device"),
+        ("gradients", 0, "use"),
+        ("gradients.part", 2, "device"),
+        ("master", 3, "device"),
+        ("adamw.m", 3, "device"),
+    ]
+    kinds = [(each.kind, each.residency) for each in buffers(Depths(0, 0, 0), FP32, FP32, [], reshard=False)]
+    assert kinds == [("parameters", "device"), ("gradients", "device")]
+    assert buffers(Depths(1, 1, 1), FP32, FP32, [], reshard=False)[0].residency == "step"
