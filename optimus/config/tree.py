@@ -26,7 +26,7 @@ class DataConfig(Section):
 
 
 class ShardRanks(Section):
-    """Over how many neighbouring ranks each kind of state is shared out; default: all."""
+    """Over how many neighbouring ranks each kind of state is sharded; default: all."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -48,11 +48,11 @@ class StateConfig(Section):
     """What each rank keeps a part of only: nothing; master weights and moments (ZeRO-1); gradients as well (ZeRO-2);
     parameters as well (ZeRO-3, FSDP)."""
     shard_over: Literal["replicas", "data"] = "replicas"
-    """Ranks over which it is shared out: all that hold the same parameters (EPSO), or only those along the data axis of
+    """Ranks over which it is sharded: all that hold the same parameters (EPSO), or only those along the data axis of
     the experts, so that what is not expert is held `parallel.expert` times."""
     shard_ranks: Annotated[int, Field(gt=0)] | ShardRanks | None = None
-    """Share out over this many neighbouring ranks only and repeat it in the others (HSDP); at most as many as hold the
-    same parameters. Those that fewer ranks hold, as experts may be, are shared out over all of these. A number for each
+    """Shard over this many neighbouring ranks only and repeat it in the others (HSDP); at most as many as hold the
+    same parameters. Those that fewer ranks hold, as experts may be, are sharded over all of these. A number for each
     of parameters, gradients and optimizer nests them: parameters over the ranks of a card, gradients over those of a node,
     the rest over all, so that only what the optimizer shares crosses nodes. Default: all."""
     reshard_after_forward: bool = True
@@ -88,7 +88,7 @@ class StateConfig(Section):
 
 
 def shard_widths(shard: str, ranks: int | ShardRanks | None) -> tuple[int | None, ...]:
-    """Over how many ranks parameters, gradients and the optimizer's state are shared out; None: all that have the same
+    """Over how many ranks parameters, gradients and the optimizer's state are sharded; None: all that have the same
     parameters."""
     widths = [width for _, width in ranks] if isinstance(ranks, ShardRanks) else [ranks] * 3
     whole = {"none": 3, "optimizer": 2, "gradients": 1, "parameters": 0}[shard]

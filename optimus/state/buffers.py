@@ -1,6 +1,6 @@
 """The buffers of a chunk: what each holds, how much of the chunk, and when it has memory.
 
-A chunk is shared out in steps: over a few ranks near one another, each of the parts over more of them, and so on
+A chunk is sharded in steps: over a few ranks near one another, each of the parts over more of them, and so on
 (`plan.py`). A buffer of depth d is what a rank has after d of these steps; of depth 0, the whole chunk. What is called
 ZeRO-1 to ZeRO-3, HSDP and ZeRO++'s secondary partition differ in the depths of three kinds alone:
 
@@ -32,7 +32,7 @@ class Buffer(NamedTuple):
         str  # parameters, gradients, master, or one that an update rule keeps; with .part: what is kept of absent ones
     )
     dtype: torch.dtype
-    depth: int  # how often the chunk has been shared out
+    depth: int  # in how many steps it is sharded
     residency: Residency = "device"
 
     @property
@@ -43,7 +43,7 @@ class Buffer(NamedTuple):
 
 
 class Depths(NamedTuple):
-    """How often a chunk is shared out: for its parameters, its gradients, and for what the optimizer keeps."""
+    """In how many steps a chunk is sharded: for its parameters, its gradients, and for what the optimizer keeps."""
 
     parameters: int
     gradients: int

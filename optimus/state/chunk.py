@@ -2,13 +2,13 @@
 
 The module's parameters are views of the chunk's compute buffer and their gradients accumulate into views of its gradient
 buffer, so reducing, measuring, updating and saving are operations on a few long tensors, whatever the model. All parameters
-of a chunk have the same replicas. These share the chunk out, in steps (`plan.py`): each rank keeps some part of each buffer
+of a chunk have the same replicas. These shard the chunk in steps (`plan.py`): each rank keeps some part of each buffer
 (`buffers.py`), and ranks with the same parts are its `copies`. Gradients are summed over all: the loss is divided by the
 number of data ranks before the backward pass.
 
 What is not kept whole has memory while it is used: parameters from when a module needs them (`gathering.py`), gradients from
 the first of a microbatch to the last, when they begin to be reduced. Parameters are gathered in the steps in which they are
-shared out, backwards; first those parts that other ranks have updated, while other chunks are updated and the next forward
+sharded, backwards; first those parts that other ranks have updated, while other chunks are updated and the next forward
 pass begins, and the rest when they are used.
 
 A chunk is reduced as soon as its last gradient of the last microbatch has arrived, while the backward pass goes on.
@@ -99,7 +99,7 @@ class Chunk:
     `moments` of the update rule by kind. `own` and `reduced` are views of what is kept of the long buffers; with compute
     type fp32, `master` is `own`.
 
-    `groups` are those of the steps in which the chunk is shared out. `piece`: elements per all-reduce of gradients.
+    `groups` are those of the steps in which the chunk is sharded. `piece`: elements per all-reduce of gradients.
     `started` is called when a reduction that holds memory has begun. `step` may defer gradients.
     """
 

@@ -67,7 +67,7 @@ class Gathering:
         made = function(x, *args)
         first = made if isinstance(made, Tensor) else made[0]
         # Whatever takes numbers of rows needs none of its parameters in the backward pass.
-        if self._resharding and first.requires_grad and x.is_floating_point():
+        if chunks and self._resharding and first.requires_grad and x.is_floating_point():
             first.register_hook(partial(self._before_backward, chunks))
         return made
 

@@ -61,7 +61,7 @@ class Slot:
 
 
 class Share(NamedTuple):
-    """One of the steps in which a chunk is shared out: over so many ranks, of which this one gets the part `place`."""
+    """One of the steps in which a chunk is sharded: over so many ranks, of which this one gets the part `place`."""
 
     ranks: int
     place: int
@@ -69,7 +69,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """A chunk: parameters of the same replicas, shared out in steps; `copies` ranks keep the same part of it."""
+    """A chunk: parameters of the same replicas, sharded in steps; `copies` ranks keep the same part of it."""
 
     slots: tuple[Slot, ...]
     replicas: tuple[str, ...]
@@ -80,7 +80,7 @@ class ChunkPlan:
 
     @property
     def parts(self) -> int:
-        """Into how many the chunk is shared out at last."""
+        """Shards of the chunk after the last step."""
         return math.prod(share.ranks for share in self.shares)
 
     @property
@@ -269,7 +269,7 @@ def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateC
     """Raise `UserError` when `shard_ranks` are more than the ranks that share out any parameter of these, the whole model's.
 
     Those that tensor parallelism repeats, as norms, do not count: they are few. Where experts have fewer replicas than the
-    rest, or more, the larger number is the limit; the others are shared out over all that there are.
+    rest, or more, the larger number is the limit; the others are sharded over all that there are.
     """
     wanted = max(width or 0 for width in shard_widths(options.shard, options.shard_ranks))
     over_all = options.model_copy(update={"shard_ranks": None})
@@ -284,7 +284,7 @@ def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateC
 
 
 def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list[list[list[int]]]:
-    """All ranks divided into groups, in one way for each step in which state is shared out, and into those that hold the
+    """All ranks divided into groups, in one way for each step in which state is sharded, and into those that hold the
     same part of it, last."""
     found: list[list[list[int]]] = []
     for ranks in mesh.groups(replicas):
@@ -369,7 +369,7 @@ def bytes_by_kind(plans: Sequence[ChunkPlan]) -> dict[str, int]:
 
 
 def sharing_steps(widths: Sequence[int | None], ranks: int) -> tuple[list[int], Depths]:
-    """In which steps `ranks` share a chunk out, and after how many of them each kind is kept, given `shard_widths`.
+    """In which steps `ranks` shard a chunk, and after how many of them each kind is kept, given `shard_widths`.
 
     Raises `UserError` where these do not divide the ranks.
     """
@@ -377,7 +377,7 @@ def sharing_steps(widths: Sequence[int | None], ranks: int) -> tuple[list[int], 
     for kind, width in zip(Depths._fields, (min(width or ranks, ranks) for width in widths)):
         if ranks % width or width % inner:
             raise UserError(
-                f"state.shard_ranks: {kind} over {width} ranks cannot be shared out further by the {ranks} that have the "
+                f"state.shard_ranks: {kind} over {width} ranks cannot be sharded further over the {ranks} that have the "
                 f"same parameters: choose a divisor of {ranks} that is a multiple of {inner}"
             )
         if width > inner:

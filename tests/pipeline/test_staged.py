@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.drawing import short_run
 from helpers.equality import Layout, assert_same_as_one_process
 from optimus.config import load_config
 from optimus.errors import UserError
@@ -21,20 +22,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def config_of(model: str, layers: int = 4, **sections: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "model": {"hidden": 16, "layers": layers, "heads": 2, "vocab": 50} | MODELS[model],
-        "data": {"path": ""},
-        "train": {
-            "output": "",
-            "steps": 10,
-            "global_batch": 16,
-            "micro_batch": 2,
-            "context": 12,
-            "precision": "float32",
-        },
-        "schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
-        "state": {"chunk": 2000},
-    } | sections
+    sizes = {"hidden": 16, "layers": layers, "heads": 2, "vocab": 50}
+    return short_run(sizes | MODELS[model], context=12) | sections
 
 
 @pytest.mark.parametrize(

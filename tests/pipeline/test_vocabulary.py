@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.drawing import short_run
 from helpers.equality import Layout, assert_same_as_one_process
 from optimus.bench.memory import allocated
 from optimus.comm import Groups
@@ -20,23 +21,6 @@ from optimus.train.run import build_model, mesh_of
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("zb-h1", 1), ("zbv", 2)]
 MODEL: dict[str, Any] = {"family": "olmo", "hidden": 16, "layers": 4, "heads": 2, "vocab": 59, "intermediate": 24}
 EXPERTS: dict[str, Any] = {**MODEL, "family": "olmoe", "experts": 4, "experts_per_token": 2}
-
-
-def config_of(model: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "model": model,
-        "data": {"path": ""},
-        "train": {
-            "output": "",
-            "steps": 10,
-            "global_batch": 16,
-            "micro_batch": 2,
-            "context": 12,
-            "precision": "float32",
-        },
-        "schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
-        "state": {"chunk": 2000},
-    }
 
 
 @settings(max_examples=40, deadline=None)
@@ -120,7 +104,7 @@ def test_numbers_are_those_of_one_process(model: dict[str, Any], ranks: int, ove
     layout = Layout(
         ranks, [*keys, f"state.shard={shard}", "moe.balance_scope=global"][: None if "experts" in model else -1]
     )
-    assert_same_as_one_process(config_of(model), [layout], 3, rtol=2e-5)
+    assert_same_as_one_process(short_run(model, context=12), [layout], 3, rtol=2e-5)
 
 
 def parameter_bytes(config: dict[str, Any], ranks: int) -> int:
@@ -131,7 +115,7 @@ def parameter_bytes(config: dict[str, Any], ranks: int) -> int:
 
 def test_stages_hold_as_much() -> None:
     """Within 5 %, of a model whose vocabulary is larger than its blocks; without it nothing balances it."""
-    config = config_of(MODEL | {"vocab": 4096})
+    config = short_run(MODEL | {"vocab": 4096}, context=12)
     spread = run_ranks(parameter_bytes, 4, config | {"parallel": {"pipeline": 4, "vocabulary": True}}, 4)
     usual = run_ranks(parameter_bytes, 4, config | {"parallel": {"pipeline": 4}}, 4)
     assert max(spread) < 1.05 * min(spread)
@@ -154,4 +138,4 @@ def test_stages_hold_as_much() -> None:
 )
 def test_bad_configurations_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        load_config(config_of(MODEL), overrides)
+        load_config(short_run(MODEL, context=12), overrides)

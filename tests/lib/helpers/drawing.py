@@ -25,21 +25,19 @@ RANKS = {1: (1, 2, 4, 4, 8), 2: (1, 2, 2, 4), 4: (1, 1, 1, 2)}  # that share a s
 
 def config_of(model: str, **sections: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a short run of one of `MODELS`, with `sections` added or in the place of its own."""
+    # Not 1e-8: where gradients are hardly more than what rounding leaves, it would make their noise as large as any.
+    return short_run(MODELS[model], context=24, optimizer={"eps": 3e-6}) | sections
+
+
+def short_run(model: dict[str, Any], *, context: int, **sections: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of ten steps of a model, in fp32 and chunks of which there are several."""
+    sizes = {"steps": 10, "global_batch": 16, "micro_batch": 2, "context": context}
     return {
-        "model": MODELS[model],
+        "model": model,
         "data": {"path": ""},
-        "train": {
-            "output": "",
-            "steps": 10,
-            "global_batch": 16,
-            "micro_batch": 2,
-            "context": 24,
-            "precision": "float32",
-        },
+        "train": {"output": "", "precision": "float32"} | sizes,
         "schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
         "state": {"chunk": 2000},
-        # Not 1e-8: where gradients are hardly more than what rounding leaves, it would make their noise as large as any.
-        "optimizer": {"eps": 3e-6},
     } | sections
 
 
