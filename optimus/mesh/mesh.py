@@ -155,13 +155,17 @@ class Mesh:
         return sorted(self._rank(view, place) for place in product(*ranges))
 
     def groups(self, axes: Sequence[str]) -> Iterator[list[int]]:
-        """Every group along `axes`, in an order that all ranks agree on; together they hold each rank once."""
-        seen: set[int] = set()
-        for rank in range(self.size):
-            if rank not in seen:
-                group = self.group(rank, axes)
-                seen.update(group)
-                yield group
+        """Every group along `axes`, in an order that all ranks agree on; together they hold each rank once.
+
+        Each coordinate adds to a rank what it adds to rank 0: so all groups are that of rank 0, moved along the other axes.
+        """
+        view, single = _view(axes), _single(axes)
+        first = self.group(0, axes)
+        for start in self.group(0, [axis for axis in view if axis not in single]):
+            if "ends" not in axes or self.coordinate(start, "pp") == 0:
+                yield [start + each for each in first]
+            elif self.coordinate(start, "pp") < self.pp - 1:  # between the ends
+                yield self.group(start, axes)
 
     def node(self, rank: int) -> int:
         """The node that holds `rank`."""

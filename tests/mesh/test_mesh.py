@@ -45,6 +45,17 @@ def test_groups_differ_on_their_axes_only(mesh: Mesh, axes: tuple[str, ...]) -> 
         assert group == sorted(group)
 
 
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("axes", [("ends",), ("ends", "tp_out")])
+def test_groups_along_both_ends_leave_the_stages_between_alone(mesh: Mesh, axes: tuple[str, ...]) -> None:
+    groups = list(mesh.groups(axes))
+    assert sorted(itertools.chain(*groups)) == list(range(mesh.size))
+    for group in groups:
+        assert all(mesh.group(rank, axes) == group for rank in group)
+        stages = {mesh.coordinate(rank, "pp") for rank in group}
+        assert stages == {0, mesh.pp - 1} or len(stages) == 1
+
+
 def test_the_innermost_axis_has_consecutive_ranks_in_a_node() -> None:
     mesh = Mesh(pp=2, dp=2, tp=4, ranks_per_node=4)
     assert mesh.group(5, ("tp",)) == [4, 5, 6, 7]
