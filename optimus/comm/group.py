@@ -300,6 +300,9 @@ class Group:
 class Groups:
     """The groups of this rank, made once per division of the ranks and shared by all who ask.
 
+    A rank makes the groups that it is in, and no others. Whoever makes process groups beside these must make as many on
+    every rank: see `_make`. NCCL, RCCL and oneCCL connect a group in its first collective; one without costs no memory.
+
     `timeout`, in seconds, is how long a rank of one waits for the others; by default torch's.
     """
 
@@ -355,12 +358,16 @@ class Groups:
         return self._made[key]
 
     def _make(self, parts: Sequence[Sequence[int]], alone: int = 0) -> Group:
-        """This rank's group; one of all ranks is torch's own, unless it is to be alone, with that number in its name."""
+        """This rank's group; one of all ranks is torch's own, unless it is to be alone, with that number in its name.
+
+        Only its members make a group. torch names it by its ranks and the number of groups that the process has made before:
+        so that members give it one name, every rank makes one of each division, be it of itself alone, unless all are.
+        """
         own = next(part for part in parts if self.rank in part)
-        # Every rank takes part in making every group, also where its own needs none.
-        needed = [part for part in parts if len(part) > 1 and (alone or len(part) < self.mesh.size)]
-        handles = {part[0]: dist.new_group(list(part), timeout=self._timeout) for part in needed}
-        return self._noted(own, own.index(self.rank), handles.get(own[0]), alone)
+        handle = None
+        if max(map(len, parts)) > 1 and (alone or len(own) < self.mesh.size):
+            handle = dist.new_group(list(own), timeout=self._timeout, use_local_synchronization=True)
+        return self._noted(own, own.index(self.rank), handle, alone)
 
 
 def _newest(new: str, old: str) -> Callable[..., Any]:

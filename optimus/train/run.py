@@ -27,7 +27,8 @@ from optimus.parallel.layouts import parameter_layouts
 from optimus.pipeline.staged import Staged, keep_stages
 from optimus.state.gathering import Gathering
 from optimus.state.model_state import ModelState
-from optimus.state.plan import ChunkPlan, Recipe, bytes_by_kind, check_shard_ranks, divisions, plan_stages
+from optimus.state.plan import ChunkPlan, Recipe, bytes_by_kind, check_shard_ranks, plan_stages
+from optimus.train.groups import shared_divisions
 from optimus.train.pipeline import partition_of, placement_of, stages_of, tied_ends
 from optimus.train.precision import with_precision
 from optimus.train.recomputation import find_recomputation, stage_options
@@ -122,6 +123,12 @@ def layouts_of(model: Transformer, config: RunConfig) -> dict[str, Layout]:
     )
 
 
+def whole_layouts(config: RunConfig) -> dict[str, Layout]:
+    """The layouts of the parameters of all stages, without memory for them."""
+    with torch.device("meta"):
+        return layouts_of(Transformer(config.model, config.moe.routing), config)
+
+
 def sharers(mesh: Mesh, device: torch.device) -> int:
     """Ranks that take their memory from that of `device`: on a CPU all of a node."""
     return min(mesh.size, mesh.ranks_per_node or mesh.size) if device.type == "cpu" else 1
@@ -137,9 +144,7 @@ def planned_chunks(config: RunConfig, mesh: Mesh, ranks: Sequence[int]) -> list[
 
     Raises `UserError` when the parameters cannot be divided as configured.
     """
-    with torch.device("meta"):
-        model = Transformer(config.model, config.moe.routing)
-    layouts = layouts_of(model, config)
+    layouts = whole_layouts(config)
     check_shard_ranks(layouts, mesh, config.state)
     partition, place = partition_of(config, mesh, ranks[0]), placement_of(config)
 
@@ -174,11 +179,8 @@ def build_model(
         )
     layouts = layouts_of(model, config)
     partition = partition_of(config, groups.mesh, groups.rank)
-    for layout in layouts.values():  # groups of all stages, which all ranks must make in the same order
-        for parts in divisions(groups.mesh, layout.replicas, config.state):
-            groups.dividing(parts)
-        groups.along(*layout.replicas)
-    groups.along("ends")
+    for division in shared_divisions(config, groups.mesh, layouts):  # of all stages, in the same order on all ranks
+        groups.dividing(division.parts)
     keep_stages(model, partition)
     layouts = {name: layouts[name] for name, _ in model.named_parameters()}
     state = ModelState(

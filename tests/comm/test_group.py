@@ -1,7 +1,11 @@
 """Collectives on groups along the axes of a mesh, and on a group of one."""
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from optimus.comm import Groups
 from optimus.mesh import Mesh
@@ -98,6 +102,46 @@ def divided() -> tuple[bool, int]:
 
 def test_groups_of_the_same_ranks_are_shared() -> None:
     assert run_ranks(divided, 4) == [(True, 3), (True, 2), (True, 2), (True, 3)]
+
+
+DIVISIONS = [  # of 8 ranks; in how many groups with others a rank is, differs
+    [[0, 3, 6], [1], [2], [4, 7], [5]],
+    [[0], [1], [2], [3], [4], [5], [6], [7]],
+    [[0, 1], [2], [3], [4], [5], [6], [7]],
+    [[0, 7], [1, 2, 3, 4, 5, 6]],
+]
+
+
+def unlike_groups() -> tuple[list[list[int]], list[tuple[list[int], float]]]:
+    """(the process groups that this rank makes, the ranks of each group and the sum over them)."""
+    calls: list[list[int]] = []
+    real = dist.new_group
+
+    def noted(ranks: list[int], **options: Any) -> Any:
+        calls.append(ranks)
+        return real(ranks, **options)
+
+    with mock.patch.object(dist, "new_group", noted):
+        groups = Groups(Mesh(pp=4, dp=2))
+        asked = [groups.dividing(DIVISIONS[0]), groups.along("ends"), *map(groups.dividing, DIVISIONS[1:])]
+        asked += [groups.along("dp"), *groups.apart(2, "pp"), *groups.apart(2, "ends"), groups.world]
+    sums = []
+    for group in asked:
+        total = torch.tensor([float(groups.rank)])
+        group.sum(total)
+        sums.append((group.ranks, total.item()))
+    return calls, sums
+
+
+def test_a_rank_makes_the_groups_that_it_is_in() -> None:
+    """Also where some ranks are alone, as those between the ends of a pipeline: members have as many groups, so that torch
+    has one name for theirs."""
+    found = run_ranks(unlike_groups, 8)
+    for rank, (calls, sums) in enumerate(found):
+        assert all(rank in ranks for ranks in calls)
+        assert len(calls) == len(sums) - 2  # none of one division into groups of one, and that of all ranks is there
+        assert all(total == sum(ranks) for ranks, total in sums)
+    assert len({sum(len(ranks) > 1 for ranks in calls) for calls, _ in found}) > 1
 
 
 def long_sums(length: int) -> list[bool]:

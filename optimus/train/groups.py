@@ -1,0 +1,104 @@
+"""Which groups of ranks a run makes, and how many communicators a rank then has: arithmetic, without a process group."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from optimus.config import RunConfig
+from optimus.mesh import Layout, Mesh
+from optimus.state.plan import divisions
+from optimus.train.pipeline import placement_of
+
+# What a run asks for, whatever its model is: all ranks, those of a stage, those with other tokens, and along single axes.
+_ALWAYS = (
+    ("pp", "dp", "cp", "tp"),
+    ("dp", "cp", "tp"),
+    ("dp", "cp"),
+    ("dp",),
+    ("pp",),
+    ("cp",),
+    ("tp_out",),
+    ("tp_in",),
+)
+
+
+class Division(NamedTuple):
+    """All ranks divided into `parts`, each of which is a group: one for all uses, or `apart` of them, each for one.
+
+    `messages`: nothing but messages between two of its ranks go through a group.
+    """
+
+    what: str
+    parts: list[list[int]]
+    apart: int = 0
+    messages: bool = False
+
+
+class Communicators(NamedTuple):
+    """`number` communicators of `size` ranks each, on one rank."""
+
+    what: str
+    size: int
+    number: int
+
+
+def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) -> list[Division]:
+    """Those whose groups have all uses: each once, and none that consists of groups of one.
+
+    `layouts` are those of the parameters of all stages, so that all ranks find the same, in the same order.
+    """
+    asked = [*_ALWAYS, *([("ep",), ("etp",)] if config.model.experts else [])]
+    asked += [("ep", "etp")] if config.model.experts and config.moe.dispatch == "allgather" else []
+    asked += [("pp", "tp_out")] if config.parallel.vocabulary else []
+    asked += [("ends",)] if any("ends" in layout.same for layout in layouts.values()) else []
+    replicas = list(dict.fromkeys(layout.replicas for layout in layouts.values()))
+    found = [Division(_named(mesh, axes), list(mesh.groups(axes))) for axes in [*asked, *replicas]]
+    for axes in replicas:
+        *steps, copies = divisions(mesh, axes, config.state)
+        name = _named(mesh, axes)
+        found += [Division(f"shards {number} of {name}", parts) for number, parts in enumerate(steps, start=1)]
+        found.append(Division(f"copies of shards of {name}", copies))
+    unlike: dict[tuple[tuple[int, ...], ...], Division] = {}
+    for division in found:
+        unlike.setdefault(tuple(map(tuple, division.parts)), division)
+    return [division for division in unlike.values() if max(map(len, division.parts)) > 1]
+
+
+def run_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], *, tags: bool) -> list[Division]:
+    """All divisions of which a run makes groups. `tags`: the backend can tell messages in one group apart, as Gloo."""
+    found, pipeline = shared_divisions(config, mesh, layouts), list(mesh.groups(("pp",)))
+    if mesh.pp > 1 and not tags:
+        found.append(Division("messages of pp", pipeline, 2 * config.parallel.stages, messages=True))
+    if config.parallel.vocabulary:
+        found.append(Division("passes of pp", pipeline, 4))
+        found.append(
+            Division(f"normalisers of {_named(mesh, ('pp', 'tp_out'))}", list(mesh.groups(("pp", "tp_out"))), 1)
+        )
+    return found
+
+
+def communicators(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], rank: int) -> list[Communicators]:
+    """Those that `rank` has at most, where the backend makes one at a group's first collective: NCCL, RCCL, oneCCL.
+
+    For messages they make one of sender and receiver: of those groups a rank uses only those of its stages and of their
+    neighbours.
+    """
+    found = []
+    for what, parts, apart, messages in run_divisions(config, mesh, layouts, tags=False):
+        size = len(next(part for part in parts if rank in part))
+        if messages:
+            found.append(Communicators(what, 2, 2 * _neighbours(config, mesh.coordinate(rank, "pp"))))
+        elif size > 1:
+            found.append(Communicators(what, size, apart or 1))
+    return found
+
+
+def _neighbours(config: RunConfig, pipeline_rank: int) -> int:
+    """Of the borders between two stages, those between one on this rank and one on another."""
+    place = placement_of(config)
+    ranks = [place.rank_of(stage) for stage in range(place.stages)]
+    return sum(pipeline_rank in border and len(set(border)) > 1 for border in pairwise(ranks))
+
+
+def _named(mesh: Mesh, axes: Sequence[str]) -> str:
+    return " x ".join(axis for axis in axes if mesh.axis_size(axis) > 1)

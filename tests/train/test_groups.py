@@ -1,0 +1,76 @@
+"""The groups that a run is said to make are those that it makes; and how many communicators the paper's layouts need."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from helpers.drawing import MODELS, short_run
+from optimus.bench.steps import Steps
+from optimus.testing import run_ranks
+from optimus.train.groups import run_divisions
+from optimus.train.run import whole_layouts
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, model, sections
+    "one rank": (1, MODELS["moe"], {}),
+    "data": (4, MODELS["dense"], {"state": {"shard": "optimizer"}}),
+    "nested shards": (
+        8,
+        MODELS["dense"],
+        {"state": {"shard": "parameters", "shard_ranks": {"parameters": 2, "gradients": 4, "optimizer": 8}}},
+    ),
+    "shards over part": (
+        4,
+        MODELS["moe"],
+        {"state": {"shard": "gradients", "shard_ranks": 2}, "parallel": {"expert": 2}},
+    ),
+    "tensor": (8, MODELS["dense"], {"parallel": {"tensor": [2, 2]}}),
+    "expert": (
+        4,
+        MODELS["moe"],
+        {"parallel": {"expert": 2, "tensor": 2, "expert_tensor": 2}, "moe": {"dispatch": "allgather"}},
+    ),
+    "tied ends": (6, MODELS["tied dense"], {"parallel": {"pipeline": 3}, "state": {"shard": "optimizer"}}),
+    "ends on one rank": (
+        2,
+        MODELS["tied"] | {"layers": 4},
+        {"parallel": {"pipeline": 2, "schedule": "zbv", "stages_per_rank": 2}},
+    ),
+    "vocabulary": (4, MODELS["tied"], {"parallel": {"pipeline": 2, "vocabulary": True}}),
+    "context": (4, MODELS["dense"], {"parallel": {"context": 2}, "state": {"shard": "parameters"}}),
+}
+
+
+def made(run: dict[str, Any], backend: str) -> tuple[list[list[int]], list[list[int]]]:
+    """(the groups that this rank makes, those that it is said to make), where the backend were this one; with Gloo it trains
+    for a step besides."""
+    calls: list[list[int]] = []
+    real = dist.new_group
+
+    def noted(ranks: list[int], **options: Any) -> Any:
+        calls.append(ranks)
+        return real(ranks, **options)
+
+    with mock.patch.object(dist, "new_group", noted), mock.patch.object(dist, "get_backend", return_value=backend):
+        steps = Steps(run)
+        if backend == "gloo":
+            steps.train()
+    mesh, rank = steps.groups.mesh, steps.groups.rank
+    layouts = whole_layouts(steps.config)
+    said: list[list[int]] = []
+    for each in run_divisions(steps.config, mesh, layouts, tags=backend == "gloo"):
+        if each.apart or len(each.parts) > 1:  # that of all ranks is there
+            said += (each.apart or 1) * [part for part in each.parts if rank in part]
+    return sorted(calls), sorted(said)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "another"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_makes_the_groups_that_are_said(name: str, backend: str) -> None:
+    ranks, model, sections = LAYOUTS[name]
+    found = run_ranks(made, ranks, short_run(model, context=24, **sections), backend)
+    for rank, (calls, said) in enumerate(found):
+        assert calls == said
+        assert all(rank in group for group in calls)
+    assert len({len(calls) for calls, _ in found}) == 1  # as torch's names of groups need it
