@@ -1,55 +1,56 @@
 """AdamW (Loshchilov and Hutter 2019, algorithm 2) on flat tensors."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from optimus.kernels import backend
+from optimus.optim.rule import Now, Rule, Whole, as_they_are, scaled
 
 
-class AdamW(NamedTuple):
-    """Hyperparameters that do not change during a run."""
+@dataclass(frozen=True)
+class AdamW(Rule):
+    """Keeps the first moment m and the second v."""
 
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
+    kinds: ClassVar[tuple[str, ...]] = ("adamw.m", "adamw.v")
 
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-8
 
-def adamw(
-    rule: AdamW,
-    step: int,
-    lr: float,
-    weight: Tensor,
-    gradient: Tensor,
-    m: Tensor,
-    v: Tensor,
-    *,
-    gradient_scale: float = 1.0,
-    copy: Tensor | None = None,
-) -> None:
-    """Update flat fp32 `weight`, first moment `m` and second moment `v` in place; `step` counts from 1.
+    def update(
+        self,
+        now: Now,
+        weight: Tensor,
+        gradient: Tensor,
+        kept: Sequence[Tensor],
+        copy: Tensor | None = None,
+        whole: Whole = as_they_are,
+    ) -> None:
+        """As `Rule.update`."""
+        m, v = kept
+        if backend.use_triton(weight):
+            from optimus.kernels.triton import adamw as kernels
 
-    `gradient`, of any floating type, is multiplied by `gradient_scale`. `copy`, if given, gets the new weight in its type.
-    """
-    if backend.use_triton(weight):
-        from optimus.kernels.triton import adamw as kernels
-
-        kernels.adamw(rule, step, lr, weight, gradient, m, v, gradient_scale, copy)
-        return
-    if gradient_scale != 1.0 or gradient.dtype != torch.float32:
-        gradient = gradient.to(torch.float32, copy=True).mul_(gradient_scale)
-    steps = [torch.tensor(float(step), device=weight.device)]
-    options: dict[str, Any] = {"lr": lr, "amsgrad": False, "maximize": False} | rule._asdict()
-    torch._fused_adamw_([weight], [gradient], [m], [v], [], steps, **options)
-    if copy is not None:
-        copy.copy_(weight)
+            factors = self.beta1, self.beta2, self.eps, self.weight_decay
+            kernels.adamw(factors, now.step, now.lr, weight, gradient, m, v, now.gradient_scale, copy)
+            return
+        steps = [torch.tensor(float(now.step), device=weight.device)]
+        torch._fused_adamw_(
+            [weight], [scaled(gradient, now.gradient_scale)], [m], [v], [], steps,
+            lr=now.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+        if copy is not None:
+            copy.copy_(weight)
 
 
 def adamw_reference(rule: AdamW, step: int, lr: float, weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor) -> None:
-    """The same update, line by line, for tests."""
+    """The same update of an fp32 gradient, line by line, for tests."""
     weight.mul_(1 - lr * rule.weight_decay)
     m.lerp_(gradient, 1 - rule.beta1)
     v.mul_(rule.beta2).addcmul_(gradient, gradient, value=1 - rule.beta2)

@@ -14,7 +14,7 @@ _BLOCK = 1024  # elements of a program
 
 
 def adamw(
-    rule: tuple[float, float, float, float],
+    factors: tuple[float, float, float, float],
     step: int,
     lr: float,
     weight: Tensor,
@@ -24,8 +24,8 @@ def adamw(
     gradient_scale: float,
     copy: Tensor | None,
 ) -> None:
-    """As `optim.adamw.adamw`; `rule` is (beta1, beta2, eps, weight decay)."""
-    beta1, beta2, eps, weight_decay = rule
+    """As `optim.adamw.AdamW.update`; `factors` are (beta1, beta2, eps, weight decay)."""
+    beta1, beta2, eps, weight_decay = factors
     # What is near 1 is subtracted here, in fp64: 1 - 0.999 in fp32 is wrong in the fifth digit.
     _adamw[(max(1, triton.cdiv(weight.numel(), _BLOCK)),)](
         weight, gradient, m, v, weight if copy is None else copy, weight.numel(),
