@@ -34,12 +34,13 @@ from optimus.checkpoint.format import Stored
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.store import load_state
+from optimus.checkpoint.writers import writers
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.state.model_state import ModelState
-from optimus.state.plan import plan_chunks, writers
+from optimus.state.plan import plan_chunks
 from optimus.train.run import build_model, layouts_of, mesh_of
 from optimus.train.step import training_step
 

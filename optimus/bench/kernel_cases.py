@@ -28,7 +28,8 @@ from optimus.model.architecture import ModelConfig
 from optimus.model.count import count_parameters
 from optimus.model.moe.router import Choosing, Router
 from optimus.model.parts import Parts
-from optimus.optim.adamw import AdamW, adamw, adamw_reference
+from optimus.optim.adamw import AdamW, adamw_reference
+from optimus.optim.rule import Now
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -313,9 +314,9 @@ def _adamw(sizes: Sizes) -> Case:
     weight, gradient, m, v = torch.randn(4, n, device=sizes.device)
     copy = torch.empty(n, dtype=sizes.dtype, device=sizes.device) if sizes.dtype != torch.float32 else None
 
-    def ours(*state: Tensor) -> tuple[Tensor, ...]:
-        adamw(_RULE, _STEP, _LR, *state, copy=copy)
-        return state
+    def ours(weight: Tensor, gradient: Tensor, *moments: Tensor) -> tuple[Tensor, ...]:
+        _RULE.update(Now(_STEP, _LR), weight, gradient, moments, copy)
+        return weight, gradient, *moments
 
     def reference(*state: Tensor) -> tuple[Tensor, ...]:
         adamw_reference(_RULE, _STEP, _LR, *state)

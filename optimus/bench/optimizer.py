@@ -27,7 +27,6 @@ from optimus.errors import UserError
 from optimus.model.architecture import ModelConfig
 from optimus.state.model_state import ModelState
 from optimus.train.run import build_model, mesh_of
-from optimus.train.step import update_rule
 
 _WARM_UP = 2  # steps that are not counted
 _SHARD_OVER = {"standard": "data", "EPSO": "replicas"}  # in the order of the rows
@@ -114,7 +113,7 @@ def _step(config: RunConfig, state: ModelState) -> tuple[float, float]:
     began = _together()
     state.reduce_gradients()
     reduced = _together()
-    state.step(update_rule(config), _LR, _GRADIENT_SCALE)
+    state.step(_LR, _GRADIENT_SCALE)
     for chunk in state.chunks:
         chunk.gather()
     ended = _together()

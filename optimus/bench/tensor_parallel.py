@@ -24,7 +24,6 @@ from optimus.bench.tensor_parallel_rival import parallelize, same_weights
 from optimus.config import RunConfig, load_config
 from optimus.model import Transformer
 from optimus.model.init import initialize
-from optimus.train.step import update_rule
 
 _WARM_UP = 3  # steps of each turn that are not counted
 _RANKS = 2
@@ -107,13 +106,13 @@ def dtensor(config: RunConfig, *, sequence: bool) -> Step:
     if config.train.precision == "bfloat16":
         masters = [nn.Parameter(parameter.detach().clone()) for parameter in masters]
         model.bfloat16()
-    rule = update_rule(config)
+    given = config.optimizer
     optimizer = torch.optim.AdamW(
         masters,
         lr=config.schedule.peak,
-        betas=(rule.beta1, rule.beta2),
-        eps=rule.eps,
-        weight_decay=rule.weight_decay,
+        betas=(given.betas[0], given.betas[1]),
+        eps=given.eps,
+        weight_decay=given.weight_decay,
         fused=True,
     )
 

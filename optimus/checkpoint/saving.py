@@ -27,6 +27,7 @@ from optimus.checkpoint.format import Stored, file_of, pack_metadata, write_boxe
 from optimus.checkpoint.manifest import write_manifest
 from optimus.checkpoint.slots import clear_leftovers, remove, retire, retire_weights
 from optimus.checkpoint.staging import Staging
+from optimus.checkpoint.writers import written_here
 from optimus.disk import sync
 from optimus.errors import UserError, naming_disk_errors
 from optimus.state.boxes import Box, boxes, whole_boxes
@@ -60,22 +61,21 @@ class Target(NamedTuple):
 
     def buffers(self, chunk: Chunk) -> dict[str, Tensor]:
         """What it takes of a chunk, by the prefix of the keys."""
-        return dict(chunk.kept) if self.description.full else {"model": chunk.own}
+        return dict(chunk.kept) if self.description.full else {"model": chunk.weights}
 
 
 class Saver:
     """Writes checkpoints of `state`, one after another; all ranks make one and call its methods together.
 
-    `scattered` spreads the writing over the ranks that hold the same (see `plan.writers`); with `beside` it goes on beside
-    the training.
+    `scattered` spreads the writing over the ranks that hold the same (`writers.py`); with `beside` it goes on beside the
+    training.
     """
 
     def __init__(self, state: ModelState, *, scattered: bool = True, beside: bool = False) -> None:
         self._world = state.groups.world
         self._device = state.chunks[0].parameter.device
         self._beside = beside
-        writers = zip(state.chunks, state.writers(scattered=scattered))
-        self._chunks = [chunk for chunk, writer in writers if writer == state.groups.rank]  # that this rank writes
+        self._chunks = written_here(state, scattered=scattered)
         self._file = file_of(state.groups.rank)
         self._buffers = state.buffers if state.buffers and state.team.rank == 0 else {}
         self._short: list[tuple[str, Tensor]] = []  # copies of the buffers

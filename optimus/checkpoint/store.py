@@ -17,8 +17,6 @@ from optimus.state.boxes import whole_boxes
 from optimus.state.loading import Send, load_boxes
 from optimus.state.model_state import ModelState
 
-FULL, WEIGHTS = ("model", "adamw.m", "adamw.v"), ("model",)
-
 
 def save_model(model: Transformer, folder: Path, *, context: int, tokenizer: Path | None, eos_id: int | None) -> None:
     """Write a checkpoint of weights only. Raises `UserError` when `folder` exists or the disk refuses."""
@@ -54,8 +52,8 @@ def load_state(
     All ranks must call. Rank 0 reads everything but the tensors and tells the others; these are read as `load_boxes` does.
 
     `model` is the architecture that `state` was made for. With `run`, the checkpoint must agree with it in every key (it is
-    continued). Without `full`, the weights alone are loaded, and the moments are zero. Raises `UserError` on all ranks
-    alike, `DamagedError` where another checkpoint may do.
+    continued). Without `full`, the weights alone are loaded, and what the update rules keep begins anew. Raises `UserError`
+    on all ranks alike, `DamagedError` where another checkpoint may do.
     """
 
     def open_it() -> Reader:
@@ -68,7 +66,7 @@ def load_state(
         return reader
 
     reader = state.groups.world.on_first(open_it)
-    readers = load_boxes(state, reader.fill, FULL if full else WEIGHTS, send)
+    readers = load_boxes(state, reader.fill, full=full, send=send)
     return reader.description, readers
 
 

@@ -16,20 +16,21 @@ from torch import Tensor
 TILE = 1 << 16  # elements of a sum that are added up at a time
 
 
-def gather(tensor: Tensor, part: Tensor, ranks: Sequence[int], rank: int, handle: Any) -> list[Any]:
-    """Begin to fill dim 0 of `tensor` with the `part` of every rank of a group, in rank order."""
-    parts, others = tensor.chunk(len(ranks)), _others(len(ranks), rank)
+def gather(parts: Sequence[Tensor], part: Tensor, ranks: Sequence[int], rank: int, handle: Any) -> list[Any]:
+    """Begin to fill `parts` with the `part` of every rank of a group, in rank order."""
+    others = _others(len(ranks), rank)
     if parts[rank].data_ptr() != part.data_ptr():
         parts[rank].copy_(part)
-    works = [dist.irecv(parts[other], ranks[other], group=handle) for other in reversed(others)]
-    return works + [dist.isend(parts[rank], ranks[other], group=handle) for other in others]
+    works = [dist.irecv(parts[other], ranks[other], group=handle) for other in reversed(others) if len(parts[other])]
+    return works + [dist.isend(parts[rank], ranks[other], group=handle) for other in others if len(part)]
 
 
-def scatter(tensor: Tensor, received: Tensor, ranks: Sequence[int], rank: int, handle: Any) -> list[Any]:
-    """Begin to fill `received` [n - 1, ...] with this rank's part of the other ranks' `tensor`, in rank order."""
-    parts, others = tensor.chunk(len(ranks)), _others(len(ranks), rank)
-    works = [dist.irecv(received[other - (other > rank)], ranks[other], group=handle) for other in reversed(others)]
-    return works + [dist.isend(parts[other], ranks[other], group=handle) for other in others]
+def scatter(parts: Sequence[Tensor], received: Tensor, ranks: Sequence[int], rank: int, handle: Any) -> list[Any]:
+    """Begin to fill `received` [n - 1, ...] with what the other ranks have for this one, in rank order, and send `parts`."""
+    others = _others(len(ranks), rank)
+    wanted = reversed(others) if len(parts[rank]) else ()
+    works = [dist.irecv(received[other - (other > rank)], ranks[other], group=handle) for other in wanted]
+    return works + [dist.isend(parts[other], ranks[other], group=handle) for other in others if len(parts[other])]
 
 
 def shift(tensor: Tensor, out: Tensor, ranks: Sequence[int], rank: int, handle: Any) -> list[Any]:

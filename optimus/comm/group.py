@@ -80,7 +80,7 @@ class Group:
     def _start_long_sum(self, tensor: Tensor) -> Finish:
         """An all-reduce as reduce-scatter and all-gather; the gather begins when the result is called."""
         own = tensor.chunk(self.size)[self.rank]
-        finish_part = self._start_scattering(tensor, own)
+        finish_part = self._start_scattering(tensor, own, tensor.chunk(self.size))
 
         def finish() -> None:
             finish_part()
@@ -88,24 +88,27 @@ class Group:
 
         return finish
 
-    def start_sum_part(self, tensor: Tensor, out: Tensor) -> Finish:
+    def start_sum_part(self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None) -> Finish:
         """Begin to fill `out` with this rank's part of the sum of `tensor` over the ranks (reduce-scatter).
 
-        The parts are the equal slices of dim 0 of `tensor`, in rank order; `out` may be this rank's own slice of it.
-        `tensor` must stay as it is until the result is called. If `out` is a slice of it, the rest holds nothing of use
-        then.
+        The parts are slices of dim 0 of `tensor`, of these `lengths` or equal ones, in rank order; `out` may be this rank's
+        own slice of it. `tensor` must stay as it is until the result is called. If `out` is a slice of it, the rest holds
+        nothing of use then.
         """
         if self.size == 1 and out.data_ptr() != tensor.data_ptr():
             out.copy_(tensor)
+        parts, equal = _slices(tensor, lengths or self.size)
         if self._point_to_point:
-            return self._start_scattering(tensor, out)
-        call = _newest("reduce_scatter_single", "reduce_scatter_tensor")
-        return self._start("reduce_scatter", tensor, self._collective(call, out, tensor), tensor)
+            return self._start_scattering(tensor, out, parts)
+        call = self._collective(dist.reduce_scatter, out, list(parts))
+        if equal:
+            call = self._collective(_newest("reduce_scatter_single", "reduce_scatter_tensor"), out, tensor)
+        return self._start("reduce_scatter", tensor, call, tensor)
 
-    def _start_scattering(self, tensor: Tensor, out: Tensor) -> Finish:
-        own = tensor.chunk(self.size)[self.rank]
+    def _start_scattering(self, tensor: Tensor, out: Tensor, parts: Sequence[Tensor]) -> Finish:
+        own = parts[self.rank]
         received = own.new_empty(self.size - 1, *own.shape)
-        call = partial(scatter, tensor, received, self.ranks, self.rank, self._handle)
+        call = partial(scatter, parts, received, self.ranks, self.rank, self._handle)
         wait = self._start("reduce_scatter", tensor, call, tensor)
 
         def finish() -> None:
@@ -114,18 +117,21 @@ class Group:
 
         return finish
 
-    def start_gather(self, tensor: Tensor, part: Tensor) -> Finish:
+    def start_gather(self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None) -> Finish:
         """Begin to fill dim 0 of `tensor` with the `part` of every rank, in rank order (all-gather).
 
-        `part` may be this rank's own slice of `tensor`.
+        The parts have these `lengths`, or equal ones; `part` may be this rank's own slice of `tensor`.
         """
         if self.size == 1 and part.data_ptr() != tensor.data_ptr():
             tensor.copy_(part)
+        parts, equal = _slices(tensor, lengths or self.size)
         if self._point_to_point:
-            exchange = partial(gather, tensor, part, self.ranks, self.rank, self._handle)
+            exchange = partial(gather, parts, part, self.ranks, self.rank, self._handle)
             return self._start("all_gather", tensor, exchange, part)
-        call = _newest("all_gather_single", "all_gather_into_tensor")
-        return self._start("all_gather", tensor, self._collective(call, tensor, part), part)
+        call = self._collective(dist.all_gather, list(parts), part)
+        if equal:
+            call = self._collective(_newest("all_gather_single", "all_gather_into_tensor"), tensor, part)
+        return self._start("all_gather", tensor, call, part)
 
     def sum(self, tensor: Tensor) -> None:
         """Replace `tensor` on every rank by its sum over the ranks, in place."""
@@ -373,6 +379,13 @@ class Groups:
 def _newest(new: str, old: str) -> Callable[..., Any]:
     """A function of torch.distributed that has another name since torch 2.13."""
     return getattr(dist, new if hasattr(dist, new) else old)
+
+
+def _slices(tensor: Tensor, lengths: Sequence[int] | int) -> tuple[Sequence[Tensor], bool]:
+    """`tensor` in slices of these lengths, or so many equal ones, and whether all are equal."""
+    if isinstance(lengths, int):
+        return tensor.chunk(lengths), True
+    return tensor.split(list(lengths)), len(set(lengths)) == 1
 
 
 def _cause(error: RuntimeError) -> str:

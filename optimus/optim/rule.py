@@ -33,7 +33,9 @@ class Rule:
 
     kinds: ClassVar[tuple[str, ...]] = ()  # of the fp32 buffers that it keeps, as checkpoints name them
     matrices: ClassVar[bool] = False  # whether it works on whole matrices; else on flat parts of any length
-    averages: ClassVar[bool] = False  # whether the weights that are computed with in training are not those of the model
+    averages: ClassVar[bool] = (
+        False  # whether the weights that are computed with in training are not those of the model
+    )
 
     weight_decay: float = 0.1  # decoupled: times the learning rate
     lr_scale: float = 1.0  # of the schedule's learning rate

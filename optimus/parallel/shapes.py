@@ -31,10 +31,10 @@ class ShapeGroup(Group):
     def start_sum(self, tensor: Tensor) -> Callable[[], None]:
         return _done
 
-    def start_sum_part(self, tensor: Tensor, out: Tensor) -> Callable[[], None]:
+    def start_sum_part(self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None) -> Callable[[], None]:
         return _done
 
-    def start_gather(self, tensor: Tensor, part: Tensor) -> Callable[[], None]:
+    def start_gather(self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None) -> Callable[[], None]:
         if not tensor.is_meta:
             tensor.view(self.size, *part.shape).copy_(part)
         return _done

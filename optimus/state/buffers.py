@@ -12,11 +12,12 @@ ZeRO-1 to ZeRO-3, HSDP and ZeRO++'s secondary partition differ in the depths of 
     parameters, over 2, 8 and all ranks                    1           2                            3
 """
 
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from optimus.optim.rule import Rule
 
 Residency = Literal[
     "device", "step", "use"
@@ -51,12 +52,12 @@ class Depths(NamedTuple):
 
 
 def buffers(
-    depths: Depths, compute: torch.dtype, gradient: torch.dtype, kept: Sequence[str], *, reshard: bool = True
+    depths: Depths, compute: torch.dtype, gradient: torch.dtype, rule: Rule, *, reshard: bool = True
 ) -> tuple[Buffer, ...]:
-    """Those of a chunk. `kept` are the kinds of its update rule.
+    """Those of a chunk that `rule` updates.
 
-    Without `reshard`, parameters stay from their first use to the optimizer step. Master weights of type `compute` are the
-    parameters themselves.
+    Without `reshard`, parameters stay from their first use to the optimizer step. Where they are of type fp32 and what the
+    rule computes with, they are the master weights themselves.
     """
     rows: list[Buffer] = []
     for kind, dtype, depth, used in (
@@ -65,8 +66,8 @@ def buffers(
     ):
         rows.append(Buffer(kind, dtype, 0, used if depth else "device"))  # type: ignore[arg-type]
         rows += [Buffer(f"{kind}.part", dtype, depth)] if depth else []
-    rows += [Buffer("master", torch.float32, depths.optimizer)] if compute != torch.float32 else []
-    return *rows, *(Buffer(kind, torch.float32, depths.optimizer) for kind in kept)
+    kinds = (*(["master"] if compute != torch.float32 or rule.averages else []), *rule.kinds)
+    return *rows, *(Buffer(kind, torch.float32, depths.optimizer) for kind in kinds)
 
 
 # What may happen to what a buffer holds. A buffer that is absent has no memory, or memory whose content is out of date.

@@ -29,8 +29,9 @@ from optimus.comm import Finish, Group
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.model.init import initialize_parameter
 from optimus.model.parameters import Initial
-from optimus.optim.adamw import AdamW, adamw
+from optimus.optim.rule import Now, Whole, as_they_are
 from optimus.state.buffers import Held
+from optimus.state.matrices import Matrices
 from optimus.state.plan import ChunkPlan, _aligned
 from optimus.step_context import StepContext
 
@@ -99,7 +100,8 @@ class Chunk:
     `moments` of the update rule by kind. `own` and `reduced` are views of what is kept of the long buffers; with compute
     type fp32, `master` is `own`.
 
-    `groups` are those of the steps in which the chunk is sharded. `piece`: elements per all-reduce of gradients.
+    `groups` are those of the steps in which the chunk is sharded. `whole`: for parameters of which ranks have blocks of each
+    matrix, by name, how a rule's function of matrices is applied. `piece`: elements per all-reduce of gradients.
     `started` is called when a reduction that holds memory has begun. `step` may defer gradients.
     """
 
@@ -110,6 +112,7 @@ class Chunk:
         copies: Group,
         device: torch.device,
         *,
+        whole: Mapping[str, Whole] | None = None,
         piece: int | None = None,
         started: Callable[["Chunk"], None] = lambda chunk: None,
         step: StepContext | None = None,
@@ -117,6 +120,7 @@ class Chunk:
         self.plan, self._watch = plan, copies.watch
         # What is summed and gathered here may be of others: only what enters the sums is watched.
         self.groups, self.copies = [group.unwatched for group in groups], copies.unwatched
+        self._whole = dict.fromkeys((slot.name for slot in plan.slots), as_they_are) | dict(whole or {})
         self._piece, self._started, self._step = piece, started, step
         depths = plan.depths
         made = {each.kind: torch.zeros(plan.elements(each), dtype=each.dtype, device=device) for each in plan.buffers}
@@ -148,6 +152,12 @@ class Chunk:
     def kept(self) -> Mapping[str, Tensor]:
         """What a checkpoint holds of this chunk, by the prefix of its keys: this rank's part of fp32 buffers."""
         return {"model": self.master, **self.moments}
+
+    @property
+    def weights(self) -> Tensor:
+        """This rank's part of the weights, as a checkpoint of them alone holds it: in the type of computation, if that is
+        what is computed with."""
+        return self.master if self.plan.rule.averages else self.own
 
     def hold(self, until: Finish) -> None:
         """Call `until`, once, before the optimizer changes this rank's part: it returns when that has been copied."""
@@ -185,7 +195,12 @@ class Chunk:
                 here = self.master[start - part.start : end - part.start]
                 begin = start - slot.start
                 initialize_parameter(slot.name, here, initial[slot.name], seed, std, begin, slot.global_positions)
+        self.begin()
         self.publish()
+
+    def begin(self) -> None:
+        """Make what the update rule keeps as it is before the first update."""
+        self.plan.rule.begin(self.master, [*self.moments.values()])
 
     # ---- Whole parameters ----
 
@@ -204,7 +219,8 @@ class Chunk:
 
     def _start_gathering(self, depth: int) -> Finish:
         # By way of `data`: autograd must not take this for a change of what it has saved.
-        return self.groups[depth].start_gather(self._parameters_at(depth).data, self._parameters_at(depth + 1))
+        whole, part = self._parameters_at(depth).data, self._parameters_at(depth + 1)
+        return self.groups[depth].start_gather(whole, part, self.plan.lengths(depth))
 
     def _parameters_at(self, depth: int) -> Tensor:
         """The extent of `depth`, in the longest buffer that is sure to have it."""
@@ -235,8 +251,15 @@ class Chunk:
         """Make the compute copies anew after the master weights have changed; begin to gather those that are kept."""
         self.settle()
         if self.master is not self.own:
-            self.own.copy_(self.master)
+            self.plan.rule.computed(self.master, [*self.moments.values()], self.own)
         self._share()
+
+    def show(self) -> None:
+        """Compute with the weights themselves, as an evaluation does, where training does not; `publish` goes back."""
+        if self.plan.rule.averages:
+            self.settle()
+            self.own.copy_(self.master)
+            self._share()
 
     def _share(self) -> None:
         """This rank's part has changed: what others have of it, and this rank of theirs, is out of date."""
@@ -332,7 +355,7 @@ class Chunk:
     def _start_sum(self, buffer: Tensor, outer: int, depth: int) -> Finish:
         """Begin to sum this rank's part of the extent of `depth` over its group; `buffer` has that of `outer`."""
         part = buffer[self.plan.within(outer, depth + 1)]
-        wait = self.groups[depth].start_sum_part(buffer[self.plan.within(outer, depth)], part)
+        wait = self.groups[depth].start_sum_part(buffer[self.plan.within(outer, depth)], part, self.plan.lengths(depth))
 
         def finish() -> None:
             wait()
@@ -344,7 +367,7 @@ class Chunk:
 
     def _start_sum_of_copies(self) -> Finish:
         """Begin to sum `reduced` over the copies, in pieces of which several are under way at once (AxoNN, 3.3.3)."""
-        pieces = self.reduced.split(self._piece or len(self.reduced))
+        pieces = self.reduced.split(self._piece or len(self.reduced)) if len(self.reduced) else ()
         waits = [self.copies.start_sum(piece) for piece in pieces]
 
         def finish() -> None:
@@ -359,21 +382,41 @@ class Chunk:
 
     # ---- The optimizer ----
 
-    def step(self, rule: AdamW, step: int, lr: float, gradient_scale: float, tile: int) -> None:
-        """One optimizer update with gradients times `gradient_scale`, then the compute copies made anew.
-
-        `tile` is rounded up to whole vectors: the elements behind the last whole one are rounded otherwise by the fused
-        update, and the numbers must not depend on the tile.
-        """
+    def step(self, now: Now, tile: int) -> None:
+        """One optimizer update, then the compute copies made anew."""
         self.settle()
         if self._reader is not None:
             self._reader()
             self._reader = None
-        buffers = self.master, self.own, self.reduced, *self.moments.values()
-        for master, own, reduced, m, v in zip(*(buffer.split(_aligned(tile)) for buffer in buffers)):
-            copy = own if self.master is not self.own else None
-            adamw(rule, step, lr, master, reduced, m, v, gradient_scale=gradient_scale, copy=copy)
+        rule = self.plan.rule
+        now = now._replace(lr=now.lr * rule.lr_scale)
+        for whole, (weight, own, gradient, *kept) in self._tiles(tile):
+            rule.update(now, weight, gradient, kept, None if self.master is self.own else own, whole)
         self._share()
+
+    def _tiles(self, tile: int) -> Iterator[tuple[Whole, list[Tensor]]]:
+        """Parts of (master, own, reduced, what the rule keeps) that are updated one after the other: about `tile` elements,
+        or as many whole matrices, and how a function of matrices is applied to them.
+
+        Elements are rounded up to whole vectors: those behind the last whole one are rounded otherwise by a fused update,
+        and the numbers must not depend on the tile.
+        """
+        buffers = self.master, self.own, self.reduced, *self.moments.values()
+        if not self.plan.rule.matrices:
+            yield from (
+                (as_they_are, list(parts)) for parts in zip(*(buffer.split(_aligned(tile)) for buffer in buffers))
+            )
+            return
+        part = self.plan.part
+        for slot in self.plan.slots:
+            found = Matrices.of(slot.start, slot.shape)
+            numbers = found.within(part.start, part.stop)
+            together = max(1, tile // found.size)
+            for first in numbers[::together]:
+                last = min(first + together, numbers.stop)
+                begin, end = (found.start + each * found.size - part.start for each in (first, last))
+                shape = last - first, found.rows, found.columns
+                yield self._whole[slot.name], [buffer[begin:end].view(shape) for buffer in buffers]
 
 
 def _before_accumulation(own: "weakref.ref[Chunk]", gradient: Tensor | None) -> None:

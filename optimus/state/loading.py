@@ -32,8 +32,8 @@ class _Transfer(NamedTuple):
         return self.group.rank == self.reader
 
 
-def load_boxes(state: ModelState, read: Read, kinds: Sequence[str], send: Send = "broadcast") -> int:
-    """Fill the buffers of `kinds` (prefixes of the boxes' keys), set others to zero, make the compute copies anew.
+def load_boxes(state: ModelState, read: Read, *, full: bool, send: Send = "broadcast") -> int:
+    """Fill the weights, and with `full` what the update rules keep, which else begins anew; make the compute copies anew.
 
     All ranks must call. Of those that hold the same parameters, one reads each chunk, in turns, and sends it to the others,
     by broadcast or by all-reduce (the Optimus paper, section 4: model broadcasting). With "none" every rank reads its own
@@ -43,29 +43,27 @@ def load_boxes(state: ModelState, read: Read, kinds: Sequence[str], send: Send =
     state is of no use then.
     """
     device, world = state.chunks[0].parameter.device, state.groups.world
-    transfers = _transfers(state, kinds)
-    for chunk in state.chunks:
-        for kind, part in chunk.buffers.items():
-            if kind not in kinds:
-                part.zero_()
+    transfers = _transfers(state, full)
     failure = _read_own(transfers, read) if send == "none" else _read_and_send(transfers, read, send)
     world.agree(_read_buffers(state, read, send) or failure, device)
     for chunk in state.chunks:
+        if not full:
+            chunk.begin()
         chunk.publish()
     readers = torch.tensor(float(send == "none" or any(each.reads for each in transfers)), device=device)
     world.sum(readers)
     return int(readers)
 
 
-def _transfers(state: ModelState, kinds: Sequence[str]) -> list[_Transfer]:
+def _transfers(state: ModelState, full: bool) -> list[_Transfer]:
     turns: Counter[tuple[str, ...]] = Counter()
     found = []
     for chunk in state.chunks:
         replicas = state.groups.along(*chunk.plan.replicas)
         reader = turns[chunk.plan.replicas] % replicas.size
         turns[chunk.plan.replicas] += 1
-        parts = [(kind, part) for kind, part in chunk.buffers.items() if kind in kinds]
-        found += [_Transfer(chunk, kind, part, replicas, reader) for kind, part in parts]
+        parts = chunk.buffers if full else {"model": chunk.buffers["model"]}
+        found += [_Transfer(chunk, kind, part, replicas, reader) for kind, part in parts.items()]
     return found
 
 

@@ -1,7 +1,8 @@
 """All chunks of a model: what the training step calls."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +12,11 @@ from optimus.config.tree import StateConfig
 from optimus.errors import UserError
 from optimus.mesh import Layout
 from optimus.model.parameters import declarations
-from optimus.optim.adamw import AdamW
+from optimus.optim.rule import Now
 from optimus.state.chunk import Chunk
 from optimus.state.gathering import Gathering
-from optimus.state.plan import ChunkPlan, Recipe, divisions, plan_stages, writers
+from optimus.state.matrices import OverBlocks, split_axes
+from optimus.state.plan import ChunkPlan, Recipe, divisions, plan_stages
 
 _REDUCING = 2  # chunks whose long gradient buffers may be on their way to the other ranks at once
 
@@ -46,19 +48,22 @@ class ModelState:
         self.groups = groups
         self._module = module
         self.tile = options.tile
-        self._options = options
-        self.steps = 0  # optimizer steps applied, for the bias correction of the moments
+        self.options = options
+        self.steps = 0  # optimizer steps applied
+        self.weight_sum = 0.0  # of these steps, for a rule that averages over them
         self._overlap = options.overlap
         self._reducing: deque[Chunk] = deque()
         piece = options.coarsening and options.coarsening * options.tile
 
         def make(plan: ChunkPlan) -> Chunk:
             *sharing, copies = (groups.dividing(parts) for parts in divisions(groups.mesh, plan.replicas, options))
+            blocks = [slot for slot in plan.slots if plan.rule.matrices and split_axes(slot.layout, groups.mesh)]
             return Chunk(
                 plan,
                 sharing,
                 copies,
                 device,
+                whole={slot.name: OverBlocks(groups, slot.layout) for slot in blocks},
                 piece=piece,
                 started=self._limit_reductions,
                 step=groups.step,
@@ -130,21 +135,31 @@ class ModelState:
             self.groups.world.unwatched.sum(square)
         return float(square.sqrt())
 
-    def step(self, rule: AdamW, lr: float, gradient_scale: float) -> None:
+    def step(self, lr: float, gradient_scale: float) -> None:
         """One optimizer step on every chunk; while one is updated, the parameters of those before it are gathered."""
         self.steps += 1
+        weight = max(chunk.plan.rule.weight_of(self.steps, lr) for chunk in self.chunks)
+        self.weight_sum += weight
+        now = Now(self.steps, lr, gradient_scale, weight / self.weight_sum if weight else 0.0)
         for chunk in self.chunks:
-            chunk.step(rule, self.steps, lr, gradient_scale, self.tile)
+            chunk.step(now, self.tile)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, the parameters are the model's: what is evaluated, saved and exported. All ranks must call."""
+        for chunk in self.chunks:
+            chunk.show()
+        try:
+            yield
+        finally:
+            for chunk in self.chunks:
+                if chunk.plan.rule.averages:
+                    chunk.publish()
 
     def finish(self) -> None:
         """Have everything here that is under way; must precede the end of the process group."""
         for chunk in self.chunks:
             chunk.settle()
-
-    def writers(self, *, scattered: bool) -> list[int]:
-        """For each chunk, the rank that writes into a checkpoint what this one keeps of it; see `plan.writers`."""
-        plans = [chunk.plan for chunk in self.chunks]
-        return writers(plans, self.groups.mesh, self.groups.rank, self._options, scattered=scattered)
 
     def _limit_reductions(self, chunk: Chunk) -> None:
         """A reduction has begun: let no more than a few hold their long buffers at once, or none be under way."""

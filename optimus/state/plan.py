@@ -4,9 +4,10 @@
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,7 +16,10 @@ from torch import Tensor
 from optimus.config.tree import StateConfig, shard_widths
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
+from optimus.optim.adamw import AdamW
+from optimus.optim.rule import Rule
 from optimus.state.buffers import Buffer, Depths, buffers
+from optimus.state.matrices import Matrices, borders
 
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 
@@ -69,37 +73,50 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """A chunk: parameters of the same replicas, sharded in steps; `copies` ranks keep the same part of it."""
+    """A chunk: parameters of the same replicas and rule, sharded in steps; `copies` ranks keep the same part of it."""
 
     slots: tuple[Slot, ...]
     replicas: tuple[str, ...]
+    rule: Rule
+    borders: tuple[int, ...]  # where its shards begin, after the last step, and where the last ends
     shares: tuple[Share, ...]
     copies: int
     depths: Depths
     buffers: tuple[Buffer, ...]  # as `buffers.py` has them for these depths
 
     @property
+    def size(self) -> int:
+        """Elements of the whole chunk, the padding of the last part included."""
+        return self.borders[-1]
+
+    @property
     def parts(self) -> int:
         """Shards of the chunk after the last step."""
-        return math.prod(share.ranks for share in self.shares)
+        return len(self.borders) - 1
 
     @property
     def length(self) -> int:
-        """Elements of such a part."""
-        return _aligned(-(-self.slots[-1].limit // self.parts))
-
-    @property
-    def size(self) -> int:
-        """Elements of the whole chunk, the padding of the last part included."""
-        return self.length * self.parts
+        """Elements of such a shard; in the mean, where shards differ."""
+        return self.size // self.parts
 
     def extent(self, depth: int) -> slice:
         """What this rank has of the chunk after `depth` steps."""
-        start, size = 0, self.size
+        first, number = self._shards(depth)
+        return slice(self.borders[first], self.borders[first + number])
+
+    def lengths(self, depth: int) -> list[int]:
+        """Elements that the ranks of step `depth` have after it, of what they have before."""
+        first, number = self._shards(depth)
+        ends = self.borders[first : first + number + 1 : number // self.shares[depth].ranks]
+        return [end - start for start, end in pairwise(ends)]
+
+    def _shards(self, depth: int) -> tuple[int, int]:
+        """The first shard of the extent of `depth`, and how many it is."""
+        first, number = 0, self.parts
         for share in self.shares[:depth]:
-            size //= share.ranks
-            start += share.place * size
-        return slice(start, start + size)
+            number //= share.ranks
+            first += share.place * number
+        return first, number
 
     def within(self, depth: int, part: int) -> slice:
         """The extent of depth `part` as part of that of `depth`."""
@@ -131,36 +148,42 @@ class ChunkPlan:
 
 
 class Recipe(NamedTuple):
-    """What buffers chunks have, beyond the section `state`: the type of computation, and the kinds of the update rule."""
+    """What buffers chunks have, beyond the section `state`: the type of computation, and the update rules by parameter."""
 
     compute: torch.dtype = torch.float32
-    kinds: tuple[str, ...] = ("adamw.m", "adamw.v")
+    rules: Mapping[str, Rule] = MappingProxyType({})
+
+    def rule(self, name: str) -> Rule:
+        """That of a parameter; AdamW where nothing else is said."""
+        return self.rules.get(name, _ADAMW)
 
 
+_ADAMW = AdamW()
 _RECIPE = Recipe()
 
 
 def plan_chunks(
     layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, recipe: Recipe = _RECIPE
 ) -> list[ChunkPlan]:
-    """The chunks of `rank`: parameters of the same replicas in order, end to end, in chunks within the limit.
+    """The chunks of `rank`: parameters of the same replicas and rule in order, end to end, in chunks within the limit.
 
     Raises `UserError` when a parameter or its replicas cannot be divided as asked.
     """
     regions = {name: layout.region(mesh, rank) for name, layout in layouts.items()}
     room = {name: math.prod(layout.local_shape(mesh)) for name, layout in layouts.items()}
     replicas: dict[tuple[str, ...], tuple[int, ...]] = {}  # axes to ranks: two sets of axes may be the same ranks
-    groups: dict[tuple[tuple[int, ...], tuple[str, ...]], list[str]] = {}  # by these, and who has the same besides
+    # By these, who has the same besides, and the rule.
+    groups: dict[tuple[tuple[int, ...], tuple[str, ...], Rule], list[str]] = {}
     for name, layout in layouts.items():
         if layout.replicas not in replicas:
             replicas[layout.replicas] = tuple(mesh.group(rank, layout.replicas))
         same = tuple(axis for axis in layout.same if mesh.axis_size(axis) > 1)
-        groups.setdefault((replicas[layout.replicas], same), []).append(name)
+        groups.setdefault((replicas[layout.replicas], same, recipe.rule(name)), []).append(name)
     sizes = [[room[name] for name in names] for names in groups.values()]
     largest = max(_SMALLEST, min(_LARGEST, sum(map(sum, sizes)) // _CHUNKS))
     limit = options.chunk or search_limit(sizes, _SMALLEST, largest)
     plans = []
-    for ((ranks, same), names), needed in zip(groups.items(), sizes):
+    for ((ranks, same, rule), names), needed in zip(groups.items(), sizes):
         axes = layouts[names[0]].replicas
         own = next(part for part in shard_groups(mesh, ranks, options) if rank in part)
         steps, depths = sharing_steps(shard_widths(options.shard, options.shard_ranks), len(own))
@@ -169,11 +192,13 @@ def plan_chunks(
             shares.append(Share(step, place % step))
             place //= step
         gradient = getattr(torch, options.gradient_dtype)
-        kept = buffers(depths, recipe.compute, gradient, recipe.kinds, reshard=options.reshard_after_forward)
+        kept = buffers(depths, recipe.compute, gradient, rule, reshard=options.reshard_after_forward)
         copies = mesh.axis_size(*same) * len(ranks) // len(own)
+        loads = [0] * math.prod(steps)  # what each shard has to compute, of a rule of matrices
         for chunk in lay_out(needed, limit):
             slots = tuple(Slot(names[i], layouts[names[i]], regions[names[i]], start, end) for i, start, end in chunk)
-            plans.append(ChunkPlan(slots, axes, tuple(shares), copies, depths, kept))
+            ends = shard_borders(slots, rule, loads)
+            plans.append(ChunkPlan(slots, axes, rule, ends, tuple(shares), copies, depths, kept))
     first = {name: i for i, name in enumerate(layouts)}
     return sorted(plans, key=lambda plan: first[plan.slots[0].name])
 
@@ -219,6 +244,15 @@ def _end_to_end(numbers: Sequence[int], sizes: Sequence[int]) -> list[tuple[int,
         placed.append((number, start, start + sizes[number]))
         start += _aligned(sizes[number])
     return placed
+
+
+def shard_borders(slots: Sequence[Slot], rule: Rule, loads: list[int]) -> tuple[int, ...]:
+    """Where the shards of a chunk, one for each of `loads`, begin and end: equal ones, or ones of whole matrices."""
+    end = _aligned(slots[-1].limit)
+    if rule.matrices:
+        return borders([Matrices.of(slot.start, slot.shape) for slot in slots], end, loads)
+    length = _aligned(-(-end // len(loads)))
+    return tuple(range(0, length * len(loads) + 1, length))
 
 
 def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -> int:
@@ -299,67 +333,6 @@ def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list
             inner *= step
         found[-1] += [list(same) for same in zip(*parts)]
     return found
-
-
-def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]:
-    """All ranks divided into those that keep the same part of a chunk of such parameters; each in order.
-
-    The stages of a pipeline that do not hold the parameters are divided likewise.
-    """
-    *_, copies = divisions(mesh, layout.replicas, options)
-    of_rank = {rank: ranks for ranks in copies for rank in ranks}
-    alike = ([rank for other in mesh.group(ranks[0], layout.same) for rank in of_rank[other]] for ranks in copies)
-    return sorted({min(ranks): sorted(ranks) for ranks in alike}.values())
-
-
-def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool) -> list[int]:
-    """For each chunk of `rank`, which of those that keep the same part of it writes it into a checkpoint.
-
-    `scattered`: one on the node that has least to write so far, so that the nodes share the writing (the Optimus paper,
-    section 4: DP-scattered, where part m is written by rank m % DP of those that have it); else the first. All ranks of a
-    stage have other parts of the same chunks, so that each of them knows what the others will write.
-    """
-    found, _ = _shared_writing(plans, mesh, rank, options, scattered)
-    return found
-
-
-def elements_written(
-    plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool
-) -> Counter[int]:
-    """Elements that each rank of the stage of `rank`, whose chunks are `plans`, writes into a checkpoint."""
-    stage = mesh.coordinate(rank, "pp")
-    _, of_rank = _shared_writing(plans, mesh, rank, options, scattered)
-    return Counter({each: size for each, size in of_rank.items() if mesh.coordinate(each, "pp") == stage})
-
-
-def _shared_writing(
-    plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, scattered: bool
-) -> tuple[list[int], Counter[int]]:
-    """(the writer of each chunk of `rank`, the elements that each rank of its stage writes)."""
-    stage, found = mesh.coordinate(rank, "pp"), [0] * len(plans)
-    known: dict[tuple[tuple[str, ...], tuple[str, ...]], list[list[int]]] = {}
-    of_node, of_rank = Counter[int](), Counter[int]()  # elements to write
-    for number, plan in sorted(enumerate(plans), key=lambda each: -each[1].length):
-        layout = plan.slots[0].layout
-        axes = layout.replicas, layout.same
-        if axes not in known:
-            known[axes] = [ranks for ranks in holders(mesh, layout, options) if _on_stage(mesh, ranks, stage)]
-        for place, ranks in enumerate(known[axes]):
-            if not scattered:
-                writer = ranks[0]
-            elif "ends" in layout.same:  # on stages whose other chunks differ
-                writer = ranks[place * len(ranks) // len(known[axes])]
-            else:
-                writer = min(ranks, key=lambda each: (of_node[mesh.node(each)], of_rank[each], each))
-            of_node[mesh.node(writer)] += plan.length
-            of_rank[writer] += plan.length
-            if rank in ranks:
-                found[number] = writer
-    return found, of_rank
-
-
-def _on_stage(mesh: Mesh, ranks: Sequence[int], stage: int) -> bool:
-    return stage in (mesh.coordinate(ranks[0], "pp"), mesh.coordinate(ranks[-1], "pp"))
 
 
 def bytes_by_kind(plans: Sequence[ChunkPlan]) -> dict[str, int]:

@@ -13,7 +13,7 @@ from optimus.checkpoint.folder import DamagedError, Description
 from optimus.checkpoint.rollback import Point, resume_points
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.slots import set_newer_aside
-from optimus.checkpoint.store import WEIGHTS, load_state
+from optimus.checkpoint.store import load_state
 from optimus.config import RunConfig
 from optimus.errors import naming_disk_errors
 from optimus.hub import load_weights
@@ -97,6 +97,7 @@ def describe(run: Run, *, full: bool) -> Description:
         run=fingerprint(config, run.shards),
         progress={
             "updates": run.state.steps,
+            "weight_sum": run.state.weight_sum,
             "skipped": run.skipped,
             "sequences": run.step * config.train.global_batch,  # read of the data, the next one's number
         },
@@ -140,6 +141,7 @@ def _go_on(run: Run, path: Path, *, full: bool) -> int:
     )
     run.step = description.step
     run.state.steps = description.progress["updates"] if full else 0
+    run.state.weight_sum = description.progress.get("weight_sum", 0.0) if full else 0.0
     run.skipped = description.progress["skipped"]
     _restore_random(description, run.device)
     there, here = _numbers(description.config), _numbers(run.config.model_dump(mode="json"))
@@ -192,7 +194,7 @@ def _load_folder(run: Run, path: Path) -> int:
             region = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.tensor.shape))
             box.tensor.copy_(weights[box.key][region])
 
-    return load_boxes(run.state, read, WEIGHTS, run.config.checkpoint.broadcast)
+    return load_boxes(run.state, read, full=False, send=run.config.checkpoint.broadcast)
 
 
 def _readers(run: Run, readers: int) -> str:

@@ -13,6 +13,7 @@ from optimus.checkpoint.lease import LEASE
 from optimus.checkpoint.manifest import read_checked_description
 from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import check_same_model, check_same_run
+from optimus.checkpoint.writers import elements_written
 from optimus.config import ModelConfig, RunConfig, load_config
 from optimus.data.shards import Shards
 from optimus.errors import UserError
@@ -21,7 +22,7 @@ from optimus.mesh import Mesh
 from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory
 from optimus.observe.wandb import check_wandb
-from optimus.state.plan import bytes_by_kind, elements_written
+from optimus.state.plan import bytes_by_kind
 from optimus.train.pipeline import schedule_of
 from optimus.train.run import Run, fingerprint, mesh_of, planned_chunks, ranks_per_node, sharers
 from optimus.train.step import accumulate_gradients

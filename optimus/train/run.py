@@ -32,6 +32,7 @@ from optimus.train.groups import shared_divisions
 from optimus.train.pipeline import partition_of, placement_of, stages_of, tied_ends
 from optimus.train.precision import with_precision
 from optimus.train.recomputation import find_recomputation, stage_options
+from optimus.train.rules import rules_of
 from optimus.train.summary import summarise, summary_lines
 
 T = TypeVar("T")
@@ -123,10 +124,10 @@ def layouts_of(model: Transformer, config: RunConfig) -> dict[str, Layout]:
     )
 
 
-def whole_layouts(config: RunConfig) -> dict[str, Layout]:
-    """The layouts of the parameters of all stages, without memory for them."""
+def whole_model(config: RunConfig) -> Transformer:
+    """The model with all its stages, without memory for its parameters."""
     with torch.device("meta"):
-        return layouts_of(Transformer(config.model, config.moe.routing), config)
+        return Transformer(config.model, config.moe.routing)
 
 
 def sharers(mesh: Mesh, device: torch.device) -> int:
@@ -134,9 +135,9 @@ def sharers(mesh: Mesh, device: torch.device) -> int:
     return min(mesh.size, mesh.ranks_per_node or mesh.size) if device.type == "cpu" else 1
 
 
-def recipe_of(config: RunConfig) -> Recipe:
-    """What the run keeps of its parameters."""
-    return Recipe(DTYPES[config.train.precision])
+def recipe_of(config: RunConfig, model: Transformer) -> Recipe:
+    """What the run keeps of the parameters of `model`, which holds them whole."""
+    return Recipe(DTYPES[config.train.precision], rules_of(config.optimizer, model))
 
 
 def planned_chunks(config: RunConfig, mesh: Mesh, ranks: Sequence[int]) -> list[list[ChunkPlan]]:
@@ -144,14 +145,15 @@ def planned_chunks(config: RunConfig, mesh: Mesh, ranks: Sequence[int]) -> list[
 
     Raises `UserError` when the parameters cannot be divided as configured.
     """
-    layouts = whole_layouts(config)
+    model = whole_model(config)
+    layouts, recipe = layouts_of(model, config), recipe_of(config, model)
     check_shard_ranks(layouts, mesh, config.state)
     partition, place = partition_of(config, mesh, ranks[0]), placement_of(config)
 
     def of(rank: int) -> list[ChunkPlan]:
         own = partition._replace(here=place.stages_of(mesh.coordinate(rank, "pp")))
         here = {name: each for name, each in layouts.items() if own.keeps(name, config.model.tie_embeddings)}
-        stages = plan_stages(here, mesh, rank, config.state, own.stage_here, recipe_of(config))
+        stages = plan_stages(here, mesh, rank, config.state, own.stage_here, recipe)
         return [plan for plans in stages.values() for plan in plans]
 
     return list(map(of, ranks))
@@ -177,7 +179,7 @@ def build_model(
         model = build_stage(
             config.model, groups, stage_options(config, chosen), gathering.gradient_buffers, gathering.unit
         )
-    layouts = layouts_of(model, config)
+    layouts, recipe = layouts_of(model, config), recipe_of(config, model)
     partition = partition_of(config, groups.mesh, groups.rank)
     for division in shared_divisions(config, groups.mesh, layouts):  # of all stages, in the same order on all ranks
         groups.dividing(division.parts)
@@ -188,7 +190,7 @@ def build_model(
         layouts,
         groups,
         config.state,
-        recipe=recipe_of(config),
+        recipe=recipe,
         device=device,
         gathering=gathering,
         stage_of=partition.stage_here,

@@ -11,7 +11,6 @@ from optimus.comm import Group
 from optimus.config import RunConfig
 from optimus.model import Batch, Losses
 from optimus.model.moe.router import Router, RouterStats, move_biases
-from optimus.optim.adamw import AdamW
 from optimus.optim.schedule import Schedule, learning_rate
 from optimus.pipeline.staged import Staged
 from optimus.state.model_state import ModelState
@@ -56,7 +55,7 @@ def training_step(
     lr = step_learning_rate(config, step)
     skipped = not (math.isfinite(norm) and math.isfinite(loss)) or loss > loss_limit
     if not skipped:
-        state.step(update_rule(config), lr, clip_scale(config, step, norm))
+        state.step(lr, clip_scale(config, step, norm))
     if config.model.router_bias:
         routers = [module for module in model.modules() if isinstance(module, Router)]
         move_biases(routers, 0 if skipped else config.moe.bias_rate, state.team.sum)
@@ -146,12 +145,6 @@ def clip_scale(config: RunConfig, step: int, norm: float) -> float:
     if limit is None or (step <= config.warmup_steps and not config.optimizer.clip_during_warmup):
         return 1.0
     return min(1.0, limit / (norm + 1e-6))
-
-
-def update_rule(config: RunConfig) -> AdamW:
-    """The optimizer section as the update rule's hyperparameters."""
-    beta1, beta2 = config.optimizer.betas
-    return AdamW(beta1, beta2, config.optimizer.eps, config.optimizer.weight_decay)
 
 
 def step_learning_rate(config: RunConfig, step: int) -> float:

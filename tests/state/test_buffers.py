@@ -9,6 +9,8 @@ import torch
 from optimus.config.tree import ShardRanks, StateConfig, shard_widths
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
+from optimus.optim.adamw import AdamW
+from optimus.optim.rule import Rule
 from optimus.state.buffers import TRANSITIONS, Depths, Event, Held, Place, buffers
 from optimus.state.plan import Recipe, Share, plan_chunks, sharing_steps
 
@@ -81,7 +83,7 @@ def test_parts_lie_within_parts() -> None:
 
 
 def test_what_a_chunk_has() -> None:
-    kinds = [(each.kind, each.depth, each.residency) for each in buffers(Depths(1, 2, 3), BF16, FP32, ["adamw.m"])]
+    kinds = [(each.kind, each.depth, each.residency) for each in buffers(Depths(1, 2, 3), BF16, FP32, AdamW())]
     assert kinds == [
         ("parameters", 0, "use"),
         ("parameters.part", 1, "device"),
@@ -89,7 +91,8 @@ def test_what_a_chunk_has() -> None:
         ("gradients.part", 2, "device"),
         ("master", 3, "device"),
         ("adamw.m", 3, "device"),
+        ("adamw.v", 3, "device"),
     ]
-    kinds = [(each.kind, each.residency) for each in buffers(Depths(0, 0, 0), FP32, FP32, [], reshard=False)]
+    kinds = [(each.kind, each.residency) for each in buffers(Depths(0, 0, 0), FP32, FP32, Rule(), reshard=False)]
     assert kinds == [("parameters", "device"), ("gradients", "device")]
-    assert buffers(Depths(1, 1, 1), FP32, FP32, [], reshard=False)[0].residency == "step"
+    assert buffers(Depths(1, 1, 1), FP32, FP32, Rule(), reshard=False)[0].residency == "step"

@@ -7,12 +7,11 @@ from optimus.bench.memory import allocated, tracking
 from optimus.comm import Group
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
-from optimus.optim.adamw import AdamW
+from optimus.optim.rule import Now
 from optimus.state.chunk import Chunk
 from optimus.state.plan import Recipe, plan_chunks
 
 BF16, FP32 = torch.bfloat16, torch.float32
-RULE = AdamW(0.9, 0.99, 1e-8, 0.1)
 CPU = torch.device("cpu")
 
 
@@ -56,11 +55,11 @@ def filled(compute: torch.dtype, gradient: torch.dtype) -> Chunk:
 def test_the_step_does_not_depend_on_the_tile(compute: torch.dtype, gradient: torch.dtype) -> None:
     whole = filled(compute, gradient)
     for step in (1, 2):
-        whole.step(RULE, step, 1e-2, 0.5, tile=1 << 20)
+        whole.step(Now(step, 1e-2, 0.5), tile=1 << 20)
     for tile in (1, 7, 32, 100, 1000):
         tiled = filled(compute, gradient)
         for step in (1, 2):
-            tiled.step(RULE, step, 1e-2, 0.5, tile=tile)
+            tiled.step(Now(step, 1e-2, 0.5), tile=tile)
         assert torch.equal(whole.parameter, tiled.parameter), tile
         for kind, buffer in whole.kept.items():
             assert torch.equal(buffer, tiled.kept[kind]), (tile, kind)
@@ -78,7 +77,7 @@ def test_the_step_needs_one_tile_of_fp32_gradients(gradient: torch.dtype, scale:
         chunk = chunk_of(size, compute=BF16, gradient=gradient)
         with tracking() as allocations:
             chunk.gradient_square_sum(tile)
-            chunk.step(RULE, 1, 1e-2, scale, tile)
+            chunk.step(Now(1, 1e-2, scale), tile)
         assert allocations.current == 0
         peaks.append(allocations.peak)
     small = 512  # of numbers: the norms of tiles, the step count

@@ -16,14 +16,16 @@ from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.parts import Parts, Runner
 from optimus.optim.adamw import AdamW
+from optimus.optim.rule import Rule
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.gathering import Gathering
 from optimus.state.model_state import ModelState
 from optimus.state.plan import Recipe
 from optimus.testing import run_ranks
 
-RULE = AdamW(0.9, 0.99, 1e-8, 0.1)
 BF16, FP32 = torch.bfloat16, torch.float32
+
+RULE = AdamW()
 
 
 def made_with_module(
@@ -33,6 +35,7 @@ def made_with_module(
     gradient: torch.dtype,
     limit: int,
     widths: dict[str, int] | None = None,
+    rule: Rule = RULE,
 ) -> tuple[Transformer, ModelState]:
     config = ModelConfig(
         family="olmoe", hidden=16, layers=2, heads=2, intermediate=24, vocab=50, experts=4, experts_per_token=2
@@ -44,12 +47,13 @@ def made_with_module(
         module = Transformer(
             config, parts=Parts(gradient_buffers=gathering.gradient_buffers, runner=Runner(gathering.unit))
         )
+    layouts = parameter_layouts(module)
     state = ModelState(
         module,
-        parameter_layouts(module),
+        layouts,
         Groups(Mesh.of(ranks)),
         StateConfig.model_validate(options),
-        recipe=Recipe(compute),
+        recipe=Recipe(compute, dict.fromkeys(layouts, rule)),
         device=torch.device("cpu"),
         gathering=gathering,
     )
@@ -78,7 +82,7 @@ def updated(ranks: int, shard: str, compute: torch.dtype, gradient: torch.dtype,
         state.begin_step()
         set_gradients(state, rank, step)
         norms.append(state.reduce_gradients())
-        state.step(RULE, 1e-2, 0.5)
+        state.step(1e-2, 0.5)
     for chunk in state.chunks:
         chunk.gather()
     parameters = {name: v.clone() for c in state.chunks for name, v in c.views(c.parameter).items()}
@@ -96,7 +100,7 @@ def expected(ranks: int, compute: torch.dtype, gradient: torch.dtype) -> ModelSt
             set_gradients(others, rank, step)
             total += others.chunks[0].gradient
         state.chunks[0].gradient.copy_(total)
-        state.step(RULE, 1e-2, 0.5)
+        state.step(1e-2, 0.5)
     return state
 
 
@@ -145,7 +149,7 @@ def traffic_of_a_step(ranks: int, shard: str) -> tuple[dict[str, int], int]:
     state = made(ranks, shard, BF16, BF16, 1 << 26)
     with counting() as traffic:
         state.reduce_gradients()
-        state.step(RULE, 1e-2, 1.0)
+        state.step(1e-2, 1.0)
     return dict(traffic.bytes), state.chunks[0].plan.size
 
 
@@ -172,7 +176,7 @@ def trained(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Two steps of two microbatches through the backward pass; this rank has its part of the sequences of a step."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    module, state = made_with_module(ranks, shard, FP32, FP32, limit, widths)
+    module, state = made_with_module(ranks, shard, FP32, FP32, limit, widths, AdamW(eps=eps))
     norms = []
     for step in range(2):
         batch = torch.randint(50, (sequences, 12), generator=torch.Generator().manual_seed(step))
@@ -182,7 +186,7 @@ def trained(
                 state.reduce_on_arrival(0)
             (module.losses(tokens).cross_entropy / (2 * ranks)).backward()
         norms.append(state.reduce_gradients())
-        state.step(RULE._replace(eps=eps), 1e-2, 1.0)
+        state.step(1e-2, 1.0)
     return norms, whole_state(state)
 
 
@@ -227,7 +231,7 @@ def nested_step(ranks: int, widths: dict[str, int]) -> tuple[dict[int, int], dic
             for _ in range(2):
                 module.losses(torch.arange(24).view(2, 12)).cross_entropy.backward()
             state.reduce_gradients()
-            state.step(RULE, 1e-2, 1.0)
+            state.step(1e-2, 1.0)
     for chunk in state.chunks:
         chunk.settle()
     rank, found = torch.distributed.get_rank(), Counter[int]()
@@ -256,7 +260,7 @@ def gradient_memory(ranks: int) -> tuple[list[int], int]:
     module.losses(torch.arange(24).view(2, 12)).cross_entropy.backward()
     state.reduce_gradients()
     found.append(allocated(state.chunks)["gradients"])
-    state.step(RULE, 1e-2, 1.0)
+    state.step(1e-2, 1.0)
     found.append(allocated(state.chunks)["gradients"])
     return found, sum(allocated(state.chunks).values())
 

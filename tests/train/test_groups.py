@@ -10,7 +10,7 @@ from helpers.drawing import MODELS, short_run
 from optimus.bench.steps import Steps
 from optimus.testing import run_ranks
 from optimus.train.groups import run_divisions
-from optimus.train.run import whole_layouts
+from optimus.train.run import layouts_of, whole_model
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, model, sections
     "one rank": (1, MODELS["moe"], {}),
@@ -57,7 +57,7 @@ def made(run: dict[str, Any], backend: str) -> tuple[list[list[int]], list[list[
         if backend == "gloo":
             steps.train()
     mesh, rank = steps.groups.mesh, steps.groups.rank
-    layouts = whole_layouts(steps.config)
+    layouts = layouts_of(whole_model(steps.config), steps.config)
     said: list[list[int]] = []
     for each in run_divisions(steps.config, mesh, layouts, tags=backend == "gloo"):
         if each.apart or len(each.parts) > 1:  # that of all ranks is there

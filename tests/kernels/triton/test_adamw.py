@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from optimus.kernels.triton.adamw import adamw
 
 RULE = AdamW(beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+FACTORS = RULE.beta1, RULE.beta2, RULE.eps, RULE.weight_decay
 
 
 @pytest.mark.parametrize("size", [3001, 1, 0])
@@ -25,7 +26,7 @@ def test_equals_the_definition(
     expected = [x.double() for x in (weight, m, v)]
     for step in (1, 2, 1000):
         gradient = random(size, dtype=dtype)
-        adamw(RULE, step, 0.01, weight, gradient, m, v, gradient_scale=0.5, copy=copy)
+        adamw(FACTORS, step, 0.01, weight, gradient, m, v, gradient_scale=0.5, copy=copy)
         adamw_reference(RULE, step, 0.01, expected[0], gradient.double() * 0.5, *expected[1:])
         for ours, reference in zip((weight, m, v), expected):
             close(ours, reference)

@@ -100,7 +100,6 @@ def run_all() -> None:
     from optimus.kernels.triton.adamw import adamw
     from optimus.kernels.triton.router import router
     from optimus.kernels.triton.token_index import token_index
-    from optimus.optim.adamw import AdamW
 
     backend.use_triton = lambda x: True
 
@@ -124,7 +123,7 @@ def run_all() -> None:
         linear_cross_entropy(empty(64, 32), empty(50_304, 32), torch.zeros(64, dtype=torch.int64), cap=cap).backward()
     weight, m, v = (torch.empty(5000) for _ in range(3))
     gradient, copy = torch.empty(2, 5000, dtype=torch.bfloat16)
-    adamw(AdamW(0.9, 0.95, 1e-8, 0.1), 3, 1e-3, weight, gradient, m, v, 1.0, copy)
+    adamw((0.9, 0.95, 1e-8, 0.1), 3, 1e-3, weight, gradient, m, v, 1.0, copy)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from optimus.config import ModelConfig
 from optimus.kernels import backend
 from optimus.model import Transformer
 from optimus.model.init import initialize
-from optimus.optim.adamw import AdamW, adamw
+from optimus.optim.adamw import AdamW
+from optimus.optim.rule import Now
 
 pytest.importorskip("triton")
 
@@ -32,7 +33,7 @@ def step(config: ModelConfig, routing: Any, device: torch.device) -> list[Tensor
         weight, gradient = parameter.detach().flatten(), parameter.grad
         assert gradient is not None
         results.append(gradient.clone())
-        adamw(RULE, 1, 1e-3, weight, gradient.flatten(), torch.zeros_like(weight), torch.zeros_like(weight))
+        RULE.update(Now(1, 1e-3), weight, gradient.flatten(), list(torch.zeros(2, len(weight), device=device)))
         results.append(weight)
     return results
 

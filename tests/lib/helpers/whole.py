@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from optimus.checkpoint.writers import written_here
 from optimus.state.boxes import boxes, whole_boxes
 from optimus.state.model_state import ModelState
 
@@ -12,11 +13,9 @@ def whole_state(state: ModelState, *, everywhere: bool = True) -> dict[str, Tens
 
     All ranks must call.
     """
-    writers = zip(state.chunks, state.writers(scattered=False))
     own = [
         box._replace(tensor=box.tensor.detach().cpu().clone())
-        for chunk, writer in writers
-        if writer == state.groups.rank
+        for chunk in written_here(state, scattered=False)
         for kind, part in chunk.kept.items()
         for box in boxes(chunk.plan, kind, part)
     ]

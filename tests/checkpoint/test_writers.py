@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from optimus.checkpoint.folder import Description
 from optimus.checkpoint.saving import Saver, Target
+from optimus.checkpoint.writers import holders, writers
 from optimus.comm import Groups
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
@@ -22,7 +23,7 @@ from optimus.mesh import Layout, Mesh
 from optimus.model import Transformer
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.model_state import ModelState
-from optimus.state.plan import ChunkPlan, Recipe, holders, plan_chunks, writers
+from optimus.state.plan import ChunkPlan, Recipe, plan_chunks
 from optimus.testing import run_ranks
 
 SMALL = {"hidden": 24, "layers": 2, "heads": 4, "vocab": 48}

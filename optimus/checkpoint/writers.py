@@ -1,0 +1,78 @@
+"""Who writes what of a state into a checkpoint: arithmetic on plans of chunks, which every rank does alike."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from optimus.config.tree import StateConfig
+from optimus.mesh import Layout, Mesh
+from optimus.state.chunk import Chunk
+from optimus.state.model_state import ModelState
+from optimus.state.plan import ChunkPlan, divisions
+
+
+def written_here(state: ModelState, *, scattered: bool) -> list[Chunk]:
+    """The chunks of which this rank writes its part; see `writers`."""
+    plans, groups = [chunk.plan for chunk in state.chunks], state.groups
+    found = writers(plans, groups.mesh, groups.rank, state.options, scattered=scattered)
+    return [chunk for chunk, writer in zip(state.chunks, found) if writer == groups.rank]
+
+
+def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]:
+    """All ranks divided into those that keep the same part of a chunk of such parameters; each in order.
+
+    The stages of a pipeline that do not hold the parameters are divided likewise.
+    """
+    *_, copies = divisions(mesh, layout.replicas, options)
+    of_rank = {rank: ranks for ranks in copies for rank in ranks}
+    alike = ([rank for other in mesh.group(ranks[0], layout.same) for rank in of_rank[other]] for ranks in copies)
+    return sorted({min(ranks): sorted(ranks) for ranks in alike}.values())
+
+
+def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool) -> list[int]:
+    """For each chunk of `rank`, which of those that keep the same part of it writes it into a checkpoint.
+
+    `scattered`: one on the node that has least to write so far, so that the nodes share the writing (the Optimus paper,
+    section 4: DP-scattered, where part m is written by rank m % DP of those that have it); else the first. All ranks of a
+    stage have other parts of the same chunks, so that each of them knows what the others will write.
+    """
+    found, _ = _shared_writing(plans, mesh, rank, options, scattered)
+    return found
+
+
+def elements_written(
+    plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool
+) -> Counter[int]:
+    """Elements that each rank of the stage of `rank`, whose chunks are `plans`, writes into a checkpoint."""
+    stage = mesh.coordinate(rank, "pp")
+    _, of_rank = _shared_writing(plans, mesh, rank, options, scattered)
+    return Counter({each: size for each, size in of_rank.items() if mesh.coordinate(each, "pp") == stage})
+
+
+def _shared_writing(
+    plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, scattered: bool
+) -> tuple[list[int], Counter[int]]:
+    """(the writer of each chunk of `rank`, the elements that each rank of its stage writes)."""
+    stage, found = mesh.coordinate(rank, "pp"), [0] * len(plans)
+    known: dict[tuple[tuple[str, ...], tuple[str, ...]], list[list[int]]] = {}
+    of_node, of_rank = Counter[int](), Counter[int]()  # elements to write
+    for number, plan in sorted(enumerate(plans), key=lambda each: -each[1].length):
+        layout = plan.slots[0].layout
+        axes = layout.replicas, layout.same
+        if axes not in known:
+            known[axes] = [ranks for ranks in holders(mesh, layout, options) if _on_stage(mesh, ranks, stage)]
+        for place, ranks in enumerate(known[axes]):
+            if not scattered:
+                writer = ranks[0]
+            elif "ends" in layout.same:  # on stages whose other chunks differ
+                writer = ranks[place * len(ranks) // len(known[axes])]
+            else:
+                writer = min(ranks, key=lambda each: (of_node[mesh.node(each)], of_rank[each], each))
+            of_node[mesh.node(writer)] += plan.length
+            of_rank[writer] += plan.length
+            if rank in ranks:
+                found[number] = writer
+    return found, of_rank
+
+
+def _on_stage(mesh: Mesh, ranks: Sequence[int], stage: int) -> bool:
+    return stage in (mesh.coordinate(ranks[0], "pp"), mesh.coordinate(ranks[-1], "pp"))

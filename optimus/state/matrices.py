@@ -1,0 +1,121 @@
+"""Chunks of rules that work on whole matrices: shards that end at their borders, and matrices that ranks have blocks of.
+
+A parameter [..., R, C] is matrices of its last two dims: each expert's, and gate and up or q, k and v of one stacked
+parameter, apart. Where shards of a chunk end at borders of matrices, every matrix is whole in what one rank updates, and a
+step sends no more than a rule of single elements does.
+
+Legend: N matrices, R rows and C columns of whole ones, r and c of the block that is here.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from optimus.comm import Groups
+from optimus.mesh import Layout, Mesh
+
+
+class Matrices(NamedTuple):
+    """So many matrices end to end from element `start` of a chunk on."""
+
+    start: int
+    number: int
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, start: int, shape: Sequence[int]) -> "Matrices":
+        """Those of a parameter. Raises `ValueError` where it has no two dims."""
+        if len(shape) < 2:
+            raise ValueError(f"a parameter of shape {list(shape)} is no matrix")
+        *batch, rows, columns = shape
+        return cls(start, math.prod(batch), rows, columns)
+
+    @property
+    def size(self) -> int:
+        """Elements of one."""
+        return self.rows * self.columns
+
+    @property
+    def cost(self) -> int:
+        """Multiplications of one step that makes one orthogonal: X X^T, its square, and the product of both with X."""
+        short, long = sorted((self.rows, self.columns))
+        return short * short * (2 * long + short)
+
+    def within(self, start: int, end: int) -> range:
+        """The numbers of those that lie between two elements of the chunk."""
+        first, last = (-(-(each - self.start) // self.size) for each in (start, end))
+        return range(max(0, first), max(0, min(self.number, last)))
+
+
+def borders(contents: Sequence[Matrices], size: int, loads: list[int]) -> tuple[int, ...]:
+    """Where the parts of a chunk of `size` elements begin and end, one part for each of `loads`, what each has to compute
+    already; these are raised.
+
+    Parts lie in order. The most that any has to compute then is the least that is possible.
+    """
+    costs = [each.cost for each in contents for _ in range(each.number)]
+    starts = [each.start + i * each.size for each in contents for i in range(each.number)]
+    low, high = max(loads), max(loads) + sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        if sum(_taken(costs, loads, middle)) == len(costs):
+            high = middle
+        else:
+            low = middle + 1
+    found, done = [0], 0
+    for part, number in enumerate(_taken(costs, loads, high)):
+        loads[part] += sum(costs[done : done + number])
+        done += number
+        found.append(starts[done] if 0 < done < len(starts) else size if done else 0)
+    return tuple(found)
+
+
+def _taken(costs: Sequence[int], loads: Sequence[int], limit: int) -> list[int]:
+    """How many matrices each part takes, in order, while it computes no more than the limit."""
+    taken, done = [], 0
+    for load in loads:
+        first = done
+        while done < len(costs) and load + costs[done] <= limit:
+            load += costs[done]
+            done += 1
+        taken.append(done - first)
+    return taken
+
+
+def split_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
+    """The axes over which rows or columns of a parameter's matrices are split."""
+    return tuple(axis for dim, axis in layout.splits if dim >= len(layout.shape) - 2 and mesh.axis_size(axis) > 1)
+
+
+class OverBlocks:
+    """Applies a function of whole matrices where every rank of a group has a block of each.
+
+    Each rank is given whole matrices, as many as the others, and gives back the blocks of the results: so none is computed
+    twice, and the numbers are those of one device.
+    """
+
+    def __init__(self, groups: Groups, layout: Layout) -> None:
+        axes = split_axes(layout, groups.mesh)
+        self._group = groups.along(*axes)
+        places = [tuple(part.start for part in layout.region(groups.mesh, rank)[-2:]) for rank in self._group.ranks]
+        self._order = sorted(range(self._group.size), key=places.__getitem__)  # of their blocks, row by row
+        self._place = sorted(range(self._group.size), key=self._order.__getitem__)
+        self._down = len({row for row, _ in places})
+
+    def __call__(self, function: Callable[[Tensor], Tensor], x_Nrc: Tensor) -> Tensor:
+        """The blocks of `function` of the whole matrices; all ranks of the group must call."""
+        number, r, c = x_Nrc.shape
+        ranks = self._group.size
+        across = ranks // self._down
+        share = [(number + i) // ranks for i in range(ranks)]
+        own = share[self._group.rank]
+        blocks = self._group.exchange(x_Nrc, share, [own] * ranks).view(ranks, own, r, c)[self._order]
+        whole_NRC = (
+            blocks.view(self._down, across, own, r, c).permute(2, 0, 3, 1, 4).reshape(own, self._down * r, across * c)
+        )
+        made = (function(whole_NRC) if own else whole_NRC).view(own, self._down, r, across, c)
+        blocks = made.permute(1, 3, 0, 2, 4).reshape(ranks, own, r, c)[self._place]
+        return self._group.exchange(blocks.flatten(0, 1), [own] * ranks, share)
