@@ -116,6 +116,6 @@ class OverBlocks:
         whole_NRC = (
             blocks.view(self._down, across, own, r, c).permute(2, 0, 3, 1, 4).reshape(own, self._down * r, across * c)
         )
-        made = (function(whole_NRC) if own else whole_NRC).view(own, self._down, r, across, c)
+        made = function(whole_NRC).view(own, self._down, r, across, c)
         blocks = made.permute(1, 3, 0, 2, 4).reshape(ranks, own, r, c)[self._place]
         return self._group.exchange(blocks.flatten(0, 1), [own] * ranks, share)
