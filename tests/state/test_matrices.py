@@ -19,7 +19,7 @@ def best_split(costs: Sequence[int], loads: Sequence[int]) -> int:
     found = []
     for cuts in itertools.combinations_with_replacement(range(len(costs) + 1), len(loads) - 1):
         ends = [0, *cuts, len(costs)]
-        found.append(max(load + sum(costs[a:b]) for load, a, b in zip(loads, ends, ends[1:])))
+        found.append(max(load + sum(costs[a:b]) for load, (a, b) in zip(loads, itertools.pairwise(ends))))
     return min(found)
 
 
@@ -37,7 +37,7 @@ def test_borders_share_out_the_work(seed: int) -> None:
     found = borders(contents, end, loads)
     assert (found[0], found[-1], len(found)) == (0, end, len(loads) + 1)
     assert list(found) == sorted(found)
-    taken = [[len(each.within(*part)) * each.cost for each in contents] for part in zip(found, found[1:])]
+    taken = [[len(each.within(*part)) * each.cost for each in contents] for part in itertools.pairwise(found)]
     assert [load + sum(costs) for load, costs in zip(before, taken)] == loads
     assert sum(map(sum, taken)) == sum(costs)  # none is cut, none is lost
     assert max(loads) == best
