@@ -113,34 +113,37 @@ def _in_blocks(
     wide = compute_dtype(x_TH.dtype)
     block = block_rows(len(w_VH) if part is None else part.largest)  # the parts meet after every block
     total = torch.zeros((), dtype=wide, device=x_TH.device)
+    # All blocks use the same memory: what is freed after each may go back to the system, and comes again page by page.
+    logits_scratch = x_TH.new_empty(min(block, len(x_TH)), len(w_VH))
+    p_scratch = torch.empty_like(logits_scratch, dtype=wide)
     for start in range(0, len(x_TH), block):
         x, target = x_TH[start : start + block], target_T[start : start + block]
-        logits = matmul(x, w_VH.T, forms=forms)
-        p, loss = _softmax_gradient(logits, target, wide, part, cap)
-        total += loss.sum()
+        logits, p = logits_scratch[: len(x)], p_scratch[: len(x)]
+        matmul(x, w_VH.T, out=logits, forms=forms)
+        total += _softmax_gradient(logits, target, p, part, cap).sum()
         if gradients is not None:
-            logits_grad = p.div_(count).to(x.dtype)
-            matmul(logits_grad, w_VH, out=gradients[0][start : start + block], forms=forms)
-            matmul(logits_grad.T, x, out=gradients[1], add=True, forms=forms)
+            logits.copy_(p.div_(count))
+            matmul(logits, w_VH, out=gradients[0][start : start + block], forms=forms)
+            matmul(logits.T, x, out=gradients[1], add=True, forms=forms)
     return total / count
 
 
 def _softmax_gradient(
-    logits_TV: Tensor, target_T: Tensor, wide: torch.dtype, part: VocabularyPart | None, cap: float | None
-) -> tuple[Tensor, Tensor]:
-    """(gradient of the losses' sum with respect to the logits [T, V], the losses [T])."""
+    logits_TV: Tensor, target_T: Tensor, out_TV: Tensor, part: VocabularyPart | None, cap: float | None
+) -> Tensor:
+    """The losses [T]; `out_TV` is the gradient of their sum with respect to the logits."""
     if part is not None:
         part.complete(logits_TV)
     if cap is not None:
-        logits_TV = soft_capped(logits_TV.to(wide), cap)
-    softmax = partial_softmax(logits_TV, target_T, wide, 0 if part is None else part.first)
+        logits_TV = soft_capped(logits_TV.to(out_TV.dtype), cap)
+    softmax = partial_softmax(logits_TV, target_T, 0 if part is None else part.first, out_TV)
     lse_T, chosen_T = softmax.lse_T, softmax.chosen_T
     if part is not None:
         lse_T, chosen_T = part.combine(lse_T, chosen_T)
-    grad_TV = complete_softmax(softmax, lse_T)
+    complete_softmax(softmax, lse_T)
     if cap is not None:
-        grad_TV *= 1 - (logits_TV / cap).square_()
-    return grad_TV, (lse_T - chosen_T) * (target_T >= 0)
+        out_TV *= 1 - (logits_TV / cap).square_()
+    return (lse_T - chosen_T) * (target_T >= 0)
 
 
 class PartialSoftmax(NamedTuple):
@@ -153,15 +156,15 @@ class PartialSoftmax(NamedTuple):
     first: int  # the token of the first column
 
 
-def partial_softmax(logits_TV: Tensor, target_T: Tensor, wide: torch.dtype, first: int) -> PartialSoftmax:
-    """Softmax over the tokens from `first` on, in the type `wide`.
+def partial_softmax(logits_TV: Tensor, target_T: Tensor, first: int, out_TV: Tensor) -> PartialSoftmax:
+    """Softmax over the tokens from `first` on, in the type of `out_TV`, where it is written.
 
     The normaliser comes from the largest probability: that of the target may be too small for fp32.
     """
     row_T = target_T - first
     here_T = (row_T >= 0) & (row_T < logits_TV.shape[1])
     row_T1 = row_T.clamp(0, logits_TV.shape[1] - 1)[:, None]
-    p_TV = logits_TV.softmax(-1, dtype=wide)
+    wide, p_TV = out_TV.dtype, torch.softmax(out_TV.copy_(logits_TV), -1, out=out_TV)
     top_T1, best_T1 = p_TV.max(-1, keepdim=True)
     lse_T = (logits_TV.gather(1, best_T1).to(wide) - top_T1.log())[:, 0]
     chosen_T = logits_TV.gather(1, row_T1)[:, 0].to(wide).masked_fill(~here_T, 0)

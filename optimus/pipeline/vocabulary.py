@@ -126,7 +126,8 @@ class VocabularyPasses:
             logits_TV = self._model.run(self._model.head, x_TH, None, 1.0, True)
         edge, logits_TV = get_gradient_edge(logits_TV), logits_TV.detach()
         group, first = self._links.normalisers, self._model.head.vocabulary.first
-        softmax = partial_softmax(logits_TV, self._targets(microbatch), compute_dtype(logits_TV.dtype), first)
+        p_TV = torch.empty_like(logits_TV, dtype=compute_dtype(logits_TV.dtype))
+        softmax = partial_softmax(logits_TV, self._targets(microbatch), first, p_TV)
         own_2T = torch.stack([softmax.lse_T, softmax.chosen_T])
         all_P2T = own_2T.new_empty(group.size, *own_2T.shape)
         finish = group.start_gather(all_P2T, own_2T[None])
