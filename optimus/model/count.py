@@ -88,7 +88,7 @@ def _counts(config: ModelConfig) -> _Counts:
             active[part] += chosen
         if parameter is model.head.weight:
             multiplied["head"] += chosen
-        elif declared.role == "matrix":
+        elif declared.role in ("matrix", "router", "expert"):
             multiplied[module] += chosen * len(parts)
     columns, windows = config.heads * (config.query_size + config.value_size), Counter(map(config.window_of, alike))
     scored = Counter({window: columns * layers for window, layers in windows.items()})

@@ -29,7 +29,7 @@ Dim = Literal[
     "positions",  # learned positions
     "stack",  # projections of one input, stacked so that one product computes them
 ]
-Role = Literal["matrix", "vector", "embedding"]
+Role = Literal["matrix", "vector", "embedding", "head", "router", "expert"]  # what it is to the optimizer
 Initial = Literal["normal", "ones", "zeros"]  # normal: cut at three deviations; see `model.init`
 Input = Literal["residual", "tokens", "inner"]
 

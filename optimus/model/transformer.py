@@ -164,7 +164,7 @@ class Head(nn.Module):
     ) -> None:
         super().__init__()
         own = Size("vocab", vocab), Size("residual", hidden)
-        self.weight = declare(self, "weight", *own, role="embedding") if tied is None else tied
+        self.weight = declare(self, "weight", *own, role="head") if tied is None else tied
         self.vocabulary, self.cap = parts.vocabulary, cap
 
     def forward(self, x: Tensor, target_T: Tensor | None = None, count: float = 1.0, part: bool = False) -> Tensor:

@@ -56,7 +56,7 @@ def blocks_of(model: ModelConfig) -> Mapping[int, Block]:
 def _block(block: nn.Module) -> Block:
     attention, dense, expert = list[Projection](), list[Projection](), list[Projection]()
     for name, declared in declarations(block):
-        if declared.role != "matrix" or "choices" in declared.dims:
+        if declared.role not in ("matrix", "expert"):
             continue
         sizes = dict(zip(declared.dims, block.get_parameter(name).shape))
         own = expert if sizes.pop("experts", 0) else attention if name.startswith("attention.") else dense

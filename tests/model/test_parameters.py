@@ -20,6 +20,13 @@ OF_DIM = {
     "experts": 8,
     "choices": 8,
 }
+ROLES = {
+    "embedding.weight": "embedding",  # a tied head's as well
+    "head.weight": "head",
+    "router.weight": "router",
+    "experts.gate_up": "expert",
+    "experts.down": "expert",
+}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -30,11 +37,11 @@ def test_dims_name_what_the_sizes_are(family: dict[str, object], tied: bool) -> 
     declared = dict(declarations(model))
     parameters = dict(model.named_parameters())
     assert declared.keys() == parameters.keys()
+    roles = {name: role for end, role in ROLES.items() for name in parameters if name.endswith(end)}
     for name, parameter in parameters.items():
         sizes = [OF_DIM.get(dim, size) for dim, size in zip(declared[name].dims, parameter.shape, strict=True)]
         assert sizes == list(parameter.shape), name
-        vector, embedding = parameter.dim() == 1, name in ("embedding.weight", "head.weight")
-        assert declared[name].role == ("vector" if vector else "embedding" if embedding else "matrix"), name
+        assert declared[name].role == (roles.get(name) or ("vector" if parameter.dim() == 1 else "matrix")), name
 
 
 def test_a_parameter_made_otherwise_is_refused() -> None:

@@ -34,9 +34,9 @@ class Experts(nn.Module):
         self._step, self._gradients, self.kind = parts.step, parts.gradient_buffers, kind
         columns, ffn = Size("hidden", hidden), Size("expert_ffn", intermediate)
         stacked = Size("experts", experts), Size("stack", 2), ffn
-        self.gate_up = declare(self, "gate_up", *stacked, columns)
+        self.gate_up = declare(self, "gate_up", *stacked, columns, role="expert")
         self.bias = declare(self, "bias", *stacked, role="vector", initial="zeros") if bias else None
-        self.down = declare(self, "down", Size("experts", experts), columns, ffn)
+        self.down = declare(self, "down", Size("experts", experts), columns, ffn, role="expert")
 
     def forward(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:
         """Sum over the K chosen experts of weight times expert output; [T, H]. A choice of -1 is skipped."""

@@ -113,7 +113,7 @@ class Router(nn.Module):
         super().__init__()
         self.register_buffer("bias", torch.zeros(experts) if choosing.bias else None)
         choices = Size("choices", experts)
-        self.weight = declare(self, "weight", choices, Size("hidden", hidden))
+        self.weight = declare(self, "weight", choices, Size("hidden", hidden), role="router")
         biased = choosing.logit_bias
         self.logit_bias = declare(self, "logit_bias", choices, role="vector", initial="zeros") if biased else None
         self._product, self._gradients = parts.product("choices", "hidden"), parts.gradient_buffers

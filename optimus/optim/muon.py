@@ -1,0 +1,65 @@
+"""Muon (Jordan 2024): momentum that is orthogonalised, of matrices. Scaled as in Moonlight (arXiv 2502.16982, eq. 4).
+
+Legend: N matrices of R rows and C columns, of which r is the smaller and c the larger.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from optimus.optim.rule import Now, Rule, Whole, as_they_are, scaled
+
+_STEPS, _A, _B, _C = 5, 3.4445, -4.7750, 2.0315  # of the iteration: Jordan's, steepest at zero
+_LEAST_NORM = 1e-7
+_ROOT_MEAN_SQUARE = 0.2  # of the update, which is AdamW's: it takes the same learning rate and decay
+
+
+@dataclass(frozen=True)
+class Muon(Rule):
+    """Keeps the momentum."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("muon.momentum",)
+    matrices: ClassVar[bool] = True
+
+    momentum: float = 0.95
+
+    def update(
+        self,
+        now: Now,
+        weight: Tensor,
+        gradient: Tensor,
+        kept: Sequence[Tensor],
+        copy: Tensor | None = None,
+        whole: Whole = as_they_are,
+    ) -> None:
+        """As `Rule.update`. What `whole` makes whole is bf16."""
+        (momentum,) = kept
+        gradient = scaled(gradient, now.gradient_scale)
+        momentum.lerp_(gradient, 1 - self.momentum)
+        nesterov = gradient.lerp(momentum, self.momentum).bfloat16()
+        weight.mul_(1 - now.lr * self.weight_decay).sub_(whole(_direction, nesterov), alpha=now.lr)
+        if copy is not None:
+            copy.copy_(weight)
+
+
+def _direction(x_NRC: Tensor) -> Tensor:
+    """Of whole matrices, their update in fp32 at a learning rate of 1."""
+    scale = _ROOT_MEAN_SQUARE * math.sqrt(max(x_NRC.shape[-2:]))
+    return orthogonalise(x_NRC).float().mul_(scale)
+
+
+def orthogonalise(x_NRC: Tensor) -> Tensor:
+    """U V^T of U S V^T = X for each of N matrices, its singular values between about 0.7 and 1.2 where those of X are not
+    far smaller than its norm: five steps of Newton and Schulz, in the type of X. Of zeros: zeros."""
+    tall = x_NRC.shape[-2] > x_NRC.shape[-1]
+    x_Nrc = x_NRC.mT if tall else x_NRC
+    x_Nrc = x_Nrc / torch.linalg.vector_norm(x_Nrc, dim=(-2, -1), keepdim=True).clamp_min(_LEAST_NORM)
+    for _ in range(_STEPS):
+        gram_Nrr = torch.bmm(x_Nrc, x_Nrc.mT)
+        polynomial_Nrr = torch.baddbmm(gram_Nrr, gram_Nrr, gram_Nrr, beta=_B, alpha=_C)
+        x_Nrc = torch.baddbmm(x_Nrc, polynomial_Nrr, x_Nrc, beta=_A)
+    return x_Nrc.mT if tall else x_Nrc
