@@ -56,7 +56,9 @@ def test_equals_its_definition(shape: tuple[int, ...]) -> None:
     weight_NRC, momentum_NRC = random(*shape), torch.zeros(shape)
     for step in range(1, 4):
         gradient_NRC, before_NRC = random(*shape, seed=step), weight_NRC.double()
-        expected = [definition(*(x.double() for x in each), 0.01) for each in zip(weight_NRC, momentum_NRC, gradient_NRC)]
+        expected = [
+            definition(*(x.double() for x in each), 0.01) for each in zip(weight_NRC, momentum_NRC, gradient_NRC)
+        ]
         RULE.update(Now(step, 0.01), weight_NRC, gradient_NRC, [momentum_NRC])
         expected_NRC = torch.stack([weight for weight, _ in expected])
         error, update = weight_NRC - expected_NRC, expected_NRC - before_NRC

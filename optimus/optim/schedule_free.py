@@ -1,0 +1,63 @@
+"""Schedule-free AdamW (Defazio et al. 2024, algorithm 1) on flat tensors.
+
+The weights are x, an average of the iterates z; gradients are those at y, between the two.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from optimus.optim.rule import Now, Rule, Whole, as_they_are, scaled
+
+
+@dataclass(frozen=True)
+class ScheduleFree(Rule):
+    """Keeps the iterate z and the second moment v."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("schedule_free.z", "schedule_free.v")
+    averages: ClassVar[bool] = True
+
+    beta1: float = 0.9
+    beta2: float = 0.99
+    eps: float = 1e-8
+
+    def begin(self, weight: Tensor, kept: Sequence[Tensor]) -> None:
+        """z is the weights, v zero."""
+        z, v = kept
+        z.copy_(weight)
+        v.zero_()
+
+    def update(
+        self,
+        now: Now,
+        weight: Tensor,
+        gradient: Tensor,
+        kept: Sequence[Tensor],
+        copy: Tensor | None = None,
+        whole: Whole = as_they_are,
+    ) -> None:
+        """As `Rule.update`. `copy` gets y; `now.share` is the algorithm's c."""
+        z, v = kept
+        lr = self._corrected(now.step, now.lr)
+        gradient = scaled(gradient, now.gradient_scale)
+        v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
+        temporary = z.lerp(weight, self.beta1)
+        z.sub_(temporary, alpha=lr * self.weight_decay)
+        z.addcdiv_(gradient, torch.sqrt(v, out=temporary).add_(self.eps), value=-lr)
+        weight.lerp_(z, now.share)
+        if copy is not None:
+            copy.copy_(torch.lerp(z, weight, self.beta1, out=temporary))
+
+    def computed(self, weight: Tensor, kept: Sequence[Tensor], out: Tensor) -> None:
+        """Fill `out` with y."""
+        out.copy_(kept[0].lerp(weight, self.beta1))
+
+    def weight_of(self, step: int, lr: float) -> float:
+        """The square of the learning rate, corrected as the second moment is biased."""
+        return self._corrected(step, lr) ** 2
+
+    def _corrected(self, step: int, lr: float) -> float:
+        return lr * (1 - self.beta2**step) ** 0.5
