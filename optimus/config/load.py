@@ -206,11 +206,11 @@ def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
 
 
 def keys_of_section(path: Sequence[str], root: type[BaseModel]) -> Iterable[str]:
-    """The keys of the section at `path`; where keys are free, there is a section behind each."""
+    """The keys of the section at `path`; where keys are free, or numbers of a list, there is a section behind each."""
     node: typing.Any = root
     for name in path:
         arguments = typing.get_args(node)
-        node = arguments[1] if arguments else node.model_fields[name].annotation
+        node = arguments[-1] if arguments else node.model_fields[name].annotation
     return _fields_of(node)
 
 

@@ -101,13 +101,48 @@ def _check_nesting(shard: str, ranks: ShardRanks) -> None:
             raise ValueError(f"shard_ranks.{kind}: with shard {shard} every rank keeps all {kind}: remove it")
 
 
+RuleName = Literal["adamw", "muon", "lion", "schedule-free"]
+
+
+class OptimizerGroup(Section):
+    """Parameters that are updated otherwise than the rest."""
+
+    match: str | list[str]
+    """Which: a role (matrix, vector, embedding, head, router or expert), a shell pattern of names as checkpoints have
+    them (blocks.0.*), or a list of these."""
+    name: RuleName | None = Field(None, description="Their update rule.")
+    lr_scale: float | None = Field(None, gt=0, description="What the learning rate is multiplied by; by default 1.")
+    weight_decay: float | None = Field(None, ge=0, description="Their weight decay.")
+
+    @property
+    def matches(self) -> list[str]:
+        """`match` as a list."""
+        return [self.match] if isinstance(self.match, str) else self.match
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "OptimizerGroup":
+        if not self.matches:
+            raise ValueError("match is empty: name a role or a pattern, or remove the group")
+        if self.name is None and self.lr_scale is None and self.weight_decay is None:
+            raise ValueError("the group changes nothing: give name, lr_scale or weight_decay, or remove it")
+        return self
+
+
 class OptimizerConfig(Section):
     """The update rule."""
 
-    name: Literal["adamw"] = Field("adamw", description="AdamW with decoupled weight decay on all parameters.")
-    betas: list[float] = Field([0.9, 0.99], min_length=2, max_length=2, description="Decay of the two moments.")
+    name: RuleName = "adamw"
+    """adamw; lion; schedule-free (AdamW of an average of the weights, for a constant learning rate); or muon for matrices
+    and experts, the others by adamw."""
+    betas: list[float] = Field([0.9, 0.99], min_length=2, max_length=2)
+    """Decay of the two moments. Of lion: of its update and of its momentum. Of schedule-free: share of the average in the
+    weights that are trained, and decay of the second moment."""
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    momentum: float = Field(0.95, ge=0, lt=1, description="Decay of muon's momentum.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay, times the learning rate.")
+    groups: list[OptimizerGroup] = Field([])
+    """What is otherwise for some parameters. Of the groups that match a parameter, the last one that gives a key
+    decides it."""
     clip_norm: float | None = Field(1.0, gt=0)
     """Largest global gradient norm after the warm-up; null: no limit."""
     clip_during_warmup: bool = Field(False, description="Clip in the warm-up as well (the paper clips only after it).")
@@ -116,6 +151,13 @@ class OptimizerConfig(Section):
     def _betas(self) -> "OptimizerConfig":
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas {self.betas} must lie in [0, 1)")
+        return self
+
+    @model_validator(mode="after")
+    def _momentum(self) -> "OptimizerConfig":
+        default = type(self).model_fields["momentum"].default
+        if self.momentum != default and "muon" not in {self.name, *(group.name for group in self.groups)}:
+            raise ValueError("momentum is muon's, which updates nothing: remove it, or set name: muon")
         return self
 
 

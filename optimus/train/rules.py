@@ -1,14 +1,82 @@
-"""Which update rule each parameter has, as configured."""
+"""Which update rule each parameter has: from the section `optimizer` and the roles that modules declare."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, TypeVar, get_args
 
 from torch import nn
 
-from optimus.config.tree import OptimizerConfig
+from optimus.config.tree import OptimizerConfig, OptimizerGroup, RuleName
+from optimus.errors import UserError, nearest
+from optimus.model.parameters import Role, declarations
 from optimus.optim.adamw import AdamW
+from optimus.optim.lion import Lion
+from optimus.optim.muon import Muon
 from optimus.optim.rule import Rule
+from optimus.optim.schedule_free import ScheduleFree
+
+T = TypeVar("T")
+
+
+class _Row(NamedTuple):
+    kind: type[Rule]
+    own: Callable[[OptimizerConfig], Mapping[str, Any]]  # its hyperparameters, but for those that all rules have
+
+
+def _moments(config: OptimizerConfig) -> dict[str, float]:
+    return dict(zip(("beta1", "beta2"), config.betas)) | {"eps": config.eps}
+
+
+_RULES: dict[RuleName, _Row] = {
+    "adamw": _Row(AdamW, _moments),
+    "muon": _Row(Muon, lambda config: {"momentum": config.momentum}),
+    "lion": _Row(Lion, lambda config: dict(zip(("beta1", "beta2"), config.betas))),
+    "schedule-free": _Row(ScheduleFree, _moments),
+}
+_MATRICES: tuple[Role, ...] = "matrix", "expert"  # what a rule of matrices is for; of the rest:
+_BESIDE: RuleName = "adamw"
 
 
 def rules_of(config: OptimizerConfig, model: nn.Module) -> dict[str, Rule]:
-    """By name of a parameter."""
-    beta1, beta2 = config.betas
-    rule = AdamW(weight_decay=config.weight_decay, beta1=beta1, beta2=beta2, eps=config.eps)
-    return {name: rule for name, _ in model.named_parameters()}
+    """The rule of each parameter of the whole `model`, by name.
+
+    Raises `UserError` for a group that matches no parameter, or that gives a rule of matrices to what is none.
+    """
+    roles = {name: declared.role for name, declared in declarations(model)}
+    _check_matches(config.groups, roles)
+    return {name: _rule(config, name, role) for name, role in roles.items()}
+
+
+def _rule(config: OptimizerConfig, name: str, role: Role) -> Rule:
+    numbered = [each for each in enumerate(config.groups) if any(_matches(m, name, role) for m in each[1].matches)]
+    usual = _BESIDE if _RULES[config.name].kind.matrices and role not in _MATRICES else config.name
+    chosen, group = _last([(each.name, number) for number, each in numbered], (usual, None))
+    kind, own = _RULES[chosen]
+    if kind.matrices and role == "vector":
+        raise UserError(
+            f"optimizer.groups.{group}: {chosen} updates matrices, and {name} (role {role}) is none: "
+            "match other parameters, or give these another rule in a later group"
+        )
+    decay, _ = _last([(each.weight_decay, number) for number, each in numbered], (config.weight_decay, None))
+    scale, _ = _last([(each.lr_scale, number) for number, each in numbered], (1.0, None))
+    return kind(weight_decay=decay, lr_scale=scale, **own(config))
+
+
+def _last(said: Sequence[tuple[T | None, int]], otherwise: tuple[T, int | None]) -> tuple[T, int | None]:
+    """The last value that is given, and the number of its group."""
+    return next(((value, number) for value, number in reversed(said) if value is not None), otherwise)
+
+
+def _matches(match: str, name: str, role: Role) -> bool:
+    return role == match if match in get_args(Role) else fnmatchcase(name, match)
+
+
+def _check_matches(groups: Sequence[OptimizerGroup], roles: Mapping[str, Role]) -> None:
+    known = {*roles.values(), *(re.sub(r"\.\d+\.", ".*.", name) for name in roles)}
+    for number, group in enumerate(groups):
+        for match in group.matches:
+            if not any(_matches(match, name, role) for name, role in roles.items()):
+                raise UserError(
+                    f"optimizer.groups.{number}.match: the model has no parameter '{match}': {nearest(match, known)}"
+                )

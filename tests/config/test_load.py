@@ -114,7 +114,7 @@ def test_a_model_folder_brings_its_sections(tmp_path: Path) -> None:
         (["model.hiden=64"], r"unknown key 'model\.hiden': did you mean 'model\.hidden'\?"),
         (["train.warmup_steps=5"], r"unknown key 'train\.warmup_steps': did you mean 'schedule\.warmup_steps'\?"),
         (["peak=5"], r"unknown key 'peak': did you mean 'schedule\.peak'\?"),
-        (["optimizer.zzz=1"], r"unknown key 'optimizer\.zzz': valid: betas, clip_during_warmup, clip_norm, eps, name"),
+        (["optimizer.zzz=1"], r"unknown key 'optimizer\.zzz': valid: betas, clip_during_warmup, clip_norm, eps, groups"),
         (["train.steps=ten"], r"'train\.steps' is 'ten': it must be a whole number"),
         (["train.steps=1.5"], r"'train\.steps' is 1\.5: it must be a whole number"),
         (["train.output=7"], r"'train\.output' is 7: it must be text"),

@@ -32,6 +32,29 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
             r"model: family olmo is dense: remove experts, experts_per_token and renormalise",
         ),
         (DENSE, {"optimizer": {"betas": [0.9, 1.0]}}, r"optimizer: betas \[0\.9, 1\.0\] must lie in \[0, 1\)"),
+        (DENSE, {"optimizer": {"name": "adam"}}, r"'optimizer\.name' is 'adam': it must be 'adamw', 'muon', 'lion' or"),
+        (DENSE, {"optimizer": {"name": "muon", "momentum": 1.0}}, r"'optimizer\.momentum' is 1\.0: .* less than 1"),
+        (DENSE, {"optimizer": {"momentum": 0.9}}, r"optimizer: momentum is muon's, which updates nothing: remove it"),
+        (
+            DENSE,
+            {"optimizer": {"groups": [{"match": "*"}]}},
+            r"optimizer\.groups\.0: the group changes nothing: give name, lr_scale or weight_decay, or remove it",
+        ),
+        (
+            DENSE,
+            {"optimizer": {"groups": [{"match": [], "lr_scale": 2.0}]}},
+            r"optimizer\.groups\.0: match is empty: name a role or a pattern",
+        ),
+        (
+            DENSE,
+            {"optimizer": {"groups": [{"match": "*", "lr_scale": 0.0}]}},
+            r"'optimizer\.groups\.0\.lr_scale' is 0\.0",
+        ),
+        (
+            DENSE,
+            {"optimizer": {"groups": [{"match": "*", "lr_scal": 2.0}]}},
+            r"unknown key 'optimizer\.groups\.0\.lr_scal': did you mean 'optimizer\.groups\.0\.lr_scale'\?",
+        ),
         (
             DENSE,
             {"state": {"shard": "optimizer", "shard_ranks": {"gradients": 2}}},
