@@ -36,20 +36,22 @@ class Muon(Rule):
         copy: Tensor | None = None,
         whole: Whole = as_they_are,
     ) -> None:
-        """As `Rule.update`. What `whole` makes whole is bf16."""
+        """As `Rule.update`. What `whole` takes and gives is bf16."""
         (momentum,) = kept
+        scale = 0.0
+
+        def direction(x_NRC: Tensor) -> Tensor:
+            nonlocal scale  # of the whole matrices, and not rounded to bf16
+            scale = _ROOT_MEAN_SQUARE * math.sqrt(max(x_NRC.shape[-2:]))
+            return orthogonalise(x_NRC)
+
         gradient = scaled(gradient, now.gradient_scale)
         momentum.lerp_(gradient, 1 - self.momentum)
         nesterov = gradient.lerp(momentum, self.momentum).bfloat16()
-        weight.mul_(1 - now.lr * self.weight_decay).sub_(whole(_direction, nesterov), alpha=now.lr)
+        update = whole(direction, nesterov)
+        weight.mul_(1 - now.lr * self.weight_decay).sub_(update, alpha=now.lr * scale)
         if copy is not None:
             copy.copy_(weight)
-
-
-def _direction(x_NRC: Tensor) -> Tensor:
-    """Of whole matrices, their update in fp32 at a learning rate of 1."""
-    scale = _ROOT_MEAN_SQUARE * math.sqrt(max(x_NRC.shape[-2:]))
-    return orthogonalise(x_NRC).float().mul_(scale)
 
 
 def orthogonalise(x_NRC: Tensor) -> Tensor:

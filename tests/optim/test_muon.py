@@ -104,6 +104,7 @@ def test_a_matrix_in_parts_is_updated_as_the_whole() -> None:
         momentum_NRC = gradient_NRC * (1 - 0.95**2)
         all_NRC = momentum_NRC.bfloat16()
         torch.testing.assert_close(x, all_NRC[..., 16:32])
+        assert function(all_NRC[:0]).shape == (0, 16, 48)  # where there are more ranks than matrices
         return function(all_NRC)[..., 16:32]
 
     RULE.update(Now(1, 0.01), part_NRC, part, [torch.zeros_like(part)], whole=gathered)
