@@ -114,6 +114,9 @@ def train(
     overrides: Annotated[list[str] | None, Argument(metavar="[KEY.PATH=VALUE]...")] = None,
     ranks: Annotated[int | None, Option(help="Processes on this machine that share each global batch.")] = None,
     resume: Annotated[bool, Option("--resume", help="Continue from the newest checkpoint of the run.")] = False,
+    fresh_optimizer: Annotated[
+        bool, Option("--fresh-optimizer", help="With --resume: from the weights alone, as for another update rule.")
+    ] = False,
     check: Annotated[bool, Option("--check", help="Validate everything, run nothing.")] = False,
     auto_plan: Annotated[
         str | None,
@@ -124,12 +127,13 @@ def train(
     """Train a model."""
     from optimus.train import train as run
 
+    how: dict[str, Any] = {"ranks": ranks, "resume": resume, "fresh_optimizer": fresh_optimizer, "check": check}
     if auto_plan is not None:
         from optimus.plan.asking import best_layout
 
-        summary = run(best_layout(config, overrides or [], auto_plan, ranks), ranks=ranks, resume=resume, check=check)
+        summary = run(best_layout(config, overrides or [], auto_plan, ranks), **how)
     else:
-        summary = run(config, overrides or [], ranks=ranks, resume=resume, check=check)
+        summary = run(config, overrides or [], **how)
     signalled = None if check else summary["stopped_by"]
     ended = typer.Exit(0 if signalled is None else 128 + signal.Signals[signalled])
     if os.environ.get("RANK", "0") != "0":

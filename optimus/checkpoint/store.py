@@ -1,5 +1,6 @@
 """Reading checkpoints into a state or a model, and writing a model."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from optimus.config import ModelConfig
 from optimus.errors import UserError, naming_disk_errors
 from optimus.model import Transformer
 from optimus.model.parameters import named_tensors
+from optimus.optim.rule import Rule
 from optimus.state.boxes import whole_boxes
 from optimus.state.loading import Send, load_boxes
 from optimus.state.model_state import ModelState
@@ -63,6 +65,8 @@ def load_state(
             raise UserError(f"{path} holds weights only and cannot be resumed: start from it with checkpoint.initial")
         if run is not None:
             check_same_run(reader.description, run, path)
+        if full:
+            _check_kept(reader, state.rules)
         return reader
 
     reader = state.groups.world.on_first(open_it)
@@ -83,6 +87,21 @@ def load_model(
     model = Transformer(reader.description.model).float()
     reader.fill(whole_boxes(named_tensors(model)))
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def _check_kept(reader: Reader, rules: Mapping[str, Rule]) -> None:
+    """Raise `UserError` when the checkpoint lacks what `rules`, by parameter, keep: it was written with others."""
+    missing: dict[str, list[str]] = {}
+    for name, rule in rules.items():
+        for kind in rule.kinds:
+            if f"{kind}.{name}" not in reader.stored:
+                missing.setdefault(kind, []).append(name)
+    if missing:
+        lacking = ", ".join(f"{kind} of {len(names)} parameters ({names[0]} ...)" for kind, names in missing.items())
+        raise UserError(
+            f"{reader.path} was written with another update rule and lacks {lacking}: set `optimizer` as it was, or go on "
+            "from its weights alone, with `fresh_optimizer=True` and `resume=True`, or in a new run by checkpoint.initial"
+        )
 
 
 def check_same_model(there: ModelConfig, here: ModelConfig, path: Path) -> None:

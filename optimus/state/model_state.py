@@ -51,6 +51,7 @@ class ModelState:
         self.options = options
         self.steps = 0  # optimizer steps applied
         self.weight_sum = 0.0  # of these steps, for a rule that averages over them
+        self.rules = recipe.rules
         self._overlap = options.overlap
         self._reducing: deque[Chunk] = deque()
         piece = options.coarsening and options.coarsening * options.tile
@@ -146,9 +147,13 @@ class ModelState:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, the parameters are the model's: what is evaluated, saved and exported. All ranks must call."""
+        """Inside, the parameters are the model's: what is evaluated, saved and exported. All ranks must call.
+
+        What has been on its way is here, so that one rank can go on alone with parameters that are kept whole.
+        """
         for chunk in self.chunks:
             chunk.show()
+        self.finish()
         try:
             yield
         finally:

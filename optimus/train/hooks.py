@@ -148,9 +148,10 @@ class HeldOut(Hook):
         from optimus.evaluate.text import measure
 
         world = run.groups.world
-        if run.forward_is_collective:
-            return measure(run.model, self._parts(run, text), group=world)
-        return world.on_first(lambda: measure(run.model, self._parts(run, text)))
+        with run.state.evaluating():
+            if run.forward_is_collective:
+                return measure(run.model, self._parts(run, text), group=world)
+            return world.on_first(lambda: measure(run.model, self._parts(run, text)))
 
     def _parts(self, run: Run, text: str) -> Iterator[Any]:
         from optimus.evaluate.text import read_parts

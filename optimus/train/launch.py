@@ -28,6 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from optimus.checkpoint.folder import DamagedError, list_checkpoints, step_of
 from optimus.checkpoint.lease import HeldError, Lease, living_holder
+from optimus.checkpoint.rollback import resume_points, rollback
 from optimus.comm import CollectiveError
 from optimus.config import RunConfig, dump_config, load_config
 from optimus.data.shards import Shards
@@ -57,7 +58,9 @@ from optimus.train.summary import summarise, summary_lines
 from optimus.train.tuning import TuneMatmuls
 
 
-def run_here(tree: RunConfig, shards: Shards, ranks: int | None, *, resume: bool, check: bool) -> dict[str, Any]:
+def run_here(
+    tree: RunConfig, shards: Shards, ranks: int | None, *, resume: bool, fresh_optimizer: bool, check: bool
+) -> dict[str, Any]:
     """What `train` does with a configuration and data that make sense."""
     launched = "WORLD_SIZE" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if launched else ranks or tree.parallel.least_ranks
@@ -71,6 +74,8 @@ def run_here(tree: RunConfig, shards: Shards, ranks: int | None, *, resume: bool
         return verify_data(tree, shards, ranks, ranks_per_node(ranks), resume)
     try:
         with lease if writes else nullcontext():
+            if fresh_optimizer and writes:
+                _begin_optimizer(Path(tree.train.output))
             if ranks == 1 or launched:
                 stopped_by = _run_rank(dump_config(tree), resume, holder=lease.token)
             else:
@@ -80,6 +85,12 @@ def run_here(tree: RunConfig, shards: Shards, ranks: int | None, *, resume: bool
         found = [] if isinstance(error, DamagedError | HeldError) else list_checkpoints(Path(tree.train.output))
         saved = f" (the run is saved up to step {step_of(found[-1])})" if found else ""
         raise type(error)(f"{error}{saved}") from error
+
+
+def _begin_optimizer(run: Path) -> None:
+    """Let `run` go on from the weights of its newest checkpoint alone. Raises `UserError` as `rollback`."""
+    if points := resume_points(run):
+        rollback(run, step_of(points[0].path), held=True)
 
 
 def verify_data(config: RunConfig, shards: Shards, ranks: int, per_node: int, resume: bool) -> dict[str, Any]:

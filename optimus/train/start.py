@@ -20,13 +20,15 @@ def train(
     *,
     ranks: int | None = None,
     resume: bool = False,
+    fresh_optimizer: bool = False,
     check: bool = False,
 ) -> dict[str, Any]:
     """Train as `config` (a YAML file, a mapping or a `RunConfig`) says; returns a summary of the run.
 
     `ranks` processes on this machine share every global batch (default: as many as `parallel` asks for); under a launcher
     that sets WORLD_SIZE, such as torchrun, this process is one of its ranks. `resume` continues from the newest checkpoint
-    in `train.output`. `check` validates everything, every checksum of the data included, and runs nothing.
+    in `train.output`; with `fresh_optimizer` from its weights alone, as `optimus.rollback` does. `check` validates
+    everything, every checksum of the data included, and runs nothing.
 
     Raises `UserError` for anything that the user can mend, before any process is started wherever that is possible; it is a
     `HeldError` when another run holds the folder. When another rank is lost under such a launcher, it is a
@@ -41,10 +43,12 @@ def train(
     """
     if ranks is not None and ranks < 1:
         raise UserError(f"`ranks` is {ranks}: a run has at least 1 rank")
+    if fresh_optimizer and not resume:
+        raise UserError("`fresh_optimizer=True` is about a run that goes on: give `resume=True`, too")
     tree, shards = read_run(config, overrides, resume=resume)
     from optimus.train.launch import run_here
 
-    return run_here(tree, shards, ranks, resume=resume, check=check)
+    return run_here(tree, shards, ranks, resume=resume, fresh_optimizer=fresh_optimizer, check=check)
 
 
 def read_run(
