@@ -139,10 +139,8 @@ class Mesh:
         """Index of `rank` on `axis`, of either view."""
         if axis == "pp":
             return rank // self.block % self.pp
-        view = _view((axis,))
-        inner = 1 if axis == "tp" else self.axis_size(*view[view.index(axis) + 1 :])
         within = rank // (self.block * self.pp) * self.block + rank % self.block  # of the stage
-        return within // inner % self.axis_size(axis)
+        return within // self._inner(axis) % self.axis_size(axis)
 
     def group(self, rank: int, axes: Sequence[str]) -> list[int]:
         """The ranks that differ from `rank` on `axes` (of one view) at most, in rank order; its group."""
@@ -152,7 +150,7 @@ class Mesh:
         ]
         if "ends" in axes and self.coordinate(rank, "pp") in (0, self.pp - 1):
             ranges[0] = sorted({0, self.pp - 1})
-        return sorted(self._rank(view, place) for place in product(*ranges))
+        return sorted(map(sum, product(*map(self._offsets, view, ranges))))
 
     def groups(self, axes: Sequence[str]) -> Iterator[list[int]]:
         """Every group along `axes`, in an order that all ranks agree on; together they hold each rank once.
@@ -171,13 +169,18 @@ class Mesh:
         """The node that holds `rank`."""
         return rank // (self.ranks_per_node or self.size)
 
-    def _rank(self, view: Sequence[str], place: Sequence[int]) -> int:
-        stage, *others = place
-        within = 0
-        for axis, index in zip(view[1:], others):
-            within = within * self.axis_size(axis) + index
-        blocks, rest = divmod(within, self.block)
-        return (blocks * self.pp + stage) * self.block + rest
+    def _offsets(self, axis: str, indices: Sequence[int]) -> list[int]:
+        """What each of the indices on `axis`, of either view, adds to a rank."""
+        block = self.block
+        if axis == "pp":
+            return [index * block for index in indices]
+        inner, blocks = self._inner(axis), self.pp * block
+        return [index * inner // block * blocks + index * inner % block for index in indices]
+
+    def _inner(self, axis: str) -> int:
+        """Ranks of a stage from one index on `axis` to the next."""
+        view = _view((axis,))
+        return 1 if axis == "tp" else self.axis_size(*view[view.index(axis) + 1 :])
 
 
 def _view(axes: Sequence[str]) -> tuple[str, ...]:

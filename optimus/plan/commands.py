@@ -77,22 +77,22 @@ def plan(
         plans = [given] if given else search(question, best)
     if output is not None:
         report.write_config(plans[0], config, output)
-    result: dict[str, Any] = {"plans": [report.as_json(each) for each in plans]}
-    rows = report.scaled_rows(points, wide=wide) if numbers else report.rows_of(plans, wide=wide)
-    if numbers:
-        result["scaling"] = [{"ranks": point.ranks, "efficiency": point.efficiency} for point in points]
-        if plot is not None:
-            scaling.draw(points, plot)
+    if plot is not None:
+        scaling.draw(points, plot)
     if as_json:
+        result: dict[str, Any] = {"plans": [report.as_json(each, config) for each in plans]}
+        if numbers:
+            result["scaling"] = [{"ranks": point.ranks, "efficiency": point.efficiency} for point in points]
         print(json.dumps(result, indent=2))
         return
+    rows = report.scaled_rows(points, wide=wide) if numbers else report.rows_of(plans, wide=wide)
     batch = f"{question.global_batch:,} sequences of {question.context:,} tokens"
     title = f"{question.ranks:,} ranks of {question.machine.name}, {batch}, {question.given.precision}"
     print_table(rows, title, None if wide else _WIDTH)
     if explain is not None:
         if explain > len(plans):
             raise UserError(f"--explain {explain}: there are {len(plans)} rows")
-        print(report.explained(plans[explain - 1]))
+        print(report.explained(plans[explain - 1], config))
 
 
 def _numbers(text: str) -> list[int]:

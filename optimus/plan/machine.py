@@ -99,6 +99,23 @@ class Network(Section):
         return self
 
 
+class Communicator(Section):
+    """What a communicator takes of a rank's memory: as NCCL has it, with its defaults where a file says nothing else.
+
+    Each channel has a buffer for each protocol and each connected peer. Those of rings are counted, with two peers however
+    many ranks there are (NVIDIA's answers in NCCL's issues 864, 986 and 1450); not the peers that trees have besides, nor
+    what sends and receives share. Every protocol is taken to have NCCL_BUFFSIZE: LL has less, LL128 more.
+    """
+
+    buffer: float = Field(2.0**22, ge=0, description="Bytes (NCCL_BUFFSIZE).")
+    channels: int = Field(16, gt=0, description="Rings at once, as NCCL logs them; 16 on two nodes of 8 GPUs.")
+    protocols: int = Field(3, gt=0, description="With buffers of their own: LL, LL128, Simple.")
+
+    def memory(self, ranks: int) -> float:
+        """Bytes that one of so many ranks takes, once they are connected."""
+        return min(2, ranks - 1) * self.channels * self.protocols * self.buffer
+
+
 class Host(Section):
     """What a node has besides its accelerators."""
 
@@ -134,6 +151,7 @@ class Machine(Section):
     node: Node
     network: Network
     host: Host
+    communicator: Communicator = Communicator()
 
     def rates(self, precision: str) -> Arithmetic:
         """Of a precision; either 16-bit type stands for the other. Raises `UserError` for one that it has not."""

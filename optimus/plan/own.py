@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from optimus.config import ModelConfig, RunConfig
+from optimus.config.parallel import ParallelConfig
 from optimus.config.tree import ShardRanks
 from optimus.parallel.activations import Activations, activation_bytes
 from optimus.parallel.build import StageOptions
@@ -13,9 +14,10 @@ from optimus.plan.held import Where
 from optimus.plan.machine import Machine
 from optimus.plan.setting import Given, Saving, Setting
 from optimus.plan.software import Software, load_software
+from optimus.train.groups import Communicators, communicators
 from optimus.train.pipeline import blocks_of_stages
 from optimus.train.precision import WORTH
-from optimus.train.run import mesh_of
+from optimus.train.run import layouts_of, mesh_of, whole_model
 
 PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
 GRADIENT = {"float32": 4.0, "bfloat16": 2.0}  # bytes
@@ -122,6 +124,17 @@ def recomputed(setting: Setting) -> dict[str, Any]:
     """What a configuration says of the recomputation in `setting`."""
     kinds = [kind for kind in _MODULES if kind in setting.recompute]
     return {"recompute": kinds, **({"recompute_every": setting.recompute_every} if setting.recompute_every > 1 else {})}
+
+
+def communicators_of(config: RunConfig, setting: Setting, machine: Machine) -> tuple[list[Communicators], float]:
+    """(the communicators of the rank whose buffers take most, the bytes of these) where `setting` divides `config`."""
+    divided = {"shard": setting.shard, "shard_over": setting.shard_over, "shard_ranks": setting.shard_ranks}
+    parallel = ParallelConfig.model_validate(sections_of(setting)["parallel"])
+    run = config.model_copy(update={"parallel": parallel, "state": config.state.model_copy(update=divided)})
+    mesh, layouts = setting.mesh, layouts_of(whole_model(run), run)
+    ranks = communicators(run, mesh, layouts, [mesh.block * stage for stage in range(mesh.pp)])
+    found = [(theirs, sum(each.number * machine.communicator.memory(each.size) for each in theirs)) for theirs in ranks]
+    return max(found, key=lambda each: each[1])
 
 
 class OwnActivations:

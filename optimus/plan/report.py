@@ -12,7 +12,7 @@ from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
 from optimus.plan.machine import Machine
 from optimus.plan.memory import room_of
-from optimus.plan.own import sections_of
+from optimus.plan.own import communicators_of, sections_of
 from optimus.plan.question import Plan
 from optimus.plan.scaling import Point
 
@@ -25,9 +25,10 @@ _DECIDED = {
 }
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """A plan: sections of a configuration, seconds, bytes."""
+def as_json(plan: Plan, config: RunConfig) -> dict[str, Any]:
+    """A plan of `config`: sections of a configuration, seconds, bytes."""
     sections = sections_of(plan.setting)
+    connected, buffers = communicators_of(config, plan.setting, plan.question.machine)
     return {
         "parallel": sections["parallel"],
         "state": sections["state"],
@@ -39,6 +40,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "model_flops_utilization": plan.utilisation,
         "memory_bytes": {"total": plan.memory.total, **plan.memory.parts},
         "memory_rank": plan.memory.rank,
+        "communicators": {
+            "total": sum(each.number for each in connected),
+            "buffer_bytes": buffers,
+            "groups": [each._asdict() for each in connected],
+        },
         "time": dict(plan.step.terms),
         **({} if plan.question.nodes is None else {"nodes": list(plan.question.nodes)}),
     }
@@ -105,8 +111,8 @@ def _largest_first(parts: Mapping[str, float]) -> list[tuple[str, float]]:
     return [(name.replace("_", " "), value) for name, value in ordered]
 
 
-def explained(plan: Plan) -> str:
-    """Where a plan's time and memory go, and where its ranks lie."""
+def explained(plan: Plan, config: RunConfig) -> str:
+    """Where the time and memory of a plan of `config` go, and where its ranks lie."""
     lines = [f"a step of {plan.setting.tokens:,} tokens takes {plan.step.seconds:.3f} s:"]
     for name, value in _largest_first(plan.step.terms):
         if value > 0:
@@ -117,6 +123,10 @@ def explained(plan: Plan) -> str:
     for name, value in _largest_first(plan.memory.parts):
         if value > 0:
             lines.append(f"  {name:<22}{value / 1e9:>10.2f} GB{100 * value / room:>6.1f} %")
+    connected, buffers = communicators_of(config, plan.setting, plan.question.machine)
+    number = sum(each.number for each in connected)
+    lines.append(f"a rank has up to {number} communicators, with {buffers / 1e9:.2f} GB of buffers besides:")
+    lines += [f"  {each.what:<22}{each.number:>4} of {each.size:,} ranks" for each in connected]
     lines.append(describe(plan.setting.mesh))
     if plan.question.nodes is not None:
         nodes = " ".join(map(str, plan.question.nodes))

@@ -77,19 +77,22 @@ def run_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], 
     return found
 
 
-def communicators(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], rank: int) -> list[Communicators]:
-    """Those that `rank` has at most, where the backend makes one at a group's first collective: NCCL, RCCL, oneCCL.
+def communicators(
+    config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], ranks: Sequence[int]
+) -> list[list[Communicators]]:
+    """Those that each of `ranks` has at most, where the backend makes one at a group's first collective: NCCL, RCCL, oneCCL.
 
     For messages they make one of sender and receiver: of those groups a rank uses only those of its stages and of their
     neighbours.
     """
-    found = []
+    found: list[list[Communicators]] = [[] for _ in ranks]
     for what, parts, apart, messages in run_divisions(config, mesh, layouts, tags=False):
-        size = len(next(part for part in parts if rank in part))
-        if messages:
-            found.append(Communicators(what, 2, 2 * _neighbours(config, mesh.coordinate(rank, "pp"))))
-        elif size > 1:
-            found.append(Communicators(what, size, apart or 1))
+        for rank, theirs in zip(ranks, found):
+            size = len(next(part for part in parts if rank in part))
+            if messages:
+                theirs.append(Communicators(what, 2, 2 * _neighbours(config, mesh.coordinate(rank, "pp"))))
+            elif size > 1:
+                theirs.append(Communicators(what, size, apart or 1))
     return found
 
 

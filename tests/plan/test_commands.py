@@ -76,6 +76,7 @@ def test_json(plan: Callable[..., Any]) -> None:
     )
     assert first["tokens_per_second"] == pytest.approx(16 * 32 / first["step_seconds"])
     assert sum(first["time"].values()) == pytest.approx(first["step_seconds"], rel=1e-6)
+    assert sum(each["number"] for each in first["communicators"]["groups"]) == first["communicators"]["total"] > 0
     assert [each["step_seconds"] for each in plans] == sorted(each["step_seconds"] for each in plans)
 
 
@@ -83,7 +84,18 @@ def test_a_table_and_what_one_row_is_made_of(plan: Callable[..., Any]) -> None:
     text = plan("--best", "2", "--explain", "2", text=True)
     assert "4 ranks of laptop, 16 sequences of 32 tokens, bf16" in text
     assert "a step of 512 tokens takes " in text
+    assert re.search(
+        r"a rank has up to [1-9] communicators, with [\d.]+ GB of buffers besides:\n  .* of 4 ranks\n", text
+    )
     assert "4 ranks on 1 node" in text
+
+
+def test_the_buffers_of_communicators_are_the_machines(plan: Callable[..., Any]) -> None:
+    usual, changed = (
+        plan("--as-is", *words)["plans"][0]["communicators"]
+        for words in ([], ["--what-if", "communicator.channels=x2"])
+    )
+    assert changed == usual | {"buffer_bytes": 2 * usual["buffer_bytes"]}
 
 
 @pytest.mark.parametrize("scaled", [False, True])

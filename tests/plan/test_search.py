@@ -9,11 +9,13 @@ from optimus.config import ModelConfig, load_config
 from optimus.config.load import model_config_from, resolve_model
 from optimus.errors import UserError
 from optimus.mesh import Mesh
+from optimus.plan.asking import configured
 from optimus.plan.divisions import bases
 from optimus.plan.fitting import placements, recomputations, sharded
 from optimus.plan.links import even
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.memory import room_of
+from optimus.plan.own import communicators_of, for_machine
 from optimus.plan.question import Plan, Question, least_time_of, memory_in, predict, time_of
 from optimus.plan.search import search
 from optimus.plan.setting import Given, Setting
@@ -206,6 +208,15 @@ def test_links_that_are_alike_change_nothing() -> None:
 # ---- The Optimus paper's layouts on 3,072 tiles of Aurora ----
 
 
+PAPER = [  # pipeline and expert ranks
+    ("mula-1b", 1, 1),
+    ("mula-7b-a1b", 1, 1),
+    ("mula-20b-a2b", 1, 12),
+    ("mula-100b-a7b", 4, 12),
+    ("mula-220b-a10b", 8, 12),
+]
+
+
 def on_aurora(name: str) -> Question:
     """A sequence of 2,048 tokens for each tile, gradients reduced in bf16 (section 2.1)."""
     model = model_config_from(resolve_model(name)["model"], "")
@@ -244,6 +255,18 @@ def test_why_others_are_better(name: str, pp: int, ep: int, recompute: list[str]
     assert found.step.seconds < 0.85 * theirs.step.seconds
     moved = [sum(plan.step.terms[kind] for kind in ("data_parallel", "expert_parallel")) for plan in (theirs, found)]
     assert moved[1] < 0.75 * moved[0]
+
+
+@pytest.mark.parametrize("tiles", [384, 12_288])
+@pytest.mark.parametrize(("name", "pp", "ep"), PAPER)
+def test_communicators_of_the_papers_layouts(name: str, pp: int, ep: int, tiles: int) -> None:
+    """However many tiles there are, no more than 10 on each, whose buffers take no more than 3 GB, 5 % of its memory."""
+    aurora = load_machine("aurora")
+    config = for_machine(configured(name, [], tiles), aurora)
+    mesh = Mesh(pp=pp, dp=tiles // pp, ep=ep, ranks_per_node=12, pipeline_stride=12 if pp > 1 else None)
+    found, buffers = communicators_of(config, Setting(mesh, 2048, 1, pp, shard="optimizer"), aurora)
+    assert 1 <= sum(each.number for each in found) <= 10
+    assert buffers <= 3e9 < 0.05 * aurora.memory
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The groups that a run is said to make are those that it makes; and how many communicators the paper's layouts need."""
+"""The groups that a run is said to make are those that it makes, and of those for messages it connects what is said."""
 
 from typing import Any
 from unittest import mock
@@ -8,9 +8,12 @@ import torch.distributed as dist
 
 from helpers.drawing import MODELS, short_run
 from optimus.bench.steps import Steps
+from optimus.config import load_config
+from optimus.pipeline.schedule import partner
 from optimus.testing import run_ranks
-from optimus.train.groups import run_divisions
-from optimus.train.run import layouts_of, whole_model
+from optimus.train.groups import communicators, run_divisions
+from optimus.train.pipeline import schedule_of
+from optimus.train.run import layouts_of, mesh_of, whole_model
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, model, sections
     "one rank": (1, MODELS["moe"], {}),
@@ -74,3 +77,24 @@ def test_a_run_makes_the_groups_that_are_said(name: str, backend: str) -> None:
         assert calls == said
         assert all(rank in group for group in calls)
     assert len({len(calls) for calls, _ in found}) == 1  # as torch's names of groups need it
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"pipeline": 4},
+        {"pipeline": 2, "schedule": "interleaved-1f1b", "stages_per_rank": 4},
+        {"pipeline": 4, "schedule": "zbv", "stages_per_rank": 2},
+    ],
+    ids=lambda parallel: parallel.get("schedule", "1f1b"),
+)
+def test_each_direction_between_neighbours_has_a_communicator(parallel: dict[str, Any]) -> None:
+    """As many as there are streams in which the schedule sends or receives (`Links`)."""
+    config = load_config(short_run(MODELS["dense"] | {"layers": 8}, context=24, parallel=parallel))
+    mesh, schedule = mesh_of(config, config.parallel.pipeline), schedule_of(config, 8)
+    said = communicators(config, mesh, layouts_of(whole_model(config), config), range(mesh.pp))
+    for actions, theirs in zip(schedule.actions, said, strict=True):
+        transfers = [action for action in actions if not action.kind.computes]
+        receives = [partner(action) if action.kind.sends else action for action in transfers]
+        streams = {(receive.stage, receive.kind) for receive in receives}
+        assert [(each.size, each.number) for each in theirs if each.what == "messages of pp"] == [(2, len(streams))]
