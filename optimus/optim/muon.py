@@ -36,18 +36,19 @@ class Muon(Rule):
         copy: Tensor | None = None,
         whole: Whole = as_they_are,
     ) -> None:
-        """As `Rule.update`. What `whole` takes and gives is bf16."""
+        """As `Rule.update`. Products are of the type that the model computes with, that of `copy`, and so is what `whole`
+        takes and gives: bf16 where it is fast. fp32 without `copy`, so that every layout gives the same numbers."""
         (momentum,) = kept
         scale = 0.0
 
         def direction(x_NRC: Tensor) -> Tensor:
-            nonlocal scale  # of the whole matrices, and not rounded to bf16
+            nonlocal scale  # of the whole matrices, and not rounded to that type
             scale = _ROOT_MEAN_SQUARE * math.sqrt(max(x_NRC.shape[-2:]))
             return orthogonalise(x_NRC)
 
         gradient = scaled(gradient, now.gradient_scale)
         momentum.lerp_(gradient, 1 - self.momentum)
-        nesterov = gradient.lerp(momentum, self.momentum).bfloat16()
+        nesterov = gradient.lerp(momentum, self.momentum).to((weight if copy is None else copy).dtype)
         update = whole(direction, nesterov)
         weight.mul_(1 - now.lr * self.weight_decay).sub_(update, alpha=now.lr * scale)
         if copy is not None:
