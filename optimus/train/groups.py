@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 from optimus.config import RunConfig
 from optimus.mesh import Layout, Mesh
+from optimus.state.matrices import split_axes
 from optimus.state.plan import divisions
+from optimus.train.rules import uses_matrices
 from optimus.train.pipeline import placement_of
 
 # What a run asks for, whatever its model is: all ranks, those of a stage, those with other tokens, and along single axes.
@@ -51,6 +53,8 @@ def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout
     asked += [("ep", "etp")] if config.model.experts and config.moe.dispatch == "allgather" else []
     asked += [("pp", "tp_out")] if config.parallel.vocabulary else []
     asked += [("ends",)] if any("ends" in layout.same for layout in layouts.values()) else []
+    if uses_matrices(config.optimizer):
+        asked += dict.fromkeys(split_axes(layout, mesh) for layout in layouts.values())
     replicas = list(dict.fromkeys(layout.replicas for layout in layouts.values()))
     found = [Division(_named(mesh, axes), list(mesh.groups(axes))) for axes in [*asked, *replicas]]
     for axes in replicas:

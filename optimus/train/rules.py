@@ -34,8 +34,15 @@ _RULES: dict[RuleName, _Row] = {
     "lion": _Row(Lion, lambda config: dict(zip(("beta1", "beta2"), config.betas))),
     "schedule-free": _Row(ScheduleFree, _moments),
 }
-_MATRICES: tuple[Role, ...] = "matrix", "expert"  # what a rule of matrices is for; of the rest:
-_BESIDE: RuleName = "adamw"
+_MATRICES: tuple[Role, ...] = "matrix", "expert"  # what a rule of matrices is for
+_PLAIN: tuple[Role, ...] = "vector", "embedding", "head"  # what it is not for, asked or not
+_BESIDE: RuleName = "adamw"  # of what it is not asked for
+
+
+def uses_matrices(config: OptimizerConfig) -> bool:
+    """Whether any rule may work on whole matrices."""
+    named = [config.name, *(group.name for group in config.groups if group.name is not None)]
+    return any(_RULES[name].kind.matrices for name in named)
 
 
 def rules_of(config: OptimizerConfig, model: nn.Module) -> dict[str, Rule]:
@@ -53,7 +60,7 @@ def _rule(config: OptimizerConfig, name: str, role: Role) -> Rule:
     usual = _BESIDE if _RULES[config.name].kind.matrices and role not in _MATRICES else config.name
     chosen, group = _last([(each.name, number) for number, each in numbered], (usual, None))
     kind, own = _RULES[chosen]
-    if kind.matrices and role == "vector":
+    if kind.matrices and role in _PLAIN:
         raise UserError(
             f"optimizer.groups.{group}: {chosen} updates matrices, and {name} (role {role}) is none: "
             "match other parameters, or give these another rule in a later group"

@@ -100,6 +100,9 @@ OPTIONS = {
     "state.shard": ("none", "optimizer", "gradients", "parameters"),
     "state.shard_over": ("replicas", "data"),
     "state.shard_ranks": ("1", "2", "4"),
+    "state.shard_ranks.parameters": ("1", "2"),
+    "state.shard_ranks.gradients": ("1", "2"),
+    "state.shard_ranks.optimizer": ("2",),
     "state.reshard_after_forward": ("true", "false"),
     "state.prefetch": ("0", "1", "3"),
     "state.overlap": ("true", "false"),
@@ -126,6 +129,7 @@ OPTIONS = {
     "parallel.vocabulary": ("true", "false"),
     "parallel.microbatches": ("1", "2", "4", "8", "auto"),
     "parallel.pipeline_stride": ("1", "2", "4"),
+    "optimizer.name": ("adamw", "muon", "lion", "schedule-free"),
 }
 VALUES = {f"{option}={value}" for option, values in OPTIONS.items() for value in values}
 PAIRED = (  # as they are drawn; `factors` has the others. Few draws say moe.drop_duplicates: what it meets is in `PAIRS`
@@ -143,6 +147,7 @@ PAIRED = (  # as they are drawn; `factors` has the others. Few draws say moe.dro
     "state.overlap",
     "state.reshard_after_forward",
     "recompute_collectives",
+    "optimizer.name",
 )
 
 
@@ -160,6 +165,7 @@ def factors(model: str, layout: Layout) -> dict[str, str]:
             option: str(int(said.get(option, 1)) > 1)
             for option in ("parallel.context", "parallel.expert", "parallel.expert_tensor", "recompute_every")
         },
+        "nested": str(any(option.startswith("state.shard_ranks.") for option in said)),
         **{kind: str(kind in recomputed) for kind in ("nothing", "block", "norm", "attention", "m")},  # moe or mlp
     }
 

@@ -20,6 +20,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied dense": SIZES | {"family": "olmo", "intermediate": 32, "layers": 3, "tie_embeddings": True},
     "thirds": SPARSE | {"hidden": 24, "layers": 2, "heads": 6, "vocab": 53, "experts": 6},
 }
+NESTED: dict[str, list[dict[str, int]]] = {  # of four ranks and more
+    "gradients": [{"gradients": 2}, {"gradients": 1, "optimizer": 2}],
+    "parameters": [{"parameters": 2}, {"parameters": 2, "gradients": 2}, {"parameters": 1, "gradients": 2}],
+}
 RANKS = {1: (1, 2, 4, 4, 8), 2: (1, 2, 2, 4), 4: (1, 1, 1, 2)}  # that share a stage, by ranks of the pipeline
 
 
@@ -89,6 +93,7 @@ def drawn(number: int) -> tuple[str, Layout]:
     _draw_recomputation(draw, "moe" if "experts" in shape else "mlp", layers)
     if pipeline > 1:
         _draw_blocks(draw, here, tensor * context)
+    _draw_rule(draw)
     return model, Layout(pipeline * here, draw.overrides)
 
 
@@ -152,8 +157,12 @@ def _draw_state(draw: Draw, replicas: int) -> None:
     draw.set("state.overlap", True, True, False)
     if shard != "none":
         draw.set("state.shard_over", "replicas", "data")
-        if draw.of(True, False):
+        ranks = draw.of("all", "some", "nested" if replicas % 4 == 0 and shard in NESTED else "some")
+        if ranks == "some":
             draw.set("state.shard_ranks", *(n for n in (1, 2, 4) if replicas % n == 0))
+        elif ranks == "nested":
+            for kind, width in draw.of(*NESTED[shard]).items():
+                draw.set(f"state.shard_ranks.{kind}", width)
     elif draw.of(True, False):
         draw.set("state.coarsening", 1, 3)
     if shard == "parameters":
@@ -189,6 +198,13 @@ def _limit_shard_ranks(draw: Draw, mesh: Mesh) -> None:
     if most % int(said["state.shard_ranks"]):
         at = draw.overrides.index(f"state.shard_ranks={said['state.shard_ranks']}")
         draw.overrides[at] = f"state.shard_ranks={most}"
+
+
+def _draw_rule(draw: Draw) -> None:
+    """Draws the update rule. Lion's step is as long where a gradient is nothing but rounding, so its steps are short."""
+    if draw.set("optimizer.name", "adamw", "muon", "muon", "lion", "schedule-free") == "lion":
+        draw.set("schedule.peak", 2e-6)
+        draw.set("schedule.minimum", 2e-6)
 
 
 def _draw_recomputation(draw: Draw, feed_forward: str, layers: int) -> None:
