@@ -12,7 +12,7 @@ from optimus.kernels import backend
 from optimus.optim.rule import Now, Rule, Whole, as_they_are, scaled
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdamW(Rule):
     """Keeps the first moment m and the second v."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from optimus.optim.rule import Now, Rule, Whole, as_they_are, scaled
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Lion(Rule):
     """Keeps the momentum m. Its updates are signs: it takes a lower learning rate than AdamW and a higher decay."""
 

@@ -18,7 +18,7 @@ _LEAST_NORM = 1e-7
 _ROOT_MEAN_SQUARE = 0.2  # of the update, which is AdamW's: it takes the same learning rate and decay
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Muon(Rule):
     """Keeps the momentum."""
 

@@ -27,7 +27,7 @@ def as_they_are(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(x)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rule:
     """An update rule with its hyperparameters. Those that are equal update chunks together."""
 

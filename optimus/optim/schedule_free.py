@@ -13,7 +13,7 @@ from torch import Tensor
 from optimus.optim.rule import Now, Rule, Whole, as_they_are, scaled
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ScheduleFree(Rule):
     """Keeps the iterate z and the second moment v."""
 

@@ -18,31 +18,30 @@ from optimus.mesh import Layout, Mesh
 
 
 class Matrices(NamedTuple):
-    """So many matrices end to end from element `start` of a chunk on."""
+    """So many matrices, or blocks of them, end to end from element `start` of a chunk on."""
 
     start: int
     number: int
     rows: int
     columns: int
+    cost: int  # multiplications of a step that makes one orthogonal, of which each rank with a block does its share
 
     @classmethod
-    def of(cls, start: int, shape: Sequence[int]) -> "Matrices":
-        """Those of a parameter. Raises `ValueError` where it has no two dims."""
+    def of(cls, start: int, shape: Sequence[int], whole: Sequence[int] | None = None) -> "Matrices":
+        """Those of a parameter of which `shape` is here, by default the `whole`. Raises `ValueError` for a vector.
+
+        The products are X X^T, its square, and both with X.
+        """
         if len(shape) < 2:
             raise ValueError(f"a parameter of shape {list(shape)} is no matrix")
         *batch, rows, columns = shape
-        return cls(start, math.prod(batch), rows, columns)
+        short, long = sorted((whole or shape)[-2:])
+        return cls(start, math.prod(batch), rows, columns, short * (2 * long + short) * rows * columns // long)
 
     @property
     def size(self) -> int:
         """Elements of one."""
         return self.rows * self.columns
-
-    @property
-    def cost(self) -> int:
-        """Multiplications of one step that makes one orthogonal: X X^T, its square, and the product of both with X."""
-        short, long = sorted((self.rows, self.columns))
-        return short * short * (2 * long + short)
 
     def within(self, start: int, end: int) -> range:
         """The numbers of those that lie between two elements of the chunk."""

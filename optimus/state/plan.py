@@ -250,7 +250,7 @@ def shard_borders(slots: Sequence[Slot], rule: Rule, loads: list[int]) -> tuple[
     """Where the shards of a chunk, one for each of `loads`, begin and end: equal ones, or ones of whole matrices."""
     end = _aligned(slots[-1].limit)
     if rule.matrices:
-        return borders([Matrices.of(slot.start, slot.shape) for slot in slots], end, loads)
+        return borders([Matrices.of(slot.start, slot.shape, slot.layout.shape) for slot in slots], end, loads)
     length = _aligned(-(-end // len(loads)))
     return tuple(range(0, length * len(loads) + 1, length))
 

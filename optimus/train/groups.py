@@ -8,8 +8,8 @@ from optimus.config import RunConfig
 from optimus.mesh import Layout, Mesh
 from optimus.state.matrices import split_axes
 from optimus.state.plan import divisions
-from optimus.train.rules import uses_matrices
 from optimus.train.pipeline import placement_of
+from optimus.train.rules import uses_matrices
 
 # What a run asks for, whatever its model is: all ranks, those of a stage, those with other tokens, and along single axes.
 _ALWAYS = (

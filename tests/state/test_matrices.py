@@ -46,13 +46,18 @@ def test_borders_share_out_the_work(seed: int) -> None:
 def test_who_has_nothing_comes_next() -> None:
     """Of a chunk with fewer matrices than ranks some get nothing; of the next one these get more."""
     loads = [0] * 4
-    first = borders([Matrices(0, 3, 8, 8)], 192, loads)
-    assert sorted(loads) == [0, *[Matrices(0, 1, 8, 8).cost] * 3]
+    first = borders([Matrices.of(0, (3, 8, 8))], 192, loads)
+    assert sorted(loads) == [0, *[Matrices.of(0, (8, 8)).cost] * 3]
     idle = loads.index(0)
-    second = borders([Matrices(0, 1, 8, 8)], 64, loads)
+    second = borders([Matrices.of(0, (8, 8))], 64, loads)
     assert (second[idle], second[idle + 1]) == (0, 64)
     assert len(set(loads)) == 1
     assert first[idle] == first[idle + 1]
+
+
+def test_a_block_costs_its_share_of_the_whole() -> None:
+    assert Matrices.of(0, (5, 8, 12)).cost == 8 * 8 * (2 * 12 + 8)
+    assert Matrices.of(0, (5, 4, 6), (5, 8, 12)).cost * 4 == Matrices.of(0, (5, 8, 12)).cost
 
 
 def test_a_vector_is_no_matrix() -> None:
