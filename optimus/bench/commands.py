@@ -203,6 +203,27 @@ def bench_optimizer(
     return report.publish("optimizer", *run(ranks=ranks, steps=steps))
 
 
+@_bench("time-to-target")
+def bench_time_to_target(
+    text: Annotated[
+        Path | None, typer.Option(help="Text, a file or folder as for prepare. Default: some of Python's library.")
+    ] = None,
+    runs: Annotated[
+        Path | None,
+        typer.Option(help="Add each finished run to this file (JSON lines), and take from it those that it has."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few steps and one seed, to see that it works.")] = False,
+) -> Report:
+    """Tokens and seconds until update rules have AdamW's final held-out loss, each at its best learning rate."""
+    from optimus.bench import report, time_to_target
+
+    length = time_to_target.QUICK if quick else time_to_target.FULL
+    rows, ratios, profiles = time_to_target.run(text and user_path(text), runs and user_path(runs), length)
+    for kind, profile in profiles.items():
+        report.print_table(profile, f"share of the workloads solved within tau times the least {kind}")
+    return report.publish("time-to-target", rows, ratios, more={"length": length._asdict(), "profiles": profiles})
+
+
 @_bench("kernels")
 def bench_kernels(
     model: Annotated[str, typer.Option(help="Preset whose layers' sizes are used.")] = "mula-7b-a1b",

@@ -10,7 +10,10 @@ __all__ = ["print_table", "publish", "report"]
 
 
 def report(
-    name: str, rows: Sequence[dict[str, Any]], ratios: dict[str, float], more: Mapping[str, Any] | None = None
+    name: str,
+    rows: Sequence[dict[str, Any]],
+    ratios: Mapping[str, float | None],
+    more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """`{"bench", "machine", "versions", "rows", "ratios"}`, and what is in `more`."""
     return {
@@ -26,12 +29,12 @@ def report(
 def publish(
     name: str,
     rows: Sequence[dict[str, Any]],
-    ratios: dict[str, float],
+    ratios: Mapping[str, float | None],
     *,
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Print the table and the ratios; returns the report."""
+    """Print the table and the ratios, of which those that are None do not exist; returns the report."""
     print_table(rows, f"optimus bench {name}")
     for ratio, value in ratios.items():
-        print(f"{ratio}: {value:.3f}")
+        print(f"{ratio}: {'-' if value is None else f'{value:.3f}'}")
     return report(name, rows, ratios, more)

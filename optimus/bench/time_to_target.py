@@ -1,0 +1,327 @@
+"""Tokens and seconds that an update rule needs to reach AdamW's final held-out loss, on tiny models.
+
+As in AlgoPerf (Dahl et al. 2023; Kasimbeg et al. 2025) a rule is judged by what it needs to reach a target that a tuned
+baseline sets. A workload is a model and a seed. Its target is the held-out loss with which AdamW ends under a cosine, at the
+best of five learning rates, a factor of two apart. Another contestant counts with the rate at which it needs fewest tokens.
+All have the same batches in the same order, initial weights, length, warm-up, clipping, weight decay and betas.
+
+Tokens are interpolated linearly between two measurements of the held-out loss. Seconds are CPU seconds of one thread: tokens
+times the time of a step, without that of measuring. It is the least of the medians of a contestant's runs on the model, as
+what else the machine does disturbs some.
+
+Legend: N sequences, B of a batch, S bytes of a sequence.
+"""
+
+import hashlib
+import json
+import math
+import statistics
+import sysconfig
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from optimus.comm import Groups
+from optimus.config import RunConfig, load_config
+from optimus.data.documents import read_texts
+from optimus.data.files import resolve
+from optimus.disk import read_json_lines
+from optimus.errors import UserError
+from optimus.evaluate.score import evaluating
+from optimus.pipeline.staged import Staged
+from optimus.state.model_state import ModelState
+from optimus.train.run import build_model, mesh_of
+from optimus.train.step import training_step
+
+CONTEXT, BATCH = 128, 8
+_FACTORS = (0.25, 0.5, 1, 2, 4)  # of the rate in the middle
+_BASELINE = "adamw"
+_BLOCK, _HELD_OUT = 16, 20  # sequences that lie together; of so many such blocks the last one is held out
+_TAUS = (1.0, 1.1, 1.25, 1.5, 2.0)  # of the profile that is printed
+_LARGEST_TAU = 4.0  # up to which its area counts, as in AlgoPerf
+
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "dense": {"family": "olmo", "intermediate": 256},
+    "moe": {"family": "olmoe", "intermediate": 64, "experts": 8, "experts_per_token": 2},
+}
+_SHAPE = {"hidden": 64, "layers": 2, "heads": 2, "vocab": 256}  # of bytes
+
+
+At = tuple[str, str, float, int]  # model, contestant, learning rate, seed
+
+
+class Contestant(NamedTuple):
+    """A rule, its schedule, and the middle of its five learning rates on each model."""
+
+    rule: str
+    schedule: str
+    rate: Mapping[str, float]
+
+
+CONTESTANTS = {
+    _BASELINE: Contestant("adamw", "cosine", {"dense": 8e-3, "moe": 8e-3}),
+    "muon": Contestant("muon", "cosine", {"dense": 16e-3, "moe": 16e-3}),
+    "lion": Contestant("lion", "cosine", {"dense": 1e-3, "moe": 1e-3}),
+    "schedule_free": Contestant("schedule-free", "constant", {"dense": 8e-3, "moe": 8e-3}),
+    "wsd": Contestant("adamw", "wsd", {"dense": 8e-3, "moe": 8e-3}),
+}
+
+
+class Length(NamedTuple):
+    """Of the comparison: steps of a run, steps between two measurements, seeds, and held-out sequences."""
+
+    steps: int = 240
+    every: int = 10
+    seeds: int = 3
+    held_out: int = 32
+
+
+FULL = Length()
+QUICK = Length(steps=2, every=1, seeds=1, held_out=8)
+
+
+class Text(NamedTuple):
+    """Bytes to train on and to measure with [N, S], uint8."""
+
+    train_NS: Tensor
+    held_out_NS: Tensor
+
+
+class Curve(NamedTuple):
+    """Held-out loss (nats per byte) after so many tokens, from 0 on; and the median of the CPU seconds of a step."""
+
+    tokens: list[int]
+    losses: list[float]
+    step_seconds: float
+
+    def reaches(self, target: float) -> float:
+        """Tokens until the loss is `target`; infinite where it never is."""
+        for (before, high), (after, low) in pairwise(zip(self.tokens, self.losses)):
+            if low <= target:
+                return before + (after - before) * (high - target) / (high - low)
+        return math.inf
+
+
+class Found(NamedTuple):
+    """Of a contestant on a model, at its best rate: by seed the tokens to the target and the final losses."""
+
+    rate: float
+    place: int  # of the rate among the five, from 1
+    tokens: list[float]
+    final: list[float]
+    step_seconds: float
+
+
+def run(
+    text: Path | None = None, runs: Path | None = None, length: Length = FULL
+) -> tuple[list[dict[str, Any]], dict[str, float | None], dict[str, list[dict[str, Any]]]]:
+    """Rows (a contestant on a model), ratios, and two profiles (`tokens`, `seconds`), whose rows are contestants.
+
+    Ratios are medians over the seeds of tokens, and of seconds, to those of AdamW: `muon.dense.tokens_vs_adamw`,
+    `muon.dense.seconds_vs_adamw` and so on; None where most seeds do not reach the target. `text` is a file or folder as for
+    `prepare`, by default some of Python's own library. For `runs` see `Sweep`.
+
+    Raises `UserError` for text that cannot be read, or is too short.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        curves = Sweep(read_text(text, length.held_out), length, runs).curves()
+    finally:
+        torch.set_num_threads(threads)
+    found: dict[tuple[str, str], Found] = {}
+    for model in MODELS:
+        targets = found_of(curves, model, _BASELINE, None).final
+        found |= {(model, name): found_of(curves, model, name, targets) for name in CONTESTANTS}
+    needed = {
+        "tokens": {at: each.tokens for at, each in found.items()},
+        "seconds": {at: [n * each.step_seconds for n in each.tokens] for at, each in found.items()},
+    }
+    ratios = {kind: versus(by) for kind, by in needed.items()}
+    rows = [_row(model, name, each, ratios) for (model, name), each in found.items()]
+    flat = {
+        f"{name}.{model}.{kind}_vs_{_BASELINE}": _finite(statistics.median(values))
+        for kind, by in ratios.items()
+        for (model, name), values in by.items()
+        if name != _BASELINE
+    }
+    return rows, flat, {kind: profile(by) for kind, by in needed.items()}
+
+
+def read_text(path: Path | None, held_out: int) -> Text:
+    """The bytes of the documents, one after the other. Of each twenty blocks of sequences the last one is held out, and so
+    many of its sequences are used, from all over the text."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    inputs = [library / "email", library / "asyncio", library / "json"] if path is None else [path]
+    whole = "".join(piece for piece, _ in read_texts(resolve(inputs), "text")).encode()
+    blocks = len(whole) // (CONTEXT * _BLOCK)
+    if blocks // _HELD_OUT * _BLOCK < held_out:
+        least = -(-held_out // _BLOCK) * _HELD_OUT * _BLOCK * CONTEXT
+        raise UserError(f"{path}: {len(whole):,} bytes of text are too few: give at least {least:,}")
+    used = bytearray(whole[: blocks * CONTEXT * _BLOCK])
+    rows_NBS = torch.frombuffer(used, dtype=torch.uint8).view(blocks, _BLOCK, CONTEXT)
+    last = torch.arange(blocks) % _HELD_OUT == _HELD_OUT - 1
+    held_out_NS = rows_NBS[last].flatten(0, 1)
+    return Text(rows_NBS[~last].flatten(0, 1), held_out_NS[:: len(held_out_NS) // held_out][:held_out])
+
+
+class Sweep:
+    """Runs of one length on one text. Those that are in the file `path` are not repeated, others are added to it."""
+
+    def __init__(self, text: Text, length: Length, path: Path | None = None) -> None:
+        self._text, self._length, self._path = text, length, path
+        self._digest = hashlib.sha256(text.train_NS.numpy().tobytes()).hexdigest()
+        lines = read_json_lines(path) if path is not None and path.exists() else []
+        self._known = {line["key"]: Curve(*(line[field] for field in Curve._fields)) for line in lines}
+
+    def curves(self) -> dict[At, Curve]:
+        """Those of all runs."""
+        named = [(model, name) for model in MODELS for name in CONTESTANTS]
+        return {
+            (model, name, rate, seed): self.curve(model, name, rate, seed)
+            for seed in range(self._length.seeds)
+            for model, name in named
+            for rate in rates(CONTESTANTS[name], model)
+        }
+
+    def curve(self, model: str, name: str, rate: float, seed: int) -> Curve:
+        """That of one run."""
+        config = config_of(model, CONTESTANTS[name], rate, seed, self._length)
+        key = hashlib.sha256(f"{config.model_dump_json()} {self._length} {self._digest}".encode()).hexdigest()
+        if key not in self._known:
+            self._known[key] = curve = train(config, self._text, self._length.every)
+            print(f"{model}, {name}, learning rate {rate:g}, seed {seed}: {curve.losses[-1]:.4f}", flush=True)
+            if self._path is not None:
+                with self._path.open("a", encoding="utf-8") as file:
+                    said = {"model": model, "contestant": name, "rate": rate, "seed": seed}
+                    file.write(json.dumps({**said, **curve._asdict(), "key": key}) + "\n")
+        return self._known[key]
+
+
+def rates(contestant: Contestant, model: str) -> list[float]:
+    """The five learning rates, the lowest first."""
+    return [contestant.rate[model] * factor for factor in _FACTORS]
+
+
+def config_of(model: str, contestant: Contestant, rate: float, seed: int, length: Length) -> RunConfig:
+    """The configuration of one run."""
+    return load_config(
+        {
+            "model": {**_SHAPE, **MODELS[model]},
+            "data": {"path": ""},
+            "train": {
+                "output": "",
+                "steps": length.steps,
+                "global_batch": BATCH,
+                "micro_batch": BATCH,
+                "context": CONTEXT,
+                "precision": "float32",
+                "seed": seed,
+            },
+            "optimizer": {"name": contestant.rule},
+            "schedule": {"name": contestant.schedule, "peak": rate, "minimum": rate / 10},
+        }
+    )
+
+
+def train(config: RunConfig, text: Text, every: int) -> Curve:
+    """Train a model on batches of the seed's order, and measure it every so many steps, and at the last."""
+    device = torch.device("cpu")
+    model, state = build_model(config, device, Groups(mesh_of(config, 1)))
+    state.initialize(config.train.seed, config.model.init_std)
+    order = torch.Generator().manual_seed(config.train.seed)
+    order_N = torch.cat([torch.randperm(len(text.train_NS), generator=order) for _ in range(_epochs(config, text))])
+    steps, losses, seconds = [0], [_held_out_loss(model, state, text)], []
+    for step in range(1, config.train.total_steps + 1):
+        tokens_BS = text.train_NS[order_N[(step - 1) * BATCH : step * BATCH]].long()
+        began = time.process_time()
+        training_step(model, state, tokens_BS, config, step)
+        seconds.append(time.process_time() - began)
+        if step % every == 0 or step == config.train.total_steps:
+            steps.append(step)
+            losses.append(_held_out_loss(model, state, text))
+    return Curve([step * BATCH * CONTEXT for step in steps], losses, statistics.median(seconds))
+
+
+def _epochs(config: RunConfig, text: Text) -> int:
+    return -(-config.train.total_steps * BATCH // len(text.train_NS))
+
+
+def _held_out_loss(model: Staged, state: ModelState, text: Text) -> float:
+    with state.evaluating(), evaluating(model):
+        return float(model.model.losses(text.held_out_NS.long()).cross_entropy)
+
+
+def found_of(curves: Mapping[At, Curve], model: str, name: str, targets: Sequence[float] | None) -> Found:
+    """What a contestant needs for the targets, by seed, at its best rate: that of the fewest tokens (the median over seeds)
+    and, where these are as many, of the lowest final loss (the mean). Without targets the latter decides alone."""
+    tried = []
+    for place, rate in enumerate(rates(CONTESTANTS[name], model), 1):
+        by_seed = [curve for (*at, _), curve in curves.items() if at == [model, name, rate]]
+        final = [curve.losses[-1] for curve in by_seed]
+        tokens = [curve.reaches(target) for curve, target in zip(by_seed, final if targets is None else targets)]
+        tried.append(Found(rate, place, tokens, final, min(curve.step_seconds for curve in by_seed)))
+    seconds = min(each.step_seconds for each in tried)
+    if targets is None:
+        best = min(tried, key=lambda each: statistics.mean(each.final))
+    else:
+        best = min(tried, key=lambda each: (statistics.median(each.tokens), statistics.mean(each.final)))
+    return best._replace(step_seconds=seconds)
+
+
+def versus(needed: Mapping[tuple[str, str], Sequence[float]]) -> dict[tuple[str, str], list[float]]:
+    """What every contestant needs, by seed, to what the baseline does on the same model."""
+    return {
+        (model, name): [own / base for own, base in zip(values, needed[model, _BASELINE])]
+        for (model, name), values in needed.items()
+    }
+
+
+def profile(needed: Mapping[tuple[str, str], Sequence[float]]) -> list[dict[str, Any]]:
+    """The performance profile: the share of the workloads that a contestant solves within tau times what the best of them
+    needs; and the area under it for tau from 1 to 4, where 1 is the largest possible."""
+    slower: dict[str, list[float]] = {}
+    for model in dict.fromkeys(model for model, _ in needed):
+        here = {name: values for (of, name), values in needed.items() if of == model}
+        best = [min(values) for values in zip(*here.values())]
+        for name, values in here.items():
+            slower.setdefault(name, []).extend(own / least for own, least in zip(values, best))
+    return [
+        {
+            "contestant": name,
+            **{f"within_{tau:g}": sum(each <= tau for each in by) / len(by) for tau in _TAUS},
+            "area": statistics.mean(max(0.0, _LARGEST_TAU - each) for each in by) / (_LARGEST_TAU - 1),
+        }
+        for name, by in slower.items()
+    ]
+
+
+def _row(
+    model: str, name: str, found: Found, ratios: Mapping[str, Mapping[tuple[str, str], Sequence[float]]]
+) -> dict[str, Any]:
+    tokens, seconds = (ratios[kind][model, name] for kind in ("tokens", "seconds"))
+    return {
+        "model": model,
+        "contestant": name,
+        "schedule": CONTESTANTS[name].schedule,
+        "learning_rate": found.rate,
+        "of_five": found.place,
+        "final_loss": statistics.mean(found.final),
+        "reached": sum(math.isfinite(each) for each in found.tokens),
+        "tokens": _finite(statistics.median(found.tokens)),
+        f"tokens_vs_{_BASELINE}": _finite(statistics.median(tokens)),
+        "least": _finite(min(tokens)),
+        "most": _finite(max(tokens)),
+        "step_ms": 1000 * found.step_seconds,
+        "seconds": _finite(statistics.median(found.tokens) / (BATCH * CONTEXT) * found.step_seconds),
+        f"seconds_vs_{_BASELINE}": _finite(statistics.median(seconds)),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
