@@ -64,11 +64,11 @@ class Contestant(NamedTuple):
 
 
 CONTESTANTS = {
-    _BASELINE: Contestant("adamw", "cosine", {"dense": 8e-3, "moe": 8e-3}),
+    _BASELINE: Contestant("adamw", "cosine", {"dense": 4e-3, "moe": 4e-3}),
     "muon": Contestant("muon", "cosine", {"dense": 16e-3, "moe": 16e-3}),
     "lion": Contestant("lion", "cosine", {"dense": 1e-3, "moe": 1e-3}),
     "schedule_free": Contestant("schedule-free", "constant", {"dense": 8e-3, "moe": 8e-3}),
-    "wsd": Contestant("adamw", "wsd", {"dense": 8e-3, "moe": 8e-3}),
+    "wsd": Contestant("adamw", "wsd", {"dense": 4e-3, "moe": 4e-3}),
 }
 
 
