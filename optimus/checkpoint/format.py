@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from optimus.state.boxes import Box
+from optimus.checkpoint.boxes import Box
 
 
 class Stored(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from optimus.checkpoint.boxes import whole_boxes
 from optimus.checkpoint.folder import DESCRIPTION, all_folders, find_checkpoint, step_of
 from optimus.checkpoint.manifest import read_checked_description, read_manifest
 from optimus.checkpoint.reader import Reader, verify
@@ -16,7 +17,6 @@ from optimus.disk import sync, user_path
 from optimus.errors import UserError, naming_disk_errors
 from optimus.model import Transformer
 from optimus.model.parameters import named_tensors
-from optimus.state.boxes import whole_boxes
 
 To = Literal["weights", "torch", "safetensors"]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from torch import Tensor
 
+from optimus.checkpoint.boxes import Box
 from optimus.checkpoint.folder import METADATA, Description, damaged
 from optimus.checkpoint.format import Stored, by_key, read_box, unpack_metadata
 from optimus.checkpoint.manifest import read_checked, read_checked_description
 from optimus.errors import UserError
-from optimus.state.boxes import Box
 
 
 @dataclass

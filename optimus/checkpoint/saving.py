@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from optimus.checkpoint.boxes import Box, boxes, whole_boxes
 from optimus.checkpoint.folder import METADATA, Description, write_description
 from optimus.checkpoint.format import Stored, file_of, pack_metadata, write_boxes
 from optimus.checkpoint.manifest import write_manifest
@@ -30,7 +31,6 @@ from optimus.checkpoint.staging import Staging
 from optimus.checkpoint.writers import written_here
 from optimus.disk import sync
 from optimus.errors import UserError, naming_disk_errors
-from optimus.state.boxes import Box, boxes, whole_boxes
 from optimus.state.chunk import Chunk
 from optimus.state.model_state import ModelState
 

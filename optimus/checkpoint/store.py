@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from optimus.checkpoint.boxes import whole_boxes
 from optimus.checkpoint.folder import Description, differences, find_checkpoint
 from optimus.checkpoint.format import file_of, write_boxes
+from optimus.checkpoint.loading import Send, load_boxes
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import complete
 from optimus.config import ModelConfig
@@ -15,8 +17,6 @@ from optimus.errors import UserError, naming_disk_errors
 from optimus.model import Transformer
 from optimus.model.parameters import named_tensors
 from optimus.optim.rule import Rule
-from optimus.state.boxes import whole_boxes
-from optimus.state.loading import Send, load_boxes
 from optimus.state.model_state import ModelState
 
 

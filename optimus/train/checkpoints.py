@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from optimus.checkpoint import folder
+from optimus.checkpoint.boxes import Box
 from optimus.checkpoint.folder import DamagedError, Description
+from optimus.checkpoint.loading import load_boxes
 from optimus.checkpoint.rollback import Point, resume_points
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.slots import set_newer_aside
@@ -19,8 +21,6 @@ from optimus.errors import naming_disk_errors
 from optimus.hub import load_weights
 from optimus.model import Transformer
 from optimus.model.parameters import named_tensors
-from optimus.state.boxes import Box
-from optimus.state.loading import load_boxes
 from optimus.train.hooks import Hook
 from optimus.train.run import Run, fingerprint, new_run
 from optimus.train.step import StepResult

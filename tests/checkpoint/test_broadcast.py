@@ -11,10 +11,10 @@ from helpers.drawing import config_of
 from helpers.whole import whole_state
 from optimus.bench.steps import Steps
 from optimus.checkpoint.folder import Description, step_folder
+from optimus.checkpoint.loading import Send
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.store import load_state
 from optimus.comm.group import LONG_SUM
-from optimus.state.loading import Send
 from optimus.testing import run_ranks
 
 MODEL = {"family": "olmo", "hidden": 64, "layers": 1, "heads": 2, "intermediate": 64, "vocab": LONG_SUM // 64 + 2}

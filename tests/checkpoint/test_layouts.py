@@ -25,6 +25,7 @@ from helpers.equality import Layout, Trained, compare, train_steps
 from helpers.whole import whole_state
 from optimus.bench.steps import random_batch
 from optimus.checkpoint.folder import DESCRIPTION, MANIFEST, METADATA, Description, step_folder, weights_folder
+from optimus.checkpoint.loading import Send
 from optimus.checkpoint.reader import Reader, verify
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.store import load_state
@@ -32,7 +33,6 @@ from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.hub import export_checkpoint
 from optimus.pipeline.staged import Staged
-from optimus.state.loading import Send
 from optimus.state.model_state import ModelState
 from optimus.testing import run_ranks
 from optimus.train.pipeline import with_microbatches

@@ -14,13 +14,13 @@ from helpers.traffic import Traffic, counting
 from helpers.whole import whole_state
 from optimus.bench.memory import allocated, tracking
 from optimus.bench.steps import random_batch
+from optimus.checkpoint.boxes import Box
+from optimus.checkpoint.loading import load_boxes
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.model import Transformer
 from optimus.model.count import count_parameters
 from optimus.parallel.layouts import parameter_layouts
-from optimus.state.boxes import Box
-from optimus.state.loading import load_boxes
 from optimus.state.model_state import ModelState
 from optimus.state.plan import bytes_by_kind, plan_chunks
 from optimus.testing import run_ranks

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from optimus.checkpoint.boxes import boxes, whole_boxes
 from optimus.checkpoint.writers import written_here
-from optimus.state.boxes import boxes, whole_boxes
 from optimus.state.model_state import ModelState
 
 

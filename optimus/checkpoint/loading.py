@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from optimus.checkpoint.boxes import Box, boxes, whole_boxes
 from optimus.comm import Group
 from optimus.errors import UserError
-from optimus.state.boxes import Box, boxes, whole_boxes
 from optimus.state.chunk import Chunk
 from optimus.state.model_state import ModelState
 

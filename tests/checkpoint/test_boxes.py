@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from optimus.checkpoint.boxes import Box, boxes, range_boxes
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
-from optimus.state.boxes import Box, boxes, range_boxes
 from optimus.state.plan import ChunkPlan, plan_chunks
 
 
