@@ -29,6 +29,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {  # ranks, mod
         {"state": {"shard": "gradients", "shard_ranks": 2}, "parallel": {"expert": 2}},
     ),
     "tensor": (8, MODELS["dense"], {"parallel": {"tensor": [2, 2]}}),
+    "blocks of matrices": (8, MODELS["dense"], {"parallel": {"tensor": [2, 2]}, "optimizer": {"name": "muon"}}),
     "expert": (
         4,
         MODELS["moe"],
