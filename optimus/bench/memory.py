@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from optimus.state.chunk import Chunk
+from optimus.state.trained import TrainedChunk
 
 
 class Allocations:
@@ -145,7 +146,7 @@ def allocated(chunks: Iterable[Chunk]) -> dict[str, int]:
     total: Counter[str] = Counter()
     for chunk in chunks:
         total["parameters"] += count(chunk.parameter, chunk.own)
-        total["gradients"] += count(chunk.gradient, chunk.reduced)
+        total["gradients"] += count(chunk.gradient, chunk.reduced) if isinstance(chunk, TrainedChunk) else 0
         total["master"] += count(chunk.master)
         total["moments"] += count(*chunk.moments.values())
     return dict(total)

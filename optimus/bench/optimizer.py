@@ -108,14 +108,14 @@ def _measure(configs: list[RunConfig], steps: int) -> list[Measured]:
 def _step(config: RunConfig, state: ModelState) -> tuple[float, float]:
     """Seconds of the optimizer step, and of reduction and step."""
     state.begin_step()
-    for chunk in state.chunks:
+    for chunk in state.trained:
         chunk.gradient.fill_(1e-3)
     began = _together()
     state.reduce_gradients()
     reduced = _together()
     state.step(_LR, _GRADIENT_SCALE)
-    for chunk in state.chunks:
-        chunk.gather()
+    for each in state.chunks:
+        each.gather()
     ended = _together()
     return ended - reduced, ended - began
 

@@ -7,7 +7,7 @@ from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.state.chunk import Chunk
 from optimus.state.model_state import ModelState
-from optimus.state.plan import ChunkPlan, divisions
+from optimus.state.plan import ChunkPlan, divisions, sharding_of
 
 
 def written_here(state: ModelState, *, scattered: bool) -> list[Chunk]:
@@ -53,13 +53,14 @@ def _shared_writing(
 ) -> tuple[list[int], Counter[int]]:
     """(the writer of each chunk of `rank`, the elements that each rank of its stage writes)."""
     stage, found = mesh.coordinate(rank, "pp"), [0] * len(plans)
-    known: dict[tuple[tuple[str, ...], tuple[str, ...]], list[list[int]]] = {}
+    known: dict[tuple[tuple[str, ...], tuple[str, ...], bool], list[list[int]]] = {}
     of_node, of_rank = Counter[int](), Counter[int]()  # elements to write
     for number, plan in sorted(enumerate(plans), key=lambda each: -each[1].length):
         layout = plan.slots[0].layout
-        axes = layout.replicas, layout.same
+        axes = layout.replicas, layout.same, plan.rule.trains
         if axes not in known:
-            known[axes] = [ranks for ranks in holders(mesh, layout, options) if _on_stage(mesh, ranks, stage)]
+            alike = holders(mesh, layout, sharding_of(plan.rule, options))
+            known[axes] = [ranks for ranks in alike if _on_stage(mesh, ranks, stage)]
         for place, ranks in enumerate(known[axes]):
             if not scattered:
                 writer = ranks[0]

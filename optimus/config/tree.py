@@ -231,6 +231,10 @@ class TrainConfig(Section):
     """Type of the computation; master weights and moments are always fp32. auto: bfloat16 on accelerators that have it;
     on CPUs what a few matrix products of the model's sizes find faster when the run starts. A resumed run keeps its
     own."""
+    freeze: list[str] = Field([])
+    """Parameters that are not trained, as a group's match names them: roles (embedding) or shell patterns of names
+    (blocks.0.*). They have no gradient and no state of an optimizer, are written once per run, and keep the initial
+    values, rounded to the type of the computation."""
     stop_at: int | None = Field(None, gt=0, description="End after this step; the schedule still spans the whole run.")
     device: str = Field("auto", description="auto, or the name of a torch device such as cpu, cuda, xpu.")
 

@@ -147,7 +147,7 @@ class _ExpertMLP(torch.autograd.Function):
         # The index too, so that recomputing the block frees it.
         ctx.save_for_backward(x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *routes[:-1])
         ctx.slices, ctx.buffers, ctx.forms = routes.slices, buffers, forms
-        ctx.kind, ctx.biased = kind, bias_EJ is not None
+        ctx.kind = kind
         if routes.skipped_TK is not None:
             weights_TK = weights_TK.masked_fill(routes.skipped_TK, 0)
             y_PH[-1] = 0
@@ -166,7 +166,7 @@ class _ExpertMLP(torch.autograd.Function):
         busy = [e for e, _ in routes.slices]
         gate_up = WeightGradient(gate_up_EJH, ctx.buffers[0], busy, ctx.needs_input_grad[2], forms)
         down = WeightGradient(down_EHI, ctx.buffers[1], busy, ctx.needs_input_grad[3], forms)
-        bias_grad_EJ = z_PJ.new_zeros(gate_up_EJH.shape[:2]) if ctx.biased else None
+        bias_grad_EJ = z_PJ.new_zeros(gate_up_EJH.shape[:2]) if ctx.needs_input_grad[4] else None
         x_scratch, g_scratch = x_TH.new_empty(2, routes.most, x_TH.shape[1])
         h_scratch = x_TH.new_empty(routes.most, down_EHI.shape[2])
         for e, rows in routes.slices:

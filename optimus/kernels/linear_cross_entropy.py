@@ -23,6 +23,8 @@ from optimus.kernels.backend import compute_dtype
 from optimus.kernels.matmul import matmul
 from optimus.step_context import Forms
 
+Gradients = tuple[Tensor | None, Tensor | None]  # of x and w; None where it is not wanted
+
 _BLOCK_ELEMENTS = 1 << 21  # fp32 logits of one block: 8 MB, which stays in a CPU's cache
 _LEAST_ROWS = 512  # of a block all the same: with few, the time goes into reading and adding to the weight's gradient
 
@@ -86,13 +88,16 @@ def block_rows(vocab: int) -> int:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """`find` gives the loss and fills the gradients of x and w, where it gets them."""
+    """`find` gives the loss and fills the gradients of x and w, as far as it gets them."""
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, w_VH: Tensor, find: Callable[..., Tensor], with_gradients: bool) -> Tensor:
         if not with_gradients:
             return find(x_TH, w_VH, None)
-        gradients = torch.empty_like(x_TH), torch.zeros_like(w_VH, dtype=compute_dtype(x_TH.dtype))
+        wanted_x, wanted_w = ctx.needs_input_grad[:2]
+        x_grad_TH = torch.empty_like(x_TH) if wanted_x else None
+        w_grad_VH = torch.zeros_like(w_VH, dtype=compute_dtype(x_TH.dtype)) if wanted_w else None
+        gradients = x_grad_TH, w_grad_VH
         loss = find(x_TH, w_VH, gradients)
         ctx.save_for_backward(*gradients)
         ctx.weight_dtype = w_VH.dtype
@@ -100,14 +105,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x_grad, w_grad = ctx.saved_tensors
         scale = grads[0]
-        return backend.scaled(x_grad, scale), (w_grad * scale).to(ctx.weight_dtype), None, None
+        x_grad = None if x_grad is None else backend.scaled(x_grad, scale)
+        return x_grad, None if w_grad is None else (w_grad * scale).to(ctx.weight_dtype), None, None
 
 
 def _in_blocks(
-    x_TH: Tensor, w_VH: Tensor, gradients: tuple[Tensor, Tensor] | None, target_T: Tensor, count: float,
+    x_TH: Tensor, w_VH: Tensor, gradients: Gradients | None, target_T: Tensor, count: float,
     part: VocabularyPart | None, forms: Forms | None, cap: float | None,
 ) -> Tensor:  # fmt: skip
     wide = compute_dtype(x_TH.dtype)
@@ -123,8 +129,10 @@ def _in_blocks(
         total += _softmax_gradient(logits, target, p, part, cap).sum()
         if gradients is not None:
             logits.copy_(p.div_(count))
-            matmul(logits, w_VH, out=gradients[0][start : start + block], forms=forms)
-            matmul(logits.T, x, out=gradients[1], add=True, forms=forms)
+            if gradients[0] is not None:
+                matmul(logits, w_VH, out=gradients[0][start : start + block], forms=forms)
+            if gradients[1] is not None:
+                matmul(logits.T, x, out=gradients[1], add=True, forms=forms)
     return total / count
 
 

@@ -41,16 +41,16 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (g_TH,) = grads
         x_TH, w_H, r_T1 = ctx.saved_tensors
         if backend.use_triton(x_TH):
             from optimus.kernels.triton import rms_norm as kernels
 
-            return *kernels.rms_norm_backward(g_TH.contiguous(), x_TH, w_H, r_T1), None
+            return *kernels.rms_norm_backward(g_TH.contiguous(), x_TH, w_H, r_T1, ctx.needs_input_grad[1]), None
         n_TH = x_TH.to(r_T1.dtype) * r_T1
         g = g_TH.to(r_T1.dtype)
-        w_grad = (g * n_TH).flatten(0, -2).sum(0).to(w_H.dtype)
+        w_grad = (g * n_TH).flatten(0, -2).sum(0).to(w_H.dtype) if ctx.needs_input_grad[1] else None
         g = g * w_H
         dot_T1 = (g * n_TH).mean(-1, keepdim=True)
         x_grad = g.sub_(n_TH.mul_(dot_T1)).mul_(r_T1)

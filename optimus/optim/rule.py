@@ -31,6 +31,7 @@ def as_they_are(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 class Rule:
     """An update rule with its hyperparameters. Those that are equal update chunks together."""
 
+    trains: ClassVar[bool] = True  # else the weights stay as they are, and need no gradient
     kinds: ClassVar[tuple[str, ...]] = ()  # of the fp32 buffers that it keeps, as checkpoints name them
     matrices: ClassVar[bool] = False  # whether it works on whole matrices; else on flat parts of any length
     averages: ClassVar[bool] = (

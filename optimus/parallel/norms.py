@@ -44,11 +44,11 @@ class _SplitRMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x_TH, w_H, r_T1 = ctx.saved_tensors
         n_TH = x_TH.to(r_T1.dtype) * r_T1
         g = grads[0].to(r_T1.dtype)
-        w_grad = (g * n_TH).flatten(0, -2).sum(0).to(w_H.dtype)
+        w_grad = (g * n_TH).flatten(0, -2).sum(0).to(w_H.dtype) if ctx.needs_input_grad[1] else None
         g = g * w_H
         dot_T1 = _mean(g * n_TH, ctx.group)
         return g.sub_(n_TH.mul_(dot_T1)).mul_(r_T1).to(x_TH.dtype), w_grad, None, None

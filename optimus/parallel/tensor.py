@@ -73,9 +73,10 @@ class _SplitProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x_TL, w_NL = ctx.saved_tensors
         how: SplitProduct = ctx.how
+        wanted = ctx.needs_input_grad[1]
         y_grad_TN = gathered(grads[0], how.inputs) if how.scatters else grads[0].contiguous()
-        rows = how.now_or_later(start_gathered(x_TL, how.outputs) if how.gathers else lambda: x_TL)
+        rows = how.now_or_later(start_gathered(x_TL, how.outputs) if how.gathers and wanted else lambda: x_TL)
         start = start_summed if how.gathers else start_total
         x_grad = how.now_or_later(start(how.inner.input_gradient(y_grad_TN, w_NL), how.outputs))
-        w_grad = how.inner.weight_gradient(y_grad_TN, rows(), w_NL, ctx.buffer)
+        w_grad = how.inner.weight_gradient(y_grad_TN, rows(), w_NL, ctx.buffer) if wanted else None
         return x_grad(), w_grad, None, None

@@ -7,7 +7,7 @@ are made of the sums over all layers, are found once, by the last stage, and the
 Legend: T rows of the residual stream, H columns of it, E experts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -52,6 +52,9 @@ class StagePartition(NamedTuple):
     blocks: Sequence[range]
     here: Sequence[int]
     vocabulary: bool = False  # whether every rank has a part of it, whose parameters are of no stage, which is -1
+    trained_from: int = (
+        -1
+    )  # no stage before it has a parameter that is trained, so what comes into it needs no gradient
 
     @property
     def has_first(self) -> bool:
@@ -69,6 +72,11 @@ class StagePartition(NamedTuple):
             block = int(name.split(".")[1])
             return next(stage for stage, blocks in enumerate(self.blocks) if block in blocks)
         return 0 if name.startswith(("embedding.", "positions.")) else len(self.blocks) - 1
+
+    def first_of(self, names: Iterable[str]) -> int:
+        """The first stage that computes with any of these parameters; -1 is what goes before the first stage."""
+        last = len(self.blocks) - 1
+        return min(last if name.startswith("head.") else self.stage_of(name) for name in names)
 
     def keeps(self, name: str, tied: bool) -> bool:
         """Whether a parameter is here: one of these stages', or an embedding `tied` to the output layer that is."""
@@ -282,7 +290,8 @@ class _Training(_Forward):
         self.reported: list[Tensor] = []
 
     def _run(self, stage: int, microbatch: int, given: Message | None) -> Message | None:
-        given = None if given is None else tuple(tensor.requires_grad_() for tensor in given)
+        needed = stage > self._staged.partition.trained_from
+        given = None if given is None else tuple(tensor.requires_grad_(needed) for tensor in given)
         made = super()._run(stage, microbatch, given)
         assert made is not None
         self._kept[stage, microbatch] = given, made
@@ -302,7 +311,7 @@ class _Training(_Forward):
 
     def backward(self, stage: int, microbatch: int, received: Message | None, defer: bool) -> Message | None:
         given, made = self._kept.pop((stage, microbatch))
-        grads: Sequence[Tensor | None] | None = received
+        grads: Sequence[Tensor | None] = received or (None,)
         if stage == self._last_stage and self._vocabulary is not None:  # its output and the router's losses
             loss, x_grad_TH = self._vocabulary.output_gradient(microbatch)
             minimised, reported = self._objective(Losses(loss.requires_grad_(), self._router.pop(microbatch)))
@@ -310,12 +319,12 @@ class _Training(_Forward):
             made, grads = (*made, minimised), (x_grad_TH, None)
         if defer:
             with self._staged.model.parts.step.deferring() as deferred:
-                torch.autograd.backward(made, grads)
+                _backward(made, grads)
             self._deferred[stage, microbatch] = deferred
         else:
             if self._left[stage] == 1:
                 self._gradients.reduce_on_arrival(stage)
-            torch.autograd.backward(made, grads)
+            _backward(made, grads)
             self._count(stage)
         gradients = None if given is None else tuple(_gradient(tensor) for tensor in given)
         if stage == 0 and self._vocabulary is not None:
@@ -348,6 +357,14 @@ def _packed(stats: RouterStats) -> Tensor:
 def _unpacked(packed: Tensor, tokens: int) -> RouterStats:
     counts_E, probabilities_E, z_1 = packed.split([len(packed) // 2] * 2 + [1])
     return RouterStats(counts_E.detach(), probabilities_E, z_1[0], tokens)
+
+
+def _backward(made: Message, grads: Sequence[Tensor | None]) -> None:
+    """The backward pass from what needs one: of a stage that is frozen, and those before it, nothing does."""
+    needing = [(tensor, grad) for tensor, grad in zip(made, grads, strict=True) if tensor.requires_grad]
+    if needing:
+        tensors, gradients = zip(*needing)
+        torch.autograd.backward(tensors, gradients)
 
 
 def _gradient(tensor: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ ZeRO-1 to ZeRO-3, HSDP and ZeRO++'s secondary partition differ in the depths of 
     gradients (ZeRO-2)                                     0           1                            1
     parameters (ZeRO-3)                                    1           1                            1
     parameters, over 2, 8 and all ranks                    1           2                            3
+
+Frozen parameters have the first kind alone, sharded as far as it says.
 """
 
 from typing import Literal, NamedTuple
@@ -54,19 +56,21 @@ class Depths(NamedTuple):
 def buffers(
     depths: Depths, compute: torch.dtype, gradient: torch.dtype, rule: Rule, *, reshard: bool = True
 ) -> tuple[Buffer, ...]:
-    """Those of a chunk that `rule` updates.
+    """Those of a chunk that `rule` updates; of one that it does not, nothing but the parameters.
 
     Without `reshard`, parameters stay from their first use to the optimizer step. Where they are of type fp32 and what the
     rule computes with, they are the master weights themselves.
     """
     rows: list[Buffer] = []
-    for kind, dtype, depth, used in (
+    long = [
         ("parameters", compute, depths.parameters, "use" if reshard else "step"),
         ("gradients", gradient, depths.gradients, "use"),
-    ):
+    ]
+    for kind, dtype, depth, used in long if rule.trains else long[:1]:
         rows.append(Buffer(kind, dtype, 0, used if depth else "device"))  # type: ignore[arg-type]
         rows += [Buffer(f"{kind}.part", dtype, depth)] if depth else []
-    kinds = (*(["master"] if compute != torch.float32 or rule.averages else []), *rule.kinds)
+    apart = rule.trains and (compute != torch.float32 or rule.averages)
+    kinds = (*(["master"] if apart else []), *rule.kinds)
     return *rows, *(Buffer(kind, torch.float32, depths.optimizer) for kind in kinds)
 
 

@@ -2,7 +2,8 @@
 
 A unit is a module, or several that are run in a row (`model.parts.Runner`). Before it runs, the chunks of its parameters are
 gathered and all others resharded. Its backward pass begins when the gradient of its output is there: then its chunks are
-gathered once more, and each is resharded when the last of its gradients has arrived (`chunk.py`).
+gathered once more, and each is resharded when the last of its gradients has arrived (`trained.py`). A frozen one, which gets
+none, is resharded when the backward pass of the next unit begins: units are run one after the other.
 
 The order in which chunks are used in the first step is remembered, and in later steps those that are used next are gathered
 ahead (FSDP's prefetching, in the order of execution).
@@ -28,6 +29,8 @@ class Gathering:
         self._chunks: dict[nn.Parameter, Chunk] = {}  # of parameters that are sharded
         self._units: dict[Sequence[nn.Module], list[Chunk]] = {}  # the chunks of each
         self._resharding: list[Chunk] = []
+        self._frozen: list[Chunk] = []  # of parameters that are sharded
+        self._in_backward: Sequence[Chunk] = ()  # those of the unit whose backward pass has begun last
         self._trace: list[Chunk] = []  # every use of a chunk that is not always here, in the first step
         self._place = 0  # in it: the next use
         self._sharded = 0  # chunks that are in it
@@ -39,14 +42,21 @@ class Gathering:
         for chunk in chunks:
             self.gradient_buffers |= chunk.gradient_buffers
             if chunk.plan.shares:
-                self._chunks |= dict.fromkeys(chunk.gradient_buffers, chunk)
+                self._chunks |= dict.fromkeys(chunk.parameters, chunk)
         self._sharded = sum(chunk.plan.depths.parameters > 0 for chunk in chunks)
         self._resharding = [chunk for chunk in chunks if chunk.plan.reshards]
+        self._frozen = [chunk for chunk in chunks if not chunk.plan.rule.trains]
 
     def begin_step(self) -> None:
         """A step begins: the order of gathering begins anew."""
         self._steps += 1
         self._place = 0
+
+    def end_passes(self) -> None:
+        """The last backward pass of a step is done."""
+        self._in_backward = ()
+        for chunk in self._frozen:
+            chunk.reshard()
 
     def unit(self, modules: Sequence[nn.Module], function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
         """`function(x, *args)`, which runs `modules`, with their parameters here; so, too, in its backward pass.
@@ -72,6 +82,10 @@ class Gathering:
         return made
 
     def _before_backward(self, chunks: Sequence[Chunk], gradient: Tensor) -> None:
+        for other in self._in_backward:
+            if other not in chunks and not other.plan.rule.trains:
+                other.reshard()
+        self._in_backward = chunks
         self._use(chunks)
 
     def _use(self, chunks: Sequence[Chunk]) -> None:

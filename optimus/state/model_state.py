@@ -1,7 +1,7 @@
 """All chunks of a model: what the training step calls."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,8 @@ from optimus.optim.rule import Now
 from optimus.state.chunk import Chunk
 from optimus.state.gathering import Gathering
 from optimus.state.matrices import OverBlocks, split_axes
-from optimus.state.plan import ChunkPlan, Recipe, divisions, plan_stages
+from optimus.state.plan import ChunkPlan, Recipe, divisions, plan_stages, sharding_of
+from optimus.state.trained import TrainedChunk
 
 _REDUCING = 2  # chunks whose long gradient buffers may be on their way to the other ranks at once
 
@@ -29,7 +30,7 @@ class ModelState:
     parameters of two stages, `stage_of` by name, of a pipeline. `gathering` is what the parts of `module` were made with;
     without it, parameters must not be sharded, and autograd accumulates all gradients.
 
-    Raises `UserError` where a parameter is frozen.
+    Raises `UserError` where a parameter has been frozen by hand.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class ModelState:
         stage_of: Callable[[str], int] = lambda name: 0,
         gathering: Gathering | None = None,
     ) -> None:
-        _check_trainable(dict(module.named_parameters()))
+        _check_trainable((name, each.requires_grad) for name, each in module.named_parameters())
         self.groups = groups
         self._module = module
         self.tile = options.tile
@@ -53,16 +54,19 @@ class ModelState:
         self.weight_sum = 0.0  # of these steps, for a rule that averages over them
         self.rules = recipe.rules
         self._overlap = options.overlap
-        self._reducing: deque[Chunk] = deque()
+        self._reducing: deque[TrainedChunk] = deque()
         piece = options.coarsening and options.coarsening * options.tile
 
         def make(plan: ChunkPlan) -> Chunk:
-            *sharing, copies = (groups.dividing(parts) for parts in divisions(groups.mesh, plan.replicas, options))
+            *steps, copies = divisions(groups.mesh, plan.replicas, sharding_of(plan.rule, options))
+            sharing = [groups.dividing(parts) for parts in steps]
+            if not plan.rule.trains:
+                return Chunk(plan, sharing, device)
             blocks = [slot for slot in plan.slots if plan.rule.matrices and split_axes(slot.layout, groups.mesh)]
-            return Chunk(
+            return TrainedChunk(
                 plan,
                 sharing,
-                copies,
+                groups.dividing(copies),
                 device,
                 whole={slot.name: OverBlocks(groups, slot.layout) for slot in blocks},
                 piece=piece,
@@ -73,6 +77,8 @@ class ModelState:
         stages = plan_stages(layouts, groups.mesh, groups.rank, options, stage_of, recipe)
         self._of_stage = {stage: [make(plan) for plan in plans] for stage, plans in stages.items()}
         self.chunks = [chunk for chunks in self._of_stage.values() for chunk in chunks]
+        self.trained = _trained(self.chunks)
+        self._rules = set(recipe.rules.values())  # of all stages
         self.buffers = _place_buffers(module, device)  # trained by rules of their own; whole on all ranks of `team`
         self._parameters = dict(made for chunk in self.chunks for made in chunk.make_parameters())
         _replace_parameters(module, self._parameters)
@@ -101,24 +107,28 @@ class ModelState:
 
     def begin_step(self) -> None:
         """Clear the gradients; must precede the first microbatch of a step. Raises `UserError` as the class does."""
-        _check_trainable(self._parameters)
+        _check_trainable(
+            (slot.name, each.requires_grad is chunk.plan.rule.trains)
+            for chunk in self.chunks
+            for slot, each in zip(chunk.plan.slots, chunk.parameters)
+        )
         self._gathering.begin_step()
         self.clear_gradients()
 
     def clear_gradients(self) -> None:
         """Set all gradients to zero, whatever has become of them."""
         self._reducing.clear()
-        for chunk in self.chunks:
+        for chunk in self.trained:
             chunk.clear_gradients()
 
     def reduce_on_arrival(self, stage: int) -> None:
         """The coming backward pass is the last of a stage: each chunk is reduced when its last gradient is there."""
-        for chunk in self._of_stage.get(stage, []):
+        for chunk in _trained(self._of_stage.get(stage, [])):
             chunk.reduce_on_arrival()
 
     def start_reduction(self, stage: int) -> None:
         """A stage has done its last backward pass: begin to reduce what is not on its way yet."""
-        for chunk in self._of_stage.get(stage, []):
+        for chunk in _trained(self._of_stage.get(stage, [])):
             chunk.start_reduction()
 
     def reduce_gradients(self) -> float:
@@ -126,8 +136,9 @@ class ModelState:
 
         It is not finite when any gradient is not. While one chunk is measured, others are still on their way.
         """
+        self._gathering.end_passes()
         square = torch.zeros((), device=self.chunks[0].parameter.device)
-        for chunk in self.chunks:
+        for chunk in self.trained:
             chunk.reduce_gradients()
             if "ends" in chunk.plan.slots[0].layout.same:
                 self.groups.along("ends").unwatched.sum(chunk.reduced)
@@ -139,10 +150,10 @@ class ModelState:
     def step(self, lr: float, gradient_scale: float) -> None:
         """One optimizer step on every chunk; while one is updated, the parameters of those before it are gathered."""
         self.steps += 1
-        weight = max(chunk.plan.rule.weight_of(self.steps, lr) for chunk in self.chunks)
+        weight = max((rule.weight_of(self.steps, lr) for rule in self._rules), default=0.0)
         self.weight_sum += weight
         now = Now(self.steps, lr, gradient_scale, weight / self.weight_sum if weight else 0.0)
-        for chunk in self.chunks:
+        for chunk in self.trained:
             chunk.step(now, self.tile)
 
     @contextmanager
@@ -166,7 +177,7 @@ class ModelState:
         for chunk in self.chunks:
             chunk.settle()
 
-    def _limit_reductions(self, chunk: Chunk) -> None:
+    def _limit_reductions(self, chunk: TrainedChunk) -> None:
         """A reduction has begun: let no more than a few hold their long buffers at once, or none be under way."""
         if not self._overlap:
             chunk.finish_reduction()
@@ -177,13 +188,19 @@ class ModelState:
                 self._reducing.popleft().free_gradient()
 
 
-def _check_trainable(parameters: Mapping[str, nn.Parameter]) -> None:
-    """The optimizer goes over whole chunks: it would decay and move a frozen parameter."""
-    frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
-    if frozen:
+def _trained(chunks: Iterable[Chunk]) -> list[TrainedChunk]:
+    return [chunk for chunk in chunks if isinstance(chunk, TrainedChunk)]
+
+
+def _check_trainable(parameters: Iterable[tuple[str, bool]]) -> None:
+    """Of each: its name, and whether `requires_grad` is as planned. The optimizer goes over whole chunks: it would decay
+    and move a parameter that has been frozen by hand."""
+    others = [name for name, as_planned in parameters if not as_planned]
+    if others:
         raise UserError(
-            f"requires_grad is False for {', '.join(frozen[:3])}{f' and {len(frozen) - 3} more' if frozen[3:] else ''}: a "
-            "run trains all parameters, none can be frozen yet; leave requires_grad True"
+            f"requires_grad is not as train.freeze says for {', '.join(others[:3])}"
+            f"{f' and {len(others) - 3} more' if others[3:] else ''}: name there what is to be frozen, and leave "
+            "requires_grad as it is"
         )
 
 

@@ -184,9 +184,9 @@ def plan_chunks(
     limit = options.chunk or search_limit(sizes, _SMALLEST, largest)
     plans = []
     for ((ranks, same, rule), names), needed in zip(groups.items(), sizes):
-        axes = layouts[names[0]].replicas
-        own = next(part for part in shard_groups(mesh, ranks, options) if rank in part)
-        steps, depths = sharing_steps(shard_widths(options.shard, options.shard_ranks), len(own))
+        axes, sharding = layouts[names[0]].replicas, sharding_of(rule, options)
+        own = next(part for part in shard_groups(mesh, ranks, sharding) if rank in part)
+        steps, depths = sharing_steps(shard_widths(sharding.shard, sharding.shard_ranks), len(own))
         shares, place = [], own.index(rank)
         for step in steps:
             shares.append(Share(step, place % step))
@@ -270,6 +270,15 @@ def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -
 
     step = max(_ALIGN, (largest - smallest) // _SIZES)
     return min(range(largest, smallest - 1, -step), key=waste)
+
+
+def sharding_of(rule: Rule, options: StateConfig) -> StateConfig:
+    """How chunks of `rule` are sharded: frozen ones as their parameters are, as there is nothing else of them to shard."""
+    if rule.trains:
+        return options
+    width, *_ = shard_widths(options.shard, options.shard_ranks)
+    shard = "none" if width == 1 else "parameters"
+    return options.model_copy(update={"shard": shard, "shard_ranks": width})
 
 
 def shard_groups(mesh: Mesh, replicas: Sequence[int], options: StateConfig) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Which update rule each parameter has: from the section `optimizer` and the roles that modules declare."""
+"""Which update rule each parameter has: from `train.freeze`, the section `optimizer` and the roles that modules declare."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 from torch import nn
 
-from optimus.config.tree import OptimizerConfig, OptimizerGroup, RuleName
+from optimus.config.tree import OptimizerConfig, RuleName
 from optimus.errors import UserError, nearest
 from optimus.model.parameters import Role, declarations
 from optimus.optim.adamw import AdamW
+from optimus.optim.frozen import Frozen
 from optimus.optim.lion import Lion
 from optimus.optim.muon import Muon
 from optimus.optim.rule import Rule
@@ -45,14 +46,20 @@ def uses_matrices(config: OptimizerConfig) -> bool:
     return any(_RULES[name].kind.matrices for name in named)
 
 
-def rules_of(config: OptimizerConfig, model: nn.Module) -> dict[str, Rule]:
-    """The rule of each parameter of the whole `model`, by name.
+def rules_of(config: OptimizerConfig, model: nn.Module, freeze: Sequence[str] = ()) -> dict[str, Rule]:
+    """The rule of each parameter of the whole `model`, by name; of those that `freeze` matches, none that trains them.
 
-    Raises `UserError` for a group that matches no parameter, or that gives a rule of matrices to what is none.
+    Raises `UserError` for a group or an entry of `freeze` that matches no parameter, where nothing is left to train, and for
+    a group that gives a rule of matrices to what is none.
     """
     roles = {name: declared.role for name, declared in declarations(model)}
-    _check_matches(config.groups, roles)
-    return {name: _rule(config, name, role) for name, role in roles.items()}
+    for number, group in enumerate(config.groups):
+        _check_matches(f"optimizer.groups.{number}.match", group.matches, roles)
+    _check_matches("train.freeze", freeze, roles)
+    frozen = {name for name, role in roles.items() if any(_matches(match, name, role) for match in freeze)}
+    if len(frozen) == len(roles):
+        raise UserError("train.freeze matches every parameter of the model: leave out what is to be trained")
+    return {name: Frozen() if name in frozen else _rule(config, name, role) for name, role in roles.items()}
 
 
 def _rule(config: OptimizerConfig, name: str, role: Role) -> Rule:
@@ -79,11 +86,8 @@ def _matches(match: str, name: str, role: Role) -> bool:
     return role == match if match in get_args(Role) else fnmatchcase(name, match)
 
 
-def _check_matches(groups: Sequence[OptimizerGroup], roles: Mapping[str, Role]) -> None:
+def _check_matches(where: str, matches: Sequence[str], roles: Mapping[str, Role]) -> None:
     known = {*roles.values(), *(re.sub(r"\.\d+\.", ".*.", name) for name in roles)}
-    for number, group in enumerate(groups):
-        for match in group.matches:
-            if not any(_matches(match, name, role) for name, role in roles.items()):
-                raise UserError(
-                    f"optimizer.groups.{number}.match: the model has no parameter '{match}': {nearest(match, known)}"
-                )
+    for match in matches:
+        if not any(_matches(match, name, role) for name, role in roles.items()):
+            raise UserError(f"{where}: the model has no parameter '{match}': {nearest(match, known)}")

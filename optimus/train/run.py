@@ -137,7 +137,7 @@ def sharers(mesh: Mesh, device: torch.device) -> int:
 
 def recipe_of(config: RunConfig, model: Transformer) -> Recipe:
     """What the run keeps of the parameters of `model`, which holds them whole."""
-    return Recipe(DTYPES[config.train.precision], rules_of(config.optimizer, model))
+    return Recipe(DTYPES[config.train.precision], rules_of(config.optimizer, model, config.train.freeze))
 
 
 def planned_chunks(config: RunConfig, mesh: Mesh, ranks: Sequence[int]) -> list[list[ChunkPlan]]:
@@ -183,6 +183,8 @@ def build_model(
     partition = partition_of(config, groups.mesh, groups.rank)
     for division in shared_divisions(config, groups.mesh, layouts):  # of all stages, in the same order on all ranks
         groups.dividing(division.parts)
+    trained = partition.first_of(name for name in layouts if recipe.rule(name).trains)
+    partition = partition._replace(trained_from=trained)
     keep_stages(model, partition)
     layouts = {name: layouts[name] for name, _ in model.named_parameters()}
     state = ModelState(

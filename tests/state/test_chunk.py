@@ -8,19 +8,19 @@ from optimus.comm import Group
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.optim.rule import Now
-from optimus.state.chunk import Chunk
 from optimus.state.plan import Recipe, plan_chunks
+from optimus.state.trained import TrainedChunk
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
 
 
-def chunk_of(*sizes: int, compute: torch.dtype, gradient: torch.dtype) -> Chunk:
+def chunk_of(*sizes: int, compute: torch.dtype, gradient: torch.dtype) -> TrainedChunk:
     """One chunk of flat parameters p0, p1, ... of these sizes."""
     layouts = {f"p{i}": Layout((size,)) for i, size in enumerate(sizes)}
     options = StateConfig.model_validate({"gradient_dtype": str(gradient).removeprefix("torch.")})
     (plan,) = plan_chunks(layouts, Mesh(), 0, options, Recipe(compute))
-    return Chunk(plan, [], Group([0], 0), CPU)
+    return TrainedChunk(plan, [], Group([0], 0), CPU)
 
 
 @pytest.mark.parametrize("compute", [BF16, FP32])
@@ -40,7 +40,7 @@ def test_bytes_by_kind(compute: torch.dtype, gradient: torch.dtype) -> None:
     assert sum(allocated([chunk]).values()) == allocations.current
 
 
-def filled(compute: torch.dtype, gradient: torch.dtype) -> Chunk:
+def filled(compute: torch.dtype, gradient: torch.dtype) -> TrainedChunk:
     chunk = chunk_of(1000, 77, 500, compute=compute, gradient=gradient)
     generator = torch.Generator().manual_seed(0)
     for buffer in (chunk.master, chunk.moments["adamw.m"], chunk.gradient):

@@ -19,12 +19,12 @@ _COLUMNS = 4096  # of a row that a program holds at once
 def in_blocks(
     x_TH: Tensor,
     w_VH: Tensor,
-    gradients: tuple[Tensor, Tensor] | None,
+    gradients: tuple[Tensor | None, Tensor | None] | None,
     target_T: Tensor,
     count: float,
     cap: float | None,
 ) -> Tensor:
-    """The loss of `kernels.linear_cross_entropy`; fills the `gradients` of x and w (fp32, of zeros)."""
+    """The loss of `kernels.linear_cross_entropy`; fills the `gradients` of x and w (fp32, of zeros) that are given."""
     V = len(w_VH)
     block = max(1, _BLOCK_ELEMENTS // V)
     target_T = target_T.contiguous()
@@ -37,8 +37,10 @@ def in_blocks(
             COLUMNS=min(_COLUMNS, triton.next_power_of_2(V)),
         )  # fmt: skip
         if gradients is not None:
-            torch.mm(logits, w_VH, out=gradients[0][rows])
-            gradients[1].add_(logits.T @ x_TH[rows])
+            if gradients[0] is not None:
+                torch.mm(logits, w_VH, out=gradients[0][rows])
+            if gradients[1] is not None:
+                gradients[1].add_(logits.T @ x_TH[rows])
     return loss_T.sum() / count
 
 

@@ -1,0 +1,292 @@
+"""A chunk that is trained: gradients beside the weights, their reduction, and the optimizer's update.
+
+Gradients accumulate into views of the chunk's gradient buffer. They are summed over all replicas, those that keep the same
+part (its `copies`) last: the loss is divided by the number of data ranks before the backward pass. Where they are not kept
+whole, the buffer has memory from the first gradient of a microbatch to the last, when they begin to be reduced.
+
+A chunk is reduced as soon as its last gradient of the last microbatch has arrived, while the backward pass goes on.
+
+The optimizer goes over the chunk tile by tile: gradients become fp32, and are scaled, for one tile only (TED, section 7.2),
+and the working set of a tile stays in cache.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from optimus.comm import Finish, Group
+from optimus.kernels.gradient_buffer import GradientBuffer
+from optimus.optim.rule import Now, Whole, as_they_are
+from optimus.state.buffers import Held
+from optimus.state.chunk import Chunk, InTurn
+from optimus.state.matrices import Matrices
+from optimus.state.plan import ChunkPlan, _aligned
+from optimus.step_context import StepContext
+
+_PIECE = 1024  # numbers whose squares are added up one after the other
+
+
+class ChunkGradient(GradientBuffer):
+    """The gradient buffer of a parameter of a chunk: a view of the chunk's.
+
+    A kernel adds to it in place of autograd, once in every backward pass of a step: between `open` and `close`, which counts
+    the gradient as arrived. Autograd is then given no gradient; that it calls its hooks all the same must not count.
+    """
+
+    def __init__(self, chunk: "TrainedChunk", parameter: nn.Parameter, step: StepContext | None) -> None:
+        super().__init__(step)
+        self._chunk, self._parameter = chunk, parameter
+        self.used = False  # in this step
+
+    def open(self) -> Tensor:
+        self.expect()
+        self._chunk._before_gradient()
+        assert self._parameter.grad is not None
+        return self._parameter.grad
+
+    def close(self) -> None:
+        self._chunk._after_gradient()
+
+    def expect(self) -> None:
+        self.used = True
+
+
+class TrainedChunk(Chunk):
+    """The parameters of `plan` and all that trains them; see the module's text.
+
+    Flat buffers beside those of `Chunk`: `gradient` (gradient type) of the whole chunk, and `reduced`, a view of what is
+    kept of it: of the part that this rank's optimizer updates.
+
+    `whole`: for parameters of which ranks have blocks of each matrix, by name, how a rule's function of matrices is applied.
+    `piece`: elements per all-reduce of gradients. `started` is called when a reduction that holds memory has begun. `step`
+    may defer gradients.
+    """
+
+    def __init__(
+        self,
+        plan: ChunkPlan,
+        groups: Sequence[Group],
+        copies: Group,
+        device: torch.device,
+        *,
+        whole: Mapping[str, Whole] | None = None,
+        piece: int | None = None,
+        started: Callable[["TrainedChunk"], None] = lambda chunk: None,
+        step: StepContext | None = None,
+    ) -> None:
+        super().__init__(plan, groups, device)
+        self._watch, self.copies = copies.watch, copies.unwatched  # only what enters the sums is watched
+        self._whole = dict.fromkeys((slot.name for slot in plan.slots), as_they_are) | dict(whole or {})
+        self._piece, self._started, self._step = piece, started, step
+        depths = plan.depths
+        self.gradient = self._made["gradients"]
+        self._gradients = Held(self.gradient, "gradients", stays=not depths.gradients)
+        self._kept_gradient = self._made.get("gradients.part", self.gradient)  # between its uses
+        self.reduced = self._kept_gradient[plan.within(depths.gradients, depths.optimizer)]
+        self.gradient_buffers: dict[nn.Parameter, ChunkGradient] = {}
+        self._arrived = 0  # gradients of this microbatch
+        self._last = False  # this microbatch is the step's last
+        self._summed = False  # `reduced` is, or is being, summed over all ranks
+        self._reduction = InTurn()
+        self._reader: Finish | None = None  # waits for whoever copies this rank's part beside the training
+
+    def hold(self, until: Finish) -> None:
+        self._reader = until
+
+    def make_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) for every slot; the parameters and their gradients are views of the buffers."""
+        gradients = self.views(self.gradient)
+        for name, parameter in super().make_parameters():
+            if self.gradient.dtype != self.parameter.dtype:
+                parameter.grad_dtype = self.gradient.dtype
+            parameter.grad = gradients[name]
+            buffer = ChunkGradient(self, parameter, self._step)
+            # Hooks are held where no garbage collector looks: with strong references a chunk would never be freed.
+            own = weakref.ref(self)
+            parameter.register_hook(partial(_before_accumulation, own))
+            parameter.register_post_accumulate_grad_hook(partial(_after_accumulation, own, weakref.ref(buffer)))
+            self.gradient_buffers[parameter] = buffer
+            yield name, parameter
+        if self.plan.depths.gradients:
+            self._gradients.go("free")  # now that the views of it are made
+
+    # ---- Gradients ----
+
+    def clear_gradients(self) -> None:
+        """Set the gradients to zero; must precede the first microbatch of a step."""
+        self.finish_reduction()  # of a step that was not finished
+        self._arrived, self._last, self._summed = 0, False, False
+        for buffer in self.gradient_buffers.values():
+            buffer.used = False
+        self._gradients.go("free")
+        if self.plan.depths.gradients:
+            self._kept_gradient.zero_()
+        else:
+            self._gradients.go("open")
+
+    def reduce_on_arrival(self) -> None:
+        """The coming backward pass is the last of the step: reduce when its last gradient is there."""
+        self._last = True
+        self._arrived = 0  # whatever earlier microbatches left out, this one is counted from its beginning
+
+    def start_reduction(self) -> None:
+        """No gradient of this step will come any more: begin to reduce them, where that has not begun on arrival."""
+        self._last = True
+        if not self._begun and not self.plan.depths.gradients:
+            self._start_reduction()
+
+    def reduce_gradients(self) -> None:
+        """Sum the gradients over the replicas into `reduced`: finish what began on arrival, or do all of it now."""
+        self._last = True
+        if not self._begun and self._gradients.place == "here":
+            self._start_reduction()
+        self.finish_reduction()
+        if not self._summed:
+            self._sum_kept()
+            self.finish_reduction()
+
+    @property
+    def _begun(self) -> bool:
+        return self._summed or bool(self._reduction)
+
+    def finish_reduction(self) -> None:
+        """Finish all that is under way of the reduction."""
+        self._reduction.finish()
+
+    def free_gradient(self) -> None:
+        """Finish what is under way of the reduction, until the long buffer is free."""
+        while self._gradients.place == "leaving":
+            self._reduction.advance()
+
+    def _before_gradient(self) -> None:
+        """A gradient of this chunk is about to be added: the buffer must be there and at rest."""
+        if self.plan.depths.gradients:
+            self.free_gradient()
+            self._gradients.go("open")
+
+    def _after_gradient(self) -> None:
+        """A gradient of this chunk has been added."""
+        self._arrived += 1
+        if self._arrived < len(self.plan.slots):
+            return
+        self._arrived = 0
+        if self.plan.reshards:
+            self.reshard()  # the backward pass is through with them
+        if self._last or self.plan.depths.gradients:
+            self._start_reduction()
+
+    def _start_reduction(self) -> None:
+        """Sum each rank's part over the groups, as far as parts of gradients are kept; further, if no more will come."""
+        if self._watch is not None:
+            self._watch.leaves(self.gradient, f"reduction of the gradients of {self.plan.slots[0].name} ...")
+        self._gradients.go("reduce")
+        for depth in range(self.plan.depths.gradients):
+            self._reduction.add(partial(self._start_sum, self.gradient, 0, depth))
+        if self._last:
+            self._sum_kept()
+        self._started(self)
+
+    def _sum_kept(self) -> None:
+        """Sum what is kept of the gradients, to the part of this rank's optimizer, and that over its copies."""
+        self._summed = True
+        kept = self.plan.depths.gradients
+        for depth in range(kept, self.plan.depths.optimizer):
+            self._reduction.add(partial(self._start_sum, self._kept_gradient, kept, depth))
+        self._reduction.add(self._start_sum_of_copies)
+
+    def _start_sum(self, buffer: Tensor, outer: int, depth: int) -> Finish:
+        """Begin to sum this rank's part of the extent of `depth` over its group; `buffer` has that of `outer`."""
+        part = buffer[self.plan.within(outer, depth + 1)]
+        wait = self.groups[depth].start_sum_part(buffer[self.plan.within(outer, depth)], part, self.plan.lengths(depth))
+
+        def finish() -> None:
+            wait()
+            if depth + 1 == self.plan.depths.gradients:
+                self._kept_gradient.add_(part)
+                self._gradients.go("free")
+
+        return finish
+
+    def _start_sum_of_copies(self) -> Finish:
+        """Begin to sum `reduced` over the copies, in pieces of which several are under way at once (AxoNN, 3.3.3)."""
+        pieces = self.reduced.split(self._piece or len(self.reduced)) if len(self.reduced) else ()
+        waits = [self.copies.start_sum(piece) for piece in pieces]
+
+        def finish() -> None:
+            for wait in waits:
+                wait()
+
+        return finish
+
+    def gradient_square_sum(self, tile: int) -> Tensor:
+        """Sum of squares of the reduced gradients of this rank's part, fp32 scalar."""
+        return torch.stack([_square_sum(part) for part in self.reduced.split(_aligned(tile))]).sum()
+
+    # ---- The optimizer ----
+
+    def step(self, now: Now, tile: int) -> None:
+        """One optimizer update, then the compute copies made anew."""
+        self.settle()
+        if self._reader is not None:
+            self._reader()
+            self._reader = None
+        rule = self.plan.rule
+        now = now._replace(lr=now.lr * rule.lr_scale)
+        for whole, (weight, own, gradient, *kept) in self._tiles(tile):
+            rule.update(now, weight, gradient, kept, None if self.master is self.own else own, whole)
+        self._share()
+
+    def _tiles(self, tile: int) -> Iterator[tuple[Whole, list[Tensor]]]:
+        """Parts of (master, own, reduced, what the rule keeps) that are updated one after the other: about `tile` elements,
+        or as many whole matrices, and how a function of matrices is applied to them.
+
+        Elements are rounded up to whole vectors: those behind the last whole one are rounded otherwise by a fused update,
+        and the numbers must not depend on the tile.
+        """
+        buffers = self.master, self.own, self.reduced, *self.moments.values()
+        if not self.plan.rule.matrices:
+            yield from (
+                (as_they_are, list(parts)) for parts in zip(*(buffer.split(_aligned(tile)) for buffer in buffers))
+            )
+            return
+        part = self.plan.part
+        for slot in self.plan.slots:
+            found = Matrices.of(slot.start, slot.shape)
+            numbers = found.within(part.start, part.stop)
+            together = max(1, tile // found.size)
+            for first in numbers[::together]:
+                last = min(first + together, numbers.stop)
+                begin, end = (found.start + each * found.size - part.start for each in (first, last))
+                shape = last - first, found.rows, found.columns
+                yield self._whole[slot.name], [buffer[begin:end].view(shape) for buffer in buffers]
+
+
+def _before_accumulation(own: "weakref.ref[TrainedChunk]", gradient: Tensor | None) -> None:
+    """Autograd has a gradient for a parameter of a chunk."""
+    chunk = own()
+    if chunk is not None and gradient is not None:
+        chunk._before_gradient()
+
+
+def _after_accumulation(
+    own: "weakref.ref[TrainedChunk]", buffer: "weakref.ref[ChunkGradient]", parameter: Tensor
+) -> None:
+    """Autograd is through with a parameter of a chunk."""
+    chunk, to = own(), buffer()
+    if chunk is not None and to is not None and not to.used:
+        chunk._after_gradient()
+
+
+def _square_sum(part: Tensor) -> Tensor:
+    """Sum of squares, fp32 scalar, by way of short pieces.
+
+    On the CPU torch adds up squares one after the other, and many small ones behind a few large ones are lost: of 84,000
+    gradients the norm was off by 2e-5.
+    """
+    rows = len(part) // _PIECE * _PIECE
+    norms = torch.linalg.vector_norm(part[:rows].view(-1, _PIECE), dim=1, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(part[rows:], dtype=torch.float32)
+    return norms.square().sum() + rest.square()
