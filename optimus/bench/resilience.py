@@ -80,6 +80,7 @@ def _cost(model: str, layout: str, overrides: list[str], steps: int) -> dict[str
 def _watched_steps(config: dict[str, Any], steps: int) -> tuple[float, float, int]:
     """Of a median step: (CPU seconds of watching, of all, elements looked at)."""
     trained, found = Steps(config), []
+    trained.groups.watch.enabled = True
     for number in range(steps + 2):
         with _counting() as counted:
             began = time.process_time()

@@ -48,11 +48,11 @@ def add_up(own: Tensor, received: Tensor, rank: int, out: Tensor) -> None:
     wide = torch.promote_types(own.dtype, torch.float32) if own.is_floating_point() else own.dtype
     rows = [*received[:rank].flatten(1), own.flatten(), *received[rank:].flatten(1)]
     for start in range(0, own.numel(), TILE):
-        first, *others = (row[start : start + TILE] for row in rows)
-        total = first.to(wide, copy=True)
+        first, *others, last = (row[start : start + TILE] for row in rows)
+        total = first.to(wide)
         for other in others:
-            total.add_(other)
-        out.flatten()[start : start + TILE].copy_(total)
+            total = total + other
+        torch.add(total, last, out=out.flatten()[start : start + TILE])  # `out` may be a row: it is written last
 
 
 def _others(size: int, rank: int) -> list[int]:

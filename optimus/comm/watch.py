@@ -30,7 +30,7 @@ class Watch:
     """What left and what came, in order, since `begin`; nothing is noted outside of `on`."""
 
     def __init__(self) -> None:
-        self.enabled = True  # whether anybody will ask
+        self.enabled = False  # whether anybody will ask
         self._notes: list[_Note] = []  # by several threads
         self._on = False
 

@@ -29,6 +29,7 @@ from optimus.train.step import StepResult
 def watched(*noted: float | tuple[str, int]) -> Watch:
     """What left in the collectives ("group", 0), ("group", 1) and so on, and what came in between."""
     watch, number = Watch(), 0
+    watch.enabled = True
     watch.begin()
     with watch.on():
         for each in noted:
@@ -104,6 +105,7 @@ HEALTHY = ((), "", 0)
 def train_poisoned(config: dict[str, Any], plan: Plan) -> list[tuple[bool, bool]]:
     """A step for each of `plan`: whether it began on this rank, and whether the step was skipped."""
     steps, found = Steps(config), []
+    steps.groups.watch.enabled = True
     for ranks, where, number in plan:
         here = steps.groups.rank in ranks
         with poison(steps.blocks[number % len(steps.blocks)], where) if here else nullcontext():
@@ -188,8 +190,7 @@ def train_watched(config: dict[str, Any], on: bool) -> tuple[list[StepResult], l
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         steps = Steps(config)
-        if not on:
-            steps.groups.watch.on = nullcontext  # type: ignore[method-assign,assignment]
+        steps.groups.watch.enabled = on
         results = []
         for _ in range(3):
             results.append(steps.train())
