@@ -190,14 +190,14 @@ def _experts(draw: Draw) -> dict[str, int]:
 
 def _limit_shard_ranks(draw: Draw, mesh: Mesh) -> None:
     """Where they do not divide those along the data axis of the experts, over which the state is to be shared: to these."""
-    said = dict(override.split("=", 1) for override in draw.overrides)
-    if said.get("state.shard_over") != "data" or "state.shard_ranks" not in said:
+    if "state.shard_over=data" not in draw.overrides:
         return
     over_data = StateConfig(shard="optimizer", shard_over="data")
     most = max(len(shard_groups(mesh, mesh.group(0, axes), over_data)[0]) for axes in (("dp", "cp"), ("edp",)))
-    if most % int(said["state.shard_ranks"]):
-        at = draw.overrides.index(f"state.shard_ranks={said['state.shard_ranks']}")
-        draw.overrides[at] = f"state.shard_ranks={most}"
+    for at, override in enumerate(draw.overrides):
+        key, _, number = override.partition("=")
+        if key.startswith("state.shard_ranks") and most % int(number):
+            draw.overrides[at] = f"{key}={most}"
 
 
 def _draw_rule(draw: Draw) -> None:
