@@ -1,5 +1,6 @@
 """Collectives on groups along the axes of a mesh, and on a group of one."""
 
+from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -50,6 +51,70 @@ def test_collectives_reach_the_ranks_of_the_group(axes: tuple[str, ...], expecte
         assert scattered == [len(ranks) * 2 * place + total, len(ranks) * (2 * place + 1) + total]
         assert whole == [float(r) for r in ranks for _ in range(2)]
         assert some == (3 in ranks)
+
+
+LENGTHS = [3, 0, 4, 1]
+
+
+def in_unequal_parts() -> tuple[list[float], list[float]]:
+    """(this rank's part of the sum, what it has gathered from the parts of all)."""
+    group = Groups(MESH).world
+    numbers = torch.arange(8.0) * 10**group.rank
+    part = numbers.split(LENGTHS)[group.rank]
+    apart = torch.full_like(part, torch.nan)
+    group.start_sum_part(numbers.clone(), apart, LENGTHS)()
+    group.start_sum_part(numbers, part, LENGTHS)()
+    assert torch.equal(part, apart)
+    whole = torch.full((8,), torch.nan)
+    group.start_gather(whole, part, LENGTHS)()
+    within = torch.full((8,), torch.nan)
+    here = within.split(LENGTHS)[group.rank]
+    here.copy_(part)
+    group.start_gather(within, here, LENGTHS)()
+    assert torch.equal(within, whole)
+    return part.tolist(), whole.tolist()
+
+
+def test_parts_of_unequal_lengths() -> None:
+    """One of them empty."""
+    right = [1111.0 * number for number in range(8)]
+    for rank, (part, whole) in enumerate(run_ranks(in_unequal_parts, 4)):
+        assert part == right[sum(LENGTHS[:rank]) : sum(LENGTHS[: rank + 1])]
+        assert whole == right
+
+
+def given(lengths: list[int] | None) -> list[tuple[str, list[int]]]:
+    """Names and lengths of what another backend than Gloo is asked for."""
+    calls = []
+
+    def noted(name: str) -> Any:
+        def call(*args: Any, **options: Any) -> mock.Mock:
+            many = next((arg for arg in args if isinstance(arg, list)), [])
+            calls.append((name, [len(each) for each in many]))
+            return mock.Mock()
+
+        return call
+
+    group = Groups(MESH).world
+    names = ["all_gather", "reduce_scatter", "all_gather_single", "reduce_scatter_single"]
+    names += ["all_gather_into_tensor", "reduce_scatter_tensor"]
+    with mock.patch.object(dist, "get_backend", return_value="another"), ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(dist, name, noted(name), create=True))
+        whole = torch.arange(8.0)
+        part = whole.split(lengths or [2] * 4)[group.rank]
+        group.start_sum_part(whole, part, lengths)()
+        group.start_gather(whole, part, lengths)()
+    return calls
+
+
+@pytest.mark.parametrize("lengths", [None, [2, 2, 2, 2], LENGTHS])
+def test_unequal_parts_are_a_list_for_other_backends(lengths: list[int] | None) -> None:
+    for calls in run_ranks(given, 4, lengths):
+        if lengths == LENGTHS:
+            assert calls == [("reduce_scatter", LENGTHS), ("all_gather", LENGTHS)]
+        else:
+            assert [name.removesuffix("_single") for name, _ in calls] == ["reduce_scatter", "all_gather"]
 
 
 def test_a_group_of_one_needs_no_process_group() -> None:
