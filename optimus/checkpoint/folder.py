@@ -6,8 +6,9 @@
     manifest.json           sizes and sums of all that; written last; see `manifest.py`
 
 A run keeps in `checkpoints/` full checkpoints `step-N`, of which the newest can be resumed, and `weights-N`, which are
-weights only. A folder appears under its name only when it is complete: it is written as `.NAME.partial` and renamed. What a
-run leaves behind when it goes back is kept in `checkpoints/abandoned-K`.
+weights only. What is frozen is written once, into `frozen-K`, which full checkpoints refer to; `weights-N` have everything
+themselves, as they may be kept for ever and elsewhere. A folder appears under its name only when it is complete: it is
+written as `.NAME.partial` and renamed. What a run leaves behind when it goes back is kept in `checkpoints/abandoned-K`.
 """
 
 import json
@@ -52,10 +53,11 @@ class Description:
     config: dict[str, Any] = field(default_factory=dict)  # the whole configuration of the run, as it was
     random: dict[str, str] = field(default_factory=dict)  # states of torch's generators, by device type, in base 64
     written: dict[str, Any] = field(default_factory=dict)  # by how many ranks, and how many of them were on a node
+    frozen: str | None = None  # the folder beside this one that has the parameters that are not here
 
     def weights_only(self, precision: str) -> "Description":
         """That of a checkpoint of the same weights in `precision`, and of nothing else."""
-        return replace(self, full=False, precision=precision, random={}, written={})
+        return replace(self, full=False, precision=precision, random={}, written={}, frozen=None)
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -66,6 +68,22 @@ def step_folder(run: Path, step: int) -> Path:
 def weights_folder(run: Path, step: int) -> Path:
     """Where a run keeps the weights of `step`."""
     return run / "checkpoints" / f"weights-{step:08d}"
+
+
+def frozen_folders(run: Path) -> list[Path]:
+    """Where a run keeps, or has kept, its frozen parameters, oldest first."""
+    return sorted((run / "checkpoints").glob("frozen-*"), key=step_of)
+
+
+def frozen_beside(path: Path, description: Description) -> Path | None:
+    """The folder of frozen parameters that the checkpoint `path` refers to, if any: beside it, or beside the folder of what
+    has been abandoned. Raises `DamagedError` where it is in neither."""
+    if description.frozen is None:
+        return None
+    for place in (path.absolute().parent, path.absolute().parent.parent):
+        if (place / description.frozen).is_dir():
+            return place / description.frozen
+    raise damaged(path, f"{description.frozen}, which has its frozen parameters, is not beside it")
 
 
 def step_of(path: Path) -> int:

@@ -70,6 +70,7 @@ def show(path: str | Path) -> dict[str, Any]:
         "context": about.context,
         "progress": about.progress,
         "written": about.written,
+        "frozen": about.frozen,
         "bytes": sum(file["bytes"] for file in files.values()),
         "tensors": len(reader.stored),
         "parameters": sum(torch.Size(shape).numel() for shape in weights),

@@ -11,7 +11,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from optimus.checkpoint.folder import DESCRIPTION, MANIFEST, DamagedError, Description, damaged, read_description
+from optimus.checkpoint.folder import (
+    DESCRIPTION,
+    MANIFEST,
+    DamagedError,
+    Description,
+    damaged,
+    frozen_beside,
+    read_description,
+)
 from optimus.checkpoint.format import Stored
 from optimus.errors import UserError
 
@@ -75,7 +83,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def read_checked_description(folder: Path) -> tuple[Description, dict[str, Any]]:
     """The description of the checkpoint in `folder`, as it was written, and the files that its manifest names.
 
-    Raises `DamagedError` where that is not so, and `UserError` when it is so and newer than this code.
+    Raises `DamagedError` where that is not so, or files that it refers to are not there, and `UserError` when it is so and
+    newer than this code.
     """
     try:
         description = read_description(folder)
@@ -89,6 +98,8 @@ def read_checked_description(folder: Path) -> tuple[Description, dict[str, Any]]
         raise
     files = read_manifest(folder)
     read_checked(folder, DESCRIPTION, files)
+    if (beside := frozen_beside(folder, description)) is not None:
+        read_manifest(beside)
     return description, files
 
 

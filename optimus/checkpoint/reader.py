@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from optimus.checkpoint.boxes import Box
-from optimus.checkpoint.folder import METADATA, Description, damaged
+from optimus.checkpoint.folder import METADATA, Description, damaged, frozen_beside
 from optimus.checkpoint.format import Stored, by_key, read_box, unpack_metadata
 from optimus.checkpoint.manifest import read_checked, read_checked_description
 from optimus.errors import UserError
@@ -27,22 +27,11 @@ class Reader:
     def open(cls, path: Path) -> "Reader":
         """Read all but the tensors. Raises `DamagedError` where anything is not as it was written, and `UserError` when it
         is newer than this code."""
-        description, files = read_checked_description(path)
-        for name, file in files.items():
-            if "crc" in file and name != METADATA:
-                read_checked(path, name, files)
-        content = read_checked(path, METADATA, files)
-        crcs = {(name, box[0], box[1]): box[2] for name, file in files.items() for box in file.get("boxes", [])}
-        try:
-            boxes = [box._replace(crc=crcs[box.file, box.start, box.length]) for box in unpack_metadata(content)]
-            stored = by_key(boxes)
-            there = {key: sum(math.prod(box.sizes) for box in found) for key, found in stored.items()}  # do not overlap
-            lacking = {key: math.prod(found[0].shape) - there[key] for key, found in stored.items()}
-        except Exception as error:  # whatever comes of bytes that have the right sum and are no metadata
-            raise damaged(path, f"{METADATA} cannot be read ({error!r})") from error
-        for key, elements in lacking.items():
-            if elements:
-                raise damaged(path, f"{key} lacks {elements:,} of its elements")
+        description, stored = _read_all_but_tensors(path)
+        if (beside := frozen_beside(path, description)) is not None:
+            _, frozen = _read_all_but_tensors(beside)
+            for key, boxes in frozen.items():
+                stored[key] = [box._replace(file=str(beside / box.file)) for box in boxes]
         return cls(path, description, stored)
 
     def fill(self, boxes: Iterable[Box]) -> None:
@@ -107,6 +96,27 @@ def verify(path: Path) -> list[str]:
             except UserError as error:
                 problems.append(str(error))
     return problems
+
+
+def _read_all_but_tensors(path: Path) -> tuple[Description, dict[str, list[Stored]]]:
+    """The description of a folder, and by key the boxes in its files."""
+    description, files = read_checked_description(path)
+    for name, file in files.items():
+        if "crc" in file and name != METADATA:
+            read_checked(path, name, files)
+    content = read_checked(path, METADATA, files)
+    crcs = {(name, box[0], box[1]): box[2] for name, file in files.items() for box in file.get("boxes", [])}
+    try:
+        boxes = [box._replace(crc=crcs[box.file, box.start, box.length]) for box in unpack_metadata(content)]
+        stored = by_key(boxes)
+        there = {key: sum(math.prod(box.sizes) for box in found) for key, found in stored.items()}  # do not overlap
+        lacking = {key: math.prod(found[0].shape) - there[key] for key, found in stored.items()}
+    except Exception as error:  # whatever comes of bytes that have the right sum and are no metadata
+        raise damaged(path, f"{METADATA} cannot be read ({error!r})") from error
+    for key, elements in lacking.items():
+        if elements:
+            raise damaged(path, f"{key} lacks {elements:,} of its elements")
+    return description, stored
 
 
 def _overlap(stored: Stored, target: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:

@@ -26,7 +26,7 @@ from optimus.checkpoint.boxes import Box, boxes, whole_boxes
 from optimus.checkpoint.folder import METADATA, Description, write_description
 from optimus.checkpoint.format import Stored, file_of, pack_metadata, write_boxes
 from optimus.checkpoint.manifest import write_manifest
-from optimus.checkpoint.slots import clear_leftovers, remove, retire, retire_weights
+from optimus.checkpoint.slots import clear_leftovers, remove, retire, retire_frozen, retire_weights
 from optimus.checkpoint.staging import Staging
 from optimus.checkpoint.writers import written_here
 from optimus.disk import sync
@@ -39,15 +39,17 @@ _SWITCH = 0.0005  # seconds; see _short_turns
 
 
 class Target(NamedTuple):
-    """A checkpoint to be written: of the whole state if its description says `full`, else of the weights alone.
+    """A checkpoint to be written: of the whole state if its description says `full`, else of the weights alone, or of the
+    `frozen` ones among them, to which the descriptions of others may refer.
 
-    The latter are in the type of the computation: 2 bytes per parameter in bf16, where the whole state takes 12.
+    Weights alone are in the type of the computation: 2 bytes per parameter in bf16, where the whole state takes 12.
     """
 
     folder: Path
     description: Description
     keep: int | None = None  # full ones that stay in the run, this one included
     every: int | None = None  # older weights stay where their step is a multiple of this
+    frozen: bool = False
 
     @property
     def partial(self) -> Path:
@@ -61,6 +63,9 @@ class Target(NamedTuple):
 
     def buffers(self, chunk: Chunk) -> dict[str, Tensor]:
         """What it takes of a chunk, by the prefix of the keys."""
+        elsewhere = self.frozen if chunk.plan.rule.trains else self.description.frozen is not None
+        if elsewhere:
+            return {}
         return dict(chunk.kept) if self.description.full else {"model": chunk.weights}
 
 
@@ -181,17 +186,21 @@ class Saver:
             with naming_disk_errors(target.folder, _CURE):
                 if self._world.rank == 0 and target.keep is not None:
                     retire(target.run, target.keep, target.folder)
-                self._stored.append(self._write_file(target, held) if self._chunks or self._short else [])
+                self._stored.append(self._write_file(target, held))
 
     def _write_file(self, target: Target, held: Callable[[Tensor], Tensor]) -> list[Stored]:
+        short = [] if target.frozen else self._short
+        buffers = [(chunk, *each) for chunk in self._chunks for each in target.buffers(chunk).items()]
+        if not short and not buffers:
+            return []
+
         def found() -> Iterator[Box]:
-            yield from whole_boxes(self._short)
-            for chunk in self._chunks:
-                for kind, buffer in target.buffers(chunk).items():
-                    for box in boxes(chunk.plan, kind, held(buffer)):
-                        if self._abandoned.is_set():
-                            raise UserError(f"{target.folder} was abandoned, as the run ended")
-                        yield box
+            yield from whole_boxes(short)
+            for chunk, kind, buffer in buffers:
+                for box in boxes(chunk.plan, kind, held(buffer) if chunk.plan.rule.trains else buffer):
+                    if self._abandoned.is_set():
+                        raise UserError(f"{target.folder} was abandoned, as the run ended")
+                    yield box
 
         path = target.partial / self._file
         with path.open("xb") as file:
@@ -205,6 +214,8 @@ class Saver:
                     retire(target.run, target.keep)
                 if target.every is not None:
                     retire_weights(target.run, target.every, target.folder)
+                if target.description.full:
+                    retire_frozen(target.run, target.description.frozen)
 
     # ---- Beside the training ----
 
@@ -212,6 +223,8 @@ class Saver:
         """Let copies be made of all that this rank will write."""
         buffers = {}
         for chunk in self._chunks:
+            if not chunk.plan.rule.trains:  # it stays as it is
+                continue
             of_all = [buffer for target in self._targets for buffer in target.buffers(chunk).values()]
             buffers[chunk] = list({id(buffer): buffer for buffer in of_all}.values())
 

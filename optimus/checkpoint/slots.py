@@ -1,9 +1,10 @@
 """Which checkpoints of a run are kept, and what is taken out of the way."""
 
+import json
 import shutil
 from pathlib import Path
 
-from optimus.checkpoint.folder import MANIFEST, all_folders, list_checkpoints, step_of
+from optimus.checkpoint.folder import DESCRIPTION, MANIFEST, all_folders, frozen_folders, list_checkpoints, step_of
 from optimus.checkpoint.rollback import marker_of, resume_points, rolled_back_to
 
 
@@ -41,6 +42,25 @@ def retire_weights(run: Path, every: int, new: Path) -> None:
     for path in list_checkpoints(run, "weights"):
         if step_of(path) < step_of(new) and step_of(path) % every and path != marked:
             remove(path)
+
+
+def place_of_frozen(run: Path, name: str | None) -> tuple[str, bool]:
+    """(The folder of a run's frozen parameters, whether it is complete): `name` if that is, else one to be written."""
+    if name is not None and (run / "checkpoints" / name / MANIFEST).is_file():
+        return name, True
+    return f"frozen-{max(map(step_of, frozen_folders(run)), default=0) + 1}", False
+
+
+def retire_frozen(run: Path, name: str | None) -> None:
+    """Delete folders of frozen parameters other than `name` that no checkpoint refers to, whatever has become of it."""
+    others = {path.name: path for path in frozen_folders(run) if path.name != name}
+    try:
+        for file in (run / "checkpoints").rglob(DESCRIPTION) if others else ():
+            others.pop(json.loads(file.read_text(encoding="utf-8")).get("frozen"), None)
+    except (OSError, ValueError, AttributeError):
+        return  # who knows what a damaged one refers to
+    for path in others.values():
+        remove(path)
 
 
 def set_aside(path: Path) -> Path:

@@ -99,8 +99,9 @@ def _check_kept(reader: Reader, rules: Mapping[str, Rule]) -> None:
     if missing:
         lacking = ", ".join(f"{kind} of {len(names)} parameters ({names[0]} ...)" for kind, names in missing.items())
         raise UserError(
-            f"{reader.path} was written with another update rule and lacks {lacking}: set `optimizer` as it was, or go on "
-            "from its weights alone, with `fresh_optimizer=True` and `resume=True`, or in a new run by checkpoint.initial"
+            f"{reader.path} was written with another update rule and lacks {lacking}: set `optimizer` and train.freeze as "
+            "they were, or go on from its weights alone, with `fresh_optimizer=True` and `resume=True`, or in a new run by "
+            "checkpoint.initial"
         )
 
 

@@ -42,7 +42,7 @@ def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateCon
 def elements_written(
     plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool
 ) -> Counter[int]:
-    """Elements that each rank of the stage of `rank`, whose chunks are `plans`, writes into a checkpoint."""
+    """Elements that each rank of the stage of `rank`, whose chunks are `plans`, writes into every full checkpoint."""
     stage = mesh.coordinate(rank, "pp")
     _, of_rank = _shared_writing(plans, mesh, rank, options, scattered)
     return Counter({each: size for each, size in of_rank.items() if mesh.coordinate(each, "pp") == stage})
@@ -51,10 +51,10 @@ def elements_written(
 def _shared_writing(
     plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, scattered: bool
 ) -> tuple[list[int], Counter[int]]:
-    """(the writer of each chunk of `rank`, the elements that each rank of its stage writes)."""
+    """(the writer of each chunk of `rank`, the elements that each rank of its stage writes of those that are trained)."""
     stage, found = mesh.coordinate(rank, "pp"), [0] * len(plans)
     known: dict[tuple[tuple[str, ...], tuple[str, ...], bool], list[list[int]]] = {}
-    of_node, of_rank = Counter[int](), Counter[int]()  # elements to write
+    of_node, of_rank, trained = Counter[int](), Counter[int](), Counter[int]()  # elements to write
     for number, plan in sorted(enumerate(plans), key=lambda each: -each[1].length):
         layout = plan.slots[0].layout
         axes = layout.replicas, layout.same, plan.rule.trains
@@ -70,9 +70,10 @@ def _shared_writing(
                 writer = min(ranks, key=lambda each: (of_node[mesh.node(each)], of_rank[each], each))
             of_node[mesh.node(writer)] += plan.length
             of_rank[writer] += plan.length
+            trained[writer] += plan.length * plan.rule.trains
             if rank in ranks:
                 found[number] = writer
-    return found, of_rank
+    return found, trained
 
 
 def _on_stage(mesh: Mesh, ranks: Sequence[int], stage: int) -> bool:

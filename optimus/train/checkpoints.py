@@ -14,7 +14,7 @@ from optimus.checkpoint.folder import DamagedError, Description
 from optimus.checkpoint.loading import load_boxes
 from optimus.checkpoint.rollback import Point, resume_points
 from optimus.checkpoint.saving import Saver, Target
-from optimus.checkpoint.slots import set_newer_aside
+from optimus.checkpoint.slots import place_of_frozen, set_newer_aside
 from optimus.checkpoint.store import load_state
 from optimus.config import RunConfig
 from optimus.errors import naming_disk_errors
@@ -56,9 +56,7 @@ class Checkpoints(Hook):
             every = section.weights_every * section.weights_keep
             targets.append(Target(folder.weights_folder(run.folder, run.step), describe(run, full=False), every=every))
         if run.step % section.every == 0 or ends:
-            targets.append(
-                Target(folder.step_folder(run.folder, run.step), describe(run, full=True), keep=section.keep)
-            )
+            targets += self._full(run)
         self._save(run, targets)
         if ends:
             self._saver.finish()
@@ -68,13 +66,23 @@ class Checkpoints(Hook):
     def after_error(self, run: Run) -> None:
         self._saver.finish()
         if run.step > self._saved:
-            keep = run.config.checkpoint.keep
-            self._save(run, [Target(folder.step_folder(run.folder, run.step), describe(run, full=True), keep=keep)])
+            self._save(run, self._full(run))
             self._saver.finish()
 
     def after_training(self, run: Run) -> None:
         if run.saver is not None:
             run.saver.abandon()
+
+    def _full(self, run: Run) -> list[Target]:
+        """A full checkpoint, behind what it refers to where that is not written yet."""
+        frozen = []
+        if run.config.train.freeze:
+            self._saver.finish()
+            run.frozen, complete = run.groups.world.on_first(lambda: place_of_frozen(run.folder, run.frozen))
+            place = run.folder / "checkpoints" / run.frozen
+            frozen = [] if complete else [Target(place, describe(run, full=False), frozen=True)]
+        where = folder.step_folder(run.folder, run.step)
+        return [*frozen, Target(where, describe(run, full=True), keep=run.config.checkpoint.keep)]
 
     def _save(self, run: Run, targets: list[Target]) -> None:
         if targets:
@@ -108,6 +116,7 @@ def describe(run: Run, *, full: bool) -> Description:
             "ranks_per_node": mesh.ranks_per_node or mesh.size,
             "scattered": config.checkpoint.scattered,
         },
+        frozen=run.frozen if full else None,
     )
 
 
@@ -143,6 +152,11 @@ def _go_on(run: Run, path: Path, *, full: bool) -> int:
     run.state.steps = description.progress["updates"] if full else 0
     run.state.weight_sum = description.progress.get("weight_sum", 0.0) if full else 0.0
     run.skipped = description.progress["skipped"]
+    if (
+        path.parent == run.folder / "checkpoints"
+        and description.config["train"].get("freeze") == run.config.train.freeze
+    ):
+        run.frozen = description.frozen
     _restore_random(description, run.device)
     there, here = _numbers(description.config), _numbers(run.config.model_dump(mode="json"))
     if changed := folder.differences(there, {key: value for key, value in here.items() if key in there}):

@@ -107,7 +107,9 @@ def _check_resumable(config: RunConfig, folder: Path, shards: Shards) -> None:
     if broken:
         raise DamagedError("; ".join(broken))
     others = sorted(
-        path.name for path in (folder / "checkpoints").glob("[!.]*") if not path.name.startswith("weights-")
+        path.name
+        for path in (folder / "checkpoints").glob("[!.]*")
+        if not path.name.startswith(("weights-", "frozen-"))
     )
     if others:  # else the run was ended before its first checkpoint
         raise UserError(

@@ -57,6 +57,7 @@ class Run:
     data_seconds: float = 0.0  # of them, waiting for data
     stopped_by: int = 0  # the signal that ends the run after this step; the same on every rank
     saver: Saver | None = None  # of its checkpoints, while it trains
+    frozen: str | None = None  # the folder that has its frozen parameters, since a checkpoint has referred to it
     loss_limit: float = math.inf  # above which the next step's update is left out
     checkpoint_seconds: float = 0.0  # since the last record of metrics, waiting for checkpoints
     failure: UserError | None = None  # what ends the run; set on every rank alike
