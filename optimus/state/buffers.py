@@ -21,28 +21,35 @@ from torch import Tensor
 
 from optimus.optim.rule import Rule
 
-Residency = Literal[
-    "device", "step", "use"
-]  # there always; from its first use in a step to the optimizer's; while in use
+# There always; from its first use in a step to the optimizer's; while in use.
+Residency = Literal["device", "step", "use"]
 Place = Literal["absent", "coming", "here", "leaving"]
 Event = Literal["open", "gather", "arrive", "reduce", "free"]
 
 
-class Buffer(NamedTuple):
-    """One buffer of a chunk, as planned."""
+ALIGN = 32  # elements: 64 bytes in bf16, as vector units like it
 
-    kind: (
-        str  # parameters, gradients, master, or one that an update rule keeps; with .part: what is kept of absent ones
-    )
+
+class Buffer(NamedTuple):
+    """One buffer of a chunk, as planned. Kinds: parameters, gradients, master, those that an update rule keeps; with .part,
+    what is kept of absent ones."""
+
+    kind: str
     dtype: torch.dtype
     depth: int  # in how many steps it is sharded
     residency: Residency = "device"
+    align: int = ALIGN  # parameters, shards and tiles of it begin at multiples of so many elements
 
     @property
     def reported(self) -> str:
         """As what memory reports count it."""
         kind = self.kind.removesuffix(".part")
         return kind if kind in ("parameters", "gradients", "master") else "moments"
+
+
+def aligned(elements: int, align: int = ALIGN) -> int:
+    """The next multiple."""
+    return -(-elements // align) * align
 
 
 class Depths(NamedTuple):

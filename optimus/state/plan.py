@@ -18,12 +18,11 @@ from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.optim.adamw import AdamW
 from optimus.optim.rule import Rule
-from optimus.state.buffers import Buffer, Depths, buffers
+from optimus.state.buffers import ALIGN, Buffer, Depths, aligned, buffers
 from optimus.state.matrices import Matrices, borders
 
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 
-_ALIGN = 32  # elements; every parameter begins at a 64-byte border in bf16, as vector units like it
 _SMALLEST, _LARGEST = 1 << 22, 1 << 26  # chunk sizes searched: long enough for a network, small beside a device
 _SIZES = 240  # of them that are tried
 _CHUNKS = 8  # of a model at least, unless they would be too small: one is computed with while others are on their way
@@ -129,6 +128,11 @@ class ChunkPlan:
         return extent.stop - extent.start
 
     @property
+    def align(self) -> int:
+        """As the most demanding of its buffers."""
+        return max(buffer.align for buffer in self.buffers)
+
+    @property
     def reshards(self) -> bool:
         """Whether whole parameters are freed after each use."""
         return any(buffer.kind == "parameters" and buffer.residency == "use" for buffer in self.buffers)
@@ -195,9 +199,10 @@ def plan_chunks(
         kept = buffers(depths, recipe.compute, gradient, rule, reshard=options.reshard_after_forward)
         copies = mesh.axis_size(*same) * len(ranks) // len(own)
         loads = [0] * math.prod(steps)  # what each shard has to compute, of a rule of matrices
-        for chunk in lay_out(needed, limit):
+        align = max(each.align for each in kept)
+        for chunk in lay_out(needed, limit, align):
             slots = tuple(Slot(names[i], layouts[names[i]], regions[names[i]], start, end) for i, start, end in chunk)
-            ends = shard_borders(slots, rule, loads)
+            ends = shard_borders(slots, rule, loads, align)
             plans.append(ChunkPlan(slots, axes, rule, ends, tuple(shares), copies, depths, kept))
     first = {name: i for i, name in enumerate(layouts)}
     return sorted(plans, key=lambda plan: first[plan.slots[0].name])
@@ -221,8 +226,9 @@ def plan_stages(
     return {stage: plan_chunks(those, mesh, rank, options, recipe) for stage, those in sorted(stages.items())}
 
 
-def lay_out(sizes: Sequence[int], limit: int) -> list[list[tuple[int, int, int]]]:
-    """(number, start, end) of each parameter of the given sizes, by chunk of at most `limit` elements.
+def lay_out(sizes: Sequence[int], limit: int, align: int = ALIGN) -> list[list[tuple[int, int, int]]]:
+    """(number, start, end) of each parameter of the given sizes, by chunk of at most `limit` elements; each begins at a
+    multiple of `align`.
 
     A parameter larger than `limit` has a chunk of its own. Chunks are filled from the last parameter on, so that it is the
     first one that is small: its gradients arrive last, and nothing is left to do while they are reduced.
@@ -230,28 +236,28 @@ def lay_out(sizes: Sequence[int], limit: int) -> list[list[tuple[int, int, int]]
     chunks: list[list[int]] = []
     length = 0  # of the chunk begun last
     for number in reversed(range(len(sizes))):
-        length += _aligned(sizes[number])
-        if not chunks or length - _aligned(sizes[chunks[0][-1]]) + sizes[chunks[0][-1]] > limit:
+        length += aligned(sizes[number], align)
+        if not chunks or length - aligned(sizes[chunks[0][-1]], align) + sizes[chunks[0][-1]] > limit:
             chunks.insert(0, [])
-            length = _aligned(sizes[number])
+            length = aligned(sizes[number], align)
         chunks[0].insert(0, number)
-    return [_end_to_end(chunk, sizes) for chunk in chunks]
+    return [_end_to_end(chunk, sizes, align) for chunk in chunks]
 
 
-def _end_to_end(numbers: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+def _end_to_end(numbers: Sequence[int], sizes: Sequence[int], align: int) -> list[tuple[int, int, int]]:
     placed, start = [], 0
     for number in numbers:
         placed.append((number, start, start + sizes[number]))
-        start += _aligned(sizes[number])
+        start += aligned(sizes[number], align)
     return placed
 
 
-def shard_borders(slots: Sequence[Slot], rule: Rule, loads: list[int]) -> tuple[int, ...]:
+def shard_borders(slots: Sequence[Slot], rule: Rule, loads: list[int], align: int = ALIGN) -> tuple[int, ...]:
     """Where the shards of a chunk, one for each of `loads`, begin and end: equal ones, or ones of whole matrices."""
-    end = _aligned(slots[-1].limit)
+    end = aligned(slots[-1].limit, align)
     if rule.matrices:
         return borders([Matrices.of(slot.start, slot.shape, slot.layout.shape) for slot in slots], end, loads)
-    length = _aligned(-(-end // len(loads)))
+    length = aligned(-(-end // len(loads)), align)
     return tuple(range(0, length * len(loads) + 1, length))
 
 
@@ -262,13 +268,13 @@ def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -
     size. A group that fits into the smallest chunk is one small chunk and does not count, nor does a parameter larger
     than a chunk. Of equals the largest size is taken.
     """
-    counted = [sizes for sizes in groups if lay_out(sizes, sum(map(_aligned, sizes)))[0][-1][2] > smallest]
+    counted = [sizes for sizes in groups if lay_out(sizes, sum(map(aligned, sizes)))[0][-1][2] > smallest]
 
     def waste(limit: int) -> int:
         ends = [chunk[-1][2] for sizes in counted for chunk in lay_out(sizes, limit)]
         return sum(max(0, limit - end) for end in ends)
 
-    step = max(_ALIGN, (largest - smallest) // _SIZES)
+    step = max(ALIGN, (largest - smallest) // _SIZES)
     return min(range(largest, smallest - 1, -step), key=waste)
 
 
@@ -367,7 +373,3 @@ def sharing_steps(widths: Sequence[int | None], ranks: int) -> tuple[list[int], 
             inner = width
         depths.append(len(steps))
     return steps, Depths(*depths)
-
-
-def _aligned(elements: int) -> int:
-    return -(-elements // _ALIGN) * _ALIGN

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from optimus.comm import Finish, Group
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.optim.rule import Now, Whole, as_they_are
-from optimus.state.buffers import Held
+from optimus.state.buffers import Held, aligned
 from optimus.state.chunk import Chunk, InTurn
 from optimus.state.matrices import Matrices
-from optimus.state.plan import ChunkPlan, _aligned
+from optimus.state.plan import ChunkPlan
 from optimus.step_context import StepContext
 
 _PIECE = 1024  # numbers whose squares are added up one after the other
@@ -223,7 +223,7 @@ class TrainedChunk(Chunk):
 
     def gradient_square_sum(self, tile: int) -> Tensor:
         """Sum of squares of the reduced gradients of this rank's part, fp32 scalar."""
-        return torch.stack([_square_sum(part) for part in self.reduced.split(_aligned(tile))]).sum()
+        return torch.stack([_square_sum(part) for part in self.reduced.split(aligned(tile, self.plan.align))]).sum()
 
     # ---- The optimizer ----
 
@@ -249,7 +249,8 @@ class TrainedChunk(Chunk):
         buffers = self.master, self.own, self.reduced, *self.moments.values()
         if not self.plan.rule.matrices:
             yield from (
-                (as_they_are, list(parts)) for parts in zip(*(buffer.split(_aligned(tile)) for buffer in buffers))
+                (as_they_are, list(parts))
+                for parts in zip(*(buffer.split(aligned(tile, self.plan.align)) for buffer in buffers))
             )
             return
         part = self.plan.part

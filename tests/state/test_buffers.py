@@ -11,8 +11,8 @@ from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.optim.adamw import AdamW
 from optimus.optim.rule import Rule
-from optimus.state.buffers import TRANSITIONS, Depths, Event, Held, Place, buffers
-from optimus.state.plan import Recipe, Share, plan_chunks, sharing_steps
+from optimus.state.buffers import TRANSITIONS, Depths, Event, Held, Place, aligned, buffers
+from optimus.state.plan import Recipe, Share, Slot, lay_out, plan_chunks, shard_borders, sharing_steps
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -96,3 +96,14 @@ def test_what_a_chunk_has() -> None:
     kinds = [(each.kind, each.residency) for each in buffers(Depths(0, 0, 0), FP32, FP32, Rule(), reshard=False)]
     assert kinds == [("parameters", "device"), ("gradients", "device")]
     assert buffers(Depths(1, 1, 1), FP32, FP32, Rule(), reshard=False)[0].residency == "step"
+
+
+@pytest.mark.parametrize("align", [32, 128])
+def test_formats_may_need_multiples(align: int) -> None:
+    """Parameters and shards begin there, as blocks with a scale need it."""
+    ((_, *first), (_, *second)) = lay_out([100, 130], 1 << 20, align)[0]
+    assert (first, second) == ([0, 100], [128, 258])
+    slots = [Slot("x", Layout((130,)), (slice(0, 130),), *second)]
+    borders = shard_borders(slots, AdamW(), [0] * 3, align)
+    assert borders == tuple(range(0, 3 * 128 + 1, 128) if align == 128 else range(0, 3 * 96 + 1, 96))
+    assert aligned(129, align) == (160 if align == 32 else 256)
