@@ -55,6 +55,14 @@ def test_runs_of_a_seed_have_the_same_beginning_and_repeat(text: Path) -> None:
     assert muon[-1] != adamw[-1]
 
 
+def test_measuring_changes_nothing(text: Path) -> None:
+    """Not even where what is measured are other weights than those that are trained."""
+    read = read_text(text, QUICK.held_out)
+    config = time_to_target.config_of("dense", CONTESTANTS["schedule_free"], 1e-3, 0, QUICK)
+    often, seldom = (time_to_target.train(config, read, every).losses for every in (1, 2))
+    assert often[::2] == seldom
+
+
 def test_held_out_sequences_are_not_trained_on(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("".join(f"{number:15d}\n" for number in range(20_000)))  # every sequence differs from all others
