@@ -34,7 +34,7 @@ from optimus.checkpoint.format import Stored
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.store import load_state
-from optimus.checkpoint.writers import writers
+from optimus.checkpoint.writers import saved_bytes, writers
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.mesh import Mesh
@@ -126,7 +126,7 @@ def _saving(model: dict[str, Any], rounds: int, folder: str) -> tuple[list[Row],
             {
                 "way": way,
                 "parameters": parameters,
-                "gb": 12 * parameters / 1e9,
+                "gb": sum(saved_bytes(chunk.plan) for chunk in state.chunks) / 1e9,
                 "stall_s": stall,
                 "steps_longer_s": longer,
                 "until_complete_s": total,
@@ -289,7 +289,7 @@ def _spread(config: RunConfig, mesh: Mesh, scattered: bool) -> Row:
         plans = plan_chunks(layouts, mesh, rank, config.state)
         for plan, writer in zip(plans, writers(plans, mesh, rank, config.state, scattered=scattered)):
             if writer == rank:
-                nodes[mesh.node(rank)] += 12 * plan.length
+                nodes[mesh.node(rank)] += saved_bytes(plan)
                 writing.add(rank)
     total = sum(nodes.values())
     return {

@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
+
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.state.chunk import Chunk
@@ -39,23 +41,31 @@ def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateCon
     return found
 
 
-def elements_written(
+def bytes_written(
     plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool
 ) -> Counter[int]:
-    """Elements that each rank of the stage of `rank`, whose chunks are `plans`, writes into every full checkpoint."""
+    """Bytes that each rank of the stage of `rank`, whose chunks are `plans`, writes into every full checkpoint."""
     stage = mesh.coordinate(rank, "pp")
     _, of_rank = _shared_writing(plans, mesh, rank, options, scattered)
     return Counter({each: size for each, size in of_rank.items() if mesh.coordinate(each, "pp") == stage})
 
 
+def saved_bytes(plan: ChunkPlan) -> int:
+    """Bytes of a rank's part of a chunk as checkpoints have it: fp32 weights and what the update rule keeps; of what is
+    frozen, the weights in the type of computation."""
+    weights = torch.float32 if plan.rule.trains else plan.buffers[0].dtype
+    kept = [buffer.dtype for buffer in plan.buffers if buffer.reported == "moments"]
+    return plan.length * sum(dtype.itemsize for dtype in (weights, *kept))
+
+
 def _shared_writing(
     plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, scattered: bool
 ) -> tuple[list[int], Counter[int]]:
-    """(the writer of each chunk of `rank`, the elements that each rank of its stage writes of those that are trained)."""
+    """(the writer of each chunk of `rank`, the bytes that each rank of its stage writes of those that are trained)."""
     stage, found = mesh.coordinate(rank, "pp"), [0] * len(plans)
     known: dict[tuple[tuple[str, ...], tuple[str, ...], bool], list[list[int]]] = {}
-    of_node, of_rank, trained = Counter[int](), Counter[int](), Counter[int]()  # elements to write
-    for number, plan in sorted(enumerate(plans), key=lambda each: -each[1].length):
+    of_node, of_rank, trained = Counter[int](), Counter[int](), Counter[int]()  # bytes to write
+    for number, plan in sorted(enumerate(plans), key=lambda each: -saved_bytes(each[1])):
         layout = plan.slots[0].layout
         axes = layout.replicas, layout.same, plan.rule.trains
         if axes not in known:
@@ -68,9 +78,9 @@ def _shared_writing(
                 writer = ranks[place * len(ranks) // len(known[axes])]
             else:
                 writer = min(ranks, key=lambda each: (of_node[mesh.node(each)], of_rank[each], each))
-            of_node[mesh.node(writer)] += plan.length
-            of_rank[writer] += plan.length
-            trained[writer] += plan.length * plan.rule.trains
+            of_node[mesh.node(writer)] += saved_bytes(plan)
+            of_rank[writer] += saved_bytes(plan)
+            trained[writer] += saved_bytes(plan) * plan.rule.trains
             if rank in ranks:
                 found[number] = writer
     return found, trained

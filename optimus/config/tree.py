@@ -277,7 +277,8 @@ class CheckpointConfig(Section):
     weights_keep: int = Field(1, gt=0)
     """Keep every k-th of those for ever, the others until the next one is written."""
     asynchronous: bool = False
-    """Write beside the training, from copies in host memory (12 bytes per parameter of a rank)."""
+    """Write beside the training, from copies in host memory: of what a rank writes, 4 bytes per parameter and 4 for each
+    buffer that its update rule keeps (12 with adamw)."""
     scattered: bool = True
     """Let the ranks that hold the same take turns in writing, so that the nodes share it (DP-scattered). False: the
     first of them writes."""

@@ -2,7 +2,8 @@
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -10,36 +11,66 @@ from typing import Literal, NamedTuple
 from optimus.config import ModelConfig
 from optimus.config.tree import shard_widths
 from optimus.mesh import Layout, Mesh
+from optimus.optim.adamw import AdamW
+from optimus.optim.rule import Rule
 from optimus.parallel.layouts import parameter_layouts
 from optimus.plan.blocks import examples
 from optimus.plan.collectives import Place
-from optimus.plan.setting import Setting, place
+from optimus.plan.setting import Rules, Setting, place
 from optimus.state.buffers import Depths
+from optimus.state.matrices import split_axes
 from optimus.state.plan import sharing_steps
+
+_ADAMW = ((AdamW(), 1.0),)
 
 # In blocks like that layer, in all blocks, before the blocks, after them, or in both places: a table that embedding and
 # output layer share.
 Where = int | Literal["blocks", "first", "last", "tied", "every"]
+_Alike = tuple[Where, tuple[str, ...], Rule]
 
 
 class Kind(NamedTuple):
-    """A parameter of this layout, and where it is."""
+    """A parameter of this layout, and where it is; `share` of those that are alike have this update rule."""
 
     where: Where
     layout: Layout
+    rule: Rule
+    share: float
+
+
+class Whole(NamedTuple):
+    """So many matrices of parameters alike, each of which has `together` of them; ranks along `axes` have blocks of each."""
+
+    number: float
+    together: int
+    rows: int  # of a whole one
+    columns: int
+    axes: tuple[str, ...]
+    blocks: int
+
+    @property
+    def size(self) -> float:
+        """Elements of a block."""
+        return self.rows * self.columns / self.blocks
 
 
 class Held(NamedTuple):
-    """Parameters that the same ranks hold: how many elements of them this rank has, and where those ranks lie."""
+    """Parameters that the same ranks hold and one rule updates: how many elements of them this rank has, where those ranks
+    lie, and of a rule of matrices which these are."""
 
     elements: float
+    rule: Rule
+    matrices: tuple[Whole, ...]
     replicas: Place
     steps: tuple[Place, ...]  # in which replicas share them out (`state.plan.sharing_steps`)
     depths: Depths
 
     def after(self, depth: int) -> float:
-        """Elements that a rank has after so many steps."""
-        return self.elements / self.ways(depth)
+        """Elements that a rank has after so many steps; of a rule of matrices, the rank that has most."""
+        ways = self.ways(depth)
+        if not self.matrices:
+            return self.elements / ways
+        return busiest([(each.number, each.size) for each in self.matrices], ways)
 
     def ways(self, depth: int) -> int:
         """Into how many parts they are then shared out."""
@@ -61,13 +92,22 @@ class Held(NamedTuple):
             yield self.after(depth), self.steps[depth]
 
 
+def busiest(matrices: Sequence[tuple[float, float]], ranks: int) -> float:
+    """The most that one of `ranks` has where they share out so many whole matrices, each of such a size or cost: as many of
+    the mean one as any has, and one of the largest at least (`state.matrices.borders`)."""
+    number, total = sum(n for n, _ in matrices), sum(n * size for n, size in matrices)
+    if ranks == 1:
+        return total
+    return max(-(-round(number) // ranks) * total / number, *(size for _, size in matrices))
+
+
 def kinds_of(model: ModelConfig, setting: Setting) -> tuple[Kind, ...]:
     """The parameters of `model`, of blocks of each kind once, laid out as in `setting`."""
-    return _kinds(model, setting.sequence, setting.divided_vocabulary)
+    return _kinds(model, setting.sequence, setting.divided_vocabulary, setting.rules)
 
 
 @lru_cache(maxsize=256)
-def _kinds(model: ModelConfig, sequence: bool, vocabulary: bool) -> tuple[Kind, ...]:
+def _kinds(model: ModelConfig, sequence: bool, vocabulary: bool, rules: Rules) -> tuple[Kind, ...]:
     made, layers = examples(model)
     layouts = parameter_layouts(made, sequence=sequence, vocabulary=vocabulary)
     table: Where = "tied" if model.tie_embeddings else "first"
@@ -79,33 +119,54 @@ def _kinds(model: ModelConfig, sequence: bool, vocabulary: bool) -> tuple[Kind, 
         part, number, *_ = name.split(".")
         return layers[int(number)] if part == "blocks" else before.get(part, "last")
 
-    return tuple(Kind(where(name), layout) for name, layout in layouts.items())
+    return tuple(
+        Kind(where(name), layout, *each)
+        for (name, layout), those in zip(layouts.items(), rules or (_ADAMW,) * len(layouts), strict=True)
+        for each in those
+    )
 
 
 def held_by(kinds: tuple[Kind, ...], setting: Setting, counts: Mapping[Where, int]) -> list[Held]:
-    """What a rank with so many blocks of each kind holds, and whether it has the first and the last stage, by replicas."""
-    found: dict[tuple[str, ...], float] = {}
-    for (where, axes), elements in _sums(kinds, setting.mesh):
+    """What a rank with so many blocks of each kind holds, and whether it has the first and the last stage, by replicas and
+    update rule."""
+    found: dict[tuple[tuple[str, ...], Rule], tuple[float, list[Whole]]] = {}
+    for (where, axes, rule), (elements, matrices) in _sums(kinds, setting.mesh):
         number = counts.get(where, 0)
         if number:
-            found[axes] = found.get(axes, 0.0) + number * elements
+            before, those = found.get((axes, rule), (0.0, []))
+            those += [each._replace(number=number * each.number) for each in matrices]
+            found[axes, rule] = before + number * elements, those
     over = setting.mesh, setting.shard_over == "data", shard_widths(setting.shard, setting.shard_ranks)
-    return [Held(elements, *_places(axes, *over)) for axes, elements in found.items()]
+    return [
+        Held(elements, rule, tuple(matrices), *_places(axes, *over))
+        for (axes, rule), (elements, matrices) in found.items()
+    ]
 
 
-def written(held: Iterable[Held], *, scattered: bool) -> float:
-    """Elements that a rank writes into a checkpoint: with `scattered` the ranks that hold the same take turns."""
-    return sum(each.elements / each.replicas.size if scattered else each.own for each in held)
+def written(held: Iterable[Held], size: Callable[[Rule], float], *, scattered: bool) -> float:
+    """Bytes that a rank writes into a checkpoint of `size` bytes per element: with `scattered` the ranks that hold the same
+    take turns."""
+    found = defaultdict[float, float](float)
+    for each in held:
+        found[size(each.rule)] += each.elements / each.replicas.size if scattered else each.own
+    return sum(bytes_each * elements for bytes_each, elements in found.items())
 
 
 @lru_cache(maxsize=1024)
-def _sums(kinds: tuple[Kind, ...], mesh: Mesh) -> list[tuple[tuple[Where, tuple[str, ...]], float]]:
-    """Elements of a rank, by where they are and who else has them."""
-    found: dict[tuple[Where, tuple[str, ...]], float] = {}
-    for where, layout in kinds:
-        key = where, tuple(axis for axis in layout.replicas if mesh.axis_size(axis) > 1)
+def _sums(kinds: tuple[Kind, ...], mesh: Mesh) -> list[tuple[_Alike, tuple[float, list[Whole]]]]:
+    """Elements of a rank, and those that are matrices to their rule, by where they are, who else has them, and the rule."""
+    found: dict[_Alike, tuple[float, list[Whole]]] = {}
+    for where, layout, rule, share in kinds:
+        key = where, tuple(axis for axis in layout.replicas if mesh.axis_size(axis) > 1), rule
         elements = math.prod(layout.shape) / math.prod(mesh.axis_size(axis) for _, axis in layout.splits)
-        found[key] = found.get(key, 0.0) + elements
+        before, matrices = found.get(key, (0.0, []))
+        if rule.matrices:
+            rows, columns = layout.shape[-2:]
+            axes = split_axes(layout, mesh)
+            blocks = mesh.axis_size(*axes)
+            together = round(elements * blocks / (rows * columns))
+            matrices.append(Whole(share * together, together, rows, columns, axes, blocks))
+        found[key] = before + share * elements, matrices
     return list(found.items())
 
 

@@ -15,7 +15,7 @@ from optimus.plan.machine import Machine
 from optimus.plan.pipeline import Live, live_microbatches, stages_of_ranks
 from optimus.plan.setting import Setting
 from optimus.plan.software import Software
-from optimus.plan.step import SAVED, blocks_of_stages, counts_of, together
+from optimus.plan.step import blocks_of_stages, counts_of, together
 
 _FRAGMENTS = 0.08  # share of a rank's memory that cannot be used
 _AHEAD = 2  # blocks whose whole parameters, or gradients, are there at a time where they are sharded
@@ -113,19 +113,21 @@ def state_parts(
 ) -> dict[str, float]:
     """What is there at rest, copies for checkpoints too, and whole parameters and gradients while they are used."""
     blocks = max(1, counts["blocks"])
-    state = software.state - (4.0 if setting.precision == "fp32" else 0.0)  # parameters are then the master weights
-    copied = SAVED * written(held, scattered=setting.saving.scattered) if setting.saving.copied else 0.0
+    copied = written(held, software.kept, scattered=setting.saving.scattered) if setting.saving.copied else 0.0
     parts = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "gathered": 0.0, "copies": copied}
     for each in held:
         block = each.elements / blocks * min(_AHEAD, blocks)
-        parts["optimizer"] += 0.0 if "optimizer" in setting.offload else state * each.own
-        parts["gradients"] += software.gradient * each.after(each.depths.gradients)
+        if each.rule.trains:
+            same = setting.precision == "fp32" and not each.rule.averages  # parameters are then the master weights
+            state = software.kept(each.rule) - (4.0 if same else 0.0)
+            parts["optimizer"] += 0.0 if "optimizer" in setting.offload else state * each.own
+            parts["gradients"] += software.gradient * each.after(each.depths.gradients)
         if not (each.depths.parameters and "parameters" in setting.offload):
             parts["parameters"] += setting.itemsize * each.after(each.depths.parameters)
         if each.depths.parameters:
             parts["gathered"] += setting.itemsize * (block if setting.release else each.elements)
             parts["gathered"] += software.reduced * each.elements * (software.whole_gradients and not setting.release)
-        if each.depths.gradients:
+        if each.depths.gradients and each.rule.trains:
             parts["gathered"] += software.gradient * block / _AHEAD
     return parts
 

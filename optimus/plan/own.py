@@ -1,5 +1,6 @@
 """Runs of this library as the planner sees them, and plans as configurations of runs."""
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -7,17 +8,20 @@ from typing import Any
 from optimus.config import ModelConfig, RunConfig
 from optimus.config.parallel import ParallelConfig
 from optimus.config.tree import ShardRanks
+from optimus.model.parameters import declarations
+from optimus.optim.rule import Rule
 from optimus.parallel.activations import Activations, activation_bytes
 from optimus.parallel.build import StageOptions
 from optimus.parallel.recompute import Recomputation
+from optimus.plan.blocks import examples
 from optimus.plan.held import Where
 from optimus.plan.machine import Machine
-from optimus.plan.setting import Given, Saving, Setting
+from optimus.plan.setting import Given, Rules, Saving, Setting
 from optimus.plan.software import Software, load_software
 from optimus.train.groups import Communicators, communicators
 from optimus.train.pipeline import blocks_of_stages
 from optimus.train.precision import WORTH
-from optimus.train.run import layouts_of, mesh_of, whole_model
+from optimus.train.run import layouts_of, mesh_of, recipe_of, whole_model
 
 PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
 GRADIENT = {"float32": 4.0, "bfloat16": 2.0}  # bytes
@@ -73,7 +77,25 @@ def given_of(config: RunConfig, imbalance: float = 1.0, *, on_host: bool = False
         saving=Saving(
             checkpoint.every, checkpoint.weights_every, checkpoint.asynchronous, checkpoint.scattered, copied
         ),
+        rules=_rules(config),
+        tile=config.state.tile,
     )
+
+
+def _rules(config: RunConfig) -> Rules:
+    """The update rules of a run's parameters, counted over the blocks that are alike."""
+    rules, alike = recipe_of(config, whole_model(config)).rules, config.model.alike
+    made, layers = examples(config.model)
+
+    def of(name: str) -> Counter[Rule]:
+        part, _, rest = name.partition(".")
+        if part != "blocks":
+            return Counter([rules[name]])
+        number, _, rest = rest.partition(".")
+        return Counter(rules[f"blocks.{i}.{rest}"] for i, kind in enumerate(alike) if kind == layers[int(number)])
+
+    counts = (of(name) for name, _ in declarations(made))
+    return tuple(tuple((rule, number / found.total()) for rule, number in found.items()) for found in counts)
 
 
 def software_of(config: RunConfig) -> Software:

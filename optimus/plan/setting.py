@@ -4,11 +4,16 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from optimus.config.tree import ShardRanks
+from optimus.config.tree import ShardRanks, StateConfig
 from optimus.mesh import Mesh
+from optimus.optim.rule import Rule
 from optimus.pipeline.schedules import DEFAULT, schedules
 from optimus.plan.collectives import Place
 from optimus.state.plan import Shard
+
+# Of each parameter of `blocks.examples`, in their order: its update rule, and the share of the blocks alike in which it has
+# that; several, where the rules differ.
+Rules = tuple[tuple[tuple[Rule, float], ...], ...]
 
 
 class Saving(NamedTuple):
@@ -34,6 +39,8 @@ class Given:
     release: bool = True
     repeat_collectives: bool = False
     saving: Saving = field(default_factory=Saving)
+    rules: Rules = ()  # update rules; empty: AdamW for all
+    tile: int = StateConfig().tile  # elements that are updated at a time
 
 
 @dataclass(frozen=True)

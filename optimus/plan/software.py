@@ -12,8 +12,11 @@ from pydantic import Field
 
 from optimus.config.load import read_section
 from optimus.errors import UserError, nearest
+from optimus.optim.rule import Rule
 from optimus.plan.collectives import Algorithm
 from optimus.section import Section
+
+_FP32 = 4.0  # bytes
 
 
 class Software(Section):
@@ -55,7 +58,8 @@ class Software(Section):
     blocking: bool = Field(False, description="Whether a pipeline's ranks wait for their transfers.")
     gradient: float = Field(4.0, gt=0, description="Bytes of an accumulated gradient, per parameter.")
     reduced: float = Field(4.0, gt=0, description="Of these, what is sent to be reduced.")
-    state: float = Field(12.0, gt=0, description="Bytes of master weights and moments, per parameter.")
+    state: float | None = Field(None, gt=0)
+    """Bytes of master weights and moments, per parameter; None: as the update rules have it, with AdamW 12."""
     update: float = Field(2.5, gt=0)
     """Times that a step moves that state: read and written, with the gradient and the parameter, where the update is
     one kernel."""
@@ -69,6 +73,12 @@ class Software(Section):
     fragments: float = Field(1.0, ge=1)
     """Room that activations take in the allocator, to their bytes; 1: as it counts allocations."""
     fixed: float = Field(0.0, ge=0, description="Bytes besides, such as those of the device's context and of NCCL.")
+
+    def kept(self, rule: Rule) -> float:
+        """Bytes of master weights and of what `rule` keeps, per parameter; none of those that are frozen."""
+        if not rule.trains:
+            return 0.0
+        return _FP32 * (1 + len(rule.kinds)) if self.state is None else self.state
 
 
 class Softwares(Section):

@@ -5,7 +5,7 @@ behind it. The schedule says what a pipeline makes of it (`pipeline`). Then come
 do together, as far as it is not hidden behind the last backward pass, and the optimizer.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,8 +13,9 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from optimus.config import ModelConfig
+from optimus.optim.rule import Rule
 from optimus.plan.collectives import Collective, Place, transfer_seconds
-from optimus.plan.held import Held, Where, held_by, kinds_of, written
+from optimus.plan.held import Held, Where, busiest, held_by, kinds_of, written
 from optimus.plan.machine import Machine
 from optimus.plan.own import stage_sizes
 from optimus.plan.pipeline import StageTimes, least_seconds, pipeline_seconds, stages_of_ranks
@@ -25,7 +26,6 @@ from optimus.plan.work import Passes, Terms, Work, add
 # Share that collectives take from the computing that hides them: 16 to 24 of a GPU's 108 to 148 cores, and memory traffic.
 _CONTENTION = 0.2
 _TOKEN = 8  # bytes of it on the way to the device
-SAVED = 12  # bytes of a parameter in a checkpoint: master weight and moments
 
 
 @dataclass(frozen=True)
@@ -138,9 +138,10 @@ def _ends(work: Work, passes: _Passes, seconds: float) -> dict[str, float]:
     """What comes after the passes, or is not hidden beside them."""
     s = work.setting
     held = _held(work, passes.counts)
+    trained = [each for each in held if each.rule.trains]
     ends = {
-        "data_parallel": _reduction(work, held, [stage.times for stage in passes.stages]),
-        "optimizer": _update(work, held),
+        "data_parallel": _reduction(work, trained, [stage.times for stage in passes.stages]),
+        "optimizer": _update(work, trained),
         "data": s.micro_batch * s.microbatches * s.context * _TOKEN / work.machine.host.link,
     }
     return ends | {"checkpoint": _saving(work, held, seconds + sum(ends.values()))}
@@ -236,7 +237,8 @@ def _gathering(work: Work, held: Sequence[Held], forward: Terms, backward: Terms
     gather = reduce = 0.0
     for each in held:
         gather += _moving(work, "all_gather", each.moved(0, each.depths.parameters), work.e)
-        reduce += _moving(work, "reduce_scatter", each.moved(0, each.depths.gradients), software.reduced)
+        if each.rule.trains:
+            reduce += _moving(work, "reduce_scatter", each.moved(0, each.depths.gradients), software.reduced)
     second = (gather if s.release else 0.0) + reduce
     share = software.overlap_gather * work.machine.overlap
     return _beside(gather, share * forward.compute) + _beside(second, share * backward.compute)
@@ -276,14 +278,32 @@ def _reduction(work: Work, held: Sequence[Held], times: Sequence[StageTimes]) ->
 
 
 def _update(work: Work, held: Sequence[Held]) -> float:
-    """Measuring the norm and the update, as fast as memory is."""
+    """Measuring the norm and the update, as fast as memory is, and the products of rules of matrices."""
     software = work.software
-    own = sum(each.own for each in held)
-    norm = own * software.gradient
+    kept = defaultdict[float, float](float)  # elements, by the bytes of their state
+    for each in held:
+        kept[software.kept(each.rule)] += each.own
+    own = sum(kept.values())
+    moved = sum(software.update * elements * size for size, elements in kept.items())
     ways = 0.0
     if "optimizer" in work.setting.offload:  # gradients go to the host, and parameters come back
         ways = 2 * work.e * own / work.machine.host.link
-    return ways + work.machine.memory_seconds(software.update * own * software.state + norm, kernels=10)
+    products = sum(_orthogonalising(work, each) for each in held if each.matrices)
+    return ways + products + work.machine.memory_seconds(moved + own * software.gradient, kernels=10)
+
+
+def _orthogonalising(work: Work, held: Held) -> float:
+    """On the rank with most matrices to make orthogonal; those of which ranks have blocks they exchange (`OverBlocks`)."""
+    ranks, each = held.ways(held.depths.optimizer), list[tuple[float, float]]()
+    here = -(-round(sum(number for number, *_ in held.matrices)) // ranks)
+    for number, together, rows, columns, axes, blocks in held.matrices:
+        at_once = max(1, min(together, here, int(work.setting.tile * blocks / (rows * columns))))
+        seconds = work.orthogonalise(-(-at_once // blocks), rows, columns)
+        if blocks > 1:
+            sent = at_once * rows * columns / blocks * work.e
+            seconds += 2 * work.collective("all_to_all", sent, work.setting.place(*axes))
+        each.append((number, seconds / at_once))
+    return busiest(each, ranks)
 
 
 def _saving(work: Work, held: Sequence[Held], step: float) -> float:
@@ -291,9 +311,13 @@ def _saving(work: Work, held: Sequence[Held], step: float) -> float:
     the file system; at the latest when the next is due (`checkpoint.saving`)."""
     saving, machine = work.setting.saving, work.machine
     seconds = 0.0
-    for every, size in ((saving.every, SAVED), (saving.weights_every, work.e)):
+
+    def weight(rule: Rule) -> float:  # as `Chunk.weights` has it
+        return 4.0 if rule.averages else work.e
+
+    for every, size in ((saving.every, work.software.kept), (saving.weights_every, weight)):
         if every is not None:
-            own = size * written(held, scattered=saving.scattered)
+            own = written(held, size, scattered=saving.scattered)
             writing = own * machine.ranks_per_node / machine.host.storage
             beside = every * step if saving.asynchronous else 0.0
             seconds += (own / machine.host.link + max(0.0, writing - beside)) / every

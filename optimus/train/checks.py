@@ -13,7 +13,7 @@ from optimus.checkpoint.lease import LEASE
 from optimus.checkpoint.manifest import read_checked_description
 from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import check_same_model, check_same_run
-from optimus.checkpoint.writers import elements_written
+from optimus.checkpoint.writers import bytes_written
 from optimus.config import ModelConfig, RunConfig, load_config
 from optimus.data.shards import Shards
 from optimus.errors import UserError
@@ -22,7 +22,7 @@ from optimus.mesh import Mesh
 from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory
 from optimus.observe.wandb import check_wandb
-from optimus.state.plan import bytes_by_kind
+from optimus.state.plan import ChunkPlan, bytes_by_kind
 from optimus.train.pipeline import schedule_of
 from optimus.train.run import Run, fingerprint, mesh_of, planned_chunks, ranks_per_node, sharers
 from optimus.train.step import accumulate_gradients
@@ -128,15 +128,15 @@ def check_memory(config: RunConfig, device: torch.device, ranks: int, per_node: 
     """
     mesh = mesh_of(config, ranks, per_node or ranks_per_node(ranks))
     stages = planned_chunks(config, mesh, mesh.group(0, ("pp",)))
-    held = [sum(bytes_by_kind(plans).values()) for plans in stages]
+    held = [held_by_shards(plans) for plans in stages]
     together, copies = sharers(mesh, device), 0.0
     if device.type == "cpu":
-        written = Counter[int]()  # elements whose state each rank writes, as each part has one writer
+        written = Counter[int]()  # bytes of state that each rank writes, as each part has one writer
         for rank, plans in zip(mesh.group(0, ("pp",)), stages if config.checkpoint.asynchronous else ()):
-            written += elements_written(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)
-        each, copies = max(_of_nodes(mesh, held, written), key=sum)
+            written += bytes_written(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)
+        each, copies = max(_of_nodes(mesh, [mean for _, mean in held], written), key=sum)
     else:
-        each = max(held)
+        each = max(most for most, _ in held)
     total, needed, free = count_parameters(config.model).total, each + copies, free_memory(device)
     if needed > free:
         where = f", {together} ranks" if together > 1 else ", on the fullest rank" if ranks > 1 else ""
@@ -150,12 +150,26 @@ def check_memory(config: RunConfig, device: torch.device, ranks: int, per_node: 
         )
 
 
-def _of_nodes(mesh: Mesh, held: Sequence[int], written: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+def held_by_shards(plans: Sequence[ChunkPlan]) -> tuple[float, float]:
+    """Bytes at rest of the rank that has most of such chunks, and in the mean of the ranks that share them out: shards of a
+    rule of matrices are of unlike length."""
+    found: dict[tuple[object, ...], torch.Tensor] = {}
+    for plan in plans:
+        of_shards = found.setdefault((plan.replicas, plan.shares), torch.zeros(plan.parts, dtype=torch.float64))
+        borders = torch.tensor(plan.borders)
+        for buffer in plan.buffers:
+            if buffer.residency == "device":
+                shards = plan.parts // math.prod(share.ranks for share in plan.shares[: buffer.depth])  # in its extent
+                of_shards += borders[::shards].diff().repeat_interleave(shards) * buffer.dtype.itemsize
+    return sum(float(each.max()) for each in found.values()), sum(float(each.mean()) for each in found.values())
+
+
+def _of_nodes(mesh: Mesh, held: Sequence[float], written: Mapping[int, int]) -> Iterator[tuple[float, int]]:
     """Of each node: bytes of the state of its ranks, of which those of a stage hold the same, and of its copies."""
     node = mesh.ranks_per_node or mesh.size
     for first in range(0, mesh.size, node):
         ranks = range(first, min(first + node, mesh.size))
-        copies = 12 * sum(written.get(rank, 0) for rank in ranks)  # fp32 weights and both moments
+        copies = sum(written.get(rank, 0) for rank in ranks)
         yield sum(held[mesh.coordinate(rank, "pp")] for rank in ranks), copies
 
 

@@ -470,6 +470,42 @@ def test_a_node_needs_room_for_its_own_ranks_and_their_copies(
     assert least_free(monkeypatch, plain, cpu, 8) == 4 * one
 
 
+MATRICES, REST = 8 * (4 * 256 * 256 + 3 * 256 * 1024), 2 * 1024 * 256  # elements of that model
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("muon", 8 * MATRICES + 12 * REST), ("lion", 8 * (MATRICES + REST)), ("schedule-free", 12 * (MATRICES + REST))],
+)
+def test_copies_are_of_what_the_update_rules_keep(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, size: int
+) -> None:
+    plain, copying = (
+        staged_config(tmp_path, optimizer={"name": name}, checkpoint={"asynchronous": on}) for on in (False, True)
+    )
+    least = [least_free(monkeypatch, config, torch.device("cpu"), 4) for config in (plain, copying)]
+    assert least[1] - least[0] == size
+
+
+def test_frozen_parameters_are_not_copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    train = {**staged_config(tmp_path).model_dump(exclude_unset=True)["train"], "freeze": ["embedding"]}
+    plain, copying = (staged_config(tmp_path, train=train, checkpoint={"asynchronous": on}) for on in (False, True))
+    least = [least_free(monkeypatch, config, torch.device("cpu"), 4) for config in (plain, copying)]
+    assert least[1] - least[0] == 12 * (MATRICES + REST // 2)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
+def test_the_rank_with_most_matrices_needs_room_for_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shard: str
+) -> None:
+    """On an accelerator, whichever rank it is; on a node of CPUs all of them together."""
+    config = staged_config(tmp_path, optimizer={"name": "muon"}, state={"shard": shard})
+    held = [sum(state_bytes(config, 8, rank).values()) for rank in range(8)]
+    assert held[0] < max(held)
+    assert least_free(monkeypatch, config, ACCELERATOR, 8) == max(held)
+    assert least_free(monkeypatch, config, torch.device("cpu"), 8) == sum(held)
+
+
 def bytes_of_a_stage(config: dict[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     tree = load_config(config)
     run = build_run(tree, torch.device("cpu"), resume=False)

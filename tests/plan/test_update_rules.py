@@ -1,0 +1,177 @@
+"""What update rules keep, save and compute is in the plans of this library's runs."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from optimus.optim.muon import Muon
+from optimus.plan.asking import asked, configured
+from optimus.plan.collectives import Place, collective_seconds
+from optimus.plan.dry_run import dry_run
+from optimus.plan.machine import load_machine
+from optimus.plan.memory import Memory
+from optimus.plan.question import Plan, predict
+from optimus.train.checks import held_by_shards
+from optimus.train.run import planned_chunks
+
+HIDDEN, LAYERS, VOCAB, RANKS = 256, 8, 4096, 8
+# Of each layer seven square matrices: the query, key and value projections and that of the output; gate, up and down.
+SHAPE = {"layers": LAYERS, "hidden": HIDDEN, "heads": 4, "intermediate": HIDDEN, "vocab": VOCAB}
+MATRICES, REST = 7 * LAYERS * HIDDEN**2, 2 * VOCAB * HIDDEN
+RULES = {
+    "adamw": ["optimizer.name=adamw"],
+    "muon": ["optimizer.name=muon"],
+    "lion": ["optimizer.name=lion"],
+    "schedule-free": ["optimizer.name=schedule-free"],
+    "groups": ["optimizer.name=muon", "optimizer.groups=[{match: blocks.3.*, name: lion}]"],
+    "frozen": ["optimizer.name=muon", "train.freeze=[embedding, blocks.2.mlp.*]"],
+}
+STATE = ("parameters", "gradients", "optimizer")
+
+
+def question(*overrides: str, ranks: int = RANKS, machine: str = "dgx-a100", preset: str = "mula-tiny") -> Any:
+    shape = [f"model.{field}={value}" for field, value in SHAPE.items()] if preset == "mula-tiny" else []
+    batch = [f"train.global_batch={8 * ranks}", "train.precision=bfloat16", "train.context=512"]
+    config = configured(preset, [*shape, *batch, *overrides], ranks)
+    return config, *asked(config, machine, ranks, [], 1.0)
+
+
+def plan(*overrides: str, **how: Any) -> Plan:
+    _, asking, setting = question(*overrides, **how)
+    return predict(asking, setting())
+
+
+def state(memory: Memory) -> float:
+    return sum(memory.parts[kind] for kind in STATE)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_state_of_rules_is_exact(rule: str, shard: str, precision: str) -> None:
+    """56 equal matrices on 8 ranks: as many on each."""
+    config, asking, setting = question(*RULES[rule], f"state.shard={shard}", f"train.precision={precision}")
+    found = dry_run(config, RANKS, 0)
+    held = sum(found[kind] for kind in ("parameters", "gradients", "master", "moments"))
+    tolerance = 0.02 if rule in ("groups", "frozen") and shard != "none" else 1e-4  # then not as many on each
+    assert state(predict(asking, setting()).memory) == pytest.approx(held, rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    "layout", [[], ["parallel.pipeline=2"], ["parallel.tensor=2"], ["state.shard_over=data"]], ids=str
+)
+@pytest.mark.parametrize("preset", ["mula-tiny", "mula-tiny-moe"])
+def test_a_rank_with_more_matrices_than_others(preset: str, layout: list[str]) -> None:
+    """Whole ones of several sizes, 24 ranks: the plan is of the fullest rank of the stage, as nearly as can be said."""
+    config, asking, setting = question(
+        "optimizer.name=muon", "state.shard=parameters", *layout, ranks=24, preset=preset
+    )
+    mesh, predicted = setting().mesh, predict(asking, setting()).memory
+    (plans,) = planned_chunks(config, mesh, [predicted.rank * mesh.block])
+    assert state(predicted) == pytest.approx(held_by_shards(plans)[0], rel=0.15)
+
+
+# ---- Checkpoints ----
+
+
+@pytest.mark.parametrize(
+    ("rule", "size"),
+    [("adamw", 12 * (MATRICES + REST)), ("muon", 8 * MATRICES + 12 * REST), ("lion", 8 * (MATRICES + REST))],
+)
+def test_copies_for_checkpoints(rule: str, size: int) -> None:
+    parts = plan(*RULES[rule], "checkpoint.asynchronous=true", machine="laptop", ranks=4).memory.parts
+    assert parts["copies"] == pytest.approx(size / 4, rel=1e-3)
+
+
+def test_what_is_waited_for_while_checkpoints_are_written() -> None:
+    def waited(*overrides: str) -> float:
+        return plan("checkpoint.every=10", *overrides, ranks=1).step.terms["checkpoint"]
+
+    adamw, muon = waited(), waited(*RULES["muon"])
+    assert muon / adamw == pytest.approx((8 * MATRICES + 12 * REST) / (12 * (MATRICES + REST)), rel=1e-3)
+    assert waited("train.freeze=[embedding]") / adamw == pytest.approx(1 - REST / 2 / (MATRICES + REST), rel=1e-3)
+    weights = "checkpoint.weights_every=10"  # of an average they are fp32
+    assert waited(weights) / adamw == pytest.approx(14 / 12, rel=1e-3)
+    assert waited(weights, *RULES["schedule-free"]) / adamw == pytest.approx(16 / 12, rel=1e-3)
+
+
+def test_what_if_state_were_smaller() -> None:
+    config = question(*RULES["muon"])[0]
+    asking, setting = asked(config, "dgx-a100", RANKS, ["software.state=6"], 1.0)
+    assert predict(asking, setting()).memory.parts["optimizer"] == pytest.approx(6 * (MATRICES + REST))
+
+
+# ---- Time ----
+
+# Products at one rate, whatever their size, and memory that takes no time.
+EVEN = load_machine("dgx-a100")
+EVEN = EVEN.model_copy(
+    update={
+        "memory_bandwidth": 1e30,
+        "kernel_latency": 0.0,
+        "cores": 1,
+        "matmul": EVEN.matmul.model_copy(update={"tile": 1, "depth": 0}),
+    }
+)
+RATE = EVEN.rates("bf16").sustained_rate
+
+
+def products(rows: int, columns: int) -> float:
+    """Seconds of five steps: X X^T, its square, and the product of both with X."""
+    short, long = sorted((rows, columns))
+    return 5 * 2 * short**2 * (2 * long + short) / RATE
+
+
+def updating(*overrides: str, ranks: int = RANKS) -> float:
+    _, asking, setting = question("optimizer.name=muon", *overrides, ranks=ranks)
+    asking = replace(asking, machine=EVEN)
+    return predict(asking, setting()).step.terms["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shard", "number"),
+    [(1, "none", 56), (8, "none", 56), (8, "optimizer", 7), (24, "optimizer", 3), (64, "optimizer", 1)],
+)
+def test_products_of_muon(ranks: int, shard: str, number: int) -> None:
+    """As many whole matrices as the busiest rank has."""
+    found = updating(f"state.shard={shard}", ranks=ranks)
+    assert found == pytest.approx(number * products(HIDDEN, HIDDEN), rel=1e-3)
+
+
+def test_a_rank_has_no_less_than_the_largest_matrix() -> None:
+    found = updating("state.shard=optimizer", "model.intermediate=2048", ranks=256)
+    assert found == pytest.approx(products(HIDDEN, 2048), rel=1e-3)
+
+
+def test_only_those_that_muon_updates() -> None:
+    found = updating("optimizer.groups=[{match: '*.mlp.*', name: adamw}]", ranks=1)
+    assert found == pytest.approx(4 * LAYERS * products(HIDDEN, HIDDEN), rel=1e-3)
+
+
+@pytest.mark.parametrize("tile", [1, 1 << 20])
+def test_matrices_that_tensor_parallelism_splits_are_exchanged(tile: int) -> None:
+    """One at a time, which one of the two ranks computes, or as many as a tile has room for: those of a parameter."""
+    found = updating("parallel.tensor=2", f"state.tile={tile}", ranks=2)
+
+    def once(together: int) -> float:
+        size = together * HIDDEN**2 / 2 * 2
+        way = collective_seconds("all_to_all", size, Place(2, 1), EVEN)
+        return -(-together // 2) * products(HIDDEN, HIDDEN) + 2 * way
+
+    qkv, out, gate_up, down = (3, 1, 2, 1) if tile > 1 else (1, 1, 1, 1)
+    expected = 3 / qkv * once(qkv) + once(out) + 2 / gate_up * once(gate_up) + once(down)
+    assert found == pytest.approx(LAYERS * expected, rel=1e-3)
+
+
+def test_experts_are_matrices_each() -> None:
+    shape = ["model.family=olmoe", "model.experts=8", "model.experts_per_token=2"]
+    found = updating(*shape, "parallel.expert=4", ranks=4)
+    assert found == pytest.approx((4 + 3 * 8 / 4) * LAYERS * products(HIDDEN, HIDDEN), rel=1e-3)
+
+
+def test_rules_are_part_of_what_a_search_is_given() -> None:
+    _, asking, setting = question(*RULES["groups"])
+    assert setting().rules == asking.given.rules
+    shares = {share for of in asking.given.rules for rule, share in of if isinstance(rule, Muon)}
+    assert shares == {7 / 8}
