@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from optimus.checkpoint.saving import Saver
 from optimus.comm import Group, Groups
 from optimus.config import RunConfig
+from optimus.config.sizes import count_text
 from optimus.data.loader import TokenLoader
 from optimus.data.shards import Shards
 from optimus.errors import UserError
@@ -173,8 +174,6 @@ def build_model(
     (plans,) = planned_chunks(config, groups.mesh, [groups.rank])
     free -= sum(bytes_by_kind(plans).values())
     chosen, note = find_recomputation(config, groups, compute.itemsize, free)
-    if notes is not None and note:
-        notes.append(note)
     gathering = Gathering()
     with torch.device("meta"):
         model = build_stage(
@@ -184,8 +183,11 @@ def build_model(
     partition = partition_of(config, groups.mesh, groups.rank)
     for division in shared_divisions(config, groups.mesh, layouts):  # of all stages, in the same order on all ranks
         groups.dividing(division.parts)
-    trained = partition.first_of(name for name in layouts if recipe.rule(name).trains)
-    partition = partition._replace(trained_from=trained)
+    trained = [name for name in layouts if recipe.rule(name).trains]
+    if notes is not None:
+        notes += [note] if note else []
+        notes += [_frozen_line(layouts, trained)] if len(trained) < len(layouts) else []
+    partition = partition._replace(trained_from=partition.first_of(trained))
     keep_stages(model, partition)
     layouts = {name: layouts[name] for name, _ in model.named_parameters()}
     state = ModelState(
@@ -199,6 +201,13 @@ def build_model(
         stage_of=partition.stage_here,
     )
     return stages_of(model, partition, config, groups, compute), state
+
+
+def _frozen_line(layouts: Mapping[str, Layout], trained: Sequence[str]) -> str:
+    sizes = {name: math.prod(layout.shape) for name, layout in layouts.items()}
+    total = sum(sizes.values())
+    frozen = total - sum(sizes[name] for name in trained)
+    return f"train.freeze: {count_text(frozen)} of {count_text(total)} parameters are not trained"
 
 
 def new_run(config: RunConfig, device: torch.device, resume: bool) -> Run:

@@ -53,6 +53,11 @@ def is_frozen(name: str) -> bool:
     return name.startswith(("embedding.", "blocks.0."))
 
 
+def test_a_run_says_how_much_is_frozen(run: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    optimus.train(run, ["train.stop_at=5"], resume=True)
+    assert "train.freeze: 6.91 K of 13.8 K parameters are not trained" in capsys.readouterr().err
+
+
 def test_they_are_written_once(run: dict[str, Any]) -> None:
     kept = ["frozen-1", "step-00000002", "step-00000004", "weights-00000004"]
     assert names(run) == kept
@@ -84,7 +89,7 @@ def test_a_run_goes_on_elsewhere_without_writing_them_again(run: dict[str, Any])
     assert (folder_of(run) / "checkpoints" / "frozen-1" / "manifest.json").stat().st_mtime_ns == written
     alone = copy.deepcopy(run)
     alone["train"] |= {"output": str(folder_of(run).with_name("alone"))}
-    optimus.train(alone)
+    optimus.train(alone, ["checkpoint.asynchronous=true"])
     ours, right = optimus.load_model(folder_of(run)), optimus.load_model(folder_of(alone))
     for (name, value), expected in zip(ours.named_parameters(), right.parameters()):
         if is_frozen(name):

@@ -23,7 +23,7 @@ from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.state.gathering import Gathering
 from optimus.state.model_state import ModelState
-from optimus.state.plan import Recipe, bytes_by_kind
+from optimus.state.plan import Recipe, bytes_by_kind, divisions, sharding_of
 from optimus.step_context import StepContext
 from optimus.testing import run_ranks
 
@@ -230,3 +230,16 @@ def test_who_thaws_a_parameter_by_hand_is_told() -> None:
     module.embedding.weight.requires_grad_(True)
     with pytest.raises(UserError, match=r"not as train\.freeze says for embedding\.weight: name there"):
         state.begin_step()
+
+
+@pytest.mark.parametrize("over", ["replicas", "data"])
+@pytest.mark.parametrize(
+    "widths", [None, 2, {"parameters": 2, "gradients": 4}, {"parameters": 1, "gradients": 2}], ids=str
+)
+def test_they_are_sharded_over_groups_that_are_there_anyway(over: str, widths: Any) -> None:
+    options = StateConfig.model_validate({"shard": "parameters", "shard_over": over, "shard_ranks": widths})
+    mesh = Mesh.of(16, expert=2)
+    for replicas in (("dp", "cp"), ("edp",)):
+        *steps, _ = divisions(mesh, replicas, sharding_of(Frozen(), options))
+        assert len(steps) == (widths != {"parameters": 1, "gradients": 2})
+        assert all(step in divisions(mesh, replicas, options)[:-1] for step in steps)

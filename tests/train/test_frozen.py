@@ -48,6 +48,7 @@ def of(model: str, freeze: list[str]) -> dict[str, Any]:
         ("tied", FIRST, 2, [PIPELINE, "parallel.schedule=1f1b"]),
         ("dense", FIRST, 2, [PIPELINE, "parallel.vocabulary=true", "parallel.schedule=1f1b"]),
         ("dense", ["blocks.*", "embedding"], 2, [PIPELINE, "parallel.vocabulary=true", "parallel.schedule=zb-h1"]),
+        ("dense", ["blocks.*", "head"], 2, [PIPELINE, "parallel.vocabulary=true", "parallel.schedule=zb-h1"]),
     ],
     ids=str,
 )
