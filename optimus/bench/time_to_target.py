@@ -2,7 +2,7 @@
 
 As in AlgoPerf (Dahl et al. 2023; Kasimbeg et al. 2025) a rule is judged by what it needs to reach a target that a tuned
 baseline sets. A workload is a model and a seed. Its target is the held-out loss with which AdamW ends under a cosine, at the
-best of five learning rates, a factor of two apart. Another contestant counts with the rate at which it needs fewest tokens.
+best of five learning rates, a factor of two apart. A contestant counts with the rate at which it needs fewest tokens.
 All have the same batches in the same order, initial weights, length, warm-up, clipping, weight decay and betas.
 
 Tokens are interpolated linearly between two measurements of the held-out loss. Seconds are CPU seconds of one thread: tokens
