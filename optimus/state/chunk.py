@@ -11,48 +11,18 @@ chunks are updated and the next forward pass begins, and the rest when they are 
 A chunk of frozen parameters is this and nothing more; what training adds is in `trained.py`.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from optimus.comm import Finish, Group
+from optimus.comm import Finish, Group, InTurn
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.model.init import initialize_parameter
 from optimus.model.parameters import Initial
 from optimus.state.buffers import Held
 from optimus.state.plan import ChunkPlan
-
-
-class InTurn:
-    """Collectives in turn: each begins when the one before has been waited for."""
-
-    def __init__(self) -> None:
-        self._starts: deque[Callable[[], Finish]] = deque()
-        self._finish: Finish | None = None  # of the one under way
-
-    def __bool__(self) -> bool:
-        return self._finish is not None
-
-    def add(self, start: Callable[[], Finish]) -> None:
-        """Begin it when those before it are through: now, if there are none."""
-        if self:
-            self._starts.append(start)
-        else:
-            self._finish = start()
-
-    def advance(self) -> None:
-        """Wait for the one under way and begin the next."""
-        if self._finish is not None:
-            self._finish()
-            self._finish = self._starts.popleft()() if self._starts else None
-
-    def finish(self) -> None:
-        """Wait for all."""
-        while self:
-            self.advance()
 
 
 class Chunk:

@@ -17,11 +17,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from optimus.comm import Finish, Group
+from optimus.comm import Finish, Group, InTurn
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.optim.rule import Now, Whole, as_they_are
 from optimus.state.buffers import Held, aligned
-from optimus.state.chunk import Chunk, InTurn
+from optimus.state.chunk import Chunk
 from optimus.state.matrices import Matrices
 from optimus.state.plan import ChunkPlan
 from optimus.step_context import StepContext
