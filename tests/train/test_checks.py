@@ -494,12 +494,15 @@ def test_frozen_parameters_are_not_copied(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert least[1] - least[0] == 12 * (MATRICES + REST // 2)
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
+NESTED = {"shard": "parameters", "shard_ranks": {"parameters": 2, "gradients": 4}}
+
+
+@pytest.mark.parametrize("state", [{"shard": "optimizer"}, {"shard": "parameters"}, NESTED], ids=str)
 def test_the_rank_with_most_matrices_needs_room_for_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shard: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: dict[str, Any]
 ) -> None:
     """On an accelerator, whichever rank it is; on a node of CPUs all of them together."""
-    config = staged_config(tmp_path, optimizer={"name": "muon"}, state={"shard": shard})
+    config = staged_config(tmp_path, optimizer={"name": "muon"}, state=state)
     held = [sum(state_bytes(config, 8, rank).values()) for rank in range(8)]
     assert held[0] < max(held)
     assert least_free(monkeypatch, config, ACCELERATOR, 8) == max(held)
