@@ -130,6 +130,7 @@ OPTIONS = {
     "parallel.microbatches": ("1", "2", "4", "8", "auto"),
     "parallel.pipeline_stride": ("1", "2", "4"),
     "optimizer.name": ("adamw", "muon", "lion", "schedule-free"),
+    "train.freeze": ("[]", "[embedding,blocks.0.*]", "[blocks.1.*]", "[blocks.*.attention.*]"),
 }
 VALUES = {f"{option}={value}" for option, values in OPTIONS.items() for value in values}
 PAIRED = (  # as they are drawn; `factors` has the others. Few draws say moe.drop_duplicates: what it meets is in `PAIRS`
@@ -148,6 +149,7 @@ PAIRED = (  # as they are drawn; `factors` has the others. Few draws say moe.dro
     "state.reshard_after_forward",
     "recompute_collectives",
     "optimizer.name",
+    "train.freeze",
 )
 
 

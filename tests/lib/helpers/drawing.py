@@ -94,6 +94,7 @@ def drawn(number: int) -> tuple[str, Layout]:
     if pipeline > 1:
         _draw_blocks(draw, here, tensor * context)
     _draw_rule(draw)
+    _draw_frozen(draw)
     return model, Layout(pipeline * here, draw.overrides)
 
 
@@ -205,6 +206,11 @@ def _draw_rule(draw: Draw) -> None:
     if draw.set("optimizer.name", "adamw", "muon", "muon", "lion", "schedule-free") == "lion":
         draw.set("schedule.peak", 2e-6)
         draw.set("schedule.minimum", 2e-6)
+
+
+def _draw_frozen(draw: Draw) -> None:
+    """Draws what is frozen: nothing, all before some block, a later block, or something of every block."""
+    draw.set("train.freeze", [], [], ["embedding", "blocks.0.*"], ["blocks.1.*"], ["blocks.*.attention.*"])
 
 
 def _draw_recomputation(draw: Draw, feed_forward: str, layers: int) -> None:
