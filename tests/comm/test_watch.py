@@ -161,6 +161,8 @@ def test_a_rank_is_blamed_for_what_it_began(layout: Layout) -> None:
 @pytest.mark.parametrize("number", range(12))
 def test_random_layouts(number: int) -> None:
     model, layout = drawn(number)
+    # `poison` works on what needs a gradient.
+    layout = layout._replace(overrides=[each for each in layout.overrides if not each.startswith("train.freeze")])
     if layout.ranks == 1:
         pytest.skip("one rank")
     draw = random.Random(number)
