@@ -89,7 +89,9 @@ def test_a_run_goes_on_elsewhere_without_writing_them_again(run: dict[str, Any])
     assert (folder_of(run) / "checkpoints" / "frozen-1" / "manifest.json").stat().st_mtime_ns == written
     alone = copy.deepcopy(run)
     alone["train"] |= {"output": str(folder_of(run).with_name("alone"))}
-    optimus.train(alone, ["checkpoint.asynchronous=true"])
+    # On the first rank nothing is trained.
+    optimus.train(alone, ["checkpoint.asynchronous=true", "parallel.pipeline=2"], ranks=2)
+    assert names(alone) == ["frozen-1", "step-00000004", "step-00000006", "weights-00000004"]
     ours, right = optimus.load_model(folder_of(run)), optimus.load_model(folder_of(alone))
     for (name, value), expected in zip(ours.named_parameters(), right.parameters()):
         if is_frozen(name):
