@@ -13,7 +13,7 @@ from torch import Tensor
 
 from optimus.optim.rule import Now, Rule, Whole, as_they_are, scaled
 
-_STEPS, _A, _B, _C = 5, 3.4445, -4.7750, 2.0315  # of the iteration: Jordan's, steepest at zero
+STEPS, _A, _B, _C = 5, 3.4445, -4.7750, 2.0315  # of the iteration: Jordan's, steepest at zero
 _LEAST_NORM = 1e-7
 _ROOT_MEAN_SQUARE = 0.2  # of the update, which is AdamW's: it takes the same learning rate and decay
 
@@ -61,7 +61,7 @@ def orthogonalise(x_NRC: Tensor) -> Tensor:
     tall = x_NRC.shape[-2] > x_NRC.shape[-1]
     x_Nrc = x_NRC.mT if tall else x_NRC
     x_Nrc = x_Nrc / torch.linalg.vector_norm(x_Nrc, dim=(-2, -1), keepdim=True).clamp_min(_LEAST_NORM)
-    for _ in range(_STEPS):
+    for _ in range(STEPS):
         gram_Nrr = torch.bmm(x_Nrc, x_Nrc.mT)
         polynomial_Nrr = torch.baddbmm(gram_Nrr, gram_Nrr, gram_Nrr, beta=_B, alpha=_C)
         x_Nrc = torch.baddbmm(x_Nrc, polynomial_Nrr, x_Nrc, beta=_A)

@@ -297,7 +297,8 @@ def _orthogonalising(work: Work, held: Held) -> float:
     ranks, each = held.ways(held.depths.optimizer), list[tuple[float, float]]()
     here = -(-round(sum(number for number, *_ in held.matrices)) // ranks)
     for number, together, rows, columns, axes, blocks in held.matrices:
-        at_once = max(1, min(together, here, int(work.setting.tile * blocks / (rows * columns))))
+        room = int(work.setting.tile * blocks / (rows * columns))
+        at_once = max(1, min(here, max(room, blocks)) if blocks > 1 else min(together, here, room))
         seconds = work.orthogonalise(-(-at_once // blocks), rows, columns)
         if blocks > 1:
             sent = at_once * rows * columns / blocks * work.e

@@ -11,7 +11,7 @@ from math import comb
 from typing import Any, NamedTuple
 
 from optimus.config import ModelConfig
-from optimus.optim.muon import _STEPS
+from optimus.optim.muon import STEPS
 from optimus.plan.blocks import Block, Projection, blocks_of
 from optimus.plan.collectives import Collective, Place, collective_seconds, transfer_seconds
 from optimus.plan.machine import Machine
@@ -87,7 +87,7 @@ class Work:
         """Seconds of making so many matrices orthogonal at once (`optim.muon.orthogonalise`)."""
         short, long = sorted((rows, columns))
         products = (short, short, long), (short, short, short), (short, long, short)
-        return _STEPS * sum(self._product(*sizes, number, self._plain).forward.matmul for sizes in products)
+        return STEPS * sum(self._product(*sizes, number, self._plain).forward.matmul for sizes in products)
 
     # ---- Modules ----
 

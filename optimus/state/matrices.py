@@ -103,11 +103,17 @@ class OverBlocks:
         self._order = sorted(range(self._group.size), key=places.__getitem__)  # of their blocks, row by row
         self._place = sorted(range(self._group.size), key=self._order.__getitem__)
         self._down = len({row for row, _ in places})
+        self.ranks = self._group.size
+
+    @property
+    def how(self) -> tuple[object, ...]:
+        """Who has which block: equal for parameters whose blocks can be exchanged together."""
+        return *self._group.ranks, *self._order, self._down
 
     def __call__(self, function: Callable[[Tensor], Tensor], x_Nrc: Tensor) -> Tensor:
         """The blocks of `function` of the whole matrices; all ranks of the group must call."""
         number, r, c = x_Nrc.shape
-        ranks = self._group.size
+        ranks = self.ranks
         across = ranks // self._down
         share = [(number + i) // ranks for i in range(ranks)]
         own = share[self._group.rank]

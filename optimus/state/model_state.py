@@ -62,13 +62,13 @@ class ModelState:
             sharing = [groups.dividing(parts) for parts in steps]
             if not plan.rule.trains:
                 return Chunk(plan, sharing, device)
-            blocks = [slot for slot in plan.slots if plan.rule.matrices and split_axes(slot.layout, groups.mesh)]
+            split = [slot for slot in plan.slots if plan.rule.matrices and split_axes(slot.layout, groups.mesh)]
             return TrainedChunk(
                 plan,
                 sharing,
                 groups.dividing(copies),
                 device,
-                whole={slot.name: OverBlocks(groups, slot.layout) for slot in blocks},
+                blocks={slot.name: OverBlocks(groups, slot.layout) for slot in split},
                 piece=piece,
                 started=self._limit_reductions,
                 step=groups.step,

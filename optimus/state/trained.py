@@ -22,7 +22,7 @@ from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.optim.rule import Now, Whole, as_they_are
 from optimus.state.buffers import Held, aligned
 from optimus.state.chunk import Chunk
-from optimus.state.matrices import Matrices
+from optimus.state.matrices import Matrices, OverBlocks
 from optimus.state.plan import ChunkPlan
 from optimus.step_context import StepContext
 
@@ -60,7 +60,7 @@ class TrainedChunk(Chunk):
     Flat buffers beside those of `Chunk`: `gradient` (gradient type) of the whole chunk, and `reduced`, a view of what is
     kept of it: of the part that this rank's optimizer updates.
 
-    `whole`: for parameters of which ranks have blocks of each matrix, by name, how a rule's function of matrices is applied.
+    `blocks`: by name of a parameter of which ranks have blocks of each matrix, how a rule's function of matrices is applied.
     `piece`: elements per all-reduce of gradients. `started` is called when a reduction that holds memory has begun. `step`
     may defer gradients.
     """
@@ -72,14 +72,14 @@ class TrainedChunk(Chunk):
         copies: Group,
         device: torch.device,
         *,
-        whole: Mapping[str, Whole] | None = None,
+        blocks: Mapping[str, OverBlocks] | None = None,
         piece: int | None = None,
         started: Callable[["TrainedChunk"], None] = lambda chunk: None,
         step: StepContext | None = None,
     ) -> None:
         super().__init__(plan, groups, device)
         self._watch, self.copies = copies.watch, copies.unwatched  # only what enters the sums is watched
-        self._whole = dict.fromkeys((slot.name for slot in plan.slots), as_they_are) | dict(whole or {})
+        self._blocks = blocks or {}
         self._piece, self._started, self._step = piece, started, step
         depths = plan.depths
         self.gradient = self._made["gradients"]
@@ -253,16 +253,32 @@ class TrainedChunk(Chunk):
                 for parts in zip(*(buffer.split(aligned(tile, self.plan.align)) for buffer in buffers))
             )
             return
-        part = self.plan.part
+        part, split = self.plan.part, dict[tuple[object, ...], tuple[OverBlocks, Matrices, list[int]]]()
         for slot in self.plan.slots:
             found = Matrices.of(slot.start, slot.shape)
             numbers = found.within(part.start, part.stop)
-            together = max(1, tile // found.size)
-            for first in numbers[::together]:
-                last = min(first + together, numbers.stop)
-                begin, end = (found.start + each * found.size - part.start for each in (first, last))
-                shape = last - first, found.rows, found.columns
-                yield self._whole[slot.name], [buffer[begin:end].view(shape) for buffer in buffers]
+            first = found.start - part.start
+            if (over := self._blocks.get(slot.name)) is not None:
+                *_, places = split.setdefault((over.how, found.rows, found.columns), (over, found, []))
+                places += [first + number * found.size for number in numbers]
+                continue
+            for some in _batches(numbers, max(1, tile // found.size)):
+                here = slice(first + some[0] * found.size, first + (some[-1] + 1) * found.size)
+                yield as_they_are, [buffer[here].view(-1, found.rows, found.columns) for buffer in buffers]
+        for over, each, places in split.values():
+            # One for each rank at least, of whatever parameters: copies, as they lie apart.
+            for those in _batches(places, max(over.ranks, tile // each.size)):
+                views = [[buffer[at : at + each.size].view(each.rows, -1) for at in those] for buffer in buffers]
+                weight, own, gradient, *kept = map(torch.stack, views)
+                yield over, [weight, own, gradient, *kept]
+                changed = [(views[0], weight), *zip(views[3:], kept)]
+                changed += [(views[1], own)] if self.master is not self.own else []
+                for theirs, made in changed:
+                    torch._foreach_copy_(theirs, [*made])
+
+
+def _batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    return (numbers[first : first + size] for first in range(0, len(numbers), size))
 
 
 def _before_accumulation(own: "weakref.ref[TrainedChunk]", gradient: Tensor | None) -> None:

@@ -9,7 +9,6 @@ from helpers.drawing import MODELS, short_run
 from helpers.traffic import counting
 from helpers.whole import whole_state
 from optimus.bench.steps import Steps
-from optimus.state.matrices import OverBlocks
 from optimus.testing import run_ranks
 
 KEPT = {"adamw": (2, 2), "lion": (1, 1), "muon": (1, 2), "schedule-free": (2, 2)}  # of matrices, and of the rest
@@ -71,7 +70,7 @@ def sent(config: dict[str, Any]) -> tuple[dict[str, int], int, int]:
         min(slot.end, chunk.plan.part.stop) - max(slot.start, chunk.plan.part.start)
         for chunk in state.chunks
         for slot in chunk.plan.slots
-        if isinstance(chunk._whole[slot.name], OverBlocks)
+        if slot.name in chunk._blocks
         if slot.start < chunk.plan.part.stop and chunk.plan.part.start < slot.end
     )
     return dict(traffic.bytes), sum(chunk.plan.size for chunk in state.chunks), of_blocks
