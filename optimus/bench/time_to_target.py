@@ -191,10 +191,10 @@ class Sweep:
 
     def curve(self, model: str, name: str, rate: float, seed: int) -> Curve:
         """That of one run."""
-        config = config_of(model, CONTESTANTS[name], rate, seed, self._length)
-        key = hashlib.sha256(f"{config.model_dump_json()} {self._length} {self._digest}".encode()).hexdigest()
+        settings = settings_of(model, CONTESTANTS[name], rate, seed, self._length)
+        key = hashlib.sha256(json.dumps([settings, self._length, self._digest]).encode()).hexdigest()
         if key not in self._known:
-            self._known[key] = curve = train(config, self._text, self._length.every)
+            self._known[key] = curve = train(load_config(settings), self._text, self._length.every)
             print(f"{model}, {name}, learning rate {rate:g}, seed {seed}: {curve.losses[-1]:.4f}", flush=True)
             if self._path is not None:
                 with self._path.open("a", encoding="utf-8") as file:
@@ -208,25 +208,23 @@ def rates(contestant: Contestant, model: str) -> list[float]:
     return [contestant.rate[model] * factor for factor in _FACTORS]
 
 
-def config_of(model: str, contestant: Contestant, rate: float, seed: int, length: Length) -> RunConfig:
-    """The configuration of one run."""
-    return load_config(
-        {
-            "model": {**_SHAPE, **MODELS[model]},
-            "data": {"path": ""},
-            "train": {
-                "output": "",
-                "steps": length.steps,
-                "global_batch": BATCH,
-                "micro_batch": BATCH,
-                "context": CONTEXT,
-                "precision": "float32",
-                "seed": seed,
-            },
-            "optimizer": {"name": contestant.rule},
-            "schedule": {"name": contestant.schedule, "peak": rate, "minimum": rate / 10},
-        }
-    )
+def settings_of(model: str, contestant: Contestant, rate: float, seed: int, length: Length) -> dict[str, Any]:
+    """The configuration of one run, as a user gives it."""
+    return {
+        "model": {**_SHAPE, **MODELS[model]},
+        "data": {"path": ""},
+        "train": {
+            "output": "",
+            "steps": length.steps,
+            "global_batch": BATCH,
+            "micro_batch": BATCH,
+            "context": CONTEXT,
+            "precision": "float32",
+            "seed": seed,
+        },
+        "optimizer": {"name": contestant.rule},
+        "schedule": {"name": contestant.schedule, "peak": rate, "minimum": rate / 10},
+    }
 
 
 def train(config: RunConfig, text: Text, every: int) -> Curve:

@@ -6,7 +6,19 @@ from pathlib import Path
 import pytest
 
 from optimus.bench import time_to_target
-from optimus.bench.time_to_target import CONTESTANTS, MODELS, QUICK, Curve, found_of, profile, rates, read_text, versus
+from optimus.bench.time_to_target import (
+    CONTESTANTS,
+    MODELS,
+    QUICK,
+    Curve,
+    found_of,
+    profile,
+    rates,
+    read_text,
+    settings_of,
+    versus,
+)
+from optimus.config import load_config
 from optimus.errors import UserError
 
 
@@ -45,8 +57,8 @@ def test_runs_of_a_seed_have_the_same_beginning_and_repeat(text: Path) -> None:
     read = read_text(text, QUICK.held_out)
 
     def losses(name: str, seed: int = 0) -> list[float]:
-        config = time_to_target.config_of("dense", CONTESTANTS[name], 1e-3, seed, QUICK)
-        return time_to_target.train(config, read, QUICK.every).losses
+        settings = settings_of("dense", CONTESTANTS[name], 1e-3, seed, QUICK)
+        return time_to_target.train(load_config(settings), read, QUICK.every).losses
 
     adamw, muon, other = losses("adamw"), losses("muon"), losses("adamw", seed=1)
     assert losses("adamw") == adamw
@@ -58,8 +70,8 @@ def test_runs_of_a_seed_have_the_same_beginning_and_repeat(text: Path) -> None:
 def test_measuring_changes_nothing(text: Path) -> None:
     """Not even where what is measured are other weights than those that are trained."""
     read = read_text(text, QUICK.held_out)
-    config = time_to_target.config_of("dense", CONTESTANTS["schedule_free"], 1e-3, 0, QUICK)
-    often, seldom = (time_to_target.train(config, read, every).losses for every in (1, 2))
+    settings = settings_of("dense", CONTESTANTS["schedule_free"], 1e-3, 0, QUICK)
+    often, seldom = (time_to_target.train(load_config(settings), read, every).losses for every in (1, 2))
     assert often[::2] == seldom
 
 
