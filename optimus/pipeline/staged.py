@@ -52,9 +52,8 @@ class StagePartition(NamedTuple):
     blocks: Sequence[range]
     here: Sequence[int]
     vocabulary: bool = False  # whether every rank has a part of it, whose parameters are of no stage, which is -1
-    trained_from: int = (
-        -1
-    )  # no stage before it has a parameter that is trained, so what comes into it needs no gradient
+    # No stage before it has a parameter that is trained, so what comes into it needs no gradient.
+    trained_from: int = -1
 
     @property
     def has_first(self) -> bool:

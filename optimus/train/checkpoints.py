@@ -154,7 +154,7 @@ def _go_on(run: Run, path: Path, *, full: bool) -> int:
     run.skipped = description.progress["skipped"]
     if (
         path.parent == run.folder / "checkpoints"
-        and description.config["train"].get("freeze") == run.config.train.freeze
+        and description.config.get("train", {}).get("freeze") == run.config.train.freeze
     ):
         run.frozen = description.frozen
     _restore_random(description, run.device)

@@ -27,7 +27,7 @@ def train(
 
     `ranks` processes on this machine share every global batch (default: as many as `parallel` asks for); under a launcher
     that sets WORLD_SIZE, such as torchrun, this process is one of its ranks. `resume` continues from the newest checkpoint
-    in `train.output`; with `fresh_optimizer` from its weights alone, as `optimus.rollback` does. `check` validates
+    in `train.output`; with `fresh_optimizer` from its weights alone, as after a rollback to them. `check` validates
     everything, every checksum of the data included, and runs nothing.
 
     Raises `UserError` for anything that the user can mend, before any process is started wherever that is possible; it is a
