@@ -18,6 +18,7 @@ from torch import Tensor
 
 from optimus.comm.exchange import add_up, gather, scatter, shift
 from optimus.comm.recorder import Recorder
+from optimus.comm.scratch import Scratch
 from optimus.comm.watch import Watch
 from optimus.errors import UserError
 from optimus.mesh import Mesh
@@ -46,8 +47,10 @@ class Group:
         recorder: Recorder | None = None,
         watch: Watch | None = None,
         step: StepContext | None = None,
+        scratch: Scratch | None = None,
     ) -> None:
         self.step = step or StepContext()
+        self._scratch = scratch or Scratch()
         self.ranks = list(ranks)
         self.watch = watch  # of what leaves and comes
         self._recorder = recorder or Recorder()
@@ -61,7 +64,8 @@ class Group:
     @property
     def unwatched(self) -> "Group":
         """The same group, of which nothing is noted."""
-        return Group(self.ranks, self.rank, self._handle, self._tag, recorder=self._recorder, step=self.step)
+        shared = {"recorder": self._recorder, "step": self.step, "scratch": self._scratch}
+        return Group(self.ranks, self.rank, self._handle, self._tag, **shared)
 
     @property
     def _point_to_point(self) -> bool:
@@ -107,13 +111,14 @@ class Group:
 
     def _start_scattering(self, tensor: Tensor, out: Tensor, parts: Sequence[Tensor]) -> Finish:
         own = parts[self.rank]
-        received = own.new_empty(self.size - 1, *own.shape)
+        received = self._scratch.lend(own, self.size - 1, own.shape)
         call = partial(scatter, parts, received, self.ranks, self.rank, self._handle)
         wait = self._start("reduce_scatter", tensor, call, tensor)
 
         def finish() -> None:
             wait()
             add_up(own, received, self.rank, out)
+            self._scratch.give_back(received)
 
         return finish
 
@@ -319,7 +324,7 @@ class Groups:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._made: dict[tuple[tuple[int, ...], ...], Group] = {}
         self._apart = count(1)  # of groups that are not shared
-        self._noted = partial(Group, recorder=self.recorder, watch=self.watch, step=self.step)
+        self._noted = partial(Group, recorder=self.recorder, watch=self.watch, step=self.step, scratch=Scratch())
         self._along: dict[frozenset[str], Group] = {}
 
     @property
