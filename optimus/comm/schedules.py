@@ -1,9 +1,9 @@
 """Collectives as data: for each rank a list of rounds, for each round who sends which blocks to whom.
 
 The ranks of a group lie on `nodes` nodes with `per` on each, node by node: rank r is on node r // per. Block b of an
-all-gather is what rank b gives; a reduce-scatter is an all-gather backwards, in which what came is sent, as partial sums, and
-what was sent comes and is added; an all-reduce is the one and then the other. Block (a, b) of an all-to-all, as the number
-a * ranks + b, is what rank a has for rank b.
+all-gather is what rank b gives; a reduce-scatter is an all-gather backwards, in which what came is sent, as partial sums,
+and what was sent comes and is added; an all-reduce is the one and then the other. Block (a, b) of an all-to-all, as the
+number a * ranks + b, is what rank a has for rank b.
 
 Two levels: PCCL (dissertation on AxoNN, chapter 6; arXiv 2504.18658). Doubling: Bruck et al. 1997, for any number of ranks.
 """
@@ -197,7 +197,8 @@ def _messages(ranks: Sequence[Sequence[Round]], number: int) -> list[tuple[int, 
     rounds = [(rank, rounds[number]) for rank, rounds in enumerate(ranks) if number < len(rounds)]
     sent = [(rank, *message) for rank, each in rounds for message in each.sends]
     awaited = [(message.peer, rank, message.blocks) for rank, each in rounds for message in each.receives]
-    assert len(set(sent)) == len(sent) and set(sent) == set(awaited), f"round {number}: sent is not what is awaited"
+    assert len(set(sent)) == len(sent), f"round {number}: something is sent twice"
+    assert set(sent) == set(awaited), f"round {number}: sent is not what is awaited"
     return sent
 
 
