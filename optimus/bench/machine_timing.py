@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from optimus.comm.group import Group, Groups
+from optimus.comm import Division, Group, Groups
 from optimus.kernels.attention import causal_attention
 from optimus.kernels.matmul import Form, in_form, matmul
 from optimus.mesh import Mesh
@@ -310,7 +311,7 @@ def _overlap(clock: Clock, device: torch.device) -> float:
     """Share of a product's time beside which an all-reduce that takes as long goes on."""
     group, x = Groups(Mesh(dp=dist.get_world_size())).world, torch.ones(_MIDDLE * _MIDDLE * 4, device=device)
     call = _product(_MIDDLE, _MIDDLE, _MIDDLE, torch.float32, device)
-    moving, once = clock.seconds(lambda: group.sum(x)), clock.seconds(call)
+    moving, once = clock.seconds(lambda: group.all_reduce(x)), clock.seconds(call)
     times = math.ceil(moving / once)
 
     def compute() -> None:
@@ -318,7 +319,7 @@ def _overlap(clock: Clock, device: torch.device) -> float:
             call()
 
     def both() -> None:
-        finish = group.start_sum(x)
+        finish = group.all_reduce_async(x)
         compute()
         finish()
 
@@ -331,10 +332,11 @@ def _overlap(clock: Clock, device: torch.device) -> float:
 
 def _talked(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Talked]:
     ranks = dist.get_world_size()
-    groups = Groups(Mesh(dp=ranks))
+    divisions = {place: Division("rings", list(map(list, groups_of(place, ranks)))) for place in places(ranks)}
+    groups = Groups(Mesh(dp=ranks), divisions=divisions.values())
     kinds: list[Talk] = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-    for place in places(ranks):
-        group = groups.dividing(groups_of(place, ranks))
+    for place, division in divisions.items():
+        group = groups.dividing(division.parts)
         # A shift is the same in every group of a stride: one of two ranks is between the same two.
         for kind in [*kinds, "shift"] if place.size == 2 else kinds:
             for size in extent.sizes:
@@ -347,12 +349,12 @@ def _talked(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Talk
 def _talk(kind: Talk, x: Tensor, group: Group) -> Callable[[], Any]:
     """The library's own collective, as training uses it."""
     if kind == "all_reduce":
-        return lambda: group.sum(x)
+        return lambda: group.all_reduce(x)
     if kind == "all_to_all":
         rows, each = x.view(group.size, -1), [1] * group.size
-        return lambda: group.exchange(rows, each, each)
+        return lambda: group.all_to_all(rows, each, each)
     if kind == "shift":
         out = torch.empty_like(x)
-        return lambda: group.start_shift(x, out)()
+        return lambda: group.shift_async(x, out)()
     part = x.new_ones(x.numel() // group.size)
-    return (lambda: group.gather(x, part)) if kind == "all_gather" else (lambda: group.start_sum_part(x, part)())
+    return partial(group.all_gather if kind == "all_gather" else group.reduce_scatter, x, part)

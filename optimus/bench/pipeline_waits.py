@@ -122,7 +122,7 @@ def run_jobs(jobs: Sequence[Job]) -> list[list[Happened]]:
     _run(jobs[0]._replace(unit=0.0), streams, groups)  # makes the connections
     found = []
     for job in jobs:
-        groups.world.sum(torch.zeros(1))
+        groups.world.all_reduce(torch.zeros(1))
         found.append(_run(job, streams, groups))
     return found
 

@@ -51,7 +51,7 @@ def load_boxes(state: ModelState, read: Read, *, full: bool, send: Send = "broad
             chunk.begin()
         chunk.publish()
     readers = torch.tensor(float(send == "none" or any(each.reads for each in transfers)), device=device)
-    world.sum(readers)
+    world.all_reduce(readers)
     return int(readers)
 
 
@@ -104,7 +104,7 @@ def _read_and_send(transfers: Sequence[_Transfer], read: Read, send: Send) -> Us
             if send == "broadcast":
                 each.group.broadcast(whole, each.reader)
             else:
-                each.group.sum(whole.view(torch.int32))  # a sum of floats would lose the sign of zeros
+                each.group.all_reduce(whole.view(torch.int32))  # a sum of floats would lose the sign of zeros
             each.part.copy_(whole[each.chunk.plan.part])
     return failure
 

@@ -1,6 +1,11 @@
-"""Collectives between ranks."""
+"""Collectives between ranks: groups, the algorithms that they use, and handles of what is under way.
 
-from optimus.comm.group import CollectiveError, Finish, Group, Groups
+Read `group.py` first, then `algorithms.py` (which algorithm is used), `schedules.py` (what it is) and `exchange.py` (how it
+is carried out).
+"""
+
+from optimus.comm.group import CollectiveError, Group, Handle
+from optimus.comm.groups import Division, Groups
 from optimus.comm.turns import InTurn
 
-__all__ = ["CollectiveError", "Finish", "Group", "Groups", "InTurn"]
+__all__ = ["CollectiveError", "Division", "Group", "Groups", "Handle", "InTurn"]

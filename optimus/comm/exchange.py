@@ -1,36 +1,226 @@
-"""Reduce-scatter and all-gather over Gloo, part by part from rank to rank; and a shift to the next rank, over any backend.
+"""Schedules of collectives carried out by messages between ranks, a round at a time; over Gloo.
 
 Gloo's own reduce-scatter is an all-reduce of which most is thrown away, and its all-gather a ring whose time grows with the
-ranks. Here every rank sends each other one what it needs, (n - 1) / n of the tensor in all, which is the least that can be
-sent; the receives are posted first and straight into their places. Sums are added in rank order, so that all ranks that hold
-a copy of a part hold the same bits; those of floats at least in fp32, those of integers exactly.
+ranks. Here the receives of a round are posted before its sends, and straight into their places where the blocks of a message
+are neighbours in memory; else they are packed. Sums are added in rank order, in fp32 or the type of the addends if that is
+wider, integers exactly; so they are the same bits each time, and all ranks that hold a copy of a sum hold the same.
+
+An exchange is a generator: what it does up to a `yield` is to begin a round, and what follows waits for it. Several, the
+pieces of a large tensor, go on in turn, so that one is between nodes while another is on a node.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from optimus.comm.schedules import Message, Round
+from optimus.comm.scratch import Scratch
+
 TILE = 1 << 16  # elements of a sum that are added up at a time
 
-
-def gather(parts: Sequence[Tensor], part: Tensor, ranks: Sequence[int], rank: int, handle: Any) -> list[Any]:
-    """Begin to fill `parts` with the `part` of every rank of a group, in rank order."""
-    others = _others(len(ranks), rank)
-    if parts[rank].data_ptr() != part.data_ptr():
-        parts[rank].copy_(part)
-    works = [dist.irecv(parts[other], ranks[other], group=handle) for other in reversed(others) if len(parts[other])]
-    return works + [dist.isend(parts[rank], ranks[other], group=handle) for other in others if len(part)]
+Exchange = Iterator[None]
+_END = object()
 
 
-def scatter(parts: Sequence[Tensor], received: Tensor, ranks: Sequence[int], rank: int, handle: Any) -> list[Any]:
-    """Begin to fill `received` [n - 1, ...] with what the other ranks have for this one, in rank order, and send `parts`."""
-    others = _others(len(ranks), rank)
-    wanted = reversed(others) if len(parts[rank]) else ()
-    works = [dist.irecv(received[other - (other > rank)], ranks[other], group=handle) for other in wanted]
-    return works + [dist.isend(parts[other], ranks[other], group=handle) for other in others if len(parts[other])]
+class Link:
+    """Messages of one collective between the `ranks` of a group, told apart from those of others by a tag."""
+
+    def __init__(self, ranks: Sequence[int], handle: Any, tag: int, scratch: Scratch) -> None:
+        self.ranks, self.scratch = ranks, scratch
+        self._handle, self._tag = handle, tag
+
+    def receive(self, tensor: Tensor, peer: int) -> Any:
+        """Begin to fill `tensor` with what rank `peer` of the group sends next."""
+        return dist.irecv(tensor, self.ranks[peer], self._handle, self._tag)
+
+    def send(self, tensor: Tensor, peer: int) -> Any:
+        """Begin to send `tensor`."""
+        return dist.isend(tensor, self.ranks[peer], self._handle, self._tag)
+
+    def wait(self, works: Sequence[tuple[int, Any]]) -> None:
+        """For messages from and to these ranks. Raises `RuntimeError` that names the rank whose message failed."""
+        for peer, work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(f"rank {self.ranks[peer]}: {error}") from error
+
+
+class Codec:
+    """What partial sums between nodes are sent as. This one sends them as they are; another must give every rank that reads
+    a message the same numbers."""
+
+    def form(self, elements: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        """Elements and their type that are sent for so many of `dtype`."""
+        return elements, dtype
+
+    def write(self, numbers: Sequence[Tensor], out: Tensor) -> None:
+        """Blocks one after the other, as what is sent."""
+        for each, place in zip(numbers, out.split([len(each) for each in numbers])):
+            place.copy_(each)
+
+    def read(self, sent: Tensor) -> Tensor:
+        """The numbers, in any floating-point type."""
+        return sent
+
+
+class Rounded(Codec):
+    """As numbers of a narrower type."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def form(self, elements: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        return elements, self._dtype if dtype == torch.float32 else dtype
+
+
+AS_THEY_ARE = Codec()
+
+
+def carry_out(exchanges: Sequence[Exchange]) -> None:
+    """To their ends, a round of each in turn."""
+    while exchanges:
+        exchanges = [each for each in exchanges if next(each, _END) is not _END]
+
+
+class Work:
+    """Something to wait for, as torch's works are."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait
+
+
+class Driver:
+    """Carries exchanges on beside the caller, in the order in which they are given, in a thread of its own.
+
+    Each group has its own. Its ranks begin their collectives in one order, so that none waits for a rank that waits for it,
+    whatever they do in other groups.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Sequence[Exchange], Future[None]]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, exchanges: Sequence[Exchange]) -> Future[None]:
+        """The result waits for them."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="collectives")
+            self._thread.start()
+        future: Future[None] = Future()
+        self._queue.put((exchanges, future))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            exchanges, future = self._queue.get()
+            try:
+                carry_out(exchanges)
+            except Exception as error:  # whatever it is, who waits has it
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del exchanges, future
+
+
+def gather(rounds: Sequence[Round], blocks: Sequence[Tensor], link: Link) -> Exchange:
+    """Fill `blocks`, of which this rank has its own, or all that it sends, with those of the others."""
+    for each in rounds:
+        works, landings, lent = [], [], []
+        for message in _filled(each.receives, blocks):
+            places = [blocks[block] for block in message.blocks]
+            if (landing := _joined(places)) is None:
+                landing = _lend(link, places)
+                landings.append((landing, places))
+                lent.append(landing)
+            works.append((message.peer, link.receive(landing, message.peer)))
+        for message in _filled(each.sends, blocks):
+            leaving = [blocks[block] for block in message.blocks]
+            if (packed := _joined(leaving)) is None:
+                packed = _lend(link, leaving)
+                AS_THEY_ARE.write(leaving, packed)
+                lent.append(packed)
+            works.append((message.peer, link.send(packed, message.peer)))
+        yield
+        link.wait(works)
+        for landing, places in landings:
+            for part, place in zip(landing.split([len(each) for each in places]), places):
+                place.copy_(part)
+        for buffer in lent:
+            link.scratch.give_back(buffer)
+
+
+def reduce(
+    rounds: Sequence[Round],
+    blocks: Sequence[Tensor],
+    rank: int,
+    out: Tensor,
+    link: Link,
+    per: int | None = None,
+    between: Codec = AS_THEY_ARE,
+) -> Exchange:
+    """Fill `out` with the sum of this rank's block over the ranks. `out` may be that block; the others stay as they are.
+
+    Addends travel as they are, partial sums in fp32 or the type of the addends if that is wider; with `per` ranks on a node,
+    those that leave it in the form that `between` gives them.
+    """
+    wide, sums = _wide(out.dtype), dict[int, Tensor]()
+    kept: list[Tensor] = []  # buffers of sums that have not been sent
+
+    def leaves(message: Message) -> bool:
+        return per is not None and message.peer // per != rank // per
+
+    for number, each in enumerate(rounds):
+        works, landings, lent = [], [], []
+        for message in _filled(each.receives, blocks):
+            codec = between if number and leaves(message) else AS_THEY_ARE
+            length = sum(len(blocks[block]) for block in message.blocks)
+            landing = link.scratch.lend(*codec.form(length, wide if number else out.dtype), out.device)
+            landings.append((message, codec, landing))
+            lent.append(landing)
+            works.append((message.peer, link.receive(landing, message.peer)))
+        for message in _filled(each.sends, blocks):
+            leaving = [sums.get(block, blocks[block]) for block in message.blocks]
+            codec = between if number and leaves(message) else AS_THEY_ARE
+            elements, dtype = codec.form(sum(map(len, leaving)), wide if number else out.dtype)
+            as_is = codec is AS_THEY_ARE and all(part.dtype == dtype for part in leaving)
+            if (packed := _joined(leaving) if as_is else None) is None:
+                packed = link.scratch.lend(elements, dtype, out.device)
+                codec.write(leaving, packed)
+                lent.append(packed)
+            works.append((message.peer, link.send(packed, message.peer)))
+        yield
+        link.wait(works)
+        if landings:
+            summed = landings[0][0].blocks
+            own = [sums.get(block, blocks[block]) for block in summed]
+            if (mine := _joined(own)) is None:
+                mine = link.scratch.lend(sum(map(len, own)), wide, out.device)
+                AS_THEY_ARE.write(own, mine)
+                lent.append(mine)
+            total = out
+            if each is not rounds[-1]:
+                total = link.scratch.lend(len(mine), wide, out.device)
+                kept.append(total)
+            came = {message.peer: codec.read(landing) for message, codec, landing in landings}
+            add_up([came.get(peer, mine) for peer in sorted([*came, rank])], total)
+            sums |= zip(summed, total.split([len(blocks[block]) for block in summed]))
+        for buffer in lent:
+            link.scratch.give_back(buffer)
+    for buffer in kept:
+        link.scratch.give_back(buffer)
+
+
+def in_pieces(blocks: Sequence[Tensor], pieces: int) -> list[Sequence[Tensor]]:
+    """Blocks for each of so many exchanges: a part of every one."""
+    if pieces == 1:
+        return [blocks]
+    return list(zip(*(block.tensor_split(pieces) for block in blocks)))
 
 
 def shift(tensor: Tensor, out: Tensor, ranks: Sequence[int], rank: int, handle: Any) -> list[Any]:
@@ -40,21 +230,45 @@ def shift(tensor: Tensor, out: Tensor, ranks: Sequence[int], rank: int, handle: 
     return dist.batch_isend_irecv([receive, dist.P2POp(dist.isend, tensor, following, handle)])
 
 
-def add_up(own: Tensor, received: Tensor, rank: int, out: Tensor) -> None:
-    """`out` is the sum of `received` [n - 1, ...] with `own` inserted at `rank`: a tile at a time in cache.
+def add_up(rows: Sequence[Tensor], out: Tensor) -> None:
+    """`out` is the sum of `rows`, at least two, in their order: a tile at a time in cache. It may be one of them.
 
     Floats are added at least in fp32. Integers are added as they are: fp32 has no place for their low bits.
     """
-    wide = torch.promote_types(own.dtype, torch.float32) if own.is_floating_point() else own.dtype
-    rows = [*received[:rank].flatten(1), own.flatten(), *received[rank:].flatten(1)]
-    for start in range(0, own.numel(), TILE):
+    wide = _wide(out.dtype)
+    for start in range(0, len(out), TILE):
         first, *others, last = (row[start : start + TILE] for row in rows)
         total = first.to(wide)
         for other in others:
             total = total + other
-        torch.add(total, last, out=out.flatten()[start : start + TILE])  # `out` may be a row: it is written last
+        torch.add(total, last, out=out[start : start + TILE])  # `out` may be a row: it is written last
 
 
-def _others(size: int, rank: int) -> list[int]:
-    """The other ranks, beginning with the next, so that not all send to the same one first."""
-    return [(rank + i) % size for i in range(1, size)]
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which sums are made."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
+def _filled(messages: Sequence[Message], blocks: Sequence[Tensor]) -> list[Message]:
+    """Those with anything in them: parts may be empty."""
+    return [message for message in messages if any(len(blocks[block]) for block in message.blocks)]
+
+
+def _lend(link: Link, like: Sequence[Tensor]) -> Tensor:
+    """Room for these one after the other."""
+    return link.scratch.lend(sum(map(len, like)), like[0].dtype, like[0].device)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """One tensor of `parts`, where each begins in memory where the one before ends."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    end = first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != end and len(part):
+            return None
+        end += part.nbytes
+    if any(part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() for part in parts):
+        return None
+    return first.as_strided((sum(map(len, parts)),), (1,))

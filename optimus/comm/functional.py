@@ -110,7 +110,7 @@ def start_gathered(x: Tensor, group: Group) -> Callable[[], Tensor]:
     if group.size == 1:
         return lambda: x
     out = x.new_empty(len(x) * group.size, *x.shape[1:])
-    finish = group.start_gather(out, x.contiguous())
+    finish = group.all_gather_async(out, x.contiguous())
     return lambda: (finish(), out)[1]
 
 
@@ -124,7 +124,7 @@ def start_summed(x: Tensor, group: Group) -> Callable[[], Tensor]:
     if group.size == 1:
         return lambda: x
     out = x.new_empty(len(x) // group.size, *x.shape[1:])
-    finish = group.start_sum_part(x.contiguous(), out)
+    finish = group.reduce_scatter_async(x.contiguous(), out)
     return lambda: (finish(), out)[1]
 
 
@@ -142,7 +142,7 @@ def start_total(x: Tensor, group: Group) -> Callable[[], Tensor]:
     """Begin an all-reduce of contiguous `x`, in place; the result gives it."""
     if group.size == 1:
         return lambda: x
-    finish = group.start_sum(x)
+    finish = group.all_reduce_async(x)
     return lambda: (finish(), x)[1]
 
 
@@ -152,26 +152,26 @@ def _same(x: Tensor, group: Group) -> Tensor:
 
 def _whole_rows(x: Tensor, group: Group) -> Tensor:
     rows = len(x) // group.size
-    came = group.exchange(x, [rows] * group.size, [rows] * group.size)
+    came = group.all_to_all(x, [rows] * group.size, [rows] * group.size)
     return came.unflatten(0, (group.size, rows)).transpose(0, 1).flatten(1)
 
 
 def _whole_columns(x: Tensor, group: Group) -> Tensor:
     leaving = x.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1)
-    return group.exchange(leaving, [len(x)] * group.size, [len(x)] * group.size)
+    return group.all_to_all(leaving, [len(x)] * group.size, [len(x)] * group.size)
 
 
 def _exchanged(send: Sequence[int], receive: Sequence[int], x: Tensor, group: Group) -> Tensor:
-    return group.exchange(x, send, receive)
+    return group.all_to_all(x, send, receive)
 
 
 def _gathered_uneven(rows: Sequence[int], x: Tensor, group: Group) -> Tensor:
-    return group.exchange(torch.cat([x] * group.size), [len(x)] * group.size, rows)
+    return group.all_to_all(torch.cat([x] * group.size), [len(x)] * group.size, rows)
 
 
 def _summed_uneven(rows: Sequence[int], x: Tensor, group: Group) -> Tensor:
     own = rows[group.rank]
-    return group.exchange(x, rows, [own] * group.size).unflatten(0, (group.size, own)).sum(0)
+    return group.all_to_all(x, rows, [own] * group.size).unflatten(0, (group.size, own)).sum(0)
 
 
 def _applied(x: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:

@@ -1,41 +1,77 @@
-"""Groups of ranks along axes of the mesh, and the collectives on them. A group of one needs no process group.
+"""A group of ranks and its collectives. A group of one needs no process group.
 
 A collective that fails, because a peer has died or did not come in time, ends in one message that names the collective, its
-group and its size; `start_*` begin one and return what finishes it, so that work can be done in between.
+group and its size; `*_async` begin one and return a handle, which is called to wait for it, so that work can be done in
+between.
 """
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
+from copy import copy
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from optimus.comm.exchange import add_up, gather, scatter, shift
+from optimus.comm.algorithms import OWN, Kind, Measured, choose, pieces, rounds
+from optimus.comm.exchange import (
+    AS_THEY_ARE,
+    Codec,
+    Driver,
+    Exchange,
+    Link,
+    Work,
+    carry_out,
+    gather,
+    in_pieces,
+    reduce,
+    shift,
+)
 from optimus.comm.recorder import Recorder
+from optimus.comm.schedules import Round, Shape, everyone
 from optimus.comm.scratch import Scratch
+from optimus.comm.two_groups import all_gather_in_two_groups, all_reduce_in_two_groups, reduce_scatter_in_two_groups
 from optimus.comm.watch import Watch
 from optimus.errors import UserError
-from optimus.mesh import Mesh
 from optimus.step_context import StepContext
 
-Finish = Callable[[], None]
+Handle = Callable[[], None]
+"""Waits for what has been begun."""
+Begin = Callable[[int], Any]
+"""Begins the collective of this number in its group: a work, or several."""
 T = TypeVar("T")
 
-LONG_SUM = 1 << 20  # elements from which on a sum over Gloo is sent from rank to rank, in less time than in its ring
+TAGS = 1 << 16  # of messages of collectives that are under way in a group
+EVERYONE = "everyone"
+LITTLE = 1 << 16  # bytes of which each rank sends all to all, instead of parts of it and then of the sum
 
 
 class CollectiveError(UserError):
     """A collective did not come to its end. The ranks are not in step any more: nothing collective can follow."""
 
 
+@dataclass
+class Shared:
+    """What the groups of a rank have in common."""
+
+    recorder: Recorder = field(default_factory=Recorder)
+    watch: Watch | None = None  # of what leaves and comes
+    step: StepContext = field(default_factory=StepContext)
+    scratch: Scratch = field(default_factory=Scratch)
+    measured: Measured | None = None  # of this machine's collectives
+    partial_sums: Codec = AS_THEY_ARE  # how they go from node to node
+
+
 class Group:
-    """`ranks` of the job, in order; `rank` is this process's place among them."""
+    """`ranks` of the job, in order; `rank` is this process's place among them, `shape` how they lie on nodes.
+
+    Over Gloo its collectives are those of `comm/algorithms.py`, chosen by what `shared.measured` says; over other backends
+    the backend's own, or of two levels in groups across and within nodes, `levels`, where it says so.
+    """
 
     def __init__(
         self,
@@ -44,109 +80,187 @@ class Group:
         handle: Any = None,
         tag: int = 0,
         *,
-        recorder: Recorder | None = None,
-        watch: Watch | None = None,
-        step: StepContext | None = None,
-        scratch: Scratch | None = None,
+        shape: Shape | None = None,
+        shared: Shared | None = None,
+        levels: "tuple[Group, Group] | None" = None,
     ) -> None:
-        self.step = step or StepContext()
-        self._scratch = scratch or Scratch()
         self.ranks = list(ranks)
-        self.watch = watch  # of what leaves and comes
-        self._recorder = recorder or Recorder()
-        self._name = f"{_few(self.ranks)}{f' ({tag})' if tag else ''}"
-        self._recorder.begun.setdefault(self._name, 0)  # who has begun none yet is behind those that have
         self.size = len(self.ranks)
         self.rank = rank
-        self._handle = handle
-        self._tag = tag  # of messages
+        self.shape = shape or Shape(1, self.size)
+        self._shared = shared or Shared()
+        self.step, self.watch = self._shared.step, self._shared.watch
+        self._recorder = self._shared.recorder
+        self._name = f"{_few(self.ranks)}{f' ({tag})' if tag else ''}"
+        self._recorder.begun.setdefault(self._name, 0)  # who has begun none yet is behind those that have
+        self._handle, self._tag = handle, tag  # of messages
+        self._levels = levels
+        self._driver = Driver()
 
     @property
     def unwatched(self) -> "Group":
         """The same group, of which nothing is noted."""
-        shared = {"recorder": self._recorder, "step": self.step, "scratch": self._scratch}
-        return Group(self.ranks, self.rank, self._handle, self._tag, **shared)
+        other = copy(self)
+        other.watch = None
+        return other
+
+    def tagged(self, tag: int) -> "Group":
+        """The same group for messages of their own."""
+        return Group(self.ranks, self.rank, self._handle, tag, shape=self.shape, shared=self._shared)
 
     @property
-    def _point_to_point(self) -> bool:
+    def _by_messages(self) -> bool:
         return self.size > 1 and dist.get_backend(self._handle) == "gloo"
 
-    def _collective(self, call: Callable[..., Any], *args: Any, **options: Any) -> Callable[[], Any]:
+    def _collective(self, call: Callable[..., Any], *args: Any, **options: Any) -> Begin:
         """What begins a collective of torch.distributed in this group."""
-        return partial(call, *args, **options, group=self._handle, async_op=True)
+        return lambda _: call(*args, **options, group=self._handle, async_op=True)
 
-    def start_sum(self, tensor: Tensor) -> Finish:
-        """Begin to replace `tensor` on every rank by its sum over the ranks (all-reduce)."""
-        if tensor.numel() >= LONG_SUM and tensor.numel() % self.size == 0 and self._point_to_point:
-            return self._start_long_sum(tensor.view(-1))
-        return self._start("all_reduce", tensor, self._collective(dist.all_reduce, tensor), tensor)
+    def algorithm(self, kind: Kind, size: int, dtype: torch.dtype) -> str:
+        """The name of the algorithm for a collective of `size` bytes (`comm/algorithms.py`)."""
+        name = choose(kind, self.shape, size, self._shared.measured)
+        if not self._by_messages:
+            # Unless it was measured to be slower, the backend's own.
+            return name if self._levels is not None else OWN
+        if name == OWN and kind == "all_reduce" and dtype.is_floating_point and dtype.itemsize < 4:
+            # Gloo's own adds in the type of the addends.
+            return EVERYONE if self.size == 2 or size < LITTLE else "direct"
+        return "direct" if name == OWN and kind in ("all_gather", "reduce_scatter") else name
 
-    def _start_long_sum(self, tensor: Tensor) -> Finish:
-        """An all-reduce as reduce-scatter and all-gather; the gather begins when the result is called."""
-        own = tensor.chunk(self.size)[self.rank]
-        finish_part = self._start_scattering(tensor, own, tensor.chunk(self.size))
+    def all_reduce_async(self, tensor: Tensor) -> Handle:
+        """Begin to replace `tensor` on every rank by its sum over the ranks."""
+        return self._all_reduce(tensor, beside=True)
 
-        def finish() -> None:
-            finish_part()
-            self.gather(tensor, own)
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace `tensor` on every rank by its sum over the ranks, in place."""
+        self._all_reduce(tensor)()
 
-        return finish
+    def _all_reduce(self, tensor: Tensor, beside: bool = False) -> Handle:
+        algorithm = self.algorithm("all_reduce", tensor.nbytes, tensor.dtype)
+        if algorithm == OWN or self.size == 1:
+            return self._start("all_reduce", tensor, self._collective(dist.all_reduce, tensor), tensor)
+        if self._levels is not None and tensor.numel() % self._levels[1].size == 0:
+            return all_reduce_in_two_groups(tensor, *self._levels)
+        flat, steps = tensor.view(-1), self._rounds(algorithm, "all_reduce")
+        half = len(steps) // 2
 
-    def start_sum_part(self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None) -> Finish:
-        """Begin to fill `out` with this rank's part of the sum of `tensor` over the ranks (reduce-scatter).
+        def exchange(blocks: Sequence[Tensor], link: Link) -> Exchange:
+            if algorithm == EVERYONE:
+                yield from self._reduced(steps, blocks, blocks[0], link)
+                return
+            yield from self._reduced(steps[:half], blocks, blocks[self.rank], link)
+            yield from gather(steps[half:], blocks, link)
+
+        blocks = flat.tensor_split(1 if algorithm == EVERYONE else self.size)
+        return self._exchanging("all_reduce", algorithm, tensor, blocks, exchange, len(steps), tensor, beside)
+
+    def reduce_scatter_async(self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None) -> Handle:
+        """Begin to fill `out` with this rank's part of the sum of `tensor` over the ranks.
 
         The parts are slices of dim 0 of `tensor`, of these `lengths` or equal ones, in rank order; `out` may be this rank's
         own slice of it. `tensor` must stay as it is until the result is called. If `out` is a slice of it, the rest holds
         nothing of use then.
         """
+        return self._reduce_scatter(tensor, out, lengths, beside=True)
+
+    def reduce_scatter(self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None) -> None:
+        """Fill `out` with this rank's part of the sum of `tensor` over the ranks; see `reduce_scatter_async`."""
+        self._reduce_scatter(tensor, out, lengths)()
+
+    def _reduce_scatter(
+        self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None, beside: bool = False
+    ) -> Handle:
         if self.size == 1 and out.data_ptr() != tensor.data_ptr():
             out.copy_(tensor)
         parts, equal = _slices(tensor, lengths or self.size)
-        if self._point_to_point:
-            return self._start_scattering(tensor, out, parts)
-        call = self._collective(dist.reduce_scatter, out, list(parts))
-        if equal:
-            call = self._collective(_newest("reduce_scatter_single", "reduce_scatter_tensor"), out, tensor)
-        return self._start("reduce_scatter", tensor, call, tensor)
+        algorithm = self.algorithm("reduce_scatter", tensor.nbytes, tensor.dtype)
+        if self._levels is not None and algorithm != OWN and equal:
+            return reduce_scatter_in_two_groups(tensor, out, *self._levels)
+        if not self._by_messages:
+            call = self._collective(dist.reduce_scatter, out, list(parts))
+            if equal:
+                call = self._collective(_newest("reduce_scatter_single", "reduce_scatter_tensor"), out, tensor)
+            return self._start("reduce_scatter", tensor, call, tensor)
+        steps = self._rounds(algorithm, "reduce_scatter")
 
-    def _start_scattering(self, tensor: Tensor, out: Tensor, parts: Sequence[Tensor]) -> Finish:
-        own = parts[self.rank]
-        received = self._scratch.lend(own, self.size - 1, own.shape)
-        call = partial(scatter, parts, received, self.ranks, self.rank, self._handle)
-        wait = self._start("reduce_scatter", tensor, call, tensor)
+        def exchange(piece: Sequence[Tensor], link: Link) -> Exchange:
+            *blocks, sum_ = piece
+            return self._reduced(steps, blocks, sum_, link)
 
-        def finish() -> None:
-            wait()
-            add_up(own, received, self.rank, out)
-            self._scratch.give_back(received)
+        blocks = [each.view(-1) for each in (*parts, out)]
+        return self._exchanging("reduce_scatter", algorithm, tensor, blocks, exchange, len(steps), tensor, beside)
 
-        return finish
-
-    def start_gather(self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None) -> Finish:
-        """Begin to fill dim 0 of `tensor` with the `part` of every rank, in rank order (all-gather).
+    def all_gather_async(self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None) -> Handle:
+        """Begin to fill dim 0 of `tensor` with the `part` of every rank, in rank order.
 
         The parts have these `lengths`, or equal ones; `part` may be this rank's own slice of `tensor`.
         """
+        return self._all_gather(tensor, part, lengths, beside=True)
+
+    def all_gather(self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None) -> None:
+        """Fill `tensor` with the `part` of every rank; see `all_gather_async`."""
+        self._all_gather(tensor, part, lengths)()
+
+    def _all_gather(
+        self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None, beside: bool = False
+    ) -> Handle:
         if self.size == 1 and part.data_ptr() != tensor.data_ptr():
             tensor.copy_(part)
         parts, equal = _slices(tensor, lengths or self.size)
-        if self._point_to_point:
-            exchange = partial(gather, parts, part, self.ranks, self.rank, self._handle)
-            return self._start("all_gather", tensor, exchange, part)
-        call = self._collective(dist.all_gather, list(parts), part)
-        if equal:
-            call = self._collective(_newest("all_gather_single", "all_gather_into_tensor"), tensor, part)
-        return self._start("all_gather", tensor, call, part)
+        algorithm = self.algorithm("all_gather", tensor.nbytes, tensor.dtype)
+        if self._levels is not None and algorithm != OWN and equal:
+            return all_gather_in_two_groups(tensor, part, *self._levels)
+        if not self._by_messages:
+            call = self._collective(dist.all_gather, list(parts), part)
+            if equal:
+                call = self._collective(_newest("all_gather_single", "all_gather_into_tensor"), tensor, part)
+            return self._start("all_gather", tensor, call, part)
+        steps = self._rounds(algorithm, "all_gather")
+        if parts[self.rank].data_ptr() != part.data_ptr():
+            parts[self.rank].copy_(part)
 
-    def sum(self, tensor: Tensor) -> None:
-        """Replace `tensor` on every rank by its sum over the ranks, in place."""
-        self.start_sum(tensor)()
+        def exchange(piece: Sequence[Tensor], link: Link) -> Exchange:
+            return gather(steps, piece, link)
 
-    def gather(self, tensor: Tensor, part: Tensor) -> None:
-        """Fill `tensor` with the `part` of every rank; see `start_gather`."""
-        self.start_gather(tensor, part)()
+        blocks = [each.view(-1) for each in parts]
+        return self._exchanging("all_gather", algorithm, tensor, blocks, exchange, len(steps), part, beside)
 
-    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def _rounds(self, algorithm: str, kind: Kind) -> Sequence[Round]:
+        return (
+            everyone(self.rank, self.size) if algorithm == EVERYONE else rounds(algorithm, kind, self.rank, self.shape)
+        )
+
+    def _reduced(self, rounds: Sequence[Round], blocks: Sequence[Tensor], out: Tensor, link: Link) -> Exchange:
+        return reduce(rounds, blocks, self.rank, out, link, self.shape.per, self._shared.partial_sums)
+
+    def _exchanging(
+        self,
+        name: str,
+        algorithm: str,
+        tensor: Tensor,
+        blocks: Sequence[Tensor],
+        exchange: Callable[[Sequence[Tensor], Link], Exchange],
+        rounds: int,
+        leaves: Tensor,
+        beside: bool,
+    ) -> Handle:
+        """Begin the `exchange` of blocks of `tensor`, in pieces. Rounds after the first go on `beside` what this rank does
+        meanwhile, or when the result is called."""
+
+        def begin(number: int) -> Work:
+            # Each of those that are under way in the group at once has a tag of its own, beyond those of messages.
+            link = Link(self.ranks, self._handle, (self._tag + 1) * TAGS + number % TAGS, self._shared.scratch)
+            under_way = [
+                exchange(each, link) for each in in_pieces(blocks, pieces(algorithm, self.shape, tensor.nbytes))
+            ]
+            for each in under_way:
+                next(each, None)
+            beside_us = beside and rounds > 1
+            return Work(self._driver.begin(under_way).result if beside_us else partial(carry_out, under_way))
+
+        return self._start(name, tensor, begin, leaves)
+
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Rows for and from each rank (all-to-all): `send[i]` rows of dim 0 go to rank i, `receive[i]` come from it.
 
         Both are in rank order. What each rank sends to another must be what that one expects.
@@ -158,7 +272,7 @@ class Group:
         self._start("all_to_all", rows, call, rows)()
         return out
 
-    def start_shift(self, tensor: Tensor, out: Tensor) -> Finish:
+    def shift_async(self, tensor: Tensor, out: Tensor) -> Handle:
         """Begin to send `tensor` to the next rank of the group, as a ring, and to fill `out` with that of the previous one.
 
         Both are contiguous and of one shape and type on all ranks. All ranks must begin their shifts in the same order, as
@@ -166,32 +280,32 @@ class Group:
         """
         if self.size == 1:
             out.copy_(tensor)
-        call = partial(shift, tensor, out, self.ranks, self.rank, self._handle)
-        return self._start("shift", tensor, call, tensor)
+        return self._start("shift", tensor, lambda _: shift(tensor, out, self.ranks, self.rank, self._handle), tensor)
 
-    def start_broadcast(self, tensor: Tensor, first: int) -> Finish:
+    def broadcast_async(self, tensor: Tensor, first: int) -> Handle:
         """Begin to replace `tensor` on every rank by that of the group's `first` rank."""
         call = self._collective(dist.broadcast, tensor, src=self.ranks[first])
         leaves = tensor if self.rank == first else None
         return self._start("broadcast", tensor, call, leaves, comes=self.rank != first)
 
-    def start_sum_at(self, tensor: Tensor, target: int) -> Finish:
+    def reduce_async(self, tensor: Tensor, target: int) -> Handle:
         """Begin to replace `tensor` on the rank `target` by the sum over the ranks; elsewhere it is used up (reduce)."""
         call = self._collective(dist.reduce, tensor, self.ranks[target])
         return self._start("reduce", tensor, call, tensor, comes=self.rank == target)
 
-    def start_send(self, tensor: Tensor, to: int, what: str = "send") -> Finish:
+    def send_async(self, tensor: Tensor, to: int, what: str = "send") -> Handle:
         """Begin to send `tensor`, contiguous, to rank `to` of the group; it must stay as it is until the result is called.
 
         Messages between two ranks are received in the order in which they are sent.
         """
+        at = self._between(self.rank, to)
         call = partial(dist.isend, tensor, self.ranks[to], self._handle, self._tag)
-        return self._start(what, tensor, call, tensor, comes=False, at=self._link(self.rank, to))
+        return self._start(what, tensor, lambda _: call(), tensor, comes=False, at=at)
 
-    def start_receive(self, tensor: Tensor, source: int, what: str = "receive") -> Finish:
+    def recv_async(self, tensor: Tensor, source: int, what: str = "receive") -> Handle:
         """Begin to fill `tensor`, contiguous, with what rank `source` of the group sends next."""
         call = partial(dist.irecv, tensor, self.ranks[source], self._handle, self._tag)
-        return self._start(what, tensor, call, at=self._link(source, self.rank))
+        return self._start(what, tensor, lambda _: call(), at=self._between(source, self.rank))
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """This rank waits inside the context for what others of the group do, but not in a collective."""
@@ -199,14 +313,14 @@ class Group:
 
     def broadcast(self, tensor: Tensor, first: int = 0) -> None:
         """Replace `tensor` on every rank by that of the group's `first` rank, in place."""
-        self.start_broadcast(tensor, first)()
+        self.broadcast_async(tensor, first)()
 
     def any(self, flag: bool, device: torch.device) -> bool:
         """Whether `flag` is set on any rank, so that all ranks take the same turn; `device` is what the group moves."""
         if self.size == 1:
             return flag
         one = torch.tensor(int(flag), device=device)
-        self.sum(one)
+        self.all_reduce(one)
         return bool(one.item())
 
     def collect(self, value: T) -> list[T]:
@@ -257,12 +371,12 @@ class Group:
         self,
         name: str,
         tensor: Tensor,
-        call: Callable[[], Any],
+        call: Begin,
         leaves: Tensor | None = None,
         *,
         comes: bool = True,
         at: str | None = None,
-    ) -> Finish:
+    ) -> Handle:
         """What `leaves`, whether something `comes`, and `at`: whom it is of, as the recorder knows it; else the group.
 
         A group of one has nothing to begin.
@@ -275,7 +389,7 @@ class Group:
             self.watch.leaves(leaves, name, (at, number))
         # To begin may be to wait: Gloo's threads and ours take turns.
         with self._waits(at, name, number, tensor):
-            started = call()
+            started = call(number)
         works = started if isinstance(started, list) else [started]
 
         def finish() -> None:
@@ -287,7 +401,7 @@ class Group:
 
         return finish
 
-    def _link(self, source: int, target: int) -> str:
+    def _between(self, source: int, target: int) -> str:
         """The way of messages from one rank to another: both count those of theirs, and nobody else takes part."""
         return f"{self.ranks[source]} to {self.ranks[target]}{f' ({self._tag})' if self._tag else ''}"
 
@@ -306,79 +420,6 @@ class Group:
                 f"{name} of {tensor.numel() * tensor.element_size():,} bytes over ranks {_few(self.ranks)} failed on rank "
                 f"{self.ranks[self.rank]}: {_cause(error)}"
             ) from error
-
-
-class Groups:
-    """The groups of this rank, made once per division of the ranks and shared by all who ask.
-
-    A rank makes the groups that it is in, and no others. Whoever makes process groups beside these must make as many on
-    every rank: see `_make`. NCCL, RCCL and oneCCL connect a group in its first collective; one without costs no memory.
-
-    `timeout`, in seconds, is how long a rank of one waits for the others; by default torch's.
-    """
-
-    def __init__(self, mesh: Mesh, timeout: float | None = None) -> None:
-        self.mesh = mesh
-        self.watch, self.recorder, self.step = Watch(), Recorder(), StepContext()
-        self._timeout = None if timeout is None else timedelta(seconds=timeout)
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self._made: dict[tuple[tuple[int, ...], ...], Group] = {}
-        self._apart = count(1)  # of groups that are not shared
-        self._noted = partial(Group, recorder=self.recorder, watch=self.watch, step=self.step, scratch=Scratch())
-        self._along: dict[frozenset[str], Group] = {}
-
-    @property
-    def world(self) -> Group:
-        """All ranks."""
-        return self.along("pp", "dp", "cp", "tp")
-
-    def origin(self) -> str | None:
-        """In which collective of this step something not finite left this rank that had not come from another; None if it
-        did not. All ranks must ask."""
-        spread = self.world.collect(self.watch.spread())
-        return self.watch.origin({place for rank, places in enumerate(spread) if rank != self.rank for place in places})
-
-    def along(self, *axes: str) -> Group:
-        """The ranks that differ from this one on `axes` only. All ranks must ask for new groups in the same order."""
-        key = frozenset(axes)
-        if key not in self._along:
-            self._along[key] = self.dividing(list(self.mesh.groups(axes)))
-        return self._along[key]
-
-    def streams(self, number: int, *axes: str) -> list[Group]:
-        """The group along `axes` so many times; what is sent in one of them waits for nothing sent in another.
-
-        All ranks must ask in the same order. Gloo tells messages apart by a tag; others need groups of their own.
-        """
-        group = self.along(*axes)
-        if group.size > 1 and dist.get_backend() == "gloo":
-            return [self._noted(group.ranks, group.rank, group._handle, tag) for tag in range(1, number + 1)]
-        return self.apart(number, *axes)
-
-    def apart(self, number: int, *axes: str) -> list[Group]:
-        """The group along `axes` so many times, each apart from all others: ranks may enter one of them before or after
-        another. All ranks must ask in the same order."""
-        parts = list(self.mesh.groups(axes))
-        return [self._make(parts, alone=next(self._apart)) for _ in range(number)]
-
-    def dividing(self, parts: Sequence[Sequence[int]]) -> Group:
-        """This rank's group where `parts` divide all ranks. All ranks must ask for new groups in the same order."""
-        key = tuple(tuple(part) for part in parts)
-        if key not in self._made:
-            self._made[key] = self._make(key)
-        return self._made[key]
-
-    def _make(self, parts: Sequence[Sequence[int]], alone: int = 0) -> Group:
-        """This rank's group; one of all ranks is torch's own, unless it is to be alone, with that number in its name.
-
-        Only its members make a group. torch names it by its ranks and the number of groups that the process has made before:
-        so that members give it one name, every rank makes one of each division, be it of itself alone, unless all are.
-        """
-        own = next(part for part in parts if self.rank in part)
-        handle = None
-        if max(map(len, parts)) > 1 and (alone or len(own) < self.mesh.size):
-            handle = dist.new_group(list(own), timeout=self._timeout, use_local_synchronization=True)
-        return self._noted(own, own.index(self.rank), handle, alone)
 
 
 def _newest(new: str, old: str) -> Callable[..., Any]:

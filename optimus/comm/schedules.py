@@ -78,6 +78,12 @@ def doubling(rank: int, ranks: int) -> list[Round]:
     return rounds
 
 
+def everyone(rank: int, ranks: int) -> list[Round]:
+    """Everything to all others in one round: an all-reduce of little, whose one block each rank adds up by itself."""
+    peers = tuple(Message(peer, (0,)) for peer in range(ranks) if peer != rank)
+    return [Round(peers, peers)]
+
+
 def two_levels(across: Schedule, within: Schedule) -> Callable[[int, Shape], list[Round]]:
     """Between nodes first, each rank with those of its place on the others; then on the node what has come.
 

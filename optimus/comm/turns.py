@@ -3,20 +3,20 @@
 from collections import deque
 from collections.abc import Callable
 
-from optimus.comm.group import Finish
+from optimus.comm.group import Handle
 
 
 class InTurn:
     """Collectives in turn: each begins when the one before has been waited for."""
 
     def __init__(self) -> None:
-        self._starts: deque[Callable[[], Finish]] = deque()
-        self._finish: Finish | None = None  # of the one under way
+        self._starts: deque[Callable[[], Handle]] = deque()
+        self._finish: Handle | None = None  # of the one under way
 
     def __bool__(self) -> bool:
         return self._finish is not None
 
-    def add(self, start: Callable[[], Finish]) -> None:
+    def add(self, start: Callable[[], Handle]) -> None:
         """Begin it when those before it are through: now, if there are none."""
         if self:
             self._starts.append(start)

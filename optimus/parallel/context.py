@@ -194,7 +194,7 @@ def _going_round(own: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
 def _start_shift(x: Tensor, group: Group) -> Callable[[], Tensor]:
     """Begin to send `x` to the next rank; the result gives that of the previous one."""
     came = torch.empty_like(x)
-    finish = group.start_shift(x, came)
+    finish = group.shift_async(x, came)
     return lambda: (finish(), came)[1]
 
 

@@ -5,7 +5,7 @@ the CPU: tokens, routes and their counts. Of a mesh there is one rank, and what 
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimus.comm import Group, Groups
+from optimus.comm import Division, Group, Groups, Handle
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
@@ -21,28 +21,35 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 class ShapeGroups(Groups):
     """The groups of the first rank of `mesh`, without a process group."""
 
+    def make(self, divisions: Iterable[Division]) -> None:
+        """There is nothing to make."""
+
     def dividing(self, parts: Sequence[Sequence[int]]) -> Group:
-        return ShapeGroup(parts[0], 0, step=self.step)
+        return ShapeGroup(parts[0], 0, shared=self._shared)
 
 
 class ShapeGroup(Group):
     """A group whose other ranks have and send what this one does; its collectives take no memory but their results'."""
 
-    def start_sum(self, tensor: Tensor) -> Callable[[], None]:
+    def _all_reduce(self, tensor: Tensor, beside: bool = False) -> Handle:
         return _done
 
-    def start_sum_part(self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None) -> Callable[[], None]:
+    def _reduce_scatter(
+        self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None, beside: bool = False
+    ) -> Handle:
         return _done
 
-    def start_gather(self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None) -> Callable[[], None]:
+    def _all_gather(
+        self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None, beside: bool = False
+    ) -> Handle:
         if not tensor.is_meta:
             tensor.view(self.size, *part.shape).copy_(part)
         return _done
 
-    def start_shift(self, tensor: Tensor, out: Tensor) -> Callable[[], None]:
+    def shift_async(self, tensor: Tensor, out: Tensor) -> Handle:
         return _done
 
-    def exchange(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         out = rows.new_empty(sum(receive), *rows.shape[1:])
         if not rows.is_meta:
             first = sum(send[: self.rank])

@@ -76,7 +76,7 @@ class SplitVocabulary(Vocabulary):
         return linear_cross_entropy(rows_TH, weight, target_T, count, self, self._step.forms, cap)
 
     def complete(self, logits_TV: Tensor) -> None:
-        self.columns.sum(logits_TV)
+        self.columns.all_reduce(logits_TV)
 
     def combine(self, lse_T: Tensor, chosen_T: Tensor) -> tuple[Tensor, Tensor]:
         all_P2T = gathered(torch.stack([lse_T, chosen_T])[None], self.parts)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 
-from optimus.comm import Finish, Group
+from optimus.comm import Group, Handle
 from optimus.pipeline.schedule import Action, Kind, Schedule, partner
 
 Message = tuple[Tensor, ...]
@@ -63,20 +63,20 @@ class Links:
         assert len(streams) == 2 * schedule.stages
         self.rank = streams[0].rank
         self._schedule, self._streams = schedule, streams
-        self._leaving: deque[tuple[Message, list[Finish]]] = deque()
+        self._leaving: deque[tuple[Message, list[Handle]]] = deque()
 
     def send(self, send: Action, message: Message) -> None:
         """Begin to send; the message is held until it is there. At most some per stage are under way."""
         stream, peer = self._stream(partner(send)), self._schedule.peer(send)
         where = f"{send} to rank {stream.ranks[peer]}"
-        self._leaving.append((message, [stream.start_send(tensor, peer, where) for tensor in message]))
+        self._leaving.append((message, [stream.send_async(tensor, peer, where) for tensor in message]))
         self.finish(but=2 * self._schedule.stages)
 
     def start_receive(self, receive: Action, room: Message) -> Callable[[], Message]:
         """Begin to receive into `room`, which the result, that waits for it, returns."""
         stream, peer = self._stream(receive), self._schedule.peer(receive)
         where = f"{receive} from rank {stream.ranks[peer]}"
-        finishes = [stream.start_receive(tensor, peer, where) for tensor in room]
+        finishes = [stream.recv_async(tensor, peer, where) for tensor in room]
 
         def finish() -> Message:
             for each in finishes:

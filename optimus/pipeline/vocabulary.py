@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from optimus.comm import Finish, Group, Groups
+from optimus.comm import Group, Groups, Handle
 from optimus.kernels.backend import compute_dtype
 from optimus.kernels.linear_cross_entropy import PartialSoftmax, complete_softmax, partial_softmax
 from optimus.model import Batch, Transformer
@@ -43,7 +43,7 @@ class _Logits(NamedTuple):
     edge: GradientEdge
     softmax: PartialSoftmax
     all_P2T: Tensor  # normalisers and chosen logits of all parts
-    finish: Finish
+    finish: Handle
 
 
 class VocabularyPasses:
@@ -73,7 +73,7 @@ class VocabularyPasses:
         self._outputs: dict[int, Tensor] = {}  # on the last stage's rank
         self._logits: dict[int, _Logits] = {}
         self._losses: dict[int, Tensor] = {}  # on the last stage's rank
-        self._under_way: dict[tuple[str, int], tuple[Tensor, Finish]] = {}  # what goes between the ranks, by its name
+        self._under_way: dict[tuple[str, int], tuple[Tensor, Handle]] = {}  # what goes between the ranks, by its name
 
     def run(self, kind: Kind, microbatch: int) -> None:
         """One pass."""
@@ -116,7 +116,7 @@ class VocabularyPasses:
         if x_TH.requires_grad:
             self._embedding_edges[microbatch] = get_gradient_edge(x_TH)
         x_TH = x_TH.detach()
-        finish = self._links.embeddings.start_sum_at(x_TH, self._links.first)
+        finish = self._links.embeddings.reduce_async(x_TH, self._links.first)
         self._under_way["embedding", microbatch] = x_TH, finish
 
     def _find_logits(self, microbatch: int) -> None:
@@ -130,7 +130,7 @@ class VocabularyPasses:
         softmax = partial_softmax(logits_TV, self._targets(microbatch), first, p_TV)
         own_2T = torch.stack([softmax.lse_T, softmax.chosen_T])
         all_P2T = own_2T.new_empty(group.size, *own_2T.shape)
-        finish = group.start_gather(all_P2T, own_2T[None])
+        finish = group.all_gather_async(all_P2T, own_2T[None])
         self._logits[microbatch] = _Logits(x_TH, edge, softmax, all_P2T, finish)
 
     def _find_loss(self, microbatch: int) -> None:
@@ -142,7 +142,7 @@ class VocabularyPasses:
         torch.autograd.backward(edge, grad_TV.to(x_TH.dtype))
         x_grad_TH = x_TH.grad
         assert x_grad_TH is not None
-        finish = self._links.output_gradients.start_sum_at(x_grad_TH, self._links.last)
+        finish = self._links.output_gradients.reduce_async(x_grad_TH, self._links.last)
         self._under_way["output gradient", microbatch] = x_grad_TH, finish
         if self._rank == self._links.last:
             self._losses[microbatch] = loss
@@ -167,7 +167,7 @@ class VocabularyPasses:
         """
         where = f"send of the {what} of microbatch {microbatch} to rank"
         others = [rank for rank in range(group.size) if rank != group.rank]
-        finishes = [group.start_send(tensor, rank, f"{where} {group.ranks[rank]}") for rank in others]
+        finishes = [group.send_async(tensor, rank, f"{where} {group.ranks[rank]}") for rank in others]
 
         def finish() -> None:
             for each in finishes:
@@ -181,7 +181,7 @@ class VocabularyPasses:
             return own.pop(microbatch)
         tensor = self._room(microbatch)
         where = f"receive of the {what} of microbatch {microbatch} from rank {group.ranks[source]}"
-        group.start_receive(tensor, source, where)()
+        group.recv_async(tensor, source, where)()
         return tensor
 
     def _finish(self, what: str, microbatch: int) -> None:

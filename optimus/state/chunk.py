@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from optimus.comm import Finish, Group, InTurn
+from optimus.comm import Group, Handle, InTurn
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.model.init import initialize_parameter
 from optimus.model.parameters import Initial
@@ -70,7 +70,7 @@ class Chunk:
         what is computed with."""
         return self.master if self.plan.rule.averages else self.own
 
-    def hold(self, until: Finish) -> None:
+    def hold(self, until: Handle) -> None:
         """Call `until`, once, before this rank's part changes: it returns when that has been copied."""
 
     def make_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -115,10 +115,10 @@ class Chunk:
             self._depth -= 1
             self._gathering.add(partial(self._start_gathering, self._depth))
 
-    def _start_gathering(self, depth: int) -> Finish:
+    def _start_gathering(self, depth: int) -> Handle:
         # By way of `data`: autograd must not take this for a change of what it has saved.
         whole, part = self._parameters_at(depth).data, self._parameters_at(depth + 1)
-        return self.groups[depth].start_gather(whole, part, self.plan.lengths(depth))
+        return self.groups[depth].all_gather_async(whole, part, self.plan.lengths(depth))
 
     def _parameters_at(self, depth: int) -> Tensor:
         """The extent of `depth`, in the longest buffer that is sure to have it."""

@@ -117,10 +117,10 @@ class OverBlocks:
         across = ranks // self._down
         share = [(number + i) // ranks for i in range(ranks)]
         own = share[self._group.rank]
-        blocks = self._group.exchange(x_Nrc, share, [own] * ranks).view(ranks, own, r, c)[self._order]
+        blocks = self._group.all_to_all(x_Nrc, share, [own] * ranks).view(ranks, own, r, c)[self._order]
         whole_NRC = (
             blocks.view(self._down, across, own, r, c).permute(2, 0, 3, 1, 4).reshape(own, self._down * r, across * c)
         )
         made = function(whole_NRC).view(own, self._down, r, across, c)
         blocks = made.permute(1, 3, 0, 2, 4).reshape(ranks, own, r, c)[self._place]
-        return self._group.exchange(blocks.flatten(0, 1), [own] * ranks, share)
+        return self._group.all_to_all(blocks.flatten(0, 1), [own] * ranks, share)

@@ -141,10 +141,10 @@ class ModelState:
         for chunk in self.trained:
             chunk.reduce_gradients()
             if "ends" in chunk.plan.slots[0].layout.same:
-                self.groups.along("ends").unwatched.sum(chunk.reduced)
+                self.groups.along("ends").unwatched.all_reduce(chunk.reduced)
             square += chunk.gradient_square_sum(self.tile) / (chunk.plan.copies if self._parted else 1)
         if self._parted:
-            self.groups.world.unwatched.sum(square)
+            self.groups.world.unwatched.all_reduce(square)
         return float(square.sqrt())
 
     def step(self, lr: float, gradient_scale: float) -> None:

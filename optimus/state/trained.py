@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from optimus.comm import Finish, Group, InTurn
+from optimus.comm import Group, Handle, InTurn
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.optim.rule import Now, Whole, as_they_are
 from optimus.state.buffers import Held, aligned
@@ -91,9 +91,9 @@ class TrainedChunk(Chunk):
         self._last = False  # this microbatch is the step's last
         self._summed = False  # `reduced` is, or is being, summed over all ranks
         self._reduction = InTurn()
-        self._reader: Finish | None = None  # waits for whoever copies this rank's part beside the training
+        self._reader: Handle | None = None  # waits for whoever copies this rank's part beside the training
 
-    def hold(self, until: Finish) -> None:
+    def hold(self, until: Handle) -> None:
         self._reader = until
 
     def make_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -197,10 +197,11 @@ class TrainedChunk(Chunk):
             self._reduction.add(partial(self._start_sum, self._kept_gradient, kept, depth))
         self._reduction.add(self._start_sum_of_copies)
 
-    def _start_sum(self, buffer: Tensor, outer: int, depth: int) -> Finish:
+    def _start_sum(self, buffer: Tensor, outer: int, depth: int) -> Handle:
         """Begin to sum this rank's part of the extent of `depth` over its group; `buffer` has that of `outer`."""
         part = buffer[self.plan.within(outer, depth + 1)]
-        wait = self.groups[depth].start_sum_part(buffer[self.plan.within(outer, depth)], part, self.plan.lengths(depth))
+        whole = buffer[self.plan.within(outer, depth)]
+        wait = self.groups[depth].reduce_scatter_async(whole, part, self.plan.lengths(depth))
 
         def finish() -> None:
             wait()
@@ -210,10 +211,10 @@ class TrainedChunk(Chunk):
 
         return finish
 
-    def _start_sum_of_copies(self) -> Finish:
+    def _start_sum_of_copies(self) -> Handle:
         """Begin to sum `reduced` over the copies, in pieces of which several are under way at once (AxoNN, 3.3.3)."""
         pieces = self.reduced.split(self._piece or len(self.reduced)) if len(self.reduced) else ()
-        waits = [self.copies.start_sum(piece) for piece in pieces]
+        waits = [self.copies.all_reduce_async(piece) for piece in pieces]
 
         def finish() -> None:
             for wait in waits:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from optimus.comm import Division
 from optimus.config import RunConfig
 from optimus.mesh import Layout, Mesh
 from optimus.state.matrices import split_axes
@@ -22,18 +23,6 @@ _ALWAYS = (
     ("tp_out",),
     ("tp_in",),
 )
-
-
-class Division(NamedTuple):
-    """All ranks divided into `parts`, each of which is a group: one for all uses, or `apart` of them, each for one.
-
-    `messages`: nothing but messages between two of its ranks go through a group.
-    """
-
-    what: str
-    parts: list[list[int]]
-    apart: int = 0
-    messages: bool = False
 
 
 class Communicators(NamedTuple):

@@ -29,7 +29,7 @@ from optimus.pipeline.staged import Staged, keep_stages
 from optimus.state.gathering import Gathering
 from optimus.state.model_state import ModelState
 from optimus.state.plan import ChunkPlan, Recipe, bytes_by_kind, check_shard_ranks, plan_stages
-from optimus.train.groups import shared_divisions
+from optimus.train.groups import run_divisions
 from optimus.train.pipeline import partition_of, placement_of, stages_of, tied_ends
 from optimus.train.precision import with_precision
 from optimus.train.recomputation import find_recomputation, stage_options
@@ -148,7 +148,12 @@ def planned_chunks(config: RunConfig, mesh: Mesh, ranks: Sequence[int]) -> list[
     Raises `UserError` when the parameters cannot be divided as configured.
     """
     model = whole_model(config)
-    layouts, recipe = layouts_of(model, config), recipe_of(config, model)
+    return _planned_chunks(config, mesh, ranks, layouts_of(model, config), recipe_of(config, model))
+
+
+def _planned_chunks(
+    config: RunConfig, mesh: Mesh, ranks: Sequence[int], layouts: Mapping[str, Layout], recipe: Recipe
+) -> list[list[ChunkPlan]]:
     check_shard_ranks(layouts, mesh, config.state)
     partition, place = partition_of(config, mesh, ranks[0]), placement_of(config)
 
@@ -171,7 +176,10 @@ def build_model(
     """
     free = free_memory(device) // sharers(groups.mesh, device)
     compute = DTYPES[config.train.precision]
-    (plans,) = planned_chunks(config, groups.mesh, [groups.rank])
+    whole = whole_model(config)
+    layouts, recipe = layouts_of(whole, config), recipe_of(config, whole)
+    (plans,) = _planned_chunks(config, groups.mesh, [groups.rank], layouts, recipe)
+    groups.make(run_divisions(config, groups.mesh, layouts, tags=groups.tags))  # those of all stages
     free -= sum(bytes_by_kind(plans).values())
     chosen, note = find_recomputation(config, groups, compute.itemsize, free)
     gathering = Gathering()
@@ -179,10 +187,7 @@ def build_model(
         model = build_stage(
             config.model, groups, stage_options(config, chosen), gathering.gradient_buffers, gathering.unit
         )
-    layouts, recipe = layouts_of(model, config), recipe_of(config, model)
     partition = partition_of(config, groups.mesh, groups.rank)
-    for division in shared_divisions(config, groups.mesh, layouts):  # of all stages, in the same order on all ranks
-        groups.dividing(division.parts)
     trained = [name for name in layouts if recipe.rule(name).trains]
     if notes is not None:
         notes += [note] if note else []
@@ -213,7 +218,7 @@ def _frozen_line(layouts: Mapping[str, Layout], trained: Sequence[str]) -> str:
 def new_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
     """A run on `device` whose state has no values yet, and whose notes say what it will do; all ranks must call."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    groups = Groups(mesh_of(config, ranks, ranks_per_node(ranks)), config.resilience.timeout)
+    groups = Groups(mesh_of(config, ranks, ranks_per_node(ranks)), config.resilience.timeout, [])
     shards = read_together(lambda: Shards(config.data.path), groups.world, device)
     config, why = with_precision(config, device, resume, groups.world)
     notes = summary_lines(summarise(config, groups.mesh, shards.instances), why)

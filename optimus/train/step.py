@@ -47,7 +47,7 @@ def training_step(
     with watch.on():
         losses = accumulate_gradients(model, state, batch, config)
         # Over all ranks, also those of a grid, which find the same: bit by bit, as each decides by it what is applied.
-        finish = state.groups.world.start_sum(losses)
+        finish = state.groups.world.all_reduce_async(losses)
         norm = state.reduce_gradients()
     finish()
     with_losses = state.groups.world.size // state.groups.mesh.pp  # one stage of a pipeline has them
@@ -58,7 +58,7 @@ def training_step(
         state.step(lr, clip_scale(config, step, norm))
     if config.model.router_bias:
         routers = [module for module in model.modules() if isinstance(module, Router)]
-        move_biases(routers, 0 if skipped else config.moe.bias_rate, state.team.sum)
+        move_biases(routers, 0 if skipped else config.moe.bias_rate, state.team.all_reduce)
     return StepResult(loss, balance, z, norm, lr, skipped)
 
 
@@ -90,7 +90,7 @@ def predicted_tokens(batch: Batch, data: Group) -> int:
     if batch.counted_by_shape or data.size == 1:
         return max(1, count * data.size)
     total_1 = torch.tensor([count], device=batch.tokens_BS.device)
-    data.unwatched.sum(total_1)
+    data.unwatched.all_reduce(total_1)
     return max(1, int(total_1))
 
 
@@ -123,7 +123,7 @@ class _Objective:
         if not routers:  # they are on the ranks of another stage
             return
         counts_E = torch.stack([router.counts_E for router in routers]).sum(0)
-        self._data.sum(counts_E)  # the ranks of a microbatch have added theirs already
+        self._data.all_reduce(counts_E)  # the ranks of a microbatch have added theirs already
         self._choices_E = counts_E / (sum(router.tokens for router in routers) * self._data.size)
 
 

@@ -16,8 +16,8 @@ RANKS = [0, 1, 2]
 
 
 COLLECTIVES = {
-    "all_reduce": lambda group, tensor: group.start_sum(tensor),
-    "shift": lambda group, tensor: group.start_shift(tensor, torch.empty_like(tensor)),
+    "all_reduce": lambda group, tensor: group.all_reduce_async(tensor),
+    "shift": lambda group, tensor: group.shift_async(tensor, torch.empty_like(tensor)),
 }
 
 
@@ -26,7 +26,7 @@ def without_1(collective: str, late: bool) -> tuple[str, float]:
     handle = dist.new_group(RANKS, timeout=timedelta(seconds=2))
     group = Group(RANKS, dist.get_rank(), handle)
     tensor = torch.ones(SIZE)
-    group.sum(tensor)  # the connections are there
+    group.all_reduce(tensor)  # the connections are there
     began = time.monotonic()
     if group.rank == 1:
         if late:

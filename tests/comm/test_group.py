@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optimus.comm import Groups
+from optimus.comm import Division, Groups
 from optimus.mesh import Mesh
 from optimus.testing import run_ranks
 
@@ -21,15 +21,15 @@ def along(axes: tuple[str, ...]) -> tuple[list[int], int, float, list[float], li
     group = groups.along(*axes)
     assert group is groups.along(*axes)  # made once
     total = torch.tensor([float(groups.rank)])
-    group.sum(total)
+    group.all_reduce(total)
     numbers, scattered = torch.arange(2.0 * group.size) + groups.rank, torch.ones(2)
-    group.start_sum_part(numbers.clone(), scattered)()
+    group.reduce_scatter_async(numbers.clone(), scattered)()
     part = slice(2 * group.rank, 2 * group.rank + 2)
-    group.start_sum_part(numbers, numbers[part])()
+    group.reduce_scatter_async(numbers, numbers[part])()
     assert torch.equal(numbers[part], scattered)
     whole = torch.zeros(2 * group.size)
     whole[part] = float(groups.rank)
-    group.gather(whole, whole[part])
+    group.all_gather(whole, whole[part])
     some = group.any(groups.rank == 3, CPU)
     return group.ranks, group.rank, total.item(), scattered.tolist(), whole.tolist(), some
 
@@ -62,15 +62,15 @@ def in_unequal_parts() -> tuple[list[float], list[float]]:
     numbers = torch.arange(8.0) * 10**group.rank
     part = numbers.split(LENGTHS)[group.rank]
     apart = torch.full_like(part, torch.nan)
-    group.start_sum_part(numbers.clone(), apart, LENGTHS)()
-    group.start_sum_part(numbers, part, LENGTHS)()
+    group.reduce_scatter_async(numbers.clone(), apart, LENGTHS)()
+    group.reduce_scatter_async(numbers, part, LENGTHS)()
     assert torch.equal(part, apart)
     whole = torch.full((8,), torch.nan)
-    group.start_gather(whole, part, LENGTHS)()
+    group.all_gather_async(whole, part, LENGTHS)()
     within = torch.full((8,), torch.nan)
     here = within.split(LENGTHS)[group.rank]
     here.copy_(part)
-    group.start_gather(within, here, LENGTHS)()
+    group.all_gather_async(within, here, LENGTHS)()
     assert torch.equal(within, whole)
     return part.tolist(), whole.tolist()
 
@@ -103,8 +103,8 @@ def given(lengths: list[int] | None) -> list[tuple[str, list[int]]]:
             stack.enter_context(mock.patch.object(dist, name, noted(name), create=True))
         whole = torch.arange(8.0)
         part = whole.split(lengths or [2] * 4)[group.rank]
-        group.start_sum_part(whole, part, lengths)()
-        group.start_gather(whole, part, lengths)()
+        group.reduce_scatter_async(whole, part, lengths)()
+        group.all_gather_async(whole, part, lengths)()
     return calls
 
 
@@ -121,13 +121,13 @@ def test_a_group_of_one_needs_no_process_group() -> None:
     group = Groups(Mesh()).world
     assert (group.ranks, group.size, group.rank) == ([0], 1, 0)
     value, out = torch.tensor([5.0]), torch.zeros(1)
-    group.sum(value)
+    group.all_reduce(value)
     group.broadcast(value)
-    group.start_sum_part(value, out)()
+    group.reduce_scatter_async(value, out)()
     whole = torch.zeros(1)
-    group.gather(whole, value)
+    group.all_gather(whole, value)
     assert value.item() == out.item() == whole.item() == 5.0
-    assert torch.equal(group.exchange(value, [1], [1]), value)
+    assert torch.equal(group.all_to_all(value, [1], [1]), value)
     assert not group.any(False, CPU)
 
 
@@ -135,7 +135,7 @@ def exchanged() -> list[float]:
     """Rank r sends r * 10 + s to each rank s, s times."""
     group = Groups(Mesh(dp=3)).world
     rows = torch.cat([torch.full((s, 1), 10.0 * group.rank + s) for s in range(3)])
-    return group.exchange(rows, [0, 1, 2], [group.rank] * 3).flatten().tolist()
+    return group.all_to_all(rows, [0, 1, 2], [group.rank] * 3).flatten().tolist()
 
 
 def test_an_uneven_exchange() -> None:
@@ -147,7 +147,7 @@ def shifted(axis: str) -> list[list[float]]:
     group = Groups(MESH).along(axis)
     sent = [torch.full((10**i,), 10.0 * i + group.rank) for i in range(3)]
     came = [torch.zeros_like(tensor) for tensor in sent]
-    for finish in [group.start_shift(tensor, out) for tensor, out in zip(sent, came, strict=True)]:
+    for finish in [group.shift_async(tensor, out) for tensor, out in zip(sent, came, strict=True)]:
         finish()
     return [tensor.unique().tolist() for tensor in came]
 
@@ -160,9 +160,12 @@ def test_a_shift_goes_to_the_next_rank(axis: str, size: int) -> None:
 
 
 def divided() -> tuple[bool, int]:
-    groups = Groups(MESH)
+    groups, other = Groups(MESH), [[0, 3], [1, 2]]
     same = groups.dividing([[0, 2], [1, 3]]) is groups.along("edp")
-    return same, groups.dividing([[0, 3], [1, 2]]).ranks[-1]
+    with pytest.raises(RuntimeError, match=r"no group for a division of the ranks into \[0, 3\]"):
+        groups.dividing(other)
+    groups.make([Division("others", other)])
+    return same, groups.dividing(other).ranks[-1]
 
 
 def test_groups_of_the_same_ranks_are_shared() -> None:
@@ -187,13 +190,16 @@ def unlike_groups() -> tuple[list[list[int]], list[tuple[list[int], float]]]:
         return real(ranks, **options)
 
     with mock.patch.object(dist, "new_group", noted):
-        groups = Groups(Mesh(pp=4, dp=2))
+        mesh = Mesh(pp=4, dp=2)
+        along = {axis: list(mesh.groups((axis,))) for axis in ("ends", "dp", "pp")}
+        shared = [Division("", parts) for parts in [DIVISIONS[0], along["ends"], *DIVISIONS[1:], along["dp"]]]
+        groups = Groups(mesh, divisions=[*shared, *(Division("", along[axis], apart=2) for axis in ("pp", "ends"))])
         asked = [groups.dividing(DIVISIONS[0]), groups.along("ends"), *map(groups.dividing, DIVISIONS[1:])]
         asked += [groups.along("dp"), *groups.apart(2, "pp"), *groups.apart(2, "ends"), groups.world]
     sums = []
     for group in asked:
         total = torch.tensor([float(groups.rank)])
-        group.sum(total)
+        group.all_reduce(total)
         sums.append((group.ranks, total.item()))
     return calls, sums
 
@@ -213,7 +219,7 @@ def long_sums(length: int) -> list[bool]:
     """Sums of bf16 numbers that are exact, in two collectives that are under way at once."""
     group = Groups(Mesh(dp=4)).world
     tensors = [torch.full((length // 8, 8), float(group.rank + 10 * i), dtype=torch.bfloat16) for i in range(2)]
-    for finish in [group.start_sum(tensor) for tensor in tensors]:
+    for finish in [group.all_reduce_async(tensor) for tensor in tensors]:
         finish()
     return [bool((tensor == 6 + 40 * i).all()) for i, tensor in enumerate(tensors)]
 

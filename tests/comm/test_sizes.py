@@ -7,18 +7,20 @@ import torch
 from torch import Tensor
 
 from optimus.comm import Groups
+from optimus.comm.algorithms import LONG_SUM
 from optimus.comm.exchange import TILE
-from optimus.comm.group import LONG_SUM, Group
+from optimus.comm.group import LITTLE, Group
 from optimus.mesh import Mesh
 from optimus.testing import run_ranks
 
 CASES = [(2, torch.int32), (3, torch.int32), (2, torch.int64), (3, torch.bfloat16), (3, torch.float32)]
 
 
-def sizes(ranks: int) -> list[int]:
+def sizes(ranks: int, dtype: torch.dtype) -> list[int]:
     """Elements of a whole tensor, multiples of the ranks: around each threshold, by itself and as that of a rank's part."""
     near = random.Random(ranks)
-    edges = [LONG_SUM, LONG_SUM // ranks * ranks, LONG_SUM + near.randrange(TILE), TILE * ranks, 3 * TILE * ranks]
+    long, little = LONG_SUM // dtype.itemsize, LITTLE // dtype.itemsize
+    edges = [long, long // ranks * ranks, long + near.randrange(TILE), little, TILE * ranks, 3 * TILE * ranks]
     return sorted({(edge // ranks + off) * ranks for edge in edges for off in (-1, 0, 1)} | {ranks})
 
 
@@ -36,7 +38,7 @@ def wrong(ranks: int, dtype: torch.dtype) -> list[str]:
     group = Groups(Mesh(dp=ranks)).world
     return [
         f"{name} of {size} elements"
-        for size in sizes(ranks)
+        for size in sizes(ranks, dtype)
         for name, (found, right) in tried(group, [of(rank, size, dtype) for rank in range(ranks)]).items()
         if not torch.equal(found, right)
     ]
@@ -53,16 +55,16 @@ def tried(group: Group, given: list[Tensor]) -> dict[str, tuple[Tensor, Tensor]]
     summed, odd, rooted, told = (own.clone() for _ in range(4))
     scattered, gathered, came = own.new_empty(part), torch.empty_like(own), torch.empty_like(own)
     odd = torch.cat([odd, odd[:1]])  # of a size that the ranks do not divide
-    group.sum(summed)
-    group.sum(odd)
-    group.start_sum_part(own, scattered)()
+    group.all_reduce(summed)
+    group.all_reduce(odd)
+    group.reduce_scatter_async(own, scattered)()
     within = own.clone()
-    group.start_sum_part(within, within[here])()
-    group.gather(gathered, own[here])
-    group.start_shift(own, came)()
+    group.reduce_scatter_async(within, within[here])()
+    group.all_gather(gathered, own[here])
+    group.shift_async(own, came)()
     group.broadcast(told, n - 1)
-    group.start_sum_at(rooted, n - 1)()
-    exchanged = group.exchange(own, [part] * n, [part] * n)
+    group.reduce_async(rooted, n - 1)()
+    exchanged = group.all_to_all(own, [part] * n, [part] * n)
     return {
         "all_reduce": (summed, total),
         "all_reduce of no multiple": (odd, torch.cat([total, total[:1]])),
@@ -82,8 +84,9 @@ def test_collectives_are_exact_at_every_size(ranks: int, dtype: torch.dtype) -> 
 
 
 def test_the_sizes_lie_on_both_sides_of_every_threshold() -> None:
-    for ranks in (2, 3):
-        assert {size >= LONG_SUM for size in sizes(ranks)} == {True, False}
-        parts = {size // ranks for size in sizes(ranks)}
-        assert {TILE - 1, TILE, TILE + 1} <= parts
-        assert LONG_SUM // ranks * ranks in sizes(ranks)
+    for ranks, dtype in CASES:
+        found = sizes(ranks, dtype)
+        for edge in (LONG_SUM, LITTLE):
+            assert {size * dtype.itemsize >= edge for size in found} == {True, False}
+        assert {TILE - 1, TILE, TILE + 1} <= {size // ranks for size in found}
+        assert LONG_SUM // dtype.itemsize // ranks * ranks in found

@@ -362,7 +362,7 @@ def trained(config: ModelConfig, method: str | None, ranks: int, recomputed: boo
         calls = traffic.calls.total()
     found = [loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
     for tensor in found:
-        group.sum(tensor)
+        group.all_reduce(tensor)
     return [tensor / ranks for tensor in found], calls
 
 

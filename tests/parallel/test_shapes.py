@@ -70,11 +70,11 @@ def test_other_ranks_have_what_this_one_has() -> None:
     group = ShapeGroups(Mesh(dp=4)).along("dp")
     assert (group.size, group.rank) == (4, 0)
     counts = torch.tensor([3, 1, 2, 0])
-    assert group.exchange(counts, [1] * 4, [1] * 4).tolist() == [3] * 4
+    assert group.all_to_all(counts, [1] * 4, [1] * 4).tolist() == [3] * 4
     rows = torch.arange(6)
-    assert group.exchange(rows, [3, 1, 2, 0], [3] * 4).tolist() == [0, 1, 2] * 4
+    assert group.all_to_all(rows, [3, 1, 2, 0], [3] * 4).tolist() == [0, 1, 2] * 4
     gathered = torch.empty(8, dtype=torch.int64)
-    group.gather(gathered, torch.tensor([5, 6]))
+    group.all_gather(gathered, torch.tensor([5, 6]))
     assert gathered.tolist() == [5, 6] * 4
     assert group.collect("mine") == ["mine"] * 4
-    assert group.exchange(shape(6, 2), [3, 1, 2, 0], [3] * 4).shape == (12, 2)
+    assert group.all_to_all(shape(6, 2), [3, 1, 2, 0], [3] * 4).shape == (12, 2)

@@ -113,7 +113,7 @@ def run_steps(
         with counting() as traffic:
             execute(schedule, Links(schedule, streams[: 2 * schedule.stages]), work, team, caps)
         found.append((work.done, work.peak, traffic.calls["send"], traffic.bytes["send"]))
-        groups.world.sum(torch.zeros(1))
+        groups.world.all_reduce(torch.zeros(1))
     return found
 
 

@@ -285,7 +285,7 @@ def partly_used(ranks: int, shard: str) -> list[torch.Tensor]:
     (chunk,) = state.chunks
     whole = torch.empty(chunk.plan.size) if chunk.plan.shares else chunk.reduced
     if chunk.plan.shares:
-        chunk.groups[0].gather(whole, chunk.reduced)
+        chunk.groups[0].all_gather(whole, chunk.reduced)
     views = chunk.views(whole)
     return [views[name].clone() for name in ("embedding.weight", "head.weight", "blocks.0.attention.out.weight")]
 

@@ -70,7 +70,7 @@ class AllToAllDispatch:
         x_RH = exchange_rows(_Spread.apply(x_TH, copies), send, receive, self.group)
         weights_RK = exchange_rows(_Spread.apply(weights_TK, copies), send, receive, self.group)
         leaving_SK = indices_TK.int()[copies.token_S]  # int32: half the bytes
-        indices_RK = cached(lambda: self.group.exchange(leaving_SK, send, receive), self.group)
+        indices_RK = cached(lambda: self.group.all_to_all(leaving_SK, send, receive), self.group)
         local_RK = local_indices(indices_RK, self.group.rank * self.experts_per_rank, self.experts_per_rank)
         y_RH = self._with_all_parts(x_RH, weights_RK, local_RK, experts)
         return _Collect.apply(exchange_rows(y_RH, receive, send, self.group), copies)
@@ -88,7 +88,7 @@ class AllToAllDispatch:
     def _counts(self, send_N: Tensor) -> tuple[list[int], list[int]]:
         """How many rows go to each rank, and how many come from it."""
         one_each = [1] * self.group.size
-        receive_N = cached(lambda: self.group.exchange(send_N, one_each, one_each), self.group)
+        receive_N = cached(lambda: self.group.all_to_all(send_N, one_each, one_each), self.group)
         send, receive = torch.stack([send_N, receive_N]).tolist()
         return send, receive
 

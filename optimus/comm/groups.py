@@ -1,0 +1,188 @@
+"""The groups of a run: all made at its beginning, in one order, from divisions of its ranks."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from itertools import chain, combinations, count
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from optimus.comm.algorithms import KINDS, Kind, Measured
+from optimus.comm.exchange import AS_THEY_ARE, Codec
+from optimus.comm.group import Group, Shared
+from optimus.comm.recorder import Recorder
+from optimus.comm.schedules import Shape
+from optimus.comm.watch import Watch
+from optimus.mesh import Mesh
+from optimus.mesh.mesh import DENSE, EXPERT
+
+Parts = tuple[tuple[int, ...], ...]
+
+
+class Division(NamedTuple):
+    """All ranks divided into `parts`, each of which is a group: one for all uses, or `apart` of them, each for one.
+
+    `messages`: nothing but messages between two of its ranks go through a group.
+    """
+
+    what: str
+    parts: list[list[int]]
+    apart: int = 0
+    messages: bool = False
+
+
+def divisions_of(mesh: Mesh) -> Iterator[Division]:
+    """Those along every set of axes of either view, each once."""
+    found: dict[Parts, Division] = {}
+    for view in (DENSE, EXPERT):
+        axes = [axis for axis in view if mesh.axis_size(axis) > 1]
+        sets = chain.from_iterable(combinations(axes, length) for length in range(1, len(axes) + 1))
+        for each in [*sets, *([("ends",)] if mesh.pp > 1 else [])]:
+            parts = list(mesh.groups(each))
+            found.setdefault(tuple(map(tuple, parts)), Division(" x ".join(each), parts))
+    yield from found.values()
+
+
+def shape_of(ranks: Sequence[int], mesh: Mesh) -> Shape | None:
+    """How these ranks lie on nodes, in their order; None where nodes have different numbers of them."""
+    nodes = [mesh.node(rank) for rank in ranks]
+    shape = Shape(len(set(nodes)), len(ranks) // len(set(nodes)))
+    alike = [node for node in sorted(set(nodes)) for _ in range(shape.per)]
+    return shape if nodes == alike else None
+
+
+class Groups:
+    """The groups of this rank: one for each division of the ranks, shared by all who ask.
+
+    `divisions` are made at once, by default those along all axes of the mesh; a run makes exactly those that it uses
+    (`train/groups.py`). A rank makes the groups that it is in, and no others. Whoever makes process groups beside these must
+    make as many on every rank: see `_handle`. NCCL, RCCL and oneCCL connect a group in its first collective; one without
+    costs no memory.
+
+    `timeout`, in seconds, is how long a rank of one waits for the others; by default torch's. `measured` and `partial_sums`
+    are of the collectives: which algorithms they use, and how sums go from node to node. `notes` say what was not as asked.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        timeout: float | None = None,
+        divisions: Iterable[Division] | None = None,
+        *,
+        measured: Measured | None = None,
+        partial_sums: Codec = AS_THEY_ARE,
+    ) -> None:
+        self.mesh = mesh
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.watch, self.recorder = Watch(), Recorder()
+        self._shared = Shared(self.recorder, self.watch, measured=measured, partial_sums=partial_sums)
+        self.step = self._shared.step
+        self.notes: list[str] = []
+        self._timeout = None if timeout is None else timedelta(seconds=timeout)
+        self._made: dict[Parts, Group] = {}
+        self._apart: dict[Parts, list[Group]] = {}
+        self._numbers = count(1)  # of groups that are not shared
+        self._along: dict[frozenset[str], Group] = {}
+        self.make(divisions_of(mesh) if divisions is None else divisions)
+
+    def make(self, divisions: Iterable[Division]) -> None:
+        """Make the groups of these divisions that there are not yet; all ranks call with the same, in the same order."""
+        for division in divisions:
+            parts = tuple(map(tuple, division.parts))
+            if division.apart:
+                alone = [next(self._numbers) for _ in range(division.apart)]
+                self._apart.setdefault(parts, []).extend(self._make(parts, number) for number in alone)
+            elif parts not in self._made:
+                self._made[parts] = self._make(parts)
+
+    @property
+    def tags(self) -> bool:
+        """Whether the backend tells messages in one group apart by tags; else they need groups of their own."""
+        return not dist.is_initialized() or dist.get_backend() == "gloo"
+
+    @property
+    def world(self) -> Group:
+        """All ranks."""
+        return self.along("pp", "dp", "cp", "tp")
+
+    def origin(self) -> str | None:
+        """In which collective of this step something not finite left this rank that had not come from another; None if it
+        did not. All ranks must ask."""
+        spread = self.world.collect(self.watch.spread())
+        return self.watch.origin({place for rank, places in enumerate(spread) if rank != self.rank for place in places})
+
+    def along(self, *axes: str) -> Group:
+        """The ranks that differ from this one on `axes` only."""
+        key = frozenset(axes)
+        if key not in self._along:
+            self._along[key] = self.dividing(list(self.mesh.groups(axes)))
+        return self._along[key]
+
+    def streams(self, number: int, *axes: str) -> list[Group]:
+        """The group along `axes` so many times; what is sent in one of them waits for nothing sent in another.
+
+        They are apart from others where messages have no tags.
+        """
+        group = self.along(*axes)
+        if group.size > 1 and self.tags:
+            return [group.tagged(tag) for tag in range(1, number + 1)]
+        return self.apart(number, *axes)
+
+    def apart(self, number: int, *axes: str) -> list[Group]:
+        """Groups along `axes` apart from all others, so many that nobody has asked for before: ranks may enter one of them
+        before or after another."""
+        parts = tuple(map(tuple, self.mesh.groups(axes)))
+        made = self._apart.get(parts, [])
+        if max(map(len, parts)) == 1:
+            return [self._make(parts) for _ in range(number)]
+        if len(made) < number:
+            raise _not_made(f"{number} groups along {', '.join(axes)} apart from others")
+        return [made.pop(0) for _ in range(number)]
+
+    def dividing(self, parts: Sequence[Sequence[int]]) -> Group:
+        """This rank's group where `parts` divide all ranks."""
+        key = tuple(map(tuple, parts))
+        if key not in self._made:
+            if len(key) > 1 and max(map(len, key)) > 1:
+                raise _not_made(f"a division of the ranks into {list(key[0])} ...")
+            self._made[key] = self._make(key)  # torch has the one of all ranks; one of a rank alone needs none
+        return self._made[key]
+
+    def _make(self, parts: Parts, alone: int = 0) -> Group:
+        """This rank's group; where it is to be `alone`, with that number in its name."""
+        own = next(part for part in parts if self.rank in part)
+        shape = shape_of(own, self.mesh)
+        if shape is None:
+            self._note(
+                f"ranks {own[0]} ... {own[-1]}: nodes have different numbers of them, so all send to all directly"
+            )
+        elif shape.ranks > 1 and (missing := self._not_measured(shape)):
+            self._note(f"{', '.join(missing)}: not measured on {shape} (nodes x ranks of each), so defaults are used")
+        return Group(
+            own, own.index(self.rank), self._handle(parts, own, alone), alone, shape=shape, shared=self._shared
+        )
+
+    def _handle(self, parts: Parts, own: Sequence[int], alone: int) -> "dist.ProcessGroup | None":
+        """A group of all ranks is torch's own, unless it is to be alone.
+
+        Only its members make a group. torch names it by its ranks and the number of groups that the process has made before:
+        so that members give it one name, every rank makes one of each division, be it of itself alone, unless all are.
+        """
+        if max(map(len, parts)) == 1 or not (alone or len(own) < self.mesh.size):
+            return None
+        group: dist.ProcessGroup = dist.new_group(list(own), timeout=self._timeout, use_local_synchronization=True)
+        return group
+
+    def _not_measured(self, shape: Shape) -> list[Kind]:
+        measured = self._shared.measured
+        return [] if measured is None else [kind for kind in KINDS if not measured.curves(kind, shape)]
+
+    def _note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+def _not_made(what: str) -> RuntimeError:
+    return RuntimeError(
+        f"there is no group for {what}: groups are made at the beginning, so name it among the divisions"
+    )

@@ -1,0 +1,57 @@
+"""Collectives on two levels as collectives of two groups, for backends with algorithms of their own.
+
+NCCL's algorithm of few steps (PAT) runs only in groups with one rank on each node (PCCL, arXiv 2504.18658): those `across`
+nodes have. `within` are the ranks of this one's node. All ranks begin the two in the same order.
+
+Legend: N nodes, M ranks on each, S elements of a part.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from optimus.comm.group import Group
+
+
+def all_gather_in_two_groups(tensor: Tensor, part: Tensor, across: "Group", within: "Group") -> Callable[[], None]:
+    """Begin to fill `tensor` with the `part` of every rank: between nodes, on the node, then in the order of the ranks."""
+    part_S = part.reshape(-1)
+    of_place_NS = part_S.new_empty(across.size, len(part_S))
+    wait = across.all_gather_async(of_place_NS.view(-1), part_S)
+
+    def finish() -> None:
+        wait()
+        all_MNS = of_place_NS.new_empty(within.size, *of_place_NS.shape)
+        within.all_gather(all_MNS.view(-1), of_place_NS.view(-1))
+        tensor.view(across.size, within.size, -1).copy_(all_MNS.transpose(0, 1))
+
+    return finish
+
+
+def reduce_scatter_in_two_groups(tensor: Tensor, out: Tensor, across: "Group", within: "Group") -> Callable[[], None]:
+    """Begin to fill `out` with this rank's part of the sum of `tensor`: on the node, then between nodes."""
+    all_MNS = tensor.view(across.size, within.size, -1).transpose(0, 1).contiguous()
+    of_place_NS = all_MNS.new_empty(all_MNS.shape[1:])
+    wait = within.reduce_scatter_async(all_MNS.view(-1), of_place_NS.view(-1))
+
+    def finish() -> None:
+        wait()
+        across.reduce_scatter(of_place_NS.view(-1), out.view(-1))
+
+    return finish
+
+
+def all_reduce_in_two_groups(tensor: Tensor, across: "Group", within: "Group") -> Callable[[], None]:
+    """Begin to replace `tensor` by its sum: parts of it on the node, each of which is summed between nodes."""
+    flat = tensor.view(-1)
+    part = flat.chunk(within.size)[within.rank]
+    wait = within.reduce_scatter_async(flat, part)
+
+    def finish() -> None:
+        wait()
+        across.all_reduce(part)
+        within.all_gather(flat, part)
+
+    return finish
