@@ -16,12 +16,15 @@ from optimus.train.step import StepResult, training_step
 
 
 class Steps:
-    """The model and the state of a configuration on this rank, and how many steps they have been trained."""
+    """The model and the state of a configuration on this rank, and how many steps they have been trained.
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    Ranks are taken to lie on nodes with `per_node` of them, by default on one.
+    """
+
+    def __init__(self, config: Mapping[str, Any], per_node: int | None = None) -> None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.config = with_microbatches(load_config(config), ranks)
-        self.groups = Groups(mesh_of(self.config, ranks))
+        self.groups = Groups(mesh_of(self.config, ranks, per_node), divisions=[])
         self.model, self.state = build_model(self.config, torch.device("cpu"), self.groups)
         self.state.initialize(self.config.train.seed, self.config.model.init_std)
         self.done = 0

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from optimus.comm.algorithms import OWN, Kind, Measured, choose, pieces, rounds
+from optimus.comm.algorithms import OWN, Kind, Measured, choose, on_two_levels, pieces, rounds
 from optimus.comm.exchange import (
     AS_THEY_ARE,
     Codec,
@@ -119,9 +119,8 @@ class Group:
     def algorithm(self, kind: Kind, size: int, dtype: torch.dtype) -> str:
         """The name of the algorithm for a collective of `size` bytes (`comm/algorithms.py`)."""
         name = choose(kind, self.shape, size, self._shared.measured)
-        if not self._by_messages:
-            # Unless it was measured to be slower, the backend's own.
-            return name if self._levels is not None else OWN
+        if not self._by_messages:  # the backend's own, where nothing was measured to be faster
+            return name if self._levels is not None and on_two_levels(name) else OWN
         if name == OWN and kind == "all_reduce" and dtype.is_floating_point and dtype.itemsize < 4:
             # Gloo's own adds in the type of the addends.
             return EVERYONE if self.size == 2 or size < LITTLE else "direct"

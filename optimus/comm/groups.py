@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from optimus.comm.algorithms import KINDS, Kind, Measured
+from optimus.comm.algorithms import KINDS, Measured, on_two_levels
 from optimus.comm.exchange import AS_THEY_ARE, Codec
 from optimus.comm.group import Group, Shared
 from optimus.comm.recorder import Recorder
@@ -60,7 +60,7 @@ class Groups:
     costs no memory.
 
     `timeout`, in seconds, is how long a rank of one waits for the others; by default torch's. `measured` and `partial_sums`
-    are of the collectives: which algorithms they use, and how sums go from node to node. `notes` say what was not as asked.
+    are of the collectives: which algorithms they use, and how sums go from node to node.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Groups:
         self.watch, self.recorder = Watch(), Recorder()
         self._shared = Shared(self.recorder, self.watch, measured=measured, partial_sums=partial_sums)
         self.step = self._shared.step
-        self.notes: list[str] = []
+        self._uneven: list[Sequence[int]] = []  # groups that have different numbers of ranks on nodes
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._made: dict[Parts, Group] = {}
         self._apart: dict[Parts, list[Group]] = {}
@@ -92,8 +92,32 @@ class Groups:
             if division.apart:
                 alone = [next(self._numbers) for _ in range(division.apart)]
                 self._apart.setdefault(parts, []).extend(self._make(parts, number) for number in alone)
-            elif parts not in self._made:
-                self._made[parts] = self._make(parts)
+            else:
+                self._shared_group(parts)
+
+    @property
+    def notes(self) -> list[str]:
+        """What is not as one would expect of the collectives of this rank's groups."""
+        notes = []
+        if self._uneven:
+            ranks = ", ".join(map(str, self._uneven[0]))
+            notes.append(f"nodes have different numbers of ranks {ranks}: collectives among them do not heed nodes")
+        if (measured := self._shared.measured) is not None:
+            shapes = dict.fromkeys(group.shape for group in self._made.values() if group.size > 1)
+            for shape in shapes:
+                if missing := [kind for kind in KINDS if not measured.curves(kind, shape)]:
+                    which = ", ".join(missing)
+                    notes.append(f"{which}: not measured on {shape} (nodes x ranks of each), so defaults are used")
+        return notes
+
+    @property
+    def measured(self) -> Measured | None:
+        """What algorithms are chosen by."""
+        return self._shared.measured
+
+    def choose_by(self, measured: Measured | None) -> None:
+        """Choose algorithms of collectives by what was measured, before groups are made."""
+        self._shared.measured = measured
 
     @property
     def tags(self) -> bool:
@@ -142,25 +166,40 @@ class Groups:
     def dividing(self, parts: Sequence[Sequence[int]]) -> Group:
         """This rank's group where `parts` divide all ranks."""
         key = tuple(map(tuple, parts))
-        if key not in self._made:
-            if len(key) > 1 and max(map(len, key)) > 1:
-                raise _not_made(f"a division of the ranks into {list(key[0])} ...")
-            self._made[key] = self._make(key)  # torch has the one of all ranks; one of a rank alone needs none
-        return self._made[key]
+        if key not in self._made and len(key) > 1 and max(map(len, key)) > 1:
+            raise _not_made(f"a division of the ranks into {list(key[0])} ...")
+        return self._shared_group(key)  # torch has the one of all ranks; one of a rank alone needs none
 
     def _make(self, parts: Parts, alone: int = 0) -> Group:
         """This rank's group; where it is to be `alone`, with that number in its name."""
         own = next(part for part in parts if self.rank in part)
-        shape = shape_of(own, self.mesh)
+        shape, levels = shape_of(own, self.mesh), None if alone else self._levels(parts)
         if shape is None:
-            self._note(
-                f"ranks {own[0]} ... {own[-1]}: nodes have different numbers of them, so all send to all directly"
-            )
-        elif shape.ranks > 1 and (missing := self._not_measured(shape)):
-            self._note(f"{', '.join(missing)}: not measured on {shape} (nodes x ranks of each), so defaults are used")
-        return Group(
-            own, own.index(self.rank), self._handle(parts, own, alone), alone, shape=shape, shared=self._shared
-        )
+            self._uneven.append(own)
+        handle = self._handle(parts, own, alone)
+        return Group(own, own.index(self.rank), handle, alone, shape=shape, shared=self._shared, levels=levels)
+
+    def _levels(self, parts: Parts) -> tuple[Group, Group] | None:
+        """Groups across and within nodes, for backends with collectives of their own, where two levels were measured."""
+        measured = self._shared.measured
+        if self.tags or measured is None:
+            return None
+        shapes = {shape_of(part, self.mesh) for part in parts}
+        shape = shapes.pop()
+        if (
+            shapes
+            or shape is None
+            or not any(on_two_levels(name) for kind in KINDS for name in measured.curves(kind, shape))
+        ):
+            return None
+        across = [part[place :: shape.per] for part in parts for place in range(shape.per)]
+        within = [part[first : first + shape.per] for part in parts for first in range(0, shape.ranks, shape.per)]
+        return self._shared_group(tuple(across)), self._shared_group(tuple(within))
+
+    def _shared_group(self, parts: Parts) -> Group:
+        if parts not in self._made:
+            self._made[parts] = self._make(parts)
+        return self._made[parts]
 
     def _handle(self, parts: Parts, own: Sequence[int], alone: int) -> "dist.ProcessGroup | None":
         """A group of all ranks is torch's own, unless it is to be alone.
@@ -172,14 +211,6 @@ class Groups:
             return None
         group: dist.ProcessGroup = dist.new_group(list(own), timeout=self._timeout, use_local_synchronization=True)
         return group
-
-    def _not_measured(self, shape: Shape) -> list[Kind]:
-        measured = self._shared.measured
-        return [] if measured is None else [kind for kind in KINDS if not measured.curves(kind, shape)]
-
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
 
 
 def _not_made(what: str) -> RuntimeError:

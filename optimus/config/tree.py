@@ -326,6 +326,16 @@ class ResilienceConfig(Section):
     one writes a checkpoint, too."""
 
 
+class CollectivesConfig(Section):
+    """How ranks exchange tensors."""
+
+    machine: PathText | None = None
+    """Machine file whose measured collectives say which algorithm each uses (`optimus bench collectives --write`); kept with
+    the run, as the order of additions depends on it. Default: by rules, from how a group's ranks lie on nodes."""
+    partial_sums: Literal["float32", "bfloat16"] = "float32"
+    """As what sums over a node's ranks go to other nodes. bfloat16 is half of that, and rounds them once more."""
+
+
 class ObserveConfig(Section):
     """What is reported, besides metrics.jsonl."""
 
@@ -380,6 +390,7 @@ class RunConfig(Section):
     tenths of what the device has free after the state."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    collectives: CollectivesConfig = CollectivesConfig()
     resilience: ResilienceConfig = ResilienceConfig()
     observe: ObserveConfig = ObserveConfig()
     tuning: TuningConfig = Field(default_factory=TuningConfig)  # asks for the home of the user: not at import

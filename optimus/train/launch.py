@@ -44,6 +44,7 @@ from optimus.resilience.parent import end_with
 from optimus.resilience.store import LOOPBACK
 from optimus.train import checks, hooks
 from optimus.train.checkpoints import Checkpoints, build_run
+from optimus.train.collectives import keep
 from optimus.train.environment import record_environment
 from optimus.train.health import Hangs, SlowRanks
 from optimus.train.hooks import Hook
@@ -318,6 +319,7 @@ def _claim_folder(run: Run) -> None:
         if path.exists() and path.read_text(encoding="utf-8") != text:
             path.rename(path.with_name(f"config.until-step-{run.step}.yaml"))
         path.write_text(text, encoding="utf-8")
+        keep(run.groups.measured, run.folder)
     record_environment(run)
 
 

@@ -29,6 +29,7 @@ from optimus.pipeline.staged import Staged, keep_stages
 from optimus.state.gathering import Gathering
 from optimus.state.model_state import ModelState
 from optimus.state.plan import ChunkPlan, Recipe, bytes_by_kind, check_shard_ranks, plan_stages
+from optimus.train.collectives import measured_collectives, partial_sums
 from optimus.train.groups import run_divisions
 from optimus.train.pipeline import partition_of, placement_of, stages_of, tied_ends
 from optimus.train.precision import with_precision
@@ -218,12 +219,16 @@ def _frozen_line(layouts: Mapping[str, Layout], trained: Sequence[str]) -> str:
 def new_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
     """A run on `device` whose state has no values yet, and whose notes say what it will do; all ranks must call."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    groups = Groups(mesh_of(config, ranks, ranks_per_node(ranks)), config.resilience.timeout, [])
+    per_node, sums = ranks_per_node(ranks), partial_sums(config)
+    groups = Groups(mesh_of(config, ranks, per_node), config.resilience.timeout, [], partial_sums=sums)
     shards = read_together(lambda: Shards(config.data.path), groups.world, device)
     config, why = with_precision(config, device, resume, groups.world)
     notes = summary_lines(summarise(config, groups.mesh, shards.instances), why)
     notes += [describe(groups.mesh)] if ranks > 1 else []
+    measured, said = measured_collectives(config, per_node, resume, groups.world)
+    groups.choose_by(measured)
     model, state = build_model(config, device, groups, notes)
+    notes += said + groups.notes
     return Run(config, Path(config.train.output), device, groups, model, state, shards, notes=notes)
 
 

@@ -160,6 +160,7 @@ def factors(model: str, layout: Layout) -> dict[str, str]:
     recomputed = said.get("recompute", "nothing")
     return {option: said[option] for option in PAIRED if option in said} | {
         "model": model,
+        "levels": str(1 < (layout.per_node or 1) < layout.ranks),  # several ranks on several nodes
         "outputs": str(int(outputs) > 1),
         "inputs": str(int(inputs or 1) > 1),
         "parallel.pipeline": said.get("parallel.pipeline", "1"),

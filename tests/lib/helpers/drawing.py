@@ -95,7 +95,9 @@ def drawn(number: int) -> tuple[str, Layout]:
         _draw_blocks(draw, here, tensor * context)
     _draw_rule(draw)
     _draw_frozen(draw)
-    return model, Layout(pipeline * here, draw.overrides)
+    ranks = pipeline * here
+    nodes = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    return model, Layout(ranks, draw.overrides, ranks // draw.of(*nodes, *nodes[1:-1]))
 
 
 def _draw_pipeline(draw: Draw, ranks: int, sequences: int, microbatches: list[int]) -> int:

@@ -23,10 +23,12 @@ _LAYOUT: dict[str, Any] = {
 
 
 class Layout(NamedTuple):
-    """A number of ranks, and what is changed in the configuration (`key=value`, as on the command line)."""
+    """A number of ranks, what is changed in the configuration (`key=value`, as on the command line), and the ranks of a
+    node, by default all."""
 
     ranks: int
     overrides: Sequence[str] = ()
+    per_node: int | None = None
 
 
 class Trained(NamedTuple):
@@ -54,14 +56,18 @@ def assert_same_as_one_process(
         key = json.dumps(alone, sort_keys=True)
         if key not in references:
             references[key] = train_steps(alone, steps)
-        found = run_ranks(train_steps, layout.ranks, tree.model_dump(exclude_unset=True), steps, timeout=timeout)
+        given = tree.model_dump(exclude_unset=True)
+        found = run_ranks(train_steps, layout.ranks, given, steps, layout.per_node, timeout=timeout)
         for rank, trained in enumerate(found):
-            compare(trained, references[key], f"{layout.ranks} ranks, {list(layout.overrides)}, rank {rank}", rtol)
+            where = (
+                f"{layout.ranks} ranks, {layout.per_node or layout.ranks} a node, {list(layout.overrides)}, rank {rank}"
+            )
+            compare(trained, references[key], where, rtol)
 
 
-def train_steps(config: Mapping[str, Any], steps: int) -> Trained:
+def train_steps(config: Mapping[str, Any], steps: int, per_node: int | None = None) -> Trained:
     """Train on this rank's part of random batches; the whole state is on rank 0 only."""
-    trained = Steps(config)
+    trained = Steps(config, per_node)
     results = [trained.train() for _ in range(steps)]
     return Trained(results, whole_state(trained.state, everywhere=False))
 
