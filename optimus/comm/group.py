@@ -47,7 +47,6 @@ T = TypeVar("T")
 
 TAGS = 1 << 16  # of messages of collectives that are under way in a group
 EVERYONE = "everyone"
-LITTLE = 1 << 16  # bytes of which each rank sends all to all, instead of parts of it and then of the sum
 
 
 class CollectiveError(UserError):
@@ -123,7 +122,7 @@ class Group:
             return name if self._levels is not None and on_two_levels(name) else OWN
         if name == OWN and kind == "all_reduce" and dtype.is_floating_point and dtype.itemsize < 4:
             # Gloo's own adds in the type of the addends.
-            return EVERYONE if self.size == 2 or size < LITTLE else "direct"
+            return EVERYONE if self.size == 2 else "direct"
         return "direct" if name == OWN and kind in ("all_gather", "reduce_scatter") else name
 
     def all_reduce_async(self, tensor: Tensor) -> Handle:

@@ -32,7 +32,7 @@ class Division(NamedTuple):
 
 
 def divisions_of(mesh: Mesh) -> Iterator[Division]:
-    """Those along every set of axes of either view, each once."""
+    """Those along every set of axes of either view, each once, and the levels of expert parallelism."""
     found: dict[Parts, Division] = {}
     for view in (DENSE, EXPERT):
         axes = [axis for axis in view if mesh.axis_size(axis) > 1]
@@ -40,6 +40,8 @@ def divisions_of(mesh: Mesh) -> Iterator[Division]:
         for each in [*sets, *([("ends",)] if mesh.pp > 1 else [])]:
             parts = list(mesh.groups(each))
             found.setdefault(tuple(map(tuple, parts)), Division(" x ".join(each), parts))
+    for division in level_divisions(mesh, "ep"):
+        found.setdefault(tuple(map(tuple, division.parts)), division)
     yield from found.values()
 
 
@@ -49,6 +51,28 @@ def shape_of(ranks: Sequence[int], mesh: Mesh) -> Shape | None:
     shape = Shape(len(set(nodes)), len(ranks) // len(set(nodes)))
     alike = [node for node in sorted(set(nodes)) for _ in range(shape.per)]
     return shape if nodes == alike else None
+
+
+def levels_of(parts: Sequence[Sequence[int]], mesh: Mesh) -> tuple[list[list[int]], list[list[int]]] | None:
+    """Divisions into ranks of one place on each node, and those of one node; None unless all parts lie alike on several
+    nodes with several ranks each."""
+    shapes = {shape_of(part, mesh) for part in parts}
+    shape = shapes.pop()
+    if shapes or shape is None or min(shape) == 1:
+        return None
+    across = [list(part[place :: shape.per]) for part in parts for place in range(shape.per)]
+    within = [list(part[first : first + shape.per]) for part in parts for first in range(0, shape.ranks, shape.per)]
+    return across, within
+
+
+def level_divisions(mesh: Mesh, *axes: str) -> list[Division]:
+    """Those that `Groups.levels` needs."""
+    levels, what = levels_of(list(mesh.groups(axes)), mesh), " x ".join(axes)
+    return (
+        []
+        if levels is None
+        else [Division(f"{what} across nodes", levels[0]), Division(f"{what} on a node", levels[1])]
+    )
 
 
 class Groups:
@@ -179,22 +203,23 @@ class Groups:
         handle = self._handle(parts, own, alone)
         return Group(own, own.index(self.rank), handle, alone, shape=shape, shared=self._shared, levels=levels)
 
+    def levels(self, *axes: str) -> tuple[Group, Group] | None:
+        """For the group along `axes` of several ranks on several nodes those across and within nodes; else None."""
+        parts = levels_of(list(self.mesh.groups(axes)), self.mesh)
+        return None if parts is None else (self.dividing(parts[0]), self.dividing(parts[1]))
+
     def _levels(self, parts: Parts) -> tuple[Group, Group] | None:
         """Groups across and within nodes, for backends with collectives of their own, where two levels were measured."""
         measured = self._shared.measured
         if self.tags or measured is None:
             return None
-        shapes = {shape_of(part, self.mesh) for part in parts}
-        shape = shapes.pop()
-        if (
-            shapes
-            or shape is None
-            or not any(on_two_levels(name) for kind in KINDS for name in measured.curves(kind, shape))
-        ):
+        shape, levels = shape_of(parts[0], self.mesh), levels_of(parts, self.mesh)
+        if shape is None or levels is None:
             return None
-        across = [part[place :: shape.per] for part in parts for place in range(shape.per)]
-        within = [part[first : first + shape.per] for part in parts for first in range(0, shape.ranks, shape.per)]
-        return self._shared_group(tuple(across)), self._shared_group(tuple(within))
+        if not any(on_two_levels(name) for kind in KINDS for name in measured.curves(kind, shape)):
+            return None
+        across, within = (self._shared_group(tuple(map(tuple, each))) for each in levels)
+        return across, within
 
     def _shared_group(self, parts: Parts) -> Group:
         if parts not in self._made:

@@ -26,7 +26,7 @@ from optimus.model.parts import LOCAL, LocalProduct, Parts, Product, run_unit
 from optimus.model.sequence import Sequence, WholeSequence
 from optimus.model.vocabulary import LocalVocabulary, Vocabulary
 from optimus.parallel.context import RingSequence, UlyssesSequence
-from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch
+from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch, TwoLevelDispatch
 from optimus.parallel.layouts import RULES
 from optimus.parallel.norms import SplitNorms
 from optimus.parallel.recompute import Recomputation, Recompute
@@ -150,6 +150,8 @@ def _dispatch(groups: Groups, options: StageOptions, experts: int) -> Dispatch:
             f"{experts} experts cannot be divided over ep {ranks.size}: set parallel.expert to a divisor of "
             "model.experts"
         )
+    if options.dispatch == "alltoall" and (levels := groups.levels("ep")) is not None:
+        return TwoLevelDispatch(*levels, each, parts, duplicates=options.duplicates)
     if options.dispatch == "alltoall":
         return AllToAllDispatch(ranks, each, parts, duplicates=options.duplicates)
     return AllGatherDispatch(groups.along("ep", "etp"), ranks.rank * each, each)

@@ -5,7 +5,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from optimus.comm import Division
+from optimus.comm.groups import level_divisions
 from optimus.config import RunConfig
+from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.state.matrices import split_axes
 from optimus.state.plan import divisions
@@ -46,15 +48,24 @@ def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout
         asked += dict.fromkeys(split_axes(layout, mesh) for layout in layouts.values())
     replicas = list(dict.fromkeys(layout.replicas for layout in layouts.values()))
     found = [Division(_named(mesh, axes), list(mesh.groups(axes))) for axes in [*asked, *replicas]]
-    for axes in replicas:
-        *steps, copies = divisions(mesh, axes, config.state)
-        name = _named(mesh, axes)
-        found += [Division(f"shards {number} of {name}", parts) for number, parts in enumerate(steps, start=1)]
-        found.append(Division(f"copies of shards of {name}", copies))
+    if config.model.experts and config.moe.dispatch == "alltoall":
+        found += level_divisions(mesh, "ep")
+    found += state_divisions(mesh, layouts, config.state)
     unlike: dict[tuple[tuple[int, ...], ...], Division] = {}
     for division in found:
         unlike.setdefault(tuple(map(tuple, division.parts)), division)
     return [division for division in unlike.values() if max(map(len, division.parts)) > 1]
+
+
+def state_divisions(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> list[Division]:
+    """Those among which parameters of these layouts and what belongs to them are sharded, and copies of shards summed."""
+    found = []
+    for axes in dict.fromkeys(layout.replicas for layout in layouts.values()):
+        *steps, copies = divisions(mesh, axes, options)
+        name = _named(mesh, axes)
+        found += [Division(f"shards {number} of {name}", parts) for number, parts in enumerate(steps, start=1)]
+        found.append(Division(f"copies of shards of {name}", copies))
+    return found
 
 
 def run_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], *, tags: bool) -> list[Division]:

@@ -126,7 +126,7 @@ def sent(shape: Shape, algorithm: str, dtype: torch.dtype) -> dict[str, tuple[in
 
 
 @pytest.mark.parametrize(
-    ("shape", "algorithm"), itertools.product(SHAPES, ["direct", "direct+direct", "doubling+ring"])
+    ("shape", "algorithm"), [*itertools.product(SHAPES, ["direct", "direct+direct", "doubling+ring"])]
 )
 def test_bytes_by_level(shape: Shape, algorithm: str) -> None:
     """Of parts of s bytes (p - m) s leave a node on two levels, and m (p - m) s directly."""

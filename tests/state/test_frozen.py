@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from helpers.state_groups import groups_for
 from helpers.traffic import counting
 from optimus.bench.memory import allocated
-from optimus.comm import Groups
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
 from optimus.errors import UserError
@@ -56,11 +56,12 @@ def made(
     layouts = parameter_layouts(module)
     rules = {name: Frozen() if name.startswith(frozen) else AdamW() for name in layouts} if frozen else {}
     section = {"shard": shard, "chunk": limit, "gradient_dtype": str(compute).removeprefix("torch."), **options}
+    config = StateConfig.model_validate(section | {"shard_ranks": widths})
     state = ModelState(
         module,
         layouts,
-        Groups(Mesh.of(ranks)),
-        StateConfig.model_validate(section | {"shard_ranks": widths}),
+        groups_for(Mesh.of(ranks), layouts, config),
+        config,
         recipe=Recipe(compute, rules),
         device=torch.device("cpu"),
         gathering=gathering,
@@ -98,7 +99,7 @@ def cost(ranks: int) -> list[tuple[dict[str, int], int, dict[str, int], dict[str
         rest = rest_of(module, FIRST)
         layouts = {name: layout for name, layout in parameter_layouts(module).items() if not name.startswith(FIRST)}
         options = {"recipe": Recipe(BF16), "device": torch.device("cpu"), "gathering": Gathering()}
-        alone = ModelState(rest, layouts, Groups(Mesh.of(ranks)), state.options, **options)
+        alone = ModelState(rest, layouts, state.groups, state.options, **options)
         frozen = [chunk for chunk in state.chunks if not chunk.plan.rule.trains]
         assert allocated(state.chunks) == bytes_by_kind([chunk.plan for chunk in state.chunks])
         size = sum(parameter.numel() for chunk in frozen for parameter in chunk.parameters)

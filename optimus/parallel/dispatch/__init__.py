@@ -1,6 +1,6 @@
 """Token dispatchers: how tokens reach experts on other ranks, and the results come back (expert parallelism).
 
-Expert e of a layer with E experts lives on rank e // (E / N) of the N ranks along `ep`, and may be split over `etp`. Both
+Expert e of a layer with E experts lives on rank e // (E / N) of the N ranks along `ep`, and may be split over `etp`. All
 dispatchers are exact and drop no token. Each rank calls its layers with tokens of its own, in the same order as the others.
 What autograd then leaves in an expert's gradient is the sum over the tokens of all N ranks, while all other gradients are of
 this rank's tokens alone.
@@ -8,5 +8,6 @@ this rank's tokens alone.
 
 from optimus.parallel.dispatch.allgather import AllGatherDispatch
 from optimus.parallel.dispatch.alltoall import AllToAllDispatch
+from optimus.parallel.dispatch.two_level import TwoLevelDispatch
 
-__all__ = ["AllGatherDispatch", "AllToAllDispatch"]
+__all__ = ["AllGatherDispatch", "AllToAllDispatch", "TwoLevelDispatch"]

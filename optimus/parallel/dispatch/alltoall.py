@@ -8,11 +8,12 @@ and every addition has a fixed order.
 Legend: N ranks of the group, T tokens of this rank, S copies sent, R copies received, H hidden, K experts per token.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from optimus.autograd import once_differentiable
 from optimus.comm import Group
@@ -26,6 +27,9 @@ from optimus.comm.functional import (
 )
 from optimus.model.moe.dispatch import local_indices
 
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(tokens, weights, local choices) to weighted sums of what their experts give: a module, or one more dispatcher."""
+
 
 class Copies(NamedTuple):
     """The copies of tokens that leave, by rank and then by token; and where the copies of each token are."""
@@ -37,8 +41,11 @@ class Copies(NamedTuple):
 
 
 def make_copies(rank_TK: Tensor, ranks: int) -> Copies:
-    """The copies to make, from the rank of each choice; K choices of one rank are one copy."""
-    needed_NT = torch.zeros(len(rank_TK), ranks, dtype=torch.bool, device=rank_TK.device).scatter_(1, rank_TK, True).T
+    """The copies to make, from the rank of each choice, or -1; K choices of one rank are one copy."""
+    needed_TN = torch.zeros(len(rank_TK), 1 + ranks, dtype=torch.bool, device=rank_TK.device).scatter_(
+        1, rank_TK + 1, True
+    )
+    needed_NT = needed_TN[:, 1:].T
     number_NT = needed_NT.flatten().cumsum(0).view_as(needed_NT) - 1
     count_T = needed_NT.sum(0)
     return Copies(
@@ -63,7 +70,7 @@ class AllToAllDispatch:
         self.experts_per_rank = experts_per_rank
         self.duplicates = duplicates
 
-    def __call__(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module) -> Tensor:
+    def __call__(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: Compute) -> Tensor:
         """Counts, then tokens, weights and choices, then results: five all-to-all. The result is [T, H]."""
         copies = make_copies(indices_TK // self.experts_per_rank, self.group.size)
         send, receive = self._counts(copies.count_N)
@@ -75,7 +82,7 @@ class AllToAllDispatch:
         y_RH = self._with_all_parts(x_RH, weights_RK, local_RK, experts)
         return _Collect.apply(exchange_rows(y_RH, receive, send, self.group), copies)
 
-    def _with_all_parts(self, x_RH: Tensor, weights_RK: Tensor, local_RK: Tensor, experts: nn.Module) -> Tensor:
+    def _with_all_parts(self, x_RH: Tensor, weights_RK: Tensor, local_RK: Tensor, experts: Compute) -> Tensor:
         """What whole experts give for these tokens."""
         if self.parts.size == 1:
             return experts(x_RH, weights_RK, local_RK)

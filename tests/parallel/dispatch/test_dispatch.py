@@ -19,12 +19,13 @@ from optimus.model.init import initialize
 from optimus.model.moe.dispatch import Dispatch, local_dispatch
 from optimus.model.moe.layer import Experts, MoeLayer
 from optimus.parallel.build import StageOptions, build_stage
-from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch
+from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch, TwoLevelDispatch
 from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.recompute import Recomputation
 from optimus.testing import run_ranks
 
 Kind = Literal["allgather", "alltoall"]
+ROUTINGS = ["random", "one choice", "every expert", "one expert", "one rank", "nothing for the last rank"]
 KINDS: list[Kind] = ["allgather", "alltoall"]
 H, I = 16, 8
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -89,12 +90,24 @@ def on_a_rank(kind: Kind, given: Inputs, mesh: Mesh, tokens: list[int], duplicat
     if kind == "allgather":
         dispatch: Dispatch = AllGatherDispatch(groups.along("ep", "etp"), group.rank * each, each)
     else:
-        dispatch = AllToAllDispatch(group, each, groups.along("etp"), duplicates=duplicates)
+        levels, parts = groups.levels("ep"), groups.along("etp")
+        assert (levels is not None) == (mesh.ranks_per_node is not None)
+        dispatch = AllToAllDispatch(group, each, parts, duplicates=duplicates)
+        if levels is not None:
+            dispatch = TwoLevelDispatch(*levels, each, parts, duplicates=duplicates)
     return outputs(part(given, mesh, groups.rank, tokens), dispatch)
 
 
-def check(kind: Kind, indices_TK: Tensor, experts: int, dtype: torch.dtype, tokens: list[int], etp: int = 1) -> None:
-    mesh = Mesh(dp=len(tokens), ep=len(tokens) // etp, etp=etp)
+def check(
+    kind: Kind,
+    indices_TK: Tensor,
+    experts: int,
+    dtype: torch.dtype,
+    tokens: list[int],
+    etp: int = 1,
+    per_node: int | None = None,
+) -> None:
+    mesh = Mesh(dp=len(tokens), ep=len(tokens) // etp, etp=etp, ranks_per_node=per_node)
     given = inputs(indices_TK, experts, dtype)
     results = run_ranks(on_a_rank, mesh.size, kind, given, mesh, tokens)
     whole = outputs(given, local_dispatch)
@@ -122,9 +135,7 @@ def routing(name: str, ranks: int) -> tuple[Tensor, int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize(
-    "name", ["random", "one choice", "every expert", "one expert", "one rank", "nothing for the last rank"]
-)
+@pytest.mark.parametrize("name", ROUTINGS)
 def test_same_as_one_device(kind: Kind, ranks: int, name: str) -> None:
     indices_TK, experts = routing(name, ranks)
     check(kind, indices_TK, experts, torch.float32, [12] * ranks)
@@ -146,6 +157,14 @@ def test_no_tokens_at_all(kind: Kind) -> None:
 def test_all_to_all_of_different_numbers_of_tokens(tokens: list[int]) -> None:
     indices_TK, experts = routing("random", 4)
     check("alltoall", indices_TK, experts, torch.float32, tokens)
+
+
+@pytest.mark.parametrize(("ranks", "per_node", "etp"), [(4, 2, 1), (8, 2, 1), (8, 4, 1), (8, 4, 2)])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_on_two_levels(ranks: int, per_node: int, etp: int, name: str) -> None:
+    """Experts of every rank, on several nodes with several ranks."""
+    indices_TK, experts = routing(name, ranks)
+    check("alltoall", indices_TK, experts, torch.float32, [12] * ranks, etp, per_node)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -226,6 +245,7 @@ def model_on_a_rank(mesh: Mesh, kind: Kind, recomputed: list[str]) -> tuple[floa
         (Mesh(dp=4, ep=4), ["norm", "attention", "moe"]),
         (Mesh(dp=4, ep=1), ["moe"]),
         (Mesh(dp=8, ep=4), []),
+        (Mesh(dp=8, ep=8, ranks_per_node=4), ["moe"]),
     ],
     ids=lambda value: f"dp{value.dp}-ep{value.ep}" if isinstance(value, Mesh) else "+".join(value) or "keep",
 )

@@ -4,6 +4,7 @@ Legend: T tokens of a rank, K experts per token, E experts, H hidden, N ranks.
 """
 
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from helpers.traffic import Traffic, counting
 from optimus.comm import Group, Groups
 from optimus.mesh import Mesh
 from optimus.model.moe.layer import Experts
-from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch
+from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch, TwoLevelDispatch
 from optimus.parallel.dispatch.alltoall import make_copies
 from optimus.testing import run_ranks
 
@@ -89,6 +90,40 @@ def test_all_to_all_moves_a_row_for_each_rank_that_a_token_needs(chosen: int, dt
         assert backward == ({"all_to_all_single": 3}, {"all_to_all_single": rows * (2 * H * b + chosen * b)})
     if chosen == 8:  # every expert of every rank: each token once to each rank, and not once per choice
         assert sent == [[T] * ranks] * ranks
+
+
+def rows_to_nodes(indices_NTK: Tensor) -> list[Counter[int]]:
+    """Bytes that each rank of two nodes sends the ranks of the other one in a forward pass on two levels."""
+    mesh = Mesh(dp=4, ep=4, ranks_per_node=2)
+    groups = Groups(mesh)
+    levels = groups.levels("ep")
+    assert levels is not None
+    dispatch = TwoLevelDispatch(*levels, PER_RANK, Group([groups.rank], 0))
+    rows: list[Counter[int]] = []
+
+    def noted(self: Group, tensor: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        rows.append(Counter({rank: count for rank, count in zip(self.ranks, send) if rank != groups.rank}))
+        return real(self, tensor, send, receive)
+
+    real, indices_TK = Group.all_to_all, indices_NTK[groups.rank]
+    with mock.patch.object(Group, "all_to_all", noted):
+        dispatch(torch.randn(T, H), torch.rand(indices_TK.shape), indices_TK, Experts(PER_RANK, H, I))
+    return rows
+
+
+def test_on_two_levels_a_token_crosses_to_a_node_once() -> None:
+    """Counts, tokens, weights, choices between nodes and then on the node, and the results of both; of rows, those between
+    nodes are the tokens that need any rank of the other."""
+    indices_NTK = routing(4, 3)
+    sent = [
+        sum(any(choice // (2 * PER_RANK) != rank // 2 for choice in token) for token in tokens)
+        for rank, tokens in enumerate(indices_NTK.tolist())
+    ]
+    for rank, rows in enumerate(run_ranks(rows_to_nodes, 4, indices_NTK)):
+        other = (rank + 2) % 4  # of the same place
+        assert [count[other] for count in rows[1:4]] == [sent[rank]] * 3
+        assert [set(count) - {other} for count in rows] == [set()] * 4 + [{rank ^ 1}] * 5 + [set()]
+        assert rows[9][other] == sent[other]
 
 
 def test_copies_of_tokens() -> None:
