@@ -83,6 +83,14 @@ class Rounded(Codec):
 AS_THEY_ARE = Codec()
 
 
+@torch.no_grad()  # of the thread that takes them on
+def begin(exchanges: Sequence[Exchange]) -> None:
+    """Their first rounds."""
+    for each in exchanges:
+        next(each, None)
+
+
+@torch.no_grad()
 def carry_out(exchanges: Sequence[Exchange]) -> None:
     """To their ends, a round of each in turn."""
     while exchanges:

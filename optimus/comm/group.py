@@ -25,6 +25,7 @@ from optimus.comm.exchange import (
     Exchange,
     Link,
     Work,
+    begin,
     carry_out,
     gather,
     in_pieces,
@@ -245,18 +246,17 @@ class Group:
         """Begin the `exchange` of blocks of `tensor`, in pieces. Rounds after the first go on `beside` what this rank does
         meanwhile, or when the result is called."""
 
-        def begin(number: int) -> Work:
+        def call(number: int) -> Work:
             # Each of those that are under way in the group at once has a tag of its own, beyond those of messages.
             link = Link(self.ranks, self._handle, (self._tag + 1) * TAGS + number % TAGS, self._shared.scratch)
             under_way = [
                 exchange(each, link) for each in in_pieces(blocks, pieces(algorithm, self.shape, tensor.nbytes))
             ]
-            for each in under_way:
-                next(each, None)
+            begin(under_way)
             beside_us = beside and rounds > 1
             return Work(self._driver.begin(under_way).result if beside_us else partial(carry_out, under_way))
 
-        return self._start(name, tensor, begin, leaves)
+        return self._start(name, tensor, call, leaves)
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Rows for and from each rank (all-to-all): `send[i]` rows of dim 0 go to rank i, `receive[i]` come from it.

@@ -74,7 +74,7 @@ class Numbers:
         self.done.append(Action(kind, stage, microbatch))
         made = message(self.done[-1])
         together_2 = made[1].clone()
-        self.team.sum(together_2)
+        self.team.all_reduce(together_2)
         assert torch.equal(together_2, self.team.size * made[1]), "the team does not do the same"
         time.sleep(self.random.lognormvariate(-7, 0.7))  # a millisecond or so
         end = 0 if kind is not Kind.FORWARD else self.schedule.stages - 1
