@@ -272,6 +272,29 @@ def bench_machine(
     return run(ranks, user_path(output), name=name)
 
 
+@_bench("collectives")
+def bench_collectives(
+    write: Annotated[
+        Path | None,
+        typer.Option(help="Instead: measure every algorithm here, and write the table into this machine file."),
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="With --write: ranks of a node, as for `optimus bench machine`.")] = 4,
+) -> Report:
+    """Exchanges on two levels against direct ones and rings, on links that are stood in for, and the choice among them."""
+    from optimus.bench import report
+
+    if write is not None:
+        from optimus.bench.collectives_measure import measure
+
+        rows = measure(ranks, user_path(write))
+        return None if rows is None else report.publish("collectives", rows, {})
+    from optimus.bench import collectives
+
+    cases, ratios, choices = collectives.run()
+    report.print_table(choices, "seconds lost by choosing after measurements at 6 sizes, as a share of the best")
+    return report.publish("collectives", cases, ratios, more={"choices": choices})
+
+
 @_bench("checkpoint")
 def bench_checkpoint(
     ranks: Annotated[int, typer.Option(help="Ranks that load a model which all of them hold.")] = 4,

@@ -18,7 +18,8 @@ from optimus.testing import functions
 T = TypeVar("T")
 
 _PRELOADED = [
-    f"optimus.bench.{name}" for name in ("checkpoint", "data_parallel", "optimizer", "pipeline", "tensor_parallel")
+    f"optimus.bench.{name}"
+    for name in ("checkpoint", "collectives", "data_parallel", "optimizer", "pipeline", "tensor_parallel")
 ]
 
 

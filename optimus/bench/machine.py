@@ -59,7 +59,7 @@ def measure(ranks: int, name: str = "measured", extent: Extent | None = None) ->
 
     Raises `UserError` for ranks that the machine does not have, and under torchrun.
     """
-    if _under_launcher():
+    if under_launcher():
         raise UserError(
             "measure() starts its own ranks: call it without torchrun, or use `optimus bench machine` there"
         )
@@ -71,14 +71,14 @@ def measure(ranks: int, name: str = "measured", extent: Extent | None = None) ->
 def observe(ranks: int, extent: Extent | None = None) -> Observations | None:
     """Times on `ranks` fresh ranks of this machine; or, under torchrun, on its ranks, and None on all but the first."""
     check_ranks(ranks)
-    if not _under_launcher():
-        return run_fresh(observe_rank, ranks, ranks, extent, backend=_backend())[0]
+    if not under_launcher():
+        return run_fresh(observe_rank, ranks, ranks, extent, backend=backend_of_device())[0]
     if ranks != int(os.environ["LOCAL_WORLD_SIZE"]):
         raise UserError(f"--ranks {ranks}: torchrun has started {os.environ['LOCAL_WORLD_SIZE']} on each node; say so")
     device = find_device("auto", "the device", int(os.environ["LOCAL_RANK"]))
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
-    dist.init_process_group(_backend())
+    dist.init_process_group(backend_of_device())
     try:
         seen = observe_rank(ranks, extent)
         return seen if dist.get_rank() == 0 else None
@@ -179,11 +179,13 @@ def check_ranks(ranks: int) -> None:
         )
 
 
-def _under_launcher() -> bool:
+def under_launcher() -> bool:
+    """Whether torchrun, or the like, has started this process as one of several."""
     return "LOCAL_WORLD_SIZE" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def _backend() -> str:
+def backend_of_device() -> str:
+    """The backend of collectives on this machine's device. Raises `UserError` where there is none."""
     device = find_device("auto", "the device")
     try:
         return str(dist.get_default_backend_for_device(device))

@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from optimus.comm.algorithms import Measured
 from optimus.config.load import read_section
 from optimus.disk import user_path
 from optimus.errors import UserError, nearest
@@ -152,6 +153,8 @@ class Machine(Section):
     network: Network
     host: Host
     communicator: Communicator = Communicator()
+    collectives: Measured | None = None
+    """Seconds of each algorithm, by which a run chooses among them (`optimus bench collectives --write`)."""
 
     def rates(self, precision: str) -> Arithmetic:
         """Of a precision; either 16-bit type stands for the other. Raises `UserError` for one that it has not."""

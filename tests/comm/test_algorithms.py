@@ -2,9 +2,6 @@
 
 import itertools
 import math
-import random
-import statistics
-from collections.abc import Callable
 
 import pytest
 
@@ -152,38 +149,3 @@ def test_the_fastest_measured_is_chosen_and_rules_hold_for_other_groups() -> Non
 def test_a_wrong_table_is_refused(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Measured.model_validate(wrong)
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.2])
-def test_a_table_of_few_sizes_loses_little_against_the_best_at_every_size(noise: float) -> None:
-    """Sizes 16 times apart, each the median of 5 measurements; four machines, 19 sizes of 1 KB to 256 MB."""
-    draw = random.Random(0)
-    machines = [
-        (Shape(4, 4), NEAR),
-        (Shape(8, 2), NEAR),
-        (Shape(4, 4), FAR),
-        (Shape(8, 8), Links(2e-6, Link(10e-6, 25e9), Link(3e-6, 37e9), 4)),
-    ]
-    for shape, links in machines:
-        mean, worst = _lost(shape, links, lambda: math.exp(draw.gauss(0, noise)))
-        assert mean < (0.02 if noise == 0 else 0.05)
-        assert worst < (0.2 if noise == 0 else 0.8)
-
-
-def _lost(shape: Shape, links: Links, error: Callable[[], float]) -> tuple[float, float]:
-    """Seconds of the chosen over those of the best, less one: mean and worst."""
-    sizes = [2.0**power for power in range(10, 29)]
-    candidates = [name for name in names("all_gather", shape) if name != OWN]
-    right = {name: [seconds(name, "all_gather", shape, size, links) for size in sizes] for name in candidates}
-    points = [0, 4, 8, 12, 16, 18]
-    curves = {
-        name: Curve(
-            sizes=[sizes[i] for i in points],
-            seconds=[statistics.median(took[i] * error() for _ in range(5)) for i in points],
-        )
-        for name, took in right.items()
-    }
-    measured = Measured(all_gather={str(shape): curves})
-    chosen = [choose("all_gather", shape, size, measured) for size in sizes]
-    lost = [right[name][i] / min(took[i] for took in right.values()) - 1 for i, name in enumerate(chosen)]
-    return statistics.mean(lost), max(lost)
