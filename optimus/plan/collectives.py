@@ -9,12 +9,13 @@ import math
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from optimus.errors import UserError
 from optimus.plan.machine import Machine
 
 _BLEND = 0.7
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-Algorithm = Literal["ring", "hierarchical", "best"]
+Algorithm = Literal["ring", "hierarchical", "best", "library", "pccl"]
 
 
 class Place(NamedTuple):
@@ -127,13 +128,20 @@ def collective_seconds(
     """Seconds of a collective among `place` while all other groups of its kind are at it.
 
     `whole` bytes are what a rank has in the end (all-gather), in the beginning (reduce-scatter, all-to-all) or both
-    (all-reduce). `algorithm` says whether a group on several nodes is one ring; the best is the faster of both.
+    (all-reduce). `algorithm` says whether a group on several nodes is one ring; the best is the faster of both. Library and
+    pccl are for all-gathers and reduce-scatters alone, as is what was measured of them; other kinds are rings.
+
+    Raises `UserError` where the machine does not say what the algorithm needs.
     """
     if place.size == 1 or whole == 0:
         return 0.0
     if kind == "all_to_all":
         return _paced(kind, _all_to_all(whole, place, machine), place, machine)
     here = place.on_a_node(machine)
+    if algorithm in ("library", "pccl"):
+        if kind != "all_reduce" and place.nodes(machine) > 1:
+            return (library_seconds if algorithm == "library" else pccl_seconds)(kind, whole, place, machine)
+        algorithm = "ring"
     if algorithm != "ring" and 1 < here < place.size and place.size % here == 0:
         several = hierarchical_seconds(kind, whole, place, machine)
         return several if algorithm == "hierarchical" else min(several, collective_seconds(kind, whole, place, machine))
@@ -152,6 +160,42 @@ def hierarchical_seconds(kind: Collective, whole: float, place: Place, machine: 
     else:
         on_node = collective_seconds(kind, whole, inside, machine)
     return on_node + collective_seconds(kind, whole / here, across, machine)
+
+
+def library_seconds(kind: Collective, whole: float, place: Place, machine: Machine) -> float:
+    """Of an all-gather or reduce-scatter as the ring of the vendor's library does it, over all ranks on several nodes.
+
+    Each of its size - 1 steps takes the root of the sum of the squares of its latency and of a block's time on the links.
+    Raises `UserError` where the machine does not say how long these are.
+    """
+    library = machine.network.library
+    if library is None:
+        raise UserError(
+            f"machine {machine.name} does not say how fast its vendor's collectives are between nodes: "
+            "software.collectives=library needs network.library"
+        )
+    block, rings = whole / place.size, place.rings(machine)
+    steps = (math.hypot(each.step, block * rings / each.bandwidth) for each in library.on(place.nodes(machine)))
+    return (place.size - 1) * min(steps)
+
+
+def pccl_seconds(kind: Collective, whole: float, place: Place, machine: Machine) -> float:
+    """Of an all-gather or reduce-scatter as PCCL does it (dissertation on AxoNN, section 6.2): recursive doubling between
+    nodes, then a ring on the node, and a copy that puts all blocks in order; a reduce-scatter the other way.
+
+    Raises `UserError` where the machine does not say how long its rounds take.
+    """
+    doubling, here = machine.network.doubling, place.on_a_node(machine)
+    if doubling is None:
+        raise UserError(
+            f"machine {machine.name} does not say how long rounds between nodes take: software.collectives=pccl needs "
+            "network.doubling"
+        )
+    nodes, across = place.nodes(machine), place.outer(here)
+    sent = (nodes - 1) / nodes * whole / here
+    between = math.ceil(math.log2(nodes)) * doubling.step + sent * across.rings(machine) / doubling.bandwidth
+    ordered = machine.memory_seconds(2 * whole) if here > 1 else 0.0
+    return between + collective_seconds(kind, whole, place.inner(here), machine) + ordered
 
 
 def _paced(kind: Collective, moving: float, place: Place, machine: Machine) -> float:

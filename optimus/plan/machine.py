@@ -76,6 +76,34 @@ class Node(Section):
         return self.paces.get(kind) or Pace(step=self.latency)  # type: ignore[call-overload]
 
 
+class Protocol(Section):
+    """How ranks of several nodes send to each other, all of a node's at once: in steps, of which each hides some of its
+    latency behind what it sends."""
+
+    step: float = Field(ge=0, description="Seconds of a step, however little is sent.")
+    bandwidth: float = Field(gt=0, description="Of a node, bytes/s.")
+
+
+class Library(Section):
+    """The rings of a vendor's library (NCCL, RCCL) over all ranks of several nodes, as they were measured."""
+
+    protocols: list[Protocol] = Field(min_length=1)
+    """Of which it takes the fastest: in NCCL's words LL for small blocks, and Simple."""
+    crowded: list[Protocol] = Field([])
+    """The same on more than `few_nodes`, where messages come before they are awaited (PCCL, arXiv 2504.18658 v2)."""
+    few_nodes: int | None = Field(None, gt=0, description="None: as many as there are.")
+
+    def on(self, nodes: int) -> list[Protocol]:
+        """Its protocols on so many nodes."""
+        return self.protocols if self.few_nodes is None or nodes <= self.few_nodes else self.crowded
+
+    @model_validator(mode="after")
+    def _both(self) -> "Library":
+        if bool(self.crowded) != (self.few_nodes is not None):
+            raise ValueError("crowded, the protocols on more than few_nodes, and few_nodes go together")
+        return self
+
+
 class Network(Section):
     """Links between nodes."""
 
@@ -85,6 +113,10 @@ class Network(Section):
     latency: float = Field(ge=0, description="Of a message, seconds.")
     group_nodes: int | None = Field(None, gt=0, description="Nodes among which the bandwidth is whole.")
     taper: float = Field(1.0, gt=0, le=1, description="Share of it between all nodes, if there are more.")
+    library: Library | None = None
+    """Rings of the vendor's library, where bandwidth and latency do not describe them (`software.collectives: library`)."""
+    doubling: Protocol | None = None
+    """Rounds of recursive doubling between nodes, each rank with those of its place (`software.collectives: pccl`)."""
     links: list[list[float]] | None = None
     """Where nodes are not equally near: bandwidth between each two of those there are, all their adapters together,
     bytes/s. It then stands for bandwidth, group_nodes and taper."""

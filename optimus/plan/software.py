@@ -49,7 +49,11 @@ class Software(Section):
     overlap_expert: float = Field(0.0, ge=0, le=1)
     """Share of the expert-parallel collectives that is hidden."""
     collectives: Algorithm = "ring"
-    """Whether groups on several nodes are one ring, go node by node, or whichever is faster."""
+    """Whether groups on several nodes are one ring, go node by node, or whichever is faster; or gather and scatter as
+    the vendor's library or PCCL have been measured on this machine."""
+    gathers: int = Field(0, ge=0)
+    """Collectives in which the parameters of a block are gathered, and its gradients scattered; 0: so large ones that
+    their number makes no difference."""
     copies: Literal["expert", "rank", "node"] = "rank"
     """A token is sent once to each chosen expert, to each rank, or to each node that has one."""
     broadcast: float = Field(0.0, ge=0)

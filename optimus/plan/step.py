@@ -114,7 +114,8 @@ def _all_passes(work: Work, inside: tuple[Any, ...]) -> _Passes:
             work.known[key] = _stage(work, each)
         stage: _Stage = work.known[key]
         if s.shard == "parameters":
-            gathers = _gathering(work, _held(work, each), stage.forward, add([stage.backward, stage.weights]))
+            passes = stage.forward, add([stage.backward, stage.weights])
+            gathers = _gathering(work, _held(work, each), *passes, max(1, work.software.gathers * each["blocks"]))
             stage = stage._replace(gathers=gathers)
         alike[id(each)] = stage
     stages = [alike[id(each)] for each in counts]
@@ -231,22 +232,23 @@ def _scaled(terms: Terms, times: float) -> Terms:
     return Terms(*(time * times for time in terms))
 
 
-def _gathering(work: Work, held: Sequence[Held], forward: Terms, backward: Terms) -> float:
-    """Of a microbatch's parameters, forward and backward, and reducing their gradients: what computing does not hide."""
+def _gathering(work: Work, held: Sequence[Held], forward: Terms, backward: Terms, parts: int) -> float:
+    """Of a microbatch's parameters, forward and backward, and reducing their gradients: what computing does not hide. All
+    are sent in so many `parts`."""
     s, software = work.setting, work.software
     gather = reduce = 0.0
     for each in held:
-        gather += _moving(work, "all_gather", each.moved(0, each.depths.parameters), work.e)
+        gather += _moving(work, "all_gather", each.moved(0, each.depths.parameters), work.e, parts)
         if each.rule.trains:
-            reduce += _moving(work, "reduce_scatter", each.moved(0, each.depths.gradients), software.reduced)
+            reduce += _moving(work, "reduce_scatter", each.moved(0, each.depths.gradients), software.reduced, parts)
     second = (gather if s.release else 0.0) + reduce
     share = software.overlap_gather * work.machine.overlap
     return _beside(gather, share * forward.compute) + _beside(second, share * backward.compute)
 
 
-def _moving(work: Work, kind: Collective, moved: Iterable[tuple[float, Place]], size: float) -> float:
-    """Collectives one after the other, of elements of so many bytes."""
-    return sum(work.collective(kind, elements * size, place) for elements, place in moved)
+def _moving(work: Work, kind: Collective, moved: Iterable[tuple[float, Place]], size: float, parts: int = 1) -> float:
+    """Collectives one after the other, of elements of so many bytes, each in so many equal parts."""
+    return sum(parts * work.collective(kind, elements * size / parts, place) for elements, place in moved)
 
 
 def _beside(moving: float, computing: float) -> float:
