@@ -9,13 +9,16 @@ import math
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from optimus.comm.algorithms import OWN
+from optimus.comm.schedules import Shape
 from optimus.errors import UserError
+from optimus.plan.choices import algorithm_of, chosen_seconds
 from optimus.plan.machine import Machine
 
 _BLEND = 0.7
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-Algorithm = Literal["ring", "hierarchical", "best", "library", "pccl"]
+Algorithm = Literal["ring", "hierarchical", "best", "library", "pccl", "chosen"]
 
 
 class Place(NamedTuple):
@@ -129,12 +132,18 @@ def collective_seconds(
 
     `whole` bytes are what a rank has in the end (all-gather), in the beginning (reduce-scatter, all-to-all) or both
     (all-reduce). `algorithm` says whether a group on several nodes is one ring; the best is the faster of both. Library and
-    pccl are for all-gathers and reduce-scatters alone, as is what was measured of them; other kinds are rings.
+    pccl are for all-gathers and reduce-scatters alone, as is what was measured of them; other kinds are rings. Chosen is
+    what a run of this library would choose (`choices`), or one ring where the time of that is not known.
 
     Raises `UserError` where the machine does not say what the algorithm needs.
     """
     if place.size == 1 or whole == 0:
         return 0.0
+    if algorithm == "chosen":
+        known = _chosen_seconds(kind, whole, place, machine)
+        if known is not None:
+            return known
+        algorithm = "ring"
     if kind == "all_to_all":
         return _paced(kind, _all_to_all(whole, place, machine), place, machine)
     here = place.on_a_node(machine)
@@ -147,6 +156,34 @@ def collective_seconds(
         return several if algorithm == "hierarchical" else min(several, collective_seconds(kind, whole, place, machine))
     once = reduce_scatter_seconds(place.size, whole, ring_bandwidth(place, machine))
     return _paced(kind, 2 * once if kind == "all_reduce" else once, place, machine)
+
+
+def shape_of(place: Place, machine: Machine) -> Shape | None:
+    """How the ranks lie on nodes; None where some nodes have more of them than others."""
+    shape = Shape(place.nodes(machine), place.on_a_node(machine))
+    return shape if shape.ranks == place.size else None
+
+
+def _chosen_seconds(kind: Collective, whole: float, place: Place, machine: Machine) -> float | None:
+    if machine.collectives is None and not machine.host.shared:
+        return None
+    shape = shape_of(place, machine)
+    if shape is None:
+        return None
+    return chosen_seconds(kind, whole, shape, machine, place.rings(machine), node_bandwidth(place, machine))
+
+
+def algorithm_named(kind: Collective, whole: float, place: Place, machine: Machine, algorithm: Algorithm) -> str:
+    """What `collective_seconds` takes, as it is called in `comm.algorithms`, or in words."""
+    shape, levels = shape_of(place, machine), place.nodes(machine) > 1
+    if algorithm == "chosen":
+        return algorithm_of(kind, whole, shape, machine) if shape else OWN
+    if not levels or kind == "all_to_all" or (kind == "all_reduce" and algorithm in ("library", "pccl")):
+        return OWN
+    if algorithm == "best":
+        pair: tuple[Algorithm, Algorithm] = ("ring", "hierarchical")
+        return min(pair, key=lambda each: collective_seconds(kind, whole, place, machine, each))
+    return algorithm
 
 
 def hierarchical_seconds(kind: Collective, whole: float, place: Place, machine: Machine) -> float:

@@ -1,22 +1,33 @@
 """Plans as tables for people and as JSON for programs."""
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from optimus.comm.algorithms import OWN
 from optimus.config import RunConfig, load_config
 from optimus.config.load import dump_config
 from optimus.config.parallel import ParallelConfig
 from optimus.disk import user_path
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
+from optimus.plan.collectives import Place, algorithm_named
 from optimus.plan.machine import Machine
 from optimus.plan.memory import room_of
 from optimus.plan.own import communicators_of, sections_of
-from optimus.plan.question import Plan
+from optimus.plan.question import Plan, time_of
 from optimus.plan.scaling import Point
+from optimus.plan.work import Work
 
 _COSTS = 3  # named in a row
+_ALGORITHMS = {  # those that are no names of `comm.algorithms`
+    OWN: "the backend's own",
+    "ring": "the backend's own, a ring",
+    "library": "the backend's own, as measured",
+    "hierarchical": "node by node",
+    "pccl": "PCCL",
+}
 # Of a configuration; what else its sections hold stays.
 _DECIDED = {
     "parallel": set(ParallelConfig.model_fields) - {"overlap"},
@@ -127,11 +138,30 @@ def explained(plan: Plan, config: RunConfig) -> str:
     number = sum(each.number for each in connected)
     lines.append(f"a rank has up to {number} communicators, with {buffers / 1e9:.2f} GB of buffers besides:")
     lines += [f"  {each.what:<22}{each.number:>4} of {each.size:,} ranks" for each in connected]
+    lines += ["its collectives, by which algorithm, and the largest of each kind:", *_collectives(plan)]
     lines.append(describe(plan.setting.mesh))
     if plan.question.nodes is not None:
         nodes = " ".join(map(str, plan.question.nodes))
         lines.append(f"nodes, as the matrix counts them from 0, in this order: {nodes}")
     return "\n".join(lines)
+
+
+def _collectives(plan: Plan) -> Iterator[str]:
+    """A line for each kind of group, smallest first."""
+    question, machine = plan.question, plan.question.placed
+    work = Work(question.model, plan.setting, machine, question.software)
+    time_of(question, plan.setting, work)
+    used: dict[Place, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for (place, kind), whole in sorted(work.collectives.items()):
+        if place.size > 1 and whole > 0:
+            name = algorithm_named(kind, whole, place, machine, question.software.collectives)
+            used[place][name].append(f"{kind.replace('_', '-')} ({whole / 1e6:,.1f} MB)")
+    for place, names in used.items():
+        apart = f", {place.stride} apart" if place.stride > 1 else ""
+        nodes = place.nodes(machine)
+        where = f"{place.size:,} ranks on {nodes:,} node{'s' if nodes > 1 else ''}{apart}"
+        each = (f"{', '.join(kinds)}: {_ALGORITHMS.get(name, name)}" for name, kinds in names.items())
+        yield f"  {where:<34}{'; '.join(each)}"
 
 
 def verdict(size: float, machine: Machine) -> tuple[bool, str]:

@@ -50,7 +50,7 @@ class Software(Section):
     """Share of the expert-parallel collectives that is hidden."""
     collectives: Algorithm = "ring"
     """Whether groups on several nodes are one ring, go node by node, or whichever is faster; or gather and scatter as
-    the vendor's library or PCCL have been measured on this machine."""
+    the vendor's library or PCCL have been measured on this machine; or as this library chooses (`choices`)."""
     gathers: int = Field(0, ge=0)
     """Collectives in which the parameters of a block are gathered, and its gradients scattered; 0: so large ones that
     their number makes no difference."""

@@ -70,6 +70,7 @@ class Work:
         self._chosen = model.experts_per_token or 0
         self._expert_passes = software.passes_experts or software.passes
         self.known: dict[Any, Any] = {}  # what `step` has found out with it
+        self.collectives: dict[tuple[Place, Collective], float] = {}  # bytes of the largest that was asked for
         self._plain = setting.precision if setting.precision in ("fp16", "fp32") else "bf16"  # where nothing is cast
 
     def like(self, setting: Setting) -> "Work":
@@ -81,6 +82,8 @@ class Work:
 
     def collective(self, kind: Collective, whole: float, place: Place) -> float:
         """Seconds of a collective, as this software does it."""
+        asked = self.collectives
+        asked[place, kind] = max(whole, asked.get((place, kind), 0.0))
         return collective_seconds(kind, whole, place, self.machine, self.software.collectives)
 
     def orthogonalise(self, number: int, rows: int, columns: int) -> float:

@@ -90,6 +90,22 @@ def test_a_table_and_what_one_row_is_made_of(plan: Callable[..., Any]) -> None:
     assert "4 ranks on 1 node" in text
 
 
+def test_what_explains_a_row_says_which_algorithm_each_kind_of_group_uses(plan: Callable[..., Any]) -> None:
+    """Two levels between nodes of processors; with what it is as if, what that says."""
+    words = ["--as-is", "--explain", "1"]
+    for ranks, change, expected in (
+        (4, "host.link=x1", r"  4 ranks on 1 node +all-reduce \(.* MB\): direct\n"),
+        (
+            16,
+            "host.link=x1",
+            r"  16 ranks on 4 nodes +all-reduce \(.* MB\): direct\+direct\n",
+        ),
+        (16, "software.collectives=ring", r"  16 ranks on 4 nodes .*: the backend's own, a ring\n"),
+    ):
+        text = plan(*words, "--what-if", change, text=True, ranks=ranks)
+        assert re.search("its collectives, by which algorithm, and the largest of each kind:\n" + expected, text), text
+
+
 def test_the_buffers_of_communicators_are_the_machines(plan: Callable[..., Any]) -> None:
     usual, changed = (
         plan("--as-is", *words)["plans"][0]["communicators"]
