@@ -12,6 +12,7 @@ pieces of a large tensor, go on in turn, so that one is between nodes while anot
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
 
@@ -29,7 +30,10 @@ _END = object()
 
 
 class Link:
-    """Messages of one collective between the `ranks` of a group, told apart from those of others by a tag."""
+    """Messages of one collective between the `ranks` of a group, told apart from those of others by a tag.
+
+    All raise `RuntimeError` that names the rank whose message failed.
+    """
 
     def __init__(self, ranks: Sequence[int], handle: Any, tag: int, scratch: Scratch) -> None:
         self.ranks, self.scratch = ranks, scratch
@@ -37,19 +41,26 @@ class Link:
 
     def receive(self, tensor: Tensor, peer: int) -> Any:
         """Begin to fill `tensor` with what rank `peer` of the group sends next."""
-        return dist.irecv(tensor, self.ranks[peer], self._handle, self._tag)
+        with self._naming(peer):
+            return dist.irecv(tensor, self.ranks[peer], self._handle, self._tag)
 
     def send(self, tensor: Tensor, peer: int) -> Any:
         """Begin to send `tensor`."""
-        return dist.isend(tensor, self.ranks[peer], self._handle, self._tag)
+        with self._naming(peer):
+            return dist.isend(tensor, self.ranks[peer], self._handle, self._tag)
 
     def wait(self, works: Sequence[tuple[int, Any]]) -> None:
-        """For messages from and to these ranks. Raises `RuntimeError` that names the rank whose message failed."""
+        """For messages from and to these ranks."""
         for peer, work in works:
-            try:
+            with self._naming(peer):
                 work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(f"rank {self.ranks[peer]}: {error}") from error
+
+    @contextmanager
+    def _naming(self, peer: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(f"rank {self.ranks[peer]}: {error}") from error
 
 
 class Codec:

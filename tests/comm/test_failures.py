@@ -1,14 +1,20 @@
 """A rank that leaves or comes late in the middle of a collective: the others get an error that says which one it was."""
 
+import contextlib
 import re
 import time
 from datetime import timedelta
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from optimus.comm import CollectiveError, Group
+from optimus.comm import CollectiveError, Group, Groups
+from optimus.comm.exchange import Link
+from optimus.mesh import Mesh
 from optimus.testing import run_ranks
 
 SIZE = 1 << 18  # floats: 1 MiB
@@ -48,3 +54,43 @@ def test_the_others_are_told(collective: str, late: bool) -> None:
         if rank != 1:
             assert re.match(rf"{collective} of 1,048,576 bytes over ranks 0, 1, 2 failed on rank {rank}: \S", text)
             assert seconds < (4 if late else 2)
+
+
+def lost_in_round(number: int) -> str:
+    """What is said where rank 3, of two nodes of two, takes no part any more from a round on."""
+    mesh = Mesh(dp=4, ranks_per_node=2)
+    group = Groups(mesh, timeout=3.0).world
+    group.all_reduce(torch.ones(SIZE))  # the connections are there
+    if group.rank == 3:
+        left = [number]
+
+        def posted(self: Link, tensor: Tensor, peer: int) -> Any:
+            """Of each of its four rounds it sends one message."""
+            if not left[0]:
+                dist.destroy_process_group()
+                raise KeyboardInterrupt
+            left[0] -= 1
+            return real(self, tensor, peer)
+
+        real = Link.send
+        with mock.patch.object(Link, "send", posted), contextlib.suppress(KeyboardInterrupt):
+            group.all_reduce(torch.ones(SIZE))
+        return ""
+    try:
+        group.all_reduce(torch.ones(SIZE))
+    except CollectiveError as error:
+        dist.destroy_process_group()  # as a program that ends
+        return str(error)
+    return "it came to an end"
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_rank_lost_in_any_round_is_named(number: int) -> None:
+    """By those who wait for it; others name one that has given up for that reason."""
+    texts = run_ranks(lost_in_round, 4, number)
+    assert any("failed on rank" in text and ": rank 3: " in text for text in texts[:3])
+    for rank, text in enumerate(texts[:3]):
+        if text != "it came to an end":  # its part was done before
+            assert re.match(
+                rf"all_reduce of 1,048,576 bytes over ranks 0, 1, 2, 3 failed on rank {rank}: rank \d: \S", text
+            )
