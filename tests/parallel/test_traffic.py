@@ -241,7 +241,7 @@ def exchanged(source: dict[str, Any]) -> dict[str, Counter[str]]:
     tokens = random_batch(config, 1).chunk(groups.mesh.dp)[groups.along("dp").rank]
     found: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
     here = found["forward"]
-    exchange = Group.exchange
+    exchange = Group.all_to_all
 
     def counted(group: Group, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
         came = exchange(group, rows, send, receive)
@@ -249,7 +249,7 @@ def exchanged(source: dict[str, Any]) -> dict[str, Counter[str]]:
             here["ep" if group is groups.along("ep") else "etp"] += rows.nbytes + came.nbytes
         return came
 
-    with patch.object(Group, "exchange", counted):
+    with patch.object(Group, "all_to_all", counted):
         loss = objective(terms(model.model.losses(tokens)), config)
         here = found["backward"]
         loss.backward()
