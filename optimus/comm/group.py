@@ -8,7 +8,6 @@ between.
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -65,6 +64,10 @@ class Shared:
     measured: Measured | None = None  # of this machine's collectives
     partial_sums: Codec = AS_THEY_ARE  # how they go from node to node
 
+    def choose_by(self, measured: Measured | None) -> None:
+        """Choose algorithms by what was measured."""
+        self.measured = measured
+
 
 class Group:
     """`ranks` of the job, in order; `rank` is this process's place among them, `shape` how they lie on nodes.
@@ -83,26 +86,36 @@ class Group:
         shape: Shape | None = None,
         shared: Shared | None = None,
         levels: "tuple[Group, Group] | None" = None,
+        driver: Driver | None = None,
+        watched: bool = True,
     ) -> None:
         self.ranks = list(ranks)
         self.size = len(self.ranks)
         self.rank = rank
         self.shape = shape or Shape(1, self.size)
         self._shared = shared or Shared()
-        self.step, self.watch = self._shared.step, self._shared.watch
+        self.step, self.watch = self._shared.step, self._shared.watch if watched else None
         self._recorder = self._shared.recorder
         self._name = f"{_few(self.ranks)}{f' ({tag})' if tag else ''}"
         self._recorder.begun.setdefault(self._name, 0)  # who has begun none yet is behind those that have
         self._handle, self._tag = handle, tag  # of messages
         self._levels = levels
-        self._driver = Driver()
+        self._driver = driver or Driver()
 
     @property
     def unwatched(self) -> "Group":
         """The same group, of which nothing is noted."""
-        other = copy(self)
-        other.watch = None
-        return other
+        return Group(
+            self.ranks,
+            self.rank,
+            self._handle,
+            self._tag,
+            shape=self.shape,
+            shared=self._shared,
+            levels=self._levels,
+            driver=self._driver,
+            watched=False,
+        )
 
     def tagged(self, tag: int) -> "Group":
         """The same group for messages of their own."""

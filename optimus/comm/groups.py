@@ -141,7 +141,7 @@ class Groups:
 
     def choose_by(self, measured: Measured | None) -> None:
         """Choose algorithms of collectives by what was measured, before groups are made."""
-        self._shared.measured = measured
+        self._shared.choose_by(measured)
 
     @property
     def tags(self) -> bool:
