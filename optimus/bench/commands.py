@@ -274,19 +274,19 @@ def bench_machine(
 
 @_bench("collectives")
 def bench_collectives(
-    machine: Annotated[
+    write: Annotated[
         Path | None,
         typer.Option(help="Instead: measure every algorithm here, and write the table into this machine file."),
     ] = None,
-    ranks: Annotated[int, typer.Option(help="With --machine: ranks of a node, as for `optimus bench machine`.")] = 4,
+    ranks: Annotated[int, typer.Option(help="With --write: ranks of a node, as for `optimus bench machine`.")] = 4,
 ) -> Report:
     """Exchanges on two levels against direct ones and rings, on links that are stood in for, and the choice among them."""
     from optimus.bench import report
 
-    if machine is not None:
+    if write is not None:
         from optimus.bench.collectives_measure import measure
 
-        rows = measure(ranks, user_path(machine))
+        rows = measure(ranks, user_path(write))
         return None if rows is None else report.publish("collectives", rows, {})
     from optimus.bench import collectives
 

@@ -96,10 +96,6 @@ class _Rank:
         self.number: defaultdict[int, int] = defaultdict(int)  # of the next awaited message, by sender
         self.come: defaultdict[int, list[float]] = defaultdict(list)  # when a sender's messages were there
 
-    def spend(self, seconds: float) -> None:
-        """On a message that it sends."""
-        self.now += seconds
-
     def wait(self, senders: Sequence[int]) -> None:
         """For the next message of each."""
         self.awaited = []
@@ -142,7 +138,7 @@ class _Simulation:
         rank = self._ranks[number]
         for sends, receives in rank.steps:
             for target, size in sends:
-                rank.spend(self._links.overhead)
+                rank.now += self._links.overhead
                 self._happens(rank.now, False, number, target, size)
             rank.wait(receives)
             if rank.missing:
