@@ -174,6 +174,6 @@ def _existing(path: Path) -> Machine:
     """Raises `UserError` where there is no machine file to write to."""
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         raise UserError(
-            f"--machine {path}: there is no such machine file; `optimus bench machine --output {path}` writes one"
+            f"--write {path}: there is no such machine file; `optimus bench machine --output {path}` writes one"
         )
     return load_machine(str(path))

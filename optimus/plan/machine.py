@@ -186,7 +186,7 @@ class Machine(Section):
     host: Host
     communicator: Communicator = Communicator()
     collectives: Measured | None = None
-    """Seconds of each algorithm, by which a run chooses among them (`optimus bench collectives --machine`)."""
+    """Seconds of each algorithm, by which a run chooses among them (`optimus bench collectives --write`)."""
 
     def rates(self, precision: str) -> Arithmetic:
         """Of a precision; either 16-bit type stands for the other. Raises `UserError` for one that it has not."""
