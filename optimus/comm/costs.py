@@ -96,6 +96,11 @@ class _Rank:
         self.number: defaultdict[int, int] = defaultdict(int)  # of the next awaited message, by sender
         self.come: defaultdict[int, list[float]] = defaultdict(list)  # when a sender's messages were there
 
+    def send(self, overhead: float) -> float:
+        """When the next message is on its way."""
+        self.now += overhead
+        return self.now
+
     def wait(self, senders: Sequence[int]) -> None:
         """For the next message of each."""
         self.awaited = []
@@ -138,8 +143,7 @@ class _Simulation:
         rank = self._ranks[number]
         for sends, receives in rank.steps:
             for target, size in sends:
-                rank.now += self._links.overhead
-                self._happens(rank.now, False, number, target, size)
+                self._happens(rank.send(self._links.overhead), False, number, target, size)
             rank.wait(receives)
             if rank.missing:
                 return
