@@ -54,8 +54,9 @@ class Software(Section):
     gathers: int = Field(0, ge=0)
     """Collectives in which the parameters of a block are gathered, and its gradients scattered; 0: so large ones that
     their number makes no difference."""
-    copies: Literal["expert", "rank", "node"] = "rank"
-    """A token is sent once to each chosen expert, to each rank, or to each node that has one."""
+    copies: Literal["expert", "rank", "node", "levels"] = "rank"
+    """A token is sent once to each chosen expert, to each rank, or to each node that has one, and on that while others come;
+    levels: to each node, and when all are there to its ranks (`parallel.dispatch.two_level`)."""
     broadcast: float = Field(0.0, ge=0)
     """Seconds of one broadcast, where each rank in turn sends the others the parameters that it has updated; 0: they
     are gathered in one collective."""

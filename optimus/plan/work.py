@@ -308,9 +308,16 @@ class Work:
         each = size * self._copies(experts, ranks)
         if self.software.copies == "rank" or nodes == 1:
             return self.collective("all_to_all", each, place)
-        # Once to each node, and there, while the next tokens come, to the ranks that have the experts.
-        inside = self.collective("all_to_all", each, Place(place.on_a_node(self.machine)))
-        return max(inside, self.collective("all_to_all", size * self._copies(experts, nodes), place))
+        here = place.on_a_node(self.machine)
+        if self.software.copies == "levels" and (here == 1 or place.size % here):
+            return self.collective("all_to_all", each, place)
+        # Once to each node, and there to the ranks that have the experts.
+        inside = self.collective("all_to_all", each, Place(here))
+        if self.software.copies == "levels":
+            return inside + self.collective("all_to_all", size * self._copies(experts, nodes), place.outer(here))
+        return max(  # while the next tokens come
+            inside, self.collective("all_to_all", size * self._copies(experts, nodes), place)
+        )
 
     def _copies(self, experts: int, parts: int) -> float:
         """In how many of equal parts of the experts a token has some, if it chooses them at random."""

@@ -7,7 +7,7 @@ from optimus.mesh import Mesh
 from optimus.plan.collectives import Place, collective_seconds
 from optimus.plan.machine import load_machine
 from optimus.plan.setting import Setting
-from optimus.plan.software import Software
+from optimus.plan.software import Software, load_software
 from optimus.plan.work import Work
 
 MACHINE = load_machine("dgx-a100")
@@ -137,3 +137,19 @@ def test_casts_to_eight_bits_take_time() -> None:
     )
     elements = 4096 * 4096 + 4096 * 2 * 11008 + 4096 * 11008 + 11008 * 4096
     assert cast.matmul - free.matmul == pytest.approx(3 * elements / machine.memory_bandwidth, rel=0.2)
+
+
+def test_a_run_sends_a_token_to_a_node_and_then_to_its_ranks() -> None:
+    """Two levels, one after the other (`parallel.dispatch.two_level`); where there are no two, all ranks at once."""
+    mesh, levels = Mesh(dp=16, ep=16, ranks_per_node=8), Software(about="a test", copies="levels")
+    found = work(SPARSE, levels, mesh=mesh)
+    tokens = 2 * 2048 * 2048 * 2.0  # bytes
+    inside = collective_seconds("all_to_all", tokens * found._copies(64, 16), Place(8), MACHINE)
+    across = collective_seconds("all_to_all", tokens * found._copies(64, 2), Place(2, 8), MACHINE)
+    assert found.feed_forward[0].forward.expert == pytest.approx(2 * (inside + across))
+    flat = work(SPARSE, PLAIN, mesh=mesh).feed_forward[0].forward.expert
+    assert found.feed_forward[0].forward.expert < 0.7 * flat
+    for mesh in (Mesh(dp=8, ep=8, ranks_per_node=8), Mesh(dp=16, ep=2, ranks_per_node=8)):  # on a node
+        both = (work(SPARSE, software, mesh=mesh).feed_forward[0].forward.expert for software in (levels, PLAIN))
+        assert len(set(both)) == 1
+    assert load_software().copies == "levels"
