@@ -1,7 +1,6 @@
 """AdamW (Loshchilov and Hutter 2019, algorithm 2) on flat tensors."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,11 +8,11 @@ import torch
 from torch import Tensor
 
 from optimus.kernels import backend
-from optimus.optim.rule import Now, Rule, Whole, as_they_are, scaled
+from optimus.optim.rule import Now, Tile, UpdateRule
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW(Rule):
+class AdamW(UpdateRule):
     """Keeps the first moment m and the second v."""
 
     kinds: ClassVar[tuple[str, ...]] = ("adamw.m", "adamw.v")
@@ -22,31 +21,26 @@ class AdamW(Rule):
     beta2: float = 0.99
     eps: float = 1e-8
 
-    def update(
-        self,
-        now: Now,
-        weight: Tensor,
-        gradient: Tensor,
-        kept: Sequence[Tensor],
-        copy: Tensor | None = None,
-        whole: Whole = as_they_are,
-    ) -> None:
-        """As `Rule.update`."""
-        m, v = kept
-        if backend.use_triton(weight):
-            from optimus.kernels.triton import adamw as kernels
-
-            factors = self.beta1, self.beta2, self.eps, self.weight_decay
-            kernels.adamw(factors, now.step, now.lr, weight, gradient, m, v, now.gradient_scale, copy)
+    def update(self, now: Now, tile: Tile) -> None:
+        """As `UpdateRule.update`: a kernel does all of it in one pass over memory."""
+        weight, gradient, (m, v), copy, _ = tile
+        if not backend.use_triton(weight):
+            super().update(now, tile)
             return
+        from optimus.kernels.triton import adamw as kernels
+
+        factors = self.beta1, self.beta2, self.eps, self.weight_decay
+        kernels.adamw(factors, now.step, now.lr, weight, gradient, m, v, now.gradient_scale, copy)
+
+    def apply(self, now: Now, tile: Tile) -> None:
+        """As `UpdateRule.apply`."""
+        weight, gradient, (m, v), *_ = tile
         steps = [torch.tensor(float(now.step), device=weight.device)]
         torch._fused_adamw_(
-            [weight], [scaled(gradient, now.gradient_scale)], [m], [v], [], steps,
+            [weight], [gradient], [m], [v], [], steps,
             lr=now.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay,
             amsgrad=False, maximize=False,
         )  # fmt: skip
-        if copy is not None:
-            copy.copy_(weight)
 
 
 def adamw_reference(rule: AdamW, step: int, lr: float, weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor) -> None:

@@ -1,7 +1,6 @@
 """Parameters that are not trained."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from optimus.optim.rule import Rule
 
@@ -9,5 +8,3 @@ from optimus.optim.rule import Rule
 @dataclass(frozen=True)
 class Frozen(Rule):
     """No update: the weights keep their values, in the type of computation, and nothing is kept beside them."""
-
-    trains: ClassVar[bool] = False

@@ -4,14 +4,13 @@ Legend: N matrices of R rows and C columns, of which r is the smaller and c the 
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from optimus.optim.rule import Now, Rule, Whole, as_they_are, scaled
+from optimus.optim.rule import Now, Tile, UpdateRule
 
 STEPS, _A, _B, _C = 5, 3.4445, -4.7750, 2.0315  # of the iteration: Jordan's, steepest at zero
 _LEAST_NORM = 1e-7
@@ -19,7 +18,7 @@ _ROOT_MEAN_SQUARE = 0.2  # of the update, which is AdamW's: it takes the same le
 
 
 @dataclass(frozen=True, kw_only=True)
-class Muon(Rule):
+class Muon(UpdateRule):
     """Keeps the momentum."""
 
     kinds: ClassVar[tuple[str, ...]] = ("muon.momentum",)
@@ -27,18 +26,10 @@ class Muon(Rule):
 
     momentum: float = 0.95
 
-    def update(
-        self,
-        now: Now,
-        weight: Tensor,
-        gradient: Tensor,
-        kept: Sequence[Tensor],
-        copy: Tensor | None = None,
-        whole: Whole = as_they_are,
-    ) -> None:
-        """As `Rule.update`. Products are of the type that the model computes with, that of `copy`, and so is what `whole`
+    def apply(self, now: Now, tile: Tile) -> None:
+        """As `UpdateRule.apply`. Products are of the type that the model computes with, that of `copy`, and so is what `whole`
         takes and gives: bf16 where it is fast. fp32 without `copy`, so that every layout gives the same numbers."""
-        (momentum,) = kept
+        weight, gradient, (momentum,), copy, whole = tile
         scale = 0.0
 
         def direction(x_NRC: Tensor) -> Tensor:
@@ -46,13 +37,10 @@ class Muon(Rule):
             scale = _ROOT_MEAN_SQUARE * math.sqrt(max(x_NRC.shape[-2:]))
             return orthogonalise(x_NRC)
 
-        gradient = scaled(gradient, now.gradient_scale)
         momentum.lerp_(gradient, 1 - self.momentum)
         nesterov = gradient.lerp(momentum, self.momentum).to((weight if copy is None else copy).dtype)
         update = whole(direction, nesterov)
         weight.mul_(1 - now.lr * self.weight_decay).sub_(update, alpha=now.lr * scale)
-        if copy is not None:
-            copy.copy_(weight)
 
 
 def orthogonalise(x_NRC: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 Legend: N matrices of R rows and C columns.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -27,40 +28,35 @@ def as_they_are(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(x)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """An update rule with its hyperparameters. Those that are equal update chunks together."""
+class Tile(NamedTuple):
+    """What is updated at once: flat tensors, or [N, R, C] for a rule of matrices.
 
-    trains: ClassVar[bool] = True  # else the weights stay as they are, and need no gradient
+    These may be blocks of matrices that are split over ranks: `whole(function, x)` is the block of `function` of the whole
+    matrices of x.
+    """
+
+    weight: Tensor  # fp32
+    gradient: Tensor  # of any floating type; in fp32 and scaled when a rule's `apply` gets it
+    kept: Sequence[Tensor]  # fp32, by kind
+    copy: Tensor | None = None  # what is computed with, in its type; None: the weight
+    whole: Whole = as_they_are
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What becomes of parameters in an optimizer step. Equal ones share chunks."""
+
+    trains: ClassVar[bool] = False  # else the weights stay as they are, and need no gradient
     kinds: ClassVar[tuple[str, ...]] = ()  # of the fp32 buffers that it keeps, as checkpoints name them
     matrices: ClassVar[bool] = False  # whether it works on whole matrices; else on flat parts of any length
     averages: ClassVar[bool] = (
         False  # whether the weights that are computed with in training are not those of the model
     )
 
-    weight_decay: float = 0.1  # decoupled: times the learning rate
-    lr_scale: float = 1.0  # of the schedule's learning rate
-
     def begin(self, weight: Tensor, kept: Sequence[Tensor]) -> None:
         """Make what is kept as it is before the first update of these weights."""
         for each in kept:
             each.zero_()
-
-    def update(
-        self,
-        now: Now,
-        weight: Tensor,
-        gradient: Tensor,
-        kept: Sequence[Tensor],
-        copy: Tensor | None = None,
-        whole: Whole = as_they_are,
-    ) -> None:
-        """Update fp32 `weight` and what is `kept`, by kind, in place; `copy` gets what is computed with, in its type.
-
-        All are flat, or [N, R, C] for a rule of matrices, which may be blocks of matrices that are split over ranks:
-        `whole(function, x)` is the block of `function` of the whole matrices of x. `gradient` is of any floating type.
-        """
-        raise NotImplementedError
 
     def computed(self, weight: Tensor, kept: Sequence[Tensor], out: Tensor) -> None:
         """Fill `out` with what is computed with in training."""
@@ -69,6 +65,26 @@ class Rule:
     def weight_of(self, step: int, lr: float) -> float:
         """Weight of a step in the average over all of them, where the rule makes one."""
         return 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateRule(Rule, ABC):
+    """A rule that trains, with its hyperparameters."""
+
+    trains: ClassVar[bool] = True
+
+    weight_decay: float = 0.1  # decoupled: times the learning rate
+    lr_scale: float = 1.0  # of the schedule's learning rate
+
+    def update(self, now: Now, tile: Tile) -> None:
+        """Update weight and what is kept, in place, and fill the copy while they are in the cache."""
+        self.apply(now, tile._replace(gradient=scaled(tile.gradient, now.gradient_scale)))
+        if tile.copy is not None:
+            self.computed(tile.weight, tile.kept, tile.copy)
+
+    @abstractmethod
+    def apply(self, now: Now, tile: Tile) -> None:
+        """The rule's arithmetic: update weight and what is kept, in place, by the fp32 gradient."""
 
 
 def scaled(gradient: Tensor, scale: float) -> Tensor:

@@ -10,11 +10,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from optimus.optim.rule import Now, Rule, Whole, as_they_are, scaled
+from optimus.optim.rule import Now, Tile, UpdateRule
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleFree(Rule):
+class ScheduleFree(UpdateRule):
     """Keeps the iterate z and the second moment v."""
 
     kinds: ClassVar[tuple[str, ...]] = ("schedule_free.z", "schedule_free.v")
@@ -30,26 +30,15 @@ class ScheduleFree(Rule):
         z.copy_(weight)
         v.zero_()
 
-    def update(
-        self,
-        now: Now,
-        weight: Tensor,
-        gradient: Tensor,
-        kept: Sequence[Tensor],
-        copy: Tensor | None = None,
-        whole: Whole = as_they_are,
-    ) -> None:
-        """As `Rule.update`. `copy` gets y; `now.share` is the algorithm's c."""
-        z, v = kept
+    def apply(self, now: Now, tile: Tile) -> None:
+        """As `UpdateRule.apply`; `now.share` is the algorithm's c."""
+        weight, gradient, (z, v), *_ = tile
         lr = self._corrected(now.step, now.lr)
-        gradient = scaled(gradient, now.gradient_scale)
         v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
         temporary = z.lerp(weight, self.beta1)
         z.sub_(temporary, alpha=lr * self.weight_decay)
         z.addcdiv_(gradient, torch.sqrt(v, out=temporary).add_(self.eps), value=-lr)
         weight.lerp_(z, now.share)
-        if copy is not None:
-            copy.copy_(torch.lerp(z, weight, self.beta1, out=temporary))
 
     def computed(self, weight: Tensor, kept: Sequence[Tensor], out: Tensor) -> None:
         """Fill `out` with y."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from optimus.comm import Group, Handle, InTurn
 from optimus.kernels.gradient_buffer import GradientBuffer
-from optimus.optim.rule import Now, Whole, as_they_are
+from optimus.optim.rule import Now, Tile, UpdateRule, Whole, as_they_are
 from optimus.state.buffers import Held, aligned
 from optimus.state.chunk import Chunk
 from optimus.state.matrices import Matrices, OverBlocks
@@ -78,6 +78,8 @@ class TrainedChunk(Chunk):
         step: StepContext | None = None,
     ) -> None:
         super().__init__(plan, groups, device)
+        assert isinstance(plan.rule, UpdateRule)
+        self._rule = plan.rule
         self._watch, self.copies = copies.watch, copies.unwatched  # only what enters the sums is watched
         self._blocks = blocks or {}
         self._piece, self._started, self._step = piece, started, step
@@ -234,10 +236,9 @@ class TrainedChunk(Chunk):
         if self._reader is not None:
             self._reader()
             self._reader = None
-        rule = self.plan.rule
-        now = now._replace(lr=now.lr * rule.lr_scale)
+        now = now._replace(lr=now.lr * self._rule.lr_scale)
         for whole, (weight, own, gradient, *kept) in self._tiles(tile):
-            rule.update(now, weight, gradient, kept, None if self.master is self.own else own, whole)
+            self._rule.update(now, Tile(weight, gradient, kept, None if self.master is self.own else own, whole))
         self._share()
 
     def _tiles(self, tile: int) -> Iterator[tuple[Whole, list[Tensor]]]:

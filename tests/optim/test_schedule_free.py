@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from optimus.optim.rule import Now
+from optimus.optim.rule import Now, Tile
 from optimus.optim.schedule_free import ScheduleFree
 
 RULE = ScheduleFree(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
@@ -42,7 +42,7 @@ def test_equals_the_algorithm_with_a_warm_up() -> None:
         weight = RULE.weight_of(step, lr)
         total += weight
         now = Now(step, lr, gradient_scale=1.0, share=weight / total)
-        RULE.update(now, x, loss_gradient(copy), kept, copy)
+        RULE.update(now, Tile(x, loss_gradient(copy), kept, copy))
         for ours, theirs in zip((x, kept[0]), expected):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-8)
 
@@ -55,7 +55,7 @@ def test_what_is_computed_with_is_what_an_update_leaves() -> None:
     RULE.computed(x, kept, computed)
     assert computed.equal(x.bfloat16())
     for step in (1, 2):
-        RULE.update(Now(step, LR, gradient_scale=0.5, share=1 / step), x, gradient, kept, copy)
+        RULE.update(Now(step, LR, gradient_scale=0.5, share=1 / step), Tile(x, gradient, kept, copy))
     RULE.computed(x, kept, computed)
     assert computed.equal(copy)
     assert not computed.equal(x.bfloat16())

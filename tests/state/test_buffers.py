@@ -10,11 +10,18 @@ from optimus.config.tree import ShardRanks, StateConfig, shard_widths
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.optim.adamw import AdamW
-from optimus.optim.rule import Rule
+from optimus.optim.rule import Now, Tile, UpdateRule
 from optimus.state.buffers import TRANSITIONS, Depths, Event, Held, Place, aligned, buffers
 from optimus.state.plan import Recipe, Share, Slot, lay_out, plan_chunks, shard_borders, sharing_steps
 
 BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Plain(UpdateRule):
+    """Keeps nothing."""
+
+    def apply(self, now: Now, tile: Tile) -> None:
+        tile.weight.sub_(tile.gradient, alpha=now.lr)
 
 
 @pytest.mark.parametrize("stays", [True, False])
@@ -93,9 +100,9 @@ def test_what_a_chunk_has() -> None:
         ("adamw.m", 3, "device"),
         ("adamw.v", 3, "device"),
     ]
-    kinds = [(each.kind, each.residency) for each in buffers(Depths(0, 0, 0), FP32, FP32, Rule(), reshard=False)]
+    kinds = [(each.kind, each.residency) for each in buffers(Depths(0, 0, 0), FP32, FP32, Plain(), reshard=False)]
     assert kinds == [("parameters", "device"), ("gradients", "device")]
-    assert buffers(Depths(1, 1, 1), FP32, FP32, Rule(), reshard=False)[0].residency == "step"
+    assert buffers(Depths(1, 1, 1), FP32, FP32, Plain(), reshard=False)[0].residency == "step"
 
 
 @pytest.mark.parametrize("align", [32, 128])

@@ -11,7 +11,7 @@ from optimus.kernels import backend
 from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.optim.adamw import AdamW
-from optimus.optim.rule import Now
+from optimus.optim.rule import Now, Tile
 
 pytest.importorskip("triton")
 
@@ -33,7 +33,8 @@ def step(config: ModelConfig, routing: Any, device: torch.device) -> list[Tensor
         weight, gradient = parameter.detach().flatten(), parameter.grad
         assert gradient is not None
         results.append(gradient.clone())
-        RULE.update(Now(1, 1e-3), weight, gradient.flatten(), list(torch.zeros(2, len(weight), device=device)))
+        kept = list(torch.zeros(2, len(weight), device=device))
+        RULE.update(Now(1, 1e-3), Tile(weight, gradient.flatten(), kept))
         results.append(weight)
     return results
 
