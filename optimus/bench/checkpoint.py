@@ -41,7 +41,7 @@ from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.state.model_state import ModelState
 from optimus.state.plan import plan_chunks
-from optimus.train.run import build_model, layouts_of, mesh_of
+from optimus.train.run import build_model, layouts_of, mesh_of, recipe_of
 from optimus.train.step import training_step
 
 LARGE = {"family": "olmo", "hidden": 1024, "layers": 12, "heads": 16, "intermediate": 4096, "vocab": 50304}
@@ -282,11 +282,12 @@ def _nodes() -> list[Row]:
 
 def _spread(config: RunConfig, mesh: Mesh, scattered: bool) -> Row:
     with torch.device("meta"):
-        layouts = layouts_of(Transformer(config.model), config)
+        model = Transformer(config.model)
+    layouts, recipe = layouts_of(model, config), recipe_of(config, model)
     nodes = dict.fromkeys(range(mesh.node(mesh.size - 1) + 1), 0)
     writing = set()
     for rank in range(mesh.size):
-        plans = plan_chunks(layouts, mesh, rank, config.state)
+        plans = plan_chunks(layouts, mesh, rank, config.state, recipe)
         for plan, writer in zip(plans, writers(plans, mesh, rank, config.state, scattered=scattered)):
             if writer == rank:
                 nodes[mesh.node(rank)] += saved_bytes(plan)

@@ -17,9 +17,9 @@ class AdamW(UpdateRule):
 
     kinds: ClassVar[tuple[str, ...]] = ("adamw.m", "adamw.v")
 
-    beta1: float = 0.9
-    beta2: float = 0.99
-    eps: float = 1e-8
+    beta1: float
+    beta2: float
+    eps: float
 
     def update(self, now: Now, tile: Tile) -> None:
         """As `UpdateRule.update`: a kernel does all of it in one pass over memory."""

@@ -12,8 +12,8 @@ class Lion(UpdateRule):
 
     kinds: ClassVar[tuple[str, ...]] = ("lion.m",)
 
-    beta1: float = 0.9
-    beta2: float = 0.99
+    beta1: float
+    beta2: float
 
     def apply(self, now: Now, tile: Tile) -> None:
         """As `UpdateRule.apply`."""

@@ -24,11 +24,11 @@ class Muon(UpdateRule):
     kinds: ClassVar[tuple[str, ...]] = ("muon.momentum",)
     matrices: ClassVar[bool] = True
 
-    momentum: float = 0.95
+    momentum: float
 
     def apply(self, now: Now, tile: Tile) -> None:
-        """As `UpdateRule.apply`. Products are of the type that the model computes with, that of `copy`, and so is what `whole`
-        takes and gives: bf16 where it is fast. fp32 without `copy`, so that every layout gives the same numbers."""
+        """As `UpdateRule.apply`. Products are of the type that the model computes with, that of `copy`, and so is what
+        `whole` takes and gives: bf16 where it is fast. fp32 without `copy`, so that every layout gives the same numbers."""
         weight, gradient, (momentum,), copy, whole = tile
         scale = 0.0
 

@@ -69,11 +69,11 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRule(Rule, ABC):
-    """A rule that trains, with its hyperparameters."""
+    """A rule that trains, with its hyperparameters, of which the configuration has the defaults."""
 
     trains: ClassVar[bool] = True
 
-    weight_decay: float = 0.1  # decoupled: times the learning rate
+    weight_decay: float  # decoupled: times the learning rate
     lr_scale: float = 1.0  # of the schedule's learning rate
 
     def update(self, now: Now, tile: Tile) -> None:

@@ -20,9 +20,9 @@ class ScheduleFree(UpdateRule):
     kinds: ClassVar[tuple[str, ...]] = ("schedule_free.z", "schedule_free.v")
     averages: ClassVar[bool] = True
 
-    beta1: float = 0.9
-    beta2: float = 0.99
-    eps: float = 1e-8
+    beta1: float
+    beta2: float
+    eps: float
 
     def begin(self, weight: Tensor, kept: Sequence[Tensor]) -> None:
         """z is the weights, v zero."""

@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 from optimus.config import ModelConfig
 from optimus.config.tree import shard_widths
 from optimus.mesh import Layout, Mesh
-from optimus.optim.adamw import AdamW
 from optimus.optim.rule import Rule
 from optimus.parallel.layouts import parameter_layouts
 from optimus.plan.blocks import examples
@@ -20,8 +19,9 @@ from optimus.plan.setting import Rules, Setting, place
 from optimus.state.buffers import Depths
 from optimus.state.matrices import split_axes
 from optimus.state.plan import sharing_steps
+from optimus.train.rules import default_rule
 
-_ADAMW = ((AdamW(), 1.0),)
+_DEFAULT = ((default_rule(), 1.0),)
 
 # In blocks like that layer, in all blocks, before the blocks, after them, or in both places: a table that embedding and
 # output layer share.
@@ -121,7 +121,7 @@ def _kinds(model: ModelConfig, sequence: bool, vocabulary: bool, rules: Rules) -
 
     return tuple(
         Kind(where(name), layout, *each)
-        for (name, layout), those in zip(layouts.items(), rules or (_ADAMW,) * len(layouts), strict=True)
+        for (name, layout), those in zip(layouts.items(), rules or (_DEFAULT,) * len(layouts), strict=True)
         for each in those
     )
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 from optimus.config.tree import StateConfig, shard_widths
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
-from optimus.optim.adamw import AdamW
 from optimus.optim.rule import Rule
 from optimus.state.buffers import ALIGN, Buffer, Depths, aligned, buffers
 from optimus.state.matrices import Matrices, borders
@@ -154,20 +152,12 @@ class ChunkPlan:
 class Recipe(NamedTuple):
     """What buffers chunks have, beyond the section `state`: the type of computation, and the update rules by parameter."""
 
-    compute: torch.dtype = torch.float32
-    rules: Mapping[str, Rule] = MappingProxyType({})
-
-    def rule(self, name: str) -> Rule:
-        """That of a parameter; AdamW where nothing else is said."""
-        return self.rules.get(name, _ADAMW)
-
-
-_ADAMW = AdamW()
-_RECIPE = Recipe()
+    compute: torch.dtype
+    rules: Mapping[str, Rule]
 
 
 def plan_chunks(
-    layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, recipe: Recipe = _RECIPE
+    layouts: Mapping[str, Layout], mesh: Mesh, rank: int, options: StateConfig, recipe: Recipe
 ) -> list[ChunkPlan]:
     """The chunks of `rank`: parameters of the same replicas and rule in order, end to end, in chunks within the limit.
 
@@ -182,7 +172,7 @@ def plan_chunks(
         if layout.replicas not in replicas:
             replicas[layout.replicas] = tuple(mesh.group(rank, layout.replicas))
         same = tuple(axis for axis in layout.same if mesh.axis_size(axis) > 1)
-        groups.setdefault((replicas[layout.replicas], same, recipe.rule(name)), []).append(name)
+        groups.setdefault((replicas[layout.replicas], same, recipe.rules[name]), []).append(name)
     sizes = [[room[name] for name in names] for names in groups.values()]
     largest = max(_SMALLEST, min(_LARGEST, sum(map(sum, sizes)) // _CHUNKS))
     limit = options.chunk or search_limit(sizes, _SMALLEST, largest)
@@ -214,7 +204,7 @@ def plan_stages(
     rank: int,
     options: StateConfig,
     stage_of: Callable[[str], int],
-    recipe: Recipe = _RECIPE,
+    recipe: Recipe,
 ) -> dict[int, list[ChunkPlan]]:
     """The chunks of each stage of a pipeline on `rank`, by `stage_of` a parameter's name: no chunk is of two stages.
 

@@ -14,14 +14,14 @@ from optimus.optim.adamw import AdamW
 from optimus.optim.frozen import Frozen
 from optimus.optim.lion import Lion
 from optimus.optim.muon import Muon
-from optimus.optim.rule import Rule
+from optimus.optim.rule import Rule, UpdateRule
 from optimus.optim.schedule_free import ScheduleFree
 
 T = TypeVar("T")
 
 
 class _Row(NamedTuple):
-    kind: type[Rule]
+    kind: type[UpdateRule]
     own: Callable[[OptimizerConfig], Mapping[str, Any]]  # its hyperparameters, but for those that all rules have
 
 
@@ -60,6 +60,11 @@ def rules_of(config: OptimizerConfig, model: nn.Module, freeze: Sequence[str] = 
     if len(frozen) == len(roles):
         raise UserError("train.freeze matches every parameter of the model: leave out what is to be trained")
     return {name: Frozen() if name in frozen else _rule(config, name, role) for name, role in roles.items()}
+
+
+def default_rule() -> Rule:
+    """What a parameter has where nothing is configured."""
+    return _rule(OptimizerConfig(), "", "vector")
 
 
 def _rule(config: OptimizerConfig, name: str, role: Role) -> Rule:

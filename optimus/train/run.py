@@ -189,7 +189,7 @@ def build_model(
             config.model, groups, stage_options(config, chosen), gathering.gradient_buffers, gathering.unit
         )
     partition = partition_of(config, groups.mesh, groups.rank)
-    trained = [name for name in layouts if recipe.rule(name).trains]
+    trained = [name for name in layouts if recipe.rules[name].trains]
     if notes is not None:
         notes += [note] if note else []
         notes += [_frozen_line(layouts, trained)] if len(trained) < len(layouts) else []

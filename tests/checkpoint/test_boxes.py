@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.rules import recipe
 from optimus.checkpoint.boxes import Box, boxes, range_boxes
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
@@ -105,7 +106,7 @@ def test_parts_tile_every_tensor(mesh: Mesh, options: dict[str, object]) -> None
     counted = {name: torch.zeros(layout.shape, dtype=torch.int) for name, layout in LAYOUTS.items()}
     kept = {name: torch.zeros(layout.shape, dtype=torch.int) for name, layout in LAYOUTS.items()}
     for rank in range(mesh.size):
-        for plan in plan_chunks(LAYOUTS, mesh, rank, state):
+        for plan in plan_chunks(LAYOUTS, mesh, rank, state, recipe()):
             for box in boxes(plan, "model", filled(plan)[plan.part]):
                 put(box, counted)
             whole = {name: torch.zeros(layout.shape, dtype=torch.int) for name, layout in LAYOUTS.items()}
@@ -115,7 +116,7 @@ def test_parts_tile_every_tensor(mesh: Mesh, options: dict[str, object]) -> None
                 assert (whole[slot.name][slot.region] == 1).all()
                 kept[slot.name][slot.region] += 1
             assert sum(int(each.sum()) for each in whole.values()) == sum(slot.end - slot.start for slot in plan.slots)
-    plans = {slot.name: plan for plan in plan_chunks(LAYOUTS, mesh, 0, state) for slot in plan.slots}
+    plans = {slot.name: plan for plan in plan_chunks(LAYOUTS, mesh, 0, state, recipe()) for slot in plan.slots}
     for name, times in counted.items():
         assert (times * plans[name].parts == kept[name]).all(), name
         assert (times > 0).all(), name
@@ -126,7 +127,7 @@ def test_boxes_are_capped(longest: int) -> None:
     mesh = Mesh(dp=2, tp=2, ep=2)
     state = StateConfig(shard="optimizer")
     for rank in range(mesh.size):
-        for plan in plan_chunks(LAYOUTS, mesh, rank, state):
+        for plan in plan_chunks(LAYOUTS, mesh, rank, state, recipe()):
             part = filled(plan)[plan.part]
             found = [*boxes(plan, "model", part, longest)]
             assert all(0 < box.tensor.numel() <= longest for box in found)
@@ -136,7 +137,7 @@ def test_boxes_are_capped(longest: int) -> None:
 
 def test_short_rows_are_not_cut() -> None:
     """A cap cuts at whole rows where they fit, so that most boxes are whole blocks."""
-    (plan,) = plan_chunks({"w": Layout((10, 6))}, Mesh(), 0, StateConfig())
+    (plan,) = plan_chunks({"w": Layout((10, 6))}, Mesh(), 0, StateConfig(), recipe())
     found = [*boxes(plan, "m", torch.zeros(plan.size), 20)]
     assert [(box.offsets, tuple(box.tensor.shape)) for box in found] == [
         ((0, 0), (3, 6)),
@@ -148,7 +149,7 @@ def test_short_rows_are_not_cut() -> None:
 
 def test_boxes_are_views() -> None:
     """What is written into them is in the buffer."""
-    (plan,) = plan_chunks({"a": Layout((3,)), "b": Layout((2, 2))}, Mesh(), 0, StateConfig())
+    (plan,) = plan_chunks({"a": Layout((3,)), "b": Layout((2, 2))}, Mesh(), 0, StateConfig(), recipe())
     buffer = torch.zeros(plan.size)
     for number, box in enumerate(boxes(plan, "adamw.m", buffer), start=1):
         assert box.key == f"adamw.m.{'ab'[number - 1]}"

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import optimus
+from helpers.rules import recipe
 from optimus.checkpoint.folder import DamagedError, Description, step_folder
 from optimus.checkpoint.reader import Reader, verify
 from optimus.checkpoint.saving import Saver, Target
@@ -28,7 +29,6 @@ from optimus.model import Transformer
 from optimus.observe.metrics import read_metrics
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.model_state import ModelState
-from optimus.state.plan import Recipe
 from optimus.testing import run_ranks
 from optimus.train.checkpoints import build_run
 from optimus.train.run import Run
@@ -46,7 +46,7 @@ def made(ranks: int = 1) -> ModelState:
         parameter_layouts(module),
         Groups(Mesh.of(ranks)),
         StateConfig(shard="optimizer"),
-        recipe=Recipe(torch.bfloat16),
+        recipe=recipe(torch.bfloat16),
         device=torch.device("cpu"),
     )
 

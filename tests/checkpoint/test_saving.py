@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import optimus
+from helpers.rules import recipe
 from helpers.whole import whole_state
 from optimus.checkpoint import saving
 from optimus.checkpoint.folder import Description, list_checkpoints, step_folder, step_of, weights_folder
@@ -30,7 +31,6 @@ from optimus.model import Transformer
 from optimus.observe.metrics import read_metrics
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.model_state import ModelState
-from optimus.state.plan import Recipe
 from optimus.testing import run_ranks
 
 MODEL = ModelConfig(family="olmo", hidden=8, layers=2, heads=2, intermediate=8, vocab=20)
@@ -45,7 +45,7 @@ def made(ranks: int = 1, **options: Any) -> tuple[Transformer, ModelState]:
         parameter_layouts(module),
         Groups(Mesh.of(ranks)),
         StateConfig(**{"chunk": 300, **options}),
-        recipe=Recipe(torch.bfloat16),
+        recipe=recipe(torch.bfloat16),
         device=torch.device("cpu"),
     )
     generator = torch.Generator().manual_seed(1)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import optimus
+from helpers.rules import recipe
 from helpers.whole import whole_state
 from optimus.checkpoint.folder import Description, find_checkpoint, step_folder
 from optimus.checkpoint.saving import Saver, Target
@@ -24,7 +25,6 @@ from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.model_state import ModelState
-from optimus.state.plan import Recipe
 
 MODEL = ModelConfig(
     family="olmoe", hidden=16, layers=2, heads=2, intermediate=24, vocab=50, experts=4, experts_per_token=2
@@ -45,7 +45,7 @@ def made_of(module: Transformer, layouts: dict[str, Layout], precision: torch.dt
         layouts,
         Groups(Mesh()),
         StateConfig(),
-        recipe=Recipe(precision),
+        recipe=recipe(precision),
         device=torch.device("cpu"),
     )
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.rules import recipe
 from optimus.checkpoint.folder import Description
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.writers import holders, writers
@@ -23,7 +24,7 @@ from optimus.mesh import Layout, Mesh
 from optimus.model import Transformer
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.model_state import ModelState
-from optimus.state.plan import ChunkPlan, Recipe, plan_chunks
+from optimus.state.plan import ChunkPlan, plan_chunks
 from optimus.testing import run_ranks
 
 SMALL = {"hidden": 24, "layers": 2, "heads": 4, "vocab": 48}
@@ -113,7 +114,7 @@ def test_each_part_has_one_writer(model: str, mesh: Mesh, options: dict[str, Any
     kept: dict[Element, set[int]] = defaultdict(set)
     named: dict[bool, dict[Element, set[int]]] = {True: defaultdict(set), False: defaultdict(set)}
     for rank in range(mesh.size):
-        plans = plan_chunks(on_stage(layouts, mesh, rank), mesh, rank, state)
+        plans = plan_chunks(on_stage(layouts, mesh, rank), mesh, rank, state, recipe())
         for scattered, found in named.items():
             for plan, writer in zip(plans, writers(plans, mesh, rank, state, scattered=scattered), strict=True):
                 for part in parts(plan):
@@ -144,7 +145,7 @@ def written_by(model: str, mesh: Mesh, shard: str, scattered: bool, shard_ranks:
     layouts, state = layouts_of(model, sequence=True), StateConfig(shard=shard, shard_ranks=shard_ranks, chunk=1 << 26)
     found = []
     for rank in range(mesh.size):
-        plans = plan_chunks(layouts, mesh, rank, state)
+        plans = plan_chunks(layouts, mesh, rank, state, recipe())
         own = [
             plan
             for plan, writer in zip(plans, writers(plans, mesh, rank, state, scattered=scattered))
@@ -204,7 +205,7 @@ def save(folder: Path, scattered: bool) -> None:
         parameter_layouts(model),
         Groups(NODES),
         StateConfig(chunk=500),
-        recipe=Recipe(torch.float32),
+        recipe=recipe(),
         device=torch.device("cpu"),
     )
     state.initialize(0, 0.02)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.rules import recipe
 from optimus.comm import Group, Groups
 from optimus.config.tree import StateConfig
 from optimus.kernels.expert_mlp import expert_mlp
@@ -161,7 +162,7 @@ def test_models_do_not_defer_for_each_other() -> None:
 def test_a_chunk_waits_for_the_gradients_that_are_deferred(later: bool, microbatches: int) -> None:
     """Autograd calls its hooks for a weight whose buffer has been given nothing yet; that must not count as arrived."""
     layouts = {"norm": Layout((4,)), "w": Layout((5, 4))}
-    (plan,) = plan_chunks(layouts, Mesh(), 0, StateConfig())
+    (plan,) = plan_chunks(layouts, Mesh(), 0, StateConfig(), recipe())
     one, reduced = Group([0], 0), []
     step = StepContext()
     chunk = TrainedChunk(plan, [], one, torch.device("cpu"), started=reduced.append, step=step)

@@ -6,13 +6,13 @@ from typing import get_args
 import pytest
 import torch
 
+from helpers.rules import ADAMW, recipe
 from optimus.config.tree import ShardRanks, StateConfig, shard_widths
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
-from optimus.optim.adamw import AdamW
 from optimus.optim.rule import Now, Tile, UpdateRule
 from optimus.state.buffers import TRANSITIONS, Depths, Event, Held, Place, aligned, buffers
-from optimus.state.plan import Recipe, Share, Slot, lay_out, plan_chunks, shard_borders, sharing_steps
+from optimus.state.plan import Share, Slot, lay_out, plan_chunks, shard_borders, sharing_steps
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -79,7 +79,7 @@ def test_parts_lie_within_parts() -> None:
     whole = range(8 * 32)
     found = []
     for rank in range(8):
-        (plan,) = plan_chunks({"x": Layout((250,))}, Mesh(dp=8), rank, options, Recipe(BF16))
+        (plan,) = plan_chunks({"x": Layout((250,))}, Mesh(dp=8), rank, options, recipe(BF16))
         assert plan.shares == (Share(2, rank % 2), Share(2, rank // 2 % 2), Share(2, rank // 4))
         extents = [plan.extent(depth) for depth in range(4)]
         assert [len(whole[extent]) for extent in extents] == [256, 128, 64, 32]
@@ -90,7 +90,7 @@ def test_parts_lie_within_parts() -> None:
 
 
 def test_what_a_chunk_has() -> None:
-    kinds = [(each.kind, each.depth, each.residency) for each in buffers(Depths(1, 2, 3), BF16, FP32, AdamW())]
+    kinds = [(each.kind, each.depth, each.residency) for each in buffers(Depths(1, 2, 3), BF16, FP32, ADAMW)]
     assert kinds == [
         ("parameters", 0, "use"),
         ("parameters.part", 1, "device"),
@@ -100,9 +100,12 @@ def test_what_a_chunk_has() -> None:
         ("adamw.m", 3, "device"),
         ("adamw.v", 3, "device"),
     ]
-    kinds = [(each.kind, each.residency) for each in buffers(Depths(0, 0, 0), FP32, FP32, Plain(), reshard=False)]
+    kinds = [
+        (each.kind, each.residency)
+        for each in buffers(Depths(0, 0, 0), FP32, FP32, Plain(weight_decay=0.0), reshard=False)
+    ]
     assert kinds == [("parameters", "device"), ("gradients", "device")]
-    assert buffers(Depths(1, 1, 1), FP32, FP32, Plain(), reshard=False)[0].residency == "step"
+    assert buffers(Depths(1, 1, 1), FP32, FP32, Plain(weight_decay=0.0), reshard=False)[0].residency == "step"
 
 
 @pytest.mark.parametrize("align", [32, 128])
@@ -111,6 +114,6 @@ def test_formats_may_need_multiples(align: int) -> None:
     ((_, *first), (_, *second)) = lay_out([100, 130], 1 << 20, align)[0]
     assert (first, second) == ([0, 100], [128, 258])
     slots = [Slot("x", Layout((130,)), (slice(0, 130),), *second)]
-    borders = shard_borders(slots, AdamW(), [0] * 3, align)
+    borders = shard_borders(slots, ADAMW, [0] * 3, align)
     assert borders == tuple(range(0, 3 * 128 + 1, 128) if align == 128 else range(0, 3 * 96 + 1, 96))
     assert aligned(129, align) == (160 if align == 32 else 256)

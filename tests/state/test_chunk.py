@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from helpers.rules import recipe
 from optimus.bench.memory import allocated, tracking
 from optimus.comm import Group
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.optim.rule import Now
-from optimus.state.plan import Recipe, plan_chunks
+from optimus.state.plan import plan_chunks
 from optimus.state.trained import TrainedChunk
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -19,7 +20,7 @@ def chunk_of(*sizes: int, compute: torch.dtype, gradient: torch.dtype) -> Traine
     """One chunk of flat parameters p0, p1, ... of these sizes."""
     layouts = {f"p{i}": Layout((size,)) for i, size in enumerate(sizes)}
     options = StateConfig.model_validate({"gradient_dtype": str(gradient).removeprefix("torch.")})
-    (plan,) = plan_chunks(layouts, Mesh(), 0, options, Recipe(compute))
+    (plan,) = plan_chunks(layouts, Mesh(), 0, options, recipe(compute))
     return TrainedChunk(plan, [], Group([0], 0), CPU)
 
 

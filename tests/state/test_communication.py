@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from helpers.planned import state_bytes
+from helpers.rules import recipe
 from helpers.traffic import Traffic, counting
 from helpers.whole import whole_state
 from optimus.bench.memory import allocated, tracking
@@ -164,7 +165,7 @@ def test_epso_holds_the_state_of_what_is_not_expert_once() -> None:
         layouts = parameter_layouts(Transformer(tree["data"].model))
     moments = {}
     for over, config in tree.items():
-        plans = plan_chunks(layouts, mesh_of(config, 4), 0, config.state)
+        plans = plan_chunks(layouts, mesh_of(config, 4), 0, config.state, recipe())
         moments[over] = bytes_by_kind([plan for plan in plans if plan.replicas != ("edp",)])
     assert moments["data"]["moments"] / moments["replicas"]["moments"] == pytest.approx(4, rel=0.01)
 

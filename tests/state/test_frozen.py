@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from helpers.rules import ADAMW, recipe
 from helpers.state_groups import groups_for
 from helpers.traffic import counting
 from optimus.bench.memory import allocated
@@ -17,7 +18,6 @@ from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.model.parts import Parts, Runner
-from optimus.optim.adamw import AdamW
 from optimus.optim.frozen import Frozen
 from optimus.parallel.layouts import parameter_layouts
 from optimus.parallel.recompute import Recomputation, Recompute
@@ -54,7 +54,7 @@ def made(
         parts = Parts(gradient_buffers=gathering.gradient_buffers, runner=runner, step=step)
         module = Transformer(CONFIG, parts=parts)
     layouts = parameter_layouts(module)
-    rules = {name: Frozen() if name.startswith(frozen) else AdamW() for name in layouts} if frozen else {}
+    rules = {name: Frozen() if name.startswith(frozen) else ADAMW for name in layouts}
     section = {"shard": shard, "chunk": limit, "gradient_dtype": str(compute).removeprefix("torch."), **options}
     config = StateConfig.model_validate(section | {"shard_ranks": widths})
     state = ModelState(
@@ -98,7 +98,7 @@ def cost(ranks: int) -> list[tuple[dict[str, int], int, dict[str, int], dict[str
         state.reduce_gradients()
         rest = rest_of(module, FIRST)
         layouts = {name: layout for name, layout in parameter_layouts(module).items() if not name.startswith(FIRST)}
-        options = {"recipe": Recipe(BF16), "device": torch.device("cpu"), "gathering": Gathering()}
+        options = {"recipe": recipe(BF16), "device": torch.device("cpu"), "gathering": Gathering()}
         alone = ModelState(rest, layouts, state.groups, state.options, **options)
         frozen = [chunk for chunk in state.chunks if not chunk.plan.rule.trains]
         assert allocated(state.chunks) == bytes_by_kind([chunk.plan for chunk in state.chunks])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.rules import recipe
 from helpers.whole import whole_state
 from optimus.bench.memory import allocated
 from optimus.comm import Groups
@@ -18,7 +19,6 @@ from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.model_state import ModelState
-from optimus.state.plan import Recipe
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NAMES: dict[torch.dtype, Any] = {BF16: "bfloat16", FP32: "float32"}
@@ -42,7 +42,7 @@ def made(
         parameter_layouts(module),
         Groups(Mesh()),
         StateConfig(tile=100, chunk=limit, gradient_dtype=NAMES[gradient]),
-        recipe=Recipe(compute),
+        recipe=recipe(compute),
         device=torch.device("cpu"),
     )
     state.initialize(seed, 0.02)
@@ -122,7 +122,7 @@ def test_fp32_gradients_of_bf16_parameters_keep_small_addends() -> None:
             {"weight": Layout((1, 1))},
             Groups(Mesh()),
             StateConfig(gradient_dtype=NAMES[gradient]),
-            recipe=Recipe(BF16),
+            recipe=recipe(BF16),
             device=torch.device("cpu"),
         )
         state.chunks[0].gradient[0] = 1.0
@@ -184,7 +184,7 @@ def test_state_that_nobody_holds_is_freed() -> None:
         layouts,
         Groups(Mesh()),
         StateConfig(),
-        recipe=Recipe(torch.float32),
+        recipe=recipe(),
         device=torch.device("cpu"),
     )
     state.begin_step()
@@ -204,6 +204,6 @@ def test_a_frozen_parameter_is_refused() -> None:
     module.head.weight.requires_grad_(True)
     state.begin_step()
     frozen = Transformer(CONFIG).requires_grad_(False)
-    options = {"recipe": Recipe(BF16), "device": torch.device("cpu")}
+    options = {"recipe": recipe(BF16), "device": torch.device("cpu")}
     with pytest.raises(UserError, match=r"for embedding\.weight, .* and \d+ more"):
         ModelState(frozen, parameter_layouts(frozen), Groups(Mesh()), StateConfig(), **options)

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.rules import recipe
 from optimus.config.tree import StateConfig
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.state.plan import (
     ChunkPlan,
-    Recipe,
     Share,
     Slot,
     check_shard_ranks,
@@ -28,7 +28,9 @@ BF16 = torch.bfloat16
 
 
 def plans_of(*sizes: int, limit: int | None) -> list[ChunkPlan]:
-    return plan_chunks({f"p{i}": Layout((size,)) for i, size in enumerate(sizes)}, Mesh(), 0, StateConfig(chunk=limit))
+    return plan_chunks(
+        {f"p{i}": Layout((size,)) for i, size in enumerate(sizes)}, Mesh(), 0, StateConfig(chunk=limit), recipe()
+    )
 
 
 def test_order_alignment_and_limit() -> None:
@@ -151,13 +153,13 @@ LAYOUTS = {
 
 
 def test_experts_have_chunks_of_their_own_where_their_replicas_differ() -> None:
-    plans = plan_chunks(LAYOUTS, MESH, 3, StateConfig(shard="optimizer"))
+    plans = plan_chunks(LAYOUTS, MESH, 3, StateConfig(shard="optimizer"), recipe())
     assert [[slot.name for slot in plan.slots] for plan in plans] == [["a", "b"], ["experts"]]
     dense, experts = plans
     assert (dense.shares, dense.copies) == ((Share(8, 3),), 1)
     assert (experts.shares, experts.copies) == ((Share(4, 1),), 1)
     assert experts.slots[0].region == (slice(2, 4), slice(0, 32), slice(0, 8))
-    (together,) = plan_chunks(LAYOUTS, Mesh(dp=8), 3, StateConfig(shard="optimizer"))  # all are held by all
+    (together,) = plan_chunks(LAYOUTS, Mesh(dp=8), 3, StateConfig(shard="optimizer"), recipe())  # all are held by all
     assert [slot.name for slot in together.slots] == ["a", "experts", "b"]
 
 
@@ -173,7 +175,7 @@ def test_experts_have_chunks_of_their_own_where_their_replicas_differ() -> None:
 def test_bytes_follow_the_formulas(shard: str, formula: object) -> None:
     """ZeRO, section 5, with bf16 gradients; TED, equation 7.4, for the sum over the two kinds of parameters."""
     options = StateConfig.model_validate({"shard": shard, "gradient_dtype": "bfloat16"})
-    dense, experts = plan_chunks(LAYOUTS, MESH, 0, options, Recipe(BF16))
+    dense, experts = plan_chunks(LAYOUTS, MESH, 0, options, recipe(BF16))
     assert sum(dense.bytes_by_kind().values()) == formula(768, 8)  # type: ignore[operator]
     assert sum(experts.bytes_by_kind().values()) == formula(512, 4)  # type: ignore[operator]
 
@@ -183,7 +185,7 @@ def test_global_positions() -> None:
     mesh = Mesh(dp=4, ep=2)
     whole = torch.arange(prod(layout.shape)).view(layout.shape)
     for rank in range(4):
-        (plan,) = plan_chunks({"x": layout}, mesh, rank, StateConfig())
+        (plan,) = plan_chunks({"x": layout}, mesh, rank, StateConfig(), recipe())
         slot = plan.slots[0]
         part = whole[slot.region].flatten()
         assert torch.equal(slot.global_positions(torch.arange(len(part))), part)
@@ -199,7 +201,9 @@ def test_chunks_lie_alike_whatever_part_a_rank_has(options: dict[str, Any]) -> N
         "head": Layout((7, 33), ((0, "tp_out"),), uneven=(0,)),
     }
     mesh = Mesh(dp=2, tp=3)
-    plans = [plan_chunks(layouts, mesh, rank, StateConfig.model_validate(options)) for rank in range(mesh.size)]
+    plans = [
+        plan_chunks(layouts, mesh, rank, StateConfig.model_validate(options), recipe()) for rank in range(mesh.size)
+    ]
 
     def lie(plan: ChunkPlan) -> list[Any]:
         return [plan.length, plan.parts, plan.copies, *((slot.name, slot.start, slot.limit) for slot in plan.slots)]

@@ -2,10 +2,12 @@
 
 import zlib
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
+from helpers.rules import ADAMW
 from helpers.state_groups import groups_for
 from helpers.traffic import counting
 from helpers.whole import whole_state
@@ -15,7 +17,6 @@ from optimus.config.tree import StateConfig
 from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.parts import Parts, Runner
-from optimus.optim.adamw import AdamW
 from optimus.optim.rule import Rule
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.gathering import Gathering
@@ -25,8 +26,6 @@ from optimus.testing import run_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
-RULE = AdamW()
-
 
 def made_with_module(
     ranks: int,
@@ -35,7 +34,7 @@ def made_with_module(
     gradient: torch.dtype,
     limit: int,
     widths: dict[str, int] | None = None,
-    rule: Rule = RULE,
+    rule: Rule = ADAMW,
 ) -> tuple[Transformer, ModelState]:
     config = ModelConfig(
         family="olmoe", hidden=16, layers=2, heads=2, intermediate=24, vocab=50, experts=4, experts_per_token=2
@@ -176,7 +175,7 @@ def trained(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Two steps of two microbatches through the backward pass; this rank has its part of the sequences of a step."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    module, state = made_with_module(ranks, shard, FP32, FP32, limit, widths, AdamW(eps=eps))
+    module, state = made_with_module(ranks, shard, FP32, FP32, limit, widths, replace(ADAMW, eps=eps))
     norms = []
     for step in range(2):
         batch = torch.randint(50, (sequences, 12), generator=torch.Generator().manual_seed(step))

@@ -1,10 +1,12 @@
 """Which rule each parameter gets, and groups that cannot work."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from helpers.rules import ADAMW, LION, MUON
 from optimus.config import ModelConfig
 from optimus.config.tree import OptimizerConfig
 from optimus.errors import UserError
@@ -41,7 +43,7 @@ def test_one_rule_for_all(name: str, expected: Rule) -> None:
 
 def test_muon_is_for_matrices_and_experts() -> None:
     found = rules({}, name="muon", momentum=0.9, eps=1e-6)
-    assert set(found.values()) == {Muon(momentum=0.9), AdamW(eps=1e-6)}
+    assert set(found.values()) == {replace(MUON, momentum=0.9), replace(ADAMW, eps=1e-6)}
     of_muon = {name.split(".", 2)[-1] for name, rule in found.items() if isinstance(rule, Muon)}
     assert of_muon == {"attention.qkv.weight", "attention.out.weight", "moe.experts.gate_up", "moe.experts.down"}
 
@@ -54,16 +56,16 @@ def test_the_last_group_that_says_it_decides() -> None:
         {"match": "vector", "weight_decay": 0.0},
     ]
     found = rules({}, groups=groups)
-    assert found["embedding.weight"] == AdamW(lr_scale=0.5, weight_decay=0.3)
-    assert found["blocks.0.attention_norm.weight"] == AdamW(lr_scale=2.0, weight_decay=0.0)
-    assert found["blocks.1.attention_norm.weight"] == Lion(lr_scale=2.0, weight_decay=0.0)
-    assert found["blocks.0.moe.router.weight"] == Lion(lr_scale=2.0, weight_decay=0.3)
-    assert found["final_norm.weight"] == AdamW(lr_scale=0.5, weight_decay=0.0)
+    assert found["embedding.weight"] == replace(ADAMW, lr_scale=0.5, weight_decay=0.3)
+    assert found["blocks.0.attention_norm.weight"] == replace(ADAMW, lr_scale=2.0, weight_decay=0.0)
+    assert found["blocks.1.attention_norm.weight"] == replace(LION, lr_scale=2.0, weight_decay=0.0)
+    assert found["blocks.0.moe.router.weight"] == replace(LION, lr_scale=2.0, weight_decay=0.3)
+    assert found["final_norm.weight"] == replace(ADAMW, lr_scale=0.5, weight_decay=0.0)
 
 
 def test_a_group_gives_muon_to_what_else_is_a_matrix() -> None:
     found = rules({}, groups=[{"match": "router", "name": "muon"}], momentum=0.9)
-    of_muon = {name for name, rule in found.items() if rule == Muon(momentum=0.9)}
+    of_muon = {name for name, rule in found.items() if rule == replace(MUON, momentum=0.9)}
     assert of_muon == {"blocks.0.moe.router.weight", "blocks.1.moe.router.weight"}
 
 
@@ -92,5 +94,5 @@ def test_groups_that_cannot_work(model: dict[str, Any], groups: list[dict[str, A
 
 def test_a_later_group_takes_vectors_out_again() -> None:
     found = rules({}, groups=[{"match": "blocks.0.*", "name": "muon"}, {"match": "vector", "name": "lion"}])
-    assert found["blocks.0.attention_norm.weight"] == Lion()
-    assert found["blocks.0.moe.router.weight"] == Muon()
+    assert found["blocks.0.attention_norm.weight"] == LION
+    assert found["blocks.0.moe.router.weight"] == MUON

@@ -8,9 +8,9 @@ from typing import Any
 
 from optimus.bench.published.case import Case
 from optimus.config import ModelConfig
-from optimus.optim.adamw import AdamW
 from optimus.plan.setting import Setting
 from optimus.plan.software import Software
+from optimus.train.rules import default_rule
 
 # Asynchronous tensor parallelism sends in parts beside the parts of a product; the first and the last wait for each other.
 _ASYNC_TP = 0.6
@@ -41,7 +41,7 @@ def software_of(case: Case, software: Software) -> Software:
     if "no-dropout" in traits:
         change["masks"] = False
     if "adam-8bit" in traits:  # two moments of a byte each
-        change["state"] = software.kept(AdamW()) - 6.0
+        change["state"] = software.kept(default_rule()) - 6.0
     if "unfused-attention" in traits:
         change["attention"] = 0.0
     if "bidirectional" in traits:

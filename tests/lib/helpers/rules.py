@@ -1,0 +1,24 @@
+"""Update rules as the configuration has them by default."""
+
+from collections import defaultdict
+
+import torch
+
+from optimus.config.tree import OptimizerConfig
+from optimus.optim.adamw import AdamW
+from optimus.optim.lion import Lion
+from optimus.optim.muon import Muon
+from optimus.state.plan import Recipe
+
+_CONFIG = OptimizerConfig()
+_BETA1, _BETA2 = _CONFIG.betas
+_DECAY = _CONFIG.weight_decay
+
+ADAMW = AdamW(beta1=_BETA1, beta2=_BETA2, eps=_CONFIG.eps, weight_decay=_DECAY)
+LION = Lion(beta1=_BETA1, beta2=_BETA2, weight_decay=_DECAY)
+MUON = Muon(momentum=_CONFIG.momentum, weight_decay=_DECAY)
+
+
+def recipe(compute: torch.dtype = torch.float32) -> Recipe:
+    """AdamW for every parameter."""
+    return Recipe(compute, defaultdict(lambda: ADAMW))
