@@ -94,7 +94,7 @@ def _check_kept(reader: Reader, rules: Mapping[str, Rule]) -> None:
     missing: dict[str, list[str]] = {}
     for name, rule in rules.items():
         for kind in rule.kinds:
-            if f"{kind}.{name}" not in reader.stored:
+            if f"{kind}.{name}" not in reader.stored and f"model.{name}" in reader.stored:
                 missing.setdefault(kind, []).append(name)
     if missing:
         lacking = ", ".join(f"{kind} of {len(names)} parameters ({names[0]} ...)" for kind, names in missing.items())

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from optimus.optim.rule import Now, Tile, UpdateRule
+from optimus.optim.rule import Now, Tile, TilingName, UpdateRule
 
 STEPS, _A, _B, _C = 5, 3.4445, -4.7750, 2.0315  # of the iteration: Jordan's, steepest at zero
 _LEAST_NORM = 1e-7
@@ -22,7 +22,7 @@ class Muon(UpdateRule):
     """Keeps the momentum."""
 
     kinds: ClassVar[tuple[str, ...]] = ("muon.momentum",)
-    matrices: ClassVar[bool] = True
+    tiling: ClassVar[TilingName] = "matrices"
 
     momentum: float
 

@@ -6,11 +6,12 @@ Legend: N matrices of R rows and C columns.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+TilingName = Literal["flat", "matrices"]
 Whole = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
@@ -48,7 +49,7 @@ class Rule:
 
     trains: ClassVar[bool] = False  # else the weights stay as they are, and need no gradient
     kinds: ClassVar[tuple[str, ...]] = ()  # of the fp32 buffers that it keeps, as checkpoints name them
-    matrices: ClassVar[bool] = False  # whether it works on whole matrices; else on flat parts of any length
+    tiling: ClassVar[TilingName] = "flat"  # whether it works on flat parts of any length, or on whole matrices
     averages: ClassVar[bool] = (
         False  # whether the weights that are computed with in training are not those of the model
     )

@@ -17,8 +17,8 @@ from optimus.plan.blocks import examples
 from optimus.plan.collectives import Place
 from optimus.plan.setting import Rules, Setting, place
 from optimus.state.buffers import Depths
-from optimus.state.matrices import split_axes
 from optimus.state.plan import sharing_steps
+from optimus.state.tiling import TILINGS
 from optimus.train.rules import default_rule
 
 _DEFAULT = ((default_rule(), 1.0),)
@@ -160,12 +160,11 @@ def _sums(kinds: tuple[Kind, ...], mesh: Mesh) -> list[tuple[_Alike, tuple[float
         key = where, tuple(axis for axis in layout.replicas if mesh.axis_size(axis) > 1), rule
         elements = math.prod(layout.shape) / math.prod(mesh.axis_size(axis) for _, axis in layout.splits)
         before, matrices = found.get(key, (0.0, []))
-        if rule.matrices:
-            rows, columns = layout.shape[-2:]
-            axes = split_axes(layout, mesh)
+        tiling = TILINGS[rule.tiling]
+        for each in tiling.matrices(0, layout.local_shape(mesh), layout.shape):
+            axes = tiling.split_axes(layout, mesh)
             blocks = mesh.axis_size(*axes)
-            together = round(elements * blocks / (rows * columns))
-            matrices.append(Whole(share * together, together, rows, columns, axes, blocks))
+            matrices.append(Whole(share * each.number, each.number, *layout.shape[-2:], axes, blocks))
         found[key] = before + share * elements, matrices
     return list(found.items())
 

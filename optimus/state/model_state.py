@@ -15,7 +15,7 @@ from optimus.model.parameters import declarations
 from optimus.optim.rule import Now
 from optimus.state.chunk import Chunk
 from optimus.state.gathering import Gathering
-from optimus.state.matrices import OverBlocks, split_axes
+from optimus.state.matrices import OverBlocks
 from optimus.state.plan import ChunkPlan, Recipe, divisions, plan_stages, sharding_of
 from optimus.state.trained import TrainedChunk
 
@@ -62,7 +62,7 @@ class ModelState:
             sharing = [groups.dividing(parts) for parts in steps]
             if not plan.rule.trains:
                 return Chunk(plan, sharing, device)
-            split = [slot for slot in plan.slots if plan.rule.matrices and split_axes(slot.layout, groups.mesh)]
+            split = [slot for slot in plan.slots if plan.tiling.split_axes(slot.layout, groups.mesh)]
             return TrainedChunk(
                 plan,
                 sharing,

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -17,7 +17,7 @@ from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.optim.rule import Rule
 from optimus.state.buffers import ALIGN, Buffer, Depths, aligned, buffers
-from optimus.state.matrices import Matrices, borders
+from optimus.state.tiling import TILINGS, Tiling
 
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 
@@ -47,7 +47,7 @@ class Slot:
     @property
     def shape(self) -> torch.Size:
         """Shape of this rank's part."""
-        return torch.Size(part.stop - part.start for part in self.region)
+        return _shape(self.region)
 
     def global_positions(self, local: Tensor) -> Tensor:
         """Row-major positions in the global tensor of row-major positions `local` (int64) in this rank's part."""
@@ -59,6 +59,10 @@ class Slot:
             positions += (local % size + part.start) * stride
             local, stride = local // size, stride * whole
         return positions
+
+
+def _shape(region: Sequence[slice]) -> torch.Size:
+    return torch.Size(part.stop - part.start for part in region)
 
 
 class Share(NamedTuple):
@@ -126,6 +130,11 @@ class ChunkPlan:
         return extent.stop - extent.start
 
     @property
+    def tiling(self) -> Tiling:
+        """How it is divided, as its rule says."""
+        return TILINGS[self.rule.tiling]
+
+    @property
     def align(self) -> int:
         """As the most demanding of its buffers."""
         return max(buffer.align for buffer in self.buffers)
@@ -173,11 +182,9 @@ def plan_chunks(
             replicas[layout.replicas] = tuple(mesh.group(rank, layout.replicas))
         same = tuple(axis for axis in layout.same if mesh.axis_size(axis) > 1)
         groups.setdefault((replicas[layout.replicas], same, recipe.rules[name]), []).append(name)
-    sizes = [[room[name] for name in names] for names in groups.values()]
-    largest = max(_SMALLEST, min(_LARGEST, sum(map(sum, sizes)) // _CHUNKS))
-    limit = options.chunk or search_limit(sizes, _SMALLEST, largest)
+    limit = chunk_limit([[room[name] for name in names] for names in groups.values()], options.chunk)
     plans = []
-    for ((ranks, same, rule), names), needed in zip(groups.items(), sizes):
+    for (ranks, same, rule), names in groups.items():
         axes, sharding = layouts[names[0]].replicas, sharding_of(rule, options)
         own = next(part for part in shard_groups(mesh, ranks, sharding) if rank in part)
         steps, depths = sharing_steps(shard_widths(sharding.shard, sharding.shard_ranks), len(own))
@@ -188,11 +195,9 @@ def plan_chunks(
         gradient = getattr(torch, options.gradient_dtype)
         kept = buffers(depths, recipe.compute, gradient, rule, reshard=options.reshard_after_forward)
         copies = mesh.axis_size(*same) * len(ranks) // len(own)
-        loads = [0] * math.prod(steps)  # what each shard has to compute, of a rule of matrices
-        align = max(each.align for each in kept)
-        for chunk in lay_out(needed, limit, align):
+        pieces = [Piece(room[name], _shape(regions[name]), layouts[name].shape) for name in names]
+        for chunk, ends in divide(pieces, rule, limit, math.prod(steps), max(each.align for each in kept)):
             slots = tuple(Slot(names[i], layouts[names[i]], regions[names[i]], start, end) for i, start, end in chunk)
-            ends = shard_borders(slots, rule, loads, align)
             plans.append(ChunkPlan(slots, axes, rule, ends, tuple(shares), copies, depths, kept))
     first = {name: i for i, name in enumerate(layouts)}
     return sorted(plans, key=lambda plan: first[plan.slots[0].name])
@@ -242,13 +247,29 @@ def _end_to_end(numbers: Sequence[int], sizes: Sequence[int], align: int) -> lis
     return placed
 
 
-def shard_borders(slots: Sequence[Slot], rule: Rule, loads: list[int], align: int = ALIGN) -> tuple[int, ...]:
-    """Where the shards of a chunk, one for each of `loads`, begin and end: equal ones, or ones of whole matrices."""
-    end = aligned(slots[-1].limit, align)
-    if rule.matrices:
-        return borders([Matrices.of(slot.start, slot.shape, slot.layout.shape) for slot in slots], end, loads)
-    length = aligned(-(-end // len(loads)), align)
-    return tuple(range(0, length * len(loads) + 1, length))
+class Piece(NamedTuple):
+    """A parameter as far as it decides how chunks lie: elements of the largest part that a rank has, the shape of this
+    rank's part, and that of the whole."""
+
+    room: int
+    shape: Sequence[int]
+    whole: Sequence[int]
+
+
+def divide(
+    pieces: Sequence[Piece], rule: Rule, limit: int, parts: int, align: int = ALIGN
+) -> Iterator[tuple[list[tuple[int, int, int]], tuple[int, ...]]]:
+    """Of each chunk: what `lay_out` says of its parameters, and where its shards, so many parts, begin and end."""
+    tiling, loads = TILINGS[rule.tiling], [0] * parts  # what each part has to compute
+    for chunk in lay_out([piece.room for piece in pieces], limit, align):
+        contents = [each for i, start, _ in chunk for each in tiling.matrices(start, pieces[i].shape, pieces[i].whole)]
+        yield chunk, tiling.borders(contents, aligned(chunk[-1][2], align), loads, align)
+
+
+def chunk_limit(groups: Sequence[Sequence[int]], chosen: int | None) -> int:
+    """Elements of a chunk at most, where it is not `chosen`; `groups` are as `search_limit` has them."""
+    largest = max(_SMALLEST, min(_LARGEST, sum(map(sum, groups)) // _CHUNKS))
+    return chosen or search_limit(groups, _SMALLEST, largest)
 
 
 def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -> int:

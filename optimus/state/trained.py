@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from optimus.comm import Group, Handle, InTurn
 from optimus.kernels.gradient_buffer import GradientBuffer
-from optimus.optim.rule import Now, Tile, UpdateRule, Whole, as_they_are
+from optimus.optim.rule import Now, Tile, UpdateRule
 from optimus.state.buffers import Held, aligned
 from optimus.state.chunk import Chunk
-from optimus.state.matrices import Matrices, OverBlocks
+from optimus.state.matrices import OverBlocks
 from optimus.state.plan import ChunkPlan
 from optimus.step_context import StepContext
 
@@ -237,50 +237,12 @@ class TrainedChunk(Chunk):
             self._reader()
             self._reader = None
         now = now._replace(lr=now.lr * self._rule.lr_scale)
-        for whole, (weight, own, gradient, *kept) in self._tiles(tile):
-            self._rule.update(now, Tile(weight, gradient, kept, None if self.master is self.own else own, whole))
+        copied = [] if self.master is self.own else [self.own]
+        buffers = [self.master, self.reduced, *copied, *self.moments.values()]
+        for whole, (weight, gradient, *rest) in self.plan.tiling.tiles(self.plan, self._blocks, buffers, tile):
+            copy = rest.pop(0) if copied else None
+            self._rule.update(now, Tile(weight, gradient, rest, copy, whole))
         self._share()
-
-    def _tiles(self, tile: int) -> Iterator[tuple[Whole, list[Tensor]]]:
-        """Parts of (master, own, reduced, what the rule keeps) that are updated one after the other: about `tile` elements,
-        or as many whole matrices, and how a function of matrices is applied to them.
-
-        Elements are rounded up to whole vectors: those behind the last whole one are rounded otherwise by a fused update,
-        and the numbers must not depend on the tile.
-        """
-        buffers = self.master, self.own, self.reduced, *self.moments.values()
-        if not self.plan.rule.matrices:
-            yield from (
-                (as_they_are, list(parts))
-                for parts in zip(*(buffer.split(aligned(tile, self.plan.align)) for buffer in buffers))
-            )
-            return
-        part, split = self.plan.part, dict[tuple[object, ...], tuple[OverBlocks, Matrices, list[int]]]()
-        for slot in self.plan.slots:
-            found = Matrices.of(slot.start, slot.shape)
-            numbers = found.within(part.start, part.stop)
-            first = found.start - part.start
-            if (over := self._blocks.get(slot.name)) is not None:
-                *_, places = split.setdefault((over.how, found.rows, found.columns), (over, found, []))
-                places += [first + number * found.size for number in numbers]
-                continue
-            for some in _batches(numbers, max(1, tile // found.size)):
-                here = slice(first + some[0] * found.size, first + (some[-1] + 1) * found.size)
-                yield as_they_are, [buffer[here].view(-1, found.rows, found.columns) for buffer in buffers]
-        for over, each, places in split.values():
-            # One for each rank at least, of whatever parameters: copies, as they lie apart.
-            for those in _batches(places, max(over.ranks, tile // each.size)):
-                views = [[buffer[at : at + each.size].view(each.rows, -1) for at in those] for buffer in buffers]
-                weight, own, gradient, *kept = map(torch.stack, views)
-                yield over, [weight, own, gradient, *kept]
-                changed = [(views[0], weight), *zip(views[3:], kept)]
-                changed += [(views[1], own)] if self.master is not self.own else []
-                for theirs, made in changed:
-                    torch._foreach_copy_(theirs, [*made])
-
-
-def _batches(numbers: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    return (numbers[first : first + size] for first in range(0, len(numbers), size))
 
 
 def _before_accumulation(own: "weakref.ref[TrainedChunk]", gradient: Tensor | None) -> None:

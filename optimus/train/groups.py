@@ -9,10 +9,9 @@ from optimus.comm.groups import level_divisions
 from optimus.config import RunConfig
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
-from optimus.state.matrices import split_axes
 from optimus.state.plan import divisions
 from optimus.train.pipeline import placement_of
-from optimus.train.rules import uses_matrices
+from optimus.train.rules import tilings
 
 # What a run asks for, whatever its model is: all ranks, those of a stage, those with other tokens, and along single axes.
 _ALWAYS = (
@@ -44,8 +43,8 @@ def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout
     asked += [("ep", "etp")] if config.model.experts and config.moe.dispatch == "allgather" else []
     asked += [("pp", "tp_out")] if config.parallel.vocabulary else []
     asked += [("ends",)] if any("ends" in layout.same for layout in layouts.values()) else []
-    if uses_matrices(config.optimizer):
-        asked += dict.fromkeys(split_axes(layout, mesh) for layout in layouts.values())
+    for tiling in tilings(config.optimizer):
+        asked += dict.fromkeys(tiling.split_axes(layout, mesh) for layout in layouts.values())
     replicas = list(dict.fromkeys(layout.replicas for layout in layouts.values()))
     found = [Division(_named(mesh, axes), list(mesh.groups(axes))) for axes in [*asked, *replicas]]
     if config.model.experts and config.moe.dispatch == "alltoall":

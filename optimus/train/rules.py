@@ -16,6 +16,7 @@ from optimus.optim.lion import Lion
 from optimus.optim.muon import Muon
 from optimus.optim.rule import Rule, UpdateRule
 from optimus.optim.schedule_free import ScheduleFree
+from optimus.state.tiling import TILINGS, Tiling
 
 T = TypeVar("T")
 
@@ -23,6 +24,10 @@ T = TypeVar("T")
 class _Row(NamedTuple):
     kind: type[UpdateRule]
     own: Callable[[OptimizerConfig], Mapping[str, Any]]  # its hyperparameters, but for those that all rules have
+    usual: tuple[Role, ...] = get_args(
+        Role
+    )  # what it is for; the rest is the `_BESIDE` rule's, if no group asks for it
+    never: tuple[Role, ...] = ()  # what it cannot update
 
 
 def _moments(config: OptimizerConfig) -> dict[str, float]:
@@ -31,19 +36,22 @@ def _moments(config: OptimizerConfig) -> dict[str, float]:
 
 _RULES: dict[RuleName, _Row] = {
     "adamw": _Row(AdamW, _moments),
-    "muon": _Row(Muon, lambda config: {"momentum": config.momentum}),
+    "muon": _Row(
+        Muon,
+        lambda config: {"momentum": config.momentum},
+        usual=("matrix", "expert"),
+        never=("vector", "embedding", "head"),
+    ),
     "lion": _Row(Lion, lambda config: dict(zip(("beta1", "beta2"), config.betas))),
     "schedule-free": _Row(ScheduleFree, _moments),
 }
-_MATRICES: tuple[Role, ...] = "matrix", "expert"  # what a rule of matrices is for
-_PLAIN: tuple[Role, ...] = "vector", "embedding", "head"  # what it is not for, asked or not
-_BESIDE: RuleName = "adamw"  # of what it is not asked for
+_BESIDE: RuleName = "adamw"
 
 
-def uses_matrices(config: OptimizerConfig) -> bool:
-    """Whether any rule may work on whole matrices."""
+def tilings(config: OptimizerConfig) -> list[Tiling]:
+    """How chunks may be divided, whatever parameters the model has."""
     named = [config.name, *(group.name for group in config.groups if group.name is not None)]
-    return any(_RULES[name].kind.matrices for name in named)
+    return [TILINGS[tiling] for tiling in sorted({_RULES[name].kind.tiling for name in named})]
 
 
 def rules_of(config: OptimizerConfig, model: nn.Module, freeze: Sequence[str] = ()) -> dict[str, Rule]:
@@ -69,10 +77,10 @@ def default_rule() -> Rule:
 
 def _rule(config: OptimizerConfig, name: str, role: Role) -> Rule:
     numbered = [each for each in enumerate(config.groups) if any(_matches(m, name, role) for m in each[1].matches)]
-    usual = _BESIDE if _RULES[config.name].kind.matrices and role not in _MATRICES else config.name
+    usual = config.name if role in _RULES[config.name].usual else _BESIDE
     chosen, group = _last([(each.name, number) for number, each in numbered], (usual, None))
-    kind, own = _RULES[chosen]
-    if kind.matrices and role in _PLAIN:
+    kind, own, _, never = _RULES[chosen]
+    if role in never:
         raise UserError(
             f"optimizer.groups.{group}: {chosen} updates matrices, and {name} (role {role}) is none: "
             "match other parameters, or give these another rule in a later group"

@@ -12,7 +12,7 @@ from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.optim.rule import Now, Tile, UpdateRule
 from optimus.state.buffers import TRANSITIONS, Depths, Event, Held, Place, aligned, buffers
-from optimus.state.plan import Share, Slot, lay_out, plan_chunks, shard_borders, sharing_steps
+from optimus.state.plan import Piece, Share, divide, lay_out, plan_chunks, sharing_steps
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -113,7 +113,6 @@ def test_formats_may_need_multiples(align: int) -> None:
     """Parameters and shards begin there, as blocks with a scale need it."""
     ((_, *first), (_, *second)) = lay_out([100, 130], 1 << 20, align)[0]
     assert (first, second) == ([0, 100], [128, 258])
-    slots = [Slot("x", Layout((130,)), (slice(0, 130),), *second)]
-    borders = shard_borders(slots, ADAMW, [0] * 3, align)
+    ((_, borders),) = divide([Piece(100, (100,), (100,)), Piece(130, (130,), (130,))], ADAMW, 1 << 20, 3, align)
     assert borders == tuple(range(0, 3 * 128 + 1, 128) if align == 128 else range(0, 3 * 96 + 1, 96))
     assert aligned(129, align) == (160 if align == 32 else 256)
