@@ -5,7 +5,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
 from typing import Literal, NamedTuple
 
 from optimus.config import ModelConfig
@@ -17,7 +17,7 @@ from optimus.plan.blocks import examples
 from optimus.plan.collectives import Place
 from optimus.plan.setting import Rules, Setting, place
 from optimus.state.buffers import Depths
-from optimus.state.plan import sharing_steps
+from optimus.state.plan import Piece, chunk_limit, divide, sharing_steps
 from optimus.state.tiling import TILINGS
 from optimus.train.rules import default_rule
 
@@ -26,7 +26,7 @@ _DEFAULT = ((default_rule(), 1.0),)
 # In blocks like that layer, in all blocks, before the blocks, after them, or in both places: a table that embedding and
 # output layer share.
 Where = int | Literal["blocks", "first", "last", "tied", "every"]
-_Alike = tuple[Where, tuple[str, ...], Rule]
+_Key = tuple[tuple[str, ...], Rule]  # the axes of those that hold the same, and the update rule
 
 
 class Kind(NamedTuple):
@@ -64,13 +64,15 @@ class Held(NamedTuple):
     replicas: Place
     steps: tuple[Place, ...]  # in which replicas share them out (`state.plan.sharing_steps`)
     depths: Depths
+    runs: tuple[tuple[Piece, ...], ...] = ()  # of a rule of matrices: what is laid end to end, in order
+    limit: int = 0  # elements of a chunk of it
 
     def after(self, depth: int) -> float:
         """Elements that a rank has after so many steps; of a rule of matrices, the rank that has most."""
-        ways = self.ways(depth)
         if not self.matrices:
-            return self.elements / ways
-        return busiest([(each.number, each.size) for each in self.matrices], ways)
+            return self.elements / self.ways(depth)
+        shards, ways = self.ways(len(self.steps)), self.ways(depth)
+        return sum(max(_parts(run, self.rule, self.limit, shards, ways)) for run in self.runs)
 
     def ways(self, depth: int) -> int:
         """Into how many parts they are then shared out."""
@@ -92,9 +94,19 @@ class Held(NamedTuple):
             yield self.after(depth), self.steps[depth]
 
 
+@lru_cache(maxsize=8192)
+def _parts(run: tuple[Piece, ...], rule: Rule, limit: int, shards: int, ways: int) -> list[int]:
+    """Elements of each of so many parts that consist of so many shards, as a run divides its chunks."""
+    sizes = [0] * ways
+    for _, ends in divide(run, rule, limit, shards):
+        for part, (start, end) in enumerate(pairwise(ends[:: shards // ways])):
+            sizes[part] += end - start
+    return sizes
+
+
 def busiest(matrices: Sequence[tuple[float, float]], ranks: int) -> float:
-    """The most that one of `ranks` has where they share out so many whole matrices, each of such a size or cost: as many of
-    the mean one as any has, and one of the largest at least (`state.matrices.borders`)."""
+    """The most that one of `ranks` takes for so many whole matrices, each at such a cost, about: as many of the mean one as
+    any has, and one of the largest at least."""
     number, total = sum(n for n, _ in matrices), sum(n * size for n, size in matrices)
     if ranks == 1:
         return total
@@ -129,16 +141,20 @@ def _kinds(model: ModelConfig, sequence: bool, vocabulary: bool, rules: Rules) -
 def held_by(kinds: tuple[Kind, ...], setting: Setting, counts: Mapping[Where, int]) -> list[Held]:
     """What a rank with so many blocks of each kind holds, and whether it has the first and the last stage, by replicas and
     update rule."""
-    found: dict[tuple[tuple[str, ...], Rule], tuple[float, list[Whole]]] = {}
-    for (where, axes, rule), (elements, matrices) in _sums(kinds, setting.mesh):
+    found: dict[_Key, tuple[float, list[Whole]]] = {}
+    for (where, key), (elements, matrices) in _sums(kinds, setting.mesh):
         number = counts.get(where, 0)
         if number:
-            before, those = found.get((axes, rule), (0.0, []))
+            before, those = found.get(key, (0.0, []))
             those += [each._replace(number=number * each.number) for each in matrices]
-            found[axes, rule] = before + number * elements, those
+            found[key] = before + number * elements, those
     over = setting.mesh, setting.shard_over == "data", shard_widths(setting.shard, setting.shard_ranks)
+    runs: Mapping[_Key, tuple[tuple[Piece, ...], ...]] = {}
+    limit = 0
+    if any(matrices for _, matrices in found.values()):
+        runs, limit = _runs(kinds, setting.mesh, tuple(counts.items()), setting.chunk)
     return [
-        Held(elements, rule, tuple(matrices), *_places(axes, *over))
+        Held(elements, rule, tuple(matrices), *_places(axes, *over), runs.get((axes, rule), ()), limit)
         for (axes, rule), (elements, matrices) in found.items()
     ]
 
@@ -153,18 +169,60 @@ def written(held: Iterable[Held], size: Callable[[Rule], float], *, scattered: b
 
 
 @lru_cache(maxsize=1024)
-def _sums(kinds: tuple[Kind, ...], mesh: Mesh) -> list[tuple[_Alike, tuple[float, list[Whole]]]]:
+def _keys(kinds: tuple[Kind, ...], mesh: Mesh) -> list[_Key]:
+    """Of each of `kinds`; two sets of axes may be the same ranks."""
+    known: dict[Place, tuple[str, ...]] = {}
+    found = []
+    for _, layout, rule, _ in kinds:
+        axes = tuple(axis for axis in layout.replicas if mesh.axis_size(axis) > 1)
+        found.append((known.setdefault(place(mesh, axes) if axes else Place(1), axes), rule))
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _runs(
+    kinds: tuple[Kind, ...], mesh: Mesh, counts: tuple[tuple[Where, int], ...], chosen: int | None
+) -> tuple[Mapping[_Key, tuple[tuple[Piece, ...], ...]], int]:
+    """(what a rank with so many blocks of each kind lays end to end into chunks, the most elements of a chunk).
+
+    Blocks of one kind come before those of the next, whatever their order is.
+    """
+    found: dict[tuple[_Key, tuple[str, ...]], list[Piece]] = {}
+    numbers = dict(counts)
+    for where, alike in groupby(zip(kinds, _keys(kinds, mesh)), key=lambda each: each[0].where):
+        number, those = numbers.get(where, 0), list(alike)
+        for block in range(number):
+            for (_, layout, _, share), key in those:
+                if block < round(share * number):
+                    same = tuple(axis for axis in layout.same if mesh.axis_size(axis) > 1)
+                    local = layout.local_shape(mesh)
+                    found.setdefault((key, same), []).append(Piece(math.prod(local), local, layout.shape))
+    limit = chosen or _limit(tuple(tuple(piece.room for piece in run) for run in found.values()))
+    runs = defaultdict[_Key, tuple[tuple[Piece, ...], ...]](tuple)
+    for (key, _), run in found.items():
+        runs[key] += (tuple(run),)
+    return runs, limit
+
+
+@lru_cache(maxsize=1024)
+def _limit(sizes: tuple[tuple[int, ...], ...]) -> int:
+    return chunk_limit(sizes, None)
+
+
+@lru_cache(maxsize=1024)
+def _sums(kinds: tuple[Kind, ...], mesh: Mesh) -> list[tuple[tuple[Where, _Key], tuple[float, list[Whole]]]]:
     """Elements of a rank, and those that are matrices to their rule, by where they are, who else has them, and the rule."""
-    found: dict[_Alike, tuple[float, list[Whole]]] = {}
-    for where, layout, rule, share in kinds:
-        key = where, tuple(axis for axis in layout.replicas if mesh.axis_size(axis) > 1), rule
+    found: dict[tuple[Where, _Key], tuple[float, list[Whole]]] = {}
+    for (where, layout, rule, share), alike in zip(kinds, _keys(kinds, mesh)):
+        key = where, alike
         elements = math.prod(layout.shape) / math.prod(mesh.axis_size(axis) for _, axis in layout.splits)
         before, matrices = found.get(key, (0.0, []))
         tiling = TILINGS[rule.tiling]
         for each in tiling.matrices(0, layout.local_shape(mesh), layout.shape):
             axes = tiling.split_axes(layout, mesh)
             blocks = mesh.axis_size(*axes)
-            matrices.append(Whole(share * each.number, each.number, *layout.shape[-2:], axes, blocks))
+            rows, columns = layout.shape[-2:]
+            matrices.append(Whole(share * each.number, each.number, rows, columns, axes, blocks))
         found[key] = before + share * elements, matrices
     return list(found.items())
 

@@ -79,6 +79,7 @@ def given_of(config: RunConfig, imbalance: float = 1.0, *, on_host: bool = False
         ),
         rules=_rules(config),
         tile=config.state.tile,
+        chunk=config.state.chunk,
     )
 
 

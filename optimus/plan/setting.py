@@ -41,6 +41,7 @@ class Given:
     saving: Saving = field(default_factory=Saving)
     rules: Rules = ()  # update rules; empty: AdamW for all
     tile: int = StateConfig().tile  # elements that are updated at a time
+    chunk: int | None = None  # elements of a chunk at most; None: the size that wastes least
 
 
 @dataclass(frozen=True)

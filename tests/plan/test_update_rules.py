@@ -1,5 +1,7 @@
 """What update rules keep, save and compute is in the plans of this library's runs."""
 
+import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +11,12 @@ from optimus.optim.muon import Muon
 from optimus.plan.asking import asked, configured
 from optimus.plan.collectives import Place, collective_seconds
 from optimus.plan.dry_run import dry_run
+from optimus.plan.held import held_by, kinds_of
 from optimus.plan.machine import load_machine
 from optimus.plan.memory import Memory
 from optimus.plan.question import Plan, predict
+from optimus.plan.step import blocks_of_stages, counts_of
+from optimus.state.plan import ChunkPlan
 from optimus.train.checks import held_by_shards
 from optimus.train.run import planned_chunks
 
@@ -58,18 +63,44 @@ def test_state_of_rules_is_exact(rule: str, shard: str, precision: str) -> None:
     assert state(predict(asking, setting()).memory) == pytest.approx(held, rel=tolerance)
 
 
+def fullest(plans: list[ChunkPlan], depth: int) -> int:
+    """Elements that the fullest rank has of the matrices of Muon after so many steps, by replicas."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for plan in plans:
+        if isinstance(plan.rule, Muon):
+            parts = math.prod(share.ranks for share in plan.shares[:depth])
+            sizes = [end - start for start, end in itertools.pairwise(plan.borders[:: plan.parts // parts])]
+            found[plan.replicas] = [*map(sum, zip(sizes, found.get(plan.replicas, [0] * parts)))]
+    return sum(max(sizes) for sizes in found.values())
+
+
 @pytest.mark.parametrize(
-    "layout", [[], ["parallel.pipeline=2"], ["parallel.tensor=2"], ["state.shard_over=data"]], ids=str
+    "layout",
+    [
+        [],
+        ["parallel.pipeline=2"],
+        ["parallel.tensor=2"],
+        ["state.shard_over=data"],
+        ["state.chunk=1000000"],
+        ["state.shard_ranks={parameters: 2, gradients: 6}"],
+        ["optimizer.groups=[{match: blocks.1.*, name: lion}]"],
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("preset", ["mula-tiny", "mula-tiny-moe"])
 def test_a_rank_with_more_matrices_than_others(preset: str, layout: list[str]) -> None:
-    """Whole ones of several sizes, 24 ranks: the plan is of the fullest rank of the stage, as nearly as can be said."""
+    """Whole ones of several sizes, 24 ranks: the plan is of the fullest rank of the stage."""
     config, asking, setting = question(
         "optimizer.name=muon", "state.shard=parameters", *layout, ranks=24, preset=preset
     )
-    mesh, predicted = setting().mesh, predict(asking, setting()).memory
+    model, mesh, predicted = config.model, setting().mesh, predict(asking, setting()).memory
     (plans,) = planned_chunks(config, mesh, [predicted.rank * mesh.block])
-    assert state(predicted) == pytest.approx(held_by_shards(plans)[0], rel=0.15)
+    counts = counts_of(model, blocks_of_stages(model, setting()))[predicted.rank]
+    held = [each for each in held_by(kinds_of(model, setting()), setting(), counts) if each.matrices]
+    for depth in range(len(held[0].steps) + 1):
+        assert sum(each.after(depth) for each in held) == fullest(plans, depth)
+    if "shard_ranks" not in "".join(layout):  # then no rank is the fullest after every step
+        assert state(predicted) == pytest.approx(held_by_shards(plans)[0], rel=1e-3)
 
 
 # ---- Checkpoints ----
