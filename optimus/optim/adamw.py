@@ -30,7 +30,7 @@ class AdamW(UpdateRule):
         from optimus.kernels.triton import adamw as kernels
 
         factors = self.beta1, self.beta2, self.eps, self.weight_decay
-        kernels.adamw(factors, now.step, now.lr, weight, gradient, m, v, now.gradient_scale, copy)
+        kernels.adamw(factors, now.step, self.rate(now), weight, gradient, m, v, now.gradient_scale, copy)
 
     def apply(self, now: Now, tile: Tile) -> None:
         """As `UpdateRule.apply`."""
@@ -38,7 +38,7 @@ class AdamW(UpdateRule):
         steps = [torch.tensor(float(now.step), device=weight.device)]
         torch._fused_adamw_(
             [weight], [gradient], [m], [v], [], steps,
-            lr=now.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay,
+            lr=self.rate(now), beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay,
             amsgrad=False, maximize=False,
         )  # fmt: skip
 

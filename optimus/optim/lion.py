@@ -19,5 +19,5 @@ class Lion(UpdateRule):
         """As `UpdateRule.apply`."""
         weight, gradient, (m,), *_ = tile
         sign = m.lerp(gradient, 1 - self.beta1).sign_()
-        weight.mul_(1 - now.lr * self.weight_decay).sub_(sign, alpha=now.lr)
+        weight.mul_(1 - self.rate(now) * self.weight_decay).sub_(sign, alpha=self.rate(now))
         m.lerp_(gradient, 1 - self.beta2)

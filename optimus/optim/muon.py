@@ -40,7 +40,7 @@ class Muon(UpdateRule):
         momentum.lerp_(gradient, 1 - self.momentum)
         nesterov = gradient.lerp(momentum, self.momentum).to((weight if copy is None else copy).dtype)
         update = whole(direction, nesterov)
-        weight.mul_(1 - now.lr * self.weight_decay).sub_(update, alpha=now.lr * scale)
+        weight.mul_(1 - self.rate(now) * self.weight_decay).sub_(update, alpha=self.rate(now) * scale)
 
 
 def orthogonalise(x_NRC: Tensor) -> Tensor:

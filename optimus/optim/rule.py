@@ -4,7 +4,7 @@ Legend: N matrices of R rows and C columns.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -19,9 +19,9 @@ class Now(NamedTuple):
     """The optimizer step that is being taken."""
 
     step: int  # updates applied, this one included
-    lr: float
+    lr: float  # the schedule's
     gradient_scale: float = 1.0  # what gradients are multiplied by
-    share: float = 1.0  # this step's weight in an average over all steps
+    counters: Mapping[str, float] = {}  # as this step leaves them
 
 
 def as_they_are(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -53,6 +53,7 @@ class Rule:
     averages: ClassVar[bool] = (
         False  # whether the weights that are computed with in training are not those of the model
     )
+    counters: ClassVar[tuple[str, ...]] = ()  # numbers of the whole run that it goes by, as checkpoints name them
 
     def begin(self, weight: Tensor, kept: Sequence[Tensor]) -> None:
         """Make what is kept as it is before the first update of these weights."""
@@ -63,9 +64,9 @@ class Rule:
         """Fill `out` with what is computed with in training."""
         out.copy_(weight)
 
-    def weight_of(self, step: int, lr: float) -> float:
-        """Weight of a step in the average over all of them, where the rule makes one."""
-        return 0.0
+    def count(self, counters: Mapping[str, float], step: int, lr: float) -> dict[str, float]:
+        """Its counters after a step with the schedule's learning rate `lr`, from those before; at first they are zero."""
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,10 @@ class UpdateRule(Rule, ABC):
         self.apply(now, tile._replace(gradient=scaled(tile.gradient, now.gradient_scale)))
         if tile.copy is not None:
             self.computed(tile.weight, tile.kept, tile.copy)
+
+    def rate(self, now: Now) -> float:
+        """Its learning rate."""
+        return now.lr * self.lr_scale
 
     @abstractmethod
     def apply(self, now: Now, tile: Tile) -> None:

@@ -3,7 +3,7 @@
 The weights are x, an average of the iterates z; gradients are those at y, between the two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,6 +19,7 @@ class ScheduleFree(UpdateRule):
 
     kinds: ClassVar[tuple[str, ...]] = ("schedule_free.z", "schedule_free.v")
     averages: ClassVar[bool] = True
+    counters: ClassVar[tuple[str, ...]] = ("weight_sum",)
 
     beta1: float
     beta2: float
@@ -31,22 +32,28 @@ class ScheduleFree(UpdateRule):
         v.zero_()
 
     def apply(self, now: Now, tile: Tile) -> None:
-        """As `UpdateRule.apply`; `now.share` is the algorithm's c."""
+        """As `UpdateRule.apply`."""
         weight, gradient, (z, v), *_ = tile
-        lr = self._corrected(now.step, now.lr)
+        lr = self._corrected(now.step, self.rate(now))
         v.mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
         temporary = z.lerp(weight, self.beta1)
         z.sub_(temporary, alpha=lr * self.weight_decay)
         z.addcdiv_(gradient, torch.sqrt(v, out=temporary).add_(self.eps), value=-lr)
-        weight.lerp_(z, now.share)
+        weight.lerp_(z, self._share(now))
 
     def computed(self, weight: Tensor, kept: Sequence[Tensor], out: Tensor) -> None:
         """Fill `out` with y."""
         out.copy_(kept[0].lerp(weight, self.beta1))
 
-    def weight_of(self, step: int, lr: float) -> float:
-        """The square of the learning rate, corrected as the second moment is biased."""
-        return self._corrected(step, lr) ** 2
+    def count(self, counters: Mapping[str, float], step: int, lr: float) -> dict[str, float]:
+        """The sum of the weights of all steps in the average: the squares of their learning rates, corrected as the second
+        moment is biased."""
+        return {"weight_sum": counters["weight_sum"] + self._corrected(step, lr) ** 2}
+
+    def _share(self, now: Now) -> float:
+        """The algorithm's c: the step's share of all weights."""
+        weight = self._corrected(now.step, now.lr) ** 2
+        return weight / now.counters["weight_sum"] if weight else 0.0
 
     def _corrected(self, step: int, lr: float) -> float:
         return lr * (1 - self.beta2**step) ** 0.5

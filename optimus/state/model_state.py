@@ -51,8 +51,9 @@ class ModelState:
         self.tile = options.tile
         self.options = options
         self.steps = 0  # optimizer steps applied
-        self.weight_sum = 0.0  # of these steps, for a rule that averages over them
         self.rules = recipe.rules
+        self._unlike = set(recipe.rules.values())  # of all stages
+        self.counters = {name: 0.0 for rule in self._unlike for name in rule.counters}
         self._overlap = options.overlap
         self._reducing: deque[TrainedChunk] = deque()
         piece = options.coarsening and options.coarsening * options.tile
@@ -78,7 +79,6 @@ class ModelState:
         self._of_stage = {stage: [make(plan) for plan in plans] for stage, plans in stages.items()}
         self.chunks = [chunk for chunks in self._of_stage.values() for chunk in chunks]
         self.trained = _trained(self.chunks)
-        self._rules = set(recipe.rules.values())  # of all stages
         self.buffers = _place_buffers(module, device)  # trained by rules of their own; whole on all ranks of `team`
         self._parameters = dict(made for chunk in self.chunks for made in chunk.make_parameters())
         _replace_parameters(module, self._parameters)
@@ -150,9 +150,9 @@ class ModelState:
     def step(self, lr: float, gradient_scale: float) -> None:
         """One optimizer step on every chunk; while one is updated, the parameters of those before it are gathered."""
         self.steps += 1
-        weight = max((rule.weight_of(self.steps, lr) for rule in self._rules), default=0.0)
-        self.weight_sum += weight
-        now = Now(self.steps, lr, gradient_scale, weight / self.weight_sum if weight else 0.0)
+        counted = [rule.count(self.counters, self.steps, lr) for rule in self._unlike]
+        self.counters = {name: value for each in counted for name, value in each.items()}
+        now = Now(self.steps, lr, gradient_scale, self.counters)
         for chunk in self.trained:
             chunk.step(now, self.tile)
 

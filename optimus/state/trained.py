@@ -236,7 +236,6 @@ class TrainedChunk(Chunk):
         if self._reader is not None:
             self._reader()
             self._reader = None
-        now = now._replace(lr=now.lr * self._rule.lr_scale)
         copied = [] if self.master is self.own else [self.own]
         buffers = [self.master, self.reduced, *copied, *self.moments.values()]
         for whole, (weight, gradient, *rest) in self.plan.tiling.tiles(self.plan, self._blocks, buffers, tile):

@@ -105,7 +105,7 @@ def describe(run: Run, *, full: bool) -> Description:
         run=fingerprint(config, run.shards),
         progress={
             "updates": run.state.steps,
-            "weight_sum": run.state.weight_sum,
+            **run.state.counters,
             "skipped": run.skipped,
             "sequences": run.step * config.train.global_batch,  # read of the data, the next one's number
         },
@@ -148,10 +148,10 @@ def _go_on(run: Run, path: Path, *, full: bool) -> int:
         full=full,
         send=run.config.checkpoint.broadcast,
     )
-    run.step = description.step
-    run.state.steps = description.progress["updates"] if full else 0
-    run.state.weight_sum = description.progress.get("weight_sum", 0.0) if full else 0.0
-    run.skipped = description.progress["skipped"]
+    run.step, progress = description.step, description.progress
+    run.state.steps = progress["updates"] if full else 0
+    run.state.counters = {name: progress.get(name, 0.0) if full else 0.0 for name in run.state.counters}
+    run.skipped = progress["skipped"]
     if (
         path.parent == run.folder / "checkpoints"
         and description.config.get("train", {}).get("freeze") == run.config.train.freeze

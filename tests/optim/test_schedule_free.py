@@ -34,14 +34,17 @@ def algorithm_1(x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
 def test_equals_the_algorithm_with_a_warm_up() -> None:
     """In float64, but for the gradients, which a rule takes in fp32."""
     x = torch.randn(1003, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    kept, copy, total = [torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)], x.clone(), 0.0
+    kept, copy, counters = (
+        [torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)],
+        x.clone(),
+        {"weight_sum": 0.0},
+    )
     RULE.begin(x, kept)
     for step, (y, *expected) in enumerate(algorithm_1(x.clone()), start=1):
         torch.testing.assert_close(copy, y, rtol=0, atol=1e-8)
         lr = LR * min(1, step / WARMUP)
-        weight = RULE.weight_of(step, lr)
-        total += weight
-        now = Now(step, lr, gradient_scale=1.0, share=weight / total)
+        counters = RULE.count(counters, step, lr)
+        now = Now(step, lr, gradient_scale=1.0, counters=counters)
         RULE.update(now, Tile(x, loss_gradient(copy), kept, copy))
         for ours, theirs in zip((x, kept[0]), expected):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-8)
@@ -51,11 +54,13 @@ def test_what_is_computed_with_is_what_an_update_leaves() -> None:
     """After a checkpoint is read, training goes on from the same weights in 16 bits; before any update, from the weights."""
     x, gradient = torch.randn(2, 1003, generator=torch.Generator().manual_seed(0))
     kept, (copy, computed) = list(torch.empty(2, 1003)), torch.empty(2, 1003, dtype=torch.bfloat16)
+    counters = {"weight_sum": 0.0}
     RULE.begin(x, kept)
     RULE.computed(x, kept, computed)
     assert computed.equal(x.bfloat16())
     for step in (1, 2):
-        RULE.update(Now(step, LR, gradient_scale=0.5, share=1 / step), Tile(x, gradient, kept, copy))
+        counters = RULE.count(counters, step, LR)
+        RULE.update(Now(step, LR, gradient_scale=0.5, counters=counters), Tile(x, gradient, kept, copy))
     RULE.computed(x, kept, computed)
     assert computed.equal(copy)
     assert not computed.equal(x.bfloat16())

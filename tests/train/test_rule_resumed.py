@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import optimus
+from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.store import load_model
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
@@ -45,6 +46,8 @@ def test_weights_of_an_average_are_what_is_loaded(small_run: dict[str, Any], tmp
     """Full checkpoints and those of the weights alone hold the average, not what is trained."""
     config = changed(small_run, tmp_path / "run", optimizer={"name": "schedule-free"}, checkpoint={"weights_every": 6})
     optimus.train(config)
+    path = tmp_path / "run" / "checkpoints" / "step-00000006"
+    assert Reader.open(path).description.progress["weight_sum"] > 0
     full, weights = (
         dict(load_model(tmp_path / "run" / "checkpoints" / name).named_parameters())
         for name in ("step-00000006", "weights-00000006")
