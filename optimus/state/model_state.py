@@ -58,16 +58,21 @@ class ModelState:
         self._reducing: deque[TrainedChunk] = deque()
         piece = options.coarsening and options.coarsening * options.tile
 
+        known: dict[tuple[tuple[str, ...], bool], list[Group]] = {}  # to divide thousands of ranks takes long
+
         def make(plan: ChunkPlan) -> Chunk:
-            *steps, copies = divisions(groups.mesh, plan.replicas, sharding_of(plan.rule, options))
-            sharing = [groups.dividing(parts) for parts in steps]
+            key = plan.replicas, plan.rule.trains
+            if key not in known:
+                found = divisions(groups.mesh, plan.replicas, sharding_of(plan.rule, options))
+                known[key] = [groups.dividing(parts) for parts in (found if plan.rule.trains else found[:-1])]
             if not plan.rule.trains:
-                return Chunk(plan, sharing, device)
+                return Chunk(plan, known[key], device)
+            *sharing, copies = known[key]
             split = [slot for slot in plan.slots if plan.tiling.split_axes(slot.layout, groups.mesh)]
             return TrainedChunk(
                 plan,
                 sharing,
-                groups.dividing(copies),
+                copies,
                 device,
                 blocks={slot.name: OverBlocks(groups, slot.layout) for slot in split},
                 piece=piece,
