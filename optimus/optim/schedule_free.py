@@ -1,6 +1,8 @@
 """Schedule-free AdamW (Defazio et al. 2024, algorithm 1) on flat tensors.
 
-The weights are x, an average of the iterates z; gradients are those at y, between the two.
+The weights are x, an average of the iterates z; gradients are those at y, between the two. It is meant for a constant
+learning rate after a warm-up. Others are allowed, as the average is weighted by the squares of the rates: one that decays
+gives late iterates less weight.
 """
 
 from collections.abc import Mapping, Sequence
