@@ -37,6 +37,9 @@ Rounds = Callable[[int, Shape], Sequence[Round]]
 OWN = "own"
 """The backend's own collective, which has no rounds that we know."""
 
+EVERYONE = "everyone"
+"""Each rank sends the other all it has, and both add it up: an all-reduce between two."""
+
 MEGABYTE = 1 << 20
 LONG_SUM = (
     4 * MEGABYTE
@@ -202,3 +205,28 @@ def choose(kind: Kind, shape: Shape, size: float, measured: Measured | None = No
     if not curves or shape.ranks == 1:
         return default(kind, shape, size, links)
     return min(curves, key=lambda name: curves[name].at(size))
+
+
+def used(
+    kind: Kind,
+    shape: Shape,
+    size: float,
+    measured: Measured | None = None,
+    *,
+    by_messages: bool,
+    narrow: bool = False,
+) -> str:
+    """The algorithm that a group uses.
+
+    `by_messages`: the backend is Gloo, over whose messages ours go; another's own collectives are used but where two levels
+    were measured to be faster. `narrow`: sums of 16-bit floats, which Gloo's own would add in their type.
+    """
+    name = choose(kind, shape, size, measured)
+    if not by_messages:
+        known = measured is not None and bool(measured.curves(kind, shape))
+        return name if known and on_two_levels(name) else OWN
+    if name != OWN or kind == "all_to_all":
+        return name
+    if kind == "all_reduce":
+        return OWN if not narrow else EVERYONE if shape.ranks == 2 else "direct"
+    return "direct"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from optimus.comm.algorithms import OWN, Kind, Measured, choose, on_two_levels, pieces, rounds
+from optimus.comm.algorithms import EVERYONE, OWN, Kind, Measured, pieces, rounds, used
 from optimus.comm.exchange import (
     AS_THEY_ARE,
     Codec,
@@ -46,7 +46,6 @@ Begin = Callable[[int], Any]
 T = TypeVar("T")
 
 TAGS = 1 << 16  # of messages of collectives that are under way in a group
-EVERYONE = "everyone"
 
 
 class CollectiveError(UserError):
@@ -129,15 +128,12 @@ class Group:
         """What begins a collective of torch.distributed in this group."""
         return lambda _: call(*args, **options, group=self._handle, async_op=True)
 
-    def algorithm(self, kind: Kind, size: int, dtype: torch.dtype) -> str:
-        """The name of the algorithm for a collective of `size` bytes (`comm/algorithms.py`)."""
-        name = choose(kind, self.shape, size, self._shared.measured)
-        if not self._by_messages:  # the backend's own, where nothing was measured to be faster
-            return name if self._levels is not None and on_two_levels(name) else OWN
-        if name == OWN and kind == "all_reduce" and dtype.is_floating_point and dtype.itemsize < 4:
-            # Gloo's own adds in the type of the addends.
-            return EVERYONE if self.size == 2 else "direct"
-        return "direct" if name == OWN and kind in ("all_gather", "reduce_scatter") else name
+    def algorithm(self, kind: Kind, tensor: Tensor) -> str:
+        """The name of the algorithm for a collective of a whole tensor (`comm/algorithms.py`)."""
+        narrow = tensor.is_floating_point() and tensor.element_size() < 4
+        return used(
+            kind, self.shape, tensor.nbytes, self._shared.measured, by_messages=self._by_messages, narrow=narrow
+        )
 
     def all_reduce_async(self, tensor: Tensor) -> Handle:
         """Begin to replace `tensor` on every rank by its sum over the ranks."""
@@ -148,7 +144,7 @@ class Group:
         self._all_reduce(tensor)()
 
     def _all_reduce(self, tensor: Tensor, beside: bool = False) -> Handle:
-        algorithm = self.algorithm("all_reduce", tensor.nbytes, tensor.dtype)
+        algorithm = self.algorithm("all_reduce", tensor)
         if algorithm == OWN or self.size == 1:
             return self._start("all_reduce", tensor, self._collective(dist.all_reduce, tensor), tensor)
         if self._levels is not None and tensor.numel() % self._levels[1].size == 0:
@@ -185,7 +181,7 @@ class Group:
         if self.size == 1 and out.data_ptr() != tensor.data_ptr():
             out.copy_(tensor)
         parts, equal = _slices(tensor, lengths or self.size)
-        algorithm = self.algorithm("reduce_scatter", tensor.nbytes, tensor.dtype)
+        algorithm = self.algorithm("reduce_scatter", tensor)
         if self._levels is not None and algorithm != OWN and equal:
             return reduce_scatter_in_two_groups(tensor, out, *self._levels)
         if not self._by_messages:
@@ -219,7 +215,7 @@ class Group:
         if self.size == 1 and part.data_ptr() != tensor.data_ptr():
             tensor.copy_(part)
         parts, equal = _slices(tensor, lengths or self.size)
-        algorithm = self.algorithm("all_gather", tensor.nbytes, tensor.dtype)
+        algorithm = self.algorithm("all_gather", tensor)
         if self._levels is not None and algorithm != OWN and equal:
             return all_gather_in_two_groups(tensor, part, *self._levels)
         if not self._by_messages:

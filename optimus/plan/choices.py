@@ -4,7 +4,7 @@ import math
 from functools import lru_cache
 
 from optimus.comm import costs
-from optimus.comm.algorithms import OWN, Curve, Kind, choose, on_two_levels, pieces
+from optimus.comm.algorithms import Curve, Kind, pieces, used
 from optimus.comm.links import Link, Links
 from optimus.comm.schedules import Shape
 from optimus.plan.machine import Machine
@@ -24,11 +24,7 @@ def algorithm_of(kind: Kind, whole: float, shape: Shape, machine: Machine) -> st
     Ranks on processors talk over Gloo, by the schedules of `comm.algorithms`; others over their vendor's library, on two
     levels where the machine's table has that as faster.
     """
-    name = choose(kind, shape, whole, machine.collectives)
-    if not machine.host.shared:
-        measured = machine.collectives is not None and machine.collectives.curves(kind, shape)
-        return name if measured and on_two_levels(name) else OWN
-    return "direct" if name == OWN and kind in ("all_gather", "reduce_scatter") else name
+    return used(kind, shape, whole, machine.collectives, by_messages=machine.host.shared)
 
 
 def chosen_seconds(
