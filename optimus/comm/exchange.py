@@ -10,7 +10,7 @@ pieces of a large tensor, go on in turn, so that one is between nodes while anot
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -147,7 +147,11 @@ class Driver:
             del exchanges, future
 
 
-def gather(rounds: Sequence[Round], blocks: Sequence[Tensor], link: Link) -> Exchange:
+Blocks = Sequence[Tensor] | Mapping[int, Tensor]
+"""By their numbers in a schedule."""
+
+
+def gather(rounds: Sequence[Round], blocks: Blocks, link: Link) -> Exchange:
     """Fill `blocks`, of which this rank has its own, or all that it sends, with those of the others."""
     for each in rounds:
         works, landings, lent = [], [], []
@@ -235,6 +239,23 @@ def reduce(
         link.scratch.give_back(buffer)
 
 
+def exchange(
+    rounds: Sequence[Round], leaving: Sequence[Tensor], coming: Sequence[Tensor], rank: int, link: Link
+) -> Exchange:
+    """An all-to-all of equal blocks: `leaving[i]` goes to rank i, `coming[i]` is filled by it."""
+    ranks = len(leaving)
+    coming[rank].copy_(leaving[rank])
+    blocks = {rank * ranks + peer: block for peer, block in enumerate(leaving)}
+    blocks |= {peer * ranks + rank: block for peer, block in enumerate(coming)}
+    # What is of others and for others, in the order in which it goes on.
+    passing = [block for each in rounds for _, sent in each.sends for block in sent if block not in blocks]
+    room = _lend(link, leaving[:1] * len(passing)) if passing else None
+    blocks |= zip(passing, room.tensor_split(len(passing)) if room is not None else ())
+    yield from gather(rounds, blocks, link)
+    if room is not None:
+        link.scratch.give_back(room)
+
+
 def in_pieces(blocks: Sequence[Tensor], pieces: int) -> list[Sequence[Tensor]]:
     """Blocks for each of so many exchanges: a part of every one."""
     if pieces == 1:
@@ -268,7 +289,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def _filled(messages: Sequence[Message], blocks: Sequence[Tensor]) -> list[Message]:
+def _filled(messages: Sequence[Message], blocks: Blocks) -> list[Message]:
     """Those with anything in them: parts may be empty."""
     return [message for message in messages if any(len(blocks[block]) for block in message.blocks)]
 

@@ -152,13 +152,12 @@ def _same(x: Tensor, group: Group) -> Tensor:
 
 def _whole_rows(x: Tensor, group: Group) -> Tensor:
     rows = len(x) // group.size
-    came = group.all_to_all(x, [rows] * group.size, [rows] * group.size)
-    return came.unflatten(0, (group.size, rows)).transpose(0, 1).flatten(1)
+    return group.all_to_all(x).unflatten(0, (group.size, rows)).transpose(0, 1).flatten(1)
 
 
 def _whole_columns(x: Tensor, group: Group) -> Tensor:
     leaving = x.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1)
-    return group.all_to_all(leaving, [len(x)] * group.size, [len(x)] * group.size)
+    return group.all_to_all(leaving)
 
 
 def _exchanged(send: Sequence[int], receive: Sequence[int], x: Tensor, group: Group) -> Tensor:

@@ -26,6 +26,7 @@ from optimus.comm.exchange import (
     Work,
     begin,
     carry_out,
+    exchange,
     gather,
     in_pieces,
     reduce,
@@ -34,7 +35,12 @@ from optimus.comm.exchange import (
 from optimus.comm.recorder import Recorder
 from optimus.comm.schedules import Round, Shape, everyone
 from optimus.comm.scratch import Scratch
-from optimus.comm.two_groups import all_gather_in_two_groups, all_reduce_in_two_groups, reduce_scatter_in_two_groups
+from optimus.comm.two_groups import (
+    all_gather_in_two_groups,
+    all_reduce_in_two_groups,
+    all_to_all_in_two_groups,
+    reduce_scatter_in_two_groups,
+)
 from optimus.comm.watch import Watch
 from optimus.errors import UserError
 from optimus.step_context import StepContext
@@ -152,7 +158,7 @@ class Group:
         flat, steps = tensor.view(-1), self._rounds(algorithm, "all_reduce")
         half = len(steps) // 2
 
-        def exchange(blocks: Sequence[Tensor], link: Link) -> Exchange:
+        def go(blocks: Sequence[Tensor], link: Link) -> Exchange:
             if algorithm == EVERYONE:
                 yield from self._reduced(steps, blocks, blocks[0], link)
                 return
@@ -160,7 +166,7 @@ class Group:
             yield from gather(steps[half:], blocks, link)
 
         blocks = flat.tensor_split(1 if algorithm == EVERYONE else self.size)
-        return self._exchanging("all_reduce", algorithm, tensor, blocks, exchange, len(steps), tensor, beside)
+        return self._exchanging("all_reduce", algorithm, tensor, blocks, go, len(steps), tensor, beside)
 
     def reduce_scatter_async(self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None) -> Handle:
         """Begin to fill `out` with this rank's part of the sum of `tensor` over the ranks.
@@ -191,12 +197,12 @@ class Group:
             return self._start("reduce_scatter", tensor, call, tensor)
         steps = self._rounds(algorithm, "reduce_scatter")
 
-        def exchange(piece: Sequence[Tensor], link: Link) -> Exchange:
+        def go(piece: Sequence[Tensor], link: Link) -> Exchange:
             *blocks, sum_ = piece
             return self._reduced(steps, blocks, sum_, link)
 
         blocks = [each.view(-1) for each in (*parts, out)]
-        return self._exchanging("reduce_scatter", algorithm, tensor, blocks, exchange, len(steps), tensor, beside)
+        return self._exchanging("reduce_scatter", algorithm, tensor, blocks, go, len(steps), tensor, beside)
 
     def all_gather_async(self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None) -> Handle:
         """Begin to fill dim 0 of `tensor` with the `part` of every rank, in rank order.
@@ -227,11 +233,11 @@ class Group:
         if parts[self.rank].data_ptr() != part.data_ptr():
             parts[self.rank].copy_(part)
 
-        def exchange(piece: Sequence[Tensor], link: Link) -> Exchange:
+        def go(piece: Sequence[Tensor], link: Link) -> Exchange:
             return gather(steps, piece, link)
 
         blocks = [each.view(-1) for each in parts]
-        return self._exchanging("all_gather", algorithm, tensor, blocks, exchange, len(steps), part, beside)
+        return self._exchanging("all_gather", algorithm, tensor, blocks, go, len(steps), part, beside)
 
     def _rounds(self, algorithm: str, kind: Kind) -> Sequence[Round]:
         return (
@@ -247,37 +253,57 @@ class Group:
         algorithm: str,
         tensor: Tensor,
         blocks: Sequence[Tensor],
-        exchange: Callable[[Sequence[Tensor], Link], Exchange],
+        go: Callable[[Sequence[Tensor], Link], Exchange],
         rounds: int,
         leaves: Tensor,
         beside: bool,
     ) -> Handle:
-        """Begin the `exchange` of blocks of `tensor`, in pieces. Rounds after the first go on `beside` what this rank does
-        meanwhile, or when the result is called."""
+        """Begin the exchange of blocks of `tensor`, in pieces, each as `go` says. Rounds after the first go on `beside` what
+        this rank does meanwhile, or when the result is called."""
 
         def call(number: int) -> Work:
             # Each of those that are under way in the group at once has a tag of its own, beyond those of messages.
             link = Link(self.ranks, self._handle, (self._tag + 1) * TAGS + number % TAGS, self._shared.scratch)
-            under_way = [
-                exchange(each, link) for each in in_pieces(blocks, pieces(algorithm, self.shape, tensor.nbytes))
-            ]
+            under_way = [go(each, link) for each in in_pieces(blocks, pieces(algorithm, self.shape, tensor.nbytes))]
             begin(under_way)
             beside_us = beside and rounds > 1
             return Work(self._driver.begin(under_way).result if beside_us else partial(carry_out, under_way))
 
         return self._start(name, tensor, call, leaves)
 
-    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def all_to_all(
+        self, rows: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
+    ) -> Tensor:
         """Rows for and from each rank (all-to-all): `send[i]` rows of dim 0 go to rank i, `receive[i]` come from it.
 
-        Both are in rank order. What each rank sends to another must be what that one expects.
+        Both are in rank order. What each rank sends to another must be what that one expects. Without them all send equal
+        parts to all, which may go on two levels: nobody knows of every rank's parts where these differ.
         """
         if self.size == 1:
             return rows
-        out = rows.new_empty(sum(receive), *rows.shape[1:])
-        call = self._collective(dist.all_to_all_single, out, rows.contiguous(), list(receive), list(send))
-        self._start("all_to_all", rows, call, rows)()
+        rows = rows.contiguous()
+        if send is not None and receive is not None:
+            out = rows.new_empty(sum(receive), *rows.shape[1:])
+            call = self._collective(dist.all_to_all_single, out, rows, list(receive), list(send))
+            self._start("all_to_all", rows, call, rows)()
+            return out
+        out, algorithm = torch.empty_like(rows), self.algorithm("all_to_all", rows)
+        if algorithm == OWN:
+            self._start("all_to_all", rows, self._collective(dist.all_to_all_single, out, rows), rows)()
+        elif self._levels is not None:
+            all_to_all_in_two_groups(rows, out, *self._levels)
+        else:
+            self._all_to_all(rows, out, algorithm)
         return out
+
+    def _all_to_all(self, rows: Tensor, out: Tensor, algorithm: str) -> None:
+        steps = rounds(algorithm, "all_to_all", self.rank, self.shape)
+
+        def go(piece: Sequence[Tensor], link: Link) -> Exchange:
+            return exchange(steps, piece[: self.size], piece[self.size :], self.rank, link)
+
+        blocks = [each.view(-1) for whole in (rows, out) for each in whole.chunk(self.size)]
+        self._exchanging("all_to_all", algorithm, rows, blocks, go, len(steps), rows, beside=False)()
 
     def shift_async(self, tensor: Tensor, out: Tensor) -> Handle:
         """Begin to send `tensor` to the next rank of the group, as a ring, and to fill `out` with that of the previous one.

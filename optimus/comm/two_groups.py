@@ -55,3 +55,10 @@ def all_reduce_in_two_groups(tensor: Tensor, across: "Group", within: "Group") -
         within.all_gather(flat, part)
 
     return finish
+
+
+def all_to_all_in_two_groups(rows: Tensor, out: Tensor, across: "Group", within: "Group") -> None:
+    """Send an equal part of `rows` to every rank: to the rank of the receiver's place on the node, then between nodes."""
+    to_NMS = rows.view(across.size, within.size, -1)
+    here_MNS = within.all_to_all(to_NMS.transpose(0, 1))  # of each rank of the node, what goes to this one's place
+    out.view_as(to_NMS).copy_(across.all_to_all(here_MNS.transpose(0, 1)))

@@ -108,14 +108,15 @@ def chain(number: int) -> Chain:
     for of, layout in map(drawn, range(600)):
         said = [override for override in layout.overrides if not override.startswith(BESIDE_THE_POINT)]
         if of == model and not any(override.startswith("model.layers=") for override in said):
-            plain.append(Layout(layout.ranks, [*said, f"model.layers={layers}"]))
+            plain.append(layout._replace(overrides=[*said, f"model.layers={layers}"]))
         elif of == model and f"model.layers={layers}" in said:
-            cut.append(Layout(layout.ranks, said))
+            cut.append(layout._replace(overrides=said))
     kinds = [choice.choice((plain, cut, cut)) for _ in range(LENGTH)]
     layouts = [choice.choice(kind or plain) for kind in kinds]
     if number in MIXED:
         layouts = [
-            Layout(n, [*said, f"train.precision={choice.choice(('float32', 'bfloat16'))}"]) for n, said in layouts
+            layout._replace(overrides=[*layout.overrides, f"train.precision={choice.choice(('float32', 'bfloat16'))}"])
+            for layout in layouts
         ]
     return Chain(model, layouts, _hows(choice), number in MIXED)
 
@@ -123,7 +124,7 @@ def chain(number: int) -> Chain:
 def world_chain(model: str) -> Chain:
     """The chain of world sizes that are not drawn."""
     layers = 7 if model == "dense" else 2
-    layouts = [Layout(n, [*said, f"model.layers={layers}"]) for n, said in WORLDS[model]]
+    layouts = [layout._replace(overrides=[*layout.overrides, f"model.layers={layers}"]) for layout in WORLDS[model]]
     return Chain(model, layouts, _hows(random.Random(model)), False)
 
 

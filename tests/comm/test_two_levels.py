@@ -11,26 +11,27 @@ from torch import Tensor
 
 from helpers.traffic import counting
 from optimus.comm import Group, Groups
-from optimus.comm.algorithms import KINDS, Kind, Measured, names
+from optimus.comm.algorithms import KINDS, OWN, PIECE, Kind, Measured, names, on_two_levels
 from optimus.comm.exchange import Rounded
 from optimus.comm.schedules import Shape
 from optimus.mesh import Mesh
 from optimus.testing import run_ranks
 
+SUMS: list[Kind] = ["all_gather", "reduce_scatter", "all_reduce"]
 SHAPES = [Shape(2, 2), Shape(2, 4), Shape(4, 2)]
 LENGTHS = [3, 0, 5, 1, 0, 2, 7, 4]  # elements of the parts of eight ranks
 
 
-def only(algorithm: str, shape: Shape, kind: Kind | None = None) -> Measured:
+def only(algorithm: str, shape: Shape, *kinds: Kind) -> Measured:
     """A table in which nothing but this algorithm was measured."""
     curves = {str(shape): {algorithm: {"sizes": [1.0], "seconds": [1.0]}}}
-    return Measured.model_validate({each: curves for each in KINDS if each in (kind, "all_gather", "reduce_scatter")})
+    return Measured.model_validate(dict.fromkeys(kinds, curves))
 
 
 def world_of(shape: Shape, algorithm: str, **options: Any) -> Group:
     """All ranks, on so many nodes, whose collectives use the algorithm."""
     mesh = Mesh(dp=shape.ranks, ranks_per_node=shape.per)
-    group = Groups(mesh, measured=only(algorithm, shape, "all_reduce"), **options).world
+    group = Groups(mesh, measured=only(algorithm, shape, *SUMS), **options).world
     assert group.shape == shape
     return group
 
@@ -86,6 +87,29 @@ def test_every_algorithm_is_right(shape: Shape, dtype: torch.dtype) -> None:
         for wrong, alike in ranks:
             assert wrong == [], algorithm
             assert all(map(torch.equal, alike, ranks[0][1])), algorithm
+
+
+def exchanged(shape: Shape, algorithm: str, dtype: torch.dtype) -> list[int]:
+    """Sizes of parts, of nothing and of several pieces among them, of which not every rank's part came."""
+    mesh = Mesh(dp=shape.ranks, ranks_per_node=shape.per)
+    group, wrong = Groups(mesh, measured=only(algorithm, shape, "all_to_all")).world, []
+    for size in (0, 1, 7, 3 * PIECE // dtype.itemsize + 1):
+        all_ = [given(rank, shape.ranks * size, dtype).view(shape.ranks, size) for rank in range(shape.ranks)]
+        with counting() as traffic:
+            found = group.all_to_all(all_[group.rank])
+        messages = sum(rank // shape.per != group.rank // shape.per for rank in traffic.sent_to)
+        if algorithm != OWN and size:
+            assert messages == (shape.nodes - 1) * (1 if on_two_levels(algorithm) else shape.per)
+        if not torch.equal(found, torch.stack([each[group.rank] for each in all_])):
+            wrong.append(size)
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_all_to_all(shape: Shape, dtype: torch.dtype) -> None:
+    for algorithm in names("all_to_all", shape):
+        assert run_ranks(exchanged, shape.ranks, shape, algorithm, dtype) == [[]] * shape.ranks, algorithm
 
 
 def rounded(shape: Shape) -> tuple[float, float]:
@@ -151,12 +175,14 @@ def in_two_groups(shape: Shape) -> list[str]:
                 group.reduce_scatter(all_[group.rank], part)
                 group.all_gather(whole, all_[group.rank].chunk(n)[group.rank])
                 group.all_reduce(sum_)
+                came = group.all_to_all(all_[group.rank])
             assert not traffic.calls["send"]
             gathered = torch.cat([each.chunk(n)[rank] for rank, each in enumerate(all_)])
             for what, found, right in (
                 ("reduce_scatter", part, total.chunk(n)[group.rank]),
                 ("all_gather", whole, gathered.double()),
                 ("all_reduce", sum_, total),
+                ("all_to_all", came, torch.cat([each.chunk(n)[group.rank] for each in all_]).double()),
             ):
                 if not torch.allclose(found.double(), right, rtol=1e-5, atol=1e-5):
                     wrong.append(what)
@@ -184,7 +210,7 @@ def test_unlike_nodes_are_said_once() -> None:
 
 
 def elsewhere() -> list[str]:
-    return Groups(Mesh(dp=4, ranks_per_node=2), measured=only("ring", Shape(4, 2), "all_reduce")).notes
+    return Groups(Mesh(dp=4, ranks_per_node=2), measured=only("ring", Shape(4, 2), *SUMS)).notes
 
 
 def test_a_table_of_other_shapes_is_named() -> None:

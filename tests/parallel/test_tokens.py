@@ -122,7 +122,7 @@ def layer_on_a_grid(form: Form) -> dict[str, tuple[Tensor, Tensor]]:
     for (name, ours), theirs in zip(layer.named_parameters(), alone.parameters(), strict=True):
         assert ours.grad is not None
         assert theirs.grad is not None
-        summed.sum(ours.grad)
+        summed.all_reduce(ours.grad)
         found[name] = ours.grad, theirs.grad
     return found
 

@@ -94,8 +94,7 @@ class AllToAllDispatch:
 
     def _counts(self, send_N: Tensor) -> tuple[list[int], list[int]]:
         """How many rows go to each rank, and how many come from it."""
-        one_each = [1] * self.group.size
-        receive_N = cached(lambda: self.group.all_to_all(send_N, one_each, one_each), self.group)
+        receive_N = cached(lambda: self.group.all_to_all(send_N), self.group)
         send, receive = torch.stack([send_N, receive_N]).tolist()
         return send, receive
 
