@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
-from optimus.comm.algorithms import OWN, Kind, rounds
+from optimus.comm.algorithms import OWN, Kind, Measured, pieces, rounds, used
 from optimus.comm.links import Link, Links
 from optimus.comm.schedules import Round, Shape
 
@@ -39,6 +39,17 @@ def seconds(
     block = size / shape.ranks / pieces
     each = [program(_rounds(algorithm, kind, place, shape), block, pieces) for place in range(shape.per)]
     return max(simulate(each, shape, links or Links()), default=0.0)
+
+
+def expected(kind: Kind, shape: Shape, size: float, measured: Measured | None = None) -> float:
+    """Seconds by the algorithm that a group over Gloo uses: as it was measured, else by events over links of no machine."""
+    if shape.ranks == 1:
+        return 0.0
+    name = used(kind, shape, size, measured, by_messages=True)
+    curves = measured.curves(kind, shape) if measured else {}
+    return (
+        curves[name].at(size) if name in curves else seconds(name, kind, shape, size, None, pieces(name, shape, size))
+    )
 
 
 def bytes_leaving_node(algorithm: str, kind: Kind, shape: Shape, size: float) -> float:

@@ -245,11 +245,11 @@ def exchange(
     """An all-to-all of equal blocks: `leaving[i]` goes to rank i, `coming[i]` is filled by it."""
     ranks = len(leaving)
     coming[rank].copy_(leaving[rank])
-    blocks = {rank * ranks + peer: block for peer, block in enumerate(leaving)}
+    blocks: dict[int, Tensor] = {rank * ranks + peer: block for peer, block in enumerate(leaving)}
     blocks |= {peer * ranks + rank: block for peer, block in enumerate(coming)}
     # What is of others and for others, in the order in which it goes on.
     passing = [block for each in rounds for _, sent in each.sends for block in sent if block not in blocks]
-    room = _lend(link, leaving[:1] * len(passing)) if passing else None
+    room = _lend(link, [leaving[0]] * len(passing)) if passing else None
     blocks |= zip(passing, room.tensor_split(len(passing)) if room is not None else ())
     yield from gather(rounds, blocks, link)
     if room is not None:

@@ -201,9 +201,9 @@ class MoeConfig(Section):
     routing: Literal["learned", "uniform"] = "learned"
     """uniform: forced uniform routing by the position in the sequence, every expert receives the same number of tokens
     of each sequence (or one more, where the experts do not divide them)."""
-    dispatch: Literal["alltoall", "allgather"] = "alltoall"
+    dispatch: Literal["auto", "alltoall", "allgather"] = "alltoall"
     """How tokens reach the experts of other ranks: each once to every rank that holds one of its experts, or all to all
-    ranks (the paper's way)."""
+    ranks (the paper's way); auto takes what the collectives of these sizes let expect to be faster."""
     drop_duplicates: bool = True
     """With tensor: each token is sent to its experts by one of the ranks that have it (TED). False, the baseline, sends
     them all: alltoall, expert_tensor equal to tensor and no sequence parallelism only."""

@@ -49,7 +49,11 @@ class ShapeGroup(Group):
     def shift_async(self, tensor: Tensor, out: Tensor) -> Handle:
         return _done
 
-    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    def all_to_all(
+        self, rows: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
+    ) -> Tensor:
+        if send is None or receive is None:
+            send = receive = [len(rows) // self.size] * self.size
         out = rows.new_empty(sum(receive), *rows.shape[1:])
         if not rows.is_meta:
             first = sum(send[: self.rank])

@@ -12,6 +12,7 @@ from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.schedule import live_changes
 from optimus.pipeline.simulation import simulate
 from optimus.state.plan import bytes_by_kind
+from optimus.train.collectives import with_dispatcher
 from optimus.train.pipeline import partition_of, schedule_of
 from optimus.train.recomputation import activation_shapes
 from optimus.train.run import DTYPES, mesh_of, planned_chunks
@@ -27,6 +28,7 @@ def dry_run(config: RunConfig, ranks: int, rank: int, load: float = 1.0) -> dict
     if not 0 <= rank < ranks:
         raise UserError(f"--dry-run {rank}: the ranks are 0 to {ranks - 1}")
     mesh = mesh_of(config, ranks)
+    config = with_dispatcher(config, mesh)
     found = bytes_by_kind(planned_chunks(config, mesh, [rank])[0])
     partition = partition_of(config, mesh, rank)
     stages = {

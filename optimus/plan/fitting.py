@@ -109,7 +109,9 @@ class Fitting:
     def _activations(self, base: Base, setting: Setting, recompute: frozenset[str]) -> OwnActivations:
         key = base.division, recompute
         if key not in self._kept:
-            self._kept[key] = OwnActivations(self._question.model, replace(setting, recompute=recompute))
+            self._kept[key] = OwnActivations(
+                self._question.model, replace(setting, recompute=recompute), self._question.machine.collectives
+            )
         return self._kept[key]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from optimus.comm.algorithms import Measured
 from optimus.config import ModelConfig, RunConfig
 from optimus.config.parallel import ParallelConfig
 from optimus.config.tree import ShardRanks
@@ -12,6 +13,7 @@ from optimus.model.parameters import declarations
 from optimus.optim.rule import Rule
 from optimus.parallel.activations import Activations, activation_bytes
 from optimus.parallel.build import StageOptions
+from optimus.parallel.dispatch.choice import dispatcher
 from optimus.parallel.recompute import Recomputation
 from optimus.plan.blocks import examples
 from optimus.plan.held import Where
@@ -163,7 +165,7 @@ def communicators_of(config: RunConfig, setting: Setting, machine: Machine) -> t
 class OwnActivations:
     """What this library's own operations keep (`parallel.activations`)."""
 
-    def __init__(self, model: ModelConfig, setting: Setting) -> None:
+    def __init__(self, model: ModelConfig, setting: Setting, measured: Measured | None = None) -> None:
         self._model = model
         kinds = tuple(kind for kind in _MODULES if kind in setting.recompute)
         self._chosen = Recomputation(kinds, setting.recompute_every)
@@ -176,7 +178,14 @@ class OwnActivations:
             "options": StageOptions(
                 sequence=setting.sequence,
                 context_method="ulysses" if setting.ulysses else "ring",
-                dispatch=setting.dispatch,
+                dispatch=dispatcher(
+                    setting.dispatch,
+                    model,
+                    setting.mesh,
+                    setting.rows // setting.mesh.tp,
+                    int(setting.itemsize),
+                    measured,
+                ),
                 keep_collectives=not setting.repeat_collectives,
             ),
         }

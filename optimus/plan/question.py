@@ -102,7 +102,7 @@ def least_time_of(question: Question, setting: Setting, work: Work | None = None
 
 def besides(question: Question, setting: Setting, rank: int) -> dict[str, int]:
     """Bytes of `rank` beside its own chunks and activations: whole parameters in use, and copies for checkpoints."""
-    kept = OwnActivations(question.model, setting)
+    kept = OwnActivations(question.model, setting, question.machine.collectives)
     ranks = memory_of_ranks(question.model, setting, question.software, kept)
     parts = ranks[setting.mesh.coordinate(rank, "pp")].parts
     return {kind: int(parts[kind]) for kind in ("gathered", "copies") if parts[kind]}
@@ -110,5 +110,5 @@ def besides(question: Question, setting: Setting, rank: int) -> dict[str, int]:
 
 def memory_in(question: Question, setting: Setting) -> Memory:
     """Of the fullest rank of the pipeline."""
-    kept = OwnActivations(question.model, setting)
+    kept = OwnActivations(question.model, setting, question.machine.collectives)
     return memory_of(question.model, setting, question.software, kept)

@@ -34,7 +34,7 @@ class Given:
 
     precision: str = "bf16"
     imbalance: float = 1.0  # tokens of the busiest rank's experts, to the mean
-    dispatch: Literal["alltoall", "allgather"] = "alltoall"
+    dispatch: Literal["auto", "alltoall", "allgather"] = "alltoall"
     ulysses: bool = False
     release: bool = True
     repeat_collectives: bool = False

@@ -7,11 +7,11 @@ what it is spent on; collectives are what is not hidden behind computation.
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
-from math import comb
 from typing import Any, NamedTuple
 
 from optimus.config import ModelConfig
 from optimus.optim.muon import STEPS
+from optimus.parallel.dispatch.choice import copies, dispatcher
 from optimus.plan.blocks import Block, Projection, blocks_of
 from optimus.plan.collectives import Collective, Place, collective_seconds, transfer_seconds
 from optimus.plan.machine import Machine
@@ -285,6 +285,12 @@ class Work:
         beside = self.machine.overlap
         return max(0.0, once - beside * forward), max(0.0, 2 * once - beside * backward)
 
+    @cached_property
+    def dispatcher(self) -> str:
+        """The one that the run would use."""
+        s, tokens = self.setting, self.setting.rows // self.setting.mesh.tp
+        return dispatcher(s.dispatch, self.model, s.mesh, tokens, int(s.itemsize), self.machine.collectives)
+
     def _dispatch(self, own: float, experts: int) -> float:
         """Seconds of the way of `own` tokens to their experts and back."""
         hidden, s, mesh = self.model.hidden, self.setting, self.setting.mesh
@@ -292,7 +298,7 @@ class Work:
         if place.size == 1:
             return 0.0
         shown = 1 - self.software.overlap_expert * self.machine.overlap
-        if s.dispatch == "allgather":
+        if self.dispatcher == "allgather":
             whole = own * place.size * hidden * self.e
             both = [self.collective(kind, whole, place) for kind in ("all_gather", "reduce_scatter")]
             return sum(both) * shown
@@ -305,7 +311,7 @@ class Work:
         ranks, nodes = self.setting.mesh.ep, place.nodes(self.machine)
         if self.software.copies == "expert":
             return self.collective("all_to_all", size * self._chosen, place)
-        each = size * self._copies(experts, ranks)
+        each = size * copies(experts, ranks, self._chosen)
         if self.software.copies == "rank" or nodes == 1:
             return self.collective("all_to_all", each, place)
         here = place.on_a_node(self.machine)
@@ -314,15 +320,12 @@ class Work:
         # Once to each node, and there to the ranks that have the experts.
         inside = self.collective("all_to_all", each, Place(here))
         if self.software.copies == "levels":
-            return inside + self.collective("all_to_all", size * self._copies(experts, nodes), place.outer(here))
+            return inside + self.collective(
+                "all_to_all", size * copies(experts, nodes, self._chosen), place.outer(here)
+            )
         return max(  # while the next tokens come
-            inside, self.collective("all_to_all", size * self._copies(experts, nodes), place)
+            inside, self.collective("all_to_all", size * copies(experts, nodes, self._chosen), place)
         )
-
-    def _copies(self, experts: int, parts: int) -> float:
-        """In how many of equal parts of the experts a token has some, if it chooses them at random."""
-        elsewhere = comb(experts - experts // parts, self._chosen) / comb(experts, self._chosen)
-        return parts * (1 - elsewhere)
 
 
 def _aligned(elements: int, *sizes: float) -> bool:

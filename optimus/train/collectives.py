@@ -13,6 +13,8 @@ from optimus.config import RunConfig
 from optimus.config.load import read_section
 from optimus.disk import user_path
 from optimus.errors import UserError
+from optimus.mesh import Mesh
+from optimus.parallel.dispatch.choice import dispatcher
 from optimus.section import Section
 
 KEPT = "collectives.yaml"
@@ -57,6 +59,14 @@ def _read(config: RunConfig, per_node: int, resume: bool) -> tuple[Measured | No
             "are used"
         ]
     return file.collectives, []
+
+
+def with_dispatcher(config: RunConfig, mesh: Mesh, measured: Measured | None = None) -> RunConfig:
+    """`config` with the dispatcher that `moe.dispatch: auto` leaves open: the same on every rank."""
+    train, itemsize = config.train, 4 if config.train.precision == "float32" else 2
+    tokens = train.micro_batch * train.context // (mesh.cp * mesh.tp)
+    found = dispatcher(config.moe.dispatch, config.model, mesh, tokens, itemsize, measured)
+    return config.model_copy(update={"moe": config.moe.model_copy(update={"dispatch": found})})
 
 
 def keep(measured: Measured | None, folder: Path) -> None:

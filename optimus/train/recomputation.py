@@ -41,6 +41,7 @@ def chosen_recomputation(
 
 def stage_options(config: RunConfig, chosen: Recomputation | None = None) -> StageOptions:
     """How the model is divided, as configured; `chosen` is recomputed."""
+    assert config.moe.dispatch != "auto", "with_dispatcher comes first"
     return StageOptions(
         routing=config.moe.routing,
         sequence=config.parallel.splits_sequence,

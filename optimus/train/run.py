@@ -29,7 +29,7 @@ from optimus.pipeline.staged import Staged, keep_stages
 from optimus.state.gathering import Gathering
 from optimus.state.model_state import ModelState
 from optimus.state.plan import ChunkPlan, Recipe, bytes_by_kind, check_shard_ranks, plan_stages
-from optimus.train.collectives import measured_collectives, partial_sums
+from optimus.train.collectives import measured_collectives, partial_sums, with_dispatcher
 from optimus.train.groups import run_divisions
 from optimus.train.pipeline import partition_of, placement_of, stages_of, tied_ends
 from optimus.train.precision import with_precision
@@ -177,6 +177,7 @@ def build_model(
     """
     free = free_memory(device) // sharers(groups.mesh, device)
     compute = DTYPES[config.train.precision]
+    left_open, config = config.moe.dispatch == "auto", with_dispatcher(config, groups.mesh, groups.measured)
     whole = whole_model(config)
     layouts, recipe = layouts_of(whole, config), recipe_of(config, whole)
     (plans,) = _planned_chunks(config, groups.mesh, [groups.rank], layouts, recipe)
@@ -192,6 +193,7 @@ def build_model(
     trained = [name for name in layouts if recipe.rules[name].trains]
     if notes is not None:
         notes += [note] if note else []
+        notes += [f"moe.dispatch: {config.moe.dispatch} (auto: its collectives take less time)"] if left_open else []
         notes += [_frozen_line(layouts, trained)] if len(trained) < len(layouts) else []
     partition = partition._replace(trained_from=partition.first_of(trained))
     keep_stages(model, partition)

@@ -94,7 +94,7 @@ OPTIONS = {
     "parallel.context_method": ("ring", "ulysses"),
     "parallel.expert": ("1", "2", "3", "4", "6", "8"),
     "parallel.expert_tensor": ("1", "2", "3", "4"),
-    "moe.dispatch": ("alltoall", "allgather"),
+    "moe.dispatch": ("alltoall", "allgather", "auto"),
     "moe.drop_duplicates": ("true", "false"),
     "moe.balance_scope": ("microbatch", "global"),
     "state.shard": ("none", "optimizer", "gradients", "parameters"),

@@ -180,7 +180,7 @@ def _draw_experts(draw: Draw, shape: dict[str, Any], grid: tuple[int, int], rank
     )
     fits = [n for n in (1, 2, 3, 4, 6, 8) if ranks % (n * split) == 0 and shape["experts"] % n == 0]
     draw.set("parallel.expert", max(fits), max(fits), *fits)
-    dispatch = draw.set("moe.dispatch", "alltoall", "alltoall", "allgather")
+    dispatch = draw.set("moe.dispatch", "alltoall", "alltoall", "allgather", "auto")
     draw.set("moe.balance_scope", "microbatch", "global")
     if dispatch == "alltoall" and inputs == 1 and split == outputs > 1 and "parallel.sequence=false" in draw.overrides:
         draw.set("moe.drop_duplicates", True, False)

@@ -101,9 +101,10 @@ def rows_to_nodes(indices_NTK: Tensor) -> list[Counter[int]]:
     dispatch = TwoLevelDispatch(*levels, PER_RANK, Group([groups.rank], 0))
     rows: list[Counter[int]] = []
 
-    def noted(self: Group, tensor: Tensor, send: list[int], receive: list[int]) -> Tensor:
+    def noted(self: Group, tensor: Tensor, send: list[int] | None = None, receive: list[int] | None = None) -> Tensor:
+        send = send or [1] * self.size  # of counts
         rows.append(Counter({rank: count for rank, count in zip(self.ranks, send) if rank != groups.rank}))
-        return real(self, tensor, send, receive)
+        return real(self, tensor, send, receive or send)
 
     real, indices_TK = Group.all_to_all, indices_NTK[groups.rank]
     with mock.patch.object(Group, "all_to_all", noted):

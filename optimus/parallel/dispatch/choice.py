@@ -1,0 +1,67 @@
+"""Which dispatcher takes less time: by what its collectives take, as they were measured or by events (`comm/costs.py`).
+
+All-gathers are regular and few, but grow with the ranks; all-to-alls send each token only where one of its experts is. So
+the former pay for few tokens on few ranks.
+"""
+
+from math import comb
+from typing import Literal
+
+from optimus.comm.algorithms import Kind, Measured
+from optimus.comm.costs import expected
+from optimus.comm.groups import shape_of
+from optimus.comm.schedules import Shape
+from optimus.mesh import Mesh
+from optimus.model.architecture import ModelConfig
+
+Dispatcher = Literal["alltoall", "allgather"]
+_INDEX = 4  # bytes of a choice
+_COUNT = 8
+
+
+def dispatcher(
+    asked: Dispatcher | Literal["auto"],
+    model: ModelConfig,
+    mesh: Mesh,
+    tokens: int,
+    itemsize: int,
+    measured: Measured | None = None,
+) -> Dispatcher:
+    """The one that is `asked` for; of auto the faster one for so many `tokens` of a rank, of numbers of `itemsize` bytes.
+
+    Every rank finds the same: all depends on what they know alike.
+    """
+    if asked != "auto":
+        return asked
+    experts, chosen = model.experts, model.experts_per_token
+    group = mesh.group(0, ["ep", "etp"])
+    everyone, ranks = shape_of(group, mesh), shape_of(group[:: mesh.etp], mesh)
+    if experts is None or chosen is None or everyone is None or ranks is None or everyone.ranks == 1:
+        return "alltoall"
+    widths = [model.hidden * itemsize, chosen * itemsize, chosen * _INDEX]  # of a token, its weights and its choices
+
+    def together(kind: Kind, shape: Shape, rows: float) -> float:
+        """Seconds of tokens, weights and choices on their way there, and of results on their way back."""
+        return sum(expected(kind, shape, rows * width, measured) for width in [*widths, widths[0]])
+
+    def exchanged(shape: Shape, rows: float) -> float:
+        return expected("all_to_all", shape, _COUNT * shape.ranks, measured) + together("all_to_all", shape, rows)
+
+    sent = tokens * copies(experts, ranks.ranks, chosen)
+    if min(ranks) > 1:
+        by_node = tokens * copies(experts, ranks.nodes, chosen)
+        alltoall = exchanged(Shape(ranks.nodes, 1), by_node) + exchanged(Shape(1, ranks.per), sent)
+    else:
+        alltoall = exchanged(ranks, sent)
+    if mesh.etp > 1:
+        alltoall += together("all_to_all", Shape(1, mesh.etp), sent * mesh.etp)
+    whole, (width, *others) = tokens * everyone.ranks, widths
+    allgather = sum(expected("all_gather", everyone, whole * each, measured) for each in [width, *others])
+    allgather += expected("reduce_scatter", everyone, whole * width, measured)
+    return "allgather" if allgather < alltoall else "alltoall"
+
+
+def copies(experts: int, parts: int, chosen: int) -> float:
+    """In how many of equal parts of the experts a token has some, if it chooses them at random."""
+    elsewhere = comb(experts - experts // parts, chosen) / comb(experts, chosen)
+    return parts * (1 - elsewhere)
