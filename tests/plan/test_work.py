@@ -4,6 +4,7 @@ import pytest
 
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
+from optimus.parallel.dispatch.choice import copies
 from optimus.plan.collectives import Place, collective_seconds
 from optimus.plan.machine import load_machine
 from optimus.plan.setting import Setting
@@ -111,19 +112,18 @@ def test_busy_experts_take_longer() -> None:
 
 
 def test_a_token_is_sent_to_no_more_ranks_than_there_are_and_no_more_than_it_has_experts() -> None:
-    found = work(SPARSE, mesh=Mesh(dp=8, ep=8))
-    ranks = found._copies(64, 8)
+    ranks = copies(64, 8, 8)
     # No expert is chosen twice, so there are a few more than if each choice were made by itself.
     assert 1.0 < ranks / (8 * (1 - (7 / 8) ** 8)) < 1.05
-    assert found._copies(64, 1) == 1
-    assert found._copies(64, 64) == pytest.approx(8)
+    assert copies(64, 1, 8) == 1
+    assert copies(64, 64, 8) == pytest.approx(8)
 
 
 def test_what_nodes_forward_is_sent_once_to_each() -> None:
     mesh = Mesh(dp=32, ep=32)
     times = {
-        copies: work(SPARSE, Software(about="a test", copies=copies), mesh=mesh).feed_forward[0].forward.expert
-        for copies in ("node", "rank", "expert")
+        each: work(SPARSE, Software(about="a test", copies=each), mesh=mesh).feed_forward[0].forward.expert
+        for each in ("node", "rank", "expert")
     }
     assert times["node"] < times["rank"] < times["expert"]
 
@@ -144,8 +144,8 @@ def test_a_run_sends_a_token_to_a_node_and_then_to_its_ranks() -> None:
     mesh, levels = Mesh(dp=16, ep=16, ranks_per_node=8), Software(about="a test", copies="levels")
     found = work(SPARSE, levels, mesh=mesh)
     tokens = 2 * 2048 * 2048 * 2.0  # bytes
-    inside = collective_seconds("all_to_all", tokens * found._copies(64, 16), Place(8), MACHINE)
-    across = collective_seconds("all_to_all", tokens * found._copies(64, 2), Place(2, 8), MACHINE)
+    inside = collective_seconds("all_to_all", tokens * copies(64, 16, 8), Place(8), MACHINE)
+    across = collective_seconds("all_to_all", tokens * copies(64, 2, 8), Place(2, 8), MACHINE)
     assert found.feed_forward[0].forward.expert == pytest.approx(2 * (inside + across))
     flat = work(SPARSE, PLAIN, mesh=mesh).feed_forward[0].forward.expert
     assert found.feed_forward[0].forward.expert < 0.7 * flat
