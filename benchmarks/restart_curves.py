@@ -65,10 +65,10 @@ def config_of(folder: Path, before: int, after: int, precision: str) -> dict[str
             "steps": before + after,
             "global_batch": 16,
             "micro_batch": 8,
-            "context": 128,
+            "sequence_length": 128,
             "precision": precision,
         },
-        "schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 20},
+        "lr_schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 20},
         "checkpoint": {"weights_every": before},
         "observe": {"tensorboard": False},
     }

@@ -49,9 +49,9 @@ model: mula-tiny-moe
 # or a mapping:
 # model: {family: olmoe, hidden: 64, layers: 4, heads: 4, intermediate: 48, experts: 8, experts_per_token: 2, vocab: 2048}
 data: {path: data}
-train: {output: runs/first, steps: 300, global_batch: 64, micro_batch: 8, context: 256, seed: 0, precision: bfloat16}
+train: {output: runs/first, steps: 300, global_batch: 64, micro_batch: 8, sequence_length: 256, seed: 0, precision: bfloat16}
 optimizer: {name: adamw, betas: [0.9, 0.99], eps: 1.0e-8, weight_decay: 0.1, clip_norm: 1.0}
-schedule: {name: cosine, peak: 2.0e-3, minimum: 2.0e-4, warmup_steps: 50}
+lr_schedule: {name: cosine, peak: 2.0e-3, minimum: 2.0e-4, warmup_steps: 50}
 moe: {balance_coefficient: 0.01, z_coefficient: 0.001, routing: learned}
 parallel: {data: 2}
 state: {gradient_dtype: float32}
@@ -159,7 +159,7 @@ def _presets() -> str:
 
 def _preset(row: dict[str, Any]) -> str:
     keys = ("layers", "hidden", "heads", "intermediate", "experts", "experts_per_token", "vocab")
-    schedule = resolve_model(row["name"]).get("schedule", {})
+    schedule = resolve_model(row["name"]).get("lr_schedule", {})
     cells = [
         f"`{row['name']}`",
         row["family"],

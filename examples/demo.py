@@ -41,7 +41,7 @@ def main() -> None:
         config,
         f"train.output={ROOT / 'untrained'}",
         "train.stop_at=1",
-        "schedule.warmup_steps=1000000",
+        "lr_schedule.warmup_steps=1000000",
         quiet=True,
     )
     scores = {}
@@ -91,7 +91,8 @@ def write_config(path: Path, output: Path, steps: int) -> Path:
     path.write_text(
         f"""model: mula-tiny-moe
 data: {{path: {ROOT / "data"}}}
-train: {{output: {output}, steps: {steps}, global_batch: {GLOBAL_BATCH}, micro_batch: {MICRO_BATCH}, context: {CONTEXT}}}
+train: {{output: {output}, steps: {steps}, global_batch: {GLOBAL_BATCH}, micro_batch: {MICRO_BATCH},
+  sequence_length: {CONTEXT}}}
 checkpoint: {{every: 200}}
 observe: {{log_every: 50}}
 """

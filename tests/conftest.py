@@ -103,9 +103,9 @@ def small_run(prepared: Path, tmp_path: Path) -> dict[str, Any]:
             "steps": 6,
             "global_batch": 8,
             "micro_batch": 4,
-            "context": 32,
+            "sequence_length": 32,
             "precision": "bfloat16",
         },
-        "schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
+        "lr_schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
         "observe": {"tensorboard": False},
     }

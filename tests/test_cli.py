@@ -113,7 +113,7 @@ def test_an_error_is_one_line() -> None:
     "words",
     [
         ["train", "CONFIG", "train.sed=1"],
-        ["train", "CONFIG", "train.context=64"],
+        ["train", "CONFIG", "train.sequence_length=64"],
         ["train", "CONFIG", "--ranks", "3"],
         ["train", "CONFIG", "--ranks", "0"],
         ["train", "CONFIG", "--ranks", "-1"],
@@ -267,13 +267,19 @@ def test_from_text_to_a_converted_model(
                     "steps": 12,
                     "global_batch": 8,
                     "micro_batch": 4,
-                    "context": 32,
+                    "sequence_length": 32,
                 },
                 "observe": {"tensorboard": False},
             }
         )
     )
-    small = ["model.hidden=32", "model.layers=2", "model.intermediate=16", "model.vocab=320", "schedule.warmup_steps=3"]
+    small = [
+        "model.hidden=32",
+        "model.layers=2",
+        "model.intermediate=16",
+        "model.vocab=320",
+        "lr_schedule.warmup_steps=3",
+    ]
     summary = run("train", tmp_path / "run.yaml", *small)
     assert (summary["step"], summary["tokens"]) == (12, 12 * 8 * 32)
     checkpoint = summary["checkpoint"]
@@ -368,8 +374,8 @@ def test_an_error_names_arguments_in_python_and_options_in_the_shell(
     cases: list[tuple[Callable[[], object], str, list[object], str]] = [
         (lambda: optimus.train(small_run), "continue it with `resume=True` or",
          ["train", tmp_path / "run.yaml"], "continue it with --resume or"),
-        (lambda: optimus.train(small_run, ["train.context=64"]), "prepare the data with `context=64`",
-         ["train", tmp_path / "run.yaml", "train.context=64"], "prepare the data with --context 64"),
+        (lambda: optimus.train(small_run, ["train.sequence_length=64"]), "prepare the data with `context=64`",
+         ["train", tmp_path / "run.yaml", "train.sequence_length=64"], "prepare the data with --context 64"),
         (lambda: optimus.prepare([__file__], tmp_path / "x"), "(`tokenizer`, `train_tokenizer`)",
          ["prepare", __file__, "--output", tmp_path / "x"], "(--tokenizer, --train-tokenizer)"),
         (lambda: optimus.prepare([__file__], tmp_path / "x", train_tokenizer=300, shard_size=0), "`shard_size` must be",
@@ -402,4 +408,4 @@ except SystemExit as error:
     words = [command, str(tmp_path / "run.yaml"), "train.lr=1"]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
     assert done.stdout == "2 False\n"
-    assert "unknown key 'train.lr': here it is schedule.peak" in done.stderr
+    assert "unknown key 'train.lr': here it is lr_schedule.peak" in done.stderr

@@ -45,7 +45,7 @@ SMALLER = {  # of text, tokenizer, context, model and run
     "--train-tokenizer 4096": "--train-tokenizer 400",
     "train_tokenizer=2048": "train_tokenizer=400",
     "--context 256": "--context 32",
-    "context: 256}": "context: 32, precision: bfloat16}",  # else what the machine is faster in
+    "sequence_length: 256}": "sequence_length: 32, precision: bfloat16}",  # else what the machine is faster in
     "context=128": "context=32",
     '"context": 128': '"context": 32',
     "steps: 1000": "steps: 2",
@@ -53,11 +53,11 @@ SMALLER = {  # of text, tokenizer, context, model and run
     "every: 100": "every: 4",
     "log_every: 25": "log_every: 1",
     "max_bytes: 65536": "max_bytes: 2000",
-    "train.steps=20 schedule.warmup_steps=5": "train.steps=2 schedule.warmup_steps=1",
+    "train.steps=20 lr_schedule.warmup_steps=5": "train.steps=2 lr_schedule.warmup_steps=1",
     "steps: 40": "steps: 2",
     "warmup_steps: 10": "warmup_steps: 1",
     '"steps": 60': '"steps": 3',
-    '"schedule.warmup_steps=10"': '"schedule.warmup_steps=1"',
+    '"lr_schedule.warmup_steps=10"': '"lr_schedule.warmup_steps=1"',
     "step-00000300": "step-00000009",
     "--max-tokens 60": "--max-tokens 4",
     'time" --temperature': 'time" --max-tokens 4 --temperature',
@@ -174,7 +174,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {
         "model": {**TINY, "experts_per_token": 2, "hidden": 128, "layers": 2},
         "data": {"path": "data"},
-        "train": {"output": "runs/first", "steps": 9, "global_batch": 8, "micro_batch": 8, "context": 32},
+        "train": {"output": "runs/first", "steps": 9, "global_batch": 8, "micro_batch": 8, "sequence_length": 32},
         "checkpoint": {"every": 3, "weights_every": 3},
     }
     (folder / "first.yaml").write_text(yaml.safe_dump(config))
@@ -191,7 +191,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planned(folder: Path) -> None:
     """The reader's own run, small enough that hundreds of ranks of it are no trouble, and the file of a machine."""
-    train = {"output": "runs/first", "steps": 300, "global_batch": 768, "micro_batch": 1, "context": 32}
+    train = {"output": "runs/first", "steps": 300, "global_batch": 768, "micro_batch": 1, "sequence_length": 32}
     run = {"model": {**TINY, "experts_per_token": 2}, "data": {"path": "data"}, "train": train}
     (folder / "run.yaml").write_text(yaml.safe_dump(run))
     shutil.copy(ROOT / "optimus" / "plan" / "machines" / "laptop.yaml", folder / "node.yaml")

@@ -92,7 +92,7 @@ def _saving(model: dict[str, Any], rounds: int, folder: str) -> tuple[list[Row],
     groups = Groups(mesh_of(config, 1))
     module, state = build_model(config, torch.device("cpu"), groups)
     state.initialize(0, 0.02)
-    tokens_BS = torch.randint(config.model.vocab, (1, config.train.context))
+    tokens_BS = torch.randint(config.model.vocab, (1, config.train.sequence_length))
     numbers = iter(range(1, 1 << 30))
 
     def step() -> float:
@@ -311,7 +311,7 @@ def _tree(model: Any, batch: int) -> dict[str, Any]:
             "steps": 1 << 20,
             "global_batch": batch,
             "micro_batch": 1,
-            "context": 516,
+            "sequence_length": 516,
             "precision": "bfloat16",
         },
     }
@@ -322,4 +322,4 @@ def _config(model: dict[str, Any], ranks: int) -> RunConfig:
 
 
 def _description(config: RunConfig, *, full: bool) -> Description:
-    return Description(config.model, config.train.context, 1, full, config.train.precision)
+    return Description(config.model, config.train.sequence_length, 1, full, config.train.precision)

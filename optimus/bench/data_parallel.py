@@ -119,11 +119,11 @@ def _config(model: str, mode: str, ranks: int, gradients: GradientDtype, sequenc
             "steps": 1_000_000,
             "global_batch": ranks * sequences,
             "micro_batch": sequences,
-            "context": context,
+            "sequence_length": context,
             "precision": "bfloat16",
         },
         "optimizer": {"clip_during_warmup": True},
-        "schedule": {"name": "constant", "peak": 1e-3, "warmup_steps": 0},
+        "lr_schedule": {"name": "constant", "peak": 1e-3, "warmup_steps": 0},
         "parallel": {"data": ranks},
         "state": {"shard": _SHARD[mode], "gradient_dtype": gradients},
     }
@@ -162,7 +162,7 @@ def own_tokens(config: RunConfig) -> Tensor:
     """This rank's batch."""
     draws = torch.Generator().manual_seed(dist.get_rank())
     sequences = config.train.global_batch // int(config.parallel.data)
-    return torch.randint(config.model.vocab, (sequences, config.train.context), generator=draws)
+    return torch.randint(config.model.vocab, (sequences, config.train.sequence_length), generator=draws)
 
 
 def _return_freed_memory() -> None:

@@ -202,7 +202,7 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     optimizer = config.optimizer
     beta1, beta2 = optimizer.betas
     return {
-        "lr": config.schedule.peak,
+        "lr": config.lr_schedule.peak,
         "betas": (beta1, beta2),
         "eps": optimizer.eps,
         "weight_decay": optimizer.weight_decay,

@@ -66,7 +66,7 @@ def run(
         assert seen is not None
         machine = fit_machine(seen, f"measured{ranks}")
         machines[machine.name] = {"machine_file": machine.model_dump(), "observations": asdict(seen)}
-        settings = [*overrides, f"train.global_batch={sequences}", f"train.context={context}"]
+        settings = [*overrides, f"train.global_batch={sequences}", f"train.sequence_length={context}"]
         config = configured(model, settings, ranks)
         plans = search(Question(config.model, machine, ranks, sequences, context), best=sys.maxsize)
         layouts = time_layouts(plans, config, steps, rounds)

@@ -69,7 +69,7 @@ def parse_shape(text: str) -> Shape:
     if text in _SHAPES:
         return _SHAPES[text]
     if text in preset_names():
-        train = {"output": "", "steps": 1, "global_batch": 1, "micro_batch": 1, "context": 2}
+        train = {"output": "", "steps": 1, "global_batch": 1, "micro_batch": 1, "sequence_length": 2}
         model = load_config({"model": text, "data": {"path": ""}, "train": train}).model
         if model.experts is None or model.experts_per_token is None:
             raise UserError(f"--shape {text}: this preset has no experts; choose one that has, or olmoe, or H/I/E/K")

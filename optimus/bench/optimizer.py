@@ -85,7 +85,7 @@ def _config(model: ModelConfig, dp: int, ep: int, shard_over: str) -> RunConfig:
             "steps": 1,
             "global_batch": dp,
             "micro_batch": 1,
-            "context": 2,
+            "sequence_length": 2,
             "precision": "bfloat16",
         },
         "parallel": {"data": dp, "expert": ep},

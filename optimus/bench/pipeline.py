@@ -192,7 +192,7 @@ def training_config(schedule: str, ranks: int, *, layers: int = 8, sequences: in
             "steps": 1,
             "global_batch": sequences,
             "micro_batch": 2,
-            "context": context,
+            "sequence_length": context,
             "precision": "float32",
         },
         "parallel": {
@@ -230,7 +230,7 @@ def _turns(config: RunConfig, steps: int) -> list[tuple[list[float], float]]:
     """On a rank, of ours and of torch: the seconds of each counted step, and the loss."""
     torch.set_num_threads(1)
     draws = torch.Generator().manual_seed(0)
-    shape = config.train.global_batch, config.train.context
+    shape = config.train.global_batch, config.train.sequence_length
     tokens_BS = torch.randint(config.model.vocab, shape, generator=draws)
     staged = make_stages(config)
     sides = [ours(staged, config), torchs(staged, config)]

@@ -64,7 +64,7 @@ def make_stages(config: RunConfig) -> Staged:
 
 def ours(staged: Staged, config: RunConfig) -> Step:
     """By our executor, as configured."""
-    objective = _CrossEntropy(_microbatches(config), config.train.micro_batch * (config.train.context - 1))
+    objective = _CrossEntropy(_microbatches(config), config.train.micro_batch * (config.train.sequence_length - 1))
 
     def step(tokens_BS: Tensor) -> Tensor:
         each = Batch(tokens_BS).split(config.train.micro_batch)
@@ -96,7 +96,7 @@ class _Plain:
 def torchs(staged: Staged, config: RunConfig) -> Step:
     """By torch's executor, in its schedule of the configured name."""
     model, last, microbatches = staged.model, len(staged.partition.blocks) - 1, _microbatches(config)
-    positions_S, places = model.places(Batch(torch.empty(1, config.train.context)))
+    positions_S, places = model.places(Batch(torch.empty(1, config.train.sequence_length)))
 
     def loss_of(x_TH: Tensor, tokens_BS: Tensor) -> Tensor:
         return model.losses_of(x_TH, None, Batch(tokens_BS), positions_S).cross_entropy / microbatches

@@ -46,5 +46,5 @@ class Steps:
 def random_batch(config: RunConfig, step: int) -> Tensor:
     """The global batch of a step [global_batch, context], the same on every rank. Low tokens are more frequent."""
     generator = torch.Generator().manual_seed(step)
-    shape = config.train.global_batch, config.train.context
+    shape = config.train.global_batch, config.train.sequence_length
     return (torch.rand(shape, generator=generator).square() * config.model.vocab).long()

@@ -109,7 +109,7 @@ def dtensor(config: RunConfig, *, sequence: bool) -> Step:
     given = config.optimizer
     optimizer = torch.optim.AdamW(
         masters,
-        lr=config.schedule.peak,
+        lr=config.lr_schedule.peak,
         betas=(given.betas[0], given.betas[1]),
         eps=given.eps,
         weight_decay=given.weight_decay,
@@ -151,11 +151,11 @@ def _config(model: str, precision: Precision, sequences: int, context: int, over
             "steps": 1_000_000,
             "global_batch": sequences,
             "micro_batch": sequences,
-            "context": context,
+            "sequence_length": context,
             "precision": precision,
         },
         "optimizer": {"clip_during_warmup": True},
-        "schedule": {"name": "constant", "peak": 1e-3, "warmup_steps": 0},
+        "lr_schedule": {"name": "constant", "peak": 1e-3, "warmup_steps": 0},
         "parallel": {"tensor": _RANKS},
     }
     return load_config(tree, overrides)
@@ -164,7 +164,9 @@ def _config(model: str, precision: Precision, sequences: int, context: int, over
 def _turn(make: Callable[[RunConfig], Step], config: RunConfig, steps: int) -> Turn:
     """One rank of a contestant's turn against the clock."""
     draws = torch.Generator().manual_seed(0)
-    tokens_BS = torch.randint(config.model.vocab, (config.train.micro_batch, config.train.context), generator=draws)
+    tokens_BS = torch.randint(
+        config.model.vocab, (config.train.micro_batch, config.train.sequence_length), generator=draws
+    )
     step = make(config)
     for _ in range(_WARM_UP):
         step(tokens_BS)

@@ -218,12 +218,12 @@ def settings_of(model: str, contestant: Contestant, rate: float, seed: int, leng
             "steps": length.steps,
             "global_batch": BATCH,
             "micro_batch": BATCH,
-            "context": CONTEXT,
+            "sequence_length": CONTEXT,
             "precision": "float32",
             "seed": seed,
         },
         "optimizer": {"name": contestant.rule},
-        "schedule": {"name": contestant.schedule, "peak": rate, "minimum": rate / 10},
+        "lr_schedule": {"name": contestant.schedule, "peak": rate, "minimum": rate / 10},
     }
 
 

@@ -48,7 +48,7 @@ def run(
                 seconds[name].append(statistics.median(times[_WARM_UP:]))
                 losses[name] = _last_loss(output)
             shares.append(_loader_share(Path(folder) / f"{number}-optimus"))
-    tokens = config.train.global_batch * config.train.context
+    tokens = config.train.global_batch * config.train.sequence_length
     rows: list[dict[str, Any]] = [
         {"contestant": name, "tokens_per_second": tokens / min(times), "step_seconds": min(times), "loss": losses[name]}
         for name, times in seconds.items()
@@ -63,7 +63,14 @@ def _config(model: str, folder: Path) -> RunConfig:
     probe = {
         "model": model,
         "data": {"path": ""},
-        "train": {"output": "", "steps": 1, "global_batch": 1, "micro_batch": 1, "context": 2, "precision": "bfloat16"},
+        "train": {
+            "output": "",
+            "steps": 1,
+            "global_batch": 1,
+            "micro_batch": 1,
+            "sequence_length": 2,
+            "precision": "bfloat16",
+        },
     }
     vocab = load_config(probe).model.vocab
     optimus.prepare(
@@ -77,7 +84,7 @@ def _config(model: str, folder: Path) -> RunConfig:
         "train.steps=1000",
         "train.global_batch=32",
         "train.micro_batch=8",
-        "train.context=256",
+        "train.sequence_length=256",
         "checkpoint.every=1000000",
         "observe.tensorboard=false",
     ]
@@ -106,7 +113,9 @@ def _trainer(experts: str, precision: str) -> Contestant:
                 self.began = now
 
         output.mkdir(parents=True)
-        write_config(config.model, output, context=config.train.context, eos_id=None, pad_id=None, dtype="float32")
+        write_config(
+            config.model, output, context=config.train.sequence_length, eos_id=None, pad_id=None, dtype="float32"
+        )
         settings: dict[str, Any] = {"experts_implementation": experts} if config.model.experts else {}
         if config.model.experts:
             settings |= {"output_router_logits": True, "router_aux_loss_coef": config.moe.balance_coefficient}
@@ -120,7 +129,7 @@ def _trainer(experts: str, precision: str) -> Contestant:
             gradient_accumulation_steps=config.train.global_batch // config.train.micro_batch,
             bf16=precision == "bf16 autocast",
             optim="adamw_torch_fused",
-            learning_rate=config.schedule.peak,
+            learning_rate=config.lr_schedule.peak,
             warmup_steps=config.warmup_steps,
             lr_scheduler_type="cosine",
             max_grad_norm=config.optimizer.clip_norm or 0.0,

@@ -31,15 +31,17 @@ def _check_multiple(name: str, size: int, axis: str, parts: int, cure: str = ": 
 
 def _check_schedule(config: "RunConfig") -> None:
     """Raise where a cooldown begins before the warm-up has ended, or a run would begin in two ways."""
-    schedule, train = config.schedule, config.train
+    lr_schedule, train = config.lr_schedule, config.train
     known = train.epochs is None  # how many steps there are
-    if schedule.cooldown_steps and known and schedule.cooldown_steps + config.warmup_steps > train.total_steps:
+    if lr_schedule.cooldown_steps and known and lr_schedule.cooldown_steps + config.warmup_steps > train.total_steps:
         raise ValueError(
-            f"schedule.cooldown_steps {schedule.cooldown_steps} and the warm-up's {config.warmup_steps} are more than the "
-            f"run's {train.total_steps} steps: lower one of them"
+            f"lr_schedule.cooldown_steps {lr_schedule.cooldown_steps} and the warm-up's {config.warmup_steps} are more than "
+            f"the run's {train.total_steps} steps: lower one of them"
         )
-    if schedule.branch_from and config.checkpoint.initial:
-        raise ValueError("schedule.branch_from and checkpoint.initial: a run begins with one of them: remove the other")
+    if lr_schedule.branch_from and config.checkpoint.initial:
+        raise ValueError(
+            "lr_schedule.branch_from and checkpoint.initial: a run begins with one of them: remove the other"
+        )
 
 
 def _check_recomputation(config: "RunConfig") -> None:
@@ -156,15 +158,15 @@ def _check_shapes(config: "RunConfig") -> None:
     parts, by = outputs * (parallel.pipeline if divided else 1), "parallel.tensor" + " x pipeline" * divided
     if model.vocab < parts:
         raise ValueError(f"model.vocab {model.vocab} is less than {by} {parts}: every rank needs a token")
-    context, cp = config.train.context, parallel.context
+    context, cp = config.train.sequence_length, parallel.context
     if context > (model.learned_positions or context):
         raise ValueError(
-            f"train.context {context} is more than model.learned_positions {model.learned_positions}: lower it"
+            f"train.sequence_length {context} is more than model.learned_positions {model.learned_positions}: lower it"
         )
     pieces = 2 * cp if parallel.context_method == "ring" and cp > 1 else cp
     if context % pieces:
         raise ValueError(
-            f"train.context {context} cannot be cut into the {pieces} equal pieces that parallel.context {cp} needs "
+            f"train.sequence_length {context} cannot be cut into the {pieces} equal pieces that parallel.context {cp} needs "
             f"({parallel.context_method}): the nearest that can is {max(1, context // pieces) * pieces}"
         )
     if parallel.context_method == "ulysses" and (model.kv_heads // outputs) % cp:
@@ -176,6 +178,6 @@ def _check_shapes(config: "RunConfig") -> None:
     rows, ranks = config.train.micro_batch * context // cp, outputs * inputs
     if rows % ranks and (parallel.splits_sequence or model.experts is not None):
         raise ValueError(
-            f"the {rows} tokens of a microbatch (train.micro_batch {config.train.micro_batch} x train.context {context} / "
-            f"parallel.context {cp}) cannot be split over the {ranks} ranks of parallel.tensor: change one of them"
+            f"the {rows} tokens of a microbatch (train.micro_batch {config.train.micro_batch} x train.sequence_length {context} "
+            f"/ parallel.context {cp}) cannot be split over the {ranks} ranks of parallel.tensor: change one of them"
         )

@@ -25,6 +25,9 @@ ModelFolderReader = Callable[[Path], dict[str, Any]]
 SomeSection = typing.TypeVar("SomeSection", bound=BaseModel)
 
 
+_RENAMED = {"schedule": "lr_schedule"}
+
+
 def load_config(
     source: str | Path | Mapping[str, Any] | RunConfig,
     overrides: Iterable[str] = (),
@@ -82,6 +85,15 @@ def dump_config(config: RunConfig) -> str:
     """The resolved tree as YAML that `load_config` reads back to an equal tree."""
     tree = config.model_dump(exclude={"moe"} if config.model.experts is None else None)
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, width=120)
+
+
+def with_new_names(written: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration that a run has kept, with the names of today where an earlier version wrote other ones."""
+    found = {_RENAMED.get(name, name): section for name, section in written.items()}
+    train = found.get("train", {})
+    if "context" in train:
+        found["train"] = {"sequence_length" if name == "context" else name: value for name, value in train.items()}
+    return found
 
 
 @cache

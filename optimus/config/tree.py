@@ -161,7 +161,7 @@ class OptimizerConfig(Section):
         return self
 
 
-class ScheduleConfig(Section):
+class LrScheduleConfig(Section):
     """The learning rate over the steps."""
 
     name: Literal["cosine", "constant", "linear", "inverse-sqrt", "wsd"] = "cosine"
@@ -180,7 +180,7 @@ class ScheduleConfig(Section):
     """Steps of linear increase from zero. Default: a twentieth of the run, at most the paper's 2,500."""
 
     @model_validator(mode="after")
-    def _order(self) -> "ScheduleConfig":
+    def _order(self) -> "LrScheduleConfig":
         if self.name != "constant" and self.minimum > self.peak:
             raise ValueError(f"minimum {self.minimum} is above peak {self.peak}")
         own = sorted({"cooldown", "cooldown_steps"} & self.model_fields_set) if self.name != "wsd" else []
@@ -224,7 +224,7 @@ class TrainConfig(Section):
     """Length of the run in passes over the data: the whole steps that it is enough for."""
     global_batch: int = Field(gt=0, description="Sequences per step, over all ranks and microbatches.")
     micro_batch: int = Field(gt=0, description="Sequences per forward pass on one rank.")
-    context: int = Field(gt=1, description="Tokens per sequence; must equal the prepared data's.")
+    sequence_length: int = Field(gt=1, description="Tokens per sequence; must equal the prepared data's.")
     seed: int = Field(0, ge=0)
     """Seed of the initial weights and of the order of the data after its first pass."""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -263,7 +263,7 @@ class TrainConfig(Section):
             return self.steps
         if self.tokens is None:
             raise ValueError("the steps of a run in epochs depend on the data")
-        return -(-self.tokens // (self.global_batch * self.context))
+        return -(-self.tokens // (self.global_batch * self.sequence_length))
 
 
 class CheckpointConfig(Section):
@@ -372,7 +372,7 @@ class RunConfig(Section):
     data: DataConfig
     train: TrainConfig
     optimizer: OptimizerConfig = OptimizerConfig()
-    schedule: ScheduleConfig = ScheduleConfig()
+    lr_schedule: LrScheduleConfig = LrScheduleConfig()
     moe: MoeConfig = MoeConfig()
     parallel: ParallelConfig = ParallelConfig()
     state: StateConfig = StateConfig()
@@ -398,15 +398,15 @@ class RunConfig(Section):
     @property
     def warmup_steps(self) -> int:
         """Steps of the warm-up, by default a share of the run."""
-        given = self.schedule.warmup_steps
+        given = self.lr_schedule.warmup_steps
         return min(_LONGEST_WARMUP, self.train.total_steps // _WARMUP_SHARE) if given is None else given
 
     @property
     def cooldown_steps(self) -> int:
         """Steps of the cooldown, by default a share of the run; none where the schedule has none."""
-        if self.schedule.name != "wsd":
+        if self.lr_schedule.name != "wsd":
             return 0
-        return self.schedule.cooldown_steps or max(1, self.train.total_steps // _COOLDOWN_SHARE)
+        return self.lr_schedule.cooldown_steps or max(1, self.train.total_steps // _COOLDOWN_SHARE)
 
     @model_validator(mode="after")
     def _combinations(self) -> "RunConfig":

@@ -115,7 +115,7 @@ class Shards:
         if context != self.context:
             raise UserError(
                 f"{self.folder} was prepared with context {self.context}, and the run asks for {context}. "
-                f"Set the run's context to {self.context}, or prepare the data with `context={context}`."
+                f"Set train.sequence_length to {self.context}, or prepare the data with `context={context}`."
             )
         if self.vocab_size > vocab_size:
             raise UserError(

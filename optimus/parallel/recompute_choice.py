@@ -39,7 +39,7 @@ def choose_recomputation(
         needed = int(found[least].peak * _MARGIN) + 1
         raise UserError(
             f"recompute_budget {budget:,} bytes: the activations of a microbatch take {needed:,} bytes at least, with "
-            f"{least}: raise it, or lower train.micro_batch or train.context"
+            f"{least}: raise it, or lower train.micro_batch or train.sequence_length"
         )
 
     def order(chosen: Recomputation) -> tuple[float, float]:

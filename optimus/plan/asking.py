@@ -41,7 +41,7 @@ def configured(model: str, overrides: Iterable[str], ranks: int) -> RunConfig:
             "steps": 10_000,
             "global_batch": batch,
             "micro_batch": 1,
-            "context": min(4096, learned or 4096),
+            "sequence_length": min(4096, learned or 4096),
         },
     }
     return with_microbatches(load_config(raw, overrides, read_model_folder), ranks)
@@ -68,7 +68,7 @@ def asked(
         kind,
         ranks,
         train.global_batch,
-        train.context,
+        train.sequence_length,
         given_of(config, imbalance, on_host=kind.host.shared),
         software,
     )

@@ -36,7 +36,7 @@ def setting_of(config: RunConfig, ranks: int, ranks_per_node: int | None = None,
     parallel, state, train = config.parallel, config.state, config.train
     return Setting(
         mesh,
-        context=train.context,
+        context=train.sequence_length,
         micro_batch=train.micro_batch,
         microbatches=max(1, train.global_batch // (mesh.dp * train.micro_batch)),
         schedule=parallel.schedule,

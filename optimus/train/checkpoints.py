@@ -17,6 +17,7 @@ from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.slots import place_of_frozen, set_newer_aside
 from optimus.checkpoint.store import load_state
 from optimus.config import RunConfig
+from optimus.config.load import with_new_names
 from optimus.errors import naming_disk_errors
 from optimus.hub import load_weights
 from optimus.model import Transformer
@@ -96,7 +97,7 @@ def describe(run: Run, *, full: bool) -> Description:
     mesh, config = run.groups.mesh, run.config
     return Description(
         model=config.model,
-        context=config.train.context,
+        context=config.train.sequence_length,
         step=run.step,
         full=full,
         precision=config.train.precision,
@@ -158,7 +159,7 @@ def _go_on(run: Run, path: Path, *, full: bool) -> int:
     ):
         run.frozen = description.frozen
     _restore_random(description, run.device)
-    there, here = _numbers(description.config), _numbers(run.config.model_dump(mode="json"))
+    there, here = _numbers(with_new_names(description.config)), _numbers(run.config.model_dump(mode="json"))
     if changed := folder.differences(there, {key: value for key, value in here.items() if key in there}):
         run.notes.append(f"going on with another configuration: {changed}")
     return readers
@@ -166,7 +167,7 @@ def _go_on(run: Run, path: Path, *, full: bool) -> int:
 
 def _numbers(config: dict[str, Any]) -> dict[str, Any]:
     """By `section.key`, what of a configuration decides which numbers a run computes."""
-    sections = {name: config.get(name, {}) for name in ("train", "optimizer", "schedule", "moe")}
+    sections = {name: config.get(name, {}) for name in ("train", "optimizer", "lr_schedule", "moe")}
     elsewhere = ["train.output", "train.stop_at", "train.device", "moe.dispatch", "moe.drop_duplicates"]
     if not config.get("model", {}).get("router_bias"):
         elsewhere.append("moe.bias_rate")
@@ -178,7 +179,7 @@ def _start(run: Run, resume: bool) -> None:
     initial = run.config.checkpoint.initial
     if resume:
         run.notes.append(f"nothing to resume in {run.folder}: starting at step 0")
-    if (branch := run.config.schedule.branch_from) is not None:
+    if (branch := run.config.lr_schedule.branch_from) is not None:
         path = run.groups.world.on_first(lambda: folder.find_checkpoint(branch))
         readers = _go_on(run, path, full=True)
         run.notes.append(f"branching from {path} (step {run.step}){_readers(run, readers)}")

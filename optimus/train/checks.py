@@ -43,15 +43,15 @@ def check_ranks(config: RunConfig, ranks: int) -> None:
 def check_references(config: RunConfig, resume: bool) -> None:
     """Raise `UserError` when something that the run will need later, or only sometimes, is not there."""
     check_wandb(config)
-    if config.schedule.branch_from is not None and not resume:
-        path = find_checkpoint(config.schedule.branch_from)
+    if config.lr_schedule.branch_from is not None and not resume:
+        path = find_checkpoint(config.lr_schedule.branch_from)
         trunk = read_description(path)
         check_same_model(trunk.model, config.model, path)
         if not trunk.full:
-            raise UserError(f"schedule.branch_from: {path} holds weights only: name a full checkpoint, step-N")
+            raise UserError(f"lr_schedule.branch_from: {path} holds weights only: name a full checkpoint, step-N")
         if trunk.step >= config.train.total_steps:
             raise UserError(
-                f"schedule.branch_from: {path} is at step {trunk.step}, and the run ends at {config.train.total_steps}: "
+                f"lr_schedule.branch_from: {path} is at step {trunk.step}, and the run ends at {config.train.total_steps}: "
                 "raise train.steps, which counts the trunk's too"
             )
     initial = config.checkpoint.initial
@@ -179,7 +179,7 @@ def dry_run(run: Run) -> str:
     On a CPU, where too much memory kills the process without a message, one sequence is measured first. Gradients are left
     dirty; a step begins by clearing them. Raises `UserError` when a microbatch does not fit.
     """
-    micro_batch, context = run.config.train.micro_batch, run.config.train.context
+    micro_batch, context = run.config.train.micro_batch, run.config.train.sequence_length
     tokens = torch.arange(context, device=run.device).remainder(run.config.model.vocab).expand(micro_batch, -1)
     free = free_memory(run.device)
     try:
@@ -194,7 +194,7 @@ def dry_run(run: Run) -> str:
     except torch.OutOfMemoryError:
         raise UserError(
             f"a microbatch of one sequence does not fit into the {_gib(free)} that {run.device} has free: "
-            "shorten train.context, or recompute some activations (recompute: [norm, attention, ...])"
+            "shorten train.sequence_length, or recompute some activations (recompute: [norm, attention, ...])"
         ) from None
     needed = one * micro_batch
     if run.device.type == "cpu" and needed * sharers(run.groups.mesh, run.device) > free:
@@ -230,7 +230,7 @@ def _saved_bytes(run: Run, tokens_BS: torch.Tensor) -> int:
 def _too_large(needed: int, free: int, one: int, run: Run) -> str:
     fitting = free // max(1, one * sharers(run.groups.mesh, run.device))
     fitting = min(fitting, run.config.train.micro_batch - 1)  # an accelerator runs out by what lives for a moment, too
-    cure = f"set train.micro_batch to at most {fitting}" if fitting else "shorten train.context"
+    cure = f"set train.micro_batch to at most {fitting}" if fitting else "shorten train.sequence_length"
     return (
         f"the activations of a microbatch of {run.config.train.micro_batch} sequences need {_gib(needed)}, but "
         f"{run.device} has {_gib(free)} free: {cure}, or recompute some (recompute: [norm, attention, ...])"

@@ -64,7 +64,7 @@ def _read(config: RunConfig, per_node: int, resume: bool) -> tuple[Measured | No
 def with_dispatcher(config: RunConfig, mesh: Mesh, measured: Measured | None = None) -> RunConfig:
     """`config` with the dispatcher that `moe.dispatch: auto` leaves open: the same on every rank."""
     train, itemsize = config.train, 4 if config.train.precision == "float32" else 2
-    tokens = train.micro_batch * train.context // (mesh.cp * mesh.tp)
+    tokens = train.micro_batch * train.sequence_length // (mesh.cp * mesh.tp)
     found = dispatcher(config.moe.dispatch, config.model, mesh, tokens, itemsize, measured)
     return config.model_copy(update={"moe": config.moe.model_copy(update={"dispatch": found})})
 

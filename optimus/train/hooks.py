@@ -119,7 +119,7 @@ class NonFinite(Hook):
             run.failure = UserError(
                 f"step {run.step}: loss {result.loss} or gradient norm {result.grad_norm} is not finite, for "
                 f"{self._in_a_row} steps in a row (resilience.max_skipped is {run.config.resilience.max_skipped}). None "
-                "of them was applied. Lower schedule.peak or set optimizer.clip_during_warmup=true, then run with "
+                "of them was applied. Lower lr_schedule.peak or set optimizer.clip_during_warmup=true, then run with "
                 "`resume=True`"
             )
 
@@ -160,7 +160,7 @@ class HeldOut(Hook):
             tokenizer.load(run.shards.tokenizer_path, parse_special=run.shards.parse_special),
             text,
             eos_id=run.shards.eos_id,
-            context=run.config.train.context,
+            context=run.config.train.sequence_length,
             max_bytes=run.config.evaluate.max_bytes,
         )
 
@@ -186,12 +186,12 @@ class Metrics(Hook):
         self._writer = MetricsWriter(run.folder, run.config, run.step)
         self._progress = Progress(every=run.config.observe.log_every)
         self._print_notes(run)
-        self._flops = flops_per_token(run.config.model, run.config.train.context)
+        self._flops = flops_per_token(run.config.model, run.config.train.sequence_length)
         self._peak = peak_flops(run.device)
 
     def after_step(self, run: Run, result: StepResult) -> None:
         train = run.config.train
-        rate = train.global_batch * train.context / run.step_seconds
+        rate = train.global_batch * train.sequence_length / run.step_seconds
         self._writer.write(
             {
                 "step": run.step,

@@ -59,7 +59,7 @@ def activation_shapes(config: RunConfig, mesh: Mesh, itemsize: int) -> dict[str,
     """What `activation_bytes` is to know of a run, besides the model and what is recomputed."""
     return {
         "micro_batch": config.train.micro_batch,
-        "context": config.train.context,
+        "context": config.train.sequence_length,
         "itemsize": itemsize,
         "mesh": mesh,
         "options": stage_options(config),

@@ -74,7 +74,7 @@ class Run:
     @property
     def tokens(self) -> int:
         """Tokens read by all completed steps."""
-        return self.step * self.config.train.global_batch * self.config.train.context
+        return self.step * self.config.train.global_batch * self.config.train.sequence_length
 
     @property
     def forward_is_collective(self) -> bool:
@@ -249,7 +249,7 @@ def fingerprint(config: RunConfig, shards: Shards) -> dict[str, Any]:
     index = json.dumps(shards.index, sort_keys=True).encode()
     return {
         "data": hashlib.sha256(index).hexdigest(),
-        "context": config.train.context,
+        "context": config.train.sequence_length,
         "global_batch": config.train.global_batch,
         "seed": config.train.seed,
     }

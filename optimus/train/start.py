@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus.config import RunConfig, load_config
+from optimus.config.load import with_new_names
 from optimus.config.yaml_text import parse_yaml
 from optimus.data.shards import Shards
 from optimus.errors import UserError
@@ -60,7 +61,7 @@ def read_run(
     """
     tree = load_config(config, overrides, read_model_folder)
     shards = Shards(tree.data.path)
-    shards.check_model(tree.train.context, tree.model.vocab)
+    shards.check_model(tree.train.sequence_length, tree.model.vocab)
     return settled(tree, shards.instances, resume), shards
 
 
@@ -75,11 +76,11 @@ def settled(config: RunConfig, instances: int, resume: bool = False) -> RunConfi
     config = config.model_copy(update={"train": train})
     if train.stop_at is not None and train.stop_at > steps:
         raise UserError(f"train.stop_at {train.stop_at} is beyond the {steps} steps of the run: lower it")
-    warmup = config.schedule.warmup_steps
+    warmup = config.lr_schedule.warmup_steps
     if warmup is None:
         kept = chosen_before(Path(train.output)) if resume else {}
         warmup = kept.get("warmup_steps", config.warmup_steps)
-    return config.model_copy(update={"schedule": config.schedule.model_copy(update={"warmup_steps": warmup})})
+    return config.model_copy(update={"lr_schedule": config.lr_schedule.model_copy(update={"warmup_steps": warmup})})
 
 
 def _steps(config: RunConfig, instances: int) -> int:
@@ -99,7 +100,8 @@ def chosen_before(run: Path) -> dict[str, Any]:
     """What a run has written of choices that were left to it; nothing where there is no run yet."""
     try:
         raw = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"), str(run / "config.yaml"))
-        found = {"warmup_steps": raw["schedule"]["warmup_steps"], "precision": raw["train"]["precision"]}
+        raw = with_new_names(raw)
+        found = {"warmup_steps": raw["lr_schedule"]["warmup_steps"], "precision": raw["train"]["precision"]}
     except (OSError, UnicodeDecodeError, UserError, LookupError, TypeError):
         return {}  # the checkpoint, if there is one, says what is wrong with the folder
     return {name: value for name, value in found.items() if value is not None}

@@ -149,7 +149,7 @@ def clip_scale(config: RunConfig, step: int, norm: float) -> float:
 
 def step_learning_rate(config: RunConfig, step: int) -> float:
     """Learning rate of `step`, which counts from 1."""
-    given, steps = config.schedule, config.train.total_steps
+    given, steps = config.lr_schedule, config.train.total_steps
     rule = Schedule(
         given.name, given.peak, given.minimum, config.warmup_steps, steps, given.cooldown, config.cooldown_steps
     )

@@ -24,14 +24,14 @@ def summarise(config: RunConfig, mesh: Mesh, instances: int) -> dict[str, Any]:
         "active_parameters": counted.active,
         "steps": train.total_steps,
         "last_step": last,
-        "tokens": last * train.global_batch * train.context,
-        "data_tokens": instances * train.context,
+        "tokens": last * train.global_batch * train.sequence_length,
+        "data_tokens": instances * train.sequence_length,
         "epochs": last * train.global_batch / instances,
         "warmup_steps": config.warmup_steps,
         "global_batch": train.global_batch,
         "microbatches": train.global_batch // (mesh.dp * train.micro_batch),
         "micro_batch": train.micro_batch,
-        "context": train.context,
+        "context": train.sequence_length,
         "ranks": mesh.size,
         "data_ranks": mesh.dp,
         "precision": train.precision,
@@ -60,7 +60,7 @@ def summary_lines(about: Mapping[str, Any], precision_note: str = "") -> list[st
 
 def warnings(config: RunConfig, instances: int) -> list[str]:
     """What is possible and most likely not meant, each with the keys that mend it."""
-    train, schedule = config.train, config.schedule
+    train, peak = config.train, config.lr_schedule.peak
     steps, warmup, found = train.total_steps, config.warmup_steps, []
     epochs = (train.stop_at or steps) * train.global_batch / instances
     if epochs > _MOST_EPOCHS:
@@ -69,13 +69,13 @@ def warnings(config: RunConfig, instances: int) -> list[str]:
             "begins to recite it. Prepare more text, or shorten the run (train.steps, train.tokens, train.epochs)"
         )
     if warmup > steps / 2:
-        reached = schedule.peak * min(1.0, steps / warmup)
+        reached = peak * min(1.0, steps / warmup)
         found.append(
-            f"the warm-up takes {warmup:,} of {steps:,} steps (schedule.warmup_steps), so that the learning rate ends at "
-            f"{reached:.2g} of schedule.peak {schedule.peak:g}. Set it to {max(1, steps // 20)}, or lengthen the run"
+            f"the warm-up takes {warmup:,} of {steps:,} steps (lr_schedule.warmup_steps), so that the learning rate ends at "
+            f"{reached:.2g} of lr_schedule.peak {peak:g}. Set it to {max(1, steps // 20)}, or lengthen the run"
             if warmup >= steps
-            else f"the warm-up takes more than half of the run, {warmup:,} of {steps:,} steps. Set schedule.warmup_steps to "
-            f"{max(1, steps // 20)}, or lengthen the run"
+            else f"the warm-up takes more than half of the run, {warmup:,} of {steps:,} steps. Set lr_schedule.warmup_steps "
+            f"to {max(1, steps // 20)}, or lengthen the run"
         )
     if train.global_batch > instances:
         found.append(

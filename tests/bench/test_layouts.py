@@ -16,7 +16,7 @@ from optimus.plan.question import Plan, Question
 from optimus.plan.search import search
 
 CONFIG = configured(
-    "mula-tiny", ["model.hidden=32", "model.vocab=64", "train.global_batch=4", "train.context=32"], ranks=2
+    "mula-tiny", ["model.hidden=32", "model.vocab=64", "train.global_batch=4", "train.sequence_length=32"], ranks=2
 )
 
 

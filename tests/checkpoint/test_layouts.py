@@ -197,7 +197,7 @@ def _train(tree: RunConfig, model: Staged, state: ModelState, step: int) -> Step
 
 def _target(run: Path, tree: RunConfig, state: ModelState, step: int, full: bool) -> Target:
     progress = {"updates": state.steps}
-    about = Description(tree.model, tree.train.context, step, full, tree.train.precision, progress=progress)
+    about = Description(tree.model, tree.train.sequence_length, step, full, tree.train.precision, progress=progress)
     return Target((step_folder if full else weights_folder)(run, step), about)
 
 

@@ -13,7 +13,7 @@ from optimus.errors import UserError
 
 def base(**sections: Any) -> dict[str, Any]:
     """The least that a run must say, with `sections` on top."""
-    train = {"output": "runs/a", "steps": 10, "global_batch": 8, "micro_batch": 4, "context": 32}
+    train = {"output": "runs/a", "steps": 10, "global_batch": 8, "micro_batch": 4, "sequence_length": 32}
     return {"model": "mula-tiny-moe", "data": {"path": "data"}, "train": train, **sections}
 
 
@@ -26,24 +26,24 @@ def message(source: Any, *overrides: str) -> str:
 def test_defaults_then_preset_then_file_then_overrides() -> None:
     assert load_config(base(model="mula-1b")).schedule.peak == 4e-4  # the tree's default
     config = load_config(base())
-    assert (config.schedule.peak, config.schedule.minimum) == (2e-3, 2e-4)  # the preset's recipe
+    assert (config.lr_schedule.peak, config.lr_schedule.minimum) == (2e-3, 2e-4)  # the preset's recipe
     assert config.optimizer.weight_decay == 0.1
-    config = load_config(base(schedule={"peak": 1e-3}))
-    assert (config.schedule.peak, config.schedule.minimum) == (1e-3, 2e-4)  # the file, key by key
-    config = load_config(base(schedule={"peak": 1e-3}), ["schedule.peak=5e-3"])
-    assert (config.schedule.peak, config.schedule.minimum) == (5e-3, 2e-4)
+    config = load_config(base(lr_schedule={"peak": 1e-3}))
+    assert (config.lr_schedule.peak, config.lr_schedule.minimum) == (1e-3, 2e-4)  # the file, key by key
+    config = load_config(base(lr_schedule={"peak": 1e-3}), ["lr_schedule.peak=5e-3"])
+    assert (config.lr_schedule.peak, config.lr_schedule.minimum) == (5e-3, 2e-4)
 
 
 def test_overrides_are_yaml() -> None:
     config = load_config(
         base(),
         [
-            "schedule.peak=4e-4", "schedule.minimum=4.0E-5", "optimizer.clip_norm=null", "optimizer.betas=[0.8, 0.9]",
+            "lr_schedule.peak=4e-4", "lr_schedule.minimum=4.0E-5", "optimizer.clip_norm=null", "optimizer.betas=[0.8, 0.9]",
             "recompute=[norm, moe]", "observe.tensorboard=false", "train.seed=7", "train.output=a=b", "checkpoint.keep=",
             "optimizer.weight_decay=0",
         ],
     )  # fmt: skip
-    assert (config.schedule.peak, config.schedule.minimum) == (4e-4, 4e-5)
+    assert (config.lr_schedule.peak, config.lr_schedule.minimum) == (4e-4, 4e-5)
     assert config.optimizer.clip_norm is None
     assert config.checkpoint.keep is None
     assert config.optimizer.betas == [0.8, 0.9]
@@ -55,14 +55,14 @@ def test_overrides_are_yaml() -> None:
 def test_a_key_of_a_preset_is_overridden_and_its_recipe_stays() -> None:
     config = load_config(base(), ["model.hidden=64", "model.layers=2"])
     assert (config.model.hidden, config.model.layers, config.model.experts) == (64, 2, 8)
-    assert config.schedule.peak == 2e-3
+    assert config.lr_schedule.peak == 2e-3
     assert load_config(base(), ["model=mula-tiny", "model.hidden=64"]).model.family == "olmo"
 
 
 def test_loading_does_not_change_the_mapping_that_was_given() -> None:
-    source = base(schedule={"peak": 1e-3})
-    load_config(source, ["schedule.peak=5e-3", "model.hidden=64", "train.seed=3"])
-    assert source == base(schedule={"peak": 1e-3})
+    source = base(lr_schedule={"peak": 1e-3})
+    load_config(source, ["lr_schedule.peak=5e-3", "model.hidden=64", "train.seed=3"])
+    assert source == base(lr_schedule={"peak": 1e-3})
 
 
 def test_a_tree_is_a_source_too() -> None:
@@ -100,10 +100,10 @@ def test_the_saved_tree_is_read_back_unchanged(name: str, tmp_path: Path) -> Non
 
 def test_a_model_folder_brings_its_sections(tmp_path: Path) -> None:
     def read(path: Path) -> dict[str, Any]:
-        return {**resolve_model("mula-tiny"), "schedule": {"warmup_steps": 9}}
+        return {**resolve_model("mula-tiny"), "lr_schedule": {"warmup_steps": 9}}
 
-    config = load_config(base(model=str(tmp_path)), ["schedule.peak=0.1"], read)
-    assert (config.model.family, config.schedule.warmup_steps, config.schedule.peak) == ("olmo", 9, 0.1)
+    config = load_config(base(model=str(tmp_path)), ["lr_schedule.peak=0.1"], read)
+    assert (config.model.family, config.lr_schedule.warmup_steps, config.lr_schedule.peak) == ("olmo", 9, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -138,14 +138,14 @@ def test_what_is_wrong_is_named(overrides: list[str], expected: str) -> None:
 
 def test_what_is_missing_is_named() -> None:
     text = message({"model": "mula-tiny", "train": {"output": "x", "steps": 1}})
-    for path in ("data", "train.global_batch", "train.micro_batch", "train.context"):
+    for path in ("data", "train.global_batch", "train.micro_batch", "train.sequence_length"):
         assert f"'{path}' is missing" in text
     assert "PydanticUndefined" not in text  # of keys whose defaults follow from others
 
 
 def test_several_problems_are_reported_at_once() -> None:
-    text = message(base(), "train.sed=1", "train.steps=ten", "schedule.name=triangle", "modl=3")
-    for part in ("'train.sed'", "'train.steps' is 'ten'", "'schedule.name' is 'triangle'", "did you mean 'model'?"):
+    text = message(base(), "train.sed=1", "train.steps=ten", "lr_schedule.name=triangle", "modl=3")
+    for part in ("'train.sed'", "'train.steps' is 'ten'", "'lr_schedule.name' is 'triangle'", "did you mean 'model'?"):
         assert part in text
     assert text.startswith("config: ")
 
@@ -197,7 +197,8 @@ def test_a_key_that_stands_twice_is_refused_in_overrides_and_other_files(tmp_pat
 def test_yaml_that_repeats_by_reference_is_read(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(
-        "model: mula-tiny\ndata: {path: x}\ntrain: &t {steps: 4, global_batch: 8, micro_batch: 4, context: 32, output: a}\n"
+        "model: mula-tiny\ndata: {path: x}\n"
+        "train: &t {steps: 4, global_batch: 8, micro_batch: 4, sequence_length: 32, output: a}\n"
     )
     assert load_config(file).train.steps == 4
     file.write_text(file.read_text().replace("&t {", "{<<: {seed: 3}, <<: {seed: 3}, "))
@@ -214,9 +215,9 @@ def test_odd_yaml_is_one_message(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("lr=1e-3", "unknown key 'lr': here it is schedule.peak"),
+        ("lr=1e-3", "unknown key 'lr': here it is lr_schedule.peak"),
         ("train.batch_size=8", "here it is train.global_batch"),
-        ("model.max-seq-length=8", "here it is train.context"),
+        ("model.max-seq-length=8", "here it is train.sequence_length"),
         ("bf16=true", "here it is train.precision: bfloat16"),
         ("zero_stage=2", "here it is state.shard: none, optimizer"),
         ("state.release=false", "unknown key 'state.release': here it is state.reshard_after_forward"),

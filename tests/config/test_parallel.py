@@ -10,7 +10,7 @@ from optimus.errors import UserError
 
 DENSE = {"family": "olmo", "hidden": 48, "layers": 2, "heads": 12, "intermediate": 96, "vocab": 100}
 EXPERTS = {**DENSE, "family": "olmoe", "experts": 4, "experts_per_token": 2}
-TRAIN = {"output": "x", "steps": 10, "global_batch": 8, "micro_batch": 2, "context": 32}
+TRAIN = {"output": "x", "steps": 10, "global_batch": 8, "micro_batch": 2, "sequence_length": 32}
 
 
 def tree(model: dict[str, Any], parallel: dict[str, Any], **sections: Any) -> RunConfig:
@@ -34,11 +34,11 @@ def refused(expected: str, model: dict[str, Any], parallel: dict[str, Any], **se
         ({"sequence": True, "tensor": [1, 1]}, r"parallel: sequence splits tokens .* tensor is 1: remove it"),
         ({"tensor": 8}, r"model\.heads 12 is not a multiple of parallel\.tensor 8: choose a divisor"),
         ({"tensor": [1, 5]}, r"model\.hidden 48 is not a multiple of the inputs of parallel\.tensor 5: choose a divisor"),
-        ({"context": 3}, r"train\.context 32 cannot be cut into the 6 equal pieces .* 3 needs \(ring\): .* can is 30$"),
+        ({"context": 3}, r"train\.sequence_length 32 cannot be cut into the 6 .* 3 needs \(ring\): .* can is 30$"),
         ({"context": 32}, r"the 64 equal pieces that parallel\.context 32 needs \(ring\): the nearest that can is 64"),
         (
             {"context": 3, "context_method": "ulysses"},
-            r"train\.context 32 cannot be cut into the 3 equal pieces .* needs \(ulysses\): the nearest that can is 30",
+            r"train\.sequence_length 32 cannot be cut into the 3 .* needs \(ulysses\): the nearest that can is 30",
         ),
         (
             {"context": 8, "context_method": "ulysses"},
@@ -58,7 +58,7 @@ def test_a_dense_model_that_cannot_be_divided(parallel: dict[str, Any], expected
 
 def test_sequences_longer_than_the_learned_positions() -> None:
     model = {**DENSE, "family": "gpt2", "learned_positions": 31}
-    refused(r"train\.context 32 is more than model\.learned_positions 31: lower it", model, {})
+    refused(r"train\.sequence_length 32 is more than model\.learned_positions 31: lower it", model, {})
     tree({**model, "learned_positions": 32}, {})
 
 
@@ -94,15 +94,15 @@ def test_parts_of_an_expert_that_cannot_be_divided() -> None:
 
 def test_tokens_that_cannot_be_divided() -> None:
     """Rows are split with sequence parallelism, and for experts always; a dense model without it has all on every rank."""
-    train = {"train": {**TRAIN, "micro_batch": 1, "context": 30}}
+    train = {"train": {**TRAIN, "micro_batch": 1, "sequence_length": 30}}
     expected = (
-        r"the 30 tokens of a microbatch \(train\.micro_batch 1 x train\.context 30 / parallel\.context 1\) cannot be split "
-        r"over the 4 ranks of parallel\.tensor: change one of them"
+        r"the 30 tokens of a microbatch \(train\.micro_batch 1 x train\.sequence_length 30 / parallel\.context 1\) cannot be "
+        r"split over the 4 ranks of parallel\.tensor: change one of them"
     )
     refused(expected, DENSE, {"tensor": 4}, **train)
     refused(expected, EXPERTS, {"tensor": [2, 2], "sequence": False}, **train)
     assert tree(DENSE, {"tensor": 4, "sequence": False}, **train).parallel.grid == (4, 1)
-    train["train"] |= {"context": 24}
+    train["train"] |= {"sequence_length": 24}
     refused(r"the 6 tokens .* parallel\.context 4\)", DENSE, {"tensor": 4, "context": 4}, **train)
 
 

@@ -12,7 +12,7 @@ from optimus.errors import UserError
 
 DENSE = {"family": "olmo", "hidden": 64, "layers": 2, "heads": 4, "intermediate": 96, "vocab": 100}
 EXPERTS = {**DENSE, "family": "olmoe", "experts": 4, "experts_per_token": 2}
-TRAIN = {"output": "x", "steps": 10, "global_batch": 8, "micro_batch": 4, "context": 32}
+TRAIN = {"output": "x", "steps": 10, "global_batch": 8, "micro_batch": 4, "sequence_length": 32}
 
 
 def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
@@ -70,16 +70,16 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
             {"state": {"shard_ranks": "all"}},
             r"'state\.shard_ranks' is 'all': it must be a whole number or a mapping",
         ),
-        (DENSE, {"schedule": {"peak": 1e-5}}, r"schedule: minimum 4e-05 is above peak 1e-05"),
-        (DENSE, {"schedule": {"cooldown_steps": 5}}, r"schedule: cooldown_steps: a cosine schedule has no cooldown"),
+        (DENSE, {"lr_schedule": {"peak": 1e-5}}, r"schedule: minimum 4e-05 is above peak 1e-05"),
+        (DENSE, {"lr_schedule": {"cooldown_steps": 5}}, r"schedule: cooldown_steps: a cosine schedule has no cooldown"),
         (
             DENSE,
-            {"schedule": {"name": "wsd", "cooldown_steps": 99}},
+            {"lr_schedule": {"name": "wsd", "cooldown_steps": 99}},
             r"schedule\.cooldown_steps 99 and the warm-up's 0 are more than the run's 10 steps: lower one of them",
         ),
         (
             DENSE,
-            {"schedule": {"branch_from": "a"}, "checkpoint": {"initial": "b"}},
+            {"lr_schedule": {"branch_from": "a"}, "checkpoint": {"initial": "b"}},
             r"schedule\.branch_from and checkpoint\.initial: a run begins with one of them: remove the other",
         ),
         (DENSE, {"train": {**TRAIN, "micro_batch": 3}}, r"train: global_batch 8 is not a multiple of micro_batch 3"),
@@ -133,8 +133,8 @@ def test_impossible_combinations(model: dict[str, Any], sections: dict[str, Any]
 def test_possible_neighbours_of_the_impossible() -> None:
     found = tree({**EXPERTS, "experts_per_token": 4}, recompute=["norm", "attention", "moe"], parallel={"data": 2})
     assert (found.model.experts_per_token, found.parallel.data) == (4, 2)
-    found = tree(DENSE, schedule={"name": "constant", "peak": 1e-5}, recompute=["mlp"])
-    assert (found.schedule.peak, found.recompute) == (1e-5, ["mlp"])
+    found = tree(DENSE, lr_schedule={"name": "constant", "peak": 1e-5}, recompute=["mlp"])
+    assert (found.lr_schedule.peak, found.recompute) == (1e-5, ["mlp"])
     found = tree(DENSE, recompute="auto", recompute_budget="2KiB")
     assert (found.recompute, found.recompute_budget) == (["auto"], 2048)
     found = tree(DENSE, train={**TRAIN, "stop_at": 10}, optimizer={"betas": [0.0, 0.0]})
@@ -178,8 +178,8 @@ def test_the_warm_up_is_a_share_of_the_run_and_the_papers_presets_keep_theirs() 
         return tree(model, train=TRAIN | {"steps": steps}, **sections).warmup_steps
 
     assert [warmup(steps) for steps in (1, 19, 20, 300, 50_000, 1_000_000)] == [0, 0, 1, 15, 2500, 2500]
-    assert warmup(300, schedule={"warmup_steps": 0}) == 0
-    assert warmup(300, schedule={"warmup_steps": 299}) == 299
+    assert warmup(300, lr_schedule={"warmup_steps": 0}) == 0
+    assert warmup(300, lr_schedule={"warmup_steps": 299}) == 299
     for name in preset_names():
         paper = name.startswith("mula-") and "tiny" not in name
         assert warmup(300, name) == (2500 if paper else 15), name

@@ -126,7 +126,7 @@ LEARNED = {"family": "gpt2", "hidden": 16, "layers": 2, "heads": 4, "intermediat
 def test_learned_positions_on_a_grid() -> None:
     """As many as the text is long: the padding of a grid's rows lies beyond them."""
     config = config_of("dense") | {"model": LEARNED | {"learned_positions": 17}}
-    config["train"] = config["train"] | {"context": 16}
+    config["train"] = config["train"] | {"sequence_length": 16}
     alone = generated_on_ranks(config, 1)
     assert len(set(alone)) > 3
     parallel = {"parallel": {"tensor": [2, 2], "sequence": True}}

@@ -11,7 +11,7 @@ from optimus.observe.metrics import MetricsWriter, read_metrics
 
 
 def config(**observe: object) -> RunConfig:
-    train = {"output": "x", "steps": 9, "global_batch": 1, "micro_batch": 1, "context": 8}
+    train = {"output": "x", "steps": 9, "global_batch": 1, "micro_batch": 1, "sequence_length": 8}
     return load_config(
         {"model": "mula-tiny", "data": {"path": "x"}, "train": train, "observe": {"tensorboard": False, **observe}}
     )

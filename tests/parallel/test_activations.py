@@ -270,7 +270,7 @@ def test_an_impossible_budget_names_the_least() -> None:
         UserError, match=r"^recompute_budget 1,000 bytes: the activations of a microbatch take "
     ) as error:
         choose_recomputation(config, 1000, **SHAPES)
-    assert "raise it, or lower train.micro_batch or train.context" in str(error.value)
+    assert "raise it, or lower train.micro_batch or train.sequence_length" in str(error.value)
     found = re.search(r"take ([\d,]+) bytes at least, with recompute: \[(.*?)\]", str(error.value))
     assert found is not None
     least = int(found[1].replace(",", ""))

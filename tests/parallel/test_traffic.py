@@ -121,7 +121,14 @@ HIDDEN, FEED_FORWARD, VOCABULARY, ROWS = 16, 24, 32, 2 * 8
 
 def tree(layers: int, grid: tuple[int, int], **sections: Any) -> dict[str, Any]:
     model = {"family": "olmo", "hidden": HIDDEN, "layers": layers, "heads": 4, "intermediate": FEED_FORWARD}
-    train = {"output": "", "steps": 1, "global_batch": 2, "micro_batch": 2, "context": 8, "precision": "float32"}
+    train = {
+        "output": "",
+        "steps": 1,
+        "global_batch": 2,
+        "micro_batch": 2,
+        "sequence_length": 8,
+        "precision": "float32",
+    }
     config = {"model": model | {"vocab": VOCABULARY}, "data": {"path": ""}, "train": train}
     return config | {"parallel": {"tensor": list(grid)}} | sections
 

@@ -21,7 +21,7 @@ def config_of(schedule: str, ranks: int) -> RunConfig:
             "steps": 1,
             "global_batch": SEQUENCES,
             "micro_batch": 2,
-            "context": CONTEXT,
+            "sequence_length": CONTEXT,
             "precision": "float32",
         },
         "parallel": {

@@ -18,7 +18,14 @@ WINDOWS = [Window([1, 2, 3], [4, 5]), Window([1], [9, 8, 7, 6]), Window([2, 2, 2
 
 
 def config_of(model: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    train = {"output": "", "steps": 1, "global_batch": 8, "micro_batch": 1, "context": 12, "precision": "float32"}
+    train = {
+        "output": "",
+        "steps": 1,
+        "global_batch": 8,
+        "micro_batch": 1,
+        "sequence_length": 12,
+        "precision": "float32",
+    }
     return {"model": MODEL | model, "data": {"path": ""}, "train": train, **sections}
 
 

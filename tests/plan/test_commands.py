@@ -36,10 +36,10 @@ def plan(tmp_path: Path, prepared: Path) -> Callable[..., Any]:
             "steps": 4,
             "global_batch": 16,
             "micro_batch": 1,
-            "context": 32,
+            "sequence_length": 32,
             "precision": "bfloat16",
         },
-        "schedule": {"peak": 1e-3, "minimum": 1e-4, "warmup_steps": 2},
+        "lr_schedule": {"peak": 1e-3, "minimum": 1e-4, "warmup_steps": 2},
     }
     written = tmp_path / "run.yaml"
     written.write_text(yaml.safe_dump(run))
@@ -184,7 +184,7 @@ def test_what_is_written_is_the_run_that_was_planned(plan: Callable[..., Any], t
     decided = {"shard", "shard_over", "shard_ranks", "reshard_after_forward"}
     assert written.state.model_dump(exclude=decided) == before.state.model_dump(exclude=decided)
     assert written.train == before.train.model_copy(update={"micro_batch": first["micro_batch"]})
-    for name in ("model", "data", "optimizer", "schedule", "moe", "checkpoint", "recompute_collectives"):
+    for name in ("model", "data", "optimizer", "lr_schedule", "moe", "checkpoint", "recompute_collectives"):
         assert getattr(written, name) == getattr(before, name)
     assert written.parallel.overlap == before.parallel.overlap
     assert plan("--as-is", file=file)["plans"][0] == first
@@ -200,7 +200,7 @@ def test_a_layout_that_the_rest_of_a_run_forbids(plan: Callable[..., Any], tmp_p
 
 
 def test_automatic_recomputation_is_that_which_the_run_would_choose(plan: Callable[..., Any]) -> None:
-    words = ["train.context=4096", "train.micro_batch=4", "parallel.data=4", "recompute=auto", "--as-is"]
+    words = ["train.sequence_length=4096", "train.micro_batch=4", "parallel.data=4", "recompute=auto", "--as-is"]
     roomy, tight = (plan(*words, *more)["plans"][0] for more in ([], ["recompute_budget=400MB"]))
     assert roomy["recompute"] == []
     assert tight["recompute"] != []
@@ -346,7 +346,7 @@ def test_memory_is_what_the_parts_of_a_run_hold(layout: list[str], shard: str) -
         f"model.{name}={value}"
         for name, value in {"hidden": 1024, "layers": 8, "intermediate": 1024, "vocab": 32768}.items()
     ]
-    model = [*shape, "train.context=512", "train.precision=bfloat16", *layout, *more]
+    model = [*shape, "train.sequence_length=512", "train.precision=bfloat16", *layout, *more]
     config = configured("mula-tiny-moe", model, 8)
     question, setting = asked(config, "dgx-a100", 8, [], 1.0)
     predicted = predict(question, setting()).memory
@@ -388,7 +388,13 @@ OWN: dict[str, tuple[str, dict[str, Any]]] = {  # a preset, and what is changed 
 def test_state_of_families_is_exact(name: str, layout: list[str], shard: str) -> None:
     preset, own = OWN[name]
     shape = [f"model.{field}={value}" for field, value in (SHAPE | own).items()]
-    more = ["train.context=512", "train.precision=bfloat16", "train.global_batch=64", f"state.shard={shard}", *layout]
+    more = [
+        "train.sequence_length=512",
+        "train.precision=bfloat16",
+        "train.global_batch=64",
+        f"state.shard={shard}",
+        *layout,
+    ]
     config = configured(preset, shape + more, 8)
     question, setting = asked(config, "dgx-a100", 8, [], 1.0)
     predicted = predict(question, setting()).memory
@@ -399,4 +405,8 @@ def test_state_of_families_is_exact(name: str, layout: list[str], shard: str) ->
 
 
 def test_sequences_as_long_as_the_model_has_learned_positions() -> None:
-    assert [configured(name, [], 8).train.context for name in ("gpt2", "opt-125m", "gemma-2-2b")] == [1024, 2048, 4096]
+    assert [configured(name, [], 8).train.sequence_length for name in ("gpt2", "opt-125m", "gemma-2-2b")] == [
+        1024,
+        2048,
+        4096,
+    ]

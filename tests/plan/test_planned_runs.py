@@ -26,7 +26,7 @@ MACHINES = ["laptop", "laptop", "dgx-h100", "dgx-v100", "frontier", "aurora", "p
 CHOICES: dict[str, list[str]] = {
     "train.precision": ["bfloat16", "float32"],
     "state.gradient_dtype": ["float32", "bfloat16"],
-    "train.context": ["512", "2048"],
+    "train.sequence_length": ["512", "2048"],
     "checkpoint.asynchronous": ["false", "true"],
     "checkpoint.scattered": ["true", "false"],
     "model.tie_embeddings": ["false", "true"],
@@ -85,7 +85,7 @@ def test_a_model_of_which_a_rank_holds_a_stage(monkeypatch: pytest.MonkeyPatch) 
 
 def test_copies_for_checkpoints_are_planned_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """On processors beside the state: with hardly room for that, what is planned without them does not pass."""
-    plain, copying = (["train.context=512", f"checkpoint.asynchronous={on}"] for on in ("false", "true"))
+    plain, copying = (["train.sequence_length=512", f"checkpoint.asynchronous={on}"] for on in ("false", "true"))
     sizes = {}
     for machine in ("laptop", "dgx-h100"):
         for overrides in (plain, copying):

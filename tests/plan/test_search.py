@@ -281,7 +281,7 @@ def test_what_is_recomputed_is_what_a_model_has(model: ModelConfig, feed_forward
     for kinds in sets:
         assert feed_forward <= kinds or not feed_forward & kinds
         tree = {"model": model.model_dump(exclude_unset=True), "data": {"path": "-"}, "recompute": sorted(kinds)}
-        train = {"output": "-", "steps": 1, "global_batch": 8, "micro_batch": 8, "context": 64}
+        train = {"output": "-", "steps": 1, "global_batch": 8, "micro_batch": 8, "sequence_length": 64}
         assert set(load_config(tree | {"train": train}).recompute) == kinds
 
 

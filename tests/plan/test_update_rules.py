@@ -37,7 +37,7 @@ STATE = ("parameters", "gradients", "optimizer")
 
 def question(*overrides: str, ranks: int = RANKS, machine: str = "dgx-a100", preset: str = "mula-tiny") -> Any:
     shape = [f"model.{field}={value}" for field, value in SHAPE.items()] if preset == "mula-tiny" else []
-    batch = [f"train.global_batch={8 * ranks}", "train.precision=bfloat16", "train.context=512"]
+    batch = [f"train.global_batch={8 * ranks}", "train.precision=bfloat16", "train.sequence_length=512"]
     config = configured(preset, [*shape, *batch, *overrides], ranks)
     return config, *asked(config, machine, ranks, [], 1.0)
 

@@ -40,7 +40,14 @@ BASE: dict[str, Any] = {
         "experts_per_token": 2,
     },
     "data": {"path": ""},
-    "train": {"output": "", "steps": 10, "global_batch": 8, "micro_batch": 2, "context": 8, "precision": "bfloat16"},
+    "train": {
+        "output": "",
+        "steps": 10,
+        "global_batch": 8,
+        "micro_batch": 2,
+        "sequence_length": 8,
+        "precision": "bfloat16",
+    },
 }
 
 
@@ -176,7 +183,7 @@ def test_bytes_of_a_large_model_on_12288_ranks() -> None:
         {
             "model": "mula-7b-a1b",
             "data": {"path": ""},
-            "train": {"output": "", "steps": 1, "global_batch": 12288, "micro_batch": 1, "context": 2048}
+            "train": {"output": "", "steps": 1, "global_batch": 12288, "micro_batch": 1, "sequence_length": 2048}
             | {"precision": "bfloat16"},
             "parallel": {"expert": 8},
             "state": {"shard": "optimizer", "gradient_dtype": "bfloat16"},

@@ -13,7 +13,7 @@ from optimus.observe.metrics import read_metrics
 def with_schedule(config: dict[str, Any], output: Path, steps: int, **schedule: Any) -> dict[str, Any]:
     config = copy.deepcopy(config)
     config["train"] |= {"output": str(output), "steps": steps}
-    config["schedule"] |= schedule
+    config["lr_schedule"] |= schedule
     config["checkpoint"] = {"every": 4, "keep": None}
     return config
 

@@ -66,7 +66,7 @@ def corrupt(path: Path, place: int = -1) -> None:
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [
-        ({"train": {"context": 64}}, r"was prepared with context 32, and the run asks for 64\. Set the run's context to 32"),
+        ({"train": {"sequence_length": 64}}, r"with context 32, and the run asks for 64\. Set train\.sequence_length to 32"),
         ({"model": {"vocab": 200}}, r"has 300 tokens, and the model's vocabulary only 200\. Enlarge the model's vocabulary"),
         ({"data": {"path": "/no/such/folder"}}, r"/no/such/folder is not a folder of prepared data: it has no index\.json"),
         ({"train": {"device": "turbo"}}, r"train\.device 'turbo' is not here: this machine has .*cpu"),
@@ -277,7 +277,14 @@ def test_a_state_that_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, prepared: Path, precision: str, gradients: str, per_parameter: int
 ) -> None:
     """A model of 6.9 B parameters is refused before a byte of it is allocated, as exactly as its bytes are known."""
-    train = {"output": "x", "steps": 9, "global_batch": 8, "micro_batch": 1, "context": 32, "precision": precision}
+    train = {
+        "output": "x",
+        "steps": 9,
+        "global_batch": 8,
+        "micro_batch": 1,
+        "sequence_length": 32,
+        "precision": precision,
+    }
     config = load_config(
         {
             "model": "mula-7b-a1b",
@@ -340,7 +347,7 @@ def test_activations_that_do_not_fit(small_run: dict[str, Any], monkeypatch: pyt
     assert not Path(small_run["train"]["output"]).exists()
     assert optimus.train(edited(small_run, train={"micro_batch": 2}))["step"] == 6
     with_free_memory(monkeypatch, lambda: one // 2)
-    assert "free: shorten train.context, or recompute" in message(
+    assert "free: shorten train.sequence_length, or recompute" in message(
         edited(small_run, train={"micro_batch": 1, "output": small_run["train"]["output"] + "-2"})
     )
 
@@ -415,7 +422,14 @@ def test_initial_weights_of_another_model_are_refused_by_the_check(small_run: di
 
 def staged_config(folder: Path, **sections: Any) -> Any:
     shape = {"family": "olmo", "hidden": 256, "layers": 8, "heads": 4, "intermediate": 1024, "vocab": 1024}
-    train = {"output": "x", "steps": 9, "global_batch": 16, "micro_batch": 1, "context": 32, "precision": "bfloat16"}
+    train = {
+        "output": "x",
+        "steps": 9,
+        "global_batch": 16,
+        "micro_batch": 1,
+        "sequence_length": 32,
+        "precision": "bfloat16",
+    }
     return load_config({"model": shape, "data": {"path": str(folder)}, "train": train, **sections})
 
 

@@ -137,7 +137,7 @@ def test_eight_documents_of_2048_tokens(model: str, more: dict[str, Any], ranks:
     document_BS = torch.arange(8).repeat_interleave(2048).expand(2, -1).int()
     mask_BS = torch.rand(2, 8 * 2048, generator=torch.Generator().manual_seed(7)) < 0.7
     mask_BS[0] = True
-    sizes = ["train.context=16384", "train.global_batch=2", "train.micro_batch=1"]
+    sizes = ["train.sequence_length=16384", "train.global_batch=2", "train.micro_batch=1"]
     assert_as_alone(run_config(model, *sizes, *overrides, **more), ranks, document_BS, [mask_BS])
 
 

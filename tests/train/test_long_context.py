@@ -16,7 +16,14 @@ CONTEXT = 16_384
 
 
 def config(**sections: Any) -> dict[str, Any]:
-    train = {"output": "", "steps": 10, "global_batch": 1, "micro_batch": 1, "context": CONTEXT, "precision": "float32"}
+    train = {
+        "output": "",
+        "steps": 10,
+        "global_batch": 1,
+        "micro_batch": 1,
+        "sequence_length": CONTEXT,
+        "precision": "float32",
+    }
     return {"model": "mula-tiny", "data": {"path": ""}, "train": train, "recompute": ["block"], **sections}
 
 

@@ -105,7 +105,7 @@ def test_a_run_on_processors_watches(small_run: dict[str, Any], monkeypatch: pyt
     spent = iter(number * 1e-9 for number in range(10**6))
     monkeypatch.setattr(time, "process_time", lambda: next(spent))
     machine(monkeypatch, lambda: 99.0, 2, 4)
-    small_run["train"] |= {"steps": WINDOW, "context": 32}
+    small_run["train"] |= {"steps": WINDOW, "sequence_length": 32}
     optimus.train(small_run)
     assert re.search(rf"step {WINDOW}: steps take .* s, and 99 threads want the 2 cores", capfd.readouterr().err)
 

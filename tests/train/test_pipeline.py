@@ -28,7 +28,7 @@ def config_of(*overrides: str, layers: int = 8, pipeline: int = 4) -> RunConfig:
             "steps": 10,
             "global_batch": 96,
             "micro_batch": 96,
-            "context": 12,
+            "sequence_length": 12,
             "precision": "bfloat16",
         },
         "parallel": {"pipeline": pipeline},

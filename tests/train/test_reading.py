@@ -37,22 +37,22 @@ def test_a_length_in_epochs_is_the_whole_steps_of_the_data(small_run: dict[str, 
 
 
 def test_a_run_of_some_tokens(small_run: dict[str, Any]) -> None:
-    run = edited(small_run, train={"steps": None, "tokens": 500}, schedule={"warmup_steps": None})
+    run = edited(small_run, train={"steps": None, "tokens": 500}, lr_schedule={"warmup_steps": None})
     assert optimus.train(run)["step"] == 2  # of 256 tokens
     saved = yaml.safe_load((Path(run["train"]["output"]) / "config.yaml").read_text())
-    assert (saved["train"]["steps"], saved["train"]["tokens"], saved["schedule"]["warmup_steps"]) == (2, None, 0)
+    assert (saved["train"]["steps"], saved["train"]["tokens"], saved["lr_schedule"]["warmup_steps"]) == (2, None, 0)
 
 
 def test_a_resumed_run_keeps_its_warm_up(small_run: dict[str, Any]) -> None:
     """A longer run would have a longer one by itself, and the learning rate would jump."""
-    run = edited(small_run, train={"steps": 40, "stop_at": 1}, schedule={"warmup_steps": None})
+    run = edited(small_run, train={"steps": 40, "stop_at": 1}, lr_schedule={"warmup_steps": None})
     optimus.train(run)
     optimus.train(run, ["train.steps=80", "train.stop_at=3"], resume=True)
     rates = [record["lr"] for record in read_metrics(Path(run["train"]["output"]))]
     assert rates[:2] == [pytest.approx(1.5e-3), pytest.approx(3e-3)]
     assert read_run(run, ["train.steps=80"])[0].schedule.warmup_steps == 4
     assert read_run(run, ["train.steps=80"], resume=True)[0].schedule.warmup_steps == 2
-    assert read_run(run, ["schedule.warmup_steps=9"], resume=True)[0].schedule.warmup_steps == 9
+    assert read_run(run, ["lr_schedule.warmup_steps=9"], resume=True)[0].schedule.warmup_steps == 9
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,9 @@ def test_a_resumed_run_keeps_its_warm_up(small_run: dict[str, Any]) -> None:
         ({"train": {"steps": 50}}, []),  # of 8 sequences: 4 epochs of 100
         ({"train": {"steps": 51}}, [r"reads its data 4.08 times"]),
         ({"train": {"steps": 51, "stop_at": 50}}, []),
-        ({"schedule": {"warmup_steps": 3}}, []),
-        ({"schedule": {"warmup_steps": 4}}, [r"more than half of the run, 4 of 6 steps"]),
-        ({"schedule": {"warmup_steps": 2500}}, [r"2,500 of 6 steps .* ends at 7.2e-06 of schedule.peak 0.003"]),
+        ({"lr_schedule": {"warmup_steps": 3}}, []),
+        ({"lr_schedule": {"warmup_steps": 4}}, [r"more than half of the run, 4 of 6 steps"]),
+        ({"lr_schedule": {"warmup_steps": 2500}}, [r"2,500 of 6 steps .* ends at 7.2e-06 of lr_schedule.peak 0.003"]),
         ({"train": {"global_batch": 104}}, [r"6.24 times", r"104 sequences .* the data has 100"]),
     ],
 )
@@ -81,7 +81,7 @@ def test_what_is_likely_not_meant_is_said(
 def test_train_begins_with_a_summary_and_says_when_it_ends(
     small_run: dict[str, Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = edited(small_run, schedule={"warmup_steps": 5})
+    run = edited(small_run, lr_schedule={"warmup_steps": 5})
     instances = Shards(run["data"]["path"]).instances
     expected = summary_lines(summarise(settled(load_config(run), instances), Mesh.of(1), instances))
     assert expected[0] == "model: olmoe, 41.5 K parameters, 35.4 K active"
@@ -95,6 +95,6 @@ def test_train_begins_with_a_summary_and_says_when_it_ends(
 
 
 def test_check_warns_as_the_run_does(small_run: dict[str, Any]) -> None:
-    found = optimus.train(edited(small_run, schedule={"warmup_steps": 2500}), check=True)
+    found = optimus.train(edited(small_run, lr_schedule={"warmup_steps": 2500}), check=True)
     assert len(found["warnings"]) == 1
     assert f"warning: {found['warnings'][0]}" in found["summary"]

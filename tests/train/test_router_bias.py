@@ -108,7 +108,7 @@ def test_runs_go_on_with_their_biases(prepared: Path, tmp_path: Path) -> None:
     base: dict[str, Any] = config(
         moe=MOE | {"bias_rate": rate}, model=MODEL | {"vocab": 320}, data={"path": str(prepared)}
     ) | {
-        "train": {"steps": 4, "global_batch": 4, "micro_batch": 2, "context": 32, "precision": "bfloat16"},
+        "train": {"steps": 4, "global_batch": 4, "micro_batch": 2, "sequence_length": 32, "precision": "bfloat16"},
         "checkpoint": {"every": 2, "asynchronous": True},
         "observe": {"tensorboard": False},
     }

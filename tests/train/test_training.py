@@ -180,7 +180,7 @@ def test_held_out_text_is_measured(small_run: dict[str, Any]) -> None:
 
 
 def test_learning_rate_and_clipping_follow_the_paper() -> None:
-    train = {"output": "x", "steps": 10_000, "global_batch": 1, "micro_batch": 1, "context": 2}
+    train = {"output": "x", "steps": 10_000, "global_batch": 1, "micro_batch": 1, "sequence_length": 2}
     config = load_config({"model": "mula-7b-a1b", "data": {"path": "x"}, "train": train})
     assert step_learning_rate(config, 1) == pytest.approx(4e-4 / 2500)
     assert step_learning_rate(config, 2500) == pytest.approx(4e-4)

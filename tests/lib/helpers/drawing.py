@@ -35,12 +35,12 @@ def config_of(model: str, **sections: dict[str, Any]) -> dict[str, Any]:
 
 def short_run(model: dict[str, Any], *, context: int, **sections: dict[str, Any]) -> dict[str, Any]:
     """The configuration of ten steps of a model, in fp32 and chunks of which there are several."""
-    sizes = {"steps": 10, "global_batch": 16, "micro_batch": 2, "context": context}
+    sizes = {"steps": 10, "global_batch": 16, "micro_batch": 2, "sequence_length": context}
     return {
         "model": model,
         "data": {"path": ""},
         "train": {"output": "", "precision": "float32"} | sizes,
-        "schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
+        "lr_schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
         "state": {"chunk": 2000},
     } | sections
 
@@ -111,7 +111,7 @@ def _draw_pipeline(draw: Draw, ranks: int, sequences: int, microbatches: list[in
         blocks = [1] * stages
         blocks[draw.of(*range(stages))] += layers - stages
         draw.set("parallel.blocks", blocks)
-    in_rounds = (f"parallel.schedule={row.name}" for row in schedules().values() if row.in_rounds)
+    in_rounds = (f"parallel.lr_schedule={row.name}" for row in schedules().values() if row.in_rounds)
     least = ranks if any(said in draw.overrides for said in in_rounds) else 1
     number = draw.of(*(n for n in microbatches if n >= least))
     if draw.of(True, False):
@@ -206,8 +206,8 @@ def _limit_shard_ranks(draw: Draw, mesh: Mesh) -> None:
 def _draw_rule(draw: Draw) -> None:
     """Draws the update rule. Lion's step is as long where a gradient is nothing but rounding, so its steps are short."""
     if draw.set("optimizer.name", "adamw", "muon", "muon", "lion", "schedule-free") == "lion":
-        draw.set("schedule.peak", 2e-6)
-        draw.set("schedule.minimum", 2e-6)
+        draw.set("lr_schedule.peak", 2e-6)
+        draw.set("lr_schedule.minimum", 2e-6)
 
 
 def _draw_frozen(draw: Draw) -> None:

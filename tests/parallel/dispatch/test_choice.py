@@ -9,7 +9,7 @@ from optimus.mesh import Mesh
 from optimus.model.architecture import ModelConfig
 from optimus.parallel.dispatch.choice import copies, dispatcher
 
-TRAIN = {"output": "", "steps": 1, "global_batch": 64, "micro_batch": 1, "context": 4096}
+TRAIN = {"output": "", "steps": 1, "global_batch": 64, "micro_batch": 1, "sequence_length": 4096}
 MODEL = load_config({"model": "mula-7b-a1b", "data": {"path": ""}, "train": TRAIN}).model
 
 
