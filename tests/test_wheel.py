@@ -74,7 +74,8 @@ def test_every_command_runs_from_the_wheel(installed: Path, tmp_path: Path) -> N
     config = {
         "model": "mula-tiny-moe",
         "data": {"path": "data"},
-        "train": {"output": "run", "steps": 4, "global_batch": 4, "micro_batch": 2, "sequence_length": 16, "precision": "float32"},
+        "train": {"output": "run", "steps": 4, "global_batch": 4, "micro_batch": 2, "sequence_length": 16}
+        | {"precision": "float32"},
         "lr_schedule": {"warmup_steps": 2},
         "checkpoint": {"every": 2, "weights_every": 2},
     }  # fmt: skip

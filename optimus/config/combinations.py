@@ -178,6 +178,7 @@ def _check_shapes(config: "RunConfig") -> None:
     rows, ranks = config.train.micro_batch * context // cp, outputs * inputs
     if rows % ranks and (parallel.splits_sequence or model.experts is not None):
         raise ValueError(
-            f"the {rows} tokens of a microbatch (train.micro_batch {config.train.micro_batch} x train.sequence_length {context} "
-            f"/ parallel.context {cp}) cannot be split over the {ranks} ranks of parallel.tensor: change one of them"
+            f"the {rows} tokens of a microbatch (train.micro_batch {config.train.micro_batch} x train.sequence_length "
+            f"{context} / parallel.context {cp}) cannot be split over the {ranks} ranks of parallel.tensor: change "
+            "one of them"
         )

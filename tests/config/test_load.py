@@ -24,7 +24,7 @@ def message(source: Any, *overrides: str) -> str:
 
 
 def test_defaults_then_preset_then_file_then_overrides() -> None:
-    assert load_config(base(model="mula-1b")).schedule.peak == 4e-4  # the tree's default
+    assert load_config(base(model="mula-1b")).lr_schedule.peak == 4e-4  # the tree's default
     config = load_config(base())
     assert (config.lr_schedule.peak, config.lr_schedule.minimum) == (2e-3, 2e-4)  # the preset's recipe
     assert config.optimizer.weight_decay == 0.1
@@ -216,6 +216,8 @@ def test_odd_yaml_is_one_message(text: str, tmp_path: Path) -> None:
     ("override", "expected"),
     [
         ("lr=1e-3", "unknown key 'lr': here it is lr_schedule.peak"),
+        ("schedule.peak=1e-3", "unknown key 'schedule': here it is lr_schedule"),  # as it was before
+        ("train.context=64", "unknown key 'train.context': here it is train.sequence_length"),
         ("train.batch_size=8", "here it is train.global_batch"),
         ("model.max-seq-length=8", "here it is train.sequence_length"),
         ("bf16=true", "here it is train.precision: bfloat16"),

@@ -96,8 +96,8 @@ def test_tokens_that_cannot_be_divided() -> None:
     """Rows are split with sequence parallelism, and for experts always; a dense model without it has all on every rank."""
     train = {"train": {**TRAIN, "micro_batch": 1, "sequence_length": 30}}
     expected = (
-        r"the 30 tokens of a microbatch \(train\.micro_batch 1 x train\.sequence_length 30 / parallel\.context 1\) cannot be "
-        r"split over the 4 ranks of parallel\.tensor: change one of them"
+        r"the 30 tokens of a microbatch \(train\.micro_batch 1 x train\.sequence_length 30 / parallel\.context 1\) cannot "
+        r"be split over the 4 ranks of parallel\.tensor: change one of them"
     )
     refused(expected, DENSE, {"tensor": 4}, **train)
     refused(expected, EXPERTS, {"tensor": [2, 2], "sequence": False}, **train)

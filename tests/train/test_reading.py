@@ -8,6 +8,7 @@ import yaml
 
 import optimus
 from optimus.config import load_config
+from optimus.config.load import with_new_names
 from optimus.data.shards import Shards
 from optimus.errors import UserError
 from optimus.mesh import Mesh
@@ -50,9 +51,23 @@ def test_a_resumed_run_keeps_its_warm_up(small_run: dict[str, Any]) -> None:
     optimus.train(run, ["train.steps=80", "train.stop_at=3"], resume=True)
     rates = [record["lr"] for record in read_metrics(Path(run["train"]["output"]))]
     assert rates[:2] == [pytest.approx(1.5e-3), pytest.approx(3e-3)]
-    assert read_run(run, ["train.steps=80"])[0].schedule.warmup_steps == 4
-    assert read_run(run, ["train.steps=80"], resume=True)[0].schedule.warmup_steps == 2
-    assert read_run(run, ["lr_schedule.warmup_steps=9"], resume=True)[0].schedule.warmup_steps == 9
+    assert read_run(run, ["train.steps=80"])[0].lr_schedule.warmup_steps == 4
+    assert read_run(run, ["train.steps=80"], resume=True)[0].lr_schedule.warmup_steps == 2
+    assert read_run(run, ["lr_schedule.warmup_steps=9"], resume=True)[0].lr_schedule.warmup_steps == 9
+
+
+def test_what_a_run_of_an_earlier_version_has_written(small_run: dict[str, Any]) -> None:
+    """Its configuration has other names for some keys."""
+    run = edited(small_run, train={"steps": 40}, lr_schedule={"warmup_steps": None})
+    folder = Path(run["train"]["output"])
+    folder.mkdir(parents=True)
+    before = {"schedule": {"warmup_steps": 7}, "train": {"context": 32, "precision": "float32"}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(before))
+    assert read_run(run, resume=True)[0].lr_schedule.warmup_steps == 7
+    assert with_new_names(before) == {
+        "lr_schedule": {"warmup_steps": 7},
+        "train": {"sequence_length": 32, "precision": "float32"},
+    }
 
 
 @pytest.mark.parametrize(
