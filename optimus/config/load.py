@@ -25,7 +25,7 @@ ModelFolderReader = Callable[[Path], dict[str, Any]]
 SomeSection = typing.TypeVar("SomeSection", bound=BaseModel)
 
 
-_RENAMED = {"schedule": "lr_schedule"}
+_RENAMED = {"schedule": "lr_schedule", "train.context": "train.sequence_length"}
 
 
 def load_config(
@@ -89,11 +89,14 @@ def dump_config(config: RunConfig) -> str:
 
 def with_new_names(written: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration that a run has kept, with the names of today where an earlier version wrote other ones."""
-    found = {_RENAMED.get(name, name): section for name, section in written.items()}
-    train = found.get("train", {})
-    if "context" in train:
-        found["train"] = {"sequence_length" if name == "context" else name: value for name, value in train.items()}
-    return found
+
+    def renamed(section: Mapping[str, Any], before: str) -> dict[str, Any]:
+        return {_RENAMED.get(before + key, before + key).removeprefix(before): value for key, value in section.items()}
+
+    sections = {
+        key: renamed(value, f"{key}.") if isinstance(value, Mapping) else value for key, value in written.items()
+    }
+    return renamed(sections, "")
 
 
 @cache
@@ -205,7 +208,9 @@ def _must_be(problem: Any) -> str:
 
 
 def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
-    """The nearest key of the same section, or else the same key where another section has it."""
+    """What it is called now; or the same key where another section has it, or else the nearest of this one."""
+    if now := _RENAMED.get(".".join([*section, key])):
+        return f"here it is {now}"
     elsewhere = [f"{name}.{key}" for name, field in root.model_fields.items() if key in _fields_of(field.annotation)]
     if elsewhere:
         return f"did you mean '{elsewhere[0]}'?"

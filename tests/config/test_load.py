@@ -69,7 +69,7 @@ def test_a_tree_is_a_source_too() -> None:
     tree = load_config(base())
     assert load_config(tree) == tree
     assert load_config(tree, ["train.steps=3"]).train.steps == 3
-    assert load_config(tree, ["train.steps=3"]).schedule == tree.schedule
+    assert load_config(tree, ["train.steps=3"]).lr_schedule == tree.lr_schedule
     assert load_config(load_config(base(model="mula-tiny")), ["train.steps=3"]).model.family == "olmo"
 
 
@@ -112,8 +112,8 @@ def test_a_model_folder_brings_its_sections(tmp_path: Path) -> None:
         (["modle=x"], r"unknown key 'modle': did you mean 'model'\?"),
         (["train.sed=1"], r"unknown key 'train\.sed': did you mean 'train\.seed'\?"),
         (["model.hiden=64"], r"unknown key 'model\.hiden': did you mean 'model\.hidden'\?"),
-        (["train.warmup_steps=5"], r"unknown key 'train\.warmup_steps': did you mean 'schedule\.warmup_steps'\?"),
-        (["peak=5"], r"unknown key 'peak': did you mean 'schedule\.peak'\?"),
+        (["train.warmup_steps=5"], r"unknown key 'train\.warmup_steps': did you mean 'lr_schedule\.warmup_steps'\?"),
+        (["peak=5"], r"unknown key 'peak': did you mean 'lr_schedule\.peak'\?"),
         (["optimizer.zzz=1"], r"unknown key 'optimizer\.zzz': valid: betas, clip_during_warmup, clip_norm, eps, groups"),
         (["train.steps=ten"], r"'train\.steps' is 'ten': it must be a whole number"),
         (["train.steps=1.5"], r"'train\.steps' is 1\.5: it must be a whole number"),
@@ -153,7 +153,7 @@ def test_several_problems_are_reported_at_once() -> None:
 def test_a_file_is_named_in_its_messages(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     assert message(file) == f"config file {file} does not exist"
-    file.write_text("model: mula-tiny\ndata: {path: x}\ntrain: {steps: 4\nschedule: 3: 4\n")
+    file.write_text("model: mula-tiny\ndata: {path: x}\ntrain: {steps: 4\nlr_schedule: 3: 4\n")
     assert re.match(rf"config file {re.escape(str(file))} line \d is not valid YAML: ", message(file))
     file.write_text("model: mula-tiny\n\ttrain: 3\n")
     assert f"{file} line 2 is not valid YAML" in message(file)

@@ -75,12 +75,12 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
         (
             DENSE,
             {"lr_schedule": {"name": "wsd", "cooldown_steps": 99}},
-            r"schedule\.cooldown_steps 99 and the warm-up's 0 are more than the run's 10 steps: lower one of them",
+            r"lr_schedule\.cooldown_steps 99 and the warm-up's 0 are more than the run's 10 steps: lower one of them",
         ),
         (
             DENSE,
             {"lr_schedule": {"branch_from": "a"}, "checkpoint": {"initial": "b"}},
-            r"schedule\.branch_from and checkpoint\.initial: a run begins with one of them: remove the other",
+            r"lr_schedule\.branch_from and checkpoint\.initial: a run begins with one of them: remove the other",
         ),
         (DENSE, {"train": {**TRAIN, "micro_batch": 3}}, r"train: global_batch 8 is not a multiple of micro_batch 3"),
         (DENSE, {"train": {**TRAIN, "stop_at": 11}}, r"train: stop_at 11 is beyond steps 10"),
@@ -166,7 +166,7 @@ def test_a_length_in_tokens_is_as_many_steps_as_reach_them(tokens: Any, steps: i
 
 def test_the_cooldown_is_a_share_of_the_run() -> None:
     def cooldown(steps: int, **schedule: Any) -> int:
-        return tree(DENSE, train=TRAIN | {"steps": steps}, schedule=schedule).cooldown_steps
+        return tree(DENSE, train=TRAIN | {"steps": steps}, lr_schedule=schedule).cooldown_steps
 
     assert [cooldown(steps, name="wsd") for steps in (3, 10, 1000)] == [1, 2, 200]
     assert cooldown(10, name="wsd", cooldown_steps=7) == 7
