@@ -72,7 +72,9 @@ def accelerator() -> str:
         )
     if not torch.accelerator.is_available():
         sys.exit(f"gpu-check: no accelerator here (torch {torch.__version__}): run it on a machine with a GPU")
-    return str(torch.accelerator.current_accelerator().type)
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    return str(device.type)
 
 
 def unpack(wheels: Path, site: Path) -> None:

@@ -1,6 +1,6 @@
 """Train the same model on the same text in different layouts and lay their loss curves over each other.
 
-`python benchmarks/layout_curves.py --text FOLDER --plot curves.png --output curves.json` (as in the sources' figures 3.8 and
+`python -m benchmarks.layout_curves --text FOLDER --plot curves.png --output curves.json` (as in the sources' figures 3.8 and
 7.7). Without --text, Python's own sources are the text. The first layout is one process; of every other the largest
 difference from it is printed.
 """
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import optimus
-from optimus.bench.report import print_table
 from optimus.disk import write_json
 from optimus.observe.metrics import read_metrics
+from optimus.observe.report import print_table
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "family": "olmoe",
     "hidden": 64,
     "layers": 2,

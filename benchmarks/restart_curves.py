@@ -1,6 +1,6 @@
 """Train a model, go back to its weights in the middle, and go on from there with fresh moments: what does it cost?
 
-`python benchmarks/restart_curves.py --text FOLDER --plot restart.png --output restart.json` (the Optimus paper, section 4:
+`python -m benchmarks.restart_curves --text FOLDER --plot restart.png --output restart.json` (the Optimus paper, section 4:
 persistent model checkpoints). Without --text, Python's own sources are the text. The run is continued to its end twice, once
 undisturbed and once from the weights alone, and both losses of every step are compared.
 """
@@ -12,13 +12,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from layout_curves import MODEL  # beside this file
-
 import optimus
-from optimus.bench.report import report
+from benchmarks.layout_curves import MODEL  # beside this file
 from optimus.checkpoint.rollback import rollback
 from optimus.disk import write_json
 from optimus.observe.metrics import read_metrics
+from optimus.observe.report import report
 
 WINDOW = 20  # steps over which losses are averaged
 

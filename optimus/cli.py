@@ -13,10 +13,10 @@ import typer
 from typer import Argument, Option
 
 from optimus import __version__
-from optimus.bench.commands import bench_app
-from optimus.bench.lab_command import lab
 from optimus.errors import UserError
 from optimus.plan.commands import plan
+from optimus.plan.measure.commands import add_benchmarks, bench_app
+from optimus.testing.lab_command import lab
 
 app = typer.Typer(
     name="optimus",
@@ -25,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+add_benchmarks()
 app.add_typer(bench_app, name="bench")
 checkpoint_app = typer.Typer(
     help="Look at checkpoints, check and convert them.", no_args_is_help=True, rich_markup_mode=None
@@ -283,7 +284,7 @@ def launch(
     job = run.Job(config, overrides or [], nodes, spares, ranks_per_node, alive, wait, max_restarts)
     program = []
     if inject is not None:
-        from optimus.bench.faults import rank_program
+        from optimus.testing.faults import rank_program
 
         program = rank_program(inject, job.ranks)
     if check:

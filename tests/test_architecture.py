@@ -18,10 +18,10 @@ PACKAGE = ROOT / "optimus"
 
 # From the top down, as in docs/architecture.md; but for `hub`, which writes and reads checkpoints and so stands above them.
 ROOMS = [
-    "cli", "bench", "plan", "train", "evaluate", "resilience", "hub", "checkpoint", "observe", "state",
+    "cli", "plan", "train", "evaluate", "resilience", "hub", "checkpoint", "observe", "state",
     "parallel", "optim", "data", "config", "pipeline", "model", "kernels", "comm", "mesh",
 ]  # fmt: skip
-BELOW_ALL = ["step_context", "autograd", "section", "disk", "lazy", "errors"]
+BELOW_ALL = ["functions", "step_context", "autograd", "section", "disk", "lazy", "errors"]
 _LAZY_NAME = re.compile(r"optimus(\.\w+)+(:\w+)?")
 TESTING = "testing"  # for tests and benchmarks; it may use every room
 
@@ -72,7 +72,7 @@ def test_imports_go_down_the_list() -> None:
             if there is None or there == here:
                 continue
             known = there in {*ROOMS, *BELOW_ALL}  # else: a function of the package itself, or the tests' room
-            allowed = rank(here) < rank(there) if known else here in ("cli", "bench", TESTING)
+            allowed = rank(here) < rank(there) if known else here in ("cli", TESTING)
             if not allowed:
                 upward.append(f"{file.relative_to(ROOT)}:{line} {here} imports {module}")
     assert not upward, "\n".join(upward)
@@ -108,7 +108,6 @@ def test_what_is_imported_is_installed() -> None:
     installed = declared("dependencies") | {"optimus", "triton", *sys.stdlib_module_names}  # torch brings its triton
     extras = {
         "evaluate": "evaluate", "hub/drop_in.py": "evaluate", "observe": "wandb",
-        "bench": "bench",
     }  # fmt: skip
     missing = []
     for file in files():
@@ -173,14 +172,14 @@ def named_outside(words: Collection[str], *rooms: str) -> list[str]:
 
 def test_schedules_register_themselves() -> None:
     """No other file names one; benchmarks compare those that they choose."""
-    found = named_outside(schedules(), "pipeline/schedules", "bench")
+    found = named_outside(schedules(), "pipeline/schedules")
     assert not found, "ask the row in optimus.pipeline.schedules.schedules() instead: " + ", ".join(found)
 
 
 def test_families_are_files() -> None:
-    """No other file names one; benchmarks and tests have models of those that they choose."""
+    """No other file names one, but for the tests and what times kernels: they choose models."""
     assert len(families()) > 10
-    found = named_outside(families(), "model/families", "bench", TESTING)
+    found = named_outside(families(), "model/families", TESTING, "plan/measure")
     assert not found, "what a family's models compute is in ModelConfig: " + ", ".join(found)
 
 
@@ -306,7 +305,7 @@ def _root(node: ast.expr) -> str | None:
 def test_modules_have_no_state() -> None:
     found = []
     for file in files():
-        if file != _LETS_THINGS_FAIL and not any(file.is_relative_to(PACKAGE / room) for room in ("bench", TESTING)):
+        if file != _LETS_THINGS_FAIL and not file.is_relative_to(PACKAGE / TESTING):
             lines = sorted(set(mutated(ast.parse(file.read_text(encoding="utf-8")))))
             found += [f"{file.relative_to(ROOT)}:{line}" for line in lines]
     assert not found, "let an object have it that is made for a run (step_context.py): " + ", ".join(found)

@@ -342,7 +342,7 @@ def test_a_report_and_nothing_else_is_printed_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tables go to standard error; `--output` gets the same report."""
-    from optimus.bench import optimizer
+    from benchmarks import optimizer
 
     monkeypatch.setattr(optimizer, "run", lambda ranks, steps: ([{"ranks": ranks, "steps": steps}], {"ratio": 2.0}))
     report = result(capsys, monkeypatch, "bench", "optimizer", "--ranks", 2, "--output", tmp_path / "report.json")

@@ -38,7 +38,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from optimus.testing import functions
+from optimus import functions
 
 T = TypeVar("T")
 

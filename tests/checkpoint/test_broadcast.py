@@ -9,13 +9,13 @@ from torch import Tensor
 
 from helpers.drawing import config_of
 from helpers.whole import whole_state
-from optimus.bench.steps import Steps
 from optimus.checkpoint.folder import Description, step_folder
 from optimus.checkpoint.loading import Send
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.store import load_state
 from optimus.comm.algorithms import LONG_SUM
 from optimus.testing import run_ranks
+from optimus.testing.steps import Steps
 
 LONG = LONG_SUM // 4  # elements in fp32
 MODEL = {"family": "olmo", "hidden": 64, "layers": 1, "heads": 2, "intermediate": 64, "vocab": LONG // 64 + 2}

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from helpers.drawing import MODELS, config_of, drawn
 from helpers.equality import Layout, Trained, compare, train_steps
 from helpers.whole import whole_state
-from optimus.bench.steps import random_batch
 from optimus.checkpoint.folder import DESCRIPTION, MANIFEST, METADATA, Description, step_folder, weights_folder
 from optimus.checkpoint.loading import Send
 from optimus.checkpoint.reader import Reader, verify
@@ -35,6 +34,7 @@ from optimus.hub import export_checkpoint
 from optimus.pipeline.staged import Staged
 from optimus.state.model_state import ModelState
 from optimus.testing import run_ranks
+from optimus.testing.steps import random_batch
 from optimus.train.pipeline import with_microbatches
 from optimus.train.run import build_model, mesh_of
 from optimus.train.step import StepResult, training_step

@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from helpers.drawing import config_of, drawn
 from helpers.equality import Layout
-from optimus.bench.steps import Steps
 from optimus.comm.watch import Watch
 from optimus.config import load_config
 from optimus.testing import run_ranks
+from optimus.testing.steps import Steps
 from optimus.train.pipeline import with_microbatches
 from optimus.train.step import StepResult
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from optimus.bench.memory import tracking
 from optimus.kernels import attention
 from optimus.kernels.attention import (
     Scoring,
@@ -19,6 +18,7 @@ from optimus.kernels.attention import (
     causal_attention,
     merge_block,
 )
+from optimus.testing.memory import tracking
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float64: 1e-12}  # relative, in the Frobenius norm
 PATHS = {

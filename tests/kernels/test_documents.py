@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from optimus.bench.memory import tracking
 from optimus.kernels import documents as kernels
 from optimus.kernels.attention import Block, Scoring, attention_reference, causal_attention
 from optimus.kernels.documents import Documents, document_attention
+from optimus.testing.memory import tracking
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float64: 1e-12}  # relative, in the Frobenius norm
 LENGTHS = [[24], [8, 8, 8], [1] * 24, [5, 7, 12], [1, 9, 1, 1, 12], [23, 1], [1, 23]]

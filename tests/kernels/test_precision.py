@@ -1,7 +1,7 @@
 """Every operation's CPU path, and the references: gradients by finite differences, and precision against float64.
 
 The Triton path is held to the same in `tests/kernels/triton`; real layers' widths are in
-`tests/bench/test_kernels.py`.
+`tests/benchmarks/test_kernels.py`.
 """
 
 from collections.abc import Callable

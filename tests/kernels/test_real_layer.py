@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optimus.bench.memory import tracking
 from optimus.model.moe.layer import MoeLayer
 from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.step_context import StepContext
+from optimus.testing.memory import tracking
 
 T, H, I, E, K = 1024, 2048, 1024, 64, 8
 KEPT_PER_TOKEN = 40 * 1024  # bytes at most; x 4 KiB, the pre-activation 32 KiB, and rows that pad, weights and indices

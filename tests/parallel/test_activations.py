@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optimus.bench.memory import allocated, tracking
 from optimus.comm import Groups
 from optimus.config import ModelConfig, load_config
 from optimus.errors import UserError
@@ -21,6 +20,7 @@ from optimus.parallel.module_bytes import Setting
 from optimus.parallel.recompute import Recomputation
 from optimus.parallel.recompute_choice import choose_recomputation, recomputed_flops
 from optimus.testing import run_ranks
+from optimus.testing.memory import allocated, tracking
 from optimus.train.recomputation import activation_shapes
 from optimus.train.run import build_model, mesh_of
 from optimus.train.step import terms

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from helpers.traffic import Traffic, counting
-from optimus.bench.steps import random_batch
 from optimus.comm import Group, Groups
 from optimus.comm.functional import own_rows
 from optimus.config import load_config
@@ -24,6 +23,7 @@ from optimus.kernels.linear import MatrixProduct
 from optimus.mesh import Mesh
 from optimus.parallel.tensor import SplitProduct
 from optimus.testing import run_ranks
+from optimus.testing.steps import random_batch
 from optimus.train.run import build_model, mesh_of
 from optimus.train.step import objective, terms, training_step
 

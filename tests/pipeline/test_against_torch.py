@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus.bench.pipeline_rival import TORCH, make_stages, ours, torchs
+from benchmarks.pipeline_rival import TORCH, make_stages, ours, torchs
 from optimus.config import RunConfig, load_config
 from optimus.pipeline.schedules import schedules
 from optimus.testing import run_ranks

@@ -10,9 +10,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+from benchmarks.pipeline import falling_caps
+from benchmarks.pipeline_waits import Contestant, Job, run_jobs, simulated, timelines
 from helpers.traffic import counting
-from optimus.bench.pipeline import falling_caps
-from optimus.bench.pipeline_waits import Contestant, Job, run_jobs, simulated, timelines
 from optimus.comm import Group, Groups
 from optimus.errors import UserError
 from optimus.mesh import Mesh

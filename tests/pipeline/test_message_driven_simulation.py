@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optimus.bench.pipeline import falling_caps
+from benchmarks.pipeline import falling_caps
 from optimus.errors import UserError
 from optimus.pipeline import Costs, make_schedule, simulate
 from optimus.pipeline.message_driven_simulation import simulate_message_driven

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from optimus.bench.pipeline import falling_caps
+from benchmarks.pipeline import falling_caps
 from optimus.errors import UserError
 from optimus.pipeline.ready import Preference, Ready, find_caps, message_driven
 from optimus.pipeline.schedule import Action, Kind, Schedule

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from helpers.drawing import short_run
 from helpers.equality import Layout, assert_same_as_one_process
-from optimus.bench.memory import allocated
 from optimus.comm import Groups
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.pipeline import Costs, check, make_schedule, simulate
 from optimus.pipeline.schedule import VOCABULARY, Action, Kind, Schedule
 from optimus.testing import run_ranks
+from optimus.testing.memory import allocated
 from optimus.train.run import build_model, mesh_of
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("zb-h1", 1), ("zbv", 2)]

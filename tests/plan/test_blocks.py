@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from optimus.bench.published.activations import OtherActivations
+from benchmarks.published.activations import OtherActivations
 from optimus.config import ModelConfig, preset_names, resolve_model
 from optimus.config.load import model_config_from
 from optimus.mesh import Mesh

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from optimus.bench.published.activations import OtherActivations
+from benchmarks.published.activations import OtherActivations
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
 from optimus.model.count import count_parameters

@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from optimus.bench.published.activations import OtherActivations
+from benchmarks.published.activations import OtherActivations
 from optimus.config import ModelConfig
 from optimus.config.load import model_config_from, resolve_model
 from optimus.mesh import Mesh

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from helpers.drawing import config_of
-from optimus.bench.steps import Steps
 from optimus.comm.recorder import Recorder
 from optimus.config import load_config
 from optimus.resilience import hangs
 from optimus.resilience.hangs import Verdict, Watchdog, find_culprits
 from optimus.testing import run_ranks
+from optimus.testing.steps import Steps
 from optimus.train.checkpoints import build_run
 from optimus.train.health import Hangs
 from optimus.train.pipeline import with_microbatches

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optimus.bench.faults import FaultPlan, Inject
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import Exit
 from optimus.testing import run_ranks
+from optimus.testing.faults import FaultPlan, Inject
 from optimus.train import health
 from optimus.train.checkpoints import build_run
 from optimus.train.health import SlowRanks, alone, find_slow

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from helpers.rules import recipe
-from optimus.bench.memory import allocated, tracking
 from optimus.comm import Group
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.optim.rule import Now
 from optimus.state.plan import plan_chunks
 from optimus.state.trained import TrainedChunk
+from optimus.testing.memory import allocated, tracking
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")

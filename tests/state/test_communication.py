@@ -13,8 +13,6 @@ from helpers.planned import state_bytes
 from helpers.rules import recipe
 from helpers.traffic import Traffic, counting
 from helpers.whole import whole_state
-from optimus.bench.memory import allocated, tracking
-from optimus.bench.steps import random_batch
 from optimus.checkpoint.boxes import Box
 from optimus.checkpoint.loading import load_boxes
 from optimus.comm import Groups
@@ -25,6 +23,8 @@ from optimus.parallel.layouts import parameter_layouts
 from optimus.state.model_state import ModelState
 from optimus.state.plan import bytes_by_kind, plan_chunks
 from optimus.testing import run_ranks
+from optimus.testing.memory import allocated, tracking
+from optimus.testing.steps import random_batch
 from optimus.train.run import build_model, mesh_of
 from optimus.train.step import training_step
 

@@ -9,7 +9,6 @@ from torch import nn
 
 from helpers.rules import recipe
 from helpers.whole import whole_state
-from optimus.bench.memory import allocated
 from optimus.comm import Groups
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
@@ -19,6 +18,7 @@ from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.parallel.layouts import parameter_layouts
 from optimus.state.model_state import ModelState
+from optimus.testing.memory import allocated
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NAMES: dict[torch.dtype, Any] = {BF16: "bfloat16", FP32: "float32"}

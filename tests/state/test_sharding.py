@@ -11,7 +11,6 @@ from helpers.rules import ADAMW
 from helpers.state_groups import groups_for
 from helpers.traffic import counting
 from helpers.whole import whole_state
-from optimus.bench.memory import allocated
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
 from optimus.mesh import Mesh
@@ -23,6 +22,7 @@ from optimus.state.gathering import Gathering
 from optimus.state.model_state import ModelState
 from optimus.state.plan import Recipe
 from optimus.testing import run_ranks
+from optimus.testing.memory import allocated
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

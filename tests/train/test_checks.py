@@ -17,11 +17,11 @@ import yaml
 
 import optimus
 from helpers.planned import state_bytes
-from optimus.bench.memory import allocated
 from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.config import load_config
 from optimus.observe.metrics import read_metrics
 from optimus.testing import run_ranks
+from optimus.testing.memory import allocated
 from optimus.train import checks
 from optimus.train.checkpoints import build_run
 

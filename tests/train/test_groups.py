@@ -7,10 +7,10 @@ import pytest
 import torch.distributed as dist
 
 from helpers.drawing import MODELS, short_run
-from optimus.bench.steps import Steps
 from optimus.config import load_config
 from optimus.pipeline.schedule import partner
 from optimus.testing import run_ranks
+from optimus.testing.steps import Steps
 from optimus.train.groups import communicators, run_divisions
 from optimus.train.pipeline import schedule_of
 from optimus.train.run import layouts_of, mesh_of, whole_model

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from helpers.equality import train_steps
-from optimus.bench.steps import random_batch
 from optimus.comm import Groups
 from optimus.config import load_config
 from optimus.testing import run_ranks
+from optimus.testing.steps import random_batch
 from optimus.train.run import build_model, mesh_of
 
 CONTEXT = 16_384

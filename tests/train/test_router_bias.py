@@ -10,10 +10,10 @@ import torch
 import optimus
 from helpers.drawing import config_of
 from helpers.equality import Layout, assert_same_as_one_process, train_steps
-from optimus.bench.steps import Steps
 from optimus.config import load_config
 from optimus.config.tree import MoeConfig
 from optimus.model.moe.router import Router
+from optimus.testing.steps import Steps
 
 MODEL: dict[str, Any] = {
     "family": "deepseek_v3",

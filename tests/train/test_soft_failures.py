@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optimus.bench.faults import FaultPlan, Inject
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
 from optimus.resilience.events import EventLog
 from optimus.resilience.exits import Exit
 from optimus.testing import run_ranks
+from optimus.testing.faults import FaultPlan, Inject
 from optimus.train.checkpoints import build_run
 from optimus.train.hooks import Hook
 from optimus.train.launch import _claim_folder, _hooks, code_of

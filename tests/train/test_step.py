@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from helpers.drawing import config_of
-from optimus.bench.steps import Steps, random_batch
 from optimus.testing import run_ranks
+from optimus.testing.steps import Steps, random_batch
 from optimus.train import step as module
 from optimus.train.step import StepResult, training_step
 

@@ -1,7 +1,7 @@
 """The tiles that each kernel works in: one table, chosen by type and size; no measuring while training.
 
 Sizes depend on the layer's shape and on the power of two of the mean rows per expert, never on the exact number of tokens: a
-batch of another length compiles nothing new. Whoever has a chip at hand times candidates (`bench/trial.py`) and writes the
+batch of another length compiles nothing new. Whoever has a chip at hand times candidates (`testing/trial.py`) and writes the
 winner into `preferred`.
 
 Legend: T tokens, K experts per token, E experts.

@@ -15,8 +15,8 @@ from optimus.step_context import StepContext
 
 pytest.importorskip("triton")
 
-from optimus.bench.trial import trial
 from optimus.kernels.triton.tuning import Tiles
+from optimus.testing.trial import trial
 
 Random = Callable[..., Tensor]
 

@@ -12,12 +12,12 @@ from optimus.kernels.activation import activation_reference, gated_activation_ba
 
 pytest.importorskip("triton")
 
-from optimus.bench.trial import trial
 from optimus.kernels.triton.expert_down import expert_down, expert_down_backward, expert_down_weight_gradient
 from optimus.kernels.triton.expert_reduce import expert_reduce, expert_reduce_backward
 from optimus.kernels.triton.expert_up import expert_up, expert_up_backward, expert_up_weight_gradient
 from optimus.kernels.triton.token_index import Routes, token_index
 from optimus.kernels.triton.tuning import Tiles
+from optimus.testing.trial import trial
 
 T, K, E, H, I = 60, 3, 4, 41, 40  # neither H nor I is a multiple of a tile; expert 2 is chosen by nobody
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimus.bench.memory import tracking
 from optimus.kernels.expert_mlp import expert_mlp, expert_mlp_reference
 from optimus.kernels.gradient_buffer import TensorBuffer
+from optimus.testing.memory import tracking
 
 pytest.importorskip("triton")
 
-from optimus.bench.trial import trial
 from optimus.kernels.triton.tuning import Tiles
+from optimus.testing.trial import trial
 
 NATIVE = torch.accelerator.is_available()
 DTYPE = torch.bfloat16 if NATIVE else torch.float16

@@ -9,7 +9,7 @@ from optimus.config.tree import ModelConfig
 
 pytest.importorskip("triton")
 
-from optimus.bench import tiles
+from benchmarks import tiles
 from optimus.kernels.triton import tuning
 
 MODEL = ModelConfig(

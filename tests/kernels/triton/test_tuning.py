@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from optimus.bench.trial import trial
 from optimus.kernels.triton.tuning import Tiles, fitted, preferred, row_tile, tiles
+from optimus.testing.trial import trial
 
 KERNELS = ("up", "down", "down_backward", "up_backward", "weight_gradient")
 

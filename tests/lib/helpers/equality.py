@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from helpers.whole import whole_state
-from optimus.bench.steps import Steps
 from optimus.config import load_config
 from optimus.testing.ranks import run_ranks
+from optimus.testing.steps import Steps
 from optimus.train.pipeline import with_microbatches
 from optimus.train.step import StepResult
 

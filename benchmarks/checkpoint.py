@@ -1,0 +1,325 @@
+"""Checkpoints: how long training waits for one, at once or beside it; how long a start takes; bytes, and who writes them.
+
+Saving: one process trains a dense model of some 300 million parameters in bf16, whose state takes 12 bytes per parameter on
+disk. In turns: steps undisturbed, a checkpoint at once, one beside the training, and the same tensors by DCP's `save` and
+`async_save`. The stall is the time for which training waits (in calls, and where the optimizer waits for a copy); the steps'
+own slowing down, as the writing thread takes its part of cores, memory and disk, is a column of its own.
+
+Loading: ranks that all hold the whole model load it, read once and sent or read by all; from a disk whose cache has been
+dropped, and from a file server that gives all ranks together a fixed rate, which stands for the file system of a cluster.
+
+Nodes: who would write how much of a model on 4 nodes, 12-way model-parallel in each (the Optimus paper, section 4).
+"""
+
+import fcntl
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from optimus.checkpoint.folder import Description
+from optimus.checkpoint.format import Stored
+from optimus.checkpoint.reader import Reader
+from optimus.checkpoint.saving import Saver, Target
+from optimus.checkpoint.store import load_state
+from optimus.checkpoint.writers import saved_bytes, writers
+from optimus.comm import Groups
+from optimus.config import RunConfig, load_config
+from optimus.mesh import Mesh
+from optimus.model import Transformer
+from optimus.plan.measure.ranks import run_fresh
+from optimus.state.model_state import ModelState
+from optimus.state.plan import plan_chunks
+from optimus.train.run import build_model, layouts_of, mesh_of, recipe_of
+from optimus.train.step import training_step
+
+LARGE = {"family": "olmo", "hidden": 1024, "layers": 12, "heads": 16, "intermediate": 4096, "vocab": 50304}
+SMALL = {"family": "olmo", "hidden": 512, "layers": 8, "heads": 8, "intermediate": 2048, "vocab": 16384}
+_SERVER = 500e6  # bytes per second that the file server gives to all ranks together
+Row = dict[str, Any]
+
+
+def run(
+    *, model: dict[str, Any] | None = None, loaded: dict[str, Any] | None = None, ranks: int = 4, rounds: int = 2
+) -> tuple[list[Row], list[Row], list[Row], dict[str, float]]:
+    """Rows of saving `model`, of loading `loaded` on `ranks` ranks, and of nodes; and ratios.
+
+    `async.stall_vs_sync`: the stall of a checkpoint beside the training over the time of one at once. `async.steps_vs_sync`:
+    what steps took longer beside it, over the same. `save.vs_dcp`: DCP's time over ours, both at once. `model_only.bytes`:
+    bytes of the weights' checkpoint over those of the full one. `broadcast.vs_all_read`: the time to load where every rank
+    reads over that where one does, from the file server; `broadcast.vs_all_read_disk`: from the disk here.
+    `nodes.largest_share`: the most bytes that a node writes, scattered, over the mean.
+    """
+    with tempfile.TemporaryDirectory(prefix="optimus-bench-") as folder:
+        (saving, bytes_) = run_fresh(_saving, 1, model or LARGE, rounds, folder)[0]
+    with tempfile.TemporaryDirectory(prefix="optimus-bench-") as folder:
+        loading = run_fresh(_loading, ranks, loaded or SMALL, rounds, folder)[0]
+    nodes = _nodes()
+    at_once, beside, plain, _ = saving
+    seconds = {(row["from"], row["way"]): row["seconds"] for row in loading}
+    return (
+        saving,
+        loading,
+        nodes,
+        {
+            "async.stall_vs_sync": beside["stall_s"] / at_once["stall_s"],
+            "async.steps_vs_sync": beside["steps_longer_s"] / at_once["stall_s"],
+            "save.vs_dcp": plain["stall_s"] / at_once["stall_s"],
+            "model_only.bytes": bytes_["weights"] / bytes_["full"],
+            "broadcast.vs_all_read": seconds["server", "none"] / seconds["server", "broadcast"],
+            "broadcast.vs_all_read_disk": seconds["disk", "none"] / seconds["disk", "broadcast"],
+            "nodes.largest_share": max(row["largest_share"] for row in nodes if row["writers_chosen"] == "scattered"),
+        },
+    )
+
+
+# ---- Saving ----
+
+
+def _saving(model: dict[str, Any], rounds: int, folder: str) -> tuple[list[Row], dict[str, int]]:
+    config = _config(model, 1)
+    groups = Groups(mesh_of(config, 1))
+    module, state = build_model(config, torch.device("cpu"), groups)
+    state.initialize(0, 0.02)
+    tokens_BS = torch.randint(config.model.vocab, (1, config.train.sequence_length))
+    numbers = iter(range(1, 1 << 30))
+
+    def step() -> float:
+        began = time.perf_counter()
+        training_step(module, state, tokens_BS, config, next(numbers))
+        return time.perf_counter() - began
+
+    for _ in range(2):
+        step()
+    savers = {beside: Saver(state, beside=beside) for beside in (False, True)}
+    ways: dict[str, Callable[[Path, float], tuple[float, float, float]]] = {
+        "at once": partial(_at_once, savers[False], config),
+        "beside the training": partial(_beside, savers[True], config, step),
+        "DCP save": partial(_dcp_save, state),
+        "DCP async_save": partial(_dcp_async, state, step),
+    }
+    seen: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
+    for number in range(rounds + 1):
+        for way, save in ways.items():
+            undisturbed = statistics.median(step() for _ in range(3))
+            place = Path(folder) / "checkpoints" / f"step-{number}"
+            found = save(place, undisturbed)
+            shutil.rmtree(place)
+            if number:  # the first time, host memory is fetched
+                seen[way].append(found)
+    parameters = sum(slot.end - slot.start for chunk in state.chunks for slot in chunk.plan.slots)
+    rows = []
+    for way, times in seen.items():
+        stall, longer, total = (statistics.median(column) for column in zip(*times))
+        rows.append(
+            {
+                "way": way,
+                "parameters": parameters,
+                "gb": sum(saved_bytes(chunk.plan) for chunk in state.chunks) / 1e9,
+                "stall_s": stall,
+                "steps_longer_s": longer,
+                "until_complete_s": total,
+                "undisturbed_step_s": undisturbed,
+            }
+        )
+    return rows, _bytes(state, config, Path(folder))
+
+
+def _at_once(saver: Saver, config: RunConfig, place: Path, undisturbed: float) -> tuple[float, float, float]:
+    began = time.perf_counter()
+    saver.save(Target(place, _description(config, full=True)))
+    seconds = time.perf_counter() - began
+    return seconds, 0.0, seconds
+
+
+def _beside(
+    saver: Saver, config: RunConfig, step: Callable[[], float], place: Path, undisturbed: float
+) -> tuple[float, float, float]:
+    began, before = time.perf_counter(), saver.seconds
+    saver.save(Target(place, _description(config, full=True)))
+    longer = 0.0
+    done: list[Path] = []
+    while not done:
+        waited = saver.seconds
+        longer += step() - undisturbed - (saver.seconds - waited)
+        done = saver.poll()
+    return saver.seconds - before, longer, time.perf_counter() - began
+
+
+def _tensors(state: ModelState) -> dict[str, torch.Tensor]:
+    return {
+        f"{kind}.{name}": view
+        for chunk in state.chunks
+        for kind, buffer in chunk.kept.items()
+        for name, view in chunk.views(buffer).items()
+    }
+
+
+def _dcp_save(state: ModelState, place: Path, undisturbed: float) -> tuple[float, float, float]:
+    began = time.perf_counter()
+    dcp.save(_tensors(state), storage_writer=dcp.FileSystemWriter(place))
+    seconds = time.perf_counter() - began
+    return seconds, 0.0, seconds
+
+
+def _dcp_async(
+    state: ModelState, step: Callable[[], float], place: Path, undisturbed: float
+) -> tuple[float, float, float]:
+    began = time.perf_counter()
+    future: Any = dcp.async_save(_tensors(state), storage_writer=dcp.FileSystemWriter(place))
+    stall = time.perf_counter() - began
+    longer = 0.0
+    while not future.done():
+        longer += step() - undisturbed
+    future.result()
+    return stall, longer, time.perf_counter() - began
+
+
+def _bytes(state: ModelState, config: RunConfig, folder: Path) -> dict[str, int]:
+    """Of either kind of checkpoint, the whole folder."""
+    found = {}
+    for kind in ("full", "weights"):
+        place = folder / "checkpoints" / kind
+        Saver(state).save(Target(place, _description(config, full=kind == "full")))
+        found[kind] = sum(file.stat().st_size for file in place.iterdir())
+    return found
+
+
+# ---- Loading ----
+
+
+def _loading(model: dict[str, Any], rounds: int, folder: str) -> list[Row]:
+    ranks = dist.get_world_size()
+    config = _config(model, ranks)
+    groups = Groups(mesh_of(config, ranks))
+    _, state = build_model(config, torch.device("cpu"), groups)
+    state.initialize(0, 0.02)
+    place = Path(folder) / "checkpoints" / "step-1"
+    Saver(state).save(Target(place, _description(config, full=True)))
+    rows = []
+    for source in ("disk", "server"):
+        for way in ("none", "broadcast", "allreduce"):
+            found = [_load(state, config, place, way, served=source == "server") for _ in range(rounds)]
+            rows.append(
+                {
+                    "from": source,
+                    "way": way,
+                    "ranks": ranks,
+                    "seconds": statistics.median(seconds for seconds, _, _ in found),
+                    "ranks_that_read": found[0][2],
+                    "gb_read": sum(groups.world.collect(found[0][1])) / 1e9,
+                    "gb_in_files": sum(file.stat().st_size for file in place.iterdir()) / 1e9,
+                }
+            )
+    return rows
+
+
+def _load(state: ModelState, config: RunConfig, place: Path, way: Any, *, served: bool) -> tuple[float, int, int]:
+    """Seconds from a common start to the end on all ranks, bytes that this rank read, ranks that read."""
+    _drop_cache(place)
+    dist.barrier()
+    with _counting_reads(place, served=served) as count:
+        began = time.perf_counter()
+        _, readers = load_state(state, place, model=config.model, send=way)
+        dist.barrier()
+        return time.perf_counter() - began, count["bytes"], readers
+
+
+@contextmanager
+def _counting_reads(place: Path, *, served: bool) -> Iterator[Counter[str]]:
+    """Count what readers read from files of tensors; when `served`, one rank at a time, at the server's rate."""
+    right, count = Reader.read, Counter[str]()
+
+    def read(reader: Reader, stored: Stored) -> torch.Tensor:
+        count["bytes"] += stored.length
+        if served:
+            with (place.parent / "server.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                time.sleep(stored.length / _SERVER)
+        return right(reader, stored)
+
+    Reader.read = read  # type: ignore[assignment,method-assign]
+    try:
+        yield count
+    finally:
+        Reader.read = right  # type: ignore[method-assign]
+
+
+def _drop_cache(place: Path) -> None:
+    for file in place.iterdir():
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+# ---- Nodes ----
+
+
+def _nodes() -> list[Row]:
+    """Bytes per node, on paper, of a full checkpoint of two models on 48 ranks of 4 nodes, nothing being sharded."""
+    rows = []
+    cases: list[tuple[str, Any, str]] = [
+        ("dense", LARGE | {"hidden": 3072, "heads": 24, "intermediate": 9216}, "parallel.tensor=12"),
+        ("mula-20b-a2b", "mula-20b-a2b", "parallel.expert=12"),
+    ]
+    for name, model, layout in cases:
+        config = load_config(_tree(model, 4), [layout])
+        mesh = mesh_of(config, 48, 12)
+        for scattered in (True, False):
+            rows.append({"model": name, "layout": layout} | _spread(config, mesh, scattered))
+    return rows
+
+
+def _spread(config: RunConfig, mesh: Mesh, scattered: bool) -> Row:
+    with torch.device("meta"):
+        model = Transformer(config.model)
+    layouts, recipe = layouts_of(model, config), recipe_of(config, model)
+    nodes = dict.fromkeys(range(mesh.node(mesh.size - 1) + 1), 0)
+    writing = set()
+    for rank in range(mesh.size):
+        plans = plan_chunks(layouts, mesh, rank, config.state, recipe)
+        for plan, writer in zip(plans, writers(plans, mesh, rank, config.state, scattered=scattered)):
+            if writer == rank:
+                nodes[mesh.node(rank)] += saved_bytes(plan)
+                writing.add(rank)
+    total = sum(nodes.values())
+    return {
+        "writers_chosen": "scattered" if scattered else "first",
+        "ranks": mesh.size,
+        "writers": len(writing),
+        "gb_by_node": " ".join(f"{size / 1e9:.2f}" for size in nodes.values()),
+        "largest_share": max(nodes.values()) * len(nodes) / total,
+    }
+
+
+def _tree(model: Any, batch: int) -> dict[str, Any]:
+    return {
+        "model": model,
+        "data": {"path": ""},
+        "train": {
+            "output": "",
+            "steps": 1 << 20,
+            "global_batch": batch,
+            "micro_batch": 1,
+            "sequence_length": 516,
+            "precision": "bfloat16",
+        },
+    }
+
+
+def _config(model: dict[str, Any], ranks: int) -> RunConfig:
+    return load_config(_tree(model, ranks))
+
+
+def _description(config: RunConfig, *, full: bool) -> Description:
+    return Description(config.model, config.train.sequence_length, 1, full, config.train.precision)

@@ -1,0 +1,162 @@
+"""Exchanges on two levels against those in which every rank sends to every other one, and the choice among algorithms.
+
+Real Gloo ranks carry out the schedules, and note what they send and wait for; times are those of the events that follow on
+the given links (`comm/costs.py`), so that they are exact whatever else the machine does. Some are held back by real waits,
+as a check.
+"""
+
+import math
+import random
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.collectives_ranks import Job, run_jobs
+from optimus.comm.algorithms import MEGABYTE, OWN, Curve, Kind, Measured, choose, default, names, pieces
+from optimus.comm.costs import Step, bytes_leaving_node, seconds, simulate
+from optimus.comm.links import Link, Links
+from optimus.comm.schedules import Shape
+from optimus.plan.measure.ranks import run_fresh
+
+_KB = 1024
+_WAITS = 3  # of which the fastest counts
+
+ADAPTER_EACH = Links(between=Link(50e-6, 1.25e9 / 4), adapters=4)
+ONE_ADAPTER = Links()
+SLOW = Links(between=Link(1e-3, 1.25e9))
+SLINGSHOT = Links(2e-6, Link(10e-6, 25e9), Link(3e-6, 37e9), 4)
+HELD_BACK = Links(0.0, Link(20e-3, 12.5e6), Link(2e-3, 500e6), 4)
+
+SELECTED: Mapping[str, tuple[Shape, Links]] = {
+    "4x4, one adapter of 10 Gb/s": (Shape(4, 4), ONE_ADAPTER),
+    "8x2, one adapter of 10 Gb/s": (Shape(8, 2), ONE_ADAPTER),
+    "4x4, 1 ms": (Shape(4, 4), SLOW),
+    "8x8, four adapters of 200 Gb/s": (Shape(8, 8), SLINGSHOT),
+}
+"""Groups and links among whose algorithms is chosen after a measurement at few sizes."""
+
+
+class Case(NamedTuple):
+    """A collective in a group; `against` is the algorithm that the chosen one is compared with."""
+
+    name: str
+    shape: Shape
+    links: Links
+    size: int
+    against: str = "direct"
+
+
+CASES = [
+    Case("4x4_64MB", Shape(4, 4), ADAPTER_EACH, 64 * MEGABYTE),
+    Case("4x4_1MB", Shape(4, 4), ADAPTER_EACH, MEGABYTE),
+    Case("4x4_16KB", Shape(4, 4), ADAPTER_EACH, 16 * _KB),
+    Case("4x4_one_adapter_16MB", Shape(4, 4), ONE_ADAPTER, 16 * MEGABYTE),
+    Case("16_64KB_1ms_vs_ring", Shape(16, 1), SLOW, 64 * _KB, "ring"),
+]
+_HELD_BACK = Case("2x4_waits_8MB", Shape(2, 4), HELD_BACK, 8 * MEGABYTE)
+BOTH: tuple[Kind, ...] = ("all_gather", "reduce_scatter")
+
+
+def run() -> tuple[list[dict[str, Any]], dict[str, float], list[dict[str, Any]]]:
+    """A row for each algorithm in each case, the ratios, and a row for each machine of the selector.
+
+    A ratio is how much faster the algorithm is that is chosen by default, of the two kinds where it is less.
+    """
+    rows = [*exact(CASES), *held_back(_HELD_BACK)]
+    ratios = {
+        f"collectives.{case.name}": min(_faster(rows, case, kind) for kind in BOTH) for case in [*CASES, _HELD_BACK]
+    }
+    choices = list(selections())
+    ratios["selector.mean_loss"] = statistics.mean(row["mean_loss"] for row in choices)
+    ratios["selector.worst_loss"] = max(row["worst_loss"] for row in choices)
+    return rows, ratios, choices
+
+
+def _faster(rows: Sequence[dict[str, Any]], case: Case, kind: Kind) -> float:
+    mine = [row for row in rows if (row["case"], row["kind"]) == (case.name, kind)]
+    chosen = next(row["milliseconds"] for row in mine if row["chosen"])
+    other = next(row["milliseconds"] for row in mine if row["algorithm"] == case.against)
+    return float(other / chosen)
+
+
+# ---- On ranks ----
+
+
+def contestants(case: Case, kind: Kind) -> Iterator[Job]:
+    """Every rank to every other one, a ring, and what is chosen by default: whole, and in the pieces that it goes in."""
+    chosen = default(kind, case.shape, case.size, case.links)
+    for algorithm in dict.fromkeys(["direct", "ring", chosen]):
+        for number in sorted({1, pieces(algorithm, case.shape, case.size)}):
+            yield Job(algorithm, kind, case.shape, case.size, number)
+
+
+def exact(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """Rows of what ranks have sent and waited for, by events on the links; and of Gloo's own, whose messages nobody sees."""
+    jobs = [(case, job) for case in cases for kind in BOTH for job in contestants(case, kind)]
+    (ranks,) = {case.shape.ranks for case in cases}
+    for (case, job), programs in zip(jobs, zip(*run_fresh(run_jobs, ranks, [job for _, job in jobs]))):
+        yield _row(case, job, timed([program for program, _ in programs], case))
+    for case in cases:
+        for kind in BOTH:
+            job = Job(OWN, kind, case.shape, case.size, 1)
+            yield _row(case, job, seconds(OWN, kind, case.shape, case.size, case.links))
+
+
+def timed(programs: Sequence[Sequence[Step]], case: Case) -> float:
+    """Seconds until the last rank has done its program."""
+    return max(simulate(programs, case.shape, case.links))
+
+
+def held_back(case: Case) -> Iterator[dict[str, Any]]:
+    """Rows of messages that are held back by waits until they should come."""
+    jobs = [job._replace(links=case.links) for kind in BOTH for job in contestants(case, kind)]
+    found = run_fresh(run_jobs, case.shape.ranks, jobs * _WAITS)
+    took = [max(seconds for _, seconds in ranks) for ranks in zip(*found)]
+    for number, job in enumerate(jobs):
+        yield _row(case, job, min(took[number :: len(jobs)]))
+
+
+def _row(case: Case, job: Job, took: float) -> dict[str, Any]:
+    chosen = default(job.kind, case.shape, case.size, case.links)
+    return {
+        "case": case.name,
+        "kind": job.kind,
+        "algorithm": job.algorithm,
+        "pieces": job.pieces,
+        "chosen": (job.algorithm, job.pieces) == (chosen, pieces(chosen, case.shape, case.size)),
+        "milliseconds": 1e3 * took,
+        "model": 1e3 * seconds(job.algorithm, job.kind, case.shape, case.size, case.links, job.pieces),
+        "leaves_node_MB": bytes_leaving_node(job.algorithm, job.kind, case.shape, case.size) / MEGABYTE,
+    }
+
+
+# ---- The choice ----
+
+
+def selections(noise: float = 0.0) -> Iterator[dict[str, Any]]:
+    """What is lost by choosing after measurements at sizes 16 times apart, each the median of 5 with this relative noise.
+
+    Rows of each machine: seconds of the chosen algorithm over those of the best, less one, at 19 sizes.
+    """
+    draw = random.Random(0)
+    sizes = [2.0**power for power in range(10, 29)]
+    points = [*range(0, len(sizes), 4), len(sizes) - 1]
+    for machine, (shape, links) in SELECTED.items():
+        took = {
+            name: [seconds(name, "all_gather", shape, size, links) for size in sizes]
+            for name in names("all_gather", shape)
+            if name != OWN
+        }
+        curves = {
+            name: Curve(
+                sizes=[sizes[i] for i in points],
+                seconds=[statistics.median(each[i] * math.exp(draw.gauss(0, noise)) for _ in range(5)) for i in points],
+            )
+            for name, each in took.items()
+        }
+        measured = Measured(all_gather={str(shape): curves})
+        lost = [
+            took[choose("all_gather", shape, size, measured)][i] / min(each[i] for each in took.values()) - 1
+            for i, size in enumerate(sizes)
+        ]
+        yield {"machine": machine, "mean_loss": statistics.mean(lost), "worst_loss": max(lost)}

@@ -1,0 +1,233 @@
+"""Every operation of the training step, ours against the plain way, and what share of the step each takes.
+
+First each is held to its float64 reference, on few tokens and at the layer's real widths; what is not equal to it is not
+timed. Then forward and backward pass are timed with gradients accumulating, as in training: the contestants take turns,
+round after round, and the fastest round counts (a plain way that takes several times as long as another is left out). On a
+CPU that is processor time with one thread. A kernel's time times its calls in a step, over the sum for all kernels, is its
+share: before, with the plain way of everything, and after, with ours.
+Sums of tensors and copies between the operations are in no share.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.kernel_cases import Case, Function, Sizes, cases
+from benchmarks.moe_measure import Stopwatch
+from optimus.config.load import model_config_from, resolve_model
+from optimus.errors import UserError
+from optimus.kernels.gradient_buffer import TensorBuffer
+from optimus.observe.machine import find_device
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative, in the Frobenius norm
+_CHECK_TOKENS, _CHECK_EXPERTS = 64, 16  # float64 is slow: as many as make no difference to what is checked
+_SAMPLE = 0.02  # seconds that a timed sample lasts at least
+_WARM_UP = 2  # passes of each contestant beforehand
+_OUT_OF_THE_RACE = 3.0  # times the fastest plain way, in the warm-up: some take minutes a pass
+
+
+def run(
+    *,
+    model: str = "mula-7b-a1b",
+    tokens: int = 1024,
+    context: int = 1024,
+    microbatches: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "auto",
+    rounds: int = 5,
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """A row per kernel of the preset `model`, for a microbatch of `tokens` in sequences of `context`.
+
+    A step has `microbatches` of them and one update of the optimizer. Ratios, with `cpu` or `gpu` for the device:
+    `cpu.<kernel>.vs_plain`, the fastest plain way over ours in time, and `cpu.step.vs_plain`, of the sum over a step.
+
+    Raises `UserError` when the sequences do not divide the tokens, when the device is not there, or for an unknown preset.
+    """
+    if tokens % context:
+        raise UserError(f"--tokens {tokens} is no multiple of --context {context}: change either")
+    config = model_config_from(resolve_model(model)["model"], model)
+    sizes = Sizes(config, tokens, context, dtype, find_device(device, "--device"), {})
+    with one_thread(sizes.device):
+        errors = check(sizes)
+        rows = []
+        for make in cases(sizes):
+            torch.manual_seed(0)
+            case = make()
+            rows.append(_row(case, errors.get(case.kernel), sizes, rounds))
+            del case
+            gc.collect()
+    for row in rows:
+        row["calls_per_step"] *= 1 if row["kernel"] == "adamw" else microbatches
+    return rows, _shares_and_ratios(rows, "cpu" if sizes.device.type == "cpu" else "gpu")
+
+
+def check(sizes: Sizes) -> dict[str, float]:
+    """The relative error of each kernel's outputs and gradients, whichever is largest, against float64."""
+    model = sizes.model
+    if model.experts is not None and model.experts_per_token is not None:
+        fewer = max(model.experts_per_token, min(model.experts, _CHECK_EXPERTS))
+        model = model.model_copy(update={"experts": fewer})
+    small = min(sizes.context, _CHECK_TOKENS)
+    few = sizes._replace(model=model, tokens=small, context=small)
+    errors = {}
+    for make in cases(few):
+        torch.manual_seed(0)
+        case = make()
+        if case.reference is not None:
+            errors[case.kernel] = error(case.ours, case)
+    return errors
+
+
+def error(function: Function, case: Case) -> float:
+    """The largest relative error of a way of doing `case`, over its outputs and gradients."""
+    assert case.reference is not None
+    found, expected = (
+        _results(way, [_leaf(x, wide) for x in case.inputs], case.in_place)
+        for way, wide in ((function, False), (case.reference, True))
+    )
+    return max(
+        ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item() for a, b in zip(found, expected)
+    )
+
+
+def _leaf(x: Tensor, wide: bool) -> Tensor:
+    copy = x.detach().to(torch.float64 if wide else x.dtype, copy=True)
+    return nn.Parameter(copy) if isinstance(x, nn.Parameter) else copy.requires_grad_(x.requires_grad)
+
+
+def _results(way: Function, leaves: list[Tensor], in_place: bool) -> Sequence[Tensor]:
+    outputs = way(*leaves)
+    if in_place:
+        return outputs
+    return [*outputs, *torch.autograd.grad(outputs, leaves, [_output_gradient(y) for y in outputs])]
+
+
+def _output_gradient(y: Tensor) -> Tensor:
+    return torch.linspace(-1, 2, y.numel(), device=y.device, dtype=torch.float64).view_as(y).to(y.dtype)
+
+
+def _row(case: Case, relative_error: float | None, sizes: Sizes, rounds: int) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "kernel": case.kernel, "shape": case.shape, "calls_per_step": case.calls, "relative_error": relative_error,
+    }  # fmt: skip
+    if relative_error is not None and not relative_error <= TOLERANCE[sizes.dtype]:
+        return row | {"plain": "ours is wrong: not timed"}
+    sizes.buffers.clear()
+    for parameter in case.inputs:
+        if isinstance(parameter, nn.Parameter):
+            sizes.buffers[parameter] = TensorBuffer(torch.zeros_like(parameter))
+    ways = {"ours": case.ours, **case.plain}
+    seconds = _seconds(case, ways, sizes.device, rounds)
+    plain = min(seconds.keys() & case.plain.keys(), key=seconds.__getitem__, default="ours")
+    ours = seconds["ours"]
+    row |= {
+        "plain": plain if plain != "ours" else "does not fit" if case.plain else "the same",
+        "plain_ms": 1e3 * seconds[plain],
+        "ours_ms": 1e3 * ours,
+        "vs_plain": seconds[plain] / ours if plain != "ours" else None,
+        "tflops": case.flops / ours / 1e12 or None,
+        "gb_per_s": case.bytes / ours / 1e9 or None,
+    }
+    if not case.in_place:
+        row |= {
+            f"{name}_saved_mib": saved_bytes(ways[way], case) / 2**20
+            for name, way in (("plain", plain), ("ours", "ours"))
+        }
+    return row
+
+
+def _seconds(case: Case, ways: dict[str, Function], device: torch.device, rounds: int) -> dict[str, float]:
+    """Of one forward and backward pass each, the fastest round."""
+    gradients = None
+    if not case.in_place:
+        gradients = [_output_gradient(y.detach()) for y in case.ours(*case.inputs)]
+    passes = {name: _pass(case, way, gradients) for name, way in ways.items()}
+    watch = Stopwatch(device, threads=1)
+
+    def timed(run: Callable[[], None], repeats: int) -> float:
+        began = watch.read()
+        for _ in range(repeats):
+            run()
+        return (watch.read() - began) / repeats
+
+    warm = {}
+    for name, run in passes.items():
+        try:
+            warm[name] = min(timed(run, 1) for _ in range(_WARM_UP))
+        except torch.OutOfMemoryError:
+            if name == "ours":
+                raise
+    fastest = min((warm[name] for name in warm.keys() & case.plain.keys()), default=0.0)
+    racing = [name for name in warm if name == "ours" or warm[name] <= _OUT_OF_THE_RACE * fastest]
+    taken: dict[str, list[float]] = {name: [] for name in racing}
+    for _ in range(rounds):
+        for name in racing:
+            taken[name].append(timed(passes[name], 1 + int(_SAMPLE / max(warm[name], 1e-6))))
+    return {name: min(times) for name, times in taken.items()}
+
+
+def _pass(case: Case, way: Function, gradients: list[Tensor] | None) -> Callable[[], None]:
+    """A forward and a backward pass, after which the parameters' gradients stay and those of activations do not."""
+
+    def run() -> None:
+        outputs = way(*case.inputs)
+        if gradients is None:
+            return
+        torch.autograd.backward(outputs, gradients)
+        for x in case.inputs:
+            if not isinstance(x, nn.Parameter):
+                x.grad = None
+
+    return run
+
+
+def saved_bytes(way: Function, case: Case) -> int:
+    """Bytes of what the forward pass keeps for the backward pass, its inputs included and parameters left out."""
+    parameters = {x.untyped_storage().data_ptr() for x in case.inputs if isinstance(x, nn.Parameter)}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = way(*case.inputs)
+    del outputs
+    return sum(kept.values())
+
+
+def _shares_and_ratios(rows: list[dict[str, Any]], device: str) -> dict[str, float]:
+    """Write every kernel's part of the step into the rows; return the ratios."""
+    timed = [row for row in rows if "ours_ms" in row]
+    totals = {}
+    for way, when in (("plain", "before"), ("ours", "after")):
+        totals[way] = sum(row["calls_per_step"] * row[f"{way}_ms"] for row in timed)
+        for row in timed:
+            row[f"percent_{when}"] = 100 * row["calls_per_step"] * row[f"{way}_ms"] / totals[way]
+    ratios = {f"{device}.{row['kernel']}.vs_plain": row["vs_plain"] for row in timed if row["vs_plain"] is not None}
+    return ratios | {f"{device}.step.vs_plain": totals["plain"] / totals["ours"]}
+
+
+def shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of the rows of `run`, what says where the time of a step goes; the largest share first."""
+    columns = ("kernel", "calls_per_step", "percent_before", "percent_after", "vs_plain")
+    timed = sorted((row for row in rows if "ours_ms" in row), key=lambda row: -row["percent_before"])
+    return [{column: row[column] for column in columns} for row in timed]
+
+
+@contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU everything in this thread, so that its processor time is the whole time."""
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,163 @@
+"""The planner's ranking of layouts against that of the clock, on this machine (the dissertation on AxoNN, figure 5.2).
+
+The machine is measured as `optimus bench machine` does it, the planner asked for every division of the ranks that a small
+model allows, each with the schedule, microbatch, sharding and recomputation that it would choose; then all of them are
+trained for a few steps. They take turns, round after round, each in fresh processes; a layout's time is that of the median
+step of its best round. What counts is how many of the planner's best ten are among the ten that are fastest, that no layout
+fails which the planner says fits, and that it is never far from the memory that a rank takes.
+"""
+
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessException
+
+from benchmarks.data_parallel import own_tokens, peak_growth
+from benchmarks.data_parallel_rivals import ours
+from optimus.config import RunConfig
+from optimus.errors import UserError
+from optimus.plan.asking import configured
+from optimus.plan.measure.machine import fit_machine, observe
+from optimus.plan.measure.ranks import run_fresh
+from optimus.plan.question import Plan, Question
+from optimus.plan.report import planned
+from optimus.plan.search import search
+from optimus.plan.setting import Setting
+
+_BEST = 10  # that are compared, as in the figure
+_LONG = 6.0  # seconds after which a turn is over
+_WARM_UP = 1  # steps of a turn that are not counted
+_OVERRIDES = ("model.layers=8", "model.heads=8", "model.vocab=2048")  # so that ranks can divide it in many ways
+
+
+class Layout(NamedTuple):
+    """A plan beside the seconds of its median step in its best round; `failure` says what went wrong instead."""
+
+    plan: Plan
+    seconds: float = math.inf
+    peak: float = math.nan  # bytes by which the largest process grew
+    failure: str | None = None
+
+
+def run(
+    *,
+    model: str = "mula-tiny",
+    rank_counts: Sequence[int] = (4, 8),
+    overrides: Sequence[str] = _OVERRIDES,
+    sequences: int = 8,
+    context: int = 1024,
+    steps: int = 3,
+    rounds: int = 1,
+) -> tuple[list[dict[str, Any]], dict[str, float], dict[str, Any]]:
+    """A row per layout; for each number of ranks how many of the best ten are among the fastest ten, the median error of the
+    step time, and how many failed; and the machines that were measured."""
+    rows: list[dict[str, Any]] = []
+    ratios: dict[str, float] = {}
+    machines: dict[str, Any] = {}
+    for ranks in rank_counts:
+        seen = observe(ranks)
+        assert seen is not None
+        machine = fit_machine(seen, f"measured{ranks}")
+        machines[machine.name] = {"machine_file": machine.model_dump(), "observations": asdict(seen)}
+        settings = [*overrides, f"train.global_batch={sequences}", f"train.sequence_length={context}"]
+        config = configured(model, settings, ranks)
+        plans = search(Question(config.model, machine, ranks, sequences, context), best=sys.maxsize)
+        layouts = time_layouts(plans, config, steps, rounds)
+        rows += rows_of(layouts)
+        ratios |= ratios_of(layouts)
+    return rows, ratios, {"machines": machines}
+
+
+def time_layouts(plans: Sequence[Plan], config: RunConfig, steps: int, rounds: int) -> list[Layout]:
+    """Train with each plan's layout, and once more for its memory. One that fails is not tried again."""
+    layouts = [Layout(plan) for plan in plans]
+    for number in range(rounds + 1):
+        for i, layout in enumerate(layouts):
+            if layout.failure is not None:
+                continue
+            ranks, own = layout.plan.question.ranks, planned(layout.plan, config)
+            try:
+                if number == rounds:
+                    layouts[i] = layout._replace(peak=max(run_fresh(peak_growth, ranks, ours, own)))
+                else:
+                    seconds = max(run_fresh(_turn, ranks, own, steps))
+                    layouts[i] = layout._replace(seconds=min(seconds, layout.seconds))
+            except ProcessException as error:  # whatever it is, the planner had said that it runs
+                layouts[i] = layout._replace(failure=str(error).strip().splitlines()[-1])
+        print(f"{plans[0].question.ranks} ranks, {len(plans)} layouts: {number + 1} of {rounds + 1} rounds", flush=True)
+    return layouts
+
+
+def _turn(config: RunConfig, steps: int) -> float:
+    """On one rank: seconds of the median step, of as many as take no longer than is worth while for a slow layout."""
+    step, tokens_BS = ours(config), own_tokens(config)
+    for _ in range(_WARM_UP):
+        step(tokens_BS)
+    dist.barrier()
+    times: list[float] = []
+    while len(times) < steps and sum(times) < _LONG:
+        began = perf_counter()
+        step(tokens_BS)
+        slowest = torch.tensor(perf_counter() - began)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)  # so that all ranks stop after the same step
+        times.append(slowest.item())
+    return statistics.median(times)
+
+
+def rows_of(layouts: Sequence[Layout]) -> list[dict[str, Any]]:
+    """A row for each, the fastest first."""
+    ranked = sorted(layouts, key=lambda layout: layout.seconds)
+    by_plan = {id(plan): number for number, plan in enumerate((layout.plan for layout in layouts), start=1)}
+    rows = []
+    for place, layout in enumerate(ranked, start=1):
+        mesh, setting = layout.plan.setting.mesh, layout.plan.setting
+        rows.append(
+            {
+                "ranks": mesh.size,
+                "fastest": place,
+                "planned": by_plan[id(layout.plan)],
+                "layout": name_of(setting),
+                "seconds": layout.seconds,
+                "predicted": layout.plan.step.seconds,
+                "gib": layout.peak / 2**30,
+                "predicted_gib": layout.plan.memory.total / 2**30,
+                "failure": layout.failure,
+            }
+        )
+    return rows
+
+
+def name_of(setting: Setting) -> str:
+    """The sizes of the axes that have more than one rank, and what else the planner has chosen."""
+    mesh = setting.mesh
+    sizes = {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp_in": mesh.tp_in, "tp_out": mesh.tp_out, "ep": mesh.ep}
+    parts = [f"{axis}{size}" for axis, size in (sizes | {"etp": mesh.etp}).items() if size > 1]
+    parts += [f"{setting.schedule} x{setting.stages_per_rank}"] if mesh.pp > 1 else []
+    parts += [f"{setting.microbatches}x{setting.micro_batch}", setting.shard]
+    return " ".join([*parts, *sorted(setting.recompute)])
+
+
+def ratios_of(layouts: Sequence[Layout]) -> dict[str, float]:
+    """How the planner did on one number of ranks; `layouts` are in its order. Raises `UserError` where none of them ran."""
+    name = f"layouts.{layouts[0].plan.question.ranks}_ranks"
+    ran = [layout for layout in layouts if layout.failure is None]
+    if not ran:
+        raise UserError(f"none of {len(layouts)} layouts could be trained; the first failed with: {layouts[0].failure}")
+    fastest = sorted(ran, key=lambda layout: layout.seconds)[:_BEST]
+    both = sum(layout in fastest for layout in layouts[:_BEST])
+    errors = [abs(layout.plan.step.seconds / layout.seconds - 1) for layout in ran]
+    return {
+        f"{name}.of_best_{_BEST}": both,
+        f"{name}.layouts": len(layouts),
+        f"{name}.failed": len(layouts) - len(ran),
+        f"{name}.median_error": statistics.median(errors),
+        f"{name}.first_to_fastest": layouts[0].seconds / fastest[0].seconds,
+        f"{name}.most_memory": max(layout.peak / layout.plan.memory.total for layout in ran),
+    }

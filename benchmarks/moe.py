@@ -1,0 +1,292 @@
+"""The sparse block, router included, against every implementation that a user could take instead.
+
+All contestants get the same weights, inputs and upstream gradient, and the same choice of experts (`moe_inputs`). First each
+is checked against float64, on a CPU on few tokens; who is wrong is named and not timed. Then they take turns, round after
+round, so that a machine that slows down or speeds up does so for all, and large square products are timed in the same
+rounds, as what the machine can do. A contestant's time is its best round on the CPU, where all disturbance adds, and the
+median on an accelerator.
+
+Timed are the forward pass, as in training; forward and backward with gradients that accumulate, as they do in all but the
+first microbatch of a step and always in chunks; and with gradients made afresh.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.moe_inputs import LOADS, Inputs, Shape, Weights, make_inputs, make_weights, parse_shape
+from benchmarks.moe_kernel_rivals import contestants
+from benchmarks.moe_measure import KINDS, Errors, Expected, Memory, Stopwatch, check, expected, memory
+from benchmarks.moe_rivals import Block, LeftOut, Make, Ours, Setting
+from optimus.errors import UserError, nearest
+from optimus.observe.machine import find_device
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_TOLERANCE = {"bf16": 2e-2, "fp32": 1e-4}
+_CHECKED = 128  # tokens on a CPU, where float64 takes long; all on an accelerator
+_PRODUCT = 2048, 8192  # rows and columns of the product that shows what the machine can do: on a CPU, an accelerator
+_HOPELESS = 10, 5.0  # times slower than ours, and seconds: on a CPU such a contestant has one pass
+
+Row = dict[str, Any]
+
+
+@dataclass
+class _Entry:
+    """A contestant, and what is known of it. Without a block it is out of the race, `note` says why."""
+
+    name: str
+    ours: bool
+    block: Block | None = None
+    note: str = ""
+    errors: Errors | None = None
+    memory: Memory | None = None
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+
+
+@dataclass
+class _Case:
+    """One table of the result."""
+
+    shape: Shape
+    dtype: str
+    tokens: int
+    load: str
+    device: torch.device
+    rounds: int
+    watch: Stopwatch
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+
+def run(
+    *,
+    shapes: Sequence[str] = ("olmoe", "small"),
+    tokens: Sequence[int] = (),
+    loads: Sequence[str] = ("learned",),
+    dtypes: Sequence[str] = ("bf16",),
+    device: str = "auto",
+    threads: int = 1,
+    rounds: int | None = None,
+    done: Callable[[list[Row]], None] = lambda rows: None,
+) -> tuple[list[Row], dict[str, float]]:
+    """Rows, one per case and contestant and for the large products, and `ratios` of them.
+
+    `tokens` are those of a pass, by default 1024 on a CPU, 8192 and 16384 on an accelerator; `rounds` 3 and 30; `done` is
+    called with the rows of each case when it is done. `threads` are those of a CPU.
+
+    Raises `UserError` for a shape, load, type or device that is not there, and for counts below 1.
+    """
+    target = find_device(device, "--device")
+    on_cpu = target.type == "cpu"
+    for name, count in [("--threads", threads), ("--rounds", rounds), *(("--tokens", one) for one in tokens)]:
+        if count is not None and count < 1:
+            raise UserError(f"{name} {count}: give at least 1")
+    for option, given, valid in (("--dtype", dtypes, DTYPES), ("--load", loads, LOADS)):
+        for word in given:
+            if word not in valid:
+                raise UserError(f"{option} {word}: {nearest(word, valid)}")
+    blocks = [parse_shape(text) for text in shapes]
+    tokens = tokens or ((1024,) if on_cpu else (8192, 16384))
+    rounds = rounds or (3 if on_cpu else 30)
+    watch = Stopwatch(target, threads)
+    rows: list[Row] = []
+    with _threads(threads), torch.random.fork_rng():
+        torch.manual_seed(0)
+        for shape in blocks:
+            for dtype in dtypes:
+                weights = make_weights(shape, DTYPES[dtype], target)
+                gradients = Weights(*(torch.zeros_like(weight) for weight in weights))
+                for load in loads:
+                    for count in tokens:
+                        case = _Case(shape, dtype, count, load, target, rounds, watch)
+                        rows += _run_case(case, weights, gradients)
+                        done([row for row in rows if row["case"] == rows[-1]["case"]])
+    return rows, ratios(rows)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _run_case(case: _Case, weights: Weights, gradients: Weights) -> list[Row]:
+    weights, inputs = make_inputs(case.shape, weights, case.tokens, case.load)
+    checked = inputs.first(_CHECKED if case.on_cpu else case.tokens)
+    want = expected(weights, checked, case.shape.experts_per_token)
+    setting = Setting(case.shape, case.tokens, weights, gradients)
+    entries = [_enter(name, make, setting, want, case) for name, make in contestants(case.device).items()]
+    del want
+    for gradient in gradients:
+        gradient.zero_()
+    _first_pass(entries, inputs, case)
+    matmuls = _take_turns(entries, inputs, case)
+    return [*(_row(entry, case) for entry in entries), *(_matmul_row(*one, case) for one in matmuls.items())]
+
+
+def _enter(name: str, make: Make, setting: Setting, want: Expected, case: _Case) -> _Entry:
+    """Make a contestant and check it."""
+    entry = _Entry(name, ours=make is Ours)
+    with _out_if_failed(entry):
+        entry.block = make(setting)
+        entry.errors = check(entry.block, want, setting.gradients)
+        if max(entry.errors) > _TOLERANCE[case.dtype]:
+            entry.block, entry.note = None, f"wrong: {max(entry.errors):.1e} from float64"
+    return entry
+
+
+@contextmanager
+def _out_if_failed(entry: _Entry) -> Iterator[None]:
+    """A rival that fails is out; that we do is an error like any other."""
+    try:
+        yield
+    except LeftOut as reason:
+        entry.block, entry.note = None, f"left out: {reason}"
+    except Exception as error:
+        if entry.ours:
+            raise
+        first_line = (str(error).strip() or "no message").splitlines()[0]
+        entry.block, entry.note = None, f"failed: {type(error).__name__}: {first_line[:100]}"
+        entry.seconds = {kind: [] for kind in KINDS}
+
+
+def _first_pass(entries: list[_Entry], inputs: Inputs, case: _Case) -> None:
+    """Count memory. Who takes so long on a CPU that its rounds would be all the benchmark has this one pass as its time."""
+    ours = None
+    for entry in entries:
+        with _out_if_failed(entry):
+            if entry.block is None:
+                continue
+            began = case.watch.read()
+            entry.memory = memory(entry.block, inputs)
+            seconds = case.watch.read() - began
+            ours = ours or seconds
+            times, least = _HOPELESS
+            if case.on_cpu and not entry.ours and seconds > max(times * ours, least):
+                entry.block, entry.note = None, "one pass only: too slow"
+                entry.seconds["accumulating"].append(seconds)
+
+
+def _take_turns(entries: list[_Entry], inputs: Inputs, case: _Case) -> dict[str, list[float]]:
+    """The rounds, after some that warm up; seconds of the large products."""
+    warm_up = 1 if case.on_cpu else 25
+    size = _PRODUCT[not case.on_cpu]
+    a, b, out = torch.randn(3, size, size, device=case.device).to(DTYPES[case.dtype])
+    products = {f"one product {size} NN": b, f"one product {size} NT": b.T}
+    matmuls: dict[str, list[float]] = {name: [] for name in products}
+    for number in range(-warm_up, case.rounds):
+        for entry in entries:
+            with _out_if_failed(entry):
+                if entry.block is None:
+                    continue
+                for kind in KINDS:
+                    seconds = case.watch.run(entry.block, inputs, kind)
+                    if number >= 0:
+                        entry.seconds[kind].append(seconds)
+        for name, right in products.items():
+            began = case.watch.read()
+            torch.mm(a, right, out=out)
+            seconds = case.watch.read() - began
+            if number >= 0:
+                matmuls[name].append(seconds)
+    return matmuls
+
+
+def _columns(name: str, role: str, case: _Case) -> Row:
+    return {
+        "case": f"{case.shape.name} {case.dtype} {case.tokens} {case.load}",
+        "place": "cpu" if case.on_cpu else "gpu",
+        "shape": case.shape.name,
+        "dimensions": str(case.shape),
+        "dtype": case.dtype,
+        "tokens": case.tokens,
+        "load": case.load,
+        "role": role,
+        "contestant": name,
+    }
+
+
+def _row(entry: _Entry, case: _Case) -> Row:
+    row = _columns(entry.name, "ours" if entry.ours else "rival", case)
+    best = min if case.on_cpu else statistics.median
+    for kind, seconds in entry.seconds.items():
+        row[f"{kind}_ms"] = 1000 * best(seconds) if seconds else None
+        row[f"{kind}_median_ms"] = 1000 * statistics.median(seconds) if seconds else None
+    together = row["accumulating_ms"]
+    return row | {
+        "tflops": case.shape.flops(case.tokens) / together / 1e9 if together else None,
+        "peak_mib": entry.memory.peak / 2**20 if entry.memory else None,
+        "saved_kib_per_token": entry.memory.saved / case.tokens / 2**10 if entry.memory else None,
+        "output_error": entry.errors.output if entry.errors else None,
+        "gradient_error": entry.errors.gradient if entry.errors else None,
+        "error": max(entry.errors) if entry.errors else None,
+        "note": entry.note,
+    }
+
+
+def _matmul_row(name: str, seconds: list[float], case: _Case) -> Row:
+    size = int(name.split()[2])
+    best = (min if case.on_cpu else statistics.median)(seconds)
+    return _columns(name, "product", case) | {"forward_ms": 1000 * best, "tflops": 2 * size**3 / best / 1e12}
+
+
+def ratios(rows: Sequence[Row]) -> dict[str, float]:
+    """What the rows say of ours, under `<place>.<shape>.<type>.`; each the worst of the token counts.
+
+    `vs_best_rival`: time of the fastest contestant but ours over our time, forward and backward with accumulating
+    gradients; `fresh.vs_best_rival` and `forward.vs_best_rival` of the other two; `vs_module_list` of that contestant alone,
+    `vs_transformers` of the fastest that `transformers` 5 itself offers; `tflops`; `share_of_matmul`, of the rate of the
+    faster large product. All these with the learned load or, where it was not measured, the uniform; for every load
+    `<load>.vs_best_rival`.
+    """
+    found: dict[str, float] = {}
+    for place, shape, dtype in dict.fromkeys((row["place"], row["shape"], row["dtype"]) for row in rows):
+        mine = [row for row in rows if (row["place"], row["shape"], row["dtype"]) == (place, shape, dtype)]
+        by_load: dict[str, list[dict[str, float]]] = {}
+        for case in dict.fromkeys(row["case"] for row in mine):
+            table = [row for row in mine if row["case"] == case]
+            by_load.setdefault(table[0]["load"], []).append(_ratios_of_case(table))
+        headline = next((by_load[load] for load in ("learned", "uniform") if load in by_load), [])
+        for name, value in _worst(headline).items():
+            found[f"{place}.{shape}.{dtype}.{name}"] = value
+        for load, cases in by_load.items():
+            worst = _worst(cases)
+            if "vs_best_rival" in worst:
+                found[f"{place}.{shape}.{dtype}.{load}.vs_best_rival"] = worst["vs_best_rival"]
+    return found
+
+
+def _worst(cases: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The least of each, of those that all cases have."""
+    names = [name for name in cases[0] if all(name in case for case in cases)] if cases else []
+    return {name: min(case[name] for case in cases) for name in names}
+
+
+def _ratios_of_case(table: Sequence[Row]) -> dict[str, float]:
+    ours = next(row for row in table if row["role"] == "ours")
+    if ours["accumulating_ms"] is None:
+        return {}
+    rivals = [row for row in table if row["role"] == "rival"]
+    found: dict[str, float] = {}
+    for kind, prefix in zip(("accumulating", "fresh", "forward"), ("", "fresh.", "forward.")):
+        times = [row[f"{kind}_ms"] for row in rivals if row[f"{kind}_ms"] is not None]
+        if times:
+            found[f"{prefix}vs_best_rival"] = min(times) / ours[f"{kind}_ms"]
+    for name, prefix in (("vs_module_list", "module list"), ("vs_transformers", "transformers ")):
+        of = [row for row in rivals if row["contestant"].startswith(prefix)]
+        times = [row["accumulating_ms"] for row in of if row["accumulating_ms"] is not None]
+        if times:
+            found[name] = min(times) / ours["accumulating_ms"]
+    found["tflops"] = ours["tflops"]
+    found["share_of_matmul"] = ours["tflops"] / max(row["tflops"] for row in table if row["role"] == "product")
+    return found

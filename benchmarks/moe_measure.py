@@ -1,0 +1,147 @@
+"""How the benchmark of the sparse block judges a contestant: against float64, in memory, in time.
+
+Legend: T tokens, H hidden, E experts, K experts per token.
+"""
+
+import math
+import time
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.moe_inputs import Inputs, Weights
+from benchmarks.moe_rivals import Block, route
+from optimus.testing.memory import tracking
+
+Kind = Literal["forward", "accumulating", "fresh"]  # the last two: forward and backward
+KINDS: tuple[Kind, ...] = ("forward", "accumulating", "fresh")
+
+
+class Expected(NamedTuple):
+    """What a block should give, computed in float64; gradients of weights are kept in fp32."""
+
+    inputs: Inputs
+    y_TH: Tensor
+    x_grad_TH: Tensor
+    gradients: Weights
+
+
+class Errors(NamedTuple):
+    """Relative Frobenius distances."""
+
+    output: float
+    gradient: float  # the largest: of x, router, gate and up, down
+
+
+class Memory(NamedTuple):
+    """Bytes of one pass, beyond weights, their gradients and what goes in."""
+
+    peak: int  # at most, forward and backward
+    saved: int  # kept from forward to backward, the input included: every block keeps it
+
+
+def expected(weights: Weights, inputs: Inputs, chosen: int) -> Expected:
+    """The definition of the block, expert by expert. Which experts are chosen is taken from the type that is measured."""
+    x_TH, x_of_router_TH = (inputs.x_TH.detach().double().requires_grad_() for _ in range(2))
+    router_EH = weights.router_EH.double().requires_grad_()
+    _, indices_TK = route(inputs.x_TH.detach(), weights.router_EH, chosen)
+    probabilities_TK = F.linear(x_of_router_TH, router_EH).softmax(-1).gather(1, indices_TK)
+    weights_TK = probabilities_TK.detach().requires_grad_()
+    y_TH = torch.zeros_like(x_TH)
+    gate_up_EJH, down_EHI = (torch.zeros_like(weight, dtype=torch.float32) for weight in weights[1:])
+    for e in indices_TK.unique().tolist():
+        t, k = torch.where(indices_TK == e)
+        gate_up, down = (weight[e].double().requires_grad_() for weight in weights[1:])
+        gate, up = F.linear(x_TH[t], gate_up).chunk(2, -1)
+        part = F.linear(F.silu(gate) * up, down) * weights_TK[t, k, None]
+        part.backward(inputs.y_grad_TH[t].double())
+        y_TH = y_TH.detach().index_add(0, t, part.detach())
+        gate_up_EJH[e], down_EHI[e] = _grad(gate_up), _grad(down)
+    probabilities_TK.backward(weights_TK.grad)
+    x_grad_TH = _grad(x_TH) + _grad(x_of_router_TH)
+    return Expected(inputs, y_TH, x_grad_TH, Weights(_grad(router_EH), gate_up_EJH, down_EHI))
+
+
+def _grad(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def check(block: Block, want: Expected, gradients: Weights) -> Errors:
+    """One pass that adds to `gradients`, which hold what is expected already, so that twice as much must come out."""
+    for gradient, one in zip(gradients, want.gradients):
+        gradient.copy_(one)
+    _ready(block, want.inputs, "accumulating")
+    y_TH = _pass(block, want.inputs, "accumulating").detach()
+    block.collect()
+    of_weights = [_distance(got, 2, one) for got, one in zip(gradients, want.gradients)]
+    of_x = _distance(_grad(want.inputs.x_TH), 1, want.x_grad_TH)
+    return Errors(_distance(y_TH, 1, want.y_TH), max(of_x, *of_weights))
+
+
+def _distance(got: Tensor, times: int, want: Tensor) -> float:
+    """|got - times * want| / |want|, in pieces, as another copy of all weights would be large; infinite where got is NaN."""
+    away = size = 0.0
+    for a, b in zip(got.chunk(64), want.chunk(64)):
+        away += float(torch.linalg.vector_norm(a.to(b.dtype) - times * b)) ** 2
+        size += float(torch.linalg.vector_norm(b)) ** 2
+    return math.inf if math.isnan(away) else (away / (size or 1)) ** 0.5
+
+
+def _ready(block: Block, inputs: Inputs, kind: Kind) -> None:
+    """The gradient of the input is always made anew, as a layer's is."""
+    inputs.x_TH.grad = None
+    block.begin(accumulating=kind != "fresh")
+
+
+def _pass(block: Block, inputs: Inputs, kind: Kind) -> Tensor:
+    y_TH = block(inputs.x_TH)
+    if kind != "forward":
+        y_TH.backward(inputs.y_grad_TH)
+    return y_TH
+
+
+class Stopwatch:
+    """Seconds of a pass: of the process with one CPU thread, which other work slows least; else of the wall."""
+
+    def __init__(self, device: torch.device, threads: int) -> None:
+        self._accelerator = device.type != "cpu"
+        self._now = time.perf_counter if self._accelerator or threads > 1 else time.process_time
+
+    def read(self) -> float:
+        if self._accelerator:
+            torch.accelerator.synchronize()
+        return self._now()
+
+    def run(self, block: Block, inputs: Inputs, kind: Kind) -> float:
+        _ready(block, inputs, kind)
+        began = self.read()
+        y_TH = _pass(block, inputs, kind)
+        seconds = self.read() - began
+        del y_TH  # and what was saved for a backward pass
+        block.begin(accumulating=True)  # lets go of gradients that were made
+        return seconds
+
+
+def memory(block: Block, inputs: Inputs) -> Memory:
+    """Of one pass with accumulating gradients.
+
+    On an accelerator what its allocator has given out; on the CPU the tensors that operators return (`testing.memory`).
+    """
+    _ready(block, inputs, "accumulating")
+    input_bytes = inputs.x_TH.nbytes
+    if inputs.x_TH.device.type == "cpu":
+        with tracking() as allocated:
+            y_TH = block(inputs.x_TH)
+            saved = allocated.current - y_TH.nbytes + input_bytes
+            y_TH.backward(inputs.y_grad_TH)
+            return Memory(allocated.peak, saved)
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    y_TH = block(inputs.x_TH)
+    saved = torch.accelerator.memory_allocated() - before - y_TH.nbytes + input_bytes
+    y_TH.backward(inputs.y_grad_TH)
+    return Memory(torch.accelerator.max_memory_allocated() - before, saved)

@@ -1,0 +1,67 @@
+"""How the benchmark of the sparse block shows its result: a table per case, and a plot."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from optimus.errors import naming_disk_errors
+from optimus.observe.report import print_table, report
+
+_SHOWN = {
+    "contestant": "contestant",
+    "forward_ms": "forward ms",
+    "accumulating_ms": "both ms",
+    "fresh_ms": "both, fresh ms",
+    "tflops": "TFLOP/s",
+    "peak_mib": "peak MiB",
+    "saved_kib_per_token": "saved KiB/token",
+    "error": "error",
+    "note": "note",
+}
+_BAR, _GAP = 0.32, 1.2  # inches: of height for a bar, and for a case's title and axis
+
+
+def print_case(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the rows of one case."""
+    first = rows[0]
+    title = f"{first['shape']} ({first['dimensions']}) {first['dtype']}, {first['tokens']} tokens, {first['load']} load"
+    print_table([{shown: row.get(key) for key, shown in _SHOWN.items()} for row in rows], title)
+
+
+def publish(rows: Sequence[dict[str, Any]], ratios: dict[str, float]) -> dict[str, Any]:
+    """Print what was measured with and the ratios; returns the report."""
+    whole = report("moe", rows, ratios)
+    chips = dict.fromkeys([whole["machine"]["cpu"], *whole["machine"]["accelerators"]])
+    versions = (f"{name} {whole['versions'][name]}" for name in ("torch", "transformers", "triton"))
+    print(", ".join([*chips, *versions]))
+    for ratio, value in ratios.items():
+        print(f"{ratio}: {value:.3f}")
+    return whole
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write a PNG: TFLOP/s of forward and backward of every contestant, a panel per case, a line at the large products'.
+
+    Raises `UserError` when the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    tables = [[row for row in rows if row["case"] == case and row["tflops"] is not None] for case in cases]
+    heights = [_GAP + _BAR * sum(row["role"] != "product" for row in table) for table in tables]
+    figure = Figure(figsize=(8, sum(heights)), layout="constrained")
+    panels = figure.subplots(len(cases), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for case, table, panel in zip(cases, tables, panels):
+        bars = [row for row in table if row["role"] != "product"]
+        colours = ["tab:blue" if row["role"] == "ours" else "tab:gray" for row in bars]
+        drawn = panel.barh([row["contestant"] for row in bars], [row["tflops"] for row in bars], color=colours)
+        panel.bar_label(drawn, fmt="%.3g", padding=3)
+        rate = max(row["tflops"] for row in table if row["role"] == "product")
+        panel.axvline(rate, color="tab:red", linestyle="--", label=f"one large product: {rate:.3g}")
+        panel.invert_yaxis()
+        panel.margins(x=0.1)
+        panel.set_title(case, loc="left")
+        panel.set_xlabel("TFLOP/s, forward and backward")
+        panel.legend(loc="lower right")
+    with naming_disk_errors(path, "Make room, or choose another place."):
+        figure.savefig(path, dpi=120)

@@ -1,0 +1,152 @@
+"""The optimizer step with expert parallelism: standard sharding of its state against EPSO (the Optimus paper, 3.2).
+
+With dp data ranks, among them ep expert ranks, every expert is on dp / ep ranks, all else on dp. The standard sharded
+optimizer shares all state out over dp / ep ranks, so that what is not expert is held and updated ep times; EPSO shares each
+parameter's state out over all ranks that hold it. Both are options of the same chunks (`state.shard_over`), so nothing else
+differs. Here half of the model's parameters are experts, the gradients are made up, and both take turns step by step, in
+the same processes, so that whatever else the machine does slows both.
+
+Times are medians over the steps, from a common start to the end on all ranks: of the optimizer step, gathering the
+parameters anew included, and of the step together with the reduction of the gradients before it, with nothing to overlap
+either with. Bytes are those allocated for master weights and moments, the most of any rank.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from optimus.comm import Groups
+from optimus.config import RunConfig, load_config
+from optimus.errors import UserError
+from optimus.model.architecture import ModelConfig
+from optimus.plan.measure.ranks import run_fresh
+from optimus.state.model_state import ModelState
+from optimus.testing.memory import allocated
+from optimus.train.run import build_model, mesh_of
+
+_WARM_UP = 2  # steps that are not counted
+_SHARD_OVER = {"standard": "data", "EPSO": "replicas"}  # in the order of the rows
+_MODEL = ModelConfig(
+    family="olmoe", hidden=512, layers=8, heads=8, intermediate=176, vocab=8192, experts=8, experts_per_token=2
+)
+_LR, _GRADIENT_SCALE = 1e-4, 0.5  # of no consequence for the time, as long as the scale is not 1
+
+
+class Measured(NamedTuple):
+    """One rank's view of one way of sharding."""
+
+    step_seconds: float
+    whole_seconds: float  # reduction and step
+    non_expert_bytes: int
+    expert_bytes: int
+
+
+def run(
+    *, ranks: int = 4, steps: int = 15, model: ModelConfig = _MODEL
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Two rows, standard and EPSO, for every dp and ep that are powers of two up to `ranks`.
+
+    Ratios, standard over EPSO: `epso.step_speedup` and `epso.reduce_and_step_speedup`, of the times on all `ranks`
+    (geometric means over ep), and `epso.non_expert_bytes`, of the bytes per rank of the optimizer state of what is not
+    expert, with as many expert ranks.
+
+    Raises `UserError` when `ranks` is no power of two from 2 to the number of experts.
+    """
+    powers = [2**i for i in range(1, model.experts.bit_length())] if model.experts else []
+    if ranks not in powers:
+        raise UserError(f"--ranks {ranks}: the layouts compared here need {', '.join(map(str, powers))} ranks")
+    rows = []
+    for dp in (n for n in powers if n <= ranks):
+        for ep in (n for n in powers if n <= dp):
+            configs = [_config(model, dp, ep, way) for way in _SHARD_OVER.values()]
+            rows += _rows(dp, ep, run_fresh(_measure, dp, configs, steps))
+    largest = [row for row in rows if row["dp"] == ranks]
+    pairs = list(zip(largest[::2], largest[1::2]))  # of standard and EPSO
+    return rows, {
+        **{f"epso.{kind}_speedup": _mean_ratio(pairs, f"{kind}_ms") for kind in ("step", "reduce_and_step")},
+        "epso.non_expert_bytes": _mean_ratio(pairs[-1:], "non_expert_mib"),
+    }
+
+
+def _mean_ratio(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], column: str) -> float:
+    return statistics.geometric_mean(standard[column] / epso[column] for standard, epso in pairs)
+
+
+def _config(model: ModelConfig, dp: int, ep: int, shard_over: str) -> RunConfig:
+    tree = {
+        "model": model.model_dump(),
+        "data": {"path": ""},
+        "train": {
+            "output": "",
+            "steps": 1,
+            "global_batch": dp,
+            "micro_batch": 1,
+            "sequence_length": 2,
+            "precision": "bfloat16",
+        },
+        "parallel": {"data": dp, "expert": ep},
+        "state": {"shard": "optimizer", "shard_over": shard_over},
+    }
+    return load_config(tree)
+
+
+def _measure(configs: list[RunConfig], steps: int) -> list[Measured]:
+    """On one rank: both ways of sharding in turns."""
+    groups = Groups(mesh_of(configs[0], dist.get_world_size()))
+    states = [build_model(config, torch.device("cpu"), groups)[1] for config in configs]
+    times: list[list[tuple[float, float]]] = [[] for _ in configs]
+    for _ in range(_WARM_UP + steps):
+        for config, state, seen in zip(configs, states, times):
+            seen.append(_step(config, state))
+    return [_summary(state, seen[_WARM_UP:]) for state, seen in zip(states, times)]
+
+
+def _step(config: RunConfig, state: ModelState) -> tuple[float, float]:
+    """Seconds of the optimizer step, and of reduction and step."""
+    state.begin_step()
+    for chunk in state.trained:
+        chunk.gradient.fill_(1e-3)
+    began = _together()
+    state.reduce_gradients()
+    reduced = _together()
+    state.step(_LR, _GRADIENT_SCALE)
+    for each in state.chunks:
+        each.gather()
+    ended = _together()
+    return ended - reduced, ended - began
+
+
+def _together() -> float:
+    """The time when all ranks have come here."""
+    dist.barrier()
+    return time.perf_counter()
+
+
+def _summary(state: ModelState, times: list[tuple[float, float]]) -> Measured:
+    held = {True: 0, False: 0}  # bytes of optimizer state, by whether of experts
+    for chunk in state.chunks:
+        kinds = allocated([chunk])
+        held[("ep" in (axis for _, axis in chunk.plan.slots[0].layout.splits))] += kinds["master"] + kinds["moments"]
+    step, whole = (statistics.median(column) for column in zip(*times))
+    return Measured(step, whole, non_expert_bytes=held[False], expert_bytes=held[True])
+
+
+def _rows(dp: int, ep: int, by_rank: list[list[Measured]]) -> list[dict[str, Any]]:
+    """The slowest and the fullest rank of each way."""
+    rows = []
+    for way, seen in zip(_SHARD_OVER, zip(*by_rank)):
+        row = {
+            "dp": dp,
+            "ep": ep,
+            "sharding": way,
+            "step_ms": 1000 * max(one.step_seconds for one in seen),
+            "reduce_and_step_ms": 1000 * max(one.whole_seconds for one in seen),
+            "non_expert_mib": max(one.non_expert_bytes for one in seen) / 2**20,
+            "expert_mib": max(one.expert_bytes for one in seen) / 2**20,
+        }
+        rows.append(row)
+    return rows

@@ -1,0 +1,234 @@
+"""The planner against what others have published: throughput, utilisation, memory, and what does not fit.
+
+One constant per training program (`speed` in `plan/software.yaml`) is fitted to such rows; nothing is fitted per row, model
+or machine. The yardstick is what one learns without a planner: one utilisation for all rows of a source.
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import log
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+from benchmarks.published import Case, excluded, read_cases
+from benchmarks.published.activations import OtherActivations
+from benchmarks.published.program import model_of, setting_of, software_of
+from optimus.errors import UserError
+from optimus.model.count import flops_per_token
+from optimus.plan.machine import load_machine
+from optimus.plan.memory import Memory, memory_of
+from optimus.plan.software import Software, load_software
+from optimus.plan.step import step_time
+
+_T = TypeVar("_T")
+_TIMELESS = ("megatron_ci",)  # tiny models, whose steps are the time that a host needs to start kernels
+_SPREAD = 1.2  # between the two speeds from whose predictions all others follow
+_STATE = ("parameters", "gradients", "optimizer", "other")
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A row and what the planner says of it. Speed is in tokens per second of a rank, None where it is not compared."""
+
+    case: Case
+    tokens_per_second: float | None
+    memory: Memory
+    fits: bool
+
+    @property
+    def allocated(self) -> float:
+        """Bytes between steps."""
+        return sum(self.memory.parts[kind] for kind in _STATE)
+
+    @property
+    def error(self) -> float:
+        """Relative, of the throughput; positive where the prediction is too high."""
+        assert self.tokens_per_second is not None
+        assert self.case.tokens_per_second is not None
+        return self.tokens_per_second / self.case.tokens_per_second - 1
+
+    def utilisation(self, tokens_per_second: float | None) -> float:
+        """Share of the 16-bit peak that so many tokens per second are, of the model's FLOPs."""
+        case, machine = self.case, load_machine(self.case.machine)
+        flops = flops_per_token(case.model, case.setting.context)
+        return (tokens_per_second or 0.0) * flops / machine.rates("bf16").peak
+
+
+def timed(case: Case) -> bool:
+    """Whether the row's speed is compared."""
+    return case.tokens_per_second is not None and case.source not in _TIMELESS
+
+
+def throughput(case: Case, software: Software) -> float:
+    """Tokens per second of a rank. Raises `UserError` where no such run is possible."""
+    setting, software = setting_of(case), software_of(case, software)
+    step = step_time(model_of(case), setting, load_machine(case.machine), software)
+    return setting.tokens / step.seconds / setting.mesh.size
+
+
+def predict(case: Case, software: Software | None = None) -> Predicted:
+    """What the planner says of a row. Raises `UserError` where no such run is possible."""
+    software = software or load_software(case.software)
+    setting, changed, model = setting_of(case), software_of(case, software), model_of(case)
+    memory = memory_of(model, setting, changed, OtherActivations(model, setting, changed))
+    least = memory.total
+    if "recomputation-unstated" in case.traits:  # it fits if some set of recomputed parts makes it fit
+        recomputed = replace(setting, recompute=frozenset({"block"}))
+        kept = OtherActivations(model, recomputed, changed)
+        least = min(least, memory_of(model, recomputed, changed, kept).total)
+    speed = throughput(case, software) if timed(case) else None
+    return Predicted(case, speed, memory, least <= load_machine(case.machine).memory)
+
+
+# ---- The constants ----
+
+
+class Response:
+    """How predictions of rows follow the constant of their program: a step takes about a / speed + b."""
+
+    def __init__(self, cases: Sequence[Case], software: Software) -> None:
+        self.cases, self._speed = cases, software.speed
+        self._slow, self._fast = (
+            [throughput(case, software.model_copy(update={"speed": speed})) for case in cases]
+            for speed in (self._speed / _SPREAD, self._speed * _SPREAD)
+        )
+
+    def errors(self, speed: float, rows: Sequence[int]) -> list[float]:
+        """Relative errors of those rows' throughput with that constant."""
+        share = (_SPREAD * self._speed / speed - 1) / (_SPREAD**2 - 1)  # of the way from fast to slow, in seconds
+        return [
+            1 / (share / self._slow[row] + (1 - share) / self._fast[row]) / (self.cases[row].tokens_per_second or 1) - 1
+            for row in rows
+        ]
+
+    def fitted(self, rows: Sequence[int]) -> float:
+        """The constant with which as many of those rows are predicted too fast as too slow."""
+        low, high = self._speed / 3, self._speed * 3
+        for _ in range(40):
+            middle = (low * high) ** 0.5
+            bias = median(log(max(1e-9, 1 + error)) for error in self.errors(middle, rows))
+            low, high = (low, middle) if bias > 0 else (middle, high)
+        return (low * high) ** 0.5
+
+
+def constants(cases: Sequence[Case], seeds: int = 5) -> list[dict[str, Any]]:
+    """A row per program: its constant in use, the one that these rows give, and the median error of one half of the rows
+    with the constant of the other half, drawn at random `seeds` times."""
+    table = []
+    for name, own in _grouped(cases, lambda case: case.software).items():
+        response, every = Response(own, load_software(name)), range(len(own))
+        held_out = []
+        for seed in range(seeds if len(own) >= 4 else 0):
+            mixed = random.Random(seed).sample(every, len(own))
+            fitting, testing = mixed[::2], mixed[1::2]
+            held_out.append(_middle(response.errors(response.fitted(fitting), testing)))
+        table.append(
+            {
+                "program": name,
+                "rows": len(own),
+                "speed": load_software(name).speed,
+                "fitted": response.fitted(every),
+                "median_error": _middle(response.errors(response.fitted(every), every)),
+                "other_half": median(held_out) if held_out else None,
+                "worst_half": max(held_out, default=None),
+            }
+        )
+    return table
+
+
+# ---- The comparison ----
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `run` finds: rows predicted, and why the others are not."""
+
+    predicted: list[Predicted]
+    left_out: dict[str, str]
+
+    def sources(self) -> dict[str, dict[str, float | int | None]]:
+        """Throughput by source; errors are shares of what was measured."""
+        found = _grouped(
+            [each for each in self.predicted if each.tokens_per_second is not None], lambda each: each.case.source
+        )
+        return {source: _throughput_errors(rows) for source, rows in found.items()}
+
+    def memory(self) -> dict[str, dict[str, float | int]]:
+        """Median error of peaks and, where they were measured, of what is held between steps."""
+        found: dict[str, list[float]] = {}
+        for each in self.predicted:
+            name, case = each.case.source, each.case
+            if case.allocated is not None:
+                name += ".moe" if case.model.experts else ".gpt"
+                found.setdefault(f"{name}.allocated", []).append(each.allocated / case.allocated - 1)
+                name += ".peak"
+            if case.memory is not None:
+                found.setdefault(name, []).append(each.memory.total / case.memory - 1)
+        return {
+            name: {"rows": len(errors), "median_absolute_error": _middle(errors)}
+            for name, errors in sorted(found.items())
+        }
+
+    def out_of_memory(self) -> dict[str, int]:
+        """How many runs are rightly said to fit, or not to."""
+        right = sum(each.fits != each.case.oom for each in self.predicted)
+        return {"right": right, "wrong": len(self.predicted) - right}
+
+
+def run(folder: Path) -> Comparison:
+    """Predict the rows of the tables in `folder`. Raises `UserError` where there are none, or one is not as it must be."""
+    predicted, left_out = [], dict(excluded(folder))
+    for case in read_cases(folder):
+        try:
+            predicted.append(predict(case))
+        except UserError as error:
+            left_out[case.row] = str(error)
+    return Comparison(predicted, left_out)
+
+
+def _throughput_errors(rows: Sequence[Predicted]) -> dict[str, float | int | None]:
+    measured = [each.utilisation(each.case.tokens_per_second) for each in rows]
+    predicted = [each.utilisation(each.tokens_per_second) for each in rows]
+    errors = [each.error for each in rows]
+    return {
+        "rows": len(rows),
+        "median_absolute_error": _middle(errors),
+        "p90_absolute_error": _percentile([abs(error) for error in errors], 0.9),
+        "one_mfu_error": _middle([median(measured) / each - 1 for each in measured]),
+        "spearman_mfu": _rank_correlation(predicted, measured),
+    }
+
+
+def _grouped(items: Sequence[_T], key: Callable[[_T], str]) -> Mapping[str, list[_T]]:
+    found: dict[str, list[_T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return dict(sorted(found.items()))
+
+
+def _middle(errors: Sequence[float]) -> float:
+    return median(map(abs, errors))
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    ordered, place = sorted(values), share * (len(values) - 1)
+    low = int(place)
+    return ordered[low] + (place - low) * (ordered[min(low + 1, len(ordered) - 1)] - ordered[low])
+
+
+def _rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Spearman's; None where either has no order."""
+    (a, b), middle = map(_ranks, (first, second)), (len(first) - 1) / 2
+    spread = sum((x - middle) ** 2 for x in a) * sum((y - middle) ** 2 for y in b)
+    return sum((x - middle) * (y - middle) for x, y in zip(a, b)) / spread**0.5 if spread else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Places in order, from 0; equal values share theirs."""
+    ordered = sorted(values)
+    places: dict[float, list[int]] = {}
+    for place, value in enumerate(ordered):
+        places.setdefault(value, []).append(place)
+    return [sum(places[value]) / len(places[value]) for value in values]

@@ -1,0 +1,160 @@
+"""What watching costs, and how long a run takes to go on after it has lost something.
+
+The cost: ranks train a small model, where a step has little to hide it behind, and count the CPU time that goes into
+looking at what is sent and into noting collectives. Recovery: runs in the lab (`lab.py`), each with one fault.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+
+from optimus.comm.recorder import Recorder
+from optimus.comm.watch import Watch
+from optimus.config import load_config
+from optimus.data.preparation import prepare
+from optimus.plan.measure.ranks import run_fresh
+from optimus.testing.faults import FaultPlan
+from optimus.testing.lab import rehearse
+from optimus.testing.steps import Steps
+from optimus.train.nodes import Job
+
+_FAULT_STEP, _STEPS, _HANG = 4, 8, 8.0
+_FAULTS: dict[str, FaultPlan] = {
+    "a worker is killed": FaultPlan().kill(1, _FAULT_STEP),
+    "the first node is killed": FaultPlan().kill_agent(0, _FAULT_STEP),
+    "another node is killed": FaultPlan().kill_agent(1, _FAULT_STEP),
+    "a link is cut": FaultPlan().cut(2, _FAULT_STEP),
+    "NaN on one node": FaultPlan().nan(1, _FAULT_STEP),
+    "NaN on all nodes": FaultPlan().nan(0, _FAULT_STEP).nan(1, _FAULT_STEP).nan(2, _FAULT_STEP),
+    f"a rank hangs (blamed after {_HANG:g} s)": FaultPlan().hang(2, _FAULT_STEP),
+}
+_LAYOUTS = (("data", ["state.shard=gradients"]), ("tensor", ["parallel.tensor=2"]), ("expert", ["parallel.expert=2"]))
+
+
+def run(*, model: str, steps: int, faults: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, float]]:
+    """(rows of costs, rows of recoveries, ratios). Without `faults` no lab is made."""
+    costs = [_cost(model, name, overrides, steps) for name, overrides in _LAYOUTS]
+    recoveries = list(_recoveries()) if faults else []
+    ratios = {f"watch.share_{row['layout']}": float(row["share"]) for row in costs}
+    if recoveries:
+        ratios["recovery.longest_s"] = max(float(row["seconds"]) for row in recoveries)
+    return costs, recoveries, ratios
+
+
+# ---- What watching costs ----
+
+
+def _cost(model: str, layout: str, overrides: list[str], steps: int) -> dict[str, Any]:
+    config = {
+        "model": model,
+        "data": {"path": ""},
+        "train": {
+            "output": "",
+            "steps": 1000,
+            "global_batch": 8,
+            "micro_batch": 4,
+            "sequence_length": 512,
+            "precision": "bfloat16",
+        },
+    }
+    tree = load_config(config, overrides).model_dump(exclude_unset=True)
+    measured = run_fresh(_watched_steps, 2, tree, steps)
+    watching, step, notes = max(measured)
+    return {
+        "layout": layout,
+        "ranks": 2,
+        "step_cpu_s": step,
+        "watching_cpu_ms": 1e3 * watching,
+        "numbers_looked_at": notes,
+        "share": watching / step,
+    }
+
+
+def _watched_steps(config: dict[str, Any], steps: int) -> tuple[float, float, int]:
+    """Of a median step: (CPU seconds of watching, of all, elements looked at)."""
+    trained, found = Steps(config), []
+    trained.groups.watch.enabled = True
+    for number in range(steps + 2):
+        with _counting() as counted:
+            began = time.process_time()
+            trained.train()
+            whole = time.process_time() - began
+        if number >= 2:
+            found.append((counted["seconds"], whole, int(counted["elements"])))
+    return median(each[0] for each in found), median(each[1] for each in found), found[0][2]
+
+
+@contextmanager
+def _counting() -> Iterator[dict[str, float]]:
+    """CPU seconds in `Watch` and `Recorder` while the context lasts, and elements that are looked at."""
+    counted = {"seconds": 0.0, "elements": 0.0}
+
+    def timed(function: Callable[..., Any], looks: bool = False) -> Callable[..., Any]:
+        @wraps(function)
+        def call(self: Any, *arguments: Any) -> Any:
+            began = time.thread_time()
+            result = function(self, *arguments)
+            counted["seconds"] += time.thread_time() - began
+            counted["elements"] += arguments[0].numel() if looks else 0
+            return result
+
+        return call
+
+    leaves, begins = Watch.leaves, Recorder.begins
+    Watch.leaves, Recorder.begins = timed(leaves, looks=True), timed(begins)  # type: ignore[method-assign]
+    try:
+        yield counted
+    finally:
+        Watch.leaves, Recorder.begins = leaves, begins  # type: ignore[method-assign]
+
+
+# ---- How long until a run goes on ----
+
+
+def _recoveries() -> Iterator[dict[str, Any]]:
+    """Three nodes of one rank and two spares, keep-alive 1x3; seconds from the fault to the end of the next step."""
+    with TemporaryDirectory() as folder:
+        data = Path(folder) / "data"
+        prepare([Path(__file__).parent], data, train_tokenizer=300, context=32, workers=1)
+        for number, (name, plan) in enumerate(_FAULTS.items()):
+            home = Path(folder) / str(number)
+            home.mkdir()
+            plan.write(home / "plan.yaml")
+            (home / "run.yaml").write_text(yaml.safe_dump(_tiny(data, home / "run")), encoding="utf-8")
+            job = Job(home / "run.yaml", nodes=3, spares=2, keep_alive=(1, 3), wait=30.0)
+            result = rehearse(job, inject=home / "plan.yaml")
+            happened = min(event["time"] for event in result["events"] if event["kind"] == "injected")
+            again = [event["time"] for event in result["events"] if event["kind"] == "recovered"]
+            yield {
+                "fault": name,
+                "nodes": "namespaces" if result["isolated"] else "processes",
+                "seconds": again[0] - happened if again else float("inf"),
+                "finished": result["finished"],
+            }
+
+
+def _tiny(data: Path, output: Path) -> dict[str, Any]:
+    shape = {"hidden": 32, "layers": 2, "heads": 2, "intermediate": 16, "experts": 4, "experts_per_token": 2}
+    return {
+        "model": {"family": "olmoe", "vocab": 320, **shape},
+        "data": {"path": str(data)},
+        "train": {
+            "output": str(output),
+            "steps": _STEPS,
+            "global_batch": 12,
+            "micro_batch": 2,
+            "sequence_length": 32,
+            "precision": "float32",
+        },
+        "lr_schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
+        "checkpoint": {"every": 3, "keep": 3, "weights_every": 3},
+        "resilience": {"hang": _HANG},
+        "observe": {"tensorboard": False},
+    }

@@ -1,1 +1,0 @@
-"""Benchmarks against rivals, as users run them."""

@@ -1,0 +1,179 @@
+"""Measure collectives by every algorithm on the ranks that there are: the table in a machine file, by which a run chooses.
+
+Measured are all ranks together, those of a node, and those of one place on every node, all groups of a kind at once, as a
+training run has them.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import yaml
+from torch import Tensor
+
+from optimus.comm import Division, Group, Groups
+from optimus.comm.algorithms import KINDS, OWN, Curve, Curves, Kind, Measured, names
+from optimus.comm.schedules import Shape
+from optimus.errors import UserError, naming_disk_errors
+from optimus.mesh import Mesh
+from optimus.observe.machine import find_device, free_memory
+from optimus.plan.machine import Machine, load_machine
+from optimus.plan.measure.machine import backend_of_device, check_ranks, under_launcher
+from optimus.plan.measure.ranks import run_fresh
+from optimus.plan.measure.timing import Clock, Extent
+
+SIZES = tuple(4096 * 16**i for i in range(5))  # bytes: 4 KB to 256 MB
+_HELD = 4  # times the size of a tensor that a rank needs: parts, what comes, partial sums
+
+
+class Point(NamedTuple):
+    """A collective that was measured."""
+
+    kind: Kind
+    shape: str
+    algorithm: str
+    size: int
+    seconds: float
+
+
+def measure(ranks: int, path: Path) -> list[dict[str, Any]] | None:
+    """Measure on `ranks` fresh ranks of this machine, or on those of torchrun, and write what was found into a machine file.
+
+    Returns a row for each measurement; None on all ranks of torchrun but the first. Shapes that the file has from before
+    and that were not measured now stay. Raises `UserError` for a file that is none, before anything is measured.
+    """
+    before = _existing(path)
+    check_ranks(ranks)
+    if not under_launcher():
+        found = run_fresh(measure_rank, ranks, ranks, backend=backend_of_device())[0]
+    else:
+        if ranks != (there := int(os.environ["LOCAL_WORLD_SIZE"])):
+            raise UserError(f"--ranks {ranks}: torchrun has started {there} on each node; say so")
+        dist.init_process_group(backend_of_device())
+        try:
+            found = measure_rank(ranks)
+            if dist.get_rank() > 0:
+                return None
+        finally:
+            dist.destroy_process_group()
+    write(path, merged(before.collectives or Measured(), table(found)))
+    return [{**point._asdict(), "milliseconds": 1e3 * point.seconds} for point in found]
+
+
+def measure_rank(per: int, extent: Extent | None = None) -> list[Point]:
+    """On every rank of a process group with so many on each node. All return the same.
+
+    `extent` says at which sizes, and for how long.
+    """
+    device = find_device("auto", "the device", dist.get_rank() % per)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    extent = extent or replace(Extent.of(device.type), sizes=SIZES)
+    clock, free = Clock(device, extent), _free(device, per)
+    sizes = [size for size in extent.sizes if size * _HELD <= free]
+    return [
+        Point(kind, str(shape), algorithm, size, clock.seconds(call))
+        for kind, shape, algorithm, group in _contestants(per)
+        for size, call in _calls(kind, sizes, group, device)
+    ]
+
+
+def _free(device: torch.device, per: int) -> int:
+    """Bytes that each rank may use; the same on all."""
+    sharers = per if device.type == "cpu" else 1
+    least = torch.tensor(free_memory(device) // sharers // 2, device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return int(least)
+
+
+def _contestants(per: int) -> Iterator[tuple[Kind, Shape, str, Group]]:
+    """Every algorithm in every kind of group, with a group that uses no other."""
+    ranks = dist.get_world_size()
+    mesh = Mesh(dp=ranks, ranks_per_node=per)
+    parts = {Shape(ranks // per, per): [list(range(ranks))]}
+    if min(ranks // per, per) > 1:
+        parts[Shape(1, per)] = [list(range(first, first + per)) for first in range(0, ranks, per)]
+        parts[Shape(ranks // per, 1)] = [list(range(place, ranks, per)) for place in range(per)]
+    for shape, divided in parts.items():
+        for algorithm in dict.fromkeys(name for kind in KINDS for name in names(kind, shape)):
+            kinds = [kind for kind in KINDS if algorithm in _tried(kind, shape)]
+            if kinds:
+                groups = Groups(mesh, divisions=[Division("measured", divided)], measured=always(algorithm, shape))
+                yield from ((kind, shape, algorithm, groups.dividing(divided)) for kind in kinds)
+
+
+def _tried(kind: Kind, shape: Shape) -> list[str]:
+    """What a group would really use: over Gloo nothing of its own where it is known to be slow, over others little else."""
+    if kind == "all_to_all":
+        return [OWN]
+    if dist.get_backend() != "gloo":
+        return [OWN, "direct+direct"] if min(shape) > 1 else [OWN]
+    return [name for name in names(kind, shape) if name != OWN or kind == "all_reduce"]
+
+
+def always(algorithm: str, shape: Shape) -> Measured:
+    """A table from which an algorithm is chosen whatever the size."""
+    curve = {str(shape): {algorithm: Curve(sizes=[1.0], seconds=[1.0])}}
+    return Measured.model_validate({kind: curve for kind in KINDS if algorithm in names(kind, shape)})
+
+
+def _calls(
+    kind: Kind, sizes: Sequence[int], group: Group, device: torch.device
+) -> Iterator[tuple[int, Callable[[], Any]]]:
+    for size in sizes:
+        x = torch.ones(max(1, size // 4 // group.size) * group.size, device=device)
+        yield x.nbytes, _call(kind, x, group)
+
+
+def _call(kind: Kind, x: Tensor, group: Group) -> Callable[[], Any]:
+    if kind == "all_reduce":
+        return partial(group.all_reduce, x)
+    if kind == "all_to_all":
+        return partial(group.all_to_all, x.view(group.size, -1), [1] * group.size, [1] * group.size)
+    part = x.new_ones(x.numel() // group.size)
+    return partial(group.all_gather if kind == "all_gather" else group.reduce_scatter, x, part)
+
+
+# ---- The file ----
+
+
+def table(found: list[Point]) -> Measured:
+    """Of measurements, three digits of each."""
+    curves: dict[str, Curves] = {}
+    for kind, shape, algorithm in dict.fromkeys(point[:3] for point in found):
+        points = sorted(point for point in found if point[:3] == (kind, shape, algorithm))
+        curve = Curve(
+            sizes=[float(point.size) for point in points], seconds=[float(f"{point.seconds:.3g}") for point in points]
+        )
+        curves.setdefault(kind, {}).setdefault(shape, {})[algorithm] = curve
+    return Measured.model_validate(curves)
+
+
+def merged(before: Measured, now: Measured) -> Measured:
+    """What was measured, and of other shapes and kinds what was measured before."""
+    return Measured.model_validate({kind: {**getattr(before, kind), **getattr(now, kind)} for kind in KINDS})
+
+
+def write(path: Path, measured: Measured) -> None:
+    """Replace the section of the file, or add it; the rest of its text stays as it is."""
+    section = yaml.safe_dump(
+        {"collectives": measured.model_dump(exclude_defaults=True)}, sort_keys=False, width=120, default_flow_style=None
+    )
+    with naming_disk_errors(path, "Choose another file"):
+        text = re.sub(r"^collectives:.*\n(?:[ \t#].*\n|\n)*", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        path.write_text(text.rstrip("\n") + "\n" + section, encoding="utf-8")
+
+
+def _existing(path: Path) -> Machine:
+    """Raises `UserError` where there is no machine file to write to."""
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        raise UserError(
+            f"--write {path}: there is no such machine file; `optimus bench machine --output {path}` writes one"
+        )
+    return load_machine(str(path))

@@ -1,0 +1,120 @@
+"""The commands `optimus bench ...`: those that measure this machine are here, the comparisons with rivals in the checkout.
+
+Each is a thin call of a function elsewhere; heavy imports wait until a command runs.
+"""
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from optimus.disk import user_path
+from optimus.errors import UserError
+
+_CHECKOUT = Path(__file__).parents[3]
+
+
+class _Bench(TyperGroup):
+    """Says where the benchmarks are that an installed package does not have."""
+
+    def get_command(self, context: Any, name: str) -> Any:
+        command = super().get_command(context, name)
+        if command is None and not in_checkout():
+            raise UserError(
+                f"optimus bench {name}: benchmarks lie beside the package in its source: take a checkout, install it with "
+                "`make install-dev` and run the command there"
+            )
+        return command
+
+
+bench_app = typer.Typer(
+    cls=_Bench,
+    help="Measure this machine, and Optimus and its rivals in one run.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Report = dict[str, Any] | None  # None on all ranks but the first
+
+
+def _in_a_folder(path: Path | None) -> Path | None:
+    """Raises `UserError` before minutes of work whose report could not be written."""
+    path = None if path is None else user_path(path)
+    if path is not None and not path.absolute().parent.is_dir():
+        raise UserError(f"--output {path}: there is no folder {path.absolute().parent}; make it first")
+    return path
+
+
+ReportFile = Annotated[Path | None, typer.Option(help="Write the report to this JSON file.", callback=_in_a_folder)]
+Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, tables to standard error.")]
+
+
+def bench(name: str) -> Callable[[Callable[..., Report]], None]:
+    """Make a function that prints tables and returns a report the command `optimus bench NAME`.
+
+    It gets `--json`, and `--output` for the report where it has none of its own.
+    """
+
+    def add(function: Callable[..., Report]) -> None:
+        signature = inspect.signature(function)
+        added: dict[str, tuple[Any, Any]] = {"as_json": (Json, False)}
+        if "output" not in signature.parameters:
+            added = {"output": (ReportFile, None), **added}
+
+        def command(*, as_json: bool, **options: Any) -> None:
+            output = options.pop("output") if "output" in added else None
+            with redirect_stdout(sys.stderr) if as_json else nullcontext():
+                report = function(**options)
+            if report is not None and output is not None:
+                from optimus.disk import write_json
+
+                write_json(output, report)
+            if report is not None and as_json:
+                print(json.dumps(report, indent=2))
+
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for name, (kind, default) in added.items()
+        ]
+        command.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*signature.parameters.values(), *more], return_annotation=None
+        )
+        command.__annotations__ = {**function.__annotations__, **{name: kind for name, (kind, _) in added.items()}}
+        command.__doc__ = function.__doc__
+        bench_app.command(name=name)(command)
+
+    return add
+
+
+@bench("machine")
+def bench_machine(
+    ranks: Annotated[
+        int, typer.Option(help="Ranks of a node: one per accelerator, or as many as are to share the CPU.")
+    ],
+    output: Annotated[Path, typer.Option(help="Write the machine to this new .yaml file.")],
+    name: Annotated[str | None, typer.Option(help="Name of the machine. Default: the file's.")] = None,
+) -> Report:
+    """Measure this machine, all ranks busy at once, and write the file from which `optimus plan` knows it."""
+    from optimus.plan.measure.machine import run
+
+    return run(ranks, user_path(output), name=name)
+
+
+def in_checkout() -> bool:
+    """Whether the package is used from its source, with the benchmarks beside it."""
+    return (_CHECKOUT / "benchmarks" / "commands.py").is_file()
+
+
+def add_benchmarks() -> None:
+    """Add the commands of the checkout, if there is one."""
+    if in_checkout():
+        if str(_CHECKOUT) not in sys.path:
+            sys.path.insert(0, str(_CHECKOUT))
+        import_module("benchmarks.commands")

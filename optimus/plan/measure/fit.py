@@ -1,0 +1,336 @@
+"""From timings to a machine's figures: those with which the planner's own formulas come nearest to what was measured.
+
+Nearest is least squares of log(predicted / measured), so that a product of microseconds counts as much as one of seconds.
+The formulas are those of `Machine` and `plan.collectives`, asked for every point; nothing of them is written again here.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optimus.config import ModelConfig
+from optimus.mesh import Mesh
+from optimus.plan.collectives import collective_seconds, reduce_scatter_seconds, transfer_seconds
+from optimus.plan.machine import Arithmetic, Host, Machine, Matmul, Network, Node, Pace
+from optimus.plan.measure.timing import Attended, Observations, Product, Talk, Talked
+from optimus.plan.setting import Setting
+from optimus.plan.software import load_software
+from optimus.plan.work import Work
+
+Floats = NDArray[np.float64]
+
+_BEST = 1.25  # how far from the best measured rate that of endless matrices may lie: above, or below a lucky one
+_DIFFERS = 0.05  # a group's bandwidth is written where it is so far from the node's
+_DIGITS = 4
+
+
+class Point(NamedTuple):
+    """A measured time beside what the machine's file predicts."""
+
+    what: str
+    shape: str
+    seconds: float
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Relative, without its sign."""
+        return abs(self.predicted / self.seconds - 1)
+
+
+def fit(seen: Observations, *, name: str, source: str, peaks: Mapping[str, float] | None = None) -> Machine:
+    """The machine that was observed. `peaks` are what vendors state, FLOP/s by precision; by default the best reached."""
+    moved = fmean(math.log(each.bytes / each.seconds) for each in seen.moved)
+    machine = _fit_products(_start(seen, name, source, math.exp(moved)), seen)
+    return _fit_network(_fit_node(_fit_attention(machine, seen, peaks or {}), seen), seen)
+
+
+def points(machine: Machine, seen: Observations) -> list[Point]:
+    """Everything that was measured, beside what `machine` predicts."""
+    found = [
+        Point(
+            f"matmul {each.precision}",
+            f"{each.rows}x{each.columns}x{each.inner}",
+            each.seconds,
+            _product(machine, each),
+        )
+        for each in seen.products
+    ]
+    found.append(Point("tiny kernel", "16", seen.tiny, machine.memory_seconds(0)))
+    found += [
+        Point("memory", f"{each.what}, {each.bytes:,} bytes", each.seconds, machine.memory_seconds(each.bytes))
+        for each in seen.moved
+    ]
+    for each in seen.attended:
+        shape = f"{each.sequences} x {each.context}, {each.heads} heads of {each.head}"
+        found.append(Point("attention", shape, each.seconds, _attended(machine, each)))
+    for talk in seen.talked:
+        what = f"{talk.kind} {talk.place.stride}x{talk.place.size}"
+        found.append(Point(what, f"{talk.whole:,} bytes", talk.seconds, _talk(machine, talk)))
+    return found
+
+
+def _start(seen: Observations, name: str, source: str, memory_bandwidth: float) -> Machine:
+    """Guesses, but for what is not fitted."""
+    best: dict[str, float] = {}
+    for each in seen.products:
+        rate = 2 * each.rows * each.columns * each.inner / each.seconds
+        best[each.precision] = max(best.get(each.precision, 0.0), rate)
+    bandwidth = _round(memory_bandwidth)
+    return Machine(
+        name=name,
+        source=source,
+        ranks_per_node=seen.ranks_per_node,
+        memory=_round(seen.memory),
+        memory_bandwidth=bandwidth,
+        cores=seen.cores,
+        arithmetic={precision: Arithmetic(peak=2 * rate, achieved=rate) for precision, rate in best.items()},
+        matmul=Matmul(tile=64, depth=32),
+        attention=1.0,
+        kernel_latency=seen.tiny,
+        alone=_round(seen.alone),
+        overlap=_round(seen.overlap),
+        node=Node(bandwidth=bandwidth, latency=_round(seen.tiny)),
+        network=Network(bandwidth=bandwidth, latency=_round(seen.tiny)),
+        host=Host(memory=_round(seen.host_memory), shared=bool(seen.threads), link=_round(seen.link or bandwidth)),
+    )
+
+
+# ---- Products ----
+
+
+def _fit_products(machine: Machine, seen: Observations) -> Machine:
+    """Rates, tile, depth and latency of kernels; the tiny kernel is one point among the products.
+
+    The cores are the threads of a rank on a CPU. An accelerator does not say how it divides products: there they are fitted
+    as well, made a whole number, and the others fitted again. As there are valleys, the search begins at several tiles.
+    """
+    precisions = list(machine.arithmetic)
+    best = [machine.arithmetic[precision].achieved for precision in precisions]
+    measured = [*(each.seconds for each in seen.products), seen.tiny]
+
+    def made(tile: float, depth: float, latency: float, cores: float, *rates: float) -> Machine:
+        arithmetic = {
+            name: Arithmetic.model_construct(peak=rate, achieved=rate) for name, rate in zip(precisions, rates)
+        }
+        matmul = machine.matmul.model_copy(update={"tile": tile, "depth": depth})  # no whole numbers yet
+        update = {"matmul": matmul, "kernel_latency": latency, "cores": cores, "arithmetic": arithmetic}
+        return machine.model_copy(update=update)
+
+    def residuals(x: list[float]) -> list[float]:
+        tried = made(*x)
+        return _logs([*(_product(tried, each) for each in seen.products), tried.memory_seconds(0)], measured)
+
+    def fitted(cores: Sequence[float], low: float, high: float) -> list[float]:
+        fits = [
+            least_squares(
+                residuals,
+                [tile, 32.0, seen.tiny, begin, *best],
+                [1.0, 0.5, seen.tiny / 10, low, *(rate / _BEST for rate in best)],
+                [2048.0, 8192.0, seen.tiny * 100, high, *(_BEST * rate for rate in best)],
+            )
+            for tile, begin in product((16.0, 64.0, 256.0), cores)
+        ]
+        return min(fits, key=lambda x: sum(r * r for r in residuals(x)))
+
+    cores = seen.cores
+    if seen.threads is None:
+        cores = max(1, round(fitted([cores, cores * 8], 1, cores * 64)[3]))
+    tile, depth, latency, _, *rates = fitted([cores], cores, cores)
+    return made(max(1, round(tile)), round(depth), _round(latency), cores, *(_round(rate) for rate in rates))
+
+
+def _product(machine: Machine, each: Product) -> float:
+    return machine.matmul_seconds(each.rows, each.columns, each.inner, each.precision)
+
+
+# ---- Attention ----
+
+
+def _fit_attention(machine: Machine, seen: Observations, stated: Mapping[str, float]) -> Machine:
+    """The peaks, the share of attention in that of 16 bits, and the length of a sequence that brings half of it.
+
+    A peak is the vendor's, or else the best that was reached, by attention too.
+    """
+    best = {name: max(rates.achieved, stated.get(name, 0.0)) for name, rates in machine.arithmetic.items()}
+
+    def made(share: float, half: float) -> Machine:
+        reached = {**best, "bf16": best["bf16"] * max(1.0, share)}
+        peaks = {name: rates.model_copy(update={"peak": reached[name]}) for name, rates in machine.arithmetic.items()}
+        return machine.model_copy(update={"arithmetic": peaks, "attention": min(1.0, share), "attention_half": half})
+
+    def residuals(x: list[float]) -> list[float]:
+        tried = made(*x)
+        return _logs([_attended(tried, each) for each in seen.attended], [each.seconds for each in seen.attended])
+
+    found = made(*least_squares(residuals, [0.5, 64.0], [1e-4, 1.0], [1e4, 65536.0]))
+    peaks = {
+        name: Arithmetic(peak=_round(rates.peak), achieved=rates.achieved) for name, rates in found.arithmetic.items()
+    }
+    rounded = {"attention": _round(found.attention), "attention_half": _round(found.attention_half)}
+    return found.model_copy(update={"arithmetic": peaks, **rounded})
+
+
+def _attended(machine: Machine, each: Attended) -> float:
+    """With this library's own kernel, as that is what was measured."""
+    hidden = each.heads * each.head
+    model = ModelConfig(family="olmo", layers=1, hidden=hidden, heads=each.heads, intermediate=1, vocab=1)
+    setting = Setting(Mesh(), each.context, each.sequences, microbatches=1)
+    software = load_software("optimus").model_copy(update={"speed": 1.0})
+    passes = Work(model, setting, machine, software).scores[0]
+    return passes.forward.attention + passes.backward.attention
+
+
+# ---- Collectives ----
+
+
+def _fit_node(machine: Machine, seen: Observations) -> Machine:
+    """Bandwidth and latency of the node over all groups in it; with a bandwidth for each kind of group that differs;
+    then the pace of each kind of collective that differs, and the groups once more.
+
+    With groups, the node's own bandwidth is what remains without one: the all-to-all's.
+    """
+    inside = [talk for talk in seen.talked if talk.place.nodes(machine) == 1]
+    if not inside:
+        return machine
+    largest = max(inside, key=lambda talk: talk.whole)
+    start = [reduce_scatter_seconds(largest.place.size, largest.whole, 1.0) / largest.seconds]
+    start.append(min(talk.seconds for talk in inside))
+    names = list(dict.fromkeys(map(_shape, inside)))
+
+    def fitted(start: Sequence[float], names: Sequence[str], paces: dict[Any, Pace]) -> Node:
+        def made(x: Sequence[float]) -> Node:
+            groups = dict(zip(names, x[2:]))
+            return Node.model_construct(bandwidth=x[0], latency=x[1], groups=groups, paces=paces)
+
+        found = least_squares(
+            lambda x: _off(machine, made(x), inside), start, [x / 1e3 for x in start], [x * 1e3 for x in start]
+        )
+        return made([*map(_round, found)])
+
+    plain = fitted(start, [], {})
+    start = [plain.bandwidth, plain.latency, *[plain.bandwidth] * len(names)]
+    node = fitted(start, names, {})
+    paces = {kind: _pace(machine, node, [talk for talk in inside if talk.kind == kind]) for kind in _kinds(inside)}
+    if any(paces.values()):
+        node = fitted(start, names, {kind: pace for kind, pace in paces.items() if pace})
+    differing = {name: own for name, own in node.groups.items() if abs(own / node.bandwidth - 1) > _DIFFERS}
+    return machine.model_copy(
+        update={"node": Node(bandwidth=node.bandwidth, latency=node.latency, groups=differing, paces=node.paces)}
+    )
+
+
+def _kinds(talked: Sequence[Talked]) -> list[Talk]:
+    return list(dict.fromkeys(talk.kind for talk in talked))
+
+
+def _shape(talk: Talked) -> str:
+    return f"{talk.place.stride}x{talk.place.size}"
+
+
+def _pace(machine: Machine, node: Node, own: Sequence[Talked]) -> Pace | None:
+    """Of a kind of collective; None where it makes no difference."""
+    kind, latency = own[0].kind, node.latency
+
+    def paced(x: Sequence[float]) -> Node:
+        pace = Pace.model_construct(share=x[0], start=x[1], step=x[2])
+        return node.model_copy(update={"paces": {kind: pace}})
+
+    least, most = latency / 1e3, latency * 1e2
+    found = least_squares(
+        lambda x: _off(machine, paced(x), own),
+        [1.0, latency / 2, latency / 2],
+        [0.01, least, least],
+        [100.0, most, most],
+    )
+    share, begin, step = map(_round, found)
+    before, after = _off(machine, node, own), _off(machine, paced(found), own)
+    differs = max(abs(a - b) for a, b in zip(before, after)) > _DIFFERS
+    return Pace(share=share, start=begin, step=step) if differs else None
+
+
+def _off(machine: Machine, node: Node, talked: Sequence[Talked]) -> list[float]:
+    changed = machine.model_copy(update={"node": node})
+    return _logs([_talk(changed, talk) for talk in talked], [talk.seconds for talk in talked])
+
+
+def _fit_network(machine: Machine, seen: Observations) -> Machine:
+    """Bandwidth and latency between nodes; with one node, its own, as if the next were as near."""
+    node = machine.node
+    across = [talk for talk in seen.talked if talk.place.nodes(machine) > 1]
+    if not across:
+        network = Network(bandwidth=node.bandwidth, latency=node.latency)
+        return machine.model_copy(update={"network": network})
+
+    def made(x: Sequence[float]) -> Machine:
+        return machine.model_copy(update={"network": Network.model_construct(bandwidth=x[0], latency=x[1])})
+
+    def residuals(x: Sequence[float]) -> list[float]:
+        tried = made(x)
+        return _logs([_talk(tried, talk) for talk in across], [talk.seconds for talk in across])
+
+    # A network that is far too fast is not felt: the search begins at a slow one.
+    start = [node.bandwidth / 4, 2 * node.latency]
+    low, high = [start[0] / 1e4, start[1] / 1e3], [start[0] * 1e4, start[1] * 1e3]
+    bandwidth, latency = least_squares(residuals, start, low, high)
+    return made([_round(bandwidth), _round(latency)])
+
+
+def _talk(machine: Machine, talk: Talked) -> float:
+    if talk.kind == "shift":
+        return transfer_seconds(talk.whole, talk.place, machine)
+    return collective_seconds(talk.kind, talk.whole, talk.place, machine)
+
+
+# ---- Least squares ----
+
+
+def least_squares(
+    residuals: Callable[[list[float]], list[float]],
+    start: Sequence[float],
+    low: Sequence[float],
+    high: Sequence[float],
+    steps: int = 60,
+) -> list[float]:
+    """Positive numbers between `low` and `high` that make the sum of squares least, near `start`.
+
+    The method of Levenberg and Marquardt on the logarithms, with differences for derivatives. What has one place to lie at
+    stays there.
+    """
+    lower, upper = np.log(low), np.log(high)
+    x = np.clip(np.log(start), lower, upper)
+
+    def at(x: Floats) -> Floats:
+        return np.array(residuals(np.exp(x).tolist()))
+
+    r, damping = at(x), 1e-2
+    for _ in range(steps):
+        h = np.where(x + 1e-4 > upper, -1e-4, 1e-4)  # not over the edge
+        slopes = np.stack([(at(x + h[i] * np.eye(len(x))[i]) - r) / h[i] for i in range(len(x))], axis=1)
+        slopes[:, lower == upper] = 0
+        square, downhill = slopes.T @ slopes, -slopes.T @ r
+        before = float(r @ r)
+        while damping < 1e8:
+            scale = np.diag(damping * np.diag(square) + 1e-9)
+            tried = np.clip(x + np.linalg.solve(square + scale, downhill), lower, upper)
+            new = at(tried)
+            if new @ new < before:
+                x, r, damping = tried, new, max(1e-7, damping / 5)
+                break
+            damping *= 4
+        if damping >= 1e8 or before - float(r @ r) < 1e-10 * before:
+            break
+    return np.exp(x).tolist()
+
+
+def _logs(predicted: Sequence[float], measured: Sequence[float]) -> list[float]:
+    return [math.log(a / b) for a, b in zip(predicted, measured)]
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")

@@ -1,0 +1,193 @@
+"""Measure the machine that one stands on, and write the file from which the planner knows it.
+
+N ranks, as those of a training run on a node, do the same at the same time (`machine_timing`); the planner's formulas are
+fitted to their times (`machine_fit`). Under torchrun on several nodes the links between these are measured as well.
+"""
+
+import os
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryFile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from optimus.errors import UserError, naming_disk_errors
+from optimus.observe.machine import find_device, peak_flops
+from optimus.observe.report import publish
+from optimus.plan.machine import Machine, machine_names
+from optimus.plan.measure.fit import Point, fit, points
+from optimus.plan.measure.ranks import run_fresh
+from optimus.plan.measure.timing import Extent, Observations, observe_rank
+
+_MOST_RANKS = 64
+
+
+def run(ranks: int, output: Path, *, name: str | None = None) -> dict[str, Any] | None:
+    """Measure, write `output`, print how near the file comes to what was measured; under torchrun, on the first rank alone.
+
+    Returns the report, on the first rank. `name` is the machine's, by default the file's. Raises `UserError`, before
+    anything is measured, for a file that is there or cannot be, for the name of a machine that comes with the library,
+    and for ranks that the machine does not have.
+    """
+    name = name or output.stem
+    check_output(output, name)
+    check_ranks(ranks)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"measuring with {ranks} ranks, for some minutes; what else runs meanwhile is measured too", flush=True)
+    seen = observe(ranks)
+    if seen is None:
+        return None
+    machine = fit_machine(seen, name)
+    write(machine, output)
+    found = points(machine, seen)
+    more = {
+        "machine_file": machine.model_dump(),
+        "points": [{**point._asdict(), "error": point.error} for point in found],
+    }
+    report = publish("machine", rows(found), ratios(found), more=more)
+    print(f"{output} is written: optimus plan ... --machine {output}")
+    return report
+
+
+def measure(ranks: int, name: str = "measured", extent: Extent | None = None) -> Machine:
+    """This machine, with `ranks` ranks on its node. `extent` says what to measure: by default what suits the device.
+
+    Raises `UserError` for ranks that the machine does not have, and under torchrun.
+    """
+    if under_launcher():
+        raise UserError(
+            "measure() starts its own ranks: call it without torchrun, or use `optimus bench machine` there"
+        )
+    seen = observe(ranks, extent)
+    assert seen is not None
+    return fit_machine(seen, name)
+
+
+def observe(ranks: int, extent: Extent | None = None) -> Observations | None:
+    """Times on `ranks` fresh ranks of this machine; or, under torchrun, on its ranks, and None on all but the first."""
+    check_ranks(ranks)
+    if not under_launcher():
+        return run_fresh(observe_rank, ranks, ranks, extent, backend=backend_of_device())[0]
+    if ranks != int(os.environ["LOCAL_WORLD_SIZE"]):
+        raise UserError(f"--ranks {ranks}: torchrun has started {os.environ['LOCAL_WORLD_SIZE']} on each node; say so")
+    device = find_device("auto", "the device", int(os.environ["LOCAL_RANK"]))
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    dist.init_process_group(backend_of_device())
+    try:
+        seen = observe_rank(ranks, extent)
+        return seen if dist.get_rank() == 0 else None
+    finally:
+        dist.destroy_process_group()
+
+
+def fit_machine(seen: Observations, name: str) -> Machine:
+    """The machine, with what its vendor states and where the figures come from."""
+    peak = None if seen.threads is not None else peak_flops(find_device("auto", "the device"))
+    return fit(seen, name=name, source=_source(seen, peak), peaks={"bf16": peak, "fp16": peak} if peak else None)
+
+
+def write(machine: Machine, path: Path) -> None:
+    """A new file that `load_machine` reads."""
+    text = yaml.safe_dump(machine.model_dump(exclude_none=True), sort_keys=False, width=120)
+    with naming_disk_errors(path, "Choose another --output"), path.open("x", encoding="utf-8") as file:
+        file.write(text)
+
+
+def rows(found: Sequence[Point]) -> list[dict[str, Any]]:
+    """A row for each product and kernel, and one for each collective in each kind of group, over all sizes."""
+    table: dict[tuple[str, str], list[Point]] = {}
+    for point in found:
+        table.setdefault((point.what, "" if _is_talk(point) else point.shape), []).append(point)
+    return [
+        {
+            "what": what,
+            "shape": shape or f"{len(several)} sizes",
+            "milliseconds": None if shape == "" else 1e3 * several[0].seconds,
+            "predicted": None if shape == "" else 1e3 * several[0].predicted,
+            "median_error": median(point.error for point in several),
+            "largest_error": max(point.error for point in several),
+        }
+        for (what, shape), several in table.items()
+    ]
+
+
+def ratios(found: Sequence[Point]) -> dict[str, float]:
+    """The median error of products, attention, memory and collectives."""
+    kinds: dict[str, list[float]] = {}
+    for point in found:
+        kinds.setdefault("collectives" if _is_talk(point) else point.what.split()[0], []).append(point.error)
+    return {f"machine.{kind}.median_error": median(errors) for kind, errors in kinds.items() if kind != "tiny"}
+
+
+def _is_talk(point: Point) -> bool:
+    return point.what.split()[0] not in ("matmul", "tiny", "memory", "attention")
+
+
+def _source(seen: Observations, peak: float | None) -> str:
+    threads = f" of {seen.threads} thread{'s' if seen.threads != 1 else ''}" if seen.threads else ""
+    said = (
+        f"Measured by `optimus bench machine` on {date.today()}: {seen.device}, {seen.nodes} node(s) of "
+        f"{seen.ranks_per_node} rank(s){threads} that were all busy, torch {torch.__version__}, {seen.backend}. "
+    )
+    said += (
+        "Peak of 16 bits as the vendor states it. "
+        if peak
+        else "No peak is known: what large products reach stands for it. "
+    )
+    if seen.nodes * seen.ranks_per_node == 1:
+        said += "No links: with one rank, those of node and network are written as fast as its memory. "
+    elif seen.nodes == 1:
+        said += "The network was not measured: its figures are those of the node. "
+    if seen.threads:
+        said += "Device and host are one: memory is the host's, shared out, and the link as fast as memory. "
+    return said.strip()
+
+
+# ---- Bad input ----
+
+
+def check_output(output: Path, name: str) -> None:
+    """Raises `UserError` where the file cannot be written, or would hide another."""
+    if output.suffix not in (".yaml", ".yml"):
+        raise UserError(
+            f"--output {output}: give the name of a .yaml file, by which `--machine` knows it from a machine's name"
+        )
+    if output.exists():
+        raise UserError(f"--output {output} exists: remove it, or choose another name")
+    if name in machine_names():
+        raise UserError(f"--name {name} is a machine that comes with the library: choose another with --name")
+    folder = output.absolute().parent
+    if not folder.is_dir():
+        raise UserError(f"--output {output}: there is no folder {folder}; make it first")
+    with naming_disk_errors(output, "Choose another --output"), TemporaryFile(dir=folder):
+        pass
+
+
+def check_ranks(ranks: int) -> None:
+    """Raises `UserError` for ranks that cannot be."""
+    if not 1 <= ranks <= _MOST_RANKS:
+        raise UserError(f"--ranks {ranks}: a node has 1 to {_MOST_RANKS} ranks")
+    if torch.accelerator.is_available() and ranks > torch.accelerator.device_count():
+        raise UserError(
+            f"--ranks {ranks}: this machine has {torch.accelerator.device_count()} accelerators, one for each"
+        )
+
+
+def under_launcher() -> bool:
+    """Whether torchrun, or the like, has started this process as one of several."""
+    return "LOCAL_WORLD_SIZE" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def backend_of_device() -> str:
+    """The backend of collectives on this machine's device. Raises `UserError` where there is none."""
+    device = find_device("auto", "the device")
+    try:
+        return str(dist.get_default_backend_for_device(device))
+    except ValueError as error:
+        raise UserError(f"the device {device.type} has no collectives in this torch: {error}") from error

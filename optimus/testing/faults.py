@@ -1,0 +1,236 @@
+"""Failures on purpose: a plan of what goes wrong on which rank in which step, to rehearse what a run does about it.
+
+Every fault of a plan happens once in the life of a run, also when the step is run again after a restart: the event log says
+which have happened. As a program this is a rank of a launch, with a plan: PLAN and what `optimus.train.launch` takes.
+"""
+
+import errno
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import psutil
+import yaml
+from torch.utils.hooks import RemovableHandle
+
+from optimus.checkpoint import saving
+from optimus.checkpoint.folder import step_folder
+from optimus.checkpoint.format import file_of
+from optimus.config.yaml_text import parse_yaml
+from optimus.disk import user_path
+from optimus.errors import UserError, nearest
+from optimus.resilience.events import EventLog
+from optimus.train.hooks import Hook
+from optimus.train.launch import run_as_rank
+from optimus.train.run import Run
+from optimus.train.step import StepResult
+
+Kind = Literal["kill", "kill_agent", "nan", "hang", "slow", "tear_checkpoint", "fill_disk", "cut"]
+_KINDS = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens on `rank` when it begins `step`, or, of a checkpoint, when that of `step` is written."""
+
+    kind: Kind
+    rank: int
+    step: int
+    factor: float = 1.0  # slow: times the usual duration of a step, from this one on
+
+    def event(self) -> dict[str, Any]:
+        """What the event log says when it happens."""
+        return {"rank": self.rank, "step": self.step, "detail": f"{self.kind} on rank {self.rank}, by the fault plan"}
+
+
+@dataclass
+class FaultPlan:
+    """Faults, by methods that can be chained or from a YAML file."""
+
+    faults: list[Fault] = field(default_factory=list)
+
+    def kill(self, rank: int, step: int) -> "FaultPlan":
+        """The rank is killed, as if it ran out of memory."""
+        return self._with("kill", rank, step)
+
+    def kill_agent(self, rank: int, step: int) -> "FaultPlan":
+        """The rank's whole node is lost: its agent and its ranks are killed."""
+        return self._with("kill_agent", rank, step)
+
+    def cut(self, rank: int, step: int) -> "FaultPlan":
+        """The rank's node loses its link. In the lab with network namespaces only."""
+        return self._with("cut", rank, step)
+
+    def nan(self, rank: int, step: int) -> "FaultPlan":
+        """The rank computes numbers that are not finite, in its first block."""
+        return self._with("nan", rank, step)
+
+    def hang(self, rank: int, step: int) -> "FaultPlan":
+        """The rank does not go on."""
+        return self._with("hang", rank, step)
+
+    def slow(self, rank: int, factor: float, step: int = 1) -> "FaultPlan":
+        """The rank takes `factor` times as long for every step from `step` on."""
+        return self._with("slow", rank, step, factor)
+
+    def tear_checkpoint(self, rank: int, step: int) -> "FaultPlan":
+        """Half of what the rank has written into the checkpoint of `step` is lost."""
+        return self._with("tear_checkpoint", rank, step)
+
+    def fill_disk(self, rank: int, step: int) -> "FaultPlan":
+        """The rank finds the disk full when it writes its part of the checkpoint of `step`."""
+        return self._with("fill_disk", rank, step)
+
+    def _with(self, kind: Kind, rank: int, step: int, factor: float = 1.0) -> "FaultPlan":
+        return FaultPlan([*self.faults, Fault(kind, rank, step, factor)])
+
+    def of(self, rank: int) -> list[tuple[int, Fault]]:
+        """The faults of a rank, with their numbers in the plan."""
+        return [(number, fault) for number, fault in enumerate(self.faults) if fault.rank == rank]
+
+    def write(self, path: Path) -> None:
+        """Write the plan as a YAML list."""
+        path.write_text(yaml.safe_dump([asdict(fault) for fault in self.faults]), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: str | Path) -> "FaultPlan":
+        """The plan in a YAML file: a list such as `{kind: kill, rank: 1, step: 12}`. Raises `UserError`."""
+        try:
+            text = user_path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"fault plan {path} cannot be read: {error}") from error
+        raw = parse_yaml(text, f"fault plan {path}")
+        if not isinstance(raw, list):
+            raise UserError(f"fault plan {path} is no list; one fault is {{kind: kill, rank: 1, step: 12}}")
+        return cls([_fault(entry, f"fault plan {path}, entry {number}") for number, entry in enumerate(raw, start=1)])
+
+
+def rank_program(inject: str | Path, ranks: int) -> list[str]:
+    """The module that is a rank of a launch on which the plan in file `inject` is carried out, and its first argument.
+
+    Raises `UserError` when the plan cannot be read or is of ranks that are not there.
+    """
+    plan = FaultPlan.read(inject)
+    if far := [fault for fault in plan.faults if fault.rank >= ranks]:
+        raise UserError(f"fault plan {inject}: there is no rank {far[0].rank}, the run has ranks 0 to {ranks - 1}")
+    return ["optimus.testing.faults", str(user_path(inject).absolute())]
+
+
+def happens_now(run: Path, plan: FaultPlan, number: int) -> bool:
+    """Whether fault `number` of the plan has not happened in this run yet; from now on it has.
+
+    Equal faults of a plan happen one after another. Those of an earlier launch count where they are equal.
+    """
+    fault, log = plan.faults[number], EventLog(run)
+    event = fault.event()
+    happened = sum(each["kind"] == "injected" and event.items() <= each.items() for each in log.read())
+    if happened > plan.faults[:number].count(fault):
+        return False
+    log.write("injected", **event)
+    return True
+
+
+def _fault(entry: Any, where: str) -> Fault:
+    if not isinstance(entry, dict):
+        raise UserError(f"{where} is no mapping; one is {{kind: kill, rank: 1, step: 12}}")
+    names = Fault.__dataclass_fields__
+    for key in entry:
+        if key not in names:
+            raise UserError(f"{where}: unknown key '{key}': {nearest(str(key), names)}")
+    if entry.get("kind") not in _KINDS:
+        raise UserError(f"{where}: kind is '{entry.get('kind')}': {nearest(str(entry.get('kind')), _KINDS)}")
+    for key, least in (("rank", 0), ("step", 1)):
+        if type(entry.get(key)) is not int or entry[key] < least:
+            raise UserError(f"{where}: {key} is {entry.get(key)!r}: give a number from {least} on")
+    factor = entry.get("factor", 1.0)
+    if type(factor) not in (int, float) or not 1 <= factor < math.inf:
+        raise UserError(f"{where}: factor is {factor!r}: give a number from 1 on")
+    return Fault(entry["kind"], entry["rank"], entry["step"], float(factor))
+
+
+class Inject(Hook):
+    """Carries out a `FaultPlan`."""
+
+    def __init__(self, plan: FaultPlan) -> None:
+        self._plan = plan
+        self._factor = 1.0
+        self._usual = 0.0  # seconds of a step that this rank does not wait
+        self._began = self._waited = 0.0
+        self._poison: RemovableHandle | None = None
+
+    def before_training(self, run: Run) -> None:
+        self._own = self._plan.of(run.groups.rank)
+
+    def before_step(self, run: Run) -> None:
+        self._began, self._waited = time.perf_counter(), run.groups.recorder.seconds
+        for number, fault in self._own:
+            if fault.kind == "slow":
+                self._factor = max(self._factor, fault.factor if run.step + 1 >= fault.step else 1.0)
+            elif fault.kind != "tear_checkpoint" and run.step + 1 == fault.step and self._happens_now(run, number):
+                getattr(self, f"_{fault.kind}")(run)
+
+        time.sleep((self._factor - 1) * self._usual)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if self._poison is not None:
+            self._poison.remove()
+        waited = run.groups.recorder.seconds - self._waited
+        self._usual = max(0.0, time.perf_counter() - self._began - waited) / self._factor
+        for number, fault in self._own:
+            if fault.kind == "tear_checkpoint":
+                file = step_folder(run.folder, fault.step) / file_of(fault.rank)
+                if file.exists() and self._happens_now(run, number):
+                    os.truncate(file, file.stat().st_size // 2)
+
+    def _happens_now(self, run: Run, number: int) -> bool:
+        return happens_now(run.folder, self._plan, number)
+
+    def _kill(self, run: Run) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _kill_agent(self, run: Run) -> None:
+        agent = psutil.Process(os.getppid())
+        for process in [agent, *(child for child in agent.children() if child.pid != os.getpid())]:
+            process.kill()
+        self._kill(run)
+
+    def _cut(self, run: Run) -> None:
+        if not any(os.path.samefile("/proc/self/ns/net", each) for each in Path("/run/netns").glob("*")):
+            raise UserError("links can be cut in the lab only: this is the network of the machine itself")
+        device = os.environ["GLOO_SOCKET_IFNAME"]  # the launcher has set it
+        subprocess.run(["ip", "link", "set", device, "down"], check=True)
+
+    def _hang(self, run: Run) -> None:
+        while True:
+            time.sleep(3600)
+
+    def _nan(self, run: Run) -> None:
+        blocks = next(iter(run.model.stages.values()))
+
+        def poison(_module: Any, _inputs: Any, output: Any) -> Any:
+            x, *others = output if isinstance(output, tuple) else (output,)
+            if not x.requires_grad:
+                return None  # in a pass that only counts or evaluates: nothing of it reaches the gradients
+            return (x * math.nan, *others) if isinstance(output, tuple) else x * math.nan
+
+        # Until the end of the step: where activations are recomputed, they must come out alike.
+        self._poison = next(iter(blocks)).register_forward_hook(poison)
+
+    def _fill_disk(self, run: Run) -> None:
+        right = saving.write_boxes
+
+        def refuse(*_: Any) -> Any:
+            saving.write_boxes = right
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        saving.write_boxes = refuse  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    run_as_rank(sys.argv[2:], [Inject(FaultPlan.read(sys.argv[1]))])

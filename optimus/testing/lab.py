@@ -1,0 +1,268 @@
+"""A cluster on one machine, to try what a run does when nodes fail: hosts are network namespaces joined by a bridge.
+
+Each host has an address of its own, a link that can be shaped or cut, and runs `optimus launch` as a node would. The store
+where they meet is a host of its own. This needs root on Linux; where namespaces are not allowed, the hosts are plain groups
+of processes on this machine, whose links can be neither shaped nor cut.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from optimus.disk import user_path
+from optimus.errors import UserError
+from optimus.resilience.events import EventLog
+from optimus.testing.faults import FaultPlan, rank_program
+from optimus.train.launch import check_run
+from optimus.train.nodes import Job, exit_code, launch
+from optimus.train.pipeline import with_microbatches
+from optimus.train.start import read_run
+
+_NETWORK = "10.77.0"
+_PORT = 29400
+_ETC = Path("/etc/netns")
+
+
+@dataclass
+class Lab:
+    """Hosts of a cluster; `prefix` is what the words of a command on one of them begin with."""
+
+    hosts: list[str]
+    endpoint: str
+    isolated: bool  # in network namespaces
+    _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, host: str, command: Sequence[str], log: Path) -> None:
+        """Run a command on a host; what it prints goes to `log`."""
+        prefix = ["ip", "netns", "exec", host] if self.isolated else []
+        with log.open("ab") as file:
+            self._processes[host] = subprocess.Popen(
+                [*prefix, *command], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait(self, hosts: Sequence[str], seconds: float) -> dict[str, int | None]:
+        """Exit codes of the commands on `hosts`, None where one has not ended within `seconds`."""
+        deadline = time.monotonic() + seconds
+        codes: dict[str, int | None] = {}
+        for host in hosts:
+            try:
+                codes[host] = self._processes[host].wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                codes[host] = None
+        return codes
+
+    def stop(self) -> None:
+        """Kill everything on every host."""
+        for host, process in self._processes.items():
+            for pid in self._pids(host):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _pids(self, host: str) -> list[int]:
+        """Of all that runs on a host; its ranks are in sessions of their own."""
+        if self.isolated:
+            return [int(pid) for pid in _output("ip", "netns", "pids", host).split()]
+        with suppress(psutil.NoSuchProcess):
+            return [child.pid for child in psutil.Process(self._processes[host].pid).children(recursive=True)]
+        return []
+
+
+def rehearse(
+    job: Job,
+    *,
+    bandwidth: str | None = None,
+    inject: str | Path | None = None,
+    plain: bool = False,
+    limit: float = 600.0,
+    grace: float = 15.0,
+) -> dict[str, Any]:
+    """Launch `job` on nodes and spares that are made on this machine, with the faults that are in the file `inject`.
+
+    It ends when all nodes have, or `grace` seconds after the run has finished, or after `limit` seconds. `lab/NODE.log` in
+    the run folder has what each node prints. `plain` nodes are processes on one network.
+
+    Returns `output`, `finished`, `exit_codes` by node (None: killed at the end, as it did not answer), `events` and
+    `isolated` (whether the nodes were network namespaces). Raises `UserError` before anything is started when the run is
+    impossible as configured.
+    """
+    tree, shards = read_run(job.config, job.overrides, resume=True)
+    tree = with_microbatches(tree, job.ranks)
+    check_run(tree, shards, job.ranks, resume=True)
+    program = [] if inject is None else rank_program(inject, job.ranks)
+    isolated = not plain and namespaces_allowed()
+    if inject is not None and any(fault.kind == "cut" for fault in FaultPlan.read(inject).faults) and not isolated:
+        raise UserError(f"fault plan {inject}: links can be cut in network namespaces only (Linux, root, no --plain)")
+    run = Path(tree.train.output)
+    log, logs = EventLog(run), run / "lab"
+    logs.mkdir(parents=True, exist_ok=True)
+    before = len(log.read())
+
+    def finished() -> bool:
+        return any(event["kind"] == "finished" for event in log.read()[before:])
+
+    told = asdict(job) | {"config": str(user_path(job.config).absolute())}
+    with lab(job.nodes + job.spares, isolated=isolated, bandwidth=bandwidth) as cluster:
+        for number, host in enumerate(cluster.hosts):
+            node = {"node": f"node{number}", "rendezvous": cluster.endpoint, "program": program}
+            words = [sys.executable, "-m", "optimus.testing.lab", json.dumps([told, node])]
+            cluster.start(host, words, logs / f"node{number}.log")
+        deadline, ending = time.monotonic() + limit, False
+        while time.monotonic() < deadline and None in cluster.wait(cluster.hosts, 0.0).values():
+            time.sleep(0.2)
+            if not ending and finished():
+                ending, deadline = True, min(deadline, time.monotonic() + grace)
+        codes = cluster.wait(cluster.hosts, 0.0)
+    return {
+        "output": str(run),
+        "finished": finished(),
+        "exit_codes": {f"node{number}": codes[host] for number, host in enumerate(cluster.hosts)},
+        "events": log.read()[before:],
+        "isolated": isolated,
+    }
+
+
+def namespaces_allowed() -> bool:
+    """Whether this machine lets us make network namespaces."""
+    if shutil.which("ip") is None:
+        return False
+    name = f"optimus-try-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True)
+    if made.returncode == 0:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return made.returncode == 0
+
+
+@contextmanager
+def lab(nodes: int, *, isolated: bool, bandwidth: str | None = None) -> Iterator[Lab]:
+    """A cluster of so many nodes and a host for the store, inside the context; all of it is taken down after it.
+
+    `bandwidth`, such as 1Gbit, limits what each host sends. Raises `UserError` when hosts cannot be made so.
+    """
+    if bandwidth is not None and not isolated:
+        raise UserError("--bandwidth needs network namespaces (Linux, root); leave it out")
+    tag = f"o{os.getpid() % 100000}"
+    hosts = [f"{tag}n{number}" for number in range(nodes)]
+    made = Lab(hosts, f"{_NETWORK}.1:{_PORT}" if isolated else f"127.0.0.1:{_free_port()}", isolated)
+    names, switch = [f"{tag}store", *hosts], f"{tag}switch"
+    with _signals_end_it() as ignore_signals:
+        try:
+            if isolated:
+                _join_all(names, switch, bandwidth)
+            address, _, port = made.endpoint.rpartition(":")
+            made.start(names[0], [sys.executable, "-m", "optimus.resilience.store", address, port], Path(os.devnull))
+            yield made
+        finally:
+            ignore_signals()
+            made.stop()
+            for name in [*names, switch] if isolated else []:
+                subprocess.run(["ip", "netns", "del", name], capture_output=True)
+                shutil.rmtree(_ETC / name, ignore_errors=True)
+            with suppress(OSError):  # others are in it
+                _ETC.rmdir()
+
+
+@contextmanager
+def _signals_end_it() -> Iterator[Callable[[], None]]:
+    """Lets SIGTERM and SIGHUP end the process by an exception inside the context, as Ctrl-C does, with 128 and their number.
+
+    What it yields makes all three be ignored from then on, so that the end comes to its end.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which alone may say what signals do
+        yield lambda: None
+        return
+
+    def end(number: int, _frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    ending = (signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, *ending)}
+    for number in ending:
+        if previous[number] is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, end)
+
+    def ignore() -> None:
+        for number in previous:
+            signal.signal(number, signal.SIG_IGN)
+
+    try:
+        yield ignore
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _join_all(names: Sequence[str], switch: str, bandwidth: str | None) -> None:
+    """Make the namespaces, each with its link to the bridge."""
+    addresses = {name: f"{_NETWORK}.{number}" for number, name in enumerate(names, start=1)}
+    _ip("netns", "add", switch)
+    _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+    _ip("-n", switch, "link", "set", "bridge", "up")
+    for number, (name, address) in enumerate(addresses.items(), start=1):
+        _ip("netns", "add", name)
+        _ip("-n", switch, "link", "add", f"port{number}", "type", "veth", "peer", "name", "eth0", "netns", name)
+        _ip("-n", switch, "link", "set", f"port{number}", "master", "bridge", "up")
+        _ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+        for device in ("eth0", "lo"):
+            _ip("-n", name, "link", "set", device, "up")
+        if bandwidth is not None:
+            _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", bandwidth,
+                 "burst", "256kb", "latency", "100ms")  # fmt: skip
+        own = _ETC / name  # what a namespace sees as /etc: names without a name server
+        own.mkdir(parents=True, exist_ok=True)
+        (own / "resolv.conf").write_text("")
+        # Torch asks for the names of its peers, by addresses that are mapped into IPv6, and warns when it gets none.
+        known = "".join(f"{address} {name}\n::ffff:{address} {name}\n" for name, address in addresses.items())
+        (own / "hosts").write_text(f"127.0.0.1 localhost\n{known}{address} {socket.gethostname()}\n")
+
+
+def _ip(*words: str) -> None:
+    _run("ip", *words)
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(
+            f"the lab cannot make its hosts: `{' '.join(words)}` says: {done.stderr.strip()}. It needs Linux and root; "
+            "without, use --plain"
+        )
+
+
+def _output(*words: str) -> str:
+    return subprocess.run(words, capture_output=True, text=True).stdout
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _main() -> None:
+    """A node in the lab: the job and what is of this node alone are JSON."""
+    job, node = json.loads(sys.argv[1])
+    try:
+        outcome = launch(Job(**job), **node)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    sys.exit(exit_code(outcome))
+
+
+if __name__ == "__main__":
+    _main()

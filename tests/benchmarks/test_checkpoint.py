@@ -1,0 +1,22 @@
+"""The benchmark of checkpoints measures what it says: bytes and readers are exact, whatever the times are."""
+
+from benchmarks.checkpoint import run
+
+MODEL = {"family": "olmo", "hidden": 64, "layers": 2, "heads": 2, "intermediate": 128, "vocab": 512}
+
+
+def test_rows_and_ratios() -> None:
+    saving, loading, nodes, ratios = run(model=MODEL, loaded=MODEL, ranks=2, rounds=1)
+    assert [row["way"] for row in saving] == ["at once", "beside the training", "DCP save", "DCP async_save"]
+    assert all(row["stall_s"] > 0 for row in saving)
+    assert 0.15 < ratios["model_only.bytes"] < 0.19  # 2 of 12 bytes per parameter, and the rest of a folder
+    for row in loading:
+        once = row["way"] != "none"
+        assert row["ranks_that_read"] == (1 if once else 2)
+        assert 0.9 < row["gb_read"] / row["gb_in_files"] / (1 if once else 2) <= 1
+    scattered = [row for row in nodes if row["writers_chosen"] == "scattered"]
+    first = [row for row in nodes if row["writers_chosen"] == "first"]
+    assert [row["writers"] for row in first] == [12, 12]
+    assert all(row["largest_share"] == 4 for row in first)  # all of it on one of the four nodes
+    assert all(1 <= row["largest_share"] < 1.03 for row in scattered)
+    assert set(ratios) >= {"async.stall_vs_sync", "broadcast.vs_all_read", "model_only.bytes"}

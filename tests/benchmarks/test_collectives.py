@@ -1,0 +1,100 @@
+"""The bench of collectives: times on ranks are the model's, the choice loses little, and what is measured is found again."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.collectives import ADAPTER_EACH, BOTH, ONE_ADAPTER, Case, contestants, selections, timed
+from benchmarks.collectives_ranks import Job, run_jobs
+from optimus.comm.algorithms import KINDS, MEGABYTE, OWN, Measured, choose, names
+from optimus.comm.costs import seconds
+from optimus.comm.links import Link, Links
+from optimus.comm.schedules import Shape
+from optimus.errors import UserError
+from optimus.plan.machine import load_machine, machine_names
+from optimus.plan.measure.collectives import Point, measure, measure_rank, merged, table, write
+from optimus.plan.measure.machine import write as write_machine
+from optimus.plan.measure.timing import Extent
+from optimus.testing import run_ranks
+
+
+@pytest.mark.parametrize("shape", [Shape(2, 2), Shape(4, 1)], ids=str)
+def test_times_on_ranks_are_those_of_the_model(shape: Shape) -> None:
+    """To the last digits, and with what is chosen by default among them."""
+    cases = [
+        Case(f"{size}", shape, links, size) for links in (ADAPTER_EACH, ONE_ADAPTER) for size in (1 << 12, MEGABYTE)
+    ]
+    jobs = [(case, job) for case in cases for kind in BOTH for job in contestants(case, kind)]
+    jobs += [
+        (case, Job(name, kind, shape, case.size, number))
+        for case in cases[-1:]
+        for kind in BOTH
+        for name in names(kind, shape)
+        for number in (1, 4)
+        if name != OWN
+    ]
+    found = zip(*run_ranks(run_jobs, shape.ranks, [job for _, job in jobs]))
+    assert any(job.pieces > 1 for _, job in jobs[: len(cases) * 4]) == (shape.per > 1)
+    for (case, job), ranks in zip(jobs, found, strict=True):
+        right = seconds(job.algorithm, job.kind, shape, case.size, case.links, job.pieces)
+        assert math.isclose(timed([program for program, _ in ranks], case), right, rel_tol=1e-12), job
+
+
+def test_what_is_held_back_takes_as_long_as_its_links() -> None:
+    """At least: the machine may take longer."""
+    slow = Links(0.0, Link(20e-3, 1e9), Link(2e-3, 1e9), 2)
+    job = Job("direct+direct", "all_gather", Shape(2, 2), 1e6, 1, slow)
+    (ranks,) = zip(*run_ranks(run_jobs, 4, [job]))
+    model = seconds(job.algorithm, job.kind, job.shape, job.size, slow)
+    assert model > 22e-3
+    assert max(took for _, took in ranks) > 0.99 * model
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_choosing_after_few_measurements_loses_little(noise: float) -> None:
+    for row in selections(noise):
+        assert row["mean_loss"] < (0.02 if noise == 0 else 0.05)
+        assert row["worst_loss"] < (0.2 if noise == 0 else 0.8)
+
+
+def test_every_algorithm_is_measured_in_every_kind_of_group() -> None:
+    quick = replace(Extent.of("cpu"), sizes=(4096, 65536), window=0.0, rounds=1)
+    found = run_ranks(measure_rank, 4, 2, quick)
+    assert all(theirs == found[0] for theirs in found)
+    measured = table(found[0])
+    for shape in (Shape(2, 2), Shape(1, 2), Shape(2, 1)):
+        for kind in ("all_gather", "reduce_scatter"):
+            assert set(measured.curves(kind, shape)) == {*names(kind, shape)} - {OWN}
+        assert set(measured.curves("all_reduce", shape)) == {*names("all_reduce", shape)}
+        assert set(measured.curves("all_to_all", shape)) == {OWN}
+        for kind in KINDS:
+            assert all(curve.sizes == [4096.0, 65536.0] for curve in measured.curves(kind, shape).values())
+
+
+def test_a_table_is_written_beside_what_the_file_has(tmp_path: Path) -> None:
+    path = tmp_path / "here.yaml"
+    write_machine(load_machine(machine_names()[0]), path)
+    text = f"# A note that stays.\n{path.read_text(encoding='utf-8')}"
+    path.write_text(text, encoding="utf-8")
+    assert load_machine(str(path)).collectives is None
+    first = table([Point("all_gather", "2x2", "ring", 4096, 0.12345), Point("all_gather", "2x2", "ring", 65536, 1.0)])
+    write(path, first)
+    again = table([Point("all_gather", "2x4", "ring", 4096, 5.0), Point("all_gather", "2x4", "direct", 4096, 4.0)])
+    write(path, merged(first, again))
+    written = path.read_text(encoding="utf-8")
+    assert written.startswith(text.rstrip("\n"))
+    assert written.count("collectives:") == 1
+    load_machine.cache_clear()
+    measured = load_machine(str(path)).collectives
+    assert measured is not None
+    assert measured.all_gather["2x2"]["ring"].seconds == [0.123, 1.0]
+    assert choose("all_gather", Shape(2, 4), 4096, measured) == "direct"
+    write(path, Measured())
+    assert path.read_text(encoding="utf-8").startswith(text.rstrip("\n"))
+
+
+def test_there_must_be_a_machine_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no such machine file"):
+        measure(2, tmp_path / "none.yaml")

@@ -1,0 +1,71 @@
+"""The benchmark of data parallelism: every contestant does the same work, and the rows and ratios say what they promise."""
+
+import pytest
+import torch.distributed as dist
+from torch.multiprocessing import ProcessRaisedException
+
+from benchmarks import data_parallel
+from optimus.plan.measure.ranks import run_fresh
+
+PARAMETERS = 4 * (4 * 128 * 128 + 3 * 128 * 512) + 2 * 4096 * 128  # of mula-tiny
+
+
+@pytest.mark.slow
+def test_rows_and_ratios() -> None:
+    rows, ratios = data_parallel.run(model="mula-tiny", steps=1, rounds=1, rank_counts=(2,), sequences=2, context=32)
+    assert [row["contestant"] for row in rows] == [who.name for who in data_parallel.contestants("float32")]
+    row = {(row["mode"], row["contestant"]): row for row in rows}
+    for mode, ratio, rival in [
+        ("ddp", "ddp.vs_torch", "torch DDP, fp32 weights"),
+        ("zero1", "zero1.vs_torch", "torch ZeroRedundancyOptimizer"),
+        ("zero2", "zero2.vs_fsdp2", "torch FSDP2, kept"),
+        ("zero3", "zero3.vs_fsdp2", "torch FSDP2"),
+    ]:
+        speeds = [row[mode, name]["tokens_per_second"] for name in ("optimus", rival)]
+        assert ratios[ratio] == pytest.approx(speeds[0] / speeds[1])
+    # Three steps on one batch from the same weights: whoever trains differently has another loss.
+    assert all(one["loss"] == pytest.approx(rows[0]["loss"], rel=1e-3) for one in rows)
+    assert rows[0]["loss"] < 8.0  # of random tokens it is log(4096) = 8.3 at first
+    # An all-reduce between two ranks has each send as much as it holds; other programs may send meanwhile.
+    assert row["ddp", "optimus"]["sent_mib"] > 0.99 * 4 * PARAMETERS / 2**20
+    assert row["ddp", "torch DDP, fp32 weights"]["sent_mib"] > 0.99 * 4 * PARAMETERS / 2**20
+    # Each of two ranks is spared half of the 12 bytes per parameter of master weights and moments.
+    spared = row["ddp", "optimus"]["peak_mib"] - row["zero1", "optimus"]["peak_mib"]
+    assert spared == pytest.approx(6 * PARAMETERS / 2**20, rel=0.4)
+
+
+def test_ddp_with_bf16_weights_trains_alike() -> None:
+    losses = []
+    for who in data_parallel.contestants("bfloat16"):
+        if who.mode == "ddp":
+            config = data_parallel._config("mula-tiny", who.mode, 2, "bfloat16", sequences=1, context=16)
+            losses.append([turn.loss for turn in run_fresh(data_parallel._turn, 2, who.make, config, 1)])
+    ours, theirs = (sum(both) for both in losses)
+    assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def test_ratios_are_those_of_the_worst_number_of_ranks_against_the_best_rival() -> None:
+    def row(ranks: int, side: str, speed: float) -> dict[str, object]:
+        return {"mode": "zero2", "ranks": ranks, "side": side, "tokens_per_second": speed}
+
+    two = data_parallel._compare([row(2, "optimus", 30.0), row(2, "fsdp2", 10.0), row(2, "fsdp2", 20.0)])
+    four = data_parallel._compare([row(4, "optimus", 50.0), row(4, "fsdp2", 40.0), row(4, "deepspeed", 100.0)])
+    assert [one["optimus_over_it"] for one in two] == [1.0, 3.0, 1.5]
+    assert data_parallel._ratios(two + four) == {"zero2.vs_fsdp2": 1.25, "zero2.vs_deepspeed": 0.5}
+
+
+def test_fresh_ranks_are_processes_of_one_group() -> None:
+    assert run_fresh(_who, 3) == [(0, 3), (1, 3), (2, 3)]
+
+
+def _who() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+def test_a_rank_that_fails_is_heard() -> None:
+    with pytest.raises(ProcessRaisedException, match=r"rank \d says no"):
+        run_fresh(_fail, 2)
+
+
+def _fail() -> None:
+    raise ValueError(f"rank {dist.get_rank()} says no")

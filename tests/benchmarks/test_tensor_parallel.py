@@ -1,0 +1,25 @@
+"""The benchmark of tensor parallelism: both sides train alike, and the ratios are of the best of each."""
+
+import pytest
+
+from benchmarks import tensor_parallel
+from optimus.plan.measure.ranks import run_fresh
+
+
+@pytest.mark.slow
+def test_rows_and_ratios() -> None:
+    rows, ratios = tensor_parallel.run(model="mula-tiny", steps=1, rounds=1, sequences=2, context=32)
+    assert [row["contestant"] for row in rows] == [who.name for who in tensor_parallel.contestants()]
+    assert all(row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-4) for row in rows)
+    assert rows[0]["loss"] < 8.0  # of random tokens it is log(4096) = 8.3 at first
+    speeds = [row["tokens_per_second"] for row in rows]
+    assert ratios["tp2.vs_dtensor"] == pytest.approx(max(speeds[:3]) / max(speeds[3:]))
+    assert ratios["tp2.overlap"] == pytest.approx(speeds[1] / speeds[2])
+
+
+def test_bf16_trains_alike() -> None:
+    losses = []
+    for who in tensor_parallel.contestants()[1:5:3]:
+        config = tensor_parallel._config("mula-tiny", "bfloat16", 2, 32, who.overrides)
+        losses.append(run_fresh(tensor_parallel._turn, 2, who.make, config, 1)[0].loss)
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3)

@@ -1,0 +1,356 @@
+"""Runs that lose nodes, in the lab: each goes on as its event log tells, and ends where one that loses none ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+
+import optimus
+from optimus.checkpoint.folder import list_checkpoints
+from optimus.errors import UserError
+from optimus.observe.metrics import read_metrics
+from optimus.resilience.exclusion import excluded
+from optimus.testing.faults import FaultPlan
+from optimus.testing.lab import Lab, lab, namespaces_allowed, rehearse
+from optimus.train.nodes import Job
+
+STEPS = 15
+KEEP_ALIVE = (1, 5)  # not less, as tests run beside others
+
+
+@pytest.fixture(scope="module")
+def namespaces() -> None:
+    """Skips where hosts cannot be network namespaces."""
+    if not namespaces_allowed():
+        pytest.skip("network namespaces are not allowed here (Linux, root)")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path: Path) -> Iterator[None]:
+    """Of the lab, once it is over: no process, no namespace, none of its files in /etc."""
+    before = psutil.pids()
+    yield
+    tag = f"o{os.getpid() % 100000}"
+    names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout if _has_ip() else ""
+    assert not [name for name in names.splitlines() if name.startswith(tag)]
+    assert not list(Path("/etc/netns").glob(f"{tag}*"))
+    words = (
+        "optimus.testing.lab",
+        "optimus.testing.faults",
+        "optimus.train.launch",
+        "optimus.resilience.store",
+        "sleep 1234",
+    )
+    left = [process for process in psutil.process_iter(["pid", "cmdline"]) if process.pid not in before]
+    lines = [" ".join(process.info["cmdline"] or []) for process in left]
+    assert not [line for line in lines if str(tmp_path) in line and any(word in line for word in words)]
+
+
+def _has_ip() -> bool:
+    return subprocess.run(["which", "ip"], capture_output=True).returncode == 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """For each rank, as there are more of them than cores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+def configuration(prepared: Path, folder: Path, hang: int = 600, **checkpoint: int) -> Path:
+    """That of a run of a tiny model on any number of ranks that 12 is a multiple of, in `folder`/run.
+
+    Where no rank is to hang, none is seen to, however busy the machine is: a run has less time than that.
+    """
+    tiny = {"hidden": 32, "layers": 2, "heads": 2, "intermediate": 16, "experts": 4, "experts_per_token": 2}
+    run = {
+        "model": {"family": "olmoe", "vocab": 320, **tiny},
+        "data": {"path": str(prepared)},
+        "train": {
+            "output": str(folder / "run"),
+            "steps": STEPS,
+            "global_batch": 12,
+            "micro_batch": 2,
+            "sequence_length": 32,
+            "precision": "float32",
+        },
+        "lr_schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
+        "checkpoint": {"every": 3, "keep": 3, **checkpoint},
+        "resilience": {"hang": hang},
+        "observe": {"tensorboard": False},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run))
+    return path
+
+
+def perform(
+    config: Path,
+    plan: FaultPlan,
+    *,
+    nodes: int = 3,
+    spares: int = 2,
+    ranks_per_node: int = 1,
+    wait: float = 30.0,
+    **settings: Any,
+) -> dict[str, Any]:
+    """The run in the lab, with what `rehearse` returns; of its events none of the plan and of ranks that are only slow."""
+    file = config.with_name("plan.yaml")
+    plan.write(file)
+    job = Job(config, (), nodes, spares, ranks_per_node, KEEP_ALIVE, wait)
+    result = rehearse(job, inject=file, limit=240.0, **settings)
+    result["events"] = [event for event in result["events"] if "times as long" not in event["detail"]]
+    injected = [event for event in result["events"] if event["kind"] == "injected"]
+    result["events"] = [event for event in result["events"] if event["kind"] != "injected"]
+    result["kinds"] = [event["kind"] for event in result["events"]]
+    assert sorted((event["rank"], event["step"]) for event in injected) == sorted(
+        (fault.rank, fault.step) for fault in plan.faults if fault.kind != "slow"
+    )
+    result["log"] = {path.stem: path.read_text() for path in (config.parent / "run" / "lab").glob("*.log")}
+    assert not [node for node, text in result["log"].items() if "Traceback" in text], result["log"]
+    assert not [*(config.parent / "run").glob(".hang*"), *(config.parent / "run").glob(".fault*")]
+    for event in [*injected, *result["events"]]:
+        print({name: value for name, value in event.items() if value not in (None, "")})
+    return result
+
+
+def end_of(config: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of all steps, and the weights at the end."""
+    records = read_metrics(config.parent / "run")
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    newest = list_checkpoints(config.parent / "run")[-1]
+    assert newest.name.endswith(str(STEPS))
+    return [record["loss"] for record in records], optimus.load_model(newest).state_dict()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    namespaces: None, prepared: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], tuple[list[float], dict[str, torch.Tensor]]]:
+    """A run in which nothing fails, and its end."""
+    config = configuration(prepared, tmp_path_factory.mktemp("undisturbed"))
+    return perform(config, FaultPlan()), end_of(config)
+
+
+def check_same_end(config: Path, expected: tuple[list[float], dict[str, torch.Tensor]]) -> None:
+    losses, weights = end_of(config)
+    assert losses == expected[0]
+    assert weights.keys() == expected[1].keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, expected[1][name]), name
+
+
+@pytest.mark.slow
+def test_nothing_fails(undisturbed: Any) -> None:
+    result, _ = undisturbed
+    assert result["isolated"]
+    assert result["finished"]
+    assert result["exit_codes"] == {f"node{number}": 0 for number in range(5)}  # two of them were never used
+    assert result["kinds"] == ["finished"]
+    assert "hostname of the client socket" not in "".join(result["log"].values())
+
+
+@pytest.mark.slow
+def test_a_rank_then_a_link_then_the_first_node_are_lost(undisturbed: Any, prepared: Path, tmp_path: Path) -> None:
+    config = configuration(prepared, tmp_path)
+    result = perform(config, FaultPlan().kill(1, 4).cut(2, 8).kill_agent(0, 12))
+    assert result["finished"]
+    assert result["kinds"] == [*["failure", "restart", "recovered"] * 3, "finished"]
+    crash, cut, lost = (event for event in result["events"] if event["kind"] == "failure")
+    assert crash["rank"] == 1
+    assert crash["detail"] == "rank 1 crashed (killed by SIGKILL)"
+    for event in (cut, lost):
+        assert event["detail"] == f"node {event['node']} has been silent for 5 s"
+        assert event["seconds"] >= 5
+    assert cut["node"] != lost["node"]
+    recovered = [event for event in result["events"] if event["kind"] == "recovered"]
+    assert [event["step"] for event in recovered] == [4, 7, 10]  # the newest checkpoint and one
+    assert [event["detail"] for event in recovered] == [event["detail"] for event in (crash, cut, lost)]
+    codes = result["exit_codes"]
+    assert codes.pop(lost["node"]) == -9
+    assert codes.pop(cut["node"]) != 0
+    assert list(codes.values()) == [0, 0, 0]
+    assert excluded(tmp_path / "run") == []  # nobody is to blame
+    check_same_end(config, undisturbed[1])
+
+
+@pytest.mark.slow
+def test_a_rank_hangs_another_is_not_finite_and_a_checkpoint_is_torn(
+    undisturbed: Any, prepared: Path, tmp_path: Path
+) -> None:
+    config = configuration(prepared, tmp_path, hang=8)
+    plan = FaultPlan().hang(2, 4).nan(1, 8).tear_checkpoint(0, 9).kill(0, 12)
+    result = perform(config, plan)
+    assert result["finished"]
+    gone = ["failure", "exclusion", "restart", "recovered"]
+    assert result["kinds"] == [*gone, *gone, "failure", "restart", "recovered", "finished"]
+    hang, soft, crash = (event for event in result["events"] if event["kind"] == "failure")
+    assert (hang["rank"], hang["step"], hang["seconds"]) == (2, 4, 8)
+    assert hang["detail"].startswith("rank 2 did not go on; the others waited in ")
+    assert (soft["rank"], soft["step"]) == (1, 8)
+    assert soft["detail"].startswith("rank 1 gave numbers that are not finite, first in ")
+    assert crash["detail"] == "rank 0 crashed (killed by SIGKILL)"
+    out = [event["node"] for event in result["events"] if event["kind"] == "exclusion"]
+    assert out == excluded(tmp_path / "run") == [hang["node"], soft["node"]]
+    assert crash["node"] not in out
+    recovered = [event["step"] for event in result["events"] if event["kind"] == "recovered"]
+    assert recovered == [4, 7, 7]  # the last one from before the torn checkpoint, of step 9
+    assert {node for node, code in result["exit_codes"].items() if code} == set(out)
+    check_same_end(config, undisturbed[1])
+
+
+@pytest.mark.slow
+def test_divergence_is_nobodys_fault_and_a_spare_is_there_for_who_is_lost_later(prepared: Path, tmp_path: Path) -> None:
+    """On plain processes. After restarting from weights with fresh moments, numbers are others than undisturbed."""
+    config = configuration(prepared, tmp_path, weights_every=3)
+    plan = FaultPlan().nan(0, 5).nan(1, 5).nan(2, 5).kill_agent(1, 8)
+    result = perform(config, plan, spares=1, plain=True)
+    assert not result["isolated"]
+    assert result["finished"]
+    diverged = ["failure", "rollback", "restart", "recovered"]
+    assert result["kinds"] == [*diverged, "failure", "restart", "recovered", "finished"]
+    first, second = (event for event in result["events"] if event["kind"] == "failure")
+    assert first["node"] is None
+    assert "on ranks 0, 1, 2: the training has diverged" in first["detail"]
+    assert result["events"][1]["step"] == 3
+    assert second["detail"] == f"node {second['node']} has been silent for 5 s"
+    assert excluded(tmp_path / "run") == []
+    assert result["exit_codes"].pop(second["node"]) == -9
+    assert set(result["exit_codes"].values()) == {0}
+    losses, _ = end_of(config)
+    assert all(loss < 6 for loss in losses)
+
+
+@pytest.mark.slow
+def test_a_full_disk_and_then_more_nodes_lost_than_there_are_spares(prepared: Path, tmp_path: Path) -> None:
+    """Either ends the run, with a message on every node; what is saved stays, and another launch goes on from it."""
+    config = configuration(prepared, tmp_path)
+    full = perform(config, FaultPlan().fill_disk(0, 6), nodes=2, spares=0, plain=True)
+    assert not full["finished"]
+    assert set(full["exit_codes"].values()) == {2}
+    assert "failure" in full["kinds"]
+    assert not {"restart", "finished"} & set(full["kinds"])
+    for text in full["log"].values():
+        assert "the run has been stopped: the run cannot go on as it is configured: " in text
+        assert "No space left on device" in text
+
+    few = perform(config, FaultPlan().kill_agent(1, 8), nodes=2, spares=0, wait=8.0, plain=True)
+    assert not few["finished"]
+    assert few["kinds"] == ["recovered", "failure", "failure"]
+    recovered, silent, end = few["events"]
+    assert recovered["step"] == 4
+    assert silent["detail"] == f"node {silent['node']} has been silent for 5 s"
+    assert end["detail"] == "fewer than 2 nodes have come together within 8 s"
+    assert few["exit_codes"].pop(silent["node"]) == -9
+    ((last, code),) = few["exit_codes"].items()
+    assert code == 1
+    assert f"error: {end['detail']}: start more, or with fewer --nodes" in few["log"][last]
+    steps = [record["step"] for record in read_metrics(tmp_path / "run")]
+    assert steps == list(range(1, 8))  # it had gone on from where the disk was full
+
+
+def test_a_lab_that_is_interrupted(namespaces: None, tmp_path: Path) -> None:
+    """`nothing_left` is what this tests, too."""
+    pids: list[int] = []
+
+    def interrupted() -> None:
+        with lab(2, isolated=True, bandwidth="10Mbit") as cluster:
+            for host in cluster.hosts:
+                shaped = subprocess.run(["tc", "-n", host, "qdisc"], capture_output=True, text=True).stdout
+                assert "tbf" in shaped
+            pids.extend(start_all(cluster, tmp_path / "log"))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert all_end(pids)
+
+
+def test_a_plain_lab_that_is_interrupted(tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    def interrupted() -> None:
+        with lab(2, isolated=False) as cluster:
+            pids.extend(start_all(cluster, tmp_path / "log"))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert all_end(pids)
+
+
+TERMINATED = """
+import pathlib, sys, time
+from optimus.testing.lab import lab
+with lab(2, isolated=sys.argv[1] == "isolated") as cluster:
+    for host in cluster.hosts:
+        cluster.start(host, ["sleep", "1234"], pathlib.Path(sys.argv[2]))
+    print(*(process.pid for process in cluster._processes.values()), flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("kind", ["isolated", "plain"])
+@pytest.mark.usefixtures("default_signals")
+def test_a_lab_that_is_sent_a_signal_takes_everything_down(
+    request: pytest.FixtureRequest, tmp_path: Path, kind: str, number: signal.Signals
+) -> None:
+    if kind == "isolated":
+        request.getfixturevalue("namespaces")
+    command = [sys.executable, "-c", TERMINATED, kind, str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 3
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number
+    assert all_end(pids)
+    if kind == "isolated":
+        names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+        assert f"o{process.pid % 100000}" not in names
+        assert not list(Path("/etc/netns").glob(f"o{process.pid % 100000}*"))
+
+
+def start_all(cluster: Lab, log: Path) -> list[int]:
+    """On each host, a process with two of its own, one of which in another session, as ranks are; all these six."""
+    for host in cluster.hosts:
+        cluster.start(host, ["sh", "-c", "setsid sleep 1234 & sleep 1234"], log)
+    deadline = time.monotonic() + 30
+    while True:
+        found = [psutil.Process(cluster._processes[host].pid) for host in cluster.hosts]
+        pids = [each.pid for process in found for each in (process, *process.children(recursive=True))]
+        if len(pids) == 6:
+            return pids
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def all_end(pids: list[int]) -> bool:
+    """Whether these have ended, or do so now, as a signal that is sent takes a moment; asked how or not."""
+    deadline = time.monotonic() + 10
+    while True:
+        found = [process for process in psutil.process_iter(["status"]) if process.pid in pids]
+        if all(process.info["status"] == psutil.STATUS_ZOMBIE for process in found):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+
+
+def test_hosts_that_cannot_be_made(namespaces: None) -> None:
+    with (
+        pytest.raises(UserError, match=r"the lab cannot make its hosts: `tc .*` says: "),
+        lab(1, isolated=True, bandwidth="plenty"),
+    ):
+        raise AssertionError("it was made")
