@@ -38,7 +38,7 @@ def mask_of(kind: str, step: int, shape: tuple[int, int]) -> Tensor:
 def train_masked(config: dict[str, Any], kinds: list[str]) -> Trained:
     """A step with each of these masks."""
     steps = Steps(config)
-    shape = config["train"]["global_batch"], config["train"]["context"]
+    shape = config["train"]["global_batch"], config["train"]["sequence_length"]
     results = [steps.train(mask_of(kind, number, shape)) for number, kind in enumerate(kinds)]
     return Trained(results, whole_state(steps.state, everywhere=False))
 
