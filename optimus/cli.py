@@ -383,7 +383,7 @@ def checkpoint_show(
         as_json,
         f"{about['path']}: step {about['step']}, {about['kind']}, {size_text(about['bytes'])}\n"
         f"{about['parameters']:,} parameters ({about['model']['family']}, {about['precision']}), {about['tensors']} tensors "
-        f"in {about['boxes']} boxes\n"
+        f"in {about['slices']} slices\n"
         f"written by {about['writers']} of {about['written'].get('ranks', 1)} ranks: {nodes}",
     )
 

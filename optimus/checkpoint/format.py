@@ -1,9 +1,9 @@
 """The files of tensors, in the format of torch.distributed.checkpoint (DCP): any of its tools reads them.
 
-Each writing rank has one file, `__RANK_0.distcp`, of boxes end to end, each an archive as `torch.save` makes it. `.metadata`
-says where every box of every global tensor lies. We write and read the format ourselves, because DCP's own writer neither
-sums what it writes nor lets each rank offer boxes of one global tensor without a collective, and its reader neither checks
-sums nor whether everything wanted was there.
+Each writing rank has one file, `__RANK_0.distcp`, of slices end to end, each an archive as `torch.save` makes it.
+`.metadata` says where every slice of every global tensor lies. We write and read the format ourselves, because DCP's own
+writer neither sums what it writes nor lets each rank offer slices of one global tensor without a collective, and its reader
+checks neither sums nor whether everything wanted was there.
 """
 
 import io
@@ -17,11 +17,11 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.boxes import Box
+from optimus.checkpoint.slices import TensorSlice
 
 
 class Stored(NamedTuple):
-    """A box in a file: which part of which global tensor, and the bytes that it takes."""
+    """A slice in a file: which part of which global tensor, and the bytes that it takes."""
 
     key: str
     dtype: str  # of torch, without its name in front
@@ -34,7 +34,7 @@ class Stored(NamedTuple):
     crc: int
 
 
-AnyBox = TypeVar("AnyBox", Stored, Box)
+AnySlice = TypeVar("AnySlice", Stored, TensorSlice)
 
 
 class _Summing(io.RawIOBase):
@@ -65,24 +65,24 @@ def file_of(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def write_boxes(file: BinaryIO, name: str, boxes: Iterable[Box]) -> list[Stored]:
-    """Append `boxes` to a new file of that name, and bring them onto the disk; returns where each one lies.
+def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> list[Stored]:
+    """Append `slices` to a new file of that name, and bring them onto the disk; returns where each one lies.
 
-    While a box is copied and summed, those before it are already on their way to the disk.
+    While a slice is copied and summed, those before it are already on their way to the disk.
     """
     stored, start = [], 0
     with ThreadPoolExecutor(1) as pool:
         flushing: Future[None] | None = None
-        for box in boxes:
+        for slice_ in slices:
             summing = _Summing(file)
-            own = box.tensor.detach().to("cpu", copy=True)  # a view would be saved with all that it is a view of
+            own = slice_.tensor.detach().to("cpu", copy=True)  # a view would be saved with all that it is a view of
             try:
                 torch.save(own, summing)  # type: ignore[arg-type]
             except RuntimeError as error:  # its archive cannot be ended, it says, and not that the disk is full
                 raise summing.failure or error from None
-            dtype = str(box.tensor.dtype).removeprefix("torch.")
-            at = tuple(box.tensor.shape), name, start, summing.length, summing.crc
-            stored.append(Stored(box.key, dtype, box.shape, box.offsets, *at))
+            dtype = str(slice_.tensor.dtype).removeprefix("torch.")
+            at = tuple(slice_.tensor.shape), name, start, summing.length, summing.crc
+            stored.append(Stored(slice_.key, dtype, slice_.shape, slice_.offsets, *at))
             start += summing.length
             if flushing is None or flushing.done():
                 file.flush()
@@ -94,18 +94,18 @@ def write_boxes(file: BinaryIO, name: str, boxes: Iterable[Box]) -> list[Stored]
     return stored
 
 
-def read_box(content: bytes) -> Tensor:
-    """The tensor of a box's bytes. Nothing but a tensor is admitted."""
+def read_slice(content: bytes) -> Tensor:
+    """The tensor of a slice's bytes. Nothing but a tensor is admitted."""
     tensor = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     if not isinstance(tensor, Tensor):
         raise ValueError(f"a {type(tensor).__name__} where a tensor should be")
     return tensor
 
 
-def by_key(boxes: Iterable[AnyBox]) -> dict[str, list[AnyBox]]:
-    """Boxes, in a file or not, by the tensor that they are of."""
-    found: dict[str, list[AnyBox]] = {}
-    for each in boxes:
+def by_key(slices: Iterable[AnySlice]) -> dict[str, list[AnySlice]]:
+    """Slices, in a file or not, by the tensor that they are of."""
+    found: dict[str, list[AnySlice]] = {}
+    for each in slices:
         found.setdefault(each.key, []).append(each)
     return found
 
@@ -117,18 +117,20 @@ def pack_metadata(stored: Iterable[Stored]) -> bytes:
 
     tensors: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
-    for key, boxes in by_key(stored).items():
-        chunks = [dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
-        properties = dcp.TensorProperties(getattr(torch, boxes[0].dtype))
-        tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(boxes[0].shape), chunks)
-        for index, box in enumerate(boxes):
-            places[dcp.MetadataIndex(key, box.offsets, index)] = _StorageInfo(box.file, box.start, box.length)
+    for key, slices in by_key(stored).items():
+        chunks = [dcp.ChunkStorageMetadata(torch.Size(slice_.offsets), torch.Size(slice_.sizes)) for slice_ in slices]
+        properties = dcp.TensorProperties(getattr(torch, slices[0].dtype))
+        tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(slices[0].shape), chunks)
+        for index, slice_ in enumerate(slices):
+            places[dcp.MetadataIndex(key, slice_.offsets, index)] = _StorageInfo(
+                slice_.file, slice_.start, slice_.length
+            )
     data = {"planner_data": {key: (key,) for key in tensors}, "storage_data": places}
     return pickle.dumps(dcp.Metadata(tensors, **data, storage_meta=dcp.StorageMeta(), version=CURRENT_DCP_VERSION))
 
 
 def unpack_metadata(content: bytes) -> Iterator[Stored]:
-    """The boxes that `.metadata` tells of, sums still zero. Raises `pickle.UnpicklingError` at whatever is not DCP's."""
+    """The slices that `.metadata` tells of, sums still zero. Raises `pickle.UnpicklingError` at whatever is not DCP's."""
     from torch.distributed.checkpoint import metadata as dcp
 
     metadata = _Unpickler(io.BytesIO(content)).load()

@@ -7,11 +7,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.boxes import whole_boxes
 from optimus.checkpoint.folder import DESCRIPTION, all_folders, find_checkpoint, step_of
-from optimus.checkpoint.manifest import read_checked_description, read_manifest
+from optimus.checkpoint.manifest import SLICES, read_checked_description, read_manifest
 from optimus.checkpoint.reader import Reader, verify
 from optimus.checkpoint.rollback import resume_points
+from optimus.checkpoint.slices import whole_slices
 from optimus.checkpoint.store import write_model
 from optimus.disk import sync, user_path
 from optimus.errors import UserError, naming_disk_errors
@@ -50,17 +50,17 @@ def verify_all(path: str | Path) -> dict[str, list[str]]:
 def show(path: str | Path) -> dict[str, Any]:
     """What a checkpoint (or the newest of a run) says of itself, and who wrote how much of it.
 
-    Besides the description: `bytes`, `tensors` (global ones), `parameters`, `boxes`, `writers` (ranks that wrote a file) and
-    `bytes_by_node`. Raises `UserError` when it cannot be read.
+    Besides the description: `bytes`, `tensors` (global ones), `parameters`, `slices`, `writers` (ranks that wrote a file)
+    and `bytes_by_node`. Raises `UserError` when it cannot be read.
     """
     path = find_checkpoint(path)
     reader = Reader.open(path)
     about, files = reader.description, read_manifest(path)
-    written = {int(name.split("_")[2]): file["bytes"] for name, file in files.items() if "boxes" in file}  # by rank
+    written = {int(name.split("_")[2]): file["bytes"] for name, file in files.items() if SLICES in file}  # by rank
     nodes: Counter[int] = Counter()
     for rank, size in written.items():
         nodes[rank // about.written.get("ranks_per_node", rank + 1)] += size
-    weights = [boxes[0].shape for key, boxes in reader.stored.items() if key.startswith("model.")]
+    weights = [slices[0].shape for key, slices in reader.stored.items() if key.startswith("model.")]
     return {
         "path": str(path),
         "step": about.step,
@@ -74,7 +74,7 @@ def show(path: str | Path) -> dict[str, Any]:
         "bytes": sum(file["bytes"] for file in files.values()),
         "tensors": len(reader.stored),
         "parameters": sum(torch.Size(shape).numel() for shape in weights),
-        "boxes": sum(map(len, reader.stored.values())),
+        "slices": sum(map(len, reader.stored.values())),
         "writers": len(written),
         "bytes_by_node": dict(sorted(nodes.items())),
     }
@@ -95,7 +95,7 @@ def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str
         about = reader.description
         type_ = getattr(torch, dtype or about.precision)
         model = Transformer(about.model).to(type_)
-        reader.fill(whole_boxes(named_tensors(model)))
+        reader.fill(whole_slices(named_tensors(model)))
         write_model(model, output, about.weights_only(str(type_).removeprefix("torch.")))
         count = len(list(model.parameters()))
     else:
@@ -127,7 +127,7 @@ def _tensors(reader: Reader, dtype: str | None) -> dict[str, Tensor]:
     for key, stored in reader.stored.items():
         type_ = dtype if dtype and key.startswith("model.") else stored[0].dtype
         tensors[key] = torch.empty(stored[0].shape, dtype=getattr(torch, type_))
-    reader.fill(whole_boxes(tensors.items(), prefix=""))
+    reader.fill(whole_slices(tensors.items(), prefix=""))
     return tensors
 
 

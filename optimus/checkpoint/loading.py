@@ -1,4 +1,4 @@
-"""Filling the state from boxes that somebody can read: once for all ranks that hold the same, or by each of them."""
+"""Filling the state from slices that somebody can read: once for all ranks that hold the same, or by each of them."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -8,14 +8,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.boxes import Box, boxes, whole_boxes
+from optimus.checkpoint.slices import TensorSlice, slices, whole_slices
 from optimus.comm import Group
 from optimus.errors import UserError
 from optimus.state.chunk import Chunk
 from optimus.state.model_state import ModelState
 
 Send = Literal["broadcast", "allreduce", "none"]
-Read = Callable[[Iterable[Box]], None]
+Read = Callable[[Iterable[TensorSlice]], None]
 
 
 class _Transfer(NamedTuple):
@@ -32,12 +32,12 @@ class _Transfer(NamedTuple):
         return self.group.rank == self.reader
 
 
-def load_boxes(state: ModelState, read: Read, *, full: bool, send: Send = "broadcast") -> int:
+def load_slices(state: ModelState, read: Read, *, full: bool, send: Send = "broadcast") -> int:
     """Fill the weights, and with `full` what the update rules keep, which else begins anew; make the compute copies anew.
 
     All ranks must call. Of those that hold the same parameters, one reads each chunk, in turns, and sends it to the others,
     by broadcast or by all-reduce (the Optimus paper, section 4: model broadcasting). With "none" every rank reads its own
-    part. `read` fills the tensors of boxes.
+    part. `read` fills the tensors of slices.
 
     Returns how many ranks have read anything. Raises what `read` raises, of type `UserError`, on all ranks alike; the
     state is of no use then.
@@ -70,7 +70,7 @@ def _transfers(state: ModelState, full: bool) -> list[_Transfer]:
 def _read_own(transfers: Sequence[_Transfer], read: Read) -> UserError | None:
     try:
         for each in transfers:
-            read(boxes(each.chunk.plan, each.kind, each.part))
+            read(slices(each.chunk.plan, each.kind, each.part))
     except UserError as error:
         return error
     return None
@@ -114,7 +114,7 @@ def _read_buffers(state: ModelState, read: Read, send: Send) -> UserError | None
     failure = None
     if send == "none" or not state.buffers or state.team.rank == 0:
         try:
-            read(whole_boxes(state.buffers.items()))
+            read(whole_slices(state.buffers.items()))
         except UserError as error:
             failure = error
     for buffer in state.buffers.values() if send != "none" else ():
@@ -128,7 +128,7 @@ def _whole(each: _Transfer) -> Tensor:
 
 def _read_whole(each: _Transfer, whole: Tensor, read: Read) -> UserError | None:
     try:
-        read(boxes(each.chunk.plan, each.kind, whole))
+        read(slices(each.chunk.plan, each.kind, whole))
     except UserError as error:
         return error
     return None

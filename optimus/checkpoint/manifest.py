@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: every file with its size and sums, written last.
 
-A folder without one is not complete. Sums are CRC-32: of each box of a file of tensors, so that who reads a box can check it
-without reading the rest of the file; of any other file as a whole; and of the manifest itself.
+A folder without one is not complete. Sums are CRC-32: of each slice of a file of tensors, so that who reads one can check
+it without reading the rest of the file; of any other file as a whole; and of the manifest itself.
 """
 
 import json
@@ -24,19 +24,20 @@ from optimus.checkpoint.format import Stored
 from optimus.errors import UserError
 
 _FORMAT, _VERSION = "optimus-manifest", 1
+SLICES = "boxes"  # the entry of a file's slices: what the first manifests call it, all do
 
 
 def write_manifest(folder: Path, stored: Iterable[Stored]) -> None:
-    """Write the manifest of all files in `folder`; `stored` are the boxes of its files of tensors, as their writers tell.
+    """Write the manifest of all files in `folder`; `stored` are the slices of its files of tensors, as their writers tell.
 
-    Raises `UserError` when such a file is not here as long as its boxes are: those who wrote it and this process do not see
+    Raises `UserError` when such a file is not here as long as its slices are: those who wrote it and this process do not see
     the same file system, or part of it was lost.
     """
-    boxes: dict[str, list[list[int]]] = {}
+    slices: dict[str, list[list[int]]] = {}
     for each in stored:
-        boxes.setdefault(each.file, []).append([each.start, each.length, each.crc])
+        slices.setdefault(each.file, []).append([each.start, each.length, each.crc])
     files: dict[str, Any] = {}
-    for name, of_it in boxes.items():
+    for name, of_it in slices.items():
         written = max(start + length for start, length, _ in of_it)
         if (size := _size_of(folder / name)) != written:
             how = "is not there" if size is None else f"has {size:,} bytes"
@@ -44,9 +45,9 @@ def write_manifest(folder: Path, stored: Iterable[Stored]) -> None:
                 f"{folder / name} {how} on the node that completes the checkpoint, of {written:,} that another rank has "
                 "written: mount one file system on all nodes, without a cache of its own on each"
             )
-        files[name] = {"bytes": written, "boxes": sorted(of_it)}
+        files[name] = {"bytes": written, SLICES: sorted(of_it)}
     for path in folder.iterdir():
-        if path.name not in boxes:
+        if path.name not in slices:
             small = path.read_bytes()
             files[path.name] = {"bytes": len(small), "crc": zlib.crc32(small)}
     files = dict(sorted(files.items()))

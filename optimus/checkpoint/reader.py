@@ -8,16 +8,16 @@ from pathlib import Path
 
 from torch import Tensor
 
-from optimus.checkpoint.boxes import Box
 from optimus.checkpoint.folder import METADATA, Description, damaged, frozen_beside
-from optimus.checkpoint.format import Stored, by_key, read_box, unpack_metadata
-from optimus.checkpoint.manifest import read_checked, read_checked_description
+from optimus.checkpoint.format import Stored, by_key, read_slice, unpack_metadata
+from optimus.checkpoint.manifest import SLICES, read_checked, read_checked_description
+from optimus.checkpoint.slices import TensorSlice
 from optimus.errors import UserError
 
 
 @dataclass
 class Reader:
-    """Fills boxes from the checkpoint in `path`, of which it knows what lies where."""
+    """Fills slices from the checkpoint in `path`, of which it knows what lies where."""
 
     path: Path
     description: Description
@@ -30,16 +30,16 @@ class Reader:
         description, stored = _read_all_but_tensors(path)
         if (beside := frozen_beside(path, description)) is not None:
             _, frozen = _read_all_but_tensors(beside)
-            for key, boxes in frozen.items():
-                stored[key] = [box._replace(file=str(beside / box.file)) for box in boxes]
+            for key, slices in frozen.items():
+                stored[key] = [slice_._replace(file=str(beside / slice_.file)) for slice_ in slices]
         return cls(path, description, stored)
 
-    def fill(self, boxes: Iterable[Box]) -> None:
-        """Fill the tensors of `boxes` in place, whatever their type and device.
+    def fill(self, slices: Iterable[TensorSlice]) -> None:
+        """Fill the tensors of `slices` in place, whatever their type and device.
 
         Raises `UserError` when the checkpoint lacks any of them, and `DamagedError` when bytes are not as they were written.
         """
-        wanted = by_key(boxes)
+        wanted = by_key(slices)
         for key, targets in wanted.items():
             there = self.stored.get(key)
             if there is None or there[0].shape != tuple(targets[0].shape):
@@ -50,7 +50,7 @@ class Reader:
             self._fill(there, targets)
 
     def read(self, stored: Stored) -> Tensor:
-        """The tensor of a box in a file. Raises `DamagedError` when its bytes are not as they were written."""
+        """The tensor of a slice in a file. Raises `DamagedError` when its bytes are not as they were written."""
         where = f"{stored.file}, bytes {stored.start:,} to {stored.start + stored.length:,} ({stored.key})"
         try:
             with (self.path / stored.file).open("rb") as file:
@@ -61,14 +61,14 @@ class Reader:
         if len(content) != stored.length or zlib.crc32(content) != stored.crc:
             raise damaged(self.path, f"{where}: not what was written")
         try:
-            tensor = read_box(content)
+            tensor = read_slice(content)
         except Exception as error:  # whatever torch raises at bytes that have the right sum and are no tensor
             raise damaged(self.path, f"{where}: no tensor ({repr(error).splitlines()[0][:200]})") from error
         if tuple(tensor.shape) != stored.sizes:
             raise damaged(self.path, f"{where}: of another shape than {METADATA} says")
         return tensor
 
-    def _fill(self, there: list[Stored], targets: list[Box]) -> None:
+    def _fill(self, there: list[Stored], targets: list[TensorSlice]) -> None:
         filled = 0
         for stored in there:
             met = [(target, *places) for target in targets if (places := _overlap(stored, target)) is not None]
@@ -89,8 +89,8 @@ def verify(path: Path) -> list[str]:
     except UserError as error:
         return [str(error)]
     problems = []
-    for boxes in reader.stored.values():
-        for stored in boxes:
+    for slices in reader.stored.values():
+        for stored in slices:
             try:
                 reader.read(stored)
             except UserError as error:
@@ -99,17 +99,21 @@ def verify(path: Path) -> list[str]:
 
 
 def _read_all_but_tensors(path: Path) -> tuple[Description, dict[str, list[Stored]]]:
-    """The description of a folder, and by key the boxes in its files."""
+    """The description of a folder, and by key the slices in its files."""
     description, files = read_checked_description(path)
     for name, file in files.items():
         if "crc" in file and name != METADATA:
             read_checked(path, name, files)
     content = read_checked(path, METADATA, files)
-    crcs = {(name, box[0], box[1]): box[2] for name, file in files.items() for box in file.get("boxes", [])}
+    crcs = {(name, start, length): crc for name, file in files.items() for start, length, crc in file.get(SLICES, [])}
     try:
-        boxes = [box._replace(crc=crcs[box.file, box.start, box.length]) for box in unpack_metadata(content)]
-        stored = by_key(boxes)
-        there = {key: sum(math.prod(box.sizes) for box in found) for key, found in stored.items()}  # do not overlap
+        slices = [
+            slice_._replace(crc=crcs[slice_.file, slice_.start, slice_.length]) for slice_ in unpack_metadata(content)
+        ]
+        stored = by_key(slices)
+        there = {
+            key: sum(math.prod(slice_.sizes) for slice_ in found) for key, found in stored.items()
+        }  # do not overlap
         lacking = {key: math.prod(found[0].shape) - there[key] for key, found in stored.items()}
     except Exception as error:  # whatever comes of bytes that have the right sum and are no metadata
         raise damaged(path, f"{METADATA} cannot be read ({error!r})") from error
@@ -119,7 +123,7 @@ def _read_all_but_tensors(path: Path) -> tuple[Description, dict[str, list[Store
     return description, stored
 
 
-def _overlap(stored: Stored, target: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def _overlap(stored: Stored, target: TensorSlice) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """What both have, as a part of the one and of the other; None if there is none."""
     source, place = [], []
     for a, length, b, target_length in zip(stored.offsets, stored.sizes, target.offsets, target.tensor.shape):

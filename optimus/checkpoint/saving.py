@@ -3,7 +3,7 @@
 A checkpoint comes about in three phases, each ended by all ranks together, so that a failure of one is everybody's:
 
 1. Rank 0 makes the partial folder.
-2. Of the ranks that hold the same part, one writes it: every rank that has to puts its boxes into a file of its own. What
+2. Of the ranks that hold the same part, one writes it: every rank that has to puts its slices into a file of its own. What
    lies where goes to rank 0.
 3. Rank 0 adds metadata, description and manifest, and renames the folder into its place.
 
@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from optimus.checkpoint.boxes import Box, boxes, whole_boxes
 from optimus.checkpoint.folder import METADATA, Description, write_description
-from optimus.checkpoint.format import Stored, file_of, pack_metadata, write_boxes
+from optimus.checkpoint.format import Stored, file_of, pack_metadata, write_slices
 from optimus.checkpoint.manifest import write_manifest
+from optimus.checkpoint.slices import TensorSlice, slices, whole_slices
 from optimus.checkpoint.slots import clear_leftovers, remove, retire, retire_frozen, retire_weights
 from optimus.checkpoint.staging import Staging
 from optimus.checkpoint.writers import written_here
@@ -153,7 +153,7 @@ class Saver:
         collected = self._world.collect_on_first(self._stored)
         self._committing = True
         if collected is not None:
-            stored = [[box for theirs in collected for box in theirs[i]] for i in range(len(self._targets))]
+            stored = [[slice_ for theirs in collected for slice_ in theirs[i]] for i in range(len(self._targets))]
             self._start(lambda: self._commit(stored))
         return []
 
@@ -194,17 +194,17 @@ class Saver:
         if not short and not buffers:
             return []
 
-        def found() -> Iterator[Box]:
-            yield from whole_boxes(short)
+        def found() -> Iterator[TensorSlice]:
+            yield from whole_slices(short)
             for chunk, kind, buffer in buffers:
-                for box in boxes(chunk.plan, kind, held(buffer) if chunk.plan.rule.trains else buffer):
+                for slice_ in slices(chunk.plan, kind, held(buffer) if chunk.plan.rule.trains else buffer):
                     if self._abandoned.is_set():
                         raise UserError(f"{target.folder} was abandoned, as the run ended")
-                    yield box
+                    yield slice_
 
         path = target.partial / self._file
         with path.open("xb") as file:
-            return write_boxes(file, path.name, found())
+            return write_slices(file, path.name, found())
 
     def _commit(self, stored: Sequence[Sequence[Stored]]) -> None:
         for target, of_it in zip(self._targets, stored):
@@ -282,7 +282,7 @@ def _short_turns() -> Iterator[None]:
     """Let Python's threads take turns often.
 
     Each of the many short calls of the writing thread waits for a turn; beside a training that is bound by Python, 300 MB in
-    boxes of 1 MB took 27 s with turns of 5 ms, and 2.5 s with these.
+    slices of 1 MB took 27 s with turns of 5 ms, and 2.5 s with these.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _SWITCH))

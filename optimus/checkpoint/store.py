@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from optimus.checkpoint.boxes import whole_boxes
 from optimus.checkpoint.folder import Description, differences, find_checkpoint
-from optimus.checkpoint.format import file_of, write_boxes
-from optimus.checkpoint.loading import Send, load_boxes
+from optimus.checkpoint.format import file_of, write_slices
+from optimus.checkpoint.loading import Send, load_slices
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import complete
+from optimus.checkpoint.slices import whole_slices
 from optimus.config import ModelConfig
 from optimus.errors import UserError, naming_disk_errors
 from optimus.model import Transformer
@@ -32,11 +32,11 @@ def write_model(model: Transformer, folder: Path, description: Description) -> N
     if folder.exists():
         raise UserError(f"{folder} exists already: choose another output folder or remove it")
     partial = folder.with_name(f".{folder.name}.partial")
-    boxes = whole_boxes(named_tensors(model))
+    slices = whole_slices(named_tensors(model))
     with naming_disk_errors(folder, "Make room or choose another output folder"):
         partial.mkdir(parents=True, exist_ok=True)
         with (partial / file_of(0)).open("wb") as file:
-            stored = write_boxes(file, file_of(0), boxes)
+            stored = write_slices(file, file_of(0), slices)
         complete(partial, folder, stored, description)
 
 
@@ -51,7 +51,7 @@ def load_state(
 ) -> tuple[Description, int]:
     """Fill `state` from checkpoint `path`; returns the description and how many ranks have read files of tensors.
 
-    All ranks must call. Rank 0 reads everything but the tensors and tells the others; these are read as `load_boxes` does.
+    All ranks must call. Rank 0 reads everything but the tensors and tells the others; these are read as `load_slices` does.
 
     `model` is the architecture that `state` was made for. With `run`, the checkpoint must agree with it in every key (it is
     continued). Without `full`, the weights alone are loaded, and what the update rules keep begins anew. Raises `UserError`
@@ -70,7 +70,7 @@ def load_state(
         return reader
 
     reader = state.groups.world.on_first(open_it)
-    readers = load_boxes(state, reader.fill, full=full, send=send)
+    readers = load_slices(state, reader.fill, full=full, send=send)
     return reader.description, readers
 
 
@@ -85,7 +85,7 @@ def load_model(
     """
     reader = Reader.open(find_checkpoint(checkpoint))
     model = Transformer(reader.description.model).float()
-    reader.fill(whole_boxes(named_tensors(model)))
+    reader.fill(whole_slices(named_tensors(model)))
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 

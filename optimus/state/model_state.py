@@ -26,7 +26,7 @@ class ModelState:
     """Takes over the parameters of `module` (usually made on the meta device) and keeps their whole state in chunks.
 
     `layouts` says of each parameter, by name, how it lies on the mesh of `groups`. After this, `module`'s parameters are
-    views into the chunks, of this rank's parts; their values are zero until `initialize` or `load_boxes`. No chunk holds
+    views into the chunks, of this rank's parts; their values are zero until `initialize` or `load_slices`. No chunk holds
     parameters of two stages, `stage_of` by name, of a pipeline. `gathering` is what the parts of `module` were made with;
     without it, parameters must not be sharded, and autograd accumulates all gradients.
 

@@ -223,13 +223,13 @@ class Inject(Hook):
         self._poison = next(iter(blocks)).register_forward_hook(poison)
 
     def _fill_disk(self, run: Run) -> None:
-        right = saving.write_boxes
+        right = saving.write_slices
 
         def refuse(*_: Any) -> Any:
-            saving.write_boxes = right
+            saving.write_slices = right
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        saving.write_boxes = refuse  # type: ignore[assignment]
+        saving.write_slices = refuse  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from optimus.checkpoint import folder
-from optimus.checkpoint.boxes import Box
 from optimus.checkpoint.folder import DamagedError, Description
-from optimus.checkpoint.loading import load_boxes
+from optimus.checkpoint.loading import load_slices
 from optimus.checkpoint.rollback import Point, resume_points
 from optimus.checkpoint.saving import Saver, Target
+from optimus.checkpoint.slices import TensorSlice
 from optimus.checkpoint.slots import place_of_frozen, set_newer_aside
 from optimus.checkpoint.store import load_state
 from optimus.config import RunConfig
@@ -200,16 +200,16 @@ def _load_folder(run: Run, path: Path) -> int:
     """Read a Hugging Face folder into the fp32 master weights; returns how many ranks have read it."""
     weights: dict[str, Tensor] = {}
 
-    def read(boxes: Iterable[Box]) -> None:
+    def read(slices: Iterable[TensorSlice]) -> None:
         if not weights:
             model = Transformer(run.config.model)
             load_weights(model, path)
             weights.update({f"model.{name}": tensor for name, tensor in named_tensors(model)})
-        for box in boxes:
-            region = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.tensor.shape))
-            box.tensor.copy_(weights[box.key][region])
+        for slice_ in slices:
+            region = tuple(slice(start, start + size) for start, size in zip(slice_.offsets, slice_.tensor.shape))
+            slice_.tensor.copy_(weights[slice_.key][region])
 
-    return load_boxes(run.state, read, full=False, send=run.config.checkpoint.broadcast)
+    return load_slices(run.state, read, full=False, send=run.config.checkpoint.broadcast)
 
 
 def _readers(run: Run, readers: int) -> str:

@@ -150,23 +150,23 @@ def test_every_byte_of_small_files(slot: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_every_region_of_every_box(slot: Path, name: str) -> None:
-    """Of the archive that a box is: headers, pickle, numbers, directory. The box and its bytes are named."""
+def test_every_region_of_every_slice(slot: Path, name: str) -> None:
+    """Of the archive that a slice is: headers, pickle, numbers, directory. The slice and its bytes are named."""
     file = slot / name
     right = file.read_bytes()
-    own = [box for boxes in Reader.open(slot).stored.values() for box in boxes if box.file == name]
-    assert sum(box.length for box in own) == len(right)  # nothing lies beside them
-    for box in own:
-        where = f"{name}, bytes {box.start:,} to {box.start + box.length:,} ({box.key})"
-        archive = right[box.start : box.start + box.length]
-        places = {0, box.length - 1, archive.index(b"PK\1\2")}  # the first header, the last byte, the directory
+    own = [slice_ for slices in Reader.open(slot).stored.values() for slice_ in slices if slice_.file == name]
+    assert sum(slice_.length for slice_ in own) == len(right)  # nothing lies beside them
+    for slice_ in own:
+        where = f"{name}, bytes {slice_.start:,} to {slice_.start + slice.length:,} ({slice_.key})"
+        archive = right[slice_.start : slice_.start + slice_.length]
+        places = {0, slice_.length - 1, archive.index(b"PK\1\2")}  # the first header, the last byte, the directory
         for entry in zipfile.ZipFile(io.BytesIO(archive)).infolist():
             places.add(archive.index(entry.filename.encode()))
             places.add(archive.index(zipfile.ZipFile(io.BytesIO(archive)).read(entry), entry.header_offset))
         assert len(places) > 10
-        some = sorted(places)[:: 1 if box is own[0] else 5]  # loading takes longer than finding
-        wrong = (flipped(right, box.start + at, at % 8) for at in some)
-        check_changes(file, wrong, where, load=box is own[0])
+        some = sorted(places)[:: 1 if slice_ is own[0] else 5]  # loading takes longer than finding
+        wrong = (flipped(right, slice_.start + at, at % 8) for at in some)
+        check_changes(file, wrong, where, load=slice_ is own[0])
 
 
 def test_an_emptied_folder_and_a_lost_manifest(slot: Path, tmp_path: Path) -> None:

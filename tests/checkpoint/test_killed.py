@@ -56,17 +56,17 @@ def train_until(config: dict[str, Any], moment: str) -> None:
 
     match moment:
         case "in the middle of the tensors":
-            write = saving.write_boxes
+            write = saving.write_slices
 
-            def write_some(file: Any, name: str, boxes: Any) -> Any:
+            def write_some(file: Any, name: str, slices: Any) -> Any:
                 if "step-00000004" not in str(file.name):
-                    return write(file, name, boxes)
-                write(file, name, list(boxes)[:7])
+                    return write(file, name, slices)
+                write(file, name, list(slices)[:7])
                 file.write(b"PK and the beginning of another")
                 file.flush()
                 die()
 
-            saving.write_boxes = write_some
+            saving.write_slices = write_some
         case "before the manifest":
             saving.write_manifest = at_step_4(saving.write_manifest, before=True)
         case "before the rename":
@@ -113,7 +113,7 @@ def test_killed_while_writing(
 
 
 def same(a: Path, b: Path) -> bool:
-    """Whether two checkpoints hold the same bits, those of every box that was written by the same layout."""
+    """Whether two checkpoints hold the same bits, those of every slice that was written by the same layout."""
     ours, theirs = Reader.open(a), Reader.open(b)
     assert ours.stored.keys() == theirs.stored.keys()
     return all(
@@ -155,7 +155,7 @@ def slow_down(writing: float) -> None:
         return slow
 
     Staging._copy = slowed(Staging._copy, 0.003)  # type: ignore[method-assign]
-    saving.write_boxes = slowed(saving.write_boxes, writing)
+    saving.write_slices = slowed(saving.write_slices, writing)
     saving.sync = slowed(saving.sync, 0.002)
     slots.shutil = type("", (), {"rmtree": staticmethod(slowed(shutil.rmtree, 0.004))})  # type: ignore[assignment]
 

@@ -249,13 +249,13 @@ def assert_universal(path: Path, right: dict[str, Tensor]) -> None:
     assert verify(path) == []
     stored = Reader.open(path).stored
     assert set(stored) == set(right)
-    for key, boxes in stored.items():
-        times = torch.zeros(boxes[0].shape)
-        for box in boxes:
-            times[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes))] += 1
+    for key, slices in stored.items():
+        times = torch.zeros(slices[0].shape)
+        for slice_ in slices:
+            times[tuple(slice(at, at + size) for at, size in zip(slice_.offsets, slice_.sizes))] += 1
         assert (times == 1).all(), f"{path}: {key}"
     files = {file.name for file in path.iterdir()}
-    assert files == {box.file for boxes in stored.values() for box in boxes} | {DESCRIPTION, METADATA, MANIFEST}
+    assert files == {slice_.file for slices in stored.values() for slice_ in slices} | {DESCRIPTION, METADATA, MANIFEST}
     assert set(json.loads((path / MANIFEST).read_text())["files"]) == files - {MANIFEST}
     assert_same(plain_read(path, right), right)
 
@@ -335,7 +335,7 @@ def test_dcp_makes_one_file_of_it(tmp_path: Path) -> None:
     layout = Layout(6, ["parallel.expert=3", "parallel.context=3", "state.shard=parameters", "state.chunk=2000"])
     path, right = saved_by("thirds", layout, tmp_path)
     stored = Reader.open(path).stored
-    assert any(box.sizes[-1] < box.shape[-1] for box in stored["adamw.v.embedding.weight"])
+    assert any(slice_.sizes[-1] < slice_.shape[-1] for slice_ in stored["adamw.v.embedding.weight"])
     dcp_to_torch_save(path, tmp_path / "one.pt")
     assert_same(torch.load(tmp_path / "one.pt", weights_only=True), right)
 

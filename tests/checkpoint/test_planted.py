@@ -43,7 +43,9 @@ def with_right_sums(slot: Path) -> None:
     """Write the manifest anew for what is in the files."""
     raw = json.loads((slot / "manifest.json").read_text())
     stored = [
-        Stored("", "", (), (), (), name, *box) for name, file in raw["files"].items() for box in file.get("boxes", [])
+        Stored("", "", (), (), (), name, *slice_)
+        for name, file in raw["files"].items()
+        for slice_ in file.get("slices", [])
     ]
     (slot / "manifest.json").unlink()
     write_manifest(slot, stored)
@@ -92,25 +94,28 @@ def test_only_what_metadata_is_made_of_is_admitted(planted: Path, tmp_path: Path
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("form", ["archive", "old archive", "pickle", "no tensor"])
-def test_a_payload_in_a_box(planted: Path, tmp_path: Path, form: str) -> None:
+def test_a_payload_in_a_slice(planted: Path, tmp_path: Path, form: str) -> None:
     trap, buffer = tmp_path / "trap", io.BytesIO()
     if form == "pickle":
         pickle.dump(Payload(trap), buffer)
     else:
         bad = {"some": "thing"} if form == "no tensor" else Payload(trap)
         torch.save(bad, buffer, _use_new_zipfile_serialization=form != "old archive")
-    boxes = sorted((box for boxes in Reader.open(planted).stored.values() for box in boxes), key=lambda box: box.start)
+    slices = sorted(
+        (slice_ for slices in Reader.open(planted).stored.values() for slice_ in slices),
+        key=lambda slice_: slice_.start,
+    )
     right = (planted / "__0_0.distcp").read_bytes()
-    parts = [right[box.start : box.start + box.length] for box in boxes]
+    parts = [right[slice_.start : slice_.start + slice_.length] for slice_ in slices]
     parts[0] = buffer.getvalue()
     (planted / "__0_0.distcp").write_bytes(b"".join(parts))
     start = 0
     for number, part in enumerate(parts):
-        boxes[number] = boxes[number]._replace(start=start, length=len(part), crc=zlib.crc32(part))
+        slices[number] = slices[number]._replace(start=start, length=len(part), crc=zlib.crc32(part))
         start += len(part)
-    (planted / ".metadata").write_bytes(pack_metadata(boxes))
+    (planted / ".metadata").write_bytes(pack_metadata(slices))
     (planted / "manifest.json").unlink()
-    write_manifest(planted, boxes)
+    write_manifest(planted, slices)
     check_refused(planted, trap, "no tensor")
 
 

@@ -106,8 +106,8 @@ class Gate:
 
 @pytest.fixture
 def writing(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    gate = Gate(saving.write_boxes, lambda file, *_: Path(file.name).parent.name.strip(".").removesuffix(".partial"))
-    monkeypatch.setattr(saving, "write_boxes", gate)
+    gate = Gate(saving.write_slices, lambda file, *_: Path(file.name).parent.name.strip(".").removesuffix(".partial"))
+    monkeypatch.setattr(saving, "write_slices", gate)
     return gate
 
 
@@ -336,9 +336,9 @@ def save_and_update(saver: Saver, state: ModelState, target: Target) -> None:
 @pytest.mark.parametrize(
     ("where", "culprit", "beside"),
     [
-        ("write_boxes", 0, True),
-        ("write_boxes", 1, True),
-        ("write_boxes", 1, False),
+        ("write_slices", 0, True),
+        ("write_slices", 1, True),
+        ("write_slices", 1, False),
         ("write_manifest", 0, True),
         ("write_manifest", 0, False),
         ("_copy", 1, True),
@@ -381,13 +381,13 @@ def test_how_many_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep
     """While one is written, the newest is there, and never more than there may be."""
     _, state = made()
     saver = Saver(state, beside=beside)
-    right, meanwhile = saving.write_boxes, []
+    right, meanwhile = saving.write_slices, []
 
     def write(*arguments: Any) -> Any:
         meanwhile.append([step_of(path) for path in list_checkpoints(tmp_path)])
         return right(*arguments)
 
-    monkeypatch.setattr(saving, "write_boxes", write)
+    monkeypatch.setattr(saving, "write_slices", write)
     for step in range(1, 6):
         saver.save(full(tmp_path, step, keep))
         saver.finish()
@@ -446,21 +446,21 @@ def test_a_rank_that_is_no_writer_writes_nothing(tmp_path: Path, writer: int) ->
 def save_with_a_file_cut(run: Path, length: int | None) -> str:
     """What a rank is told when the second's file is not, for the first, as it was written; None: not there at all."""
     _, state = made(2, shard="optimizer")
-    saver, right = Saver(state), saving.write_boxes
+    saver, right = Saver(state), saving.write_slices
 
-    def cut(file: Any, name: str, boxes: Any) -> Any:
-        stored = right(file, name, boxes)
+    def cut(file: Any, name: str, slices: Any) -> Any:
+        stored = right(file, name, slices)
         os.unlink(file.name) if length is None else os.truncate(file.name, length)
         return stored
 
     if dist.get_rank() == 1:
-        saving.write_boxes = cut  # type: ignore[assignment]
+        saving.write_slices = cut  # type: ignore[assignment]
     try:
         saver.save(full(run, 3))
     except UserError as error:
         return str(error)
     finally:
-        saving.write_boxes = right
+        saving.write_slices = right
     return ""
 
 

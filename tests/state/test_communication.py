@@ -13,8 +13,8 @@ from helpers.planned import state_bytes
 from helpers.rules import recipe
 from helpers.traffic import Traffic, counting
 from helpers.whole import whole_state
-from optimus.checkpoint.boxes import Box
-from optimus.checkpoint.loading import load_boxes
+from optimus.checkpoint.loading import load_slices
+from optimus.checkpoint.slices import TensorSlice
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.model import Transformer
@@ -202,14 +202,14 @@ def loaded(config: dict[str, Any], send: Any) -> tuple[list[tuple[str, tuple[int
     _, _, state = built(config)
     asked = []
 
-    def read(wanted: Iterable[Box]) -> None:
+    def read(wanted: Iterable[TensorSlice]) -> None:
         for key, shape, offsets, part in wanted:
             asked.append((key, offsets))
             tensor = torch.arange(math.prod(shape)).view(shape).sub(zlib.crc32(key.encode()) % 1000).float()
             tensor.view(-1)[0] = -0.0
             part.copy_(tensor[tuple(slice(start, start + size) for start, size in zip(offsets, part.shape))])
 
-    readers = load_boxes(state, read, full=True, send=send)
+    readers = load_slices(state, read, full=True, send=send)
     return asked, readers, whole_state(state)
 
 

@@ -233,7 +233,7 @@ def test_an_error_of_a_hook_leaves_no_checkpoint_half_written(
 ) -> None:
     """One that was being written beside the training: its thread has ended when the error is there."""
     small_run["checkpoint"] = {"every": 2, "asynchronous": True}
-    failed, write, right = threading.Event(), saving.write_boxes, Metrics.after_step
+    failed, write, right = threading.Event(), saving.write_slices, Metrics.after_step
 
     def write_late(*arguments: Any) -> Any:
         assert failed.wait(60)
@@ -245,7 +245,7 @@ def test_an_error_of_a_hook_leaves_no_checkpoint_half_written(
             failed.set()
             raise UserError("it is too hot")
 
-    monkeypatch.setattr(saving, "write_boxes", write_late)
+    monkeypatch.setattr(saving, "write_slices", write_late)
     monkeypatch.setattr(Metrics, "after_step", after_step)
     with pytest.raises(UserError, match="it is too hot"):
         optimus.train(small_run)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.boxes import boxes, whole_boxes
+from optimus.checkpoint.slices import slices, whole_slices
 from optimus.checkpoint.writers import written_here
 from optimus.state.model_state import ModelState
 
@@ -14,17 +14,19 @@ def whole_state(state: ModelState, *, everywhere: bool = True) -> dict[str, Tens
     All ranks must call.
     """
     own = [
-        box._replace(tensor=box.tensor.detach().cpu().clone())
+        slice_._replace(tensor=slice_.tensor.detach().cpu().clone())
         for chunk in written_here(state, scattered=False)
         for kind, part in chunk.kept.items()
-        for box in boxes(chunk.plan, kind, part)
+        for slice_ in slices(chunk.plan, kind, part)
     ]
     if state.buffers and state.team.rank == 0:
-        own += whole_boxes((name, buffer.cpu().clone()) for name, buffer in state.buffers.items())
+        own += whole_slices((name, buffer.cpu().clone()) for name, buffer in state.buffers.items())
     world = state.groups.world
     collected = world.collect(own) if everywhere else world.collect_on_first(own)
     found: dict[str, Tensor] = {}
-    for box in (box for theirs in collected or [] for box in theirs):
-        whole = found.setdefault(box.key, torch.full(box.shape, torch.nan, dtype=box.tensor.dtype))
-        whole[tuple(slice(start, start + size) for start, size in zip(box.offsets, box.tensor.shape))] = box.tensor
+    for slice_ in (slice_ for theirs in collected or [] for slice_ in theirs):
+        whole = found.setdefault(slice_.key, torch.full(slice_.shape, torch.nan, dtype=slice_.tensor.dtype))
+        whole[tuple(slice(start, start + size) for start, size in zip(slice_.offsets, slice_.tensor.shape))] = (
+            slice_.tensor
+        )
     return found

@@ -1,7 +1,7 @@
-"""Parts of flat buffers as boxes of global tensors: how state is described to whoever writes it, reads it or compares it.
+"""Parts of flat buffers as slices of global tensors: how state is described to whoever writes it, reads it or compares it.
 
-A contiguous range of a row-major block of d dims is at most 2d - 1 boxes, each contiguous itself. So every rank's part of a
-chunk, whatever its borders, is a few boxes per parameter, and what one layout has written another can read.
+A contiguous range of a row-major block of d dims is at most 2d - 1 slices, each contiguous itself. So every rank's part of a
+chunk, whatever its borders, is a few slices per parameter, and what one layout has written another can read.
 """
 
 import math
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from optimus.state.plan import ChunkPlan
 
-LONGEST = 1 << 23  # elements of a box: a reader must take the whole of each box that it needs anything of
+LONGEST = 1 << 23  # elements of a slice: a reader must take the whole of each slice that it needs anything of
 
 
-class Box(NamedTuple):
+class TensorSlice(NamedTuple):
     """A part of the global tensor `key`, of `shape`: what lies there from `offsets` on, in `tensor`'s shape."""
 
     key: str
@@ -24,10 +24,10 @@ class Box(NamedTuple):
     tensor: Tensor  # a view of a flat buffer
 
 
-def boxes(plan: ChunkPlan, kind: str, buffer: Tensor, longest: int = LONGEST) -> Iterator[Box]:
-    """The boxes of a flat `buffer` [plan.length or plan.size] of a chunk: this rank's part of it, or the whole of it.
+def slices(plan: ChunkPlan, kind: str, buffer: Tensor, longest: int = LONGEST) -> Iterator[TensorSlice]:
+    """The slices of a flat `buffer` [plan.length or plan.size] of a chunk: this rank's part of it, or the whole of it.
 
-    `kind` is the prefix of their keys. The padding between parameters is in no box.
+    `kind` is the prefix of their keys. The padding between parameters is in no slice.
     """
     first = plan.part.start if len(buffer) < plan.size else 0
     for slot in plan.slots:
@@ -36,18 +36,18 @@ def boxes(plan: ChunkPlan, kind: str, buffer: Tensor, longest: int = LONGEST) ->
             length = math.prod(sizes)
             view = buffer[start - first : start - first + length].view(sizes)
             place = tuple(part.start + offset for part, offset in zip(slot.region, offsets))
-            yield Box(f"{kind}.{slot.name}", slot.layout.shape, place, view)
+            yield TensorSlice(f"{kind}.{slot.name}", slot.layout.shape, place, view)
             start += length
 
 
-def whole_boxes(tensors: Iterable[tuple[str, Tensor]], prefix: str = "model.") -> Iterator[Box]:
-    """The boxes of whole tensors, by their names behind `prefix`."""
+def whole_slices(tensors: Iterable[tuple[str, Tensor]], prefix: str = "model.") -> Iterator[TensorSlice]:
+    """The slices of whole tensors, by their names behind `prefix`."""
     for name, tensor in tensors:
-        yield Box(prefix + name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+        yield TensorSlice(prefix + name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
-def range_boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, sizes) of the boxes that elements `start` to `end` of a row-major block are, in order; none if empty."""
+def range_slices(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of the slices that elements `start` to `end` of a row-major block are, in order; none if empty."""
     if start >= end:
         return
     if len(shape) <= 1:
@@ -66,17 +66,17 @@ def range_boxes(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tu
 
 def _in_row(shape: Sequence[int], row: int, start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     first = row * math.prod(shape[1:])
-    for offsets, sizes in range_boxes(shape[1:], start - first, end - first):
+    for offsets, sizes in range_slices(shape[1:], start - first, end - first):
         yield (row, *offsets), (1, *sizes)
 
 
 def _capped(
     shape: Sequence[int], start: int, end: int, longest: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The boxes of a range, none of more than `longest` elements: it is cut first, at whole rows where they are short."""
+    """The slices of a range, none of more than `longest` elements: it is cut first, at whole rows where they are short."""
     row = next(size for size in (math.prod(shape[dim:]) for dim in range(len(shape) + 1)) if size <= longest)
     step = longest // row * row
     while start < end:
         cut = min(end, (start // step + 1) * step)
-        yield from range_boxes(shape, start, cut)
+        yield from range_slices(shape, start, cut)
         start = cut

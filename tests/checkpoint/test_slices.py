@@ -1,4 +1,4 @@
-"""Ranges as boxes, parts as boxes of global tensors: they tile what they are of, in order, and say where they lie."""
+"""Ranges as slices, parts as slices of global tensors: they tile what they are of, in order, and say where they lie."""
 
 from math import prod
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.rules import recipe
-from optimus.checkpoint.boxes import Box, boxes, range_boxes
+from optimus.checkpoint.slices import TensorSlice, range_slices, slices
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.state.plan import ChunkPlan, plan_chunks
@@ -24,11 +24,11 @@ def ranges(draw: st.DrawFn) -> tuple[list[int], int, int]:
 
 
 @given(ranges())
-def test_a_range_is_a_few_boxes(drawn: tuple[list[int], int, int]) -> None:
+def test_a_range_is_a_few_slices(drawn: tuple[list[int], int, int]) -> None:
     shape, start, end = drawn
     positions = torch.arange(prod(shape)).view(shape)
     found = []
-    for offsets, sizes in range_boxes(shape, start, end):
+    for offsets, sizes in range_slices(shape, start, end):
         assert len(offsets) == len(sizes) == len(shape)
         inside = positions[tuple(slice(at, at + size) for at, size in zip(offsets, sizes))]
         assert tuple(inside.shape) == sizes  # it reaches over no border
@@ -38,14 +38,14 @@ def test_a_range_is_a_few_boxes(drawn: tuple[list[int], int, int]) -> None:
     assert len(found) <= max(1, 2 * len(shape) - 1)
 
 
-def test_as_few_boxes_as_can_be() -> None:
-    assert [*range_boxes([4, 5], 3, 17)] == [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]
-    assert [*range_boxes([4, 5], 5, 15)] == [((1, 0), (2, 5))]
-    assert [*range_boxes([4, 5], 6, 9)] == [((1, 1), (1, 3))]
-    assert [*range_boxes([2, 2, 2], 0, 8)] == [((0, 0, 0), (2, 2, 2))]
-    assert [*range_boxes([7], 2, 5)] == [((2,), (3,))]
-    assert [*range_boxes([], 0, 1)] == [((), ())]
-    assert [*range_boxes([4, 5], 7, 7)] == []
+def test_as_few_slices_as_can_be() -> None:
+    assert [*range_slices([4, 5], 3, 17)] == [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]
+    assert [*range_slices([4, 5], 5, 15)] == [((1, 0), (2, 5))]
+    assert [*range_slices([4, 5], 6, 9)] == [((1, 1), (1, 3))]
+    assert [*range_slices([2, 2, 2], 0, 8)] == [((0, 0, 0), (2, 2, 2))]
+    assert [*range_slices([7], 2, 5)] == [((2,), (3,))]
+    assert [*range_slices([], 0, 1)] == [((), ())]
+    assert [*range_slices([4, 5], 7, 7)] == []
 
 
 LAYOUTS = {
@@ -86,20 +86,20 @@ def filled(plan: ChunkPlan) -> torch.Tensor:
     return buffer
 
 
-def put(box: Box, whole: dict[str, torch.Tensor]) -> None:
-    """Note where a box lies, checking that it holds what is there."""
-    kind, _, name = box.key.partition(".")
+def put(slice_: TensorSlice, whole: dict[str, torch.Tensor]) -> None:
+    """Note where a slice lies, checking that it holds what is there."""
+    kind, _, name = slice_.key.partition(".")
     assert kind == "model"
-    assert box.shape == LAYOUTS[name].shape
-    region = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.tensor.shape))
-    assert torch.equal(box.tensor, numbered(name)[region])
+    assert slice_.shape == LAYOUTS[name].shape
+    region = tuple(slice(at, at + size) for at, size in zip(slice_.offsets, slice_.tensor.shape))
+    assert torch.equal(slice_.tensor, numbered(name)[region])
     whole[name][region] += 1
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_parts_tile_every_tensor(mesh: Mesh, options: dict[str, object]) -> None:
-    """Over all ranks every element is in as many boxes as ranks keep it, and each box holds the elements that it says."""
+    """Over all ranks every element is in as many slices as ranks keep it, and each slice holds the elements that it says."""
     if "shard_ranks" in options and mesh.dp * mesh.cp % 2:
         options = options | {"shard_ranks": mesh.dp}
     state = StateConfig.model_validate(options)
@@ -107,11 +107,11 @@ def test_parts_tile_every_tensor(mesh: Mesh, options: dict[str, object]) -> None
     kept = {name: torch.zeros(layout.shape, dtype=torch.int) for name, layout in LAYOUTS.items()}
     for rank in range(mesh.size):
         for plan in plan_chunks(LAYOUTS, mesh, rank, state, recipe()):
-            for box in boxes(plan, "model", filled(plan)[plan.part]):
-                put(box, counted)
+            for slice_ in slices(plan, "model", filled(plan)[plan.part]):
+                put(slice_, counted)
             whole = {name: torch.zeros(layout.shape, dtype=torch.int) for name, layout in LAYOUTS.items()}
-            for box in boxes(plan, "model", filled(plan)):  # a buffer of the whole chunk
-                put(box, whole)
+            for slice_ in slices(plan, "model", filled(plan)):  # a buffer of the whole chunk
+                put(slice_, whole)
             for slot in plan.slots:
                 assert (whole[slot.name][slot.region] == 1).all()
                 kept[slot.name][slot.region] += 1
@@ -123,23 +123,23 @@ def test_parts_tile_every_tensor(mesh: Mesh, options: dict[str, object]) -> None
 
 
 @pytest.mark.parametrize("longest", [1, 5, 6, 7, 16, 1 << 20])
-def test_boxes_are_capped(longest: int) -> None:
+def test_slices_are_capped(longest: int) -> None:
     mesh = Mesh(dp=2, tp=2, ep=2)
     state = StateConfig(shard="optimizer")
     for rank in range(mesh.size):
         for plan in plan_chunks(LAYOUTS, mesh, rank, state, recipe()):
             part = filled(plan)[plan.part]
-            found = [*boxes(plan, "model", part, longest)]
-            assert all(0 < box.tensor.numel() <= longest for box in found)
-            together = torch.cat([torch.arange(0), *(box.tensor.flatten() for box in found)])
+            found = [*slices(plan, "model", part, longest)]
+            assert all(0 < slice_.tensor.numel() <= longest for slice_ in found)
+            together = torch.cat([torch.arange(0), *(slice_.tensor.flatten() for slice_ in found)])
             assert torch.equal(together, part[part >= 0])  # in order, and nothing of the padding
 
 
 def test_short_rows_are_not_cut() -> None:
-    """A cap cuts at whole rows where they fit, so that most boxes are whole blocks."""
+    """A cap cuts at whole rows where they fit, so that most slices are whole blocks."""
     (plan,) = plan_chunks({"w": Layout((10, 6))}, Mesh(), 0, StateConfig(), recipe())
-    found = [*boxes(plan, "m", torch.zeros(plan.size), 20)]
-    assert [(box.offsets, tuple(box.tensor.shape)) for box in found] == [
+    found = [*slices(plan, "m", torch.zeros(plan.size), 20)]
+    assert [(slice_.offsets, tuple(slice_.tensor.shape)) for slice_ in found] == [
         ((0, 0), (3, 6)),
         ((3, 0), (3, 6)),
         ((6, 0), (3, 6)),
@@ -147,11 +147,11 @@ def test_short_rows_are_not_cut() -> None:
     ]
 
 
-def test_boxes_are_views() -> None:
+def test_slices_are_views() -> None:
     """What is written into them is in the buffer."""
     (plan,) = plan_chunks({"a": Layout((3,)), "b": Layout((2, 2))}, Mesh(), 0, StateConfig(), recipe())
     buffer = torch.zeros(plan.size)
-    for number, box in enumerate(boxes(plan, "adamw.m", buffer), start=1):
-        assert box.key == f"adamw.m.{'ab'[number - 1]}"
-        box.tensor.fill_(number)
+    for number, slice_ in enumerate(slices(plan, "adamw.m", buffer), start=1):
+        assert slice_.key == f"adamw.m.{'ab'[number - 1]}"
+        slice_.tensor.fill_(number)
     assert buffer.tolist() == [1.0] * 3 + [0.0] * 29 + [2.0] * 4 + [0.0] * (plan.size - 36)
