@@ -14,7 +14,7 @@ import torch.distributed as dist
 from optimus.comm import Group, Groups
 from optimus.mesh import Mesh
 from optimus.pipeline.costs import Costs
-from optimus.pipeline.executor import Happened, Links, Message, ScheduledExecutor
+from optimus.pipeline.executor import Executed, Links, Message, ScheduledExecutor
 from optimus.pipeline.message_driven import MessageDrivenExecutor
 from optimus.pipeline.message_driven_simulation import simulate_message_driven
 from optimus.pipeline.schedule import Action, Kind, Schedule
@@ -114,7 +114,7 @@ def simulated(job: Job) -> Timeline:
     )
 
 
-def run_jobs(jobs: Sequence[Job]) -> list[list[Happened]]:
+def run_jobs(jobs: Sequence[Job]) -> list[list[Executed]]:
     """On every rank of a process group: this rank's computations in each of the steps, one after the other."""
     ranks = dist.get_world_size()
     groups = Groups(Mesh(pp=ranks))
@@ -127,7 +127,7 @@ def run_jobs(jobs: Sequence[Job]) -> list[list[Happened]]:
     return found
 
 
-def _run(job: Job, streams: Sequence[Group], groups: Groups) -> list[Happened]:
+def _run(job: Job, streams: Sequence[Group], groups: Groups) -> list[Executed]:
     schedule, caps = job.who.schedule, job.who.caps
     links = TimedLinks(schedule, streams[: 2 * schedule.stages], job.costs.link * job.unit)
     work = WaitingWork(job)
@@ -137,9 +137,9 @@ def _run(job: Job, streams: Sequence[Group], groups: Groups) -> list[Happened]:
     return MessageDrivenExecutor(schedule, links, work, caps=caps, team=team, device=device).run()
 
 
-def timelines(happened: Sequence[Sequence[Sequence[Happened]]]) -> list[Timeline]:
+def timelines(traces: Sequence[Sequence[Sequence[Executed]]]) -> list[Timeline]:
     """Of each step, from what `run_jobs` has given by rank; in seconds."""
     return [
         Timeline.of((Event(rank, *one) for rank, mine in enumerate(step) for one in mine), len(step))
-        for step in zip(*happened)
+        for step in zip(*traces)
     ]

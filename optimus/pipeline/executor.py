@@ -42,8 +42,8 @@ class Work(ForwardWork, Protocol):
         """Adds the gradients of the weights that a backward pass has deferred."""
 
 
-class Happened(NamedTuple):
-    """A computation as it was; seconds of `time.perf_counter`."""
+class Executed(NamedTuple):
+    """An action that was executed; seconds of `time.perf_counter`."""
 
     kind: Kind
     stage: int
@@ -107,7 +107,7 @@ class Computing:
 
     def __init__(self, schedule: Schedule, work: ForwardWork) -> None:
         self.schedule, self._work = schedule, work
-        self.happened: list[Happened] = []
+        self.trace: list[Executed] = []
         self.made: dict[Action, Message] = {}  # by computation: what it gave, for another stage
 
     def run(self, action: Action, received: Message | None) -> None:
@@ -126,7 +126,7 @@ class Computing:
             cast(Work, self._work).backward_weights(stage, microbatch)
         else:
             made = cast(Work, self._work).backward(stage, microbatch, received, kind is Kind.BACKWARD_INPUT)
-        self.happened.append(Happened(*action, start, time.perf_counter()))
+        self.trace.append(Executed(*action, start, time.perf_counter()))
         if made is not None:
             self.made[action] = made
 
@@ -140,7 +140,7 @@ class ScheduledExecutor:
         self._computing = Computing(schedule, work)
         self._coming: dict[Action, Callable[[], Message]] = {}  # by receive
 
-    def run(self) -> list[Happened]:
+    def run(self) -> list[Executed]:
         """All actions of a step. Raises `CollectiveError`, which names action and peer, when another rank is lost."""
         posts = self._posts()
         for action in self._actions:
@@ -152,7 +152,7 @@ class ScheduledExecutor:
             elif action.kind.sends:
                 self._links.send(action, self._computing.made.pop(self._schedule.made_for(action)))
         self._links.finish()
-        return self._computing.happened
+        return self._computing.trace
 
     def _posts(self) -> Iterator[Sequence[Action]]:
         """For each computation the receives to post before it: those that come before the next one."""

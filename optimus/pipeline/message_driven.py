@@ -17,7 +17,7 @@ import torch
 
 from optimus.comm import Group
 from optimus.errors import UserError
-from optimus.pipeline.executor import Computing, Happened, Links, Message, Work
+from optimus.pipeline.executor import Computing, Executed, Links, Message, Work
 from optimus.pipeline.ready import Ready
 from optimus.pipeline.schedule import Action, Kind, Schedule
 
@@ -46,7 +46,7 @@ class MessageDrivenExecutor:
         self._queue: SimpleQueue[tuple[Action, Message | Exception]] = SimpleQueue()  # what has arrived
         self._messages: dict[Action, Message] = {}
 
-    def run(self) -> list[Happened]:
+    def run(self) -> list[Executed]:
         """All computations of a step. Raises `CollectiveError`, which names action and peer, when another rank is lost."""
         stages = self._schedule.stages_of(self._links.rank)
         for first in (Action(kind, stage, 0) for stage in stages for kind in _KINDS):
@@ -63,7 +63,7 @@ class MessageDrivenExecutor:
             elif following is not None:
                 self._ready.arrive(following, time.perf_counter())
         self._links.finish()
-        return self._computing.happened
+        return self._computing.trace
 
     def _next(self) -> Action:
         """What to do now, as the first rank of the team chooses; waits for it."""

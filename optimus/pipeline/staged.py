@@ -21,7 +21,7 @@ from optimus.model.architecture import ModelConfig
 from optimus.model.attention import Places
 from optimus.model.moe.router import RouterStats
 from optimus.model.transformer import Blocks
-from optimus.pipeline.executor import ForwardWork, Happened, Message
+from optimus.pipeline.executor import Executed, ForwardWork, Message
 from optimus.pipeline.schedule import Kind
 from optimus.pipeline.vocabulary import VocabularyLinks, VocabularyPasses
 
@@ -118,7 +118,7 @@ class Staged(nn.Module):
         partition: StagePartition,
         share: tuple[int, int],
         dtype: torch.dtype,
-        execute: Callable[[ForwardWork, int, bool], list[Happened]],
+        execute: Callable[[ForwardWork, int, bool], list[Executed]],
         pipeline: Group,
         last: int,
         multiple: int,
@@ -128,7 +128,7 @@ class Staged(nn.Module):
         self.model = model
         self.partition, self.share, self.dtype = partition, share, dtype
         self.execute, self.pipeline, self.last, self.multiple, self.links = execute, pipeline, last, multiple, links
-        self.happened: list[Happened] = []  # in the last step
+        self.trace: list[Executed] = []  # in the last step
         self.stages = {
             stage: Blocks((model.blocks[i] for i in partition.blocks[stage]), model.parts) for stage in partition.here
         }
@@ -170,7 +170,7 @@ class Staged(nn.Module):
     ) -> list[Tensor]:
         """Forward and backward passes of a step; on the last stage's rank, what `objective` reports of each microbatch."""
         work = _Training(self, microbatches, objective, gradients)
-        self.happened = self.execute(work, len(microbatches), True)
+        self.trace = self.execute(work, len(microbatches), True)
         work.finish()
         return work.reported
 

@@ -1,4 +1,4 @@
-"""What happened when on every rank of a pipeline, simulated or measured, and what follows from it."""
+"""The timeline of a pipeline, simulated or measured: when each rank executed which action, and what follows from it."""
 
 import json
 from collections.abc import Iterable

@@ -1,1 +1,1 @@
-"""Runs that survive their nodes: launching with spares, deciding who is to blame, and rehearsing failures."""
+"""Runs that survive their nodes: launching with spares, attributing failures to a culprit node, and excluding it."""

@@ -198,10 +198,10 @@ class _Member:
             decision = decide(codes, crashes, 0)
         said = [text for failure in failures.values() if (text := error_in(failure.message))]
         detail = f"{decision.detail}: {said[0]}" if said else decision.detail
-        if decision.blamed:
+        if decision.culprit:
             self._store.add(self._key(f"crashes/{self._launch.node}"), 1)
         has_told = Exit.BAD_NODE in codes.values()  # the rank itself
-        if (decision.blamed or decision.do is Do.STOP) and not has_told:
+        if (decision.culprit or decision.do is Do.STOP) and not has_told:
             self._events.write("failure", node=self._launch.node, rank=decision.rank, detail=detail)
         if decision.do is Do.STOP:
             self._tell("stopped", detail)

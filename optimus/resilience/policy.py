@@ -19,11 +19,11 @@ class Do(Enum):
 
 
 class Decision(NamedTuple):
-    """What a node does, or the code that all nodes end with, where a signal has ended the run; `blamed`: whether this node
+    """What a node does, or the code that all nodes end with, where a signal has ended the run; `culprit`: whether this node
     is at fault; `detail`: what happened, for people."""
 
     do: Do | Exit
-    blamed: bool
+    culprit: bool
     rank: int | None
     detail: str
 

@@ -49,13 +49,13 @@ class Hangs(Hook):
         others' collectives fail, and their launchers end those of its node.
         """
         told = self._folder / "told"
-        blamed = {self._names[rank] for rank in verdict.culprits}
+        culprits = {self._names[rank] for rank in verdict.culprits}
         speaker = next((rank for rank in range(self._run.groups.mesh.size) if rank not in verdict.culprits), 0)
         if self._rank == speaker:
             self._tell(verdict)
             with suppress(OSError):
                 told.touch()
-        at_fault = self._node in blamed and len(blamed) == 1
+        at_fault = self._node in culprits and len(culprits) == 1
         deadline = time.monotonic() + _TURN
         while time.monotonic() < deadline and not (at_fault and told.exists()):
             time.sleep(0.05)

@@ -267,9 +267,9 @@ class PipelineTimeline(Hook):
         if run.step != run.config.observe.timeline:
             return
         offset = time.time() - time.perf_counter()  # nodes have one time of day, but each its own counter
-        happened = [each._replace(start=each.start + offset, end=each.end + offset) for each in run.model.happened]
+        trace = [each._replace(start=each.start + offset, end=each.end + offset) for each in run.model.trace]
         pipeline = run.groups.along("pp")
-        events = [Event(rank, *each) for rank, theirs in enumerate(pipeline.collect(happened)) for each in theirs]
+        events = [Event(rank, *each) for rank, theirs in enumerate(pipeline.collect(trace)) for each in theirs]
         if run.groups.rank == 0:
             path = run.folder / "timeline.json"
             with naming_disk_errors(path, "Make room or leave observe.timeline away"):

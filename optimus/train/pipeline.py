@@ -12,7 +12,7 @@ from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.count import count_parts
-from optimus.pipeline.executor import ForwardWork, Happened, Links, ScheduledExecutor, Work
+from optimus.pipeline.executor import Executed, ForwardWork, Links, ScheduledExecutor, Work
 from optimus.pipeline.message_driven import MessageDrivenExecutor
 from optimus.pipeline.message_driven_simulation import simulate_message_driven
 from optimus.pipeline.ready import message_driven
@@ -77,7 +77,7 @@ def stages_of(
             return schedule_of(config, microbatches)
         return forward_only(place, microbatches, vocabulary=parallel.vocabulary)
 
-    def execute(work: ForwardWork, microbatches: int, backward: bool) -> list[Happened]:
+    def execute(work: ForwardWork, microbatches: int, backward: bool) -> list[Executed]:
         plan = planned(microbatches, backward)
         links = Links(plan, streams)
         if not backward or parallel.executor == "scheduled":

@@ -1,6 +1,6 @@
-"""Numbers that are not finite are blamed on the rank where they began, in every layout, and on no other.
+"""Numbers that are not finite are attributed to the rank where they began, in every layout, and on no other.
 
-Nobody is blamed in a healthy step before or after.
+There is no culprit in a healthy step before or after.
 """
 
 import math
@@ -114,13 +114,13 @@ def train_poisoned(config: dict[str, Any], plan: Plan) -> list[tuple[bool, bool]
     return found
 
 
-def check_blamed(config: dict[str, Any], layout: Layout, plan: Plan) -> None:
+def check_culprits(config: dict[str, Any], layout: Layout, plan: Plan) -> None:
     tree = with_microbatches(load_config(config, layout.overrides), layout.ranks).model_dump(exclude_unset=True)
     found = run_ranks(train_poisoned, layout.ranks, tree, plan)
     for number, planted in enumerate(plan):
-        blamed = [rank for rank, steps in enumerate(found) if steps[number][0]]
+        culprits = [rank for rank, steps in enumerate(found) if steps[number][0]]
         where = f"{layout}: {planted}"
-        assert blamed == list(planted[0]), where
+        assert culprits == list(planted[0]), where
         assert {steps[number][1] for steps in found} == {bool(planted[0])}, where
 
 
@@ -152,10 +152,10 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.ranks} {' '.join(layout.overrides)}")
-def test_a_rank_is_blamed_for_what_it_began(layout: Layout) -> None:
+def test_a_rank_is_the_culprit_of_what_it_began(layout: Layout) -> None:
     draw = random.Random(str(layout))
     plan = [([draw.randrange(layout.ranks)], where, draw.randrange(4)) for where in WHERE]
-    check_blamed(config_of("moe"), layout, [HEALTHY, *plan, HEALTHY])
+    check_culprits(config_of("moe"), layout, [HEALTHY, *plan, HEALTHY])
 
 
 @pytest.mark.parametrize("number", range(12))
@@ -167,7 +167,7 @@ def test_random_layouts(number: int) -> None:
         pytest.skip("one rank")
     draw = random.Random(number)
     plan = [([draw.randrange(layout.ranks)], where, draw.randrange(4)) for where in WHERE]
-    check_blamed(config_of(model), layout, [HEALTHY, *plan])
+    check_culprits(config_of(model), layout, [HEALTHY, *plan])
 
 
 @pytest.mark.parametrize(
@@ -181,9 +181,9 @@ def test_random_layouts(number: int) -> None:
         (PP, [2, 3]),
     ],
 )
-def test_two_ranks_at_once_are_both_blamed(overrides: list[str], ranks: list[int]) -> None:
+def test_two_ranks_at_once_are_both_culprits(overrides: list[str], ranks: list[int]) -> None:
     """Where neither gets its numbers from the other: of two stages of a pipeline one is seen to be struck."""
-    check_blamed(config_of("moe"), Layout(4, overrides), [(ranks, "forward", 0), HEALTHY])
+    check_culprits(config_of("moe"), Layout(4, overrides), [(ranks, "forward", 0), HEALTHY])
 
 
 def train_watched(config: dict[str, Any], on: bool) -> tuple[list[StepResult], list[float], int]:

@@ -17,7 +17,7 @@ from optimus.comm import Group, Groups
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.pipeline.costs import Costs
-from optimus.pipeline.executor import Happened, Links, Message, ScheduledExecutor
+from optimus.pipeline.executor import Executed, Links, Message, ScheduledExecutor
 from optimus.pipeline.message_driven import MessageDrivenExecutor
 from optimus.pipeline.ready import message_driven
 from optimus.pipeline.schedule import Action, Kind, Schedule
@@ -117,7 +117,7 @@ def run_steps(
     return found
 
 
-def execute(schedule: Schedule, links: Links, work: Numbers, team: Group, caps: Sequence[int] | None) -> list[Happened]:
+def execute(schedule: Schedule, links: Links, work: Numbers, team: Group, caps: Sequence[int] | None) -> list[Executed]:
     if schedule.name != "message-driven":
         return ScheduledExecutor(schedule, links, work).run()
     caps, device = caps or falling_caps(schedule.stages, 2), torch.device("cpu")
