@@ -157,7 +157,7 @@ def test_every_region_of_every_slice(slot: Path, name: str) -> None:
     own = [slice_ for slices in Reader.open(slot).stored.values() for slice_ in slices if slice_.file == name]
     assert sum(slice_.length for slice_ in own) == len(right)  # nothing lies beside them
     for slice_ in own:
-        where = f"{name}, bytes {slice_.start:,} to {slice_.start + slice.length:,} ({slice_.key})"
+        where = f"{name}, bytes {slice_.start:,} to {slice_.start + slice_.length:,} ({slice_.key})"
         archive = right[slice_.start : slice_.start + slice_.length]
         places = {0, slice_.length - 1, archive.index(b"PK\1\2")}  # the first header, the last byte, the directory
         for entry in zipfile.ZipFile(io.BytesIO(archive)).infolist():

@@ -45,7 +45,7 @@ def with_right_sums(slot: Path) -> None:
     stored = [
         Stored("", "", (), (), (), name, *slice_)
         for name, file in raw["files"].items()
-        for slice_ in file.get("slices", [])
+        for slice_ in file.get("boxes", [])
     ]
     (slot / "manifest.json").unlink()
     write_manifest(slot, stored)
