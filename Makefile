@@ -43,8 +43,9 @@ lint: install-dev
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 
-docs: install                   ## the configuration reference, from the tree itself
+docs: install-dev               ## the configuration reference, from the tree itself, and the site in build/site; links are checked
 	@$(BIN)/python docs/generate.py
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The environment of `make install-dev` where there is one, else $(PYTHON) as it is: nothing is installed.
 OUT ?= gpu-check
