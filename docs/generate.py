@@ -37,10 +37,10 @@ optimus train first.yaml train.steps=500 optimizer.betas='[0.9, 0.95]'
 - Relative paths are relative to the folder that the command is run in. `~`, `$NAME` and `${NAME}` in a path stand for what a
   shell puts in their place; a variable that is not set is an error.
 
-`model`, `data.path` and `train`'s `output`, `global_batch`, `micro_batch`, `sequence_length` and the length of the run (one
-of `steps`, `tokens` and `epochs`) must be given. Everything else has a default: the recipe of the Optimus paper (section 2.1),
-but for the warm-up, which is a share of the run, and for gradients, which are reduced in float32 instead of bfloat16
-(`state.gradient_dtype`).
+`model`, `data.path` and `train`'s `output`, `global_batch`, `micro_batch`, `sequence_length` and the length of the run
+(one of `steps`, `tokens` and `epochs`) must be given. Everything else has a default: the recipe of the Optimus paper
+(section 2.1), but for the warm-up, which is a share of the run, and for gradients, which are reduced in float32 instead
+of bfloat16 (`state.gradient_dtype`).
 """
 
 EXAMPLE = """\
