@@ -47,7 +47,7 @@ SMALLER = {  # of text, tokenizer, context, model and run
     "--context 256": "--context 32",
     "sequence_length: 256}": "sequence_length: 32, precision: bfloat16}",  # else what the machine is faster in
     "context=128": "context=32",
-    '"context": 128': '"context": 32',
+    '"sequence_length": 128': '"sequence_length": 32',
     "steps: 1000": "steps: 2",
     "steps: 300": "steps: 12",
     "every: 100": "every: 4",

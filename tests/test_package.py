@@ -66,7 +66,7 @@ def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
         "print('runs')\n"
         "open('text.md', 'w').write('a line of text\\n' * 2000)\n"
         "optimus.prepare(['text.md'], 'data', train_tokenizer=300, context=16, workers=2)\n"
-        "train = {'output': 'run', 'steps': 2, 'global_batch': 2, 'micro_batch': 1, 'context': 16}\n"
+        "train = {'output': 'run', 'steps': 2, 'global_batch': 2, 'micro_batch': 1, 'sequence_length': 16}\n"
         "model = {'family': 'olmo', 'hidden': 16, 'layers': 1, 'heads': 2, 'intermediate': 16, 'vocab': 320}\n"
         "print(optimus.train({'model': model, 'data': {'path': 'data'}, 'train': train}, ranks=2)['step'])\n"
     )

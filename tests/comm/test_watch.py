@@ -140,9 +140,9 @@ LAYOUTS = [
     Layout(4, [*TWO, *EP, "moe.dispatch=allgather", "recompute=[block]"]),
     Layout(4, ["parallel.context=4", "parallel.context_method=ring"]),
     Layout(4, ["parallel.context=2", "parallel.context_method=ulysses", "state.shard=optimizer"]),
-    *(Layout(4, [*PP, f"parallel.lr_schedule={name}"]) for name in ("gpipe", "1f1b", "zb-h1")),
+    *(Layout(4, [*PP, f"parallel.schedule={name}"]) for name in ("gpipe", "1f1b", "zb-h1")),
     *(
-        Layout(4, [*PP, f"parallel.lr_schedule={name}", "parallel.stages_per_rank=2"])
+        Layout(4, [*PP, f"parallel.schedule={name}", "parallel.stages_per_rank=2"])
         for name in ("interleaved-1f1b", "zbv")
     ),
     Layout(4, [*PP, "parallel.executor=message-driven", "parallel.stages_per_rank=2"]),

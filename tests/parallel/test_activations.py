@@ -35,7 +35,7 @@ SETS += [["norm", "attention", "FF"], ["block"]]
 
 
 def tree(model: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    train = {"output": "-", "steps": 1, "global_batch": 32, "micro_batch": MICRO_BATCH, "context": CONTEXT}
+    train = {"output": "-", "steps": 1, "global_batch": 32, "micro_batch": MICRO_BATCH, "sequence_length": CONTEXT}
     train["precision"] = sections.pop("precision", "float32")
     return {"model": model, "data": {"path": "-"}, "train": train, **sections}
 

@@ -250,8 +250,8 @@ def exchanged(source: dict[str, Any]) -> dict[str, Counter[str]]:
     here = found["forward"]
     exchange = Group.all_to_all
 
-    def counted(group: Group, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        came = exchange(group, rows, send, receive)
+    def counted(group: Group, rows: Tensor, *lengths: list[int]) -> Tensor:
+        came = exchange(group, rows, *lengths)
         if rows.dtype != torch.int64:  # the counts, of which there are as many whatever is sent
             here["ep" if group is groups.along("ep") else "etp"] += rows.nbytes + came.nbytes
         return came

@@ -21,7 +21,7 @@ PLAIN = Software(about="a test")
 
 
 def work(model: ModelConfig = DENSE, software: Software = PLAIN, **sizes: object) -> Work:
-    given = {"mesh": Mesh(), "sequence_length": 2048, "micro_batch": 2, "microbatches": 1} | sizes
+    given = {"mesh": Mesh(), "context": 2048, "micro_batch": 2, "microbatches": 1} | sizes
     return Work(model, Setting(**given), MACHINE, software)  # type: ignore[arg-type]
 
 

@@ -111,7 +111,7 @@ def _draw_pipeline(draw: Draw, ranks: int, sequences: int, microbatches: list[in
         blocks = [1] * stages
         blocks[draw.of(*range(stages))] += layers - stages
         draw.set("parallel.blocks", blocks)
-    in_rounds = (f"parallel.lr_schedule={row.name}" for row in schedules().values() if row.in_rounds)
+    in_rounds = (f"parallel.schedule={row.name}" for row in schedules().values() if row.in_rounds)
     least = ranks if any(said in draw.overrides for said in in_rounds) else 1
     number = draw.of(*(n for n in microbatches if n >= least))
     if draw.of(True, False):
