@@ -24,6 +24,12 @@ def test_dir_shows_what_users_call() -> None:
     assert {"bits_per_byte", "generate", "generate_text"} <= set(dir(optimus.evaluate))
 
 
+def test_models_are_listed_without_torch() -> None:
+    """Importing it takes longer than everything else that the command does."""
+    code = "import sys, optimus; assert optimus.models(); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_help_says_arguments_types_and_an_example(name: str) -> None:
     function = getattr(optimus, name)

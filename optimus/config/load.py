@@ -66,7 +66,7 @@ def validated(
 def resolve_model(name: str, read_model_folder: ModelFolderReader | None = None) -> dict[str, Any]:
     """The sections of the tree that a preset's name or a Hugging Face folder stands for, `model` among them."""
     if name in _table("presets"):
-        return _copy(_table("presets")[name])
+        return {key: value for key, value in _copy(_table("presets")[name]).items() if key != "parameters"}
     path = user_path(name)
     if read_model_folder is not None and path.is_dir():
         return read_model_folder(path)
@@ -79,6 +79,11 @@ def resolve_model(name: str, read_model_folder: ModelFolderReader | None = None)
 def preset_names() -> list[str]:
     """Names of the presets, smallest paper model first."""
     return list(_table("presets"))
+
+
+def preset_parameters(name: str) -> dict[str, int]:
+    """How many parameters a preset has: `total`, and `active` for one token."""
+    return dict(_table("presets")[name]["parameters"])
 
 
 def dump_config(config: RunConfig) -> str:

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from optimus.config.load import model_config_from, preset_names, resolve_model
-from optimus.model.count import count_parameters
+from optimus.config.load import model_config_from, preset_names, preset_parameters, resolve_model
 from optimus.model.families import families
 
 
@@ -16,15 +15,8 @@ def models() -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name in preset_names():
         config = model_config_from(resolve_model(name)["model"], name)
-        count = count_parameters(config)
-        rows.append(
-            {
-                "name": name,
-                "total_parameters": count.total,
-                "active_parameters": count.active,
-                **config.model_dump(exclude_none=True),
-            }
-        )
+        numbers = {f"{kind}_parameters": number for kind, number in preset_parameters(name).items()}
+        rows.append({"name": name, **numbers, **config.model_dump(exclude_none=True)})
     return rows
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from optimus.config import ModelConfig, preset_names, resolve_model
-from optimus.config.load import model_config_from
+from optimus.config.load import model_config_from, preset_parameters
 from optimus.model import Transformer
 from optimus.model.count import count_parameters, count_parts, flops_per_token, forward_flops
 
@@ -112,6 +112,11 @@ def test_active_parameters_as_published(name: str, billions: float) -> None:
     """Without the look-up of the embedding (gpt-oss-120b & gpt-oss-20b Model Card, table 1)."""
     config = preset(name)
     assert round((count_parameters(config).active - config.vocab * config.hidden) / 1e9, 2) == billions
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_the_presets_say_how_many_parameters_they_have(name: str) -> None:
+    assert preset_parameters(name) == count_parameters(preset(name))._asdict()
 
 
 def test_every_preset_is_counted_here() -> None:
