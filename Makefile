@@ -45,7 +45,7 @@ lint: install-dev
 
 docs: install-dev               ## the configuration reference, from the tree itself, and the site in build/site; links are checked
 	@$(BIN)/python docs/generate.py
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The environment of `make install-dev` where there is one, else $(PYTHON) as it is: nothing is installed.
 OUT ?= gpu-check

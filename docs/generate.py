@@ -1,7 +1,16 @@
-"""Writes `docs/config.md`, the reference of the configuration, from the tree itself: run it with `make docs`."""
+"""Writes the reference pages of the documentation from the program itself: run it with `make docs`.
 
+Each page is a template of `docs/templates/`, in which a line `{{ name }}` stands for a generated part: the keys of the
+configuration (`optimus/config/tree.py`), the options of the commands (`optimus/cli.py`), the public functions of Python.
+"""
+
+import ast
+import inspect
+import re
+import textwrap
 import types
 import typing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,83 +18,93 @@ import annotated_types
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from typer import Typer
+from typer.models import ArgumentInfo
 
+import optimus
+from optimus import cli
 from optimus.config import RunConfig, load_config, resolve_model
 from optimus.config.models import models
 
-PAGE = Path(__file__).with_name("config.md")
+FOLDER = Path(__file__).parent
 
-INTRODUCTION = """\
-# Configuration
-
-<!-- Written by docs/generate.py from optimus/config/tree.py; change the descriptions there and run `make docs`. -->
-
-A run is described by one YAML file, read into one typed tree:
-
-```sh
-optimus train first.yaml train.steps=500 optimizer.betas='[0.9, 0.95]'
-```
-
-- An **override** is `key.path=value`; the value is YAML, so `null`, `true`, `4e-4` and `[norm, attention]` work (quote them
-  where the shell would touch them). An empty value is `null`.
-- **Precedence**, lowest first: the defaults below, the recipe of the preset, the file, the overrides. `model=NAME` replaces
-  the whole model; `model.layers=2` changes one number of it, also where `model` names a preset.
-- An unknown key, a wrong type or an impossible combination is an error that names the key, and the nearest right one,
-  before anything starts. `optimus train CONFIG --check` also checks the data and the run folder, and then stops.
-- The **resolved** tree is saved as `config.yaml` in the run folder. It names every value, and runs again unchanged.
-- Types are strict: `"8"` is not a number, and `1.0` is not an integer.
-- Relative paths are relative to the folder that the command is run in. `~`, `$NAME` and `${NAME}` in a path stand for what a
-  shell puts in their place; a variable that is not set is an error.
-
-`model`, `data.path` and `train`'s `output`, `global_batch`, `micro_batch`, `sequence_length` and the length of the run
-(one of `steps`, `tokens` and `epochs`) must be given. Everything else has a default: the recipe of the Optimus paper
-(section 2.1), but for the warm-up, which is a share of the run, and for gradients, which are reduced in float32 instead
-of bfloat16 (`state.gradient_dtype`).
-"""
-
-EXAMPLE = """\
-model: mula-tiny-moe
-# or a Hugging Face folder, whose weights the run then starts from:   model: path/to/folder
-# or a mapping:
-# model: {family: olmoe, hidden: 64, layers: 4, heads: 4, intermediate: 48, experts: 8, experts_per_token: 2, vocab: 2048}
-data: {path: data}
-train: {output: runs/first, steps: 300, global_batch: 64, micro_batch: 8, sequence_length: 256, seed: 0, precision: bfloat16}
-optimizer: {name: adamw, betas: [0.9, 0.99], eps: 1.0e-8, weight_decay: 0.1, clip_norm: 1.0}
-lr_schedule: {name: cosine, peak: 2.0e-3, minimum: 2.0e-4, warmup_steps: 50}
-moe: {balance_coefficient: 0.01, z_coefficient: 0.001, routing: learned}
-parallel: {data: 2}
-state: {gradient_dtype: float32}
-recompute: [norm]
-checkpoint: {every: 100, keep: 2}
-evaluate: {every: 100, text: held-out, max_bytes: 65536}
-resilience: {max_skipped: 3}
-observe: {log_every: 25, tensorboard: true}
-"""
+# The keys that people change, and what other programs call them.
+TEN = {
+    "model": "architecture",
+    "data.path": "dataset",
+    "train.output": "output_dir",
+    "train.steps": "max_steps, train_iters",
+    "train.global_batch": "global_batch_size",
+    "train.micro_batch": "micro_batch_size, per-device batch size",
+    "train.sequence_length": "seq_len",
+    "lr_schedule.peak": "lr, learning rate",
+    "state.shard": "ZeRO stage, FSDP, DDP",
+    "checkpoint.every": "save_interval",
+}
 
 
-def reference() -> str:
-    """The whole page. Raises `UserError` when its example is no longer a valid configuration."""
-    load_config(yaml.safe_load(EXAMPLE))
-    parts = [
-        INTRODUCTION,
-        f"## A full example\n\n```yaml\n{EXAMPLE}```\n",
-        *map(_section, RunConfig.model_fields.items()),
-    ]
-    return "\n".join([*parts, _presets()])
+def pages() -> dict[str, str]:
+    """Name and text of every generated page. Raises `UserError` when an example is no longer a valid configuration."""
+    return {path.name: page(path) for path in sorted((FOLDER / "templates").glob("*.md"))}
+
+
+def page(template: Path) -> str:
+    """A template with its generated parts."""
+    parts: dict[str, Callable[[], str]] = {
+        "ten keys": ten_keys,
+        "keys": keys,
+        "presets": presets,
+        "commands": commands,
+        "functions": functions,
+    }
+    text = template.read_text(encoding="utf-8")
+    for example in re.findall(r"<!-- file: \S+ -->\n```yaml\n(.*?)```", text, re.DOTALL):
+        load_config(yaml.safe_load(example))
+    note = f"<!-- Written by docs/generate.py from docs/templates/{template.name}: change that and run `make docs`. -->"
+    title, _, rest = text.partition("\n")
+    rest = re.sub(r"\{\{ (.+?) \}\}", lambda match: parts[match[1]]().strip(), rest)
+    return f"{title}\n\n{note}\n{rest}"
+
+
+# The configuration.
+
+
+def ten_keys() -> str:
+    """A table of the keys that people change."""
+    rows = []
+    for path, elsewhere in TEN.items():
+        key, kind, default, meaning = _row(path, _field(path))
+        rows.append([key, elsewhere, kind, default, meaning])
+    return _table(["Key", "Called elsewhere", "Type", "Default", "Meaning"], rows)
+
+
+def _field(path: str) -> FieldInfo:
+    section: Any = RunConfig
+    *outer, last = path.split(".")
+    for name in outer:
+        section = section.model_fields[name].annotation
+    found: FieldInfo = section.model_fields[last]
+    return found
+
+
+def keys() -> str:
+    """A heading and a table for each section of the configuration."""
+    return "\n".join(map(_section, RunConfig.model_fields.items()))
 
 
 def _section(item: tuple[str, FieldInfo]) -> str:
     """A heading and a table: of a section's keys, or of the one key that is no section."""
     name, field = item
     section = field.annotation
+    head = ["Key", "Type", "Default", "Meaning"]
     if not _is_section(section):
-        return f"## `{name}`\n\n{_table([_row(name, field)])}"
+        return f"### `{name}`\n\n{_table(head, [_row(name, field)])}"
     text = " ".join(filter(None, [(section.__doc__ or "").strip(), field.description]))
     rows = [_row(f"{name}.{key}", inner) for key, inner in section.model_fields.items()]
     for key, inner in section.model_fields.items():
         nested = [each for each in typing.get_args(inner.annotation) if _is_section(each)]
         rows += [_row(f"{name}.{key}.{own}", of) for each in nested for own, of in each.model_fields.items()]
-    return f"## `{name}`\n\n{text}\n\n{_table(rows)}"
+    return f"### `{name}`\n\n{text}\n\n{_table(head, rows)}"
 
 
 def _is_section(kind: Any) -> bool:
@@ -100,13 +119,6 @@ def _row(path: str, field: FieldInfo) -> list[str]:
     words, *null = _type(field.annotation).split(" or null")
     kind = f"{words}{_limits(field)}{', or null' if null else ''}"
     return [f"`{path}`", kind, default, " ".join((field.description or "").split())]
-
-
-def _table(rows: list[list[str]]) -> str:
-    head = ["| Key | Type | Default | Meaning |", "|---|---|---|---|"]
-    return (
-        "\n".join(head + [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]) + "\n"
-    )
 
 
 def _type(annotation: Any) -> str:
@@ -145,39 +157,151 @@ def _value(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True).split("\n")[0]
 
 
-def _presets() -> str:
-    head = [
-        "## Presets\n",
-        "The five large `mula` ones are the models of the Optimus paper (table 1), with its warm-up and the defaults above;",
-        "the tiny ones train in minutes on a CPU and bring learning rates of their own. The others are published models.\n",
-        "| Preset | Family | Parameters | Active | Layers | Hidden | Heads | Intermediate "
-        "| Experts | Chosen | Vocabulary | Schedule |",
-        "|---" * 12 + "|",
-    ]
-    return "\n".join(head + [_preset(row) for row in models()]) + "\n"
+def presets() -> str:
+    """A table of the presets."""
+    head = "Preset|Family|Parameters|Active|Layers|Hidden|Heads|Intermediate|Experts|Top-k|Vocabulary|lr_schedule"
+    return _table(head.split("|"), [_preset(row) for row in models()])
 
 
-def _preset(row: dict[str, Any]) -> str:
-    keys = ("layers", "hidden", "heads", "intermediate", "experts", "experts_per_token", "vocab")
+def _preset(row: dict[str, Any]) -> list[str]:
+    sizes = ("layers", "hidden", "heads", "intermediate", "experts", "experts_per_token", "vocab")
     schedule = resolve_model(row["name"]).get("lr_schedule", {})
     cells = [
         f"`{row['name']}`",
         row["family"],
         _count(row["total_parameters"]),
         _count(row["active_parameters"]),
-        *(row.get(key, "–") for key in keys),
+        *(row.get(key, "–") for key in sizes),
         ", ".join(f"`{key}: {value}`" for key, value in schedule.items()) or "default",
     ]
-    return f"| {' | '.join(map(str, cells))} |"
+    return list(map(str, cells))
 
 
 def _count(parameters: int) -> str:
     return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.1f} M"
 
 
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    first, *others = (f"| {' | '.join(cells)} |" for cells in lines)
+    return "\n".join([first, "|---" * len(head) + "|", *others]) + "\n"
+
+
+# The commands.
+
+
+def commands() -> str:
+    """A heading, a usage line and a table of options for each command; a line for each benchmark."""
+    benchmarks = dict(_functions(cli.bench_app, "optimus bench"))
+    name = "optimus bench machine"  # what a user needs; the others compare
+    here = sorted([*_functions(cli.app, "optimus"), (name, benchmarks.pop(name))])
+    rows = [[f"`{name}`", _summary(function)] for name, function in benchmarks.items()]
+    comparisons = f"## `optimus bench NAME`\n\n{_summary(cli.bench_app)}\n\n{_table(['Command', 'Meaning'], rows)}"
+    return "\n".join([*(_command(*each) for each in here), comparisons])
+
+
+def _functions(app: Typer, name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Name and function of each command of `app` and of its groups, but for the benchmarks."""
+    for each in app.registered_commands:
+        assert each.callback is not None
+        yield f"{name} {each.name or each.callback.__name__}", each.callback
+    for group in app.registered_groups:
+        if group.typer_instance not in (None, cli.bench_app):
+            yield from _functions(group.typer_instance, f"{name} {group.name}")
+
+
+def _summary(of: Any) -> str:
+    return " ".join((of.info.help if isinstance(of, Typer) else inspect.getdoc(of)).split())
+
+
+def _command(name: str, function: Callable[..., Any]) -> str:
+    usage, rows = [name], []
+    for parameter in inspect.signature(function).parameters.values():
+        if not hasattr(parameter.annotation, "__metadata__") or parameter.name == "as_json":
+            continue
+        kind, (info, *_) = parameter.annotation.__origin__, parameter.annotation.__metadata__
+        required = parameter.default is inspect.Parameter.empty
+        unset = any(parameter.default is each for each in (None, False)) or parameter.default == ""
+        default = "required" if required else "" if unset else f"`{parameter.default}`"
+        if isinstance(info, ArgumentInfo):
+            usage.append(str(info.metavar))
+            rows.append([f"`{info.metavar}`", default, info.help or "Changes keys of the configuration."])
+        else:
+            option = " ".join([*(info.param_decls or [f"--{parameter.name.replace('_', '-')}"]), *_placeholder(kind)])
+            usage += [option] if required else []
+            again = " (repeatable)" if "list" in str(kind) else ""
+            rows.append([f"`{option}`{again}", default, info.help or ""])
+    table = _table(["Argument or option", "Default", "Meaning"], rows)
+    return f"## `{name}`\n\n{_summary(function)}\n\n```text\n{' '.join(usage)} [OPTIONS]\n```\n\n{table}"
+
+
+def _placeholder(kind: Any) -> list[str]:
+    """What follows an option: `N`, `PATH`, `slurm|pbs`; nothing after a flag."""
+    arguments = [each for each in typing.get_args(kind) if each is not types.NoneType]
+    if typing.get_origin(kind) is typing.Literal:
+        return ["|".join(map(str, arguments))]
+    if arguments:
+        return _placeholder(arguments[0])
+    return {bool: [], int: ["N"], float: ["X"], Path: ["PATH"]}.get(kind, ["TEXT"])
+
+
+# Python.
+
+
+def functions() -> str:
+    """Signature and docstring of everything that `import optimus` offers."""
+    return "\n".join(_function(name) for name in sorted(optimus.__all__, key=str.lower))
+
+
+def _function(name: str) -> str:
+    value = getattr(optimus, name)
+    main = getattr(value, name) if inspect.ismodule(value) else value
+    text, _, example = (inspect.getdoc(main) or "").partition("Example:\n")
+    parts = [f"## `optimus.{name}`\n", f"```py\n{_signature(name, main)}\n```\n", text.strip() + "\n"]
+    if example:
+        parts.append(f"```py\n{textwrap.dedent(example).strip()}\n```\n")
+    return "\n".join(parts)
+
+
+def _signature(name: str, value: Any) -> str:
+    """As the source has it: how types are printed depends on the version of Python."""
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
+    if isinstance(node, ast.ClassDef):
+        (made,) = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"] or [
+            None
+        ]
+        bases = ", ".join(map(ast.unparse, node.bases))
+        if made is None:
+            return f"class {name}({bases})"
+        del made.args.args[0]  # self
+        return f"class {name}({ast.unparse(made.args)})"
+    assert isinstance(node, ast.FunctionDef)
+    assert node.returns is not None
+    line = f"{name}({ast.unparse(node.args)}) -> {ast.unparse(node.returns)}"
+    if len(line) <= 100:
+        return line
+    arguments = "".join(f"    {each},\n" for each in _arguments(node.args))
+    return f"{name}(\n{arguments}) -> {ast.unparse(node.returns)}"
+
+
+def _arguments(arguments: ast.arguments) -> Iterator[str]:
+    first = [None] * (len(arguments.args) - len(arguments.defaults))
+    for argument, default in zip(arguments.args, [*first, *arguments.defaults]):
+        yield _argument(argument, default)
+    if arguments.kwonlyargs:
+        yield "*"
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults):
+        yield _argument(argument, default)
+
+
+def _argument(argument: ast.arg, default: ast.expr | None) -> str:
+    return ast.unparse(argument) + ("" if default is None else f" = {ast.unparse(default)}")
+
+
 def main() -> None:
-    """Write the page."""
-    PAGE.write_text(reference(), encoding="utf-8")
+    """Write the pages."""
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -326,11 +326,13 @@ def test_the_rule_about_state_of_modules(code: str, lines: int) -> None:
     assert len(list(mutated(ast.parse(code)))) == lines
 
 
-def test_the_config_reference_is_current() -> None:
+def test_generated_pages_are_current() -> None:
+    """The references of configuration, commands and Python."""
     spec = spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     assert spec is not None
     assert spec.loader is not None
     generate = module_from_spec(spec)
     spec.loader.exec_module(generate)
-    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    assert page == generate.reference(), "docs/config.md is out of date: run `make docs`"
+    for name, text in generate.pages().items():
+        page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        assert page == text, f"docs/{name} is out of date: run `make docs`"

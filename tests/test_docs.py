@@ -16,14 +16,18 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
 import yaml
+from pydantic import BaseModel
 
+import optimus
 from helpers.pages import Step, masked, missing, steps
 from optimus import cli
+from optimus.config import RunConfig
+from optimus.config.load import other_names
 from optimus.observe.metrics import MetricsWriter
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,6 +42,9 @@ NOT_RUN = {
     "optimus bench machine": "measures for minutes",
 }
 ANY_TEXT = {"optimus generate": "what a model writes is not the same with other sizes"}
+
+TINY = {"family": "olmoe", "hidden": 16, "layers": 8, "heads": 2, "intermediate": 8, "vocab": 4096, "experts": 8}
+TINY_MODEL = yaml.safe_dump({**TINY, "experts_per_token": 2}, default_flow_style=True, width=200).strip()
 
 SMALLER = {  # of text, tokenizer, context, model and run
     "$lib/*.py": "$lib/a[bn]*.py",
@@ -59,17 +66,27 @@ SMALLER = {  # of text, tokenizer, context, model and run
     '"steps": 60': '"steps": 3',
     '"lr_schedule.warmup_steps=10"': '"lr_schedule.warmup_steps=1"',
     "step-00000300": "step-00000009",
+    "step-00000200": "step-00000006",
+    "--step 200": "--step 6",
+    "train.steps=240": "train.steps=9",
+    "cooldown_steps=40": "cooldown_steps=3",
     "--max-tokens 60": "--max-tokens 4",
     'time" --temperature': 'time" --max-tokens 4 --temperature',
     "train.stop_at=150": "train.stop_at=5",
     "train.steps=500": "train.steps=2",
+    "model: llama-3.2-1b": "model: {family: llama, hidden: 64, layers: 8, heads: 8, intermediate: 64, vocab: 4096}",
+    "model: llama-3.1-8b": "model: {family: llama, hidden: 64, layers: 8, heads: 8, intermediate: 64, vocab: 4096}",
+    "model: mula-7b-a1b": f"model: {TINY_MODEL}",
+    "sequence_length: 4096}": "sequence_length: 32, precision: float32}",
+    "sequence_length: 65536}": "sequence_length: 32, precision: float32}",
+    "global_batch: 512": "global_batch: 64",
     "max_tokens=10": "max_tokens=4",
+    "plan mula-7b-a1b --machine": "plan mula-7b-a1b --best 1 --machine",
+    "plan first.yaml --machine": "plan first.yaml --best 1 --machine",
     "plan mula-220b-a10b --machine": "plan mula-7b-a1b --best 1 --machine",
     "--ranks 3072": "--ranks 96",
 }
 STOPPED = 5  # the step after which the tutorial's reader presses Ctrl-C
-
-TINY = {"family": "olmoe", "hidden": 16, "layers": 8, "heads": 2, "intermediate": 8, "vocab": 4096, "experts": 8}
 
 
 class Reader:
@@ -246,15 +263,67 @@ def test_no_page_is_left_out() -> None:
 
 
 def test_the_site_is_built_and_its_links_lead_somewhere(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(
         words, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr, done.stderr
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
     assert pages < {path.parent.name for path in (tmp_path / "site").rglob("index.html")}
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert all(f"{page}.md" in navigation for page in pages)
+
+
+@pytest.mark.parametrize("name", ["README", "CONTRIBUTING"])
+def test_links_of_pages_beside_the_site(name: str) -> None:
+    """mkdocs checks those of `docs/` only."""
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", (ROOT / f"{name}.md").read_text(encoding="utf-8"))
+    assert links
+    for path, anchor in links:
+        assert (ROOT / path).exists(), path
+        if anchor:
+            headings = re.findall(r"^#+ (.*)", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}, anchor
+
+
+def test_contributing_names_files_and_targets_that_exist() -> None:
+    """NAME stands for what somebody adds: only the folder must be there."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE)) <= set(targets)
+    words = {word for quoted in re.findall(r"`([^`\n]+)`", text) for word in quoted.split() if "/" in word}
+    assert len(words) > 30
+    paths = {word.partition("NAME")[0].rpartition("/")[0] if "NAME" in word else word for word in words}
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+def keys_of(section: Any, before: str = "") -> set[str]:
+    """Every key of the configuration with its path, of sections too."""
+    found = set()
+    for name, field in section.model_fields.items():
+        found.add(before + name)
+        for each in (field.annotation, *get_args(field.annotation)):
+            if isinstance(each, type) and issubclass(each, BaseModel):
+                found |= keys_of(each, f"{before}{name}.")
+    return found
+
+
+def test_synonyms_lead_to_keys_that_exist_and_none_is_missing() -> None:
+    known, sections = keys_of(RunConfig), set(RunConfig.model_fields)
+    elsewhere = set()
+    for row in re.findall(r"^\| (.*) \|$", (ROOT / "docs" / "synonyms.md").read_text(encoding="utf-8"), re.MULTILINE):
+        theirs, ours, _ = row.split(" | ")
+        elsewhere |= {re.sub(r"[^a-z0-9]", "", name.lower()) for name in re.split("[`,(]", theirs)}
+        keys = [word.partition(":")[0] for word in re.findall(r"`([^`]+)`", ours)]
+        assert not [key for key in keys if key.partition(".")[0] in sections and key not in known], row
+    assert not set(other_names()) - elsewhere
+
+
+def test_everything_public_is_in_the_reference_of_python() -> None:
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    for name in optimus.__all__:
+        assert f"## `optimus.{name}`\n" in text
 
 
 def test_everything_that_is_excepted_is_there() -> None:
