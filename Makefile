@@ -35,8 +35,8 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist works
 test: install-dev lint          ## lint and all tests; of random layouts a part, another with each commit
 	@$(PYTEST)
 
-sweep: install-dev              ## all random layouts against one process
-	@SWEEP=all $(PYTEST) tests/train/test_layouts.py -k test_random_layouts
+sweep: install-dev              ## all cases of which `make test` takes a part, another with each commit; hours
+	@SWEEP=all $(PYTEST) $$(grep -l part_of -r tests --include='test_*.py')
 
 lint: install-dev
 	@$(BIN)/ruff format --check --quiet . || (echo "run: .venv/bin/ruff format ." && exit 1)

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from helpers.drawing import config_of, drawn
 from helpers.equality import Layout
+from helpers.sweep import part_of
 from optimus.comm.watch import Watch
 from optimus.config import load_config
 from optimus.testing import run_ranks
@@ -124,6 +125,7 @@ def check_culprits(config: dict[str, Any], layout: Layout, plan: Plan) -> None:
         assert {steps[number][1] for steps in found} == {bool(planted[0])}, where
 
 
+PARTS = 4  # of the layouts: a commit tests one of them
 EP, TWO = ["parallel.expert=2"], ["parallel.tensor=2", "parallel.expert_tensor=2"]
 PP = ["parallel.pipeline=2", "parallel.microbatches=4", "model.layers=4"]
 LAYOUTS = [
@@ -151,14 +153,16 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.ranks} {' '.join(layout.overrides)}")
+@pytest.mark.parametrize(
+    "layout", part_of(LAYOUTS, PARTS), ids=lambda layout: f"{layout.ranks} {' '.join(layout.overrides)}"
+)
 def test_a_rank_is_the_culprit_of_what_it_began(layout: Layout) -> None:
     draw = random.Random(str(layout))
     plan = [([draw.randrange(layout.ranks)], where, draw.randrange(4)) for where in WHERE]
     check_culprits(config_of("moe"), layout, [HEALTHY, *plan, HEALTHY])
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", part_of(range(12), PARTS))
 def test_random_layouts(number: int) -> None:
     model, layout = drawn(number)
     # `poison` works on what needs a gradient.

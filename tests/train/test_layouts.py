@@ -6,11 +6,8 @@ of the draws in `SWEEP` one part in `PARTS`, another with each commit; `make swe
 """
 
 import itertools
-import os
-import subprocess
 from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +15,12 @@ import pytest
 from helpers.covering import covering
 from helpers.drawing import MODELS, config_of, drawn
 from helpers.equality import Layout, assert_same_as_one_process, train_steps
+from helpers.sweep import part, part_of
 from optimus.testing import run_ranks
 
 POOL = range(2500)  # draws that the covering array is chosen from
 SWEEP = range(160)
-PARTS = 20
+PARTS = 10
 STEPS = 3
 PAIRS = [
     ("parallel.tensor=", "parallel.context=2"),
@@ -191,18 +189,6 @@ def cases() -> list[int]:
     return [POOL[index] for index in covering([asked(*drawn(number)) for number in POOL])]
 
 
-def part_of_the_sweep() -> range:
-    """All if SWEEP is in the environment, else what this commit's turn is; without git, the first part."""
-    if os.environ.get("SWEEP"):
-        return SWEEP
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        commit = "0"
-    return SWEEP[int(commit, 16) % PARTS :: PARTS]
-
-
 FORCED = {
     "context": [
         Layout(2, ["parallel.context=2"]),
@@ -233,7 +219,7 @@ def test_covering_layouts(number: int) -> None:
     assert_same_as_one_process(config_of(model), [layout], STEPS, rtol=2e-5)
 
 
-@pytest.mark.parametrize("number", part_of_the_sweep())
+@pytest.mark.parametrize("number", part_of(SWEEP, PARTS))
 def test_random_layouts(number: int) -> None:
     model, layout = drawn(number)
     assert_same_as_one_process(config_of(model), [layout], STEPS, rtol=2e-5)
@@ -300,7 +286,7 @@ def test_the_cases_have_every_pair() -> None:
 
 
 def test_every_draw_of_the_sweep_has_its_turn() -> None:
-    assert sorted(number for part in range(PARTS) for number in SWEEP[part::PARTS]) == [*SWEEP]
+    assert sorted(number for commit in range(PARTS) for number in part(SWEEP, PARTS, commit)) == [*SWEEP]
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
