@@ -298,6 +298,16 @@ def test_contributing_names_files_and_targets_that_exist() -> None:
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
+def test_features_name_files_that_exist() -> None:
+    """Of the columns on code and tests; `optimus/` is left out there."""
+    rows = re.findall(r"^\| (.* \| .*) \|$", (ROOT / "docs" / "features.md").read_text(encoding="utf-8"), re.MULTILINE)
+    named = {path for row in rows for path in re.findall(r"`([\w./-]+(?:/|\.\w+))`", " ".join(row.split(" | ")[2:4]))}
+    assert len(named) > 200
+    assert not sorted(
+        path for path in named if not any((folder / path).exists() for folder in (ROOT, ROOT / "optimus"))
+    )
+
+
 def keys_of(section: Any, before: str = "") -> set[str]:
     """Every key of the configuration with its path, of sections too."""
     found = set()
