@@ -63,19 +63,25 @@ def _sums(weights: Weights, stages: int) -> Callable[[int, int, int], float]:
 def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[float, float]]) -> _Division:
     """The division whose largest cost is smallest, and of those with no larger one on the way, whose sum is smallest.
 
-    `cost` of a stage from block `start` to `end` is a pair: the cost, and what is summed.
+    `cost` of a stage from block `start` to `end` is a pair: the cost, which does not fall with more blocks and is infinite
+    where a stage may not have them, and what is summed.
     """
     best: list[_Division | None] = [_Division(0.0, 0.0, ()), *([None] * blocks)]  # of the first stages
     for stage in range(stages):
         following: list[_Division | None] = [None] * (blocks + 1)
         for end in range(stage + 1, blocks - (stages - stage - 1) + 1):
-            options = []
-            for start in range(stage, end):
+            chosen: _Division | None = None
+            for start in range(end - 1, stage - 1, -1):
                 before = best[start]
-                if before is not None:
-                    own, summed = cost(stage, start, end)
-                    options.append(_Division(max(before.largest, own), before.summed + summed, (*before.ends, end)))
-            following[end] = min(options)
+                if before is None:
+                    continue
+                own, summed = cost(stage, start, end)
+                if own == inf or (chosen is not None and own > chosen.largest):
+                    break  # so it is with more blocks
+                least = max(before.largest, own), before.summed + summed
+                if chosen is None or (*least, before.ends) < (chosen.largest, chosen.summed, chosen.ends[:-1]):
+                    chosen = _Division(*least, (*before.ends, end))
+            following[end] = chosen
         best = following
     found = best[blocks]
     assert found is not None
