@@ -23,49 +23,49 @@ class ParallelConfig(Section):
     """How the ranks divide the work."""
 
     data: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
-    """Data-parallel ranks, each with its part of every global batch; auto: what the others leave."""
+    """Data-parallel ranks, each with its part of every global batch; auto: all ranks that the other axes leave."""
     tensor: Annotated[int, Field(gt=0)] | list[int] = 1
-    """Tensor-parallel ranks: a number (Megatron-LM), or a grid [outputs, inputs] over which every weight is split in
-    both dims (AxoNN's G_x and G_y; its G_z is state.shard_ranks with state.shard: parameters)."""
+    """Tensor-parallel ranks: a number (Megatron-LM), or a grid [outputs, inputs] that shards every weight in both dims
+    (AxoNN's G_x and G_y; its G_z is state.shard_ranks with state.shard: parameters)."""
     sequence: bool | None = None
-    """With tensor: sequence parallelism, norms and residual stream split over tokens. Default: yes."""
+    """With tensor: sequence parallelism for norms and residual stream. Default: true."""
     overlap: bool = True
-    """With tensor: send an input's gradient while that of the weight is computed (AxoNN's OAR)."""
-    context: int = Field(1, gt=0, description="Context-parallel ranks: each has its part of every sequence.")
+    """With tensor: overlap the communication of input gradients with the weight gradients (AxoNN's OAR)."""
+    context: int = Field(1, gt=0, description="Context-parallel ranks, each with its part of every sequence.")
     context_method: Literal["ring", "ulysses"] = "ring"
-    """How the parts attend to each other: keys and values go round (ring attention), or every rank gets some heads of
-    whole sequences (Ulysses)."""
+    """ring: keys and values travel from rank to rank (ring attention); ulysses: all-to-all, so that every rank has some
+    heads of whole sequences."""
     expert: int = Field(1, gt=0)
-    """Expert-parallel ranks, folded over the data-, context- and tensor-parallel ones: each holds its part of every
-    layer's experts."""
-    expert_tensor: int = Field(1, gt=0, description="Ranks over which each expert is split, at most as many as tensor.")
-    pipeline: int = Field(1, gt=0, description="Pipeline-parallel ranks: each holds some of the blocks.")
+    """Expert-parallel ranks, each with some of every layer's experts. They are folded over the data-, context- and
+    tensor-parallel ranks."""
+    expert_tensor: int = Field(
+        1, gt=0, description="Expert tensor parallelism: ranks that share each expert, at most tensor."
+    )
+    pipeline: int = Field(1, gt=0, description="Pipeline-parallel ranks, each with some of the blocks.")
     schedule: ScheduleName = DEFAULT
-    """With pipeline: the order of forward and backward passes (`optimus schedule` draws them)."""
+    """With pipeline: the pipeline schedule (`optimus schedule` draws it)."""
     stages_per_rank: int = Field(1, gt=0, description=f"With pipeline: stages on each rank, {_STAGES}, else 1.")
     microbatches: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
-    """With pipeline: microbatches of a step on each data-parallel rank, none larger than train.micro_batch; auto: the
-    fewest with which the schedule leaves its ranks idle for at most a tenth of their computing time. Default: as
-    train.micro_batch says."""
+    """With pipeline: microbatches of a step on each data-parallel rank, none larger than train.micro_batch. auto: the
+    fewest with a simulated bubble of at most 10 %. Default: train.micro_batch decides."""
     executor: Literal["scheduled", "message-driven"] = "scheduled"
-    """With pipeline: whether the schedule decides what is computed next, or what has arrived (AxoNN)."""
+    """With pipeline: scheduled: follow the schedule; message-driven: compute what has arrived (AxoNN)."""
     in_flight: Annotated[int, Field(gt=0)] | list[int] | None = None
-    """With executor: message-driven: microbatches in the pipeline at once (AxoNN's pipeline_limit), or for each stage
-    the most whose activations it keeps. Default: the number of stages."""
+    """With executor: message-driven. Microbatches in flight (AxoNN's pipeline_limit), or the largest number of live
+    activations of each stage. Default: the number of stages."""
     warm_up: float = Field(
         1.0,
         ge=1,
-        description=f"With schedule {_DEEPENED}: how many times its usual activations a stage may hold; more hides jitter.",
+        description=f"With schedule {_DEEPENED}: factor of the usual live activations; more hides jitter.",
     )
     blocks: list[int] | None = None
-    """With pipeline: blocks of each stage. Default: so that the most expensive stage is cheapest."""
+    """With pipeline: stage partition, blocks per stage. Default: balanced."""
     pipeline_stride: Annotated[int, Field(gt=0)] | None = None
-    """With pipeline: ranks from one stage to the next. Default: all ranks of a stage, so that replicas are nearer to
-    each other than stages are. Less, a multiple of context x tensor and of expert x expert_tensor, puts stages side by
-    side and replicas further apart."""
+    """With pipeline: ranks from one stage to the next. Default: all ranks of a stage, which keeps replicas close to each
+    other. Less, a multiple of context x tensor and of expert x expert_tensor, puts stages close to each other."""
     vocabulary: bool = False
-    """With pipeline: whether embedding and output layer are divided over all its ranks (vocabulary parallelism), so
-    that every rank has as much to hold and to compute; two microbatches more are then in flight."""
+    """With pipeline: vocabulary parallelism over all stages. It balances memory and computation and keeps two more
+    microbatches in flight."""
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -31,46 +31,44 @@ class ShardRanks(Section):
     model_config = ConfigDict(frozen=True)
 
     parameters: int | None = Field(None, gt=0)
-    """Of a whole parameter, each rank keeps one part in so many; as a card or a node has ranks."""
+    """Ranks over which parameters are sharded, such as those of a card or a node."""
     gradients: int | None = Field(None, gt=0)
-    """The same of gradients: a multiple of that of parameters."""
+    """Ranks over which gradients are sharded: a multiple of `parameters`."""
     optimizer: int | None = Field(None, gt=0)
-    """The same of master weights and what the update rule keeps: a multiple of that of gradients."""
+    """Ranks over which master weights and the update rule's buffers are sharded: a multiple of `gradients`."""
 
     def __str__(self) -> str:
         return ", ".join(str(width or "all") for _, width in self)
 
 
 class StateConfig(Section):
-    """How the model state is held."""
+    """How the model state is sharded, stored and communicated."""
 
     shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
-    """What each rank keeps a part of only: nothing; master weights and moments (ZeRO-1); gradients as well (ZeRO-2);
-    parameters as well (ZeRO-3, FSDP)."""
+    """What is sharded over the ranks: none (DDP); optimizer: master weights and moments (ZeRO-1); gradients: these too
+    (ZeRO-2); parameters: these too (ZeRO-3, FSDP)."""
     shard_over: Literal["replicas", "data"] = "replicas"
-    """Ranks over which it is sharded: all that hold the same parameters (EPSO), or only those along the data axis of
-    the experts, so that what is not expert is held `parallel.expert` times."""
+    """Ranks over which state is sharded. replicas: all that hold the same parameters (EPSO). data: only those along the
+    data axis of the experts, which stores everything but the experts `parallel.expert` times."""
     shard_ranks: Annotated[int, Field(gt=0)] | ShardRanks | None = None
-    """Shard over this many neighbouring ranks only and repeat it in the others (HSDP); at most as many as hold the
-    same parameters. Those that fewer ranks hold, as experts may be, are sharded over all of these. A number for each
-    of parameters, gradients and optimizer nests them: parameters over the ranks of a card, gradients over those of a node,
-    the rest over all, so that only what the optimizer shares crosses nodes. Default: all."""
+    """Shard over this many neighbouring ranks and replicate between such groups (HSDP). Parameters that fewer ranks
+    hold, as experts may be, are sharded over all of these. A number for each of parameters, gradients and optimizer
+    nests them, for example over a card, a node and all ranks. Default: all."""
     reshard_after_forward: bool = True
-    """With shard: parameters, whether whole parameters are freed after the forward pass and gathered again in the
-    backward pass, or kept until the optimizer step."""
+    """With shard: parameters. true: free gathered parameters after the forward pass and gather them again for the backward
+    pass; false: keep them until the optimizer step."""
     prefetch: int = Field(1, ge=0)
-    """With shard: parameters, chunks gathered ahead of their use, in the order of the first step."""
+    """With shard: parameters. Number of chunks that are gathered ahead of their use, in the order of the first step."""
     chunk: int | None = Field(None, gt=0)
-    """Elements of a chunk at most. Default: the size that wastes least (Elixir's search)."""
+    """Largest size of a chunk (bucket), in elements. Default: the size that wastes least (Elixir's search)."""
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which gradients accumulate over microbatches and are reduced over ranks."""
+    """Type of gradient accumulation over microbatches and of gradient reduction over ranks."""
     tile: int = Field(1 << 20, gt=0)
-    """Elements that the optimizer updates at a time; fp32 copies exist for one tile only."""
+    """Elements that the optimizer updates at a time. Temporary fp32 copies exist for one tile only."""
     overlap: bool = True
-    """Reduce each chunk's gradients while the backward pass goes on (AxoNN's ORS), not after it. Gathering ahead (OAG)
-    is prefetch."""
+    """Overlap gradient reduction with the backward pass (AxoNN's ORS). Overlapping the gathers (OAG) is prefetch."""
     coarsening: int | None = Field(None, gt=0)
-    """Tiles per all-reduce of a chunk's gradients, several being under way at once (AxoNN). Default: all."""
+    """Tiles per all-reduce of a chunk's gradients; several all-reduces are in flight at once (AxoNN). Default: all."""
 
     @model_validator(mode="after")
     def _sharding(self) -> "StateConfig":
@@ -108,10 +106,10 @@ class OptimizerGroup(Section):
     """Parameters that are updated otherwise than the rest."""
 
     match: str | list[str]
-    """Which: a role (matrix, vector, embedding, head, router or expert), a shell pattern of names as checkpoints have
-    them (blocks.0.*), or a list of these."""
+    """Parameters of the group: a role (matrix, vector, embedding, head, router or expert), a shell pattern of names as in
+    checkpoints (blocks.0.*), or a list of these."""
     name: RuleName | None = Field(None, description="Their update rule.")
-    lr_scale: float | None = Field(None, gt=0, description="What the learning rate is multiplied by; by default 1.")
+    lr_scale: float | None = Field(None, gt=0, description="Factor of the learning rate. Default: 1.")
     weight_decay: float | None = Field(None, ge=0, description="Their weight decay.")
 
     @property
@@ -132,17 +130,16 @@ class OptimizerConfig(Section):
     """The update rule."""
 
     name: RuleName = "adamw"
-    """adamw; lion; schedule-free (AdamW of an average of the weights, for a constant learning rate); or muon for matrices
-    and experts, the others by adamw."""
+    """adamw; lion; schedule-free (AdamW with averaged weights, for a constant learning rate); muon for matrices and
+    experts, adamw for the rest."""
     betas: list[float] = Field([0.9, 0.99], min_length=2, max_length=2)
-    """Decay of the two moments. Of lion: of its update and of its momentum. Of schedule-free: share of the average in the
-    weights that are trained, and decay of the second moment."""
+    """Decay of the two moments. lion: of the update and of the momentum. schedule-free: share of the average in the
+    training weights, and decay of the second moment."""
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
     momentum: float = Field(0.95, ge=0, lt=1, description="Decay of muon's momentum.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay, times the learning rate.")
     groups: list[OptimizerGroup] = Field([])
-    """What is otherwise for some parameters. Of the groups that match a parameter, the last one that gives a key
-    decides it."""
+    """Other settings for some parameters. If several groups match a parameter, the last one that sets a key wins."""
     clip_norm: float | None = Field(1.0, gt=0)
     """Largest global gradient norm after the warm-up; null: no limit."""
     clip_during_warmup: bool = Field(False, description="Clip in the warm-up as well (the paper clips only after it).")
@@ -165,17 +162,17 @@ class LrScheduleConfig(Section):
     """The learning rate over the steps."""
 
     name: Literal["cosine", "constant", "linear", "inverse-sqrt", "wsd"] = "cosine"
-    """After a linear warm-up: cosine or linear to the minimum at the last step, constant at the peak, with the inverse
-    square root of the step, or wsd (warm-up, stable, decay): constant, then a cooldown to the minimum."""
+    """Decay after a linear warm-up: cosine or linear to the minimum at the last step; constant; inverse-sqrt of the step;
+    wsd (warm-up, stable, decay): constant, then a cooldown to the minimum."""
     peak: float = Field(4e-4, gt=0, description="Learning rate at the end of the warm-up.")
-    minimum: float = Field(4e-5, ge=0, description="Learning rate at the last step, and the least of inverse-sqrt.")
+    minimum: float = Field(4e-5, ge=0, description="Learning rate at the last step; the lower bound of inverse-sqrt.")
     cooldown: Literal["linear", "sqrt", "cosine"] = "sqrt"
-    """Shape of the cooldown of wsd; sqrt: 1 - sqrt(share of it that is done)."""
+    """Shape of the wsd cooldown; sqrt: 1 - sqrt(completed share)."""
     cooldown_steps: int | None = Field(None, gt=0)
-    """Steps of the cooldown of wsd. Default: a fifth of the run."""
+    """Steps of the wsd cooldown. Default: a fifth of the run."""
     branch_from: PathText | None = None
-    """Go on from this full checkpoint of another run of the same data, batch and seed, as a run of its own: one trunk,
-    several cooldowns."""
+    """Continue from this full checkpoint of another run with the same data, batch and seed, as a run of its own: one
+    trunk, several cooldowns."""
     warmup_steps: int | None = Field(None, ge=0)
     """Steps of linear increase from zero. Default: a twentieth of the run, at most the paper's 2,500."""
 
@@ -196,46 +193,47 @@ class MoeConfig(Section):
     balance_coefficient: float = Field(0.01, ge=0, description="Weight of the load-balancing loss.")
     z_coefficient: float = Field(0.001, ge=0, description="Weight of the router z-loss.")
     bias_rate: float = Field(1e-3, ge=0)
-    """What is added after each step to the bias of an expert that was chosen less often than the mean, or taken from it
-    where more often. For models with router_bias."""
+    """For models with router_bias: amount by which the bias of an underloaded expert rises after each step, and that of an
+    overloaded one falls."""
     routing: Literal["learned", "uniform"] = "learned"
-    """uniform: forced uniform routing by the position in the sequence, every expert receives the same number of tokens
-    of each sequence (or one more, where the experts do not divide them)."""
+    """learned, or uniform: forced uniform routing by the position in the sequence. Every expert gets the same number of
+    tokens of each sequence, or one more if they do not divide evenly."""
     dispatch: Literal["auto", "alltoall", "allgather"] = "alltoall"
-    """How tokens reach the experts of other ranks: each once to every rank that holds one of its experts, or all to all
-    ranks (the paper's way); auto takes what the collectives of these sizes let expect to be faster."""
+    """Token dispatcher. alltoall: each token goes once to every rank that holds one of its experts. allgather: all tokens
+    go to all ranks (as in the paper). auto: whichever the collectives predict to be faster."""
     drop_duplicates: bool = True
-    """With tensor: each token is sent to its experts by one of the ranks that have it (TED). False, the baseline, sends
-    them all: alltoall, expert_tensor equal to tensor and no sequence parallelism only."""
+    """With tensor: only one of the ranks that hold a token sends it to its experts (TED). false, the baseline, sends all
+    duplicates; it needs alltoall, expert_tensor equal to tensor and no sequence parallelism."""
     balance_scope: Literal["microbatch", "global"] = "microbatch"
-    """Tokens over which the share of each expert is counted in the balance loss: those of a microbatch on one rank, or
-    of the global batch. The latter costs one more forward pass where there are several microbatches."""
+    """Tokens over which the balance loss counts the load of each expert: a microbatch on one rank, or the global batch.
+    global costs one more forward pass if there are several microbatches."""
 
 
 class TrainConfig(Section):
     """The run: its length, batches and numbers."""
 
-    output: PathText = Field(description="Run folder; made by this run.")
+    output: PathText = Field(description="Run folder; the run creates it.")
     steps: int | None = Field(None, gt=0)
-    """Length of the run in optimizer steps, which the schedule spans; or give tokens or epochs."""
+    """Length of the run in optimizer steps; or give tokens or epochs."""
     tokens: int | None = Field(None, gt=0)
-    """Length of the run in tokens, also as 2e9 or 300B: as many steps as it takes to read them."""
+    """Length of the run in tokens, also as 2e9 or 300B; rounded up to whole steps."""
     epochs: float | None = Field(None, gt=0)
-    """Length of the run in passes over the data: the whole steps that it is enough for."""
+    """Length of the run in passes over the data; rounded down to whole steps."""
     global_batch: int = Field(gt=0, description="Sequences per step, over all ranks and microbatches.")
     micro_batch: int = Field(gt=0, description="Sequences per forward pass on one rank.")
-    sequence_length: int = Field(gt=1, description="Tokens per sequence; must equal the prepared data's.")
+    sequence_length: int = Field(gt=1, description="Tokens per sequence; must equal that of the prepared data.")
     seed: int = Field(0, ge=0)
     """Seed of the initial weights and of the order of the data after its first pass."""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Type of the computation; master weights and moments are always fp32. auto: bfloat16 on accelerators that have it;
-    on CPUs what a few matrix products of the model's sizes find faster when the run starts. A resumed run keeps its
-    own."""
+    """Type of the computation; master weights and moments are always fp32. auto: bfloat16 on accelerators that support
+    it; on CPUs whichever is faster in a few matrix products at the start. A resumed run keeps its precision."""
     freeze: list[str] = Field([])
-    """Parameters that are not trained, as a group's match names them: roles (embedding) or shell patterns of names
-    (blocks.0.*). They have no gradient and no state of an optimizer, are written once per run, and keep the initial
+    """Parameters that are not trained: roles (embedding) or shell patterns of names (blocks.0.*), as in
+    optimizer.groups. They have no gradients and no optimizer state, are written once per run, and keep their initial
     values, rounded to the type of the computation."""
-    stop_at: int | None = Field(None, gt=0, description="End after this step; the schedule still spans the whole run.")
+    stop_at: int | None = Field(
+        None, gt=0, description="Stop after this step; the learning-rate schedule still spans the whole run."
+    )
     device: str = Field("auto", description="auto, or the name of a torch device such as cpu, cuda, xpu.")
 
     @model_validator(mode="after")
@@ -271,29 +269,29 @@ class CheckpointConfig(Section):
 
     every: int = Field(1000, gt=0, description="Steps between full checkpoints; one more is written at the end.")
     keep: int | None = Field(2, gt=0)
-    """Full checkpoints kept, the one being written included (2: dual); null keeps all."""
+    """Number of full checkpoints to keep, including the one being written (2: dual); null keeps all."""
     weights_every: int | None = Field(None, gt=0)
-    """Steps between checkpoints of the weights alone, which are kept for ever."""
+    """Steps between checkpoints of the weights alone, which are kept forever."""
     weights_keep: int = Field(1, gt=0)
-    """Keep every k-th of those for ever, the others until the next one is written."""
+    """Keep every k-th of these forever, the others until the next one is written."""
     asynchronous: bool = False
-    """Write beside the training, from copies in host memory: of what a rank writes, 4 bytes per parameter and 4 for each
-    buffer that its update rule keeps (12 with adamw)."""
+    """Write in the background, from copies in host memory: 4 bytes per parameter that the rank writes, and 4 for each
+    buffer of its update rule (12 with adamw)."""
     scattered: bool = True
-    """Let the ranks that hold the same take turns in writing, so that the nodes share it (DP-scattered). False: the
+    """Spread writing over the ranks that hold the same shard, so that nodes write equally much (DP-scattered). false: the
     first of them writes."""
     initial: PathText | None = None
     """Start from the weights of this checkpoint or Hugging Face folder, with a fresh optimizer."""
     broadcast: Literal["broadcast", "allreduce", "none"] = "broadcast"
-    """How the one rank that reads a parameter sends it to the others that hold it. none: each of them reads."""
+    """How the rank that reads a parameter sends it to its replicas. none: every rank reads for itself."""
 
 
 class EvaluateConfig(Section):
-    """Evaluation while training."""
+    """Validation during training."""
 
-    every: int | None = Field(None, gt=0, description="Steps between measurements of held-out bits per byte.")
+    every: int | None = Field(None, gt=0, description="Steps between validations (bits per byte of held-out text).")
     text: PathText | None = Field(None, description="Folder or file of held-out text.")
-    max_bytes: int = Field(262_144, gt=0, description="Bytes of that text that are used.")
+    max_bytes: int = Field(262_144, gt=0, description="Use only this many bytes of the text.")
 
     @model_validator(mode="after")
     def _text(self) -> "EvaluateConfig":
@@ -303,63 +301,61 @@ class EvaluateConfig(Section):
 
 
 class ResilienceConfig(Section):
-    """What to do when numbers go wrong."""
+    """What to do about non-finite numbers, loss spikes, and hanging or slow ranks."""
 
     max_skipped: int = Field(3, ge=0)
-    """Steps in a row with a non-finite gradient norm that are skipped before the run ends."""
+    """Consecutive steps with a non-finite gradient norm that are skipped before the run ends."""
     on_spike: Literal["nothing", "skip", "rollback"] = "nothing"
-    """When a step's loss is far above those before: leave its update out, or go back to weights that are kept
+    """When a loss is above the spike threshold: nothing, skip its update, or roll back to kept weights
     (checkpoint.weights_every)."""
     spike: float = Field(8.0, gt=0)
-    """Standard deviations of the last 64 losses above their mean that are a spike."""
+    """Spike threshold, in standard deviations of the last 64 losses above their mean."""
     max_rollbacks: int = Field(2, ge=0)
-    """How often a run goes back to weights that it has kept, each time further, before it ends; under `optimus launch`
-    also when gradients are not finite on several nodes."""
+    """Number of rollbacks to kept weights, each time further, before the run ends; under `optimus launch` also for
+    non-finite gradients on several nodes."""
     hang: float = Field(300.0, gt=0)
-    """Under `optimus launch`: seconds without a completed step (a checkpoint written at once included) after which the
-    rank that keeps the others waiting is sought and its node replaced."""
+    """Under `optimus launch`: seconds without a completed step (including a synchronous checkpoint) after which the culprit
+    rank is identified and its node replaced."""
     slow: float = Field(50.0, gt=0)
-    """Per cent by which a rank's own part of a step must persistently exceed that of its peers to be named."""
-    exclude_slow: bool = Field(False, description="Under `optimus launch`: replace the node of such a rank.")
+    """Per cent by which a rank's own share of a step must persistently exceed its peers' to be reported."""
+    exclude_slow: bool = Field(False, description="Under `optimus launch`: replace the node of a slow rank.")
     timeout: float = Field(600.0, gt=0)
-    """Seconds after which a rank that waits for the others in a collective gives up. Ranks wait like this while another
-    one writes a checkpoint, too."""
+    """Seconds after which a rank that waits in a collective gives up, also while another rank writes a checkpoint."""
 
 
 class CollectivesConfig(Section):
-    """How ranks exchange tensors."""
+    """Algorithms of collectives."""
 
     machine: PathText | None = None
-    """Machine file whose measured collectives say which algorithm each uses (`optimus bench collectives --write`); kept with
-    the run, as the order of additions depends on it. Default: by rules, from how a group's ranks lie on nodes."""
+    """Machine file with measured collectives, which chooses their algorithms (`optimus bench collectives --write`). It is
+    kept with the run, because the order of additions depends on it. Default: rules by size and placement on nodes."""
     partial_sums: Literal["float32", "bfloat16"] = "float32"
-    """As what sums over a node's ranks go to other nodes. bfloat16 is half of that, and rounds them once more."""
+    """Type in which partial sums of a node go to other nodes. bfloat16 halves the traffic and rounds once more."""
 
 
 class ObserveConfig(Section):
-    """What is reported, besides metrics.jsonl."""
+    """Reports besides metrics.jsonl."""
 
-    log_every: int = Field(10, gt=0, description="Steps between the lines printed where there is no terminal.")
+    log_every: int = Field(10, gt=0, description="Steps between printed lines when there is no terminal.")
     tensorboard: bool = Field(True, description="Write TensorBoard events.")
     wandb: str | None = Field(None, description="Weights & Biases project; null: off.")
-    wandb_entity: str | None = Field(None, description="Its user or team. Default: the one of the key.")
+    wandb_entity: str | None = Field(None, description="User or team there. Default: that of the API key.")
     wandb_name: str | None = Field(None, description="Name of the run there. Default: the name of the run folder.")
-    wandb_group: str | None = Field(None, description="Group of runs there to which it belongs.")
-    wandb_tags: list[str] = Field([], description="Its tags there.")
+    wandb_group: str | None = Field(None, description="Group of the run there.")
+    wandb_tags: list[str] = Field([], description="Tags of the run there.")
     trace: int | None = Field(None, gt=0)
     """Profile this step: each rank writes trace-rank-N.json, for chrome://tracing or Perfetto."""
     timeline: int | None = Field(None, gt=0)
-    """Write to timeline.json what the pipeline did when in this step, for `optimus schedule --measured`."""
+    """Write the pipeline's timeline of this step to timeline.json, for `optimus schedule --measured`."""
 
 
 class TuningConfig(Section):
-    """What is measured on this machine before it is chosen."""
+    """What is measured on this machine and then chosen."""
 
     matmul: bool = True
-    """Time every larger matrix product in the first step with its operands as they come and transposed, and keep the
-    fastest (AxoNN)."""
+    """Time every larger matrix product in the first step in its NN, NT and TN forms and use the fastest (AxoNN)."""
     cache: PathText | None = Field("~/.cache/optimus", validate_default=True)
-    """Folder where what was measured is kept, per chip; null: measure in every run."""
+    """Folder that caches the measurements per chip; null: measure in every run."""
 
 
 Recomputable = Literal["norm", "attention", "mlp", "moe", "block", "auto"]
@@ -368,7 +364,7 @@ Recomputable = Literal["norm", "attention", "mlp", "moe", "block", "auto"]
 class RunConfig(Section):
     """Everything about a run."""
 
-    model: ModelConfig = Field(description="A preset's name, a Hugging Face folder, or the mapping below.")
+    model: ModelConfig = Field(description="A preset, a Hugging Face folder, or the mapping below.")
     data: DataConfig
     train: TrainConfig
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -377,17 +373,17 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     state: StateConfig = StateConfig()
     recompute: list[Recomputable] = Field([])
-    """Modules whose activations are recomputed in the backward pass: any of norm, attention, mlp or moe; or block,
-    whole blocks; or auto, whatever fits recompute_budget with the least recomputation."""
+    """Activation recomputation (checkpointing) in the backward pass: any of norm, attention, mlp and moe; or block, whole
+    blocks; or auto, the least that fits recompute_budget."""
     recompute_every: int = Field(1, gt=0)
-    """Recompute those modules of every n-th block only; with block, keep the input of every n-th block only (AxoNN's
+    """Recompute the modules of every n-th block only; with block, save the input of every n-th block only (AxoNN's
     ac)."""
     recompute_collectives: Literal["keep", "repeat"] = "keep"
-    """What recomputation does about collectives: keep their results from the first time (CAC), or repeat them, which
-    takes less memory."""
+    """Collectives in recomputation. keep: their results are cached (CAC); repeat: they run again, which takes less
+    memory."""
     recompute_budget: int | None = Field(None, gt=0)
-    """With auto: bytes of activations at most, of one microbatch on one rank, also as 512MB or 40GiB. Default: nine
-    tenths of what the device has free after the state."""
+    """With recompute: auto. Largest bytes of saved activations of one microbatch on one rank, also as 512MB or 40GiB.
+    Default: nine tenths of the device's free memory after the state."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     collectives: CollectivesConfig = CollectivesConfig()

@@ -14,24 +14,28 @@ from optimus.section import Section
 
 
 class RopeScaling(Section):
-    """How rotary frequencies are slowed down for contexts longer than those first trained on."""
+    """Scaling of rotary frequencies, for longer contexts than the model was first trained on."""
 
     kind: Literal["linear", "llama3", "yarn"] = Field()
-    """The rule: of all frequencies alike, Llama 3's, YaRN's."""
-    factor: float = Field(ge=1, description="The frequencies of the longest turns are divided by this.")
-    original_context: int | None = Field(None, gt=0, description="llama3, yarn: the context before scaling, in tokens.")
-    low_freq_factor: float = Field(1.0, gt=0, description="llama3: frequencies with fewer turns in it are slow.")
-    high_freq_factor: float = Field(4.0, gt=0, description="llama3: those with more turns in it are left as they are.")
-    beta_fast: float = Field(32.0, gt=0, description="yarn: pairs that turn more often in it are left as they are.")
-    beta_slow: float = Field(1.0, gt=0, description="yarn: pairs that turn less often in it are slow.")
+    """linear: all frequencies alike; llama3: Llama 3's rule; yarn: YaRN."""
+    factor: float = Field(ge=1, description="Divisor of the lowest frequencies.")
+    original_context: int | None = Field(
+        None, gt=0, description="llama3, yarn: context length before scaling, in tokens."
+    )
+    low_freq_factor: float = Field(
+        1.0, gt=0, description="llama3: frequencies with fewer turns in that context are scaled."
+    )
+    high_freq_factor: float = Field(4.0, gt=0, description="llama3: frequencies with more turns in it are not scaled.")
+    beta_fast: float = Field(32.0, gt=0, description="yarn: frequencies with more turns in it are not scaled.")
+    beta_slow: float = Field(1.0, gt=0, description="yarn: frequencies with fewer turns in it are scaled.")
     attention_factor: float | None = Field(None, gt=0)
     """yarn: factor of queries and keys. Default: 0.1 ln(factor) + 1."""
     mscale: float | None = Field(None, gt=0)
-    """yarn: m in that default, 0.1 m ln(factor) + 1, over the same of mscale_all_dim."""
+    """yarn: m in attention_factor's default, (0.1 m ln(factor) + 1) divided by the same of mscale_all_dim."""
     mscale_all_dim: float | None = Field(None, gt=0)
-    """yarn: its m; with latent attention the scores are multiplied by the square of it."""
+    """yarn: see mscale; with latent attention, scores are multiplied by the square of that divisor."""
 
-    truncate: bool = Field(True, description="yarn: whether pairs between the two betas are counted in whole numbers.")
+    truncate: bool = Field(True, description="yarn: round the limits between the two betas to whole numbers.")
 
     @model_validator(mode="after")
     def _makes_sense(self) -> "RopeScaling":
@@ -51,9 +55,9 @@ class Latent(Section):
     """
 
     queries: int | None = Field(None, gt=0)
-    """Columns that queries are compressed to. Default: they are not."""
-    keys: int = Field(gt=0, description="Columns that keys and values are compressed to.")
-    rotary: int = Field(gt=0, multiple_of=2, description="Columns of a head's queries and keys with rotary positions.")
+    """Latent size of queries. Default: queries are not compressed."""
+    keys: int = Field(gt=0, description="Latent size of keys and values.")
+    rotary: int = Field(gt=0, multiple_of=2, description="Rotary columns of a head's queries and keys.")
     value: int = Field(gt=0, description="Columns of a head's values.")
 
 
@@ -67,7 +71,7 @@ class ModelConfig(Section):
     model_config = ConfigDict(frozen=True)  # and hashable, so that functions can remember what they found of it
 
     family: str
-    """Family of published models: its values are the defaults, and the model is exported in its format."""
+    """Family of published models. It sets the defaults below and the format of the export."""
     hidden: int = Field(gt=0, description="Width of the residual stream.")
     layers: int = Field(gt=0, description="Number of transformer blocks.")
     heads: int = Field(gt=0, description="Attention heads.")
@@ -75,71 +79,73 @@ class ModelConfig(Section):
     """Heads of keys and values, a divisor of heads. Default: heads."""
     head_size: int = Field(default_factory=lambda given: given["hidden"] // given["heads"], gt=0)
     """Columns of a head, an even number. Default: hidden / heads."""
-    latent: Latent | None = Field(None, description="Sizes of latent attention.")
+    latent: Latent | None = Field(None, description="Sizes of latent attention (MLA).")
     intermediate: int = Field(gt=0, description="Width of the dense feed-forward layer.")
     vocab: int = Field(gt=0)
-    """Entries of the vocabulary, at least the tokenizer's. Ranks need not divide it evenly."""
+    """Size of the vocabulary, at least the tokenizer's. Ranks need not divide it evenly."""
     norm: Literal["layer", "layer_affine", "rms", "rms_offset"] = "rms"
-    """layer: LayerNorm without weights; layer_affine: with weights and biases; rms: RMSNorm with weights; rms_offset:
-    whose weights are kept minus one. Default: the family's."""
+    """layer: LayerNorm without weights; layer_affine: LayerNorm with weights and biases; rms: RMSNorm with weights;
+    rms_offset: RMSNorm that stores its weights minus one. Default: the family's."""
     norm_place: Literal["before", "after", "both"] = "before"
-    """Where a block's modules have their norms. Default: the family's."""
+    """Pre-norm, post-norm, or both, for attention and feed-forward layer. Default: the family's."""
     qk_norm: Literal["none", "whole", "head"] = "none"
-    """RMSNorm of q and of k, whole: over all columns, head: over each head's. Default: the family's."""
+    """RMSNorm of queries and keys. whole: over all heads together; head: per head. Default: the family's."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Biases of the attention's projections; all: of the last one too. Default: the family's."""
+    """Biases of the attention projections; all: of the output projection too. Default: the family's."""
     attention_sinks: bool = False
-    """Whether each head has a learned score that takes part in the softmax and has no value. Default: the family's."""
+    """Attention sinks: a learned logit per head in the softmax, without a value. Default: the family's."""
     activation: Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_silu"] = "silu"
-    """Activation of the feed-forward layer; gelu_tanh: GELU by its tanh formula; clamped_silu: SiLU with a slope of
-    1.702, of a gate that is clamped to 7, as is what it is multiplied by, plus one. Default: the family's."""
+    """Activation of the feed-forward layer. gelu_tanh: GELU with the tanh approximation; clamped_silu: gpt-oss's SwiGLU,
+    with slope 1.702, gate and up clamped to 7, and up plus one. Default: the family's."""
     gated: bool = True
-    """Whether the activation of one projection is multiplied by another. Default: the family's."""
-    mlp_bias: bool = Field(False, description="Whether the projections of the dense feed-forward layer have biases.")
-    expert_bias: bool = Field(False, description="Whether the router and the projections of the experts have biases.")
-    window: int | None = Field(None, gt=0, description="Positions that a token attends to, its own one counted.")
+    """Gated feed-forward layer (as SwiGLU). Default: the family's."""
+    mlp_bias: bool = Field(False, description="Biases in the dense feed-forward layer.")
+    expert_bias: bool = Field(False, description="Biases in the router and the experts.")
+    window: int | None = Field(
+        None, gt=0, description="Sliding window: positions that a token attends to, including its own."
+    )
     window_except: int | None = Field(None, gt=0)
-    """Of so many layers the last attends to all positions, whatever the window is."""
+    """Every n-th layer has full attention instead of the window."""
     experts_by_layer: list[Annotated[int, Field(ge=0)]] | None = None
-    """Experts of each block, 0 where it is dense: a pyramid, if later ones have more."""
+    """Experts of each block, 0 for a dense block (PR-MoE's pyramid)."""
     experts: int | None = Field(default_factory=lambda given: max(given["experts_by_layer"] or [0]) or None, gt=0)
-    """Experts per block. Default: the most of experts_by_layer."""
-    experts_per_token: int | None = Field(None, gt=0, description="Experts that each token chooses.")
+    """Experts per block. Default: the largest of experts_by_layer."""
+    experts_per_token: int | None = Field(None, gt=0, description="Top-k: experts per token.")
     expert_intermediate: int = Field(default_factory=lambda given: given["intermediate"], gt=0)
     """Width of each expert. Default: intermediate."""
     shared_experts: int = Field(0, ge=0)
-    """Experts that every token meets beside those it chooses; they are one of so many widths."""
-    dense_layers: int = Field(0, ge=0, description="Of the layers the first have no experts.")
-    sparse_every: int = Field(1, gt=0, description="Of so many layers the last has experts, the others are dense.")
-    score: Literal["softmax", "sigmoid"] = Field("softmax", description="What the router makes of its logits.")
-    expert_groups: int = Field(1, gt=0, description="Groups of experts, of which a token chooses some first.")
+    """Shared experts, which every token visits; computed as one expert of their total width."""
+    dense_layers: int = Field(0, ge=0, description="Number of leading dense layers.")
+    sparse_every: int = Field(1, gt=0, description="Every n-th layer has experts; the others are dense.")
+    score: Literal["softmax", "sigmoid"] = Field("softmax", description="Router scores from its logits.")
+    expert_groups: int = Field(1, gt=0, description="Expert groups, of which a token first chooses groups_per_token.")
     groups_per_token: int = Field(1, gt=0)
-    """Groups that it chooses: those whose two best experts have the highest scores together."""
+    """Expert groups per token: those with the highest sum of their two best scores."""
     renormalise: bool = False
-    """Whether the weights of the experts that a token chooses are made to sum to 1."""
-    routed_scale: float = Field(1.0, gt=0, description="Factor of the weights of the experts that a token chooses.")
+    """Normalise the weights of a token's experts to sum to 1."""
+    routed_scale: float = Field(1.0, gt=0, description="Factor of the weights of a token's experts.")
     router_bias: bool = False
-    """Whether a bias of each expert, which balances them without a loss, takes part in the choice."""
+    """Loss-free balancing: a bias per expert is added to the scores for the choice."""
     embedding_scale: bool = False
-    """Whether the embedding is multiplied by the square root of hidden. Default: the family's."""
-    score_cap: float | None = Field(None, gt=0, description="Scores s of attention become cap * tanh(s / cap).")
+    """Multiply the embedding by the square root of hidden. Default: the family's."""
+    score_cap: float | None = Field(None, gt=0, description="Attention scores s become cap * tanh(s / cap).")
     logit_cap: float | None = Field(None, gt=0, description="Logits z become cap * tanh(z / cap).")
     query_scale: int | None = Field(None, gt=0)
-    """Scores are divided by the square root of this. Default: head_size."""
-    tie_embeddings: bool = Field(False, description="Whether the output layer shares the embedding's weights.")
+    """Attention scores are divided by the square root of this. Default: head_size."""
+    tie_embeddings: bool = Field(False, description="The output layer shares the embedding's weights.")
     learned_positions: int | None = Field(None, gt=0)
-    """Positions that have a learned embedding, instead of rotary ones: no sequence is longer."""
+    """Number of learned positions, instead of rotary ones; the longest sequence."""
     position_offset: int = Field(0, ge=0)
-    """Rows of that embedding before the one of the first position. Default: the family's."""
-    rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary position frequencies.")
-    rope_scaling: RopeScaling | None = Field(None, description="Slower rotary frequencies, for longer contexts.")
+    """Row of the first position in the learned embedding. Default: the family's."""
+    rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary frequencies.")
+    rope_scaling: RopeScaling | None = Field(None, description="Scaling of the rotary frequencies for longer contexts.")
     window_rope_theta: float = Field(default_factory=lambda given: given["rope_theta"], gt=0)
-    """Base of the frequencies in layers with a window. Default: rope_theta."""
+    """Base of the rotary frequencies in layers with a window. Default: rope_theta."""
     scale_windows: bool = True
-    """Whether rope_scaling is of layers with a window too. Default: the family's."""
+    """Apply rope_scaling to layers with a window too. Default: the family's."""
     norm_eps: float = Field(1e-5, gt=0, description="Epsilon inside the norms.")
     init_std: float = Field(0.02, gt=0)
-    """Standard deviation of the initial weights (a normal cut at 3 deviations)."""
+    """Standard deviation of the initial weights (a normal distribution truncated at 3 deviations)."""
 
     @model_validator(mode="before")
     @classmethod
