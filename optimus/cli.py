@@ -27,7 +27,7 @@ app = typer.Typer(
 add_benchmarks()
 app.add_typer(bench_app, name="bench")
 checkpoint_app = typer.Typer(
-    help="Look at checkpoints, check and convert them.", no_args_is_help=True, rich_markup_mode=None
+    help="List, verify, show and convert checkpoints.", no_args_is_help=True, rich_markup_mode=None
 )
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command()(plan)
@@ -111,15 +111,15 @@ def _left_alone(index: dict[str, Any]) -> str:
 def train(
     config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
     overrides: Annotated[list[str] | None, Argument(metavar="[KEY.PATH=VALUE]...")] = None,
-    ranks: Annotated[int | None, Option(help="Processes on this machine that share each global batch.")] = None,
+    ranks: Annotated[int | None, Option(help="Ranks to start on this machine.")] = None,
     resume: Annotated[bool, Option("--resume", help="Continue from the newest checkpoint of the run.")] = False,
     fresh_optimizer: Annotated[
-        bool, Option("--fresh-optimizer", help="With --resume: from the weights alone, as for another update rule.")
+        bool, Option("--fresh-optimizer", help="With --resume: from the weights alone, as for a new update rule.")
     ] = False,
     check: Annotated[bool, Option("--check", help="Validate everything, run nothing.")] = False,
     auto_plan: Annotated[
         str | None,
-        Option(metavar="MACHINE", help="Divide the ranks as `optimus plan` finds best on this machine."),
+        Option(metavar="MACHINE", help="Choose the layout that `optimus plan` finds best on this machine."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -193,9 +193,9 @@ def generate(
     checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
     prompt: Annotated[str, Option(help="Text to continue.")],
     max_tokens: Annotated[int, Option(help="Tokens to add at most.")] = 128,
-    temperature: Annotated[float, Option(help="0: always the likeliest token.")] = 0.0,
-    top_p: Annotated[float, Option(help="Draw from the likeliest tokens of this total probability.")] = 1.0,
-    seed: Annotated[int, Option(help="Seed of the draws.")] = 0,
+    temperature: Annotated[float, Option(help="Sampling temperature; 0: greedy.")] = 0.0,
+    top_p: Annotated[float, Option(help="Sample from the most likely tokens of this total probability.")] = 1.0,
+    seed: Annotated[int, Option(help="Sampling seed.")] = 0,
     parse_special: ParseSpecial = False,
     device: Annotated[str, Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
     as_json: Json = False,
@@ -247,13 +247,13 @@ def launch(
     config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
     overrides: Annotated[list[str] | None, Argument(metavar="[KEY.PATH=VALUE]...")] = None,
     nodes: Annotated[int, Option(help="Nodes that train.")] = 1,
-    spares: Annotated[int, Option(help="Nodes beyond them that wait to take a place.")] = 0,
+    spares: Annotated[int, Option(help="Spare nodes, which replace failed ones.")] = 0,
     ranks_per_node: Annotated[int, Option(help="Ranks on each node.")] = 1,
     rendezvous: Annotated[str, Option(help="HOST:PORT of `optimus rendezvous`.")] = "127.0.0.1:29400",
     node: Annotated[str | None, Option(help="Name of this node. Default: that of the machine.")] = None,
     name: Annotated[str, Option(help="Name of the launch, where several use one store.")] = "optimus",
-    keep_alive: Annotated[str, Option(help="Seconds between heartbeats x how many may be missing.")] = "5x3",
-    wait: Annotated[float, Option(help="Seconds for enough nodes to come together.")] = 600.0,
+    keep_alive: Annotated[str, Option(help="Seconds between heartbeats x number that may be missing.")] = "5x3",
+    wait: Annotated[float, Option(help="Seconds to wait until enough nodes have joined.")] = 600.0,
     max_restarts: Annotated[int, Option(help="Restarts in a row without a new checkpoint.")] = 5,
     inject: Annotated[Path | None, Option(help="YAML list of faults to rehearse.")] = None,
     scheduler: Annotated[
@@ -267,7 +267,7 @@ def launch(
     check: Annotated[bool, Option("--check", help="Validate everything, start nothing, ask no other node.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Run a node of a training that survives its nodes; to be started on every node and every spare alike."""
+    """Run one node of a training with spares; start it on every node and every spare."""
     from optimus.train.start import read_run
 
     read_run(config, overrides or [])  # before torch is imported: a mistake costs no waiting
@@ -313,7 +313,7 @@ def rendezvous(
     ] = "127.0.0.1",
     as_json: Json = False,
 ) -> None:
-    """Serve the store where the nodes of a launch meet; on a machine that is none of them."""
+    """Serve the rendezvous store of a launch, on a machine that is none of its nodes."""
     from optimus.resilience.store import serve_until_ended
 
     serve_until_ended(port, address, as_json)
@@ -322,7 +322,7 @@ def rendezvous(
 @app.command()
 def rollback(
     run: Annotated[Path, Argument(metavar="RUN", help="Run folder.")],
-    step: Annotated[int, Option(help="Step to go back to, of which there is a checkpoint.")],
+    step: Annotated[int, Option(help="Step of the checkpoint to go back to.")],
     as_json: Json = False,
 ) -> None:
     """Let a run restart from the weights of an earlier step, with a fresh optimizer."""
@@ -357,7 +357,7 @@ def checkpoint_verify(
     path: Annotated[Path, Argument(metavar="PATH", help="Checkpoint, or run folder for all of its checkpoints.")],
     as_json: Json = False,
 ) -> None:
-    """Read everything again and compare it with the manifest; exit code 1 when anything is damaged."""
+    """Compare all files with the manifest; exit code 1 if anything is damaged."""
     from optimus.checkpoint.inspect import verify_all
 
     found = verify_all(path)
@@ -372,7 +372,7 @@ def checkpoint_show(
     path: Annotated[Path, Argument(metavar="PATH", help="Checkpoint, or run folder for its newest one.")],
     as_json: Json = False,
 ) -> None:
-    """Say what a checkpoint holds, and how many ranks of which nodes wrote it."""
+    """Show what a checkpoint holds, and how many ranks of which nodes wrote it."""
     from optimus.checkpoint.inspect import show
     from optimus.config.sizes import size_text
 
@@ -439,19 +439,19 @@ def lab(
     config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
     overrides: Annotated[list[str] | None, Argument(metavar="[KEY.PATH=VALUE]...")] = None,
     nodes: Annotated[int, Option(help="Nodes that train.")] = 3,
-    spares: Annotated[int, Option(help="Nodes beyond them that wait to take a place.")] = 2,
+    spares: Annotated[int, Option(help="Spare nodes, which replace failed ones.")] = 2,
     ranks_per_node: Annotated[int, Option(help="Ranks on each node.")] = 1,
     bandwidth: Annotated[str | None, Option(help="What each node may send, such as 1Gbit.")] = None,
     inject: Annotated[Path | None, Option(help="YAML list of faults to rehearse.")] = None,
-    keep_alive: Annotated[str, Option(help="Seconds between heartbeats x how many may be missing.")] = "1x3",
-    wait: Annotated[float, Option(help="Seconds for enough nodes to come together.")] = 30.0,
+    keep_alive: Annotated[str, Option(help="Seconds between heartbeats x number that may be missing.")] = "1x3",
+    wait: Annotated[float, Option(help="Seconds to wait until enough nodes have joined.")] = 30.0,
     limit: Annotated[float, Option(help="Seconds after which everything is taken down.")] = 600.0,
     plain: Annotated[
         bool, Option("--plain", help="Processes on one network instead of network namespaces (no root).")
     ] = False,
     as_json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Rehearse failures of nodes on this machine, with network namespaces for nodes."""
+    """Rehearse node failures on this machine, with network namespaces as nodes."""
     from optimus.testing.lab import rehearse
     from optimus.train.nodes import Job, parse_keep_alive
 
@@ -469,20 +469,23 @@ def lab(
 
 @app.command()
 def schedule(
-    name: Annotated[str, Argument(metavar="NAME", help="As parallel.schedule; another word shows all.")],
+    name: Annotated[
+        str, Argument(metavar="NAME", help="Schedule, as in parallel.schedule; an unknown name lists all.")
+    ],
     stages: Annotated[int, Option(help="Ranks of the pipeline, each with --stages-per-rank stages.")] = 4,
     microbatches: Annotated[int, Option(help="Microbatches of a step.")] = 8,
-    stages_per_rank: Annotated[int | None, Option(help="Default: the least that the schedule takes.")] = None,
-    warm_up: Annotated[float, Option(help="Times its usual activations that a stage may keep.")] = 1.0,
+    stages_per_rank: Annotated[int | None, Option(help="Default: the fewest that the schedule takes.")] = None,
+    warm_up: Annotated[float, Option(help="1f1b: factor of the usual live activations.")] = 1.0,
     vocabulary: Annotated[
-        bool, Option("--vocabulary", help="Every rank has a part of embedding and output layer (S and T).")
+        bool, Option("--vocabulary", help="Vocabulary parallelism over all stages (passes S and T).")
     ] = False,
     output_layer: Annotated[
-        float, Option(help="Time of its forward pass: the last stage's, or shared out with --vocabulary.")
+        float,
+        Option(help="Time of the output layer's forward pass, on the last stage or, with --vocabulary, over all."),
     ] = 0.0,
-    jitter: Annotated[float, Option(help="Lognormal deviation of every computation's time.")] = 0.0,
+    jitter: Annotated[float, Option(help="Lognormal standard deviation of computation times.")] = 0.0,
     link: Annotated[float, Option(help="Time of a message between ranks; a stage's forward pass takes 1.")] = 0.0,
-    blocking: Annotated[bool, Option("--blocking", help="Ranks wait for their sends and receives.")] = False,
+    blocking: Annotated[bool, Option("--blocking", help="Sends and receives block computation.")] = False,
     seed: Annotated[int, Option(help="Seed of the jitter.")] = 0,
     measured: Annotated[Path | None, Option(help="Timeline of a real run to show beside the simulated one.")] = None,
     plot: Annotated[Path | None, Option(help="Draw the timeline into this PNG file.")] = None,
