@@ -1,6 +1,6 @@
 """The planner against what others have published: throughput, utilisation, memory, and what does not fit.
 
-One constant per training program (`speed` in `plan/software.yaml`) is fitted to such rows; nothing is fitted per row, model
+One constant per framework (`speed` in `published/profiles.yaml`) is fitted to such rows; nothing is fitted per row, model
 or machine. The yardstick is what one learns without a planner: one utilisation for all rows of a source.
 """
 
@@ -13,13 +13,12 @@ from statistics import median
 from typing import Any, TypeVar
 
 from benchmarks.published import Case, excluded, read_cases
-from benchmarks.published.activations import OtherActivations
-from benchmarks.published.program import model_of, setting_of, software_of
+from benchmarks.published.profiles import FrameworkProfile, load_profile
+from benchmarks.published.program import framework_memory, model_of, offload_of, profile_of, setting_of
 from optimus.errors import UserError
 from optimus.model.count import flops_per_token
 from optimus.plan.machine import load_machine
-from optimus.plan.memory import Memory, memory_of
-from optimus.plan.software import Software, load_software
+from optimus.plan.memory import Memory
 from optimus.plan.step import step_time
 
 _T = TypeVar("_T")
@@ -61,24 +60,23 @@ def timed(case: Case) -> bool:
     return case.tokens_per_second is not None and case.source not in _TIMELESS
 
 
-def throughput(case: Case, software: Software) -> float:
+def throughput(case: Case, profile: FrameworkProfile) -> float:
     """Tokens per second of a rank. Raises `UserError` where no such run is possible."""
-    setting, software = setting_of(case), software_of(case, software)
-    step = step_time(model_of(case), setting, load_machine(case.machine), software)
+    setting, profile = setting_of(case), profile_of(case, profile)
+    step = step_time(model_of(case), setting, load_machine(case.machine), profile)
     return setting.tokens / step.seconds / setting.mesh.size
 
 
-def predict(case: Case, software: Software | None = None) -> Predicted:
+def predict(case: Case, profile: FrameworkProfile | None = None) -> Predicted:
     """What the planner says of a row. Raises `UserError` where no such run is possible."""
-    software = software or load_software(case.software)
-    setting, changed, model = setting_of(case), software_of(case, software), model_of(case)
-    memory = memory_of(model, setting, changed, OtherActivations(model, setting, changed))
+    profile = profile or load_profile(case.software)
+    setting, changed, model, offload = setting_of(case), profile_of(case, profile), model_of(case), offload_of(case)
+    memory = framework_memory(model, setting, changed, offload)
     least = memory.total
     if "recomputation-unstated" in case.traits:  # it fits if some set of recomputed parts makes it fit
         recomputed = replace(setting, recompute=frozenset({"block"}))
-        kept = OtherActivations(model, recomputed, changed)
-        least = min(least, memory_of(model, recomputed, changed, kept).total)
-    speed = throughput(case, software) if timed(case) else None
+        least = min(least, framework_memory(model, recomputed, changed, offload).total)
+    speed = throughput(case, profile) if timed(case) else None
     return Predicted(case, speed, memory, least <= load_machine(case.machine).memory)
 
 
@@ -88,10 +86,10 @@ def predict(case: Case, software: Software | None = None) -> Predicted:
 class Response:
     """How predictions of rows follow the constant of their program: a step takes about a / speed + b."""
 
-    def __init__(self, cases: Sequence[Case], software: Software) -> None:
-        self.cases, self._speed = cases, software.speed
+    def __init__(self, cases: Sequence[Case], profile: FrameworkProfile) -> None:
+        self.cases, self._speed = cases, profile.speed
         self._slow, self._fast = (
-            [throughput(case, software.model_copy(update={"speed": speed})) for case in cases]
+            [throughput(case, profile.model_copy(update={"speed": speed})) for case in cases]
             for speed in (self._speed / _SPREAD, self._speed * _SPREAD)
         )
 
@@ -118,7 +116,7 @@ def constants(cases: Sequence[Case], seeds: int = 5) -> list[dict[str, Any]]:
     with the constant of the other half, drawn at random `seeds` times."""
     table = []
     for name, own in _grouped(cases, lambda case: case.software).items():
-        response, every = Response(own, load_software(name)), range(len(own))
+        response, every = Response(own, load_profile(name)), range(len(own))
         held_out = []
         for seed in range(seeds if len(own) >= 4 else 0):
             mixed = random.Random(seed).sample(every, len(own))
@@ -128,7 +126,7 @@ def constants(cases: Sequence[Case], seeds: int = 5) -> list[dict[str, Any]]:
             {
                 "program": name,
                 "rows": len(own),
-                "speed": load_software(name).speed,
+                "speed": load_profile(name).speed,
                 "fitted": response.fitted(every),
                 "median_error": _middle(response.errors(response.fitted(every), every)),
                 "other_half": median(held_out) if held_out else None,

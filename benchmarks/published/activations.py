@@ -7,18 +7,26 @@ Legend: T tokens of a rank's sequences, R rows of its residual stream, e bytes o
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+from benchmarks.published.profiles import FrameworkProfile
 from optimus.config import ModelConfig
 from optimus.plan.blocks import Projection, blocks_of
 from optimus.plan.held import Where
 from optimus.plan.setting import Setting
-from optimus.plan.software import Software
 
 
 class OtherActivations:
-    """Those of one microbatch in a stage of a program; an `Activations` of the planner."""
+    """Those of one microbatch in a stage of a framework; an `Activations` of the planner. `offload` is what waits on the
+    host: 'inputs' (of blocks that are recomputed), 'scores' or 'experts' (what these save)."""
 
-    def __init__(self, model: ModelConfig, setting: Setting, software: Software) -> None:
-        self.model, self.s, self.software, self.blocks = model, setting, software, blocks_of(model)
+    def __init__(
+        self,
+        model: ModelConfig,
+        setting: Setting,
+        profile: FrameworkProfile,
+        offload: frozenset[str] = frozenset(),
+    ) -> None:
+        self.model, self.s, self.profile, self.blocks = model, setting, profile, blocks_of(model)
+        self.offload = offload
         self.T = setting.rows
         self.R = self.T / setting.mesh.tp_out if setting.sequence else self.T
         self.e = setting.itemsize
@@ -26,14 +34,15 @@ class OtherActivations:
 
     def stage(self, counts: Mapping[Where, int]) -> float:
         """Kept of a microbatch from its forward pass to its backward pass."""
-        return 2 * self.stream * counts["last"] + sum(counts[layer] * self._block(layer) for layer in self.blocks)
+        saved = 2 * self.stream * counts["last"] + sum(counts[layer] * self._block(layer) for layer in self.blocks)
+        return self.profile.fragments * saved
 
     def working(self, counts: Mapping[Where, int]) -> float:
         """There for a moment: what a block makes again and its gradients, or the logits."""
         again = [self._again(layer) for layer in self.blocks if counts[layer]]
         tp = self.s.mesh.tp_out * (self.s.mesh.pp if self.s.divided_vocabulary else 1)
-        logits = self.T * self.model.vocab / tp * self.software.logits if counts["last"] else 0.0
-        return max([*again, logits])
+        logits = self.T * self.model.vocab / tp * self.profile.logits if counts["last"] else 0.0
+        return self.profile.fragments * max([*again, logits])
 
     def _again(self, layer: int) -> float:
         everything = 2 * self.stream + self.attention + self.feed_forward[layer]
@@ -43,8 +52,8 @@ class OtherActivations:
         """A block's; where parts of every so manyth are made again, the mean."""
         recompute, every, inside = self.s.recompute, self.s.recompute_every, self.feed_forward[layer]
         if "block" in recompute:
-            return 0.0 if "inputs" in self.s.offload else self.stream / every
-        whole = 2 * self.stream + self.attention + inside - ("scores" in self.s.offload) * self.scores
+            return 0.0 if "inputs" in self.offload else self.stream / every
+        whole = 2 * self.stream + self.attention + inside - ("scores" in self.offload) * self.scores
         if "products" in recompute:
             return whole - (whole - self._products(layer)) / every
         less = 2 * self.stream if "norm" in recompute else 0.0  # made again from what attention and mlp begin with
@@ -74,9 +83,9 @@ class OtherActivations:
     def scores(self) -> float:
         """Where they are kept: after the softmax, after the dropout, and its mask."""
         size = self.model.heads / self.s.mesh.tp_out * self.T
-        if self.software.attention > 0:
+        if self.profile.attention > 0:
             return size * 4
-        return size * self.s.context * (2 * self.e + 1 if self.software.masks else self.e)
+        return size * self.s.context * (2 * self.e + 1 if self.profile.masks else self.e)
 
     @cached_property
     def feed_forward(self) -> Mapping[int, float]:
@@ -98,11 +107,11 @@ class OtherActivations:
         router = own * self.model.experts_of(layer) * 3 * 4
         inside = rows * hidden * self._read + self._inside(self.blocks[layer].expert, rows, mesh.etp)
         back = own * chosen * hidden * self.e
-        return router + inside * ("experts" not in s.offload) + back + self._dense(layer)
+        return router + inside * ("experts" not in self.offload) + back + self._dense(layer)
 
     @property
     def _mask(self) -> float:
-        return self.stream / self.e if self.software.masks else 0.0
+        return self.stream / self.e if self.profile.masks else 0.0
 
     def _inside(self, projections: Sequence[Projection], rows: float, parts: int) -> float:
         """What the activation begins with, and, if it is not made again, what it makes for the next product."""

@@ -1,15 +1,22 @@
-"""A published row as its program ran it: what its traits change of the program, the setting and the model.
+"""A published row as its framework ran it: what its traits change of the profile, the setting and the model; and the memory
+that it then takes.
 
-The properties of a program are those of `plan/software.yaml`; a row may have run it otherwise.
+The properties of a framework are those of `profiles.yaml`; a row may have run it otherwise.
 """
 
 from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
+from benchmarks.published.activations import OtherActivations
 from benchmarks.published.case import Case
+from benchmarks.published.profiles import FrameworkProfile
 from optimus.config import ModelConfig
+from optimus.plan.held import held_by, kinds_of
+from optimus.plan.machine import load_machine
+from optimus.plan.memory import Memory, memory_of_ranks, ranks_of
 from optimus.plan.setting import Setting
-from optimus.plan.software import Software
 from optimus.train.rules import default_rule
 
 # Asynchronous tensor parallelism sends in parts beside the parts of a product; the first and the last wait for each other.
@@ -25,36 +32,47 @@ _FP4_CASTS = 2.0
 # backward, at some 20 us of Python each.
 _FUSED_EXPERTS = (26, 6)
 _UNFUSED = {"passes_experts": 3.0, "host": 6.0e-3}
-# The busiest rank's tokens to the mean where routers are not forced to balance, with the usual balance loss.
+# The most loaded rank's tokens to the mean where routers are not forced to balance, with the usual balance loss.
 _DROPLESS = 1.3
 
 
-def software_of(case: Case, software: Software) -> Software:
-    """The program with what this row switched on or off."""
+# ---- The profile ----
+
+
+def profile_of(case: Case, profile: FrameworkProfile) -> FrameworkProfile:
+    """The framework with what this row switched on or off."""
     traits, change = case.traits, dict[str, Any]()
     if case.eager:
-        change["passes"] = software.passes_eager or software.passes
+        change["passes"] = profile.passes_eager or profile.passes
     if "pure" in traits:
         change["reduced"] = 2.0
     if "fp32-gradients" in traits:  # beside those of the parameters' type
-        change |= {"gradient": software.gradient + 4.0, "reduced": 4.0}
+        change |= {"gradient": profile.gradient + 4.0, "reduced": 4.0}
     if "no-dropout" in traits:
         change["masks"] = False
     if "adam-8bit" in traits:  # two moments of a byte each
-        change["state"] = software.kept(default_rule()) - 6.0
-    if "unfused-attention" in traits:
-        change["attention"] = 0.0
-    if "bidirectional" in traits:
-        change["causal"] = False
+        change["state"] = profile.state_bytes(default_rule()) - 6.0
     if "async-tp" in traits:
         change["overlap_tensor"] = _ASYNC_TP
-    return software.model_copy(update=change | _casts(case, software) | _experts(traits))
+    if "offload-optimizer" in traits:  # gradients go to the host, and parameters come back
+        change["host_traffic"] = 2 * case.setting.itemsize
+    return profile.model_copy(update=change | _attention(case, profile) | _casts(case, profile) | _experts(traits))
 
 
-def _casts(case: Case, software: Software) -> dict[str, Any]:
+def _attention(case: Case, profile: FrameworkProfile) -> dict[str, Any]:
+    """Kernels written for the generation of accelerators before reach less on some machines."""
+    machine = load_machine(case.machine)
+    if "unfused-attention" in case.traits:
+        return {"attention": 0.0}
+    if not profile.attention_before or machine.attention_before is None:
+        return {}
+    return {"attention": profile.attention * machine.attention_before / machine.attention}
+
+
+def _casts(case: Case, profile: FrameworkProfile) -> dict[str, Any]:
     if "float8-rowwise" in case.traits:
-        return {"cast": _ROWWISE_CASTS * software.cast}
-    return {"cast": _FP4_CASTS * software.cast} if case.setting.precision == "fp4" else {}
+        return {"cast": _ROWWISE_CASTS * profile.cast}
+    return {"cast": _FP4_CASTS * profile.cast} if case.setting.precision == "fp4" else {}
 
 
 def _experts(traits: frozenset[str]) -> dict[str, Any]:
@@ -71,23 +89,71 @@ def _experts(traits: frozenset[str]) -> dict[str, Any]:
     return change
 
 
+# ---- The setting and the model ----
+
+
 def setting_of(case: Case) -> Setting:
-    """Others cut their pipelines by the number of blocks."""
+    """Others divide their blocks over the stages by number."""
     setting, traits = case.setting, case.traits
-    offload = {kind for kind in ("optimizer", "parameters") if f"offload-{kind}" in traits}
-    if "offload-activations" in traits:
-        offload |= {"inputs"} if "block" in setting.recompute else {"scores", "experts"}
     return replace(
         setting,
         recompute=setting.recompute | ({"act"} if "act-recomputed" in traits else set()),
-        offload=frozenset(offload),
-        even=True,
-        ends_count="embedding-layers" in traits,
+        blocks=even_stages(model_of(case).layers, setting.stages, counted="embedding-layers" in traits),
         imbalance=_DROPLESS if "dropless" in traits else setting.imbalance,
     )
+
+
+@lru_cache(maxsize=1024)
+def even_stages(layers: int, stages: int, *, counted: bool = False) -> tuple[int, ...]:
+    """Blocks of each stage, equally many; where they do not come out even, or so they are `counted`, embedding and loss are
+    a block each."""
+    ends = int(stages > 1 and (counted or layers % stages != 0))
+    units = [(layers + 2 * ends) * stage // stages for stage in range(stages + 1)]
+    starts = [min(layers, max(0, unit - ends)) for unit in units]
+    return tuple(end - start for start, end in pairwise(starts))
 
 
 def model_of(case: Case) -> ModelConfig:
     """With multi-token prediction, a block more."""
     more = int("mtp" in case.traits)
     return case.model.model_copy(update={"layers": case.model.layers + more})
+
+
+# ---- Memory ----
+
+
+def offload_of(case: Case) -> frozenset[str]:
+    """What waits on the host: 'optimizer' (master weights and moments), 'parameters' (their shards), 'inputs' (of blocks
+    that are recomputed), 'scores' or 'experts' (what these save)."""
+    found = {kind for kind in ("optimizer", "parameters") if f"offload-{kind}" in case.traits}
+    if "offload-activations" in case.traits:
+        found |= {"inputs"} if "block" in case.setting.recompute else {"scores", "experts"}
+    return frozenset(found)
+
+
+def framework_memory(
+    model: ModelConfig, setting: Setting, profile: FrameworkProfile, offload: frozenset[str] = frozenset()
+) -> Memory:
+    """Of the fullest rank."""
+    return max(framework_ranks(model, setting, profile, offload), key=lambda memory: memory.total)
+
+
+def framework_ranks(
+    model: ModelConfig, setting: Setting, profile: FrameworkProfile, offload: frozenset[str] = frozenset()
+) -> list[Memory]:
+    """Of a rank of each rank of the pipeline: the planner's state, the framework's activations, and what it has besides."""
+    activations = OtherActivations(model, setting, profile, offload)
+    found = []
+    for memory, rank in zip(memory_of_ranks(model, setting, profile, activations), ranks_of(model, setting)):
+        parts = {**memory.parts, "other": profile.fixed}
+        sharded = [each for each in held_by(kinds_of(model, setting), setting, rank.counts) if each.depths.parameters]
+        if profile.whole_gradients and not setting.release:
+            parts["gathered"] += sum(profile.reduced * each.elements for each in sharded)
+        if profile.late_gradients and setting.microbatches == 1:  # as they come, activations go
+            parts["gradients"] = max(0.0, parts["gradients"] - parts["activations"])
+        if "optimizer" in offload:
+            parts["optimizer"] = 0.0
+        if "parameters" in offload:
+            parts["parameters"] -= sum(setting.itemsize * each.after(each.depths.parameters) for each in sharded)
+        found.append(Memory(memory.rank, parts))
+    return found

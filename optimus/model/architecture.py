@@ -5,6 +5,7 @@ folders; nothing outside `model/` asks for it. No torch here: it is read where a
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -245,8 +246,7 @@ class ModelConfig(Section):
     @property
     def alike(self) -> list[int]:
         """Of each layer, the first one of the same shapes: it has as many experts, and the same window."""
-        kinds = [(self.experts_of(layer), self.window_of(layer)) for layer in range(self.layers)]
-        return [kinds.index(kind) for kind in kinds]
+        return list(_alike(self))
 
     def sparse_layers(self, before: int | None = None) -> int:
         """How many layers, or of those `before` one, have experts."""
@@ -285,3 +285,9 @@ class ModelConfig(Section):
     def window_of(self, layer: int) -> int | None:
         """Positions that a token of layer `layer`, counted from 0, attends to; None: all."""
         return None if self.window_except is not None and (layer + 1) % self.window_except == 0 else self.window
+
+
+@lru_cache(maxsize=64)
+def _alike(model: ModelConfig) -> tuple[int, ...]:
+    kinds = [(model.experts_of(layer), model.window_of(layer)) for layer in range(model.layers)]
+    return tuple(kinds.index(kind) for kind in kinds)

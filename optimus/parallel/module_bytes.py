@@ -84,8 +84,13 @@ class ModuleBytes(NamedTuple):
         """The most that there is besides."""
         return max(self.works)
 
+    @property
+    def summed_up(self) -> "ModuleBytes":
+        """With the most of what there is besides alone."""
+        return self._replace(works=[self.work])
 
-@lru_cache(maxsize=4096)
+
+@lru_cache(maxsize=16384)
 def block_bytes(setting: Setting, layer: int, sequences: int, again: bool = False) -> dict[Place, ModuleBytes]:
     """Those of the modules of block `layer` with so many sequences, in their order.
 
@@ -98,7 +103,7 @@ def block_bytes(setting: Setting, layer: int, sequences: int, again: bool = Fals
         rows = setting.context * mesh.ep * (config.experts_per_token or 1) / (mesh.cp * mesh.tp)
         least = ceil(_ROWS * experts / rows)
         found = found | _grown(partial(_block_bytes, setting, layer, True, again), least, sequences)
-    return dict(sorted(found.items()))
+    return {place: module.summed_up for place, module in sorted(found.items())}
 
 
 @lru_cache(maxsize=4096)
@@ -108,7 +113,7 @@ def end_bytes(setting: Setting, what: End, sequences: int) -> ModuleBytes:
     if what == "head":  # from there on it works in several blocks of rows
         rows = 2 * block_rows(-(-setting.model.vocab // setting.mesh.tp_out))
     least = ceil(rows * setting.mesh.cp / setting.context)
-    return _grown(partial(_end_bytes, setting, what), least, sequences)[0, 0]
+    return _grown(partial(_end_bytes, setting, what), least, sequences)[0, 0].summed_up
 
 
 def _grown(measure: Callable[[int], dict[Place, ModuleBytes]], least: int, sequences: int) -> dict[Place, ModuleBytes]:

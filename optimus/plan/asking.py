@@ -13,7 +13,7 @@ from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
 from optimus.plan.machine import Network, load_machine, machine_names
-from optimus.plan.own import for_machine, given_of, sections_of, setting_of, software_of
+from optimus.plan.own import for_machine, given_of, profile_of, sections_of, setting_of
 from optimus.plan.question import Question, memory_in
 from optimus.plan.report import planned
 from optimus.plan.search import search
@@ -52,7 +52,7 @@ def asked(
 ) -> tuple[Question, Callable[[], Setting]]:
     """The question, and what gives the layout as it is configured. `links` is a file of the bandwidth between nodes.
 
-    Raises `UserError` for an unknown machine, and for changes that cannot be made to it or to the software.
+    Raises `UserError` for an unknown machine, and for changes that cannot be made to it or to the profile.
     """
     if not machine:
         raise UserError(f"--machine is missing: name one of {', '.join(machine_names())}, or a file")
@@ -60,7 +60,7 @@ def asked(
     if links is not None:
         network = kind.network.model_dump() | {"links": read_links(links)}
         kind = kind.model_copy(update={"network": validated(Network, network, str(links), Network)})
-    kind, software = changed(kind, software_of(config), changes)
+    kind, profile = changed(kind, profile_of(config), changes)
     config = for_machine(config, kind)
     train = config.train
     question = Question(
@@ -70,7 +70,7 @@ def asked(
         train.global_batch,
         train.sequence_length,
         given_of(config, imbalance, on_host=kind.host.shared),
-        software,
+        profile,
     )
     return question, lambda: _as_is(config, question)
 

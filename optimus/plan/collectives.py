@@ -209,7 +209,7 @@ def library_seconds(kind: Collective, whole: float, place: Place, machine: Machi
     if library is None:
         raise UserError(
             f"machine {machine.name} does not say how fast its vendor's collectives are between nodes: "
-            "software.collectives=library needs network.library"
+            "profile.collectives=library needs network.library"
         )
     block, rings = whole / place.size, place.rings(machine)
     steps = (math.hypot(each.step, block * rings / each.bandwidth) for each in library.on(place.nodes(machine)))
@@ -225,7 +225,7 @@ def pccl_seconds(kind: Collective, whole: float, place: Place, machine: Machine)
     doubling, here = machine.network.doubling, place.on_a_node(machine)
     if doubling is None:
         raise UserError(
-            f"machine {machine.name} does not say how long rounds between nodes take: software.collectives=pccl needs "
+            f"machine {machine.name} does not say how long rounds between nodes take: profile.collectives=pccl needs "
             "network.doubling"
         )
     nodes, across = place.nodes(machine), place.outer(here)

@@ -25,7 +25,7 @@ def plan(
     what_if: Annotated[
         list[str] | None,
         typer.Option(
-            help="Change a figure of the machine's file, or of this library: network.bandwidth=x2, software.speed=0.8"
+            help="Change a figure of the machine's file, or of this library: network.bandwidth=x2, profile.speed=0.8"
         ),
     ] = None,
     links: Annotated[

@@ -168,7 +168,7 @@ def _timed(question: Question, out: int, inner: int, cp: int, micro_batch: int) 
         mesh = Mesh(dp=data, cp=cp, tp=tp, ep=ep, etp=etp, tp_in=inner, ranks_per_node=question.machine.ranks_per_node)
         setting = Setting(mesh, question.context, micro_batch, 1, sequence=tp > 1, **vars(question.given))
         if rest is None:
-            rest = Work(question.model, setting, question.placed, question.software)
+            rest = Work(question.model, setting, question.placed, question.profile)
             attention = min(rest.attention.values(), key=_seconds)  # of the quickest kind of block
             shared = [rest.norm, rest.norm, attention]
             besides, ends = sum(map(_seconds, shared)), (_seconds(rest.head), _seconds(rest.embedding))

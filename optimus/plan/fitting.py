@@ -32,8 +32,8 @@ class Fitting:
         self._kept: dict[tuple[Division, frozenset[str]], OwnActivations] = {}
         self._modules = recomputable(question.model)
         self._sets = recomputations(question.model)
-        software = question.software
-        self._hides = software.overlap_data >= software.overlap_gather and not software.broadcast
+        profile = question.profile
+        self._hides = profile.overlap_data >= profile.overlap_gather and not profile.broadcast
 
     def fastest(self, base: Base, limit: float) -> Plan | None:
         """The fastest way to hold the state, to place the stages and to recompute with which `base` fits, if it takes less
@@ -65,8 +65,8 @@ class Fitting:
             held = replace(setting, shard=shard, shard_ranks=width)
             unlike = {tuple(map(id, stages)): stages for stages in stages_of_each(question.model, held)}
             counts = [together(stages) for stages in unlike.values()]
-            states = state_of(counts, kinds_of(question.model, held), held, question.software)
-            room = room_of(question.machine) - question.software.fixed
+            states = state_of(counts, kinds_of(question.model, held), held, question.profile)
+            room = room_of(question.machine)
             self._states[key] = [room - sum(parts.values()) for parts in states]
         return self._states[key]
 
@@ -96,9 +96,7 @@ class Fitting:
 
         def fits(recompute: frozenset[str]) -> bool:
             if recompute not in taken:
-                parts = activations_of(
-                    self._ranks_of(setting), self._activations(base, setting, recompute), self._question.software
-                )
+                parts = activations_of(self._ranks_of(setting), self._activations(base, setting, recompute))
                 taken[recompute] = [sum(each.values()) for each in parts]
             return all(size <= free for size, free in zip(taken[recompute], room))
 

@@ -114,9 +114,9 @@ class Network(Section):
     group_nodes: int | None = Field(None, gt=0, description="Nodes among which the bandwidth is whole.")
     taper: float = Field(1.0, gt=0, le=1, description="Share of it between all nodes, if there are more.")
     library: Library | None = None
-    """Rings of the vendor's library, where bandwidth and latency do not describe them (`software.collectives: library`)."""
+    """Rings of the vendor's library, where bandwidth and latency do not describe them (`profile.collectives: library`)."""
     doubling: Protocol | None = None
-    """Rounds of recursive doubling between nodes, each rank with those of its place (`software.collectives: pccl`)."""
+    """Rounds of recursive doubling between nodes, each rank with those of its place (`profile.collectives: pccl`)."""
     links: list[list[float]] | None = None
     """Where nodes are not equally near: bandwidth between each two of those there are, all their adapters together,
     bytes/s. It then stands for bandwidth, group_nodes and taper."""

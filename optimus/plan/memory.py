@@ -1,8 +1,8 @@
 """Bytes on a rank: parameters, gradients and optimizer state by their layouts, activations by what is recomputed and by how
 many microbatches the schedule keeps.
 
-For this library activations are what `parallel.activations` measures of its own modules; for the programs of published
-measurements, what `bench.published.activations` counts.
+For this library activations are what `parallel.activations` measures of its own modules; for the frameworks of published
+measurements, what `benchmarks.published.activations` counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from optimus.config import ModelConfig
 from optimus.plan.held import Held, Kind, Where, held_by, kinds_of, written
 from optimus.plan.machine import Machine
 from optimus.plan.pipeline import Live, live_microbatches, stages_of_ranks
+from optimus.plan.profile import Profile
 from optimus.plan.setting import Setting
-from optimus.plan.software import Software
 from optimus.plan.step import blocks_of_stages, counts_of, together
 
 _FRAGMENTS = 0.08  # share of a rank's memory that cannot be used
@@ -52,22 +52,17 @@ class Rank(NamedTuple):
     live: Sequence[Live]
 
 
-def memory_of(model: ModelConfig, setting: Setting, software: Software, kept: Activations) -> Memory:
+def memory_of(model: ModelConfig, setting: Setting, profile: Profile, kept: Activations) -> Memory:
     """Of the fullest rank."""
-    return max(memory_of_ranks(model, setting, software, kept), key=lambda memory: memory.total)
+    return max(memory_of_ranks(model, setting, profile, kept), key=lambda memory: memory.total)
 
 
-def memory_of_ranks(model: ModelConfig, setting: Setting, software: Software, kept: Activations) -> list[Memory]:
+def memory_of_ranks(model: ModelConfig, setting: Setting, profile: Profile, kept: Activations) -> list[Memory]:
     """Of a rank of each rank of the pipeline. `kept` says what activations take."""
     ranks = ranks_of(model, setting)
-    states = state_of([rank.counts for rank in ranks], kinds_of(model, setting), setting, software)
-    activations = activations_of(ranks, kept, software)
-    found = []
-    for rank, (state, parts) in enumerate(zip(states, activations)):
-        if software.late_gradients and setting.microbatches == 1:  # as they come, activations go
-            state = {**state, "gradients": max(0.0, state["gradients"] - parts["activations"])}
-        found.append(Memory(rank, {**state, **parts, "other": software.fixed}))
-    return found
+    states = state_of([rank.counts for rank in ranks], kinds_of(model, setting), setting, profile)
+    activations = activations_of(ranks, kept)
+    return [Memory(rank, state | parts) for rank, (state, parts) in enumerate(zip(states, activations))]
 
 
 def ranks_of(model: ModelConfig, setting: Setting) -> list[Rank]:
@@ -85,21 +80,20 @@ def stages_of_each(model: ModelConfig, setting: Setting) -> list[list[Mapping[Wh
 
 
 def state_of(
-    ranks: Sequence[Mapping[Where, int]], kinds: tuple[Kind, ...], setting: Setting, software: Software
+    ranks: Sequence[Mapping[Where, int]], kinds: tuple[Kind, ...], setting: Setting, profile: Profile
 ) -> list[dict[str, float]]:
     """Of each rank: what it holds of parameters, gradients and the optimizer's state."""
     unlike = {tuple(counts.values()): counts for counts in ranks}
     found = {
-        key: state_parts(held_by(kinds, setting, counts), setting, software, counts) for key, counts in unlike.items()
+        key: state_parts(held_by(kinds, setting, counts), setting, profile, counts) for key, counts in unlike.items()
     }
     return [found[tuple(counts.values())] for counts in ranks]
 
 
-def activations_of(ranks: Sequence[Rank], kept: Activations, software: Software) -> list[dict[str, float]]:
+def activations_of(ranks: Sequence[Rank], kept: Activations) -> list[dict[str, float]]:
     """Of each rank: what its activations take, and what a backward pass holds besides."""
     unlike = {tuple(counts.values()): counts for rank in ranks for counts in rank.stages}
-    share = software.fragments
-    found = {key: (share * kept.stage(counts), share * kept.working(counts)) for key, counts in unlike.items()}
+    found = {key: (float(kept.stage(counts)), float(kept.working(counts))) for key, counts in unlike.items()}
     parts = []
     for rank in ranks:
         stages, working = zip(*(found[tuple(counts.values())] for counts in rank.stages))
@@ -109,26 +103,24 @@ def activations_of(ranks: Sequence[Rank], kept: Activations, software: Software)
 
 
 def state_parts(
-    held: Sequence[Held], setting: Setting, software: Software, counts: Mapping[Where, int]
+    held: Sequence[Held], setting: Setting, profile: Profile, counts: Mapping[Where, int]
 ) -> dict[str, float]:
     """What is there at rest, copies for checkpoints too, and whole parameters and gradients while they are used."""
     blocks = max(1, counts["blocks"])
-    copied = written(held, software.kept, scattered=setting.saving.scattered) if setting.saving.copied else 0.0
+    copied = written(held, profile.state_bytes, scattered=setting.saving.scattered) if setting.saving.copied else 0.0
     parts = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "gathered": 0.0, "copies": copied}
     for each in held:
         block = each.elements / blocks * min(_AHEAD, blocks)
         if each.rule.trains:
             same = setting.precision == "fp32" and not each.rule.averages  # parameters are then the master weights
-            state = software.kept(each.rule) - (4.0 if same else 0.0)
-            parts["optimizer"] += 0.0 if "optimizer" in setting.offload else state * each.own
-            parts["gradients"] += software.gradient * each.after(each.depths.gradients)
-        if not (each.depths.parameters and "parameters" in setting.offload):
-            parts["parameters"] += setting.itemsize * each.after(each.depths.parameters)
+            state = profile.state_bytes(each.rule) - (4.0 if same else 0.0)
+            parts["optimizer"] += state * each.own
+            parts["gradients"] += profile.gradient * each.after(each.depths.gradients)
+        parts["parameters"] += setting.itemsize * each.after(each.depths.parameters)
         if each.depths.parameters:
             parts["gathered"] += setting.itemsize * (block if setting.release else each.elements)
-            parts["gathered"] += software.reduced * each.elements * (software.whole_gradients and not setting.release)
         if each.depths.gradients and each.rule.trains:
-            parts["gathered"] += software.gradient * block / _AHEAD
+            parts["gathered"] += profile.gradient * block / _AHEAD
     return parts
 
 

@@ -18,8 +18,8 @@ from optimus.parallel.recompute import Recomputation
 from optimus.plan.blocks import examples
 from optimus.plan.held import Where
 from optimus.plan.machine import Machine
+from optimus.plan.profile import Profile
 from optimus.plan.setting import Given, Rules, Saving, Setting
-from optimus.plan.software import Software, load_software
 from optimus.train.groups import Communicators, communicators
 from optimus.train.pipeline import blocks_of_stages
 from optimus.train.precision import WORTH
@@ -101,13 +101,13 @@ def _rules(config: RunConfig) -> Rules:
     return tuple(tuple((rule, number / found.total()) for rule, number in found.items()) for found in counts)
 
 
-def software_of(config: RunConfig) -> Software:
+def profile_of(config: RunConfig) -> Profile:
     """This library as `config` has it reduce gradients, and hide what it sends."""
-    software, bytes_each = load_software(), GRADIENT[config.state.gradient_dtype]
+    profile, bytes_each = Profile(), GRADIENT[config.state.gradient_dtype]
     change = {"gradient": bytes_each, "reduced": bytes_each}
     change |= {} if config.parallel.overlap else {"overlap_tensor": 0.0}
     change |= {} if config.state.overlap else {"overlap_data": 0.0}
-    return software.model_copy(update=change)
+    return profile.model_copy(update=change)
 
 
 @lru_cache(maxsize=1024)
@@ -190,6 +190,8 @@ class OwnActivations:
             ),
         }
 
+        self._known: dict[tuple[int, ...], Activations] = {}
+
     def stage(self, counts: Mapping[Where, int]) -> float:
         """Kept of a microbatch from its forward pass to its backward pass."""
         return self._of(counts).kept
@@ -200,6 +202,12 @@ class OwnActivations:
         return both.peak - both.kept
 
     def _of(self, counts: Mapping[Where, int]) -> Activations:
+        key = tuple(counts.values())
+        if key not in self._known:
+            self._known[key] = self._counted(counts)
+        return self._known[key]
+
+    def _counted(self, counts: Mapping[Where, int]) -> Activations:
         layers = [layer for layer in sorted(set(self._model.alike)) for _ in range(counts[layer])]
         first, last = bool(counts["first"]), bool(counts["last"])
         return activation_bytes(self._model, self._chosen, layers=layers, first=first, last=last, **self._shapes)

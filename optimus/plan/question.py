@@ -10,8 +10,8 @@ from optimus.plan.links import chained, in_order
 from optimus.plan.machine import Machine
 from optimus.plan.memory import Memory, memory_of, memory_of_ranks
 from optimus.plan.own import OwnActivations
+from optimus.plan.profile import Profile
 from optimus.plan.setting import Given, Setting
-from optimus.plan.software import Software, load_software
 from optimus.plan.step import StepTime, least_time, step_time
 from optimus.plan.work import Work
 
@@ -26,7 +26,7 @@ class Question:
     global_batch: int
     context: int
     given: Given = field(default_factory=Given)
-    software: Software = field(default_factory=load_software)
+    profile: Profile = field(default_factory=Profile)
     nodes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -92,18 +92,18 @@ def predict(question: Question, setting: Setting, work: Work | None = None) -> P
 
 def time_of(question: Question, setting: Setting, work: Work | None = None) -> StepTime:
     """What a step in `setting` takes."""
-    return step_time(question.model, setting, question.placed, question.software, work)
+    return step_time(question.model, setting, question.placed, question.profile, work)
 
 
 def least_time_of(question: Question, setting: Setting, work: Work | None = None) -> float:
     """Seconds that it takes at least, found sooner."""
-    return least_time(setting, work or Work(question.model, setting, question.placed, question.software))
+    return least_time(setting, work or Work(question.model, setting, question.placed, question.profile))
 
 
 def besides(question: Question, setting: Setting, rank: int) -> dict[str, int]:
     """Bytes of `rank` beside its own chunks and activations: whole parameters in use, and copies for checkpoints."""
     kept = OwnActivations(question.model, setting, question.machine.collectives)
-    ranks = memory_of_ranks(question.model, setting, question.software, kept)
+    ranks = memory_of_ranks(question.model, setting, question.profile, kept)
     parts = ranks[setting.mesh.coordinate(rank, "pp")].parts
     return {kind: int(parts[kind]) for kind in ("gathered", "copies") if parts[kind]}
 
@@ -111,4 +111,4 @@ def besides(question: Question, setting: Setting, rank: int) -> dict[str, int]:
 def memory_in(question: Question, setting: Setting) -> Memory:
     """Of the fullest rank of the pipeline."""
     kept = OwnActivations(question.model, setting, question.machine.collectives)
-    return memory_of(question.model, setting, question.software, kept)
+    return memory_of(question.model, setting, question.profile, kept)

@@ -149,12 +149,12 @@ def explained(plan: Plan, config: RunConfig) -> str:
 def _collectives(plan: Plan) -> Iterator[str]:
     """A line for each kind of group, smallest first."""
     question, machine = plan.question, plan.question.placed
-    work = Work(question.model, plan.setting, machine, question.software)
+    work = Work(question.model, plan.setting, machine, question.profile)
     time_of(question, plan.setting, work)
     used: dict[Place, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for (place, kind), whole in sorted(work.collectives.items()):
         if place.size > 1 and whole > 0:
-            name = algorithm_named(kind, whole, place, machine, question.software.collectives)
+            name = algorithm_named(kind, whole, place, machine, question.profile.collectives)
             used[place][name].append(f"{kind.replace('_', '-')} ({whole / 1e6:,.1f} MB)")
     for place, names in used.items():
         apart = f", {place.stride} apart" if place.stride > 1 else ""

@@ -48,9 +48,7 @@ class Given:
 class Setting(Given):
     """One way of running an architecture. `recompute` is what a block makes again in its backward pass: 'norm', 'attention',
     'mlp', 'moe' (the feed-forward part), 'act' (what lies between its products), 'scores' (the attention's core alone),
-    'products' (all but the attention's core and every second matrix product) or 'block', of every `recompute_every`-th.
-    `offload` is what waits on the host: 'optimizer', 'parameters' (their shards), 'inputs' (of blocks that are recomputed),
-    'scores' or 'experts' (what these keep)."""
+    'products' (all but the attention's core and every second matrix product) or 'block', of every `recompute_every`-th."""
 
     mesh: Mesh
     context: int
@@ -64,11 +62,8 @@ class Setting(Given):
     shard_over: Literal["replicas", "data"] = "replicas"
     recompute: frozenset[str] = frozenset()
     recompute_every: int = 1
-    offload: frozenset[str] = frozenset()
     divided_vocabulary: bool = False
-    blocks: tuple[int, ...] | None = None  # of each stage; None: as `even` says
-    even: bool = False  # stages by the number of blocks, as other programs cut them; else by time, as this library does
-    ends_count: bool = False  # embedding and loss then count as a block each
+    blocks: tuple[int, ...] | None = None  # of each stage; None: by their time
 
     @property
     def itemsize(self) -> float:

@@ -19,8 +19,8 @@ from optimus.plan.held import Held, Where, busiest, held_by, kinds_of, written
 from optimus.plan.machine import Machine
 from optimus.plan.own import stage_sizes
 from optimus.plan.pipeline import StageTimes, least_seconds, pipeline_seconds, stages_of_ranks
+from optimus.plan.profile import Profile
 from optimus.plan.setting import Setting
-from optimus.plan.software import Software
 from optimus.plan.work import Passes, Terms, Work, add
 
 # Share that collectives take from the computing that hides them: 16 to 24 of a GPU's 108 to 148 cores, and memory traffic.
@@ -71,14 +71,14 @@ class _Passes(NamedTuple):
 
 
 def step_time(
-    model: ModelConfig, setting: Setting, machine: Machine, software: Software, work: Work | None = None
+    model: ModelConfig, setting: Setting, machine: Machine, profile: Profile, work: Work | None = None
 ) -> StepTime:
     """A step of `setting.global_batch` sequences. `work` knows the modules of a setting that divides a block likewise."""
-    work = work.like(setting) if work else Work(model, setting, machine, software)
+    work = work.like(setting) if work else Work(model, setting, machine, profile)
     passes, mesh = _passes(work), setting.mesh
     order = setting.schedule, mesh.pp, setting.microbatches, passes.times
     link = 0.0 if mesh.pp == 1 else transfer_seconds(work.R * work.H * work.e, setting.place("pp"), work.machine)
-    seconds = _lent(work, passes.times, pipeline_seconds(*order, link, blocking=software.blocking))
+    seconds = _lent(work, passes.times, pipeline_seconds(*order, link, blocking=profile.blocking))
     return _sum(work, passes.stages, seconds, _ends(work, passes, seconds))
 
 
@@ -115,7 +115,7 @@ def _all_passes(work: Work, inside: tuple[Any, ...]) -> _Passes:
         stage: _Stage = work.known[key]
         if s.shard == "parameters":
             passes = stage.forward, add([stage.backward, stage.weights])
-            gathers = _gathering(work, _held(work, each), *passes, max(1, work.software.gathers * each["blocks"]))
+            gathers = _gathering(work, _held(work, each), *passes, max(1, work.profile.gathers * each["blocks"]))
             stage = stage._replace(gathers=gathers)
         alike[id(each)] = stage
     stages = [alike[id(each)] for each in counts]
@@ -153,23 +153,12 @@ def _held(work: Work, counts: Mapping[Where, int]) -> list[Held]:
 
 
 def blocks_of_stages(model: ModelConfig, setting: Setting) -> tuple[range, ...]:
-    """Blocks of each stage: those of the setting, or equally many, or as a run of this library cuts them.
+    """Blocks of each stage: those of the setting, or as a run of this library divides them.
 
     Raises `UserError` where this library would have fewer blocks than stages.
     """
-    if setting.blocks is None and setting.even:
-        return _even(model.layers, setting.stages, setting.ends_count)
     blocks = setting.blocks or stage_sizes(model, setting.stages, divided=setting.divided_vocabulary)
     return tuple(range(start, end) for start, end in pairwise(accumulate(blocks, initial=0)))
-
-
-@lru_cache(maxsize=1024)
-def _even(layers: int, stages: int, ends_count: bool) -> tuple[range, ...]:
-    """Equally many; where they do not come out even, or so they are counted, embedding and loss are a block each."""
-    ends = int(stages > 1 and (ends_count or layers % stages != 0))
-    units = [(layers + 2 * ends) * stage // stages for stage in range(stages + 1)]
-    starts = [min(layers, max(0, unit - ends)) for unit in units]
-    return tuple(range(start, end) for start, end in pairwise(starts))
 
 
 @lru_cache(maxsize=1024)
@@ -207,7 +196,7 @@ def _stage(work: Work, counts: Mapping[Where, int]) -> _Stage:
         if number := counts[layer]:
             attention, name = work.attention[layer], "moe" if work.model.experts_of(layer) else "mlp"
             parts += [(work.norm, 2 * number), (attention, number), (feed_forward, number)]
-            starting += work.software.host * number if name == "moe" else 0.0
+            starting += work.profile.host * number if name == "moe" else 0.0
             share = number / (setting.recompute_every if "block" not in setting.recompute else 1)
             modules = {"norm": (work.norm, 2), "attention": (attention, 1), name: (feed_forward, 1)}
             modules |= {"scores": (work.scores[layer], 1)}
@@ -235,14 +224,14 @@ def _scaled(terms: Terms, times: float) -> Terms:
 def _gathering(work: Work, held: Sequence[Held], forward: Terms, backward: Terms, parts: int) -> float:
     """Of a microbatch's parameters, forward and backward, and reducing their gradients: what computing does not hide. All
     are sent in so many `parts`."""
-    s, software = work.setting, work.software
+    s, profile = work.setting, work.profile
     gather = reduce = 0.0
     for each in held:
         gather += _moving(work, "all_gather", each.moved(0, each.depths.parameters), work.e, parts)
         if each.rule.trains:
-            reduce += _moving(work, "reduce_scatter", each.moved(0, each.depths.gradients), software.reduced, parts)
+            reduce += _moving(work, "reduce_scatter", each.moved(0, each.depths.gradients), profile.reduced, parts)
     second = (gather if s.release else 0.0) + reduce
-    share = software.overlap_gather * work.machine.overlap
+    share = profile.overlap_gather * work.machine.overlap
     return _beside(gather, share * forward.compute) + _beside(second, share * backward.compute)
 
 
@@ -262,36 +251,34 @@ def _beside(moving: float, computing: float) -> float:
 def _reduction(work: Work, held: Sequence[Held], times: Sequence[StageTimes]) -> float:
     """What is not hidden of reducing gradients beside the backward pass, and of gathering what has been updated beside the
     next forward pass; `times` are those of the rank's stages."""
-    s, software = work.setting, work.software
+    s, profile = work.setting, work.profile
     reduce = gather = turns = 0.0
     for each in held:
         parameters, gradients, optimizer = each.depths
         if not parameters:  # else it is beside every microbatch, with what is gathered there
-            reduce += s.microbatches * _moving(work, "reduce_scatter", each.moved(0, gradients), software.reduced)
-            turns += software.broadcast * each.ways(optimizer) if optimizer else 0.0
-        reduce += _moving(work, "reduce_scatter", each.moved(gradients, optimizer), software.reduced)
-        reduce += work.collective("all_reduce", each.own * software.reduced, each.copies)
+            reduce += s.microbatches * _moving(work, "reduce_scatter", each.moved(0, gradients), profile.reduced)
+            turns += profile.broadcast * each.ways(optimizer) if optimizer else 0.0
+        reduce += _moving(work, "reduce_scatter", each.moved(gradients, optimizer), profile.reduced)
+        reduce += work.collective("all_reduce", each.own * profile.reduced, each.copies)
         gather += _moving(work, "all_gather", each.moved(parameters, optimizer), work.e)
     hidden, ahead = sum(each.backward + each.weights for each in times), sum(each.forward for each in times)
     if s.shard == "gradients":
         hidden *= s.microbatches
     hidden, ahead = (work.machine.overlap * seconds for seconds in (hidden, ahead))
-    return _beside(reduce, software.overlap_data * hidden) + turns + _beside(gather, software.overlap_gather * ahead)
+    return _beside(reduce, profile.overlap_data * hidden) + turns + _beside(gather, profile.overlap_gather * ahead)
 
 
 def _update(work: Work, held: Sequence[Held]) -> float:
     """Measuring the norm and the update, as fast as memory is, and the products of rules of matrices."""
-    software = work.software
+    profile = work.profile
     kept = defaultdict[float, float](float)  # elements, by the bytes of their state
     for each in held:
-        kept[software.kept(each.rule)] += each.own
+        kept[profile.state_bytes(each.rule)] += each.own
     own = sum(kept.values())
-    moved = sum(software.update * elements * size for size, elements in kept.items())
-    ways = 0.0
-    if "optimizer" in work.setting.offload:  # gradients go to the host, and parameters come back
-        ways = 2 * work.e * own / work.machine.host.link
+    moved = sum(profile.update * elements * size for size, elements in kept.items())
+    ways = profile.host_traffic * own / work.machine.host.link
     products = sum(_orthogonalising(work, each) for each in held if each.matrices)
-    return ways + products + work.machine.memory_seconds(moved + own * software.gradient, kernels=10)
+    return ways + products + work.machine.memory_seconds(moved + own * profile.gradient, kernels=10)
 
 
 def _orthogonalising(work: Work, held: Held) -> float:
@@ -318,7 +305,7 @@ def _saving(work: Work, held: Sequence[Held], step: float) -> float:
     def weight(rule: Rule) -> float:  # as `Chunk.weights` has it
         return 4.0 if rule.averages else work.e
 
-    for every, size in ((saving.every, work.software.kept), (saving.weights_every, weight)):
+    for every, size in ((saving.every, work.profile.state_bytes), (saving.weights_every, weight)):
         if every is not None:
             own = written(held, size, scattered=saving.scattered)
             writing = own * machine.ranks_per_node / machine.host.storage

@@ -1,4 +1,4 @@
-"""Other machines and other software than there are: `network.bandwidth=x2`, `memory=128e9`, `software.collectives=best`."""
+"""Other machines and other profiles than there are: `network.bandwidth=x2`, `memory=128e9`, `profile.collectives=best`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,19 +7,19 @@ from optimus.config.load import keys_of_section, validated
 from optimus.config.yaml_text import parse_yaml
 from optimus.errors import UserError, nearest
 from optimus.plan.machine import Machine
-from optimus.plan.software import Software
+from optimus.plan.profile import Profile
 
-_SOFTWARE = "software"
+_PROFILE = "profile"
 
 
-def changed(machine: Machine, software: Software, changes: Sequence[str]) -> tuple[Machine, Software]:
-    """Both with changes `key.path=value`, those of the software after `software.`; a value `x2` is twice what it is.
+def changed(machine: Machine, profile: Profile, changes: Sequence[str]) -> tuple[Machine, Profile]:
+    """Both with changes `key.path=value`, those of the profile after `profile.`; a value `x2` is twice what it is.
 
     Raises `UserError` naming the wrong one, and the nearest of the keys that there are.
     """
-    raw = machine.model_dump() | {_SOFTWARE: software.model_dump()}
+    raw = machine.model_dump() | {_PROFILE: profile.model_dump()}
     known = list(_keys_of(raw))
-    for text in sorted(changes, key=lambda change: change.startswith(f"{_SOFTWARE}.")):
+    for text in sorted(changes, key=lambda change: change.startswith(f"{_PROFILE}.")):
         key, equals, value = text.partition("=")
         if not equals or not key or not value:
             raise UserError(f"--what-if '{text}' is not of the form key.path=value, such as network.bandwidth=x2")
@@ -27,11 +27,11 @@ def changed(machine: Machine, software: Software, changes: Sequence[str]) -> tup
         node: Any = raw
         for section in sections:
             node = node.get(section) if isinstance(node, dict) else None
-        if key == _SOFTWARE or not isinstance(node, dict) or (last not in node and not _is_free(sections)):
+        if key == _PROFILE or not isinstance(node, dict) or (last not in node and not _is_free(sections)):
             raise UserError(f"--what-if '{text}': there is no '{key}'; {nearest(key, known)}")
         node[last] = _value(text, value, node.get(last))
-    other = raw.pop(_SOFTWARE)
-    return validated(Machine, raw, "--what-if", Machine), validated(Software, other, "--what-if", Software)
+    other = raw.pop(_PROFILE)
+    return validated(Machine, raw, "--what-if", Machine), validated(Profile, other, "--what-if", Profile)
 
 
 def _keys_of(raw: Mapping[str, Any], before: str = "") -> Iterator[str]:
@@ -45,7 +45,7 @@ def _keys_of(raw: Mapping[str, Any], before: str = "") -> Iterator[str]:
 
 def _is_free(path: Sequence[str]) -> bool:
     """Whether what is at `path` of a machine takes keys of any name."""
-    return path not in ([], [_SOFTWARE]) and not tuple(keys_of_section(path, Machine))
+    return path not in ([], [_PROFILE]) and not tuple(keys_of_section(path, Machine))
 
 
 def _value(text: str, value: str, now: Any) -> Any:

@@ -15,8 +15,8 @@ from optimus.parallel.dispatch.choice import copies, dispatcher
 from optimus.plan.blocks import Block, Projection, blocks_of
 from optimus.plan.collectives import Collective, Place, collective_seconds, transfer_seconds
 from optimus.plan.machine import Machine
+from optimus.plan.profile import Profile
 from optimus.plan.setting import Setting
-from optimus.plan.software import Software
 
 _ATTENTION_BACKWARD = 2.5  # products of the backward pass of fused attention, to those of the forward pass
 _STEP = 32  # columns of a head in which attention kernels come
@@ -60,15 +60,15 @@ class Passes(NamedTuple):
 class Work:
     """The modules of `model` on a rank of `setting`."""
 
-    def __init__(self, model: ModelConfig, setting: Setting, machine: Machine, software: Software) -> None:
-        self.model, self.setting, self.machine, self.software = model, setting, machine, software
+    def __init__(self, model: ModelConfig, setting: Setting, machine: Machine, profile: Profile) -> None:
+        self.model, self.setting, self.machine, self.profile = model, setting, machine, profile
         mesh = setting.mesh
         self.T = setting.rows
         self.R = self.T // mesh.tp_out if setting.sequence else self.T
         self.H = model.hidden / mesh.tp_in
         self.e = setting.itemsize
         self._chosen = model.experts_per_token or 0
-        self._expert_passes = software.passes_experts or software.passes
+        self._expert_passes = profile.passes_experts or profile.passes
         self.known: dict[Any, Any] = {}  # what `step` has found out with it
         self.collectives: dict[tuple[Place, Collective], float] = {}  # bytes of the largest that was asked for
         self._plain = setting.precision if setting.precision in ("fp16", "fp32") else "bf16"  # where nothing is cast
@@ -81,10 +81,10 @@ class Work:
         return other
 
     def collective(self, kind: Collective, whole: float, place: Place) -> float:
-        """Seconds of a collective, as this software does it."""
+        """Seconds of a collective by the profile's algorithm."""
         asked = self.collectives
         asked[place, kind] = max(whole, asked.get((place, kind), 0.0))
-        return collective_seconds(kind, whole, place, self.machine, self.software.collectives)
+        return collective_seconds(kind, whole, place, self.machine, self.profile.collectives)
 
     def orthogonalise(self, number: int, rows: int, columns: int) -> float:
         """Seconds of making so many matrices orthogonal at once (`optim.muon.orthogonalise`)."""
@@ -112,7 +112,7 @@ class Work:
         query, value = self.model.query_size, self.model.value_size
         heads, context = self.model.heads / mesh.tp_out, self.setting.context
         flops = 2 * self.T * context * heads * (query + value)
-        if self.software.attention == 0:
+        if self.profile.attention == 0:
             batch = heads * self.T / context
             products = [(context, context, query), (context, value, context)]
             units = float(_aligned(8, query, value))  # batched products leave the units sooner than others
@@ -121,11 +121,10 @@ class Work:
             times = forward + kept, 2 * forward + 1.3 * kept
             return Passes(*(self._speed(Terms(attention=time)) for time in times))
         seen = min(window or context, context) / context
-        half = seen - seen * seen / 2 if self.software.causal else 1.0  # of the square, without what is masked
-        best = machine.attention_before if self.software.attention_before else machine.attention
-        share = (best or machine.attention) * context / mesh.cp / (context / mesh.cp + machine.attention_half)
+        half = seen - seen * seen / 2  # of the square, without what is masked
+        share = machine.attention * context / mesh.cp / (context / mesh.cp + machine.attention_half)
         head = value / (-(-value // _STEP) * _STEP)  # of the best rate, as the rest of a step pads
-        rate = machine.rates(self._plain).peak * share * self.software.attention * head
+        rate = machine.rates(self._plain).peak * share * self.profile.attention * head
         forward = half * flops / rate + machine.kernel_latency
         back = _ATTENTION_BACKWARD * half * flops / rate + machine.kernel_latency
         ring, ring_back = self._ring(forward, back)
@@ -253,22 +252,22 @@ class Work:
             machine.matmul_seconds(*sizes, kind, count, units=units) for sizes in ((m, n, k), (m, k, n), (k, n, m))
         ]
         if kind in ("fp8", "fp4"):  # both factors and a gradient are read, scaled and written again
-            cast = machine.memory_seconds(self.software.cast * count * (m * k + k * n))
+            cast = machine.memory_seconds(self.profile.cast * count * (m * k + k * n))
             times = [time + cast for time in times]
         forward, backward, weights = (self._speed(Terms(matmul=time)) for time in times)
         return Passes(forward, backward, weights)
 
     def _memory(self, moved: float, share: float | None = None) -> Terms:
-        passes = self.software.passes if share is None else share
+        passes = self.profile.passes if share is None else share
         seconds = self.machine.memory_seconds(moved * passes, kernels=passes)
         return self._speed(Terms(memory=seconds))
 
     def _speed(self, terms: Terms) -> Terms:
-        return Terms(*(time / self.software.speed for time in terms))
+        return Terms(*(time / self.profile.speed for time in terms))
 
     def _tensor(self, kind: Collective, whole: float, axis: str = "tp_out") -> Terms:
         seconds = self.collective(kind, whole, self.setting.place(axis))
-        return Terms(tensor=seconds * (1 - self.software.overlap_tensor * self.machine.overlap))
+        return Terms(tensor=seconds * (1 - self.profile.overlap_tensor * self.machine.overlap))
 
     def _ring(self, forward: float, backward: float) -> tuple[float, float]:
         """What remains of sending keys and values round beside attention; or all of what Ulysses exchanges."""
@@ -297,7 +296,7 @@ class Work:
         place = Place(mesh.ep * mesh.etp, 1)
         if place.size == 1:
             return 0.0
-        shown = 1 - self.software.overlap_expert * self.machine.overlap
+        shown = 1 - self.profile.overlap_expert * self.machine.overlap
         if self.dispatcher == "allgather":
             whole = own * place.size * hidden * self.e
             both = [self.collective(kind, whole, place) for kind in ("all_gather", "reduce_scatter")]
@@ -309,17 +308,17 @@ class Work:
     def _exchange(self, place: Place, size: float, experts: int) -> float:
         """Seconds of sending `size` bytes of tokens to their experts, or back."""
         ranks, nodes = self.setting.mesh.ep, place.nodes(self.machine)
-        if self.software.copies == "expert":
+        if self.profile.copies == "expert":
             return self.collective("all_to_all", size * self._chosen, place)
         each = size * copies(experts, ranks, self._chosen)
-        if self.software.copies == "rank" or nodes == 1:
+        if self.profile.copies == "rank" or nodes == 1:
             return self.collective("all_to_all", each, place)
         here = place.on_a_node(self.machine)
-        if self.software.copies == "levels" and (here == 1 or place.size % here):
+        if self.profile.copies == "levels" and (here == 1 or place.size % here):
             return self.collective("all_to_all", each, place)
         # Once to each node, and there to the ranks that have the experts.
         inside = self.collective("all_to_all", each, Place(here))
-        if self.software.copies == "levels":
+        if self.profile.copies == "levels":
             return inside + self.collective(
                 "all_to_all", size * copies(experts, nodes, self._chosen), place.outer(here)
             )

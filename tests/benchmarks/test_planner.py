@@ -10,9 +10,9 @@ import pytest
 from benchmarks import planner
 from benchmarks.planner import Comparison, Response, constants, timed
 from benchmarks.published import Case, read_cases
-from benchmarks.published.program import model_of, setting_of, software_of
+from benchmarks.published.profiles import load_profile
+from benchmarks.published.program import model_of, offload_of, profile_of, setting_of
 from optimus.errors import UserError
-from optimus.plan.software import load_software
 
 SOURCE = {"rows", "median_absolute_error", "p90_absolute_error", "one_mfu_error", "spearman_mfu"}
 
@@ -96,7 +96,7 @@ def test_constants_are_those_that_the_rows_give(tables: Path) -> None:
 def test_fitting_gives_back_the_constant_that_made_the_rows(tables: Path) -> None:
     cases = read_cases(tables)
     own = [case for case in cases if case.source == "fms_fsdp_llama2"]
-    program = load_software("fms-fsdp")
+    program = load_profile("fms-fsdp")
     made = [_measured(case, 0.9 * program.speed) for case in own]
     response = Response(made, program)
     assert response.fitted(range(len(made))) == pytest.approx(0.9 * program.speed, rel=0.01)
@@ -106,7 +106,7 @@ def test_fitting_gives_back_the_constant_that_made_the_rows(tables: Path) -> Non
 def _measured(case: Case, speed: float) -> Case:
     from dataclasses import replace
 
-    program = load_software(case.software).model_copy(update={"speed": speed})
+    program = load_profile(case.software).model_copy(update={"speed": speed})
     return replace(case, tokens_per_second=planner.throughput(case, program))
 
 
@@ -126,14 +126,14 @@ def test_statistics() -> None:
 
 def changed(cases: Sequence[Case], row: str) -> dict[str, object]:
     case = next(case for case in cases if case.row == row)
-    program = load_software(case.software)
-    run = software_of(case, program)
+    program = load_profile(case.software)
+    run = profile_of(case, program)
     return {name: value for name, value in run if value != getattr(program, name)}
 
 
 def test_traits_change_the_program(tables: Path) -> None:
     cases = read_cases(tables)
-    assert changed(cases, "torchtitan_llama3-0001") == {"passes": load_software("torchtitan").passes_eager}
+    assert changed(cases, "torchtitan_llama3-0001") == {"passes": load_profile("torchtitan").passes_eager}
     assert changed(cases, "torchtitan_llama3-0002") == {}
     assert changed(cases, "torchtitan_llama3-0020") == {"overlap_tensor": 0.6}
     assert changed(cases, "torchtitan_llama3-0023") == {"cast": 9.0}
@@ -145,14 +145,14 @@ def test_traits_change_the_program(tables: Path) -> None:
 
 def test_traits_change_setting_and_model(tables: Path) -> None:
     cases = {case.row: case for case in read_cases(tables)}
-    assert all(setting_of(case).even for case in cases.values())
+    assert all(setting_of(case).blocks for case in cases.values())
     assert (
         setting_of(cases["qwen3_moe_megatron-0008"]).imbalance
         > setting_of(cases["qwen3_moe_megatron-0009"]).imbalance
         == 1
     )
-    assert setting_of(cases["bigscience_v100-0075"]).offload == {"optimizer", "parameters"}
-    assert setting_of(cases["bigscience_a100_3d-0119"]).ends_count
+    assert offload_of(cases["bigscience_v100-0075"]) == {"optimizer", "parameters"}
+    assert setting_of(cases["bigscience_a100_3d-0119"]).blocks == (8, *[9] * 10, 8)
     ahead = cases["nemo_megatron_bridge-0041"]
     assert model_of(ahead).layers == ahead.model.layers + 1 == 62
 
@@ -161,9 +161,9 @@ def test_traits_change_setting_and_model(tables: Path) -> None:
 
 
 def command(*arguments: str) -> None:
-    from benchmarks.commands import bench_app
+    from optimus.cli import app
 
-    bench_app(["planner", *arguments], standalone_mode=False)
+    app(["bench", "planner", *arguments], standalone_mode=False)
 
 
 def test_other_folders_and_the_form_of_the_report(tables: Path, tmp_path: Path) -> None:

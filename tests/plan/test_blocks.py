@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.published.activations import OtherActivations
+from benchmarks.published.profiles import FrameworkProfile
+from benchmarks.published.program import framework_memory
 from optimus.config import ModelConfig, preset_names, resolve_model
 from optimus.config.load import model_config_from
 from optimus.mesh import Mesh
@@ -12,11 +13,9 @@ from optimus.model.count import count_parameters, flops_per_token
 from optimus.plan.blocks import Projection, blocks_of
 from optimus.plan.held import held_by, kinds_of
 from optimus.plan.machine import load_machine
-from optimus.plan.memory import memory_of
 from optimus.plan.question import Question
 from optimus.plan.search import search
 from optimus.plan.setting import Setting
-from optimus.plan.software import Software
 from optimus.plan.step import counts_of, step_time
 from optimus.plan.work import Work
 
@@ -38,7 +37,7 @@ MODELS = {name: model_config_from(resolve_model(name)["model"], name) for name i
         | {"sparse_every": 2}
     ),
 }
-PLAIN = Software(about="a test", gradient=2.0)
+PLAIN = FrameworkProfile(about="a test", gradient=2.0)
 SETTING = Setting(Mesh(), 512, 1, 8)
 MACHINE = load_machine("dgx-a100")
 
@@ -62,7 +61,7 @@ def test_parameters_and_state_are_those_that_are_counted(name: str) -> None:
     model = MODELS[name]
     (counts,), parameters = counts_of(model, (range(model.layers),)), count_parameters(model).total
     assert sum(held.elements for held in held_by(kinds_of(model, SETTING), SETTING, counts)) == parameters
-    parts = memory_of(model, SETTING, PLAIN, OtherActivations(model, SETTING, PLAIN)).parts
+    parts = framework_memory(model, SETTING, PLAIN).parts
     assert sum(parts[kind] for kind in ("parameters", "gradients", "optimizer")) == 16 * parameters
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.published.profiles import load_profile
 from optimus.comm import costs
 from optimus.comm.algorithms import OWN, Curve, Measured, default, names, pieces
 from optimus.comm.links import Link, Links
@@ -13,8 +14,8 @@ from optimus.mesh import Mesh
 from optimus.plan.choices import algorithm_of, links_of
 from optimus.plan.collectives import Algorithm, Collective, Place, algorithm_named, collective_seconds, shape_of
 from optimus.plan.machine import Machine, load_machine
+from optimus.plan.profile import Profile
 from optimus.plan.setting import Setting
-from optimus.plan.software import load_software
 from optimus.plan.step import step_time
 
 approx = pytest.approx
@@ -33,8 +34,8 @@ def with_table(machine: Machine, **curves: dict[str, dict[str, Curve]]) -> Machi
 
 
 def test_this_library_chooses_and_others_have_one_ring() -> None:
-    assert load_software().collectives == "chosen"
-    assert load_software("torchtitan").collectives == "ring"
+    assert Profile().collectives == "chosen"
+    assert load_profile("torchtitan").collectives == "ring"
 
 
 # ---- On processors, over Gloo ----
@@ -129,10 +130,10 @@ def test_a_step_gets_faster_by_a_table_of_faster_collectives() -> None:
     setting = Setting(Mesh(dp=32, ranks_per_node=8), 512, 1, 1, shard="parameters")
     curve = {"4x8": {OWN: Curve(sizes=[1.0, 1e9], seconds=[1e-9, 1e-9])}}
     fast = with_table(GPUS, all_gather=curve, reduce_scatter=curve)
-    before, after = (step_time(model, setting, each, load_software()).seconds for each in (GPUS, fast))
+    before, after = (step_time(model, setting, each, Profile()).seconds for each in (GPUS, fast))
     assert after < before
-    assert step_time(model, replace(setting, mesh=Mesh()), fast, load_software()) == step_time(
-        model, replace(setting, mesh=Mesh()), GPUS, load_software()
+    assert step_time(model, replace(setting, mesh=Mesh()), fast, Profile()) == step_time(
+        model, replace(setting, mesh=Mesh()), GPUS, Profile()
     )
 
 

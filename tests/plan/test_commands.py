@@ -17,8 +17,8 @@ from optimus.config import load_config
 from optimus.plan.asking import asked, configured
 from optimus.plan.dry_run import dry_run
 from optimus.plan.machine import load_machine
+from optimus.plan.profile import Profile
 from optimus.plan.question import predict
-from optimus.plan.software import load_software
 from optimus.plan.what_if import changed
 
 MODEL = {"family": "olmoe", "hidden": 256, "layers": 8, "heads": 4, "intermediate": 256, "vocab": 1024}
@@ -100,7 +100,7 @@ def test_what_explains_a_row_says_which_algorithm_each_kind_of_group_uses(plan: 
             "host.link=x1",
             r"  16 ranks on 4 nodes +all-reduce \(.* MB\): direct\+direct\n",
         ),
-        (16, "software.collectives=ring", r"  16 ranks on 4 nodes .*: the backend's own, a ring\n"),
+        (16, "profile.collectives=ring", r"  16 ranks on 4 nodes .*: the backend's own, a ring\n"),
     ):
         text = plan(*words, "--what-if", change, text=True, ranks=ranks)
         assert re.search("its collectives, by which algorithm, and the largest of each kind:\n" + expected, text), text
@@ -236,17 +236,15 @@ def test_another_machine(plan: Callable[..., Any]) -> None:
     assert faster["time"]["tensor_parallel"] < now["time"]["tensor_parallel"]
     assert faster["time"]["matmul"] == now["time"]["matmul"]
     laptop = load_machine("laptop")
-    assert changed(laptop, load_software(), ["memory=128e9", "network.bandwidth=x2"])[0].memory == 128e9
-    assert (
-        changed(laptop, load_software(), ["network.bandwidth=x2"])[0].network.bandwidth == 2 * laptop.network.bandwidth
-    )
+    assert changed(laptop, Profile(), ["memory=128e9", "network.bandwidth=x2"])[0].memory == 128e9
+    assert changed(laptop, Profile(), ["network.bandwidth=x2"])[0].network.bandwidth == 2 * laptop.network.bandwidth
 
 
 def test_other_software(plan: Callable[..., Any]) -> None:
-    now, slower = (plan("--as-is", *more)["plans"][0] for more in ([], ["--what-if", "software.speed=0.5"]))
-    assert slower["time"]["matmul"] == pytest.approx(2 * now["time"]["matmul"] * load_software().speed)
+    now, slower = (plan("--as-is", *more)["plans"][0] for more in ([], ["--what-if", "profile.speed=0.5"]))
+    assert slower["time"]["matmul"] == pytest.approx(2 * now["time"]["matmul"] * Profile().speed)
     with pytest.raises(optimus.UserError, match=r"--what-if: .*collectives"):
-        plan("--what-if", "software.collectives=rings")
+        plan("--what-if", "profile.collectives=rings")
 
 
 def test_gradients_of_two_bytes_take_half_as_long_to_reduce(plan: Callable[..., Any]) -> None:
@@ -292,11 +290,11 @@ def test_nodes_that_are_not_equally_near(plan: Callable[..., Any], tmp_path: Pat
 )
 def test_changes_that_make_no_sense(change: str, message: str) -> None:
     with pytest.raises(optimus.UserError, match=message):
-        changed(load_machine("laptop"), load_software(), [change])
+        changed(load_machine("laptop"), Profile(), [change])
 
 
 def test_changes_of_the_software_that_make_no_sense(plan: Callable[..., Any]) -> None:
-    for change, right in (("software.sped=x2", "software.speed"), ("speed=2", "software.speed")):
+    for change, right in (("profile.sped=x2", "profile.speed"), ("speed=2", "profile.speed")):
         with pytest.raises(optimus.UserError, match=rf"there is no '{change[:-2].strip('=')}'; did you mean '{right}'"):
             plan("--as-is", "--what-if", change)
 

@@ -1,18 +1,19 @@
 """Bytes on a rank, by hand: state by sharding level, activations by what is recomputed, and what waits on the host."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from benchmarks.published.activations import OtherActivations
+from benchmarks.published.profiles import FrameworkProfile
+from benchmarks.published.program import even_stages, framework_memory, framework_ranks
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
 from optimus.model.count import count_parameters
-from optimus.plan.memory import Memory, memory_of, memory_of_ranks
+from optimus.plan.memory import Memory
 from optimus.plan.setting import Setting
-from optimus.plan.software import Software
 
 GATED = ModelConfig(family="olmo", layers=16, hidden=1024, heads=16, intermediate=4096, vocab=32000)
 DENSE = GATED.model_copy(update={"gated": False})
@@ -22,12 +23,17 @@ SPARSE = ModelConfig(
 )
 SETTING = Setting(Mesh(dp=16), 2048, 1, 8)
 # Gradients of two bytes, twelve bytes of master weights and moments: 16 for each parameter that is not sharded.
-PLAIN = Software(about="a test", gradient=2.0)
+PLAIN = FrameworkProfile(about="a test", gradient=2.0)
 STATE = ("parameters", "gradients", "optimizer")
 
 
-def memory(setting: Setting = SETTING, software: Software = PLAIN, model: ModelConfig = DENSE) -> Memory:
-    return memory_of(model, setting, software, OtherActivations(model, setting, software))
+def memory(
+    setting: Setting = SETTING,
+    profile: FrameworkProfile = PLAIN,
+    model: ModelConfig = DENSE,
+    offload: Collection[str] = (),
+) -> Memory:
+    return framework_memory(model, setting, profile, frozenset(offload))
 
 
 def state(found: Memory) -> float:
@@ -51,8 +57,8 @@ def test_levels_of_sharding(shard: Any, bytes_each: float) -> None:
 def test_a_tied_table_is_held_once_by_a_rank_that_has_both_ends() -> None:
     tied, parameters = DENSE.model_copy(update={"tie_embeddings": True}), PARAMETERS - 32000 * 1024
     assert memory(model=tied).parts["parameters"] == 2 * parameters
-    setting = replace(SETTING, mesh=Mesh(pp=4, dp=4), even=True)
-    ends = memory_of_ranks(tied, setting, PLAIN, OtherActivations(tied, setting, PLAIN))
+    setting = replace(SETTING, mesh=Mesh(pp=4, dp=4), blocks=even_stages(16, 4))
+    ends = framework_ranks(tied, setting, PLAIN)
     block = (parameters - 32000 * 1024) / 16
     held = [rank.parts["parameters"] / 2 for rank in ends]
     assert held == pytest.approx([4 * block + 32000 * 1024, 4 * block, 4 * block, 4 * block + 32000 * 1024])
@@ -92,7 +98,7 @@ def test_a_dense_block_keeps_what_its_backward_pass_reads() -> None:
 def test_whole_blocks_keep_their_input_alone() -> None:
     found = memory(replace(SETTING, recompute=frozenset({"block"}))).parts["activations"]
     assert found == (16 + 2) * 2048 * 1024 * 2
-    host = memory(replace(SETTING, recompute=frozenset({"block"}), offload=frozenset({"inputs"})))
+    host = memory(replace(SETTING, recompute=frozenset({"block"})), offload={"inputs"})
     assert host.parts["activations"] == 2 * 2048 * 1024 * 2
 
 
@@ -108,7 +114,7 @@ def test_recomputing_more_keeps_less() -> None:
 
 
 def test_kept_scores_grow_with_the_square_of_the_context() -> None:
-    kept = Software(about="a test", attention=0.0, gradient=2.0)
+    kept = FrameworkProfile(about="a test", attention=0.0, gradient=2.0)
 
     def scores(context: int) -> float:
         setting = replace(SETTING, context=context)
@@ -120,8 +126,8 @@ def test_kept_scores_grow_with_the_square_of_the_context() -> None:
 
 
 def test_an_earlier_stage_keeps_more_microbatches() -> None:
-    setting = replace(SETTING, mesh=Mesh(pp=4, dp=4), even=True)
-    found = memory_of_ranks(DENSE, setting, PLAIN, OtherActivations(DENSE, setting, PLAIN))
+    setting = replace(SETTING, mesh=Mesh(pp=4, dp=4), blocks=even_stages(16, 4))
+    found = framework_ranks(DENSE, setting, PLAIN)
     inner = [rank.parts["activations"] for rank in found[:3]]
     assert inner[0] / inner[1] == pytest.approx(4 / 3)
     assert inner[1] / inner[2] == pytest.approx(3 / 2)
@@ -133,13 +139,13 @@ def test_eight_bits_keep_less_of_what_products_read() -> None:
 
 
 def test_fragments_and_what_is_fixed() -> None:
-    plain, real = memory(), memory(software=replace_software(fragments=1.25, fixed=3e9))
+    plain, real = memory(), memory(profile=replace_profile(fragments=1.25, fixed=3e9))
     assert real.parts["activations"] == pytest.approx(1.25 * plain.parts["activations"])
     assert real.parts["other"] == 3e9
     assert state(real) == state(plain)
 
 
-def replace_software(**change: float) -> Software:
+def replace_profile(**change: float) -> FrameworkProfile:
     return PLAIN.model_copy(update=change)
 
 
@@ -148,7 +154,7 @@ def replace_software(**change: float) -> Software:
 
 def test_what_waits_on_the_host_takes_no_room() -> None:
     setting = replace(SETTING, shard="parameters")
-    found = memory(replace(setting, offload=frozenset({"optimizer", "parameters"})))
+    found = memory(setting, offload={"optimizer", "parameters"})
     assert found.parts["optimizer"] == 0
     assert found.parts["parameters"] == 0
     assert found.parts["gradients"] == memory(setting).parts["gradients"] > 0
@@ -156,7 +162,7 @@ def test_what_waits_on_the_host_takes_no_room() -> None:
 
 def test_gradients_stay_whole_between_microbatches_where_a_program_keeps_them() -> None:
     setting = replace(SETTING, shard="parameters", release=False)
-    plain, whole = (memory(setting, replace_software(whole_gradients=each)) for each in (False, True))
+    plain, whole = (memory(setting, replace_profile(whole_gradients=each)) for each in (False, True))
     assert whole.parts["gathered"] - plain.parts["gathered"] == pytest.approx(4.0 * PARAMETERS)
 
 
@@ -164,8 +170,8 @@ def test_gradients_that_come_late_take_the_place_of_activations() -> None:
     one = replace(SETTING, microbatches=1, shard="parameters")
     for micro_batch in (1, 64):  # more gradients than activations, and less
         setting = replace(one, micro_batch=micro_batch)
-        plain, late = (memory(setting, replace_software(late_gradients=each)) for each in (False, True))
+        plain, late = (memory(setting, replace_profile(late_gradients=each)) for each in (False, True))
         both = [plain.parts[kind] for kind in ("gradients", "activations")]
         assert plain.total - late.total == pytest.approx(min(both)) != 0
     several = replace(one, microbatches=8)
-    assert memory(several, replace_software(late_gradients=True)) == memory(several)
+    assert memory(several, replace_profile(late_gradients=True)) == memory(several)

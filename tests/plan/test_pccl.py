@@ -2,7 +2,7 @@
 
 Sources: the dissertation on AxoNN, sections 6.3.1 and 6.3.2; PCCL, arXiv 2504.18658 v2; what its authors logged of the
 vendors' libraries (github.com/axonn-ai/sc2025-pccl-reproducer, data/). What each constant is fitted to stands beside it, in
-`machines/frontier.yaml`, `machines/perlmutter.yaml` and `software.yaml`.
+`machines/frontier.yaml`, `machines/perlmutter.yaml` and `profiles.yaml`.
 """
 
 from functools import cache
@@ -10,13 +10,13 @@ from statistics import median
 
 import pytest
 
+from benchmarks.published.profiles import load_profile
 from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.plan.collectives import Collective, Place, collective_seconds
 from optimus.plan.machine import Library, Protocol, load_machine
 from optimus.plan.setting import Setting
-from optimus.plan.software import load_software
 from optimus.plan.step import step_time
 
 approx = pytest.approx
@@ -101,7 +101,7 @@ def test_pccl_goes_node_by_node_in_a_logarithm_of_rounds() -> None:
 
 @pytest.mark.parametrize(("by", "needs"), [("library", r"network\.library"), ("pccl", r"network\.doubling")])
 def test_a_machine_that_does_not_say_how_fast_they_are(by: str, needs: str) -> None:
-    with pytest.raises(UserError, match=rf"machine aurora .* software\.collectives={by} needs {needs}"):
+    with pytest.raises(UserError, match=rf"machine aurora .* profile\.collectives={by} needs {needs}"):
         seconds("aurora", 24, 1.0, by)
 
 
@@ -182,7 +182,7 @@ def batch_seconds(name: str, size: str, ranks: int, by: str) -> float:
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "intermediate": 4 * hidden, "vocab": 51200}
     model = ModelConfig.model_validate({"family": "gpt2", "learned_positions": CONTEXT} | sizes)
     machine = load_machine(name)
-    software = load_software(f"deepspeed-{name}").model_copy(update={"collectives": by})
+    profile = load_profile(f"deepspeed-{name}").model_copy(update={"collectives": by})
     setting = Setting(
         Mesh(dp=ranks, ranks_per_node=machine.ranks_per_node),
         context=CONTEXT,
@@ -192,7 +192,7 @@ def batch_seconds(name: str, size: str, ranks: int, by: str) -> float:
         shard="parameters",
         recompute=frozenset({"block"}),
     )
-    return step_time(model, setting, machine, software).seconds
+    return step_time(model, setting, machine, profile).seconds
 
 
 @pytest.mark.parametrize(("name", "size", "ranks", "published"), SHORTER)

@@ -6,14 +6,14 @@ from statistics import median
 
 import pytest
 
-from benchmarks.published.activations import OtherActivations
+from benchmarks.published.profiles import load_profile
+from benchmarks.published.program import framework_memory
 from optimus.config import ModelConfig
 from optimus.config.load import model_config_from, resolve_model
 from optimus.mesh import Mesh
 from optimus.plan.machine import Machine, load_machine
-from optimus.plan.memory import memory_of, room_of
+from optimus.plan.memory import room_of
 from optimus.plan.setting import Setting
-from optimus.plan.software import load_software
 from optimus.plan.step import step_time
 
 TILES = (384, 768, 1536, 3072, 6144, 12288)
@@ -37,7 +37,7 @@ def test_mula_220b_on_twelve_thousand_tiles() -> None:
             shard="optimizer",
             recompute=frozenset({"norm", "attention", "moe"}),
         )
-        step = step_time(model, setting, load_machine("aurora"), load_software("optimus-aurora"))
+        step = step_time(model, setting, load_machine("aurora"), load_profile("optimus-aurora"))
         speeds.append(setting.tokens / step.seconds / tiles)
     efficiency = [100 * speed / speeds[0] for speed in speeds]
     assert efficiency == pytest.approx([100, 97, 90, 90, 90, 90], abs=5)
@@ -97,24 +97,24 @@ def grids(model: ModelConfig, machine: Machine, ranks: int) -> Iterator[Setting]
                     shard_ranks=None if z == 1 else z,
                     recompute=frozenset({"block"}),
                 )
-                if memory_of(model, setting, AXONN, OtherActivations(model, setting, AXONN)).total <= room_of(machine):
+                if framework_memory(model, setting, AXONN).total <= room_of(machine):
                     yield setting
                     break
 
 
-AXONN = load_software("axonn-frontier")
+AXONN = load_profile("axonn-frontier")
 
 
 def shares(name: str) -> list[float]:
     """Per cent of the peak in the fastest grid of each row, recomputation counted as the source does (Narayanan et al.)."""
-    machine, software, found = load_machine(name), load_software(f"axonn-{name}"), []
+    machine, profile, found = load_machine(name), load_profile(f"axonn-{name}"), []
     for ranks, size, _ in MEASURED[name]:
         layers, hidden, heads = GPT[size]
         sizes = {"layers": layers, "hidden": hidden, "heads": heads, "intermediate": 4 * hidden, "vocab": 51200}
         model = ModelConfig.model_validate({"family": "gpt2", "learned_positions": SEQUENCE} | sizes)
         flops = 96 * layers * hidden**2 * (1 + SEQUENCE / (6 * hidden) + model.vocab / (16 * layers * hidden))
         speeds = (
-            setting.tokens / step_time(model, setting, machine, software).seconds
+            setting.tokens / step_time(model, setting, machine, profile).seconds
             for setting in grids(model, machine, ranks)
         )
         found.append(100 * flops * max(speeds) / ranks / machine.rates("bf16").peak)

@@ -16,10 +16,10 @@ from optimus.plan.links import even
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.memory import room_of
 from optimus.plan.own import communicators_of, for_machine
+from optimus.plan.profile import Profile
 from optimus.plan.question import Plan, Question, least_time_of, memory_in, predict, time_of
 from optimus.plan.search import search
 from optimus.plan.setting import Given, Setting
-from optimus.plan.software import load_software
 
 SPARSE = ModelConfig(
     family="olmoe", hidden=512, layers=6, heads=4, intermediate=512, vocab=1024, experts=8, experts_per_token=2
@@ -220,8 +220,8 @@ PAPER = [  # pipeline and expert ranks
 def on_aurora(name: str) -> Question:
     """A sequence of 2,048 tokens for each tile, gradients reduced in bf16 (section 2.1)."""
     model = model_config_from(resolve_model(name)["model"], "")
-    halved = load_software().model_copy(update={"gradient": 2.0, "reduced": 2.0})
-    return Question(model, load_machine("aurora"), 3072, 3072, 2048, software=halved)
+    halved = Profile().model_copy(update={"gradient": 2.0, "reduced": 2.0})
+    return Question(model, load_machine("aurora"), 3072, 3072, 2048, profile=halved)
 
 
 def test_the_papers_layout_of_mula_1b_is_among_the_ten_best() -> None:

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.published.profiles import FrameworkProfile
+from benchmarks.published.program import even_stages
 from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.model.count import count_parameters, flops_per_token
 from optimus.plan.machine import load_machine
 from optimus.plan.setting import Saving, Setting
-from optimus.plan.software import Software
 from optimus.plan.step import StepTime, blocks_of_stages, step_time
 
 MACHINE = load_machine("dgx-a100")
@@ -21,12 +22,12 @@ DENSE = GATED.model_copy(update={"gated": False})
 SPARSE = ModelConfig(
     family="olmoe", layers=8, hidden=2048, heads=16, intermediate=1024, vocab=64, experts=64, experts_per_token=8
 )
-PLAIN = Software(about="a test")
+PLAIN = FrameworkProfile(about="a test")
 SETTING = Setting(Mesh(), 2048, 1, 8)
 
 
-def step(setting: Setting, software: Software = PLAIN, model: ModelConfig = DENSE) -> StepTime:
-    return step_time(model, setting, MACHINE, software)
+def step(setting: Setting, profile: FrameworkProfile = PLAIN, model: ModelConfig = DENSE) -> StepTime:
+    return step_time(model, setting, MACHINE, profile)
 
 
 def test_terms_add_up_to_the_step() -> None:
@@ -48,7 +49,7 @@ def test_model_flops_never_pass_the_peak() -> None:
 @pytest.mark.parametrize("microbatches", [8, 16, 64])
 def test_the_bubble_of_a_pipeline(microbatches: int) -> None:
     ranks = 4
-    setting = replace(SETTING, mesh=Mesh(pp=ranks), microbatches=microbatches, even=True)
+    setting = replace(SETTING, mesh=Mesh(pp=ranks), microbatches=microbatches, blocks=even_stages(16, ranks))
     found = step(setting)
     busy = sum(
         time for name, time in found.terms.items() if name not in ("pipeline", "data_parallel", "optimizer", "data")
@@ -57,8 +58,9 @@ def test_the_bubble_of_a_pipeline(microbatches: int) -> None:
 
 
 def test_interleaving_makes_the_bubble_smaller() -> None:
-    plain = step(replace(SETTING, mesh=Mesh(pp=4), even=True))
-    fine = step(replace(SETTING, mesh=Mesh(pp=4), even=True, schedule="interleaved-1f1b", stages_per_rank=4))
+    plain = step(replace(SETTING, mesh=Mesh(pp=4), blocks=even_stages(16, 4)))
+    blocks = even_stages(16, 16)
+    fine = step(replace(SETTING, mesh=Mesh(pp=4), blocks=blocks, schedule="interleaved-1f1b", stages_per_rank=4))
     assert fine.terms["pipeline"] < 0.4 * plain.terms["pipeline"]
 
 
@@ -85,7 +87,7 @@ def test_recomputation_leaves_collectives_out_unless_they_are_repeated() -> None
 def test_reducing_hides_behind_the_last_backward_pass() -> None:
     setting = replace(SETTING, mesh=Mesh(dp=64), microbatches=4)
     hidden, open_ = (
-        step(setting, Software(about="a test", overlap_data=share)).terms["data_parallel"] for share in (1, 0)
+        step(setting, FrameworkProfile(about="a test", overlap_data=share)).terms["data_parallel"] for share in (1, 0)
     )
     assert 0 < hidden < 0.5 * open_
     assert step(replace(setting, mesh=Mesh())).terms["data_parallel"] == 0
@@ -93,7 +95,9 @@ def test_reducing_hides_behind_the_last_backward_pass() -> None:
 
 def test_broadcasts_in_turn_take_as_many_as_there_are_ranks() -> None:
     setting = replace(SETTING, mesh=Mesh(dp=128), shard="optimizer")
-    gathered, turns = (step(setting, Software(about="a test", broadcast=each)).seconds for each in (0.0, 2.0e-3))
+    gathered, turns = (
+        step(setting, FrameworkProfile(about="a test", broadcast=each)).seconds for each in (0.0, 2.0e-3)
+    )
     assert turns - gathered == pytest.approx(128 * 2.0e-3)
 
 
@@ -107,7 +111,7 @@ def test_sharded_parameters_are_gathered_for_every_microbatch() -> None:
 
 def test_a_slow_host_is_waited_for() -> None:
     setting = replace(SETTING, context=256)
-    fast, slow = (step(setting, Software(about="a test", host=each), SPARSE) for each in (0.0, 20e-3))
+    fast, slow = (step(setting, FrameworkProfile(about="a test", host=each), SPARSE) for each in (0.0, 20e-3))
     assert fast.terms["host"] == 0
     assert slow.seconds - slow.terms["optimizer"] == pytest.approx(8 * 8 * 20e-3, rel=0.05)
 
@@ -122,16 +126,20 @@ def test_more_work_takes_longer(change: dict[str, Any]) -> None:
 # ---- How a pipeline is cut ----
 
 
-def lengths(layers: int, stages: int, **how: bool) -> list[int]:
-    setting = replace(SETTING, mesh=Mesh(pp=stages), **how)  # type: ignore[arg-type]
+def lengths(layers: int, stages: int, blocks: tuple[int, ...] | None = None) -> list[int]:
+    setting = replace(SETTING, mesh=Mesh(pp=stages), blocks=blocks)
     return [len(blocks) for blocks in blocks_of_stages(DENSE.model_copy(update={"layers": layers}), setting)]
 
 
+def even(layers: int, stages: int, *, counted: bool = False) -> list[int]:
+    return lengths(layers, stages, even_stages(layers, stages, counted=counted))
+
+
 def test_even_stages() -> None:
-    assert lengths(16, 4, even=True) == [4, 4, 4, 4]
-    assert lengths(126, 8, even=True, ends_count=True) == [15, *[16] * 6, 15]
-    assert lengths(6, 8, even=True, ends_count=True) == [0, 1, 1, 1, 1, 1, 1, 0]
-    found = lengths(61, 8, even=True)
+    assert even(16, 4) == [4, 4, 4, 4]
+    assert even(126, 8, counted=True) == [15, *[16] * 6, 15]
+    assert even(6, 8, counted=True) == [0, 1, 1, 1, 1, 1, 1, 0]
+    found = even(61, 8)
     assert sum(found) == 61
     assert max(found) - min(found) <= 2
 
@@ -184,7 +192,7 @@ SHARED = MACHINE.model_copy(update={"alone": 4.0})
 def test_what_ranks_leave_idle_the_others_use() -> None:
     """Four stages side by side on a node that computes as fast with fewer ranks: no bubble. Of stages on nodes of their own
     nobody uses it."""
-    setting = replace(SETTING, mesh=Mesh(pp=4), even=True)
+    setting = replace(SETTING, mesh=Mesh(pp=4), blocks=even_stages(16, 4))
     here, there = (step_time(DENSE, setting, machine, PLAIN) for machine in (SHARED, MACHINE))
     assert here.terms["pipeline"] == 0 < there.terms["pipeline"]
     alone = step(SETTING)
@@ -195,7 +203,7 @@ def test_what_ranks_leave_idle_the_others_use() -> None:
 
 
 def test_a_single_microbatch_is_no_faster_than_its_stages_alone() -> None:
-    setting = replace(SETTING, mesh=Mesh(pp=8), microbatches=1, even=True)
+    setting = replace(SETTING, mesh=Mesh(pp=8), microbatches=1, blocks=even_stages(16, 8))
     here, there = (step_time(DENSE, setting, machine, PLAIN) for machine in (SHARED, MACHINE))
     ends = sum(here.terms[kind] for kind in ("optimizer", "data"))
     assert here.seconds - ends == pytest.approx((there.seconds - ends) / 4)

@@ -2,13 +2,14 @@
 
 import pytest
 
+from benchmarks.published.profiles import FrameworkProfile
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
 from optimus.parallel.dispatch.choice import copies
 from optimus.plan.collectives import Place, collective_seconds
 from optimus.plan.machine import load_machine
+from optimus.plan.profile import Profile
 from optimus.plan.setting import Setting
-from optimus.plan.software import Software, load_software
 from optimus.plan.work import Work
 
 MACHINE = load_machine("dgx-a100")
@@ -17,12 +18,12 @@ DENSE = ModelConfig.model_validate(SIZES)
 SPARSE = ModelConfig(
     family="olmoe", layers=4, hidden=2048, heads=16, intermediate=1024, vocab=32000, experts=64, experts_per_token=8
 )
-PLAIN = Software(about="a test")
+PLAIN = FrameworkProfile(about="a test")
 
 
-def work(model: ModelConfig = DENSE, software: Software = PLAIN, **sizes: object) -> Work:
+def work(model: ModelConfig = DENSE, profile: FrameworkProfile = PLAIN, **sizes: object) -> Work:
     given = {"mesh": Mesh(), "context": 2048, "micro_batch": 2, "microbatches": 1} | sizes
-    return Work(model, Setting(**given), MACHINE, software)  # type: ignore[arg-type]
+    return Work(model, Setting(**given), MACHINE, profile)  # type: ignore[arg-type]
 
 
 def test_the_products_of_a_feed_forward_layer_are_those_of_its_matrices() -> None:
@@ -44,16 +45,18 @@ def test_products_take_at_least_their_flops_at_the_sustained_rate() -> None:
 def test_a_faster_program_takes_less_of_everything_but_collectives() -> None:
     mesh = Mesh(tp=8)
     slow, fast = (
-        work(software=Software(about="a test", speed=speed), mesh=mesh).feed_forward[0].forward for speed in (1.0, 2.0)
+        work(profile=FrameworkProfile(about="a test", speed=speed), mesh=mesh).feed_forward[0].forward
+        for speed in (1.0, 2.0)
     )
     assert fast.compute == pytest.approx(slow.compute / 2)
     assert fast.tensor == slow.tensor > 0
 
 
 def test_causal_attention_computes_half_of_the_square() -> None:
-    causal, whole = (work(software=Software(about="a test", causal=each)).scores[0].forward for each in (True, False))
-    latency = MACHINE.kernel_latency
-    assert whole.attention - latency == pytest.approx(2 * (causal.attention - latency))
+    causal = work().scores[0].forward.attention - MACHINE.kernel_latency
+    share = MACHINE.attention * 2048 / (2048 + MACHINE.attention_half)
+    whole = 2 * (2 * 2048) * 2048 * 4096 * 2 / (share * MACHINE.rates("bf16").peak)
+    assert whole == pytest.approx(2 * causal)
 
 
 def test_attention_nears_its_best_rate_with_long_sequences() -> None:
@@ -68,7 +71,7 @@ def test_attention_nears_its_best_rate_with_long_sequences() -> None:
 
 
 def test_heads_that_are_no_multiple_of_eight_do_without_matrix_units() -> None:
-    kept = Software(about="a test", attention=0.0)
+    kept = FrameworkProfile(about="a test", attention=0.0)
     even, odd = (
         work(ModelConfig.model_validate(SIZES | {"hidden": 64 * size, "heads": 64}), kept).scores[0].forward
         for size in (112, 108)
@@ -89,9 +92,9 @@ def test_products_with_rows_of_fewer_bytes_leave_the_matrix_units_in_two_steps(
 
 
 def test_kept_scores_cost_memory_traffic_that_grows_with_the_square() -> None:
-    kept = Software(about="a test", attention=0.0)
+    kept = FrameworkProfile(about="a test", attention=0.0)
     short, long = (
-        work(software=kept, context=context, micro_batch=1).scores[0].forward.attention for context in (2048, 8192)
+        work(profile=kept, context=context, micro_batch=1).scores[0].forward.attention for context in (2048, 8192)
     )
     assert 14 < long / short < 18
 
@@ -102,8 +105,8 @@ def test_tensor_parallelism_sends_the_stream_at_both_ends_of_a_layer() -> None:
     assert work(mesh=mesh).feed_forward[0].forward.tensor == pytest.approx(gather + scatter)
     reduce = collective_seconds("all_reduce", size, Place(8), MACHINE)
     assert work(mesh=mesh, sequence=False).feed_forward[0].forward.tensor == pytest.approx(reduce)
-    hidden = Software(about="a test", overlap_tensor=0.75)
-    assert work(mesh=mesh, software=hidden).feed_forward[0].forward.tensor == pytest.approx((gather + scatter) / 4)
+    hidden = FrameworkProfile(about="a test", overlap_tensor=0.75)
+    assert work(mesh=mesh, profile=hidden).feed_forward[0].forward.tensor == pytest.approx((gather + scatter) / 4)
 
 
 def test_busy_experts_take_longer() -> None:
@@ -122,7 +125,7 @@ def test_a_token_is_sent_to_no_more_ranks_than_there_are_and_no_more_than_it_has
 def test_what_nodes_forward_is_sent_once_to_each() -> None:
     mesh = Mesh(dp=32, ep=32)
     times = {
-        each: work(SPARSE, Software(about="a test", copies=each), mesh=mesh).feed_forward[0].forward.expert
+        each: work(SPARSE, FrameworkProfile(about="a test", copies=each), mesh=mesh).feed_forward[0].forward.expert
         for each in ("node", "rank", "expert")
     }
     assert times["node"] < times["rank"] < times["expert"]
@@ -132,7 +135,7 @@ def test_casts_to_eight_bits_take_time() -> None:
     machine = load_machine("dgx-h100")
     setting = Setting(Mesh(), 2048, 2, 1, precision="fp8")
     free, cast = (
-        Work(DENSE, setting, machine, Software(about="a test", cast=bytes)).feed_forward[0].forward
+        Work(DENSE, setting, machine, FrameworkProfile(about="a test", cast=bytes)).feed_forward[0].forward
         for bytes in (0.0, 3.0)
     )
     elements = 4096 * 4096 + 4096 * 2 * 11008 + 4096 * 11008 + 11008 * 4096
@@ -141,7 +144,7 @@ def test_casts_to_eight_bits_take_time() -> None:
 
 def test_a_run_sends_a_token_to_a_node_and_then_to_its_ranks() -> None:
     """Two levels, one after the other (`parallel.dispatch.two_level`); where there are no two, all ranks at once."""
-    mesh, levels = Mesh(dp=16, ep=16, ranks_per_node=8), Software(about="a test", copies="levels")
+    mesh, levels = Mesh(dp=16, ep=16, ranks_per_node=8), FrameworkProfile(about="a test", copies="levels")
     found = work(SPARSE, levels, mesh=mesh)
     tokens = 2 * 2048 * 2048 * 2.0  # bytes
     inside = collective_seconds("all_to_all", tokens * copies(64, 16, 8), Place(8), MACHINE)
@@ -150,6 +153,6 @@ def test_a_run_sends_a_token_to_a_node_and_then_to_its_ranks() -> None:
     flat = work(SPARSE, PLAIN, mesh=mesh).feed_forward[0].forward.expert
     assert found.feed_forward[0].forward.expert < 0.7 * flat
     for mesh in (Mesh(dp=8, ep=8, ranks_per_node=8), Mesh(dp=16, ep=2, ranks_per_node=8)):  # on a node
-        both = (work(SPARSE, software, mesh=mesh).feed_forward[0].forward.expert for software in (levels, PLAIN))
+        both = (work(SPARSE, profile, mesh=mesh).feed_forward[0].forward.expert for profile in (levels, PLAIN))
         assert len(set(both)) == 1
-    assert load_software().copies == "levels"
+    assert Profile().copies == "levels"

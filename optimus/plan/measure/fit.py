@@ -18,8 +18,8 @@ from optimus.mesh import Mesh
 from optimus.plan.collectives import collective_seconds, reduce_scatter_seconds, transfer_seconds
 from optimus.plan.machine import Arithmetic, Host, Machine, Matmul, Network, Node, Pace
 from optimus.plan.measure.timing import Attended, Observations, Product, Talk, Talked
+from optimus.plan.profile import Profile
 from optimus.plan.setting import Setting
-from optimus.plan.software import load_software
 from optimus.plan.work import Work
 
 Floats = NDArray[np.float64]
@@ -181,8 +181,8 @@ def _attended(machine: Machine, each: Attended) -> float:
     hidden = each.heads * each.head
     model = ModelConfig(family="olmo", layers=1, hidden=hidden, heads=each.heads, intermediate=1, vocab=1)
     setting = Setting(Mesh(), each.context, each.sequences, microbatches=1)
-    software = load_software("optimus").model_copy(update={"speed": 1.0})
-    passes = Work(model, setting, machine, software).scores[0]
+    profile = Profile().model_copy(update={"speed": 1.0})
+    passes = Work(model, setting, machine, profile).scores[0]
     return passes.forward.attention + passes.backward.attention
 
 

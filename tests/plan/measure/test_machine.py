@@ -24,8 +24,8 @@ from optimus.plan.measure.timing import (
     groups_of,
     places,
 )
+from optimus.plan.profile import Profile
 from optimus.plan.setting import Setting
-from optimus.plan.software import load_software
 from optimus.plan.work import Work
 
 KINDS: tuple[Talk, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -45,8 +45,8 @@ def made_up(machine: Machine, *, nodes: int = 1, cores: int | None = None) -> Ob
     seen.moved = [Moved("copy", 1 << 31, machine.memory_seconds(1 << 31))]
     for b, s, n, d in extent.attention:
         model = ModelConfig(family="olmo", layers=1, hidden=n * d, heads=n, intermediate=1, vocab=1)
-        scores = Work(model, Setting(Mesh(), s, b, 1), machine, load_software()).scores[0]
-        speed = load_software().speed
+        scores = Work(model, Setting(Mesh(), s, b, 1), machine, Profile()).scores[0]
+        speed = Profile().speed
         seconds = speed * (scores.forward.attention + scores.backward.attention)
         seen.attended.append(Attended(b, s, n, d, seconds))
     for place in places(machine.ranks_per_node * nodes):
