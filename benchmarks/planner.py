@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from benchmarks.published import Case, excluded, read_cases
 from benchmarks.published.profiles import FrameworkProfile, load_profile
-from benchmarks.published.program import framework_memory, model_of, offload_of, profile_of, setting_of
+from benchmarks.published.program import framework_memory, model_of, offload_of, on_machine, profile_of, setting_of
 from optimus.errors import UserError
 from optimus.model.count import flops_per_token
 from optimus.plan.machine import load_machine
@@ -62,8 +62,8 @@ def timed(case: Case) -> bool:
 
 def throughput(case: Case, profile: FrameworkProfile) -> float:
     """Tokens per second of a rank. Raises `UserError` where no such run is possible."""
-    setting, profile = setting_of(case), profile_of(case, profile)
-    step = step_time(model_of(case), setting, load_machine(case.machine), profile)
+    setting, machine = setting_of(case), load_machine(case.machine)
+    step = step_time(model_of(case), setting, machine, on_machine(profile_of(case, profile), machine))
     return setting.tokens / step.seconds / setting.mesh.size
 
 

@@ -14,7 +14,7 @@ from benchmarks.published.case import Case
 from benchmarks.published.profiles import FrameworkProfile
 from optimus.config import ModelConfig
 from optimus.plan.held import held_by, kinds_of
-from optimus.plan.machine import load_machine
+from optimus.plan.machine import Machine
 from optimus.plan.memory import Memory, memory_of_ranks, ranks_of
 from optimus.plan.setting import Setting
 from optimus.train.rules import default_rule
@@ -56,17 +56,16 @@ def profile_of(case: Case, profile: FrameworkProfile) -> FrameworkProfile:
         change["overlap_tensor"] = _ASYNC_TP
     if "offload-optimizer" in traits:  # gradients go to the host, and parameters come back
         change["host_traffic"] = 2 * case.setting.itemsize
-    return profile.model_copy(update=change | _attention(case, profile) | _casts(case, profile) | _experts(traits))
+    if "unfused-attention" in traits:
+        change["attention"] = 0.0
+    return profile.model_copy(update=change | _casts(case, profile) | _experts(traits))
 
 
-def _attention(case: Case, profile: FrameworkProfile) -> dict[str, Any]:
-    """Kernels written for the generation of accelerators before reach less on some machines."""
-    machine = load_machine(case.machine)
-    if "unfused-attention" in case.traits:
-        return {"attention": 0.0}
+def on_machine(profile: FrameworkProfile, machine: Machine) -> FrameworkProfile:
+    """Attention kernels written for the generation of accelerators before reach less on some machines."""
     if not profile.attention_before or machine.attention_before is None:
-        return {}
-    return {"attention": profile.attention * machine.attention_before / machine.attention}
+        return profile
+    return profile.model_copy(update={"attention": profile.attention * machine.attention_before / machine.attention})
 
 
 def _casts(case: Case, profile: FrameworkProfile) -> dict[str, Any]:
