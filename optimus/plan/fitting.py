@@ -7,11 +7,11 @@ from itertools import combinations
 
 from optimus.config import ModelConfig
 from optimus.config.tree import ShardRanks
+from optimus.pipeline.estimates import largest
 from optimus.plan.divisions import Base, Division
 from optimus.plan.held import kinds_of
 from optimus.plan.memory import Rank, activations_of, ranks_of, room_of, stages_of_each, state_of
 from optimus.plan.own import OwnActivations
-from optimus.plan.pipeline import largest
 from optimus.plan.question import Plan, Question, least_time_of, predict
 from optimus.plan.setting import Setting
 from optimus.plan.step import together

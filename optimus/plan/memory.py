@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from optimus.config import ModelConfig
+from optimus.pipeline.estimates import Live, live_microbatches, stages_of_ranks
 from optimus.plan.held import Held, Kind, Where, held_by, kinds_of, written
 from optimus.plan.machine import Machine
-from optimus.plan.pipeline import Live, live_microbatches, stages_of_ranks
 from optimus.plan.profile import Profile
 from optimus.plan.setting import Setting
 from optimus.plan.step import blocks_of_stages, counts_of, together

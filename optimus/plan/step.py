@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from optimus.config import ModelConfig
 from optimus.optim.rule import Rule
+from optimus.pipeline.estimates import StageTimes, least_seconds, pipeline_seconds, stages_of_ranks
 from optimus.plan.collectives import Collective, Place, transfer_seconds
 from optimus.plan.held import Held, Where, busiest, held_by, kinds_of, written
 from optimus.plan.machine import Machine
 from optimus.plan.own import stage_sizes
-from optimus.plan.pipeline import StageTimes, least_seconds, pipeline_seconds, stages_of_ranks
 from optimus.plan.profile import Profile
 from optimus.plan.setting import Setting
 from optimus.plan.work import Passes, Terms, Work, add

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from optimus.errors import UserError
 from optimus.pipeline import Costs, check, make_schedule, simulate
 from optimus.pipeline import schedules as package
+from optimus.pipeline.estimates import live_microbatches
 from optimus.pipeline.replay import ScheduleError
 from optimus.pipeline.schedule import Action, Kind, Schedule, live_changes, partner
 from optimus.pipeline.schedules import Sizes, schedules
 from optimus.pipeline.schedules.interleaved import interleaved
 from optimus.pipeline.schedules.vocabulary import AHEAD
 from optimus.pipeline.transfers import with_transfers
-from optimus.plan.pipeline import live_microbatches
 
 SIZES = [(1, 1), (1, 4), (2, 2), (2, 5), (3, 3), (3, 7), (4, 4), (4, 8), (4, 13), (7, 21), (8, 8), (8, 64)]
 

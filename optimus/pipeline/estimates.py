@@ -1,4 +1,4 @@
-"""How long a pipeline takes, and how much it keeps, from the schedule that would run it.
+"""How long a pipeline takes, and how many microbatches are live, without playing all of its schedule.
 
 The beginning and the end of a step are simulated; in between every rank repeats itself, as fast as the slowest one.
 """

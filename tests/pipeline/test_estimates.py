@@ -1,14 +1,14 @@
-"""What the planner says of a pipeline without playing all of it: what ranks keep, and how long it takes."""
+"""A pipeline without playing all of it: the microbatches that are live, and how long a step takes."""
 
 import random
 
 import pytest
 
 from optimus.pipeline.costs import Costs
+from optimus.pipeline.estimates import StageTimes, least_seconds, live_microbatches, pipeline_seconds
 from optimus.pipeline.schedule import live_changes
 from optimus.pipeline.schedules import make_schedule
 from optimus.pipeline.simulation import makespan
-from optimus.plan.pipeline import StageTimes, least_seconds, live_microbatches, pipeline_seconds
 
 ORDERS = [("1f1b", 1), ("zb-h1", 1), ("zbv", 2), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3), ("gpipe", 1)]
 
