@@ -129,7 +129,7 @@ def test_what_is_waited_for_while_checkpoints_are_written() -> None:
 
 def test_what_if_state_were_smaller() -> None:
     config = question(*RULES["muon"])[0]
-    asking, setting = asked(config, "dgx-a100", RANKS, ["software.state=6"], 1.0)
+    asking, setting = asked(config, "dgx-a100", RANKS, ["profile.state=6"], 1.0)
     assert predict(asking, setting()).memory.parts["optimizer"] == pytest.approx(6 * (MATRICES + REST))
 
 
