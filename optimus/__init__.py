@@ -13,7 +13,7 @@ Example:
         {
             "model": "mula-tiny-moe",
             "data": {"path": "data"},
-            "train": {"output": "runs/first", "steps": 300, "global_batch": 8, "micro_batch": 8, "context": 256},
+            "train": {"output": "runs/first", "steps": 300, "global_batch": 8, "micro_batch": 8, "sequence_length": 256},
         }
     )
     optimus.evaluate("runs/first", text="held-out/")["bits_per_byte"]
