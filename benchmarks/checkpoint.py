@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from optimus.checkpoint.folder import Description
-from optimus.checkpoint.format import Stored
+from optimus.checkpoint.format import StoredSlice
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.store import load_state
@@ -241,7 +241,7 @@ def _counting_reads(place: Path, *, served: bool) -> Iterator[Counter[str]]:
     """Count what readers read from files of tensors; when `served`, one rank at a time, at the server's rate."""
     right, count = Reader.read, Counter[str]()
 
-    def read(reader: Reader, stored: Stored) -> torch.Tensor:
+    def read(reader: Reader, stored: StoredSlice) -> torch.Tensor:
         count["bytes"] += stored.length
         if served:
             with (place.parent / "server.lock").open("w") as lock:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.collectives_ranks import Job, run_jobs
-from optimus.comm.algorithms import MEGABYTE, OWN, Curve, Kind, Measured, choose, default, names, pieces
+from optimus.comm.algorithms import MEGABYTE, OWN, CollectiveKind, Curve, Measured, choose, default, names, pieces
 from optimus.comm.costs import Step, bytes_leaving_node, seconds, simulate
 from optimus.comm.links import Link, Links
 from optimus.comm.schedules import Shape
@@ -54,7 +54,7 @@ CASES = [
     Case("16_64KB_1ms_vs_ring", Shape(16, 1), SLOW, 64 * _KB, "ring"),
 ]
 _HELD_BACK = Case("2x4_waits_8MB", Shape(2, 4), HELD_BACK, 8 * MEGABYTE)
-BOTH: tuple[Kind, ...] = ("all_gather", "reduce_scatter")
+BOTH: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
 
 
 def run() -> tuple[list[dict[str, Any]], dict[str, float], list[dict[str, Any]]]:
@@ -72,7 +72,7 @@ def run() -> tuple[list[dict[str, Any]], dict[str, float], list[dict[str, Any]]]
     return rows, ratios, choices
 
 
-def _faster(rows: Sequence[dict[str, Any]], case: Case, kind: Kind) -> float:
+def _faster(rows: Sequence[dict[str, Any]], case: Case, kind: CollectiveKind) -> float:
     mine = [row for row in rows if (row["case"], row["kind"]) == (case.name, kind)]
     chosen = next(row["milliseconds"] for row in mine if row["chosen"])
     other = next(row["milliseconds"] for row in mine if row["algorithm"] == case.against)
@@ -82,7 +82,7 @@ def _faster(rows: Sequence[dict[str, Any]], case: Case, kind: Kind) -> float:
 # ---- On ranks ----
 
 
-def contestants(case: Case, kind: Kind) -> Iterator[Job]:
+def contestants(case: Case, kind: CollectiveKind) -> Iterator[Job]:
     """Every rank to every other one, a ring, and what is chosen by default: whole, and in the pieces that it goes in."""
     chosen = default(kind, case.shape, case.size, case.links)
     for algorithm in dict.fromkeys(["direct", "ring", chosen]):

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.pipeline_waits import wait_until
-from optimus.comm.algorithms import Kind, rounds
+from optimus.comm.algorithms import CollectiveKind, rounds
 from optimus.comm.costs import Step
-from optimus.comm.exchange import Link, carry_out, gather, in_pieces, reduce
+from optimus.comm.exchange import Channel, carry_out, gather, in_pieces, reduce
 from optimus.comm.links import Links
 from optimus.comm.schedules import Shape
 from optimus.comm.scratch import Scratch
@@ -27,7 +27,7 @@ class Job(NamedTuple):
     """A collective of a tensor that is counted as `size` bytes, in so many pieces; on `links` whose times are waited for."""
 
     algorithm: str
-    kind: Kind
+    kind: CollectiveKind
     shape: Shape
     size: float
     pieces: int
@@ -50,7 +50,7 @@ class _UnderWay:
             work.wait()
 
 
-class Recorded(Link):
+class Recorded(Channel):
     """Notes what is sent and waited for: the program of this rank, of which `costs.simulate` finds the time."""
 
     def __init__(self, job: Job, tag: int) -> None:
@@ -72,7 +72,7 @@ class Recorded(Link):
         super().wait(works)
 
 
-class HeldBack(Link):
+class HeldBack(Channel):
     """Links that take the time that they should: a message carries when it comes, and its receive waits until then.
 
     For processes of one machine, whose `time.perf_counter` is one clock, and for nodes with an adapter for each rank.
@@ -138,7 +138,7 @@ def _run(job: Job, tag: int) -> tuple[list[Step], float]:
     return (link.program if isinstance(link, Recorded) else []), took
 
 
-def _filled(kind: Kind, rank: int, ranks: int) -> Tensor:
+def _filled(kind: CollectiveKind, rank: int, ranks: int) -> Tensor:
     """Blocks [ranks, E] of a rank: to be gathered, its own; to be added, all."""
     blocks_RE = torch.zeros(ranks, _ELEMENTS)
     if kind == "all_gather":

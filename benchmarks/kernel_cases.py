@@ -29,7 +29,7 @@ from optimus.model.count import count_parameters
 from optimus.model.moe.router import Choosing, Router
 from optimus.model.parts import Parts
 from optimus.optim.adamw import AdamW, adamw_reference
-from optimus.optim.rule import Now, Tile
+from optimus.optim.rule import OptimizerStep, Tile
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -315,7 +315,7 @@ def _adamw(sizes: Sizes) -> Case:
     copy = torch.empty(n, dtype=sizes.dtype, device=sizes.device) if sizes.dtype != torch.float32 else None
 
     def ours(weight: Tensor, gradient: Tensor, *moments: Tensor) -> tuple[Tensor, ...]:
-        _RULE.update(Now(_STEP, _LR), Tile(weight, gradient, moments, copy))
+        _RULE.update(OptimizerStep(_STEP, _LR), Tile(weight, gradient, moments, copy))
         return weight, gradient, *moments
 
     def reference(*state: Tensor) -> tuple[Tensor, ...]:

@@ -28,10 +28,10 @@ from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.kernels.gradient_buffer import GradientBuffer, TensorBuffer
 from optimus.model import Batch, Losses
-from optimus.model.attention import Places
+from optimus.model.attention import AttentionPositions
 from optimus.model.init import initialize
 from optimus.parallel.build import StageOptions, build_stage
-from optimus.pipeline.staged import Staged, keep_stages
+from optimus.pipeline.staged import Staged, select_stages
 from optimus.step_context import StepContext
 from optimus.train.pipeline import partition_of, stages_of
 from optimus.train.run import mesh_of
@@ -55,7 +55,7 @@ def make_stages(config: RunConfig) -> Staged:
     model = build_stage(config.model, groups, StageOptions(), buffers)
     initialize(model, config.train.seed, config.model.init_std)
     partition = partition_of(config, groups.mesh, groups.rank)
-    keep_stages(model, partition)
+    select_stages(model, partition)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
         buffers[parameter] = TensorBuffer(parameter.grad, groups.step)
@@ -127,7 +127,7 @@ def _microbatches(config: RunConfig) -> int:
 class _Module(nn.Module):
     """A stage as torch wants it: one tensor in, one out. The first has an `embedding`."""
 
-    def __init__(self, blocks: nn.Module, places: Places, embedding: nn.Module | None) -> None:
+    def __init__(self, blocks: nn.Module, places: AttentionPositions, embedding: nn.Module | None) -> None:
         super().__init__()
         self.blocks, self.embedding, self._places = blocks, embedding, places
 

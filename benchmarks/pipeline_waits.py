@@ -14,7 +14,7 @@ import torch.distributed as dist
 from optimus.comm import Group, Groups
 from optimus.mesh import Mesh
 from optimus.pipeline.costs import Costs
-from optimus.pipeline.executor import Executed, Links, Message, ScheduledExecutor
+from optimus.pipeline.executor import Executed, Message, ScheduledExecutor, StageLinks
 from optimus.pipeline.message_driven import MessageDrivenExecutor
 from optimus.pipeline.message_driven_simulation import simulate_message_driven
 from optimus.pipeline.schedule import Action, Kind, Schedule
@@ -69,7 +69,7 @@ class WaitingWork:
         wait_until(start + self._unit * self._duration(Action(kind, stage, microbatch)))
 
 
-class TimedLinks(Links):
+class TimedLinks(StageLinks):
     """Links on which a message is there `seconds` after it was sent: it carries that moment, and its receive waits.
 
     For processes of one machine, whose `time.perf_counter` is one clock.

@@ -20,7 +20,7 @@ from torch import Tensor
 from optimus.checkpoint.slices import TensorSlice
 
 
-class Stored(NamedTuple):
+class StoredSlice(NamedTuple):
     """A slice in a file: which part of which global tensor, and the bytes that it takes."""
 
     key: str
@@ -34,7 +34,7 @@ class Stored(NamedTuple):
     crc: int
 
 
-AnySlice = TypeVar("AnySlice", Stored, TensorSlice)
+AnySlice = TypeVar("AnySlice", StoredSlice, TensorSlice)
 
 
 class _Summing(io.RawIOBase):
@@ -65,7 +65,7 @@ def file_of(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> list[Stored]:
+def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> list[StoredSlice]:
     """Append `slices` to a new file of that name, and bring them onto the disk; returns where each one lies.
 
     While a slice is copied and summed, those before it are already on their way to the disk.
@@ -82,7 +82,7 @@ def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> li
                 raise summing.failure or error from None
             dtype = str(slice_.tensor.dtype).removeprefix("torch.")
             at = tuple(slice_.tensor.shape), name, start, summing.length, summing.crc
-            stored.append(Stored(slice_.key, dtype, slice_.shape, slice_.offsets, *at))
+            stored.append(StoredSlice(slice_.key, dtype, slice_.shape, slice_.offsets, *at))
             start += summing.length
             if flushing is None or flushing.done():
                 file.flush()
@@ -110,7 +110,7 @@ def by_key(slices: Iterable[AnySlice]) -> dict[str, list[AnySlice]]:
     return found
 
 
-def pack_metadata(stored: Iterable[Stored]) -> bytes:
+def pack_metadata(stored: Iterable[StoredSlice]) -> bytes:
     """What `.metadata` holds."""
     from torch.distributed.checkpoint import metadata as dcp  # a second to import, which not every process needs
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -129,7 +129,7 @@ def pack_metadata(stored: Iterable[Stored]) -> bytes:
     return pickle.dumps(dcp.Metadata(tensors, **data, storage_meta=dcp.StorageMeta(), version=CURRENT_DCP_VERSION))
 
 
-def unpack_metadata(content: bytes) -> Iterator[Stored]:
+def unpack_metadata(content: bytes) -> Iterator[StoredSlice]:
     """The slices that `.metadata` tells of, sums still zero. Raises `pickle.UnpicklingError` at whatever is not DCP's."""
     from torch.distributed.checkpoint import metadata as dcp
 
@@ -143,7 +143,7 @@ def unpack_metadata(content: bytes) -> Iterator[Stored]:
         for chunk in tensor.chunks:
             place = metadata.storage_data[dcp.MetadataIndex(key, chunk.offsets)]
             at = tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length
-            yield Stored(key, dtype, tuple(tensor.size), *at, 0)
+            yield StoredSlice(key, dtype, tuple(tensor.size), *at, 0)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -30,7 +30,7 @@ BEAT, SILENCE = 5.0, 60.0  # seconds between renewals; without one, after which 
 _BYTES = 512  # of the file, written at once: who reads it without a lock sees one holder or another
 
 
-class HeldError(UserError):
+class LeaseError(UserError):
     """Another run holds the folder."""
 
     code = 75  # as sysexits.h has it: not now, perhaps later
@@ -78,20 +78,20 @@ def living_holder(run: Path) -> Holder | None:
 
 
 def check_free(run: Path) -> None:
-    """Raise `HeldError` when a run holds the folder `run`."""
+    """Raise `LeaseError` when a run holds the folder `run`."""
     if (holder := living_holder(run)) is not None:
         raise _held(run, holder)
 
 
-def check_held(run: Path, token: str) -> None:
-    """Raise `HeldError` when the run with this token does not hold the folder `run` any more."""
+def check_lease(run: Path, token: str) -> None:
+    """Raise `LeaseError` when the run with this token does not hold the folder `run` any more."""
     try:
         found = _look(run / LEASE)
     except OSError:  # the file system is away for a while
         return
     if found is None or found.holder.token != token:
         now = "has been" if found is None else f"is held by {found.holder}: it was"
-        raise HeldError(
+        raise LeaseError(
             f"{run} {now} taken over by another run, as this one was silent for {SILENCE:g} s and more. It ends without "
             "saving; go on with `resume=True` when the other has ended"
         )
@@ -100,10 +100,10 @@ def check_held(run: Path, token: str) -> None:
 class Lease:
     """The lease of `run` for the run that has this `token`, inside the context; others are kept out.
 
-    Entering raises `HeldError` where another run that lives has it. Whether it lives may take a minute to see; a line on
+    Entering raises `LeaseError` where another run that lives has it. Whether it lives may take a minute to see; a line on
     stderr says so, and whose lease is taken over. With `kept`, as at first where `several` processes of the run may hold it,
     the lease stays when the context ends, for the others. A lease that another run has taken in spite of all, from a process
-    that was stopped for long, is not renewed: who writes asks `check_held`.
+    that was stopped for long, is not renewed: who writes asks `check_lease`.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Lease:
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
     def wait(self) -> None:
-        """Wait until it is clear that nobody else holds the folder. Raises `HeldError` as entering does."""
+        """Wait until it is clear that nobody else holds the folder. Raises `LeaseError` as entering does."""
         began, first = time.monotonic(), None
         while (found := _look(self._path)) is not None and found.holder.token != self.token:
             first = first or found
@@ -144,7 +144,7 @@ class Lease:
             self._thread.start()
         except BaseException:  # such as a signal that ends the process
             if not self.kept:
-                self._give_up()
+                self._abandon()
             raise
         return self
 
@@ -152,7 +152,7 @@ class Lease:
         self._ended.set()
         self._thread.join()
         if not self.kept:
-            self._give_up()
+            self._abandon()
 
     def _take(self) -> None:
         self.run.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,7 @@ class Lease:
                 raise _held(self.run, there)
             _write(file, self._own)
 
-    def _give_up(self) -> None:
+    def _abandon(self) -> None:
         with suppress(OSError), _exclusive(self._path, make=False) as file:
             there = _parse(_read(file))
             if there is None or there.token == self.token:
@@ -213,8 +213,8 @@ def _look(path: Path) -> _Found | None:
     return _Found(text, changed, max(0.0, now - changed / 1e9))
 
 
-def _held(run: Path, holder: Holder) -> HeldError:
-    return HeldError(
+def _held(run: Path, holder: Holder) -> LeaseError:
+    return LeaseError(
         f"{run} is held by {holder}, whose run goes on there: wait until it ends, end it, or choose another train.output"
     )
 

@@ -20,14 +20,14 @@ from optimus.checkpoint.folder import (
     frozen_beside,
     read_description,
 )
-from optimus.checkpoint.format import Stored
+from optimus.checkpoint.format import StoredSlice
 from optimus.errors import UserError
 
 _FORMAT, _VERSION = "optimus-manifest", 1
 SLICES = "boxes"  # the entry of a file's slices: what the first manifests call it, all do
 
 
-def write_manifest(folder: Path, stored: Iterable[Stored]) -> None:
+def write_manifest(folder: Path, stored: Iterable[StoredSlice]) -> None:
     """Write the manifest of all files in `folder`; `stored` are the slices of its files of tensors, as their writers tell.
 
     Raises `UserError` when such a file is not here as long as its slices are: those who wrote it and this process do not see

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from optimus.checkpoint.folder import METADATA, Description, damaged, frozen_beside
-from optimus.checkpoint.format import Stored, by_key, read_slice, unpack_metadata
+from optimus.checkpoint.format import StoredSlice, by_key, read_slice, unpack_metadata
 from optimus.checkpoint.manifest import SLICES, read_checked, read_checked_description
 from optimus.checkpoint.slices import TensorSlice
 from optimus.errors import UserError
@@ -21,7 +21,7 @@ class Reader:
 
     path: Path
     description: Description
-    stored: Mapping[str, list[Stored]]
+    stored: Mapping[str, list[StoredSlice]]
 
     @classmethod
     def open(cls, path: Path) -> "Reader":
@@ -49,7 +49,7 @@ class Reader:
                 )
             self._fill(there, targets)
 
-    def read(self, stored: Stored) -> Tensor:
+    def read(self, stored: StoredSlice) -> Tensor:
         """The tensor of a slice in a file. Raises `DamagedError` when its bytes are not as they were written."""
         where = f"{stored.file}, bytes {stored.start:,} to {stored.start + stored.length:,} ({stored.key})"
         try:
@@ -68,7 +68,7 @@ class Reader:
             raise damaged(self.path, f"{where}: of another shape than {METADATA} says")
         return tensor
 
-    def _fill(self, there: list[Stored], targets: list[TensorSlice]) -> None:
+    def _fill(self, there: list[StoredSlice], targets: list[TensorSlice]) -> None:
         filled = 0
         for stored in there:
             met = [(target, *places) for target in targets if (places := _overlap(stored, target)) is not None]
@@ -98,7 +98,7 @@ def verify(path: Path) -> list[str]:
     return problems
 
 
-def _read_all_but_tensors(path: Path) -> tuple[Description, dict[str, list[Stored]]]:
+def _read_all_but_tensors(path: Path) -> tuple[Description, dict[str, list[StoredSlice]]]:
     """The description of a folder, and by key the slices in its files."""
     description, files = read_checked_description(path)
     for name, file in files.items():
@@ -123,7 +123,7 @@ def _read_all_but_tensors(path: Path) -> tuple[Description, dict[str, list[Store
     return description, stored
 
 
-def _overlap(stored: Stored, target: TensorSlice) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def _overlap(stored: StoredSlice, target: TensorSlice) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """What both have, as a part of the one and of the other; None if there is none."""
     source, place = [], []
     for a, length, b, target_length in zip(stored.offsets, stored.sizes, target.offsets, target.tensor.shape):

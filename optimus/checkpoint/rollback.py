@@ -20,18 +20,18 @@ from optimus.errors import UserError, naming_disk_errors
 _FILE = "rollback.json"
 
 
-class Point(NamedTuple):
+class ResumePoint(NamedTuple):
     """A checkpoint to go on from: with all its state, or with its weights only."""
 
     path: Path
     full: bool
 
 
-def resume_points(run: Path) -> list[Point]:
+def resume_points(run: Path) -> list[ResumePoint]:
     """Where `run` could go on, the newest first; whether they are whole is not known yet."""
     marked = rolled_back_to(run)
-    points = [Point(path, full=True) for path in all_folders(run, "step") if path != marked]
-    points += [] if marked is None else [Point(marked, full=False)]
+    points = [ResumePoint(path, full=True) for path in all_folders(run, "step") if path != marked]
+    points += [] if marked is None else [ResumePoint(marked, full=False)]
     return sorted(points, key=lambda point: (step_of(point.path), not point.full), reverse=True)
 
 
@@ -56,7 +56,7 @@ def rolled_back_to(run: Path) -> Path | None:
 def rollback(run: str | Path, step: int, *, held: bool = False) -> dict[str, Any]:
     """Set up `run` so that `--resume` restarts it from the weights of `step`, with fresh moments.
 
-    `held`: the caller holds the run folder. Else raises `HeldError` when a run that goes on does.
+    `held`: the caller holds the run folder. Else raises `LeaseError` when a run that goes on does.
 
     Returns `checkpoint`, `step`, `moved` (what is newer, with the metrics so far) and `to`, where that is now. Raises
     `UserError`, nothing having been touched, when there are no weights of that step or they are damaged.

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from optimus.checkpoint.folder import METADATA, Description, write_description
-from optimus.checkpoint.format import Stored, file_of, pack_metadata, write_slices
+from optimus.checkpoint.format import StoredSlice, file_of, pack_metadata, write_slices
 from optimus.checkpoint.manifest import write_manifest
 from optimus.checkpoint.slices import TensorSlice, slices, whole_slices
 from optimus.checkpoint.slots import clear_leftovers, remove, retire, retire_frozen, retire_weights
@@ -86,7 +86,7 @@ class Saver:
         self._short: list[tuple[str, Tensor]] = []  # copies of the buffers
         self._staging = Staging()
         self._targets: Sequence[Target] = ()  # under way
-        self._stored: list[list[Stored]] = []  # of each: what this rank has written
+        self._stored: list[list[StoredSlice]] = []  # of each: what this rank has written
         self._committing = False  # in the last phase
         self._thread: threading.Thread | None = None
         self._failure: UserError | None = None
@@ -138,7 +138,7 @@ class Saver:
         if self._thread is None or self._world.size > 1:
             return  # with other ranks, this process ends, and has to say why at once
         self._thread.join()
-        self._give_up(remove=not self._committing)
+        self._abandon_write(remove=not self._committing)
 
     # ---- Phases ----
 
@@ -162,10 +162,10 @@ class Saver:
         try:
             self._world.agree(self._failure, self._device)
         except UserError:
-            self._give_up(remove=self._world.rank == 0)  # on a full disk it would be in everything's way
+            self._abandon_write(remove=self._world.rank == 0)  # on a full disk it would be in everything's way
             raise
 
-    def _give_up(self, remove: bool) -> None:
+    def _abandon_write(self, remove: bool) -> None:
         """Forget what is under way, and remove what is there of it."""
         for target in self._targets if remove else ():
             shutil.rmtree(target.partial, ignore_errors=True)
@@ -188,7 +188,7 @@ class Saver:
                     retire(target.run, target.keep, target.folder)
                 self._stored.append(self._write_file(target, held))
 
-    def _write_file(self, target: Target, held: Callable[[Tensor], Tensor]) -> list[Stored]:
+    def _write_file(self, target: Target, held: Callable[[Tensor], Tensor]) -> list[StoredSlice]:
         short = [] if target.frozen else self._short
         buffers = [(chunk, *each) for chunk in self._chunks for each in target.buffers(chunk).items()]
         if not short and not buffers:
@@ -206,7 +206,7 @@ class Saver:
         with path.open("xb") as file:
             return write_slices(file, path.name, found())
 
-    def _commit(self, stored: Sequence[Sequence[Stored]]) -> None:
+    def _commit(self, stored: Sequence[Sequence[StoredSlice]]) -> None:
         for target, of_it in zip(self._targets, stored):
             with naming_disk_errors(target.folder, _CURE):
                 complete(target.partial, target.folder, of_it, target.description)
@@ -260,7 +260,7 @@ class Saver:
             self.seconds += time.perf_counter() - began
 
 
-def complete(partial: Path, folder: Path, stored: Sequence[Stored], description: Description) -> None:
+def complete(partial: Path, folder: Path, stored: Sequence[StoredSlice], description: Description) -> None:
     """Make of `partial`, which holds the files of tensors, the checkpoint `folder`: its description, metadata and manifest,
     everything on the disk, and then the name."""
     (partial / METADATA).write_bytes(pack_metadata(stored))

@@ -5,7 +5,7 @@ is carried out).
 """
 
 from optimus.comm.group import CollectiveError, Group, Handle
-from optimus.comm.groups import Division, Groups
+from optimus.comm.groups import Groups, RankPartition
 from optimus.comm.turns import InTurn
 
-__all__ = ["CollectiveError", "Division", "Group", "Groups", "Handle", "InTurn"]
+__all__ = ["CollectiveError", "Group", "Groups", "Handle", "InTurn", "RankPartition"]

@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from optimus.comm.links import Links
 from optimus.comm.schedules import (
     Round,
-    Schedule,
+    RoundSchedule,
     Shape,
     backwards,
     direct,
@@ -29,8 +29,8 @@ from optimus.comm.schedules import (
 from optimus.errors import nearest
 from optimus.section import Section
 
-Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 Rounds = Callable[[int, Shape], Sequence[Round]]
 """(rank, shape) to its rounds."""
 
@@ -47,11 +47,11 @@ PIECES = 4  # of a large tensor; with 8 it takes at most 5 % less time
 PIECE = 1 << 16  # bytes of a block in a piece, at least
 
 
-def _on_one_level(schedule: Schedule) -> Rounds:
+def _on_one_level(schedule: RoundSchedule) -> Rounds:
     return lambda rank, shape: schedule(rank, shape.ranks)
 
 
-_LEVELS: Mapping[str, Schedule] = {"direct": direct, "ring": ring, "doubling": doubling}
+_LEVELS: Mapping[str, RoundSchedule] = {"direct": direct, "ring": ring, "doubling": doubling}
 
 ALGORITHMS: Mapping[str, Rounds] = {
     **{name: _on_one_level(schedule) for name, schedule in _LEVELS.items()},
@@ -71,14 +71,14 @@ def on_two_levels(algorithm: str) -> bool:
     return "+" in algorithm
 
 
-def names(kind: Kind, shape: Shape) -> list[str]:
+def names(kind: CollectiveKind, shape: Shape) -> list[str]:
     """The algorithms there are for a kind of collective in a group: of two levels where both have several."""
     table = EXCHANGES if kind == "all_to_all" else ALGORITHMS
     return [OWN, *(name for name in table if min(shape) > 1 or not on_two_levels(name))]
 
 
 @lru_cache(maxsize=256)
-def rounds(algorithm: str, kind: Kind, rank: int, shape: Shape) -> tuple[Round, ...]:
+def rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tuple[Round, ...]:
     """Of one rank. An all-reduce has those of the reduce-scatter and then as many of the all-gather.
 
     Raises `KeyError` for an algorithm that the kind has not, the backend's own among them.
@@ -103,7 +103,7 @@ def pieces(algorithm: str, shape: Shape, size: float) -> int:
 # ---- What is taken without a measurement ----
 
 
-def default(kind: Kind, shape: Shape, size: float, links: Links | None = None) -> str:
+def default(kind: CollectiveKind, shape: Shape, size: float, links: Links | None = None) -> str:
     """The algorithm by rules, with the overheads and latencies of `links`."""
     links = links or Links()
     if shape.ranks == 1:
@@ -171,11 +171,11 @@ class Measured(Section):
     all_reduce: Curves = Field({})
     all_to_all: Curves = Field({})
 
-    def curves(self, kind: Kind, shape: Shape) -> Mapping[str, Curve]:
+    def curves(self, kind: CollectiveKind, shape: Shape) -> Mapping[str, Curve]:
         """By algorithm; none where the kind was not measured in groups of that shape."""
         return self._of(kind).get(str(shape), {})
 
-    def _of(self, kind: Kind) -> Curves:
+    def _of(self, kind: CollectiveKind) -> Curves:
         found: Curves = getattr(self, kind)
         return found
 
@@ -197,7 +197,9 @@ def _shape(text: str) -> Shape:
     return Shape(int(nodes), int(per))
 
 
-def choose(kind: Kind, shape: Shape, size: float, measured: Measured | None = None, links: Links | None = None) -> str:
+def choose(
+    kind: CollectiveKind, shape: Shape, size: float, measured: Measured | None = None, links: Links | None = None
+) -> str:
     """The algorithm that takes least by what was measured; else by rules, where `measured.curves` has none."""
     curves = measured.curves(kind, shape) if measured else {}
     if not curves or shape.ranks == 1:
@@ -206,7 +208,7 @@ def choose(kind: Kind, shape: Shape, size: float, measured: Measured | None = No
 
 
 def used(
-    kind: Kind,
+    kind: CollectiveKind,
     shape: Shape,
     size: float,
     measured: Measured | None = None,

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import NamedTuple
 
-from optimus.comm.algorithms import OWN, Kind, Measured, pieces, rounds, used
+from optimus.comm.algorithms import OWN, CollectiveKind, Measured, pieces, rounds, used
 from optimus.comm.links import Link, Links
 from optimus.comm.schedules import Round, Shape
 
@@ -29,7 +29,7 @@ class Step(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def seconds(
-    algorithm: str, kind: Kind, shape: Shape, size: float, links: Links | None = None, pieces: int = 1
+    algorithm: str, kind: CollectiveKind, shape: Shape, size: float, links: Links | None = None, pieces: int = 1
 ) -> float:
     """Of a collective of `size` bytes in a group alone on its links; see `algorithms` for the sizes.
 
@@ -41,7 +41,7 @@ def seconds(
     return max(simulate(each, shape, links or Links()), default=0.0)
 
 
-def expected(kind: Kind, shape: Shape, size: float, measured: Measured | None = None) -> float:
+def expected(kind: CollectiveKind, shape: Shape, size: float, measured: Measured | None = None) -> float:
     """Seconds by the algorithm that a group over Gloo uses: as it was measured, else by events over links of no machine."""
     if shape.ranks == 1:
         return 0.0
@@ -52,7 +52,7 @@ def expected(kind: Kind, shape: Shape, size: float, measured: Measured | None = 
     )
 
 
-def bytes_leaving_node(algorithm: str, kind: Kind, shape: Shape, size: float) -> float:
+def bytes_leaving_node(algorithm: str, kind: CollectiveKind, shape: Shape, size: float) -> float:
     """Of all ranks of a node, to other nodes."""
     block = size / shape.ranks
     return sum(
@@ -64,7 +64,7 @@ def bytes_leaving_node(algorithm: str, kind: Kind, shape: Shape, size: float) ->
     )
 
 
-def _rounds(algorithm: str, kind: Kind, rank: int, shape: Shape) -> tuple[Round, ...]:
+def _rounds(algorithm: str, kind: CollectiveKind, rank: int, shape: Shape) -> tuple[Round, ...]:
     """Gloo's own are rings, of which that of a reduce-scatter is a whole all-reduce, but for its all-to-all."""
     if algorithm != OWN:
         return rounds(algorithm, kind, rank, shape)
@@ -154,13 +154,13 @@ class _Simulation:
         rank = self._ranks[number]
         for sends, receives in rank.steps:
             for target, size in sends:
-                self._happens(rank.send(self._links.overhead), False, number, target, size)
+                self._push_event(rank.send(self._links.overhead), False, number, target, size)
             rank.wait(receives)
             if rank.missing:
                 return
             rank.receive(self._links.overhead)
 
-    def _happens(self, moment: float, comes: bool, sender: int, target: int, size: float) -> None:
+    def _push_event(self, moment: float, comes: bool, sender: int, target: int, size: float) -> None:
         """What is at one moment is in the order of (distance, place of the target): alike on all nodes."""
         nodes, per = self._shape
         event = (
@@ -179,7 +179,7 @@ class _Simulation:
         link, queue = self._way(sender, target, sender)
         begin = max(moment, self._out[queue])
         self._out[queue] = begin + size / link.bandwidth
-        self._happens(begin + link.latency, True, sender, target, size)
+        self._push_event(begin + link.latency, True, sender, target, size)
 
     def _come(self, moment: float, sender: int, target: int, size: float) -> None:
         number = target % len(self._ranks)

@@ -29,7 +29,7 @@ Exchange = Iterator[None]
 _END = object()
 
 
-class Link:
+class Channel:
     """Messages of one collective between the `ranks` of a group, told apart from those of others by a tag.
 
     All raise `RuntimeError` that names the rank whose message failed.
@@ -108,7 +108,7 @@ def carry_out(exchanges: Sequence[Exchange]) -> None:
         exchanges = [each for each in exchanges if next(each, _END) is not _END]
 
 
-class Work:
+class CollectiveWork:
     """Something to wait for, as torch's works are."""
 
     def __init__(self, wait: Callable[[], None]) -> None:
@@ -151,7 +151,7 @@ Blocks = Sequence[Tensor] | Mapping[int, Tensor]
 """By their numbers in a schedule."""
 
 
-def gather(rounds: Sequence[Round], blocks: Blocks, link: Link) -> Exchange:
+def gather(rounds: Sequence[Round], blocks: Blocks, link: Channel) -> Exchange:
     """Fill `blocks`, of which this rank has its own, or all that it sends, with those of the others."""
     for each in rounds:
         works, landings, lent = [], [], []
@@ -183,7 +183,7 @@ def reduce(
     blocks: Sequence[Tensor],
     rank: int,
     out: Tensor,
-    link: Link,
+    link: Channel,
     per: int | None = None,
     between: Codec = AS_THEY_ARE,
 ) -> Exchange:
@@ -240,7 +240,7 @@ def reduce(
 
 
 def exchange(
-    rounds: Sequence[Round], leaving: Sequence[Tensor], coming: Sequence[Tensor], rank: int, link: Link
+    rounds: Sequence[Round], leaving: Sequence[Tensor], coming: Sequence[Tensor], rank: int, link: Channel
 ) -> Exchange:
     """An all-to-all of equal blocks: `leaving[i]` goes to rank i, `coming[i]` is filled by it."""
     ranks = len(leaving)
@@ -294,7 +294,7 @@ def _filled(messages: Sequence[Message], blocks: Blocks) -> list[Message]:
     return [message for message in messages if any(len(blocks[block]) for block in message.blocks)]
 
 
-def _lend(link: Link, like: Sequence[Tensor]) -> Tensor:
+def _lend(link: Channel, like: Sequence[Tensor]) -> Tensor:
     """Room for these one after the other."""
     return link.scratch.lend(sum(map(len, like)), like[0].dtype, like[0].device)
 

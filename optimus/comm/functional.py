@@ -5,7 +5,7 @@ of the group must call them in the same order. Autograd takes the operations of 
 they were made, so ranks with the same graph agree on the order of the backward pass as well.
 
 A tensor that all ranks hold in common, because they compute the same from it, is *shared*: its gradient, too, is the same on
-all of them. What `split_rows`, `sum_shared` and `share` say of it is what makes gradients right.
+all of them. What `split_rows`, `reduce_from_group` and `copy_to_group` say of it is what makes gradients right.
 
 Where a forward pass is recomputed for its activations, what its collectives gave the first time can be cached and given
 again (`step_context.CollectiveCache`), so that none is issued.
@@ -26,7 +26,7 @@ from optimus.comm.group import Group
 T = TypeVar("T")
 
 
-def gather_rows(x: Tensor, group: Group) -> Tensor:
+def all_gather_rows(x: Tensor, group: Group) -> Tensor:
     """The rows of every rank, in rank order: [T, ...] to [N * T, ...]; T must be the same on every rank.
 
     The gradient is the sum of what the ranks have for these rows (all-gather forward, reduce-scatter backward).
@@ -34,7 +34,7 @@ def gather_rows(x: Tensor, group: Group) -> Tensor:
     return _applied(x, group, gathered, summed)
 
 
-def sum_rows(x: Tensor, group: Group) -> Tensor:
+def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
     """This rank's T rows of the sum of `x` over the ranks: [N * T, ...] to [T, ...].
 
     Reduce-scatter forward, all-gather backward.
@@ -44,40 +44,40 @@ def sum_rows(x: Tensor, group: Group) -> Tensor:
 
 def split_rows(x: Tensor, group: Group) -> Tensor:
     """This rank's rows of a shared `x`: [N * T, ...] to [T, ...]. All-gather in the backward pass only."""
-    return _applied(x, group, own_rows, gathered)
+    return _applied(x, group, local_rows, gathered)
 
 
 def join_rows(x: Tensor, group: Group) -> Tensor:
     """The rows of every rank as a shared tensor: [T, ...] to [N * T, ...]. All-gather in the forward pass only."""
-    return _applied(x, group, gathered, own_rows)
+    return _applied(x, group, gathered, local_rows)
 
 
-def sum_over(x: Tensor, group: Group) -> Tensor:
+def all_reduce_autograd(x: Tensor, group: Group) -> Tensor:
     """The sum over the ranks, of which each makes something else: all-reduce in both passes."""
     return _applied(x, group, total, total)
 
 
-def sum_shared(x: Tensor, group: Group) -> Tensor:
+def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     """The sum over the ranks, as a shared tensor: all-reduce in the forward pass only (Megatron-LM's g)."""
-    return _applied(x, group, total, _same)
+    return _applied(x, group, total, _identity)
 
 
-def share(x: Tensor, group: Group) -> Tensor:
+def copy_to_group(x: Tensor, group: Group) -> Tensor:
     """A shared tensor of which each rank makes something else: all-reduce in the backward pass only (Megatron-LM's f)."""
-    return _applied(x, group, _same, total)
+    return _applied(x, group, _identity, total)
 
 
 def columns_to_rows(x: Tensor, group: Group) -> Tensor:
     """[N * T, C] of which every rank has other columns to [T, N * C]: whole rows, each on one rank. All-to-all."""
-    return _applied(x, group, _whole_rows, _whole_columns)
+    return _applied(x, group, _to_rows, _to_columns)
 
 
 def rows_to_columns(x: Tensor, group: Group) -> Tensor:
     """The inverse of `columns_to_rows`: [T, N * C] to [N * T, C]."""
-    return _applied(x, group, _whole_columns, _whole_rows)
+    return _applied(x, group, _to_columns, _to_rows)
 
 
-def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
+def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Tensor:
     """`send[i]` rows go to rank i, `receive[i]` come from it: [sum(send), ...] to [sum(receive), ...], in rank order.
 
     The gradients of the rows go back the way these came (all-to-all in both passes).
@@ -85,13 +85,13 @@ def exchange_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], group:
     return _applied(x, group, partial(_exchanged, send, receive), partial(_exchanged, receive, send))
 
 
-def gather_uneven_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
-    """`gather_rows` where rank i has `rows[i]` rows."""
+def all_gather_uneven_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
+    """`all_gather_rows` where rank i has `rows[i]` rows."""
     return _applied(x, group, partial(_gathered_uneven, rows), partial(_summed_uneven, rows))
 
 
-def sum_uneven_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
-    """`sum_rows` where rank i gets `rows[i]` rows."""
+def reduce_scatter_uneven_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
+    """`reduce_scatter_rows` where rank i gets `rows[i]` rows."""
     return _applied(x, group, partial(_summed_uneven, rows), partial(_gathered_uneven, rows))
 
 
@@ -102,10 +102,10 @@ Collective = Callable[[Tensor, Group], Tensor]
 
 def gathered(x: Tensor, group: Group) -> Tensor:
     """All-gather of rows."""
-    return start_gathered(x, group)()
+    return all_gather_async(x, group)()
 
 
-def start_gathered(x: Tensor, group: Group) -> Callable[[], Tensor]:
+def all_gather_async(x: Tensor, group: Group) -> Callable[[], Tensor]:
     """Begin an all-gather of rows; the result gives them."""
     if group.size == 1:
         return lambda: x
@@ -116,10 +116,10 @@ def start_gathered(x: Tensor, group: Group) -> Callable[[], Tensor]:
 
 def summed(x: Tensor, group: Group) -> Tensor:
     """Reduce-scatter of rows."""
-    return start_summed(x, group)()
+    return reduce_scatter_async(x, group)()
 
 
-def start_summed(x: Tensor, group: Group) -> Callable[[], Tensor]:
+def reduce_scatter_async(x: Tensor, group: Group) -> Callable[[], Tensor]:
     """Begin a reduce-scatter of rows, of which `x` may be used up; the result gives this rank's."""
     if group.size == 1:
         return lambda: x
@@ -128,17 +128,17 @@ def start_summed(x: Tensor, group: Group) -> Callable[[], Tensor]:
     return lambda: (finish(), out)[1]
 
 
-def own_rows(x: Tensor, group: Group) -> Tensor:
+def local_rows(x: Tensor, group: Group) -> Tensor:
     """This rank's rows."""
     return x.chunk(group.size)[group.rank]
 
 
 def total(x: Tensor, group: Group) -> Tensor:
     """All-reduce."""
-    return start_total(x.clone(memory_format=torch.contiguous_format), group)()
+    return all_reduce_async(x.clone(memory_format=torch.contiguous_format), group)()
 
 
-def start_total(x: Tensor, group: Group) -> Callable[[], Tensor]:
+def all_reduce_async(x: Tensor, group: Group) -> Callable[[], Tensor]:
     """Begin an all-reduce of contiguous `x`, in place; the result gives it."""
     if group.size == 1:
         return lambda: x
@@ -146,16 +146,16 @@ def start_total(x: Tensor, group: Group) -> Callable[[], Tensor]:
     return lambda: (finish(), x)[1]
 
 
-def _same(x: Tensor, group: Group) -> Tensor:
+def _identity(x: Tensor, group: Group) -> Tensor:
     return x.view_as(x)
 
 
-def _whole_rows(x: Tensor, group: Group) -> Tensor:
+def _to_rows(x: Tensor, group: Group) -> Tensor:
     rows = len(x) // group.size
     return group.all_to_all(x).unflatten(0, (group.size, rows)).transpose(0, 1).flatten(1)
 
 
-def _whole_columns(x: Tensor, group: Group) -> Tensor:
+def _to_columns(x: Tensor, group: Group) -> Tensor:
     leaving = x.unflatten(1, (group.size, -1)).transpose(0, 1).flatten(0, 1)
     return group.all_to_all(leaving)
 
@@ -169,8 +169,8 @@ def _gathered_uneven(rows: Sequence[int], x: Tensor, group: Group) -> Tensor:
 
 
 def _summed_uneven(rows: Sequence[int], x: Tensor, group: Group) -> Tensor:
-    own = rows[group.rank]
-    return group.all_to_all(x, rows, [own] * group.size).unflatten(0, (group.size, own)).sum(0)
+    local = rows[group.rank]
+    return group.all_to_all(x, rows, [local] * group.size).unflatten(0, (group.size, local)).sum(0)
 
 
 def _applied(x: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
@@ -181,7 +181,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, there: Collective, back: Collective) -> Tensor:
         ctx.group, ctx.back = group, back
-        issues_none = there in (own_rows, _same)  # and gives a view, with which all of x would be kept
+        issues_none = there in (local_rows, _identity)  # and gives a view, with which all of x would be kept
         return there(x, group) if issues_none else cached(lambda: there(x, group), group)
 
     @staticmethod

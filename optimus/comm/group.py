@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from optimus.comm.algorithms import EVERYONE, OWN, Kind, Measured, pieces, rounds, used
+from optimus.comm.algorithms import EVERYONE, OWN, CollectiveKind, Measured, pieces, rounds, used
 from optimus.comm.exchange import (
     AS_THEY_ARE,
+    Channel,
     Codec,
+    CollectiveWork,
     Driver,
     Exchange,
-    Link,
-    Work,
     begin,
     carry_out,
     exchange,
@@ -134,7 +134,7 @@ class Group:
         """What begins a collective of torch.distributed in this group."""
         return lambda _: call(*args, **options, group=self._handle, async_op=True)
 
-    def algorithm(self, kind: Kind, tensor: Tensor) -> str:
+    def algorithm(self, kind: CollectiveKind, tensor: Tensor) -> str:
         """The name of the algorithm for a collective of a whole tensor (`comm/algorithms.py`)."""
         narrow = tensor.is_floating_point() and tensor.element_size() < 4
         return used(
@@ -158,7 +158,7 @@ class Group:
         flat, steps = tensor.view(-1), self._rounds(algorithm, "all_reduce")
         half = len(steps) // 2
 
-        def go(blocks: Sequence[Tensor], link: Link) -> Exchange:
+        def go(blocks: Sequence[Tensor], link: Channel) -> Exchange:
             if algorithm == EVERYONE:
                 yield from self._reduced(steps, blocks, blocks[0], link)
                 return
@@ -197,7 +197,7 @@ class Group:
             return self._start("reduce_scatter", tensor, call, tensor)
         steps = self._rounds(algorithm, "reduce_scatter")
 
-        def go(piece: Sequence[Tensor], link: Link) -> Exchange:
+        def go(piece: Sequence[Tensor], link: Channel) -> Exchange:
             *blocks, sum_ = piece
             return self._reduced(steps, blocks, sum_, link)
 
@@ -233,18 +233,18 @@ class Group:
         if parts[self.rank].data_ptr() != part.data_ptr():
             parts[self.rank].copy_(part)
 
-        def go(piece: Sequence[Tensor], link: Link) -> Exchange:
+        def go(piece: Sequence[Tensor], link: Channel) -> Exchange:
             return gather(steps, piece, link)
 
         blocks = [each.view(-1) for each in parts]
         return self._exchanging("all_gather", algorithm, tensor, blocks, go, len(steps), part, beside)
 
-    def _rounds(self, algorithm: str, kind: Kind) -> Sequence[Round]:
+    def _rounds(self, algorithm: str, kind: CollectiveKind) -> Sequence[Round]:
         return (
             everyone(self.rank, self.size) if algorithm == EVERYONE else rounds(algorithm, kind, self.rank, self.shape)
         )
 
-    def _reduced(self, rounds: Sequence[Round], blocks: Sequence[Tensor], out: Tensor, link: Link) -> Exchange:
+    def _reduced(self, rounds: Sequence[Round], blocks: Sequence[Tensor], out: Tensor, link: Channel) -> Exchange:
         return reduce(rounds, blocks, self.rank, out, link, self.shape.per, self._shared.partial_sums)
 
     def _exchanging(
@@ -253,7 +253,7 @@ class Group:
         algorithm: str,
         tensor: Tensor,
         blocks: Sequence[Tensor],
-        go: Callable[[Sequence[Tensor], Link], Exchange],
+        go: Callable[[Sequence[Tensor], Channel], Exchange],
         rounds: int,
         leaves: Tensor,
         beside: bool,
@@ -261,13 +261,13 @@ class Group:
         """Begin the exchange of blocks of `tensor`, in pieces, each as `go` says. Rounds after the first go on `beside` what
         this rank does meanwhile, or when the result is called."""
 
-        def call(number: int) -> Work:
+        def call(number: int) -> CollectiveWork:
             # Each of those that are under way in the group at once has a tag of its own, beyond those of messages.
-            link = Link(self.ranks, self._handle, (self._tag + 1) * TAGS + number % TAGS, self._shared.scratch)
+            link = Channel(self.ranks, self._handle, (self._tag + 1) * TAGS + number % TAGS, self._shared.scratch)
             under_way = [go(each, link) for each in in_pieces(blocks, pieces(algorithm, self.shape, tensor.nbytes))]
             begin(under_way)
             beside_us = beside and rounds > 1
-            return Work(self._driver.begin(under_way).result if beside_us else partial(carry_out, under_way))
+            return CollectiveWork(self._driver.begin(under_way).result if beside_us else partial(carry_out, under_way))
 
         return self._start(name, tensor, call, leaves)
 
@@ -299,7 +299,7 @@ class Group:
     def _all_to_all(self, rows: Tensor, out: Tensor, algorithm: str) -> None:
         steps = rounds(algorithm, "all_to_all", self.rank, self.shape)
 
-        def go(piece: Sequence[Tensor], link: Link) -> Exchange:
+        def go(piece: Sequence[Tensor], link: Channel) -> Exchange:
             return exchange(steps, piece[: self.size], piece[self.size :], self.rank, link)
 
         blocks = [each.view(-1) for whole in (rows, out) for each in whole.chunk(self.size)]

@@ -19,7 +19,7 @@ from optimus.mesh.mesh import DENSE, EXPERT
 Parts = tuple[tuple[int, ...], ...]
 
 
-class Division(NamedTuple):
+class RankPartition(NamedTuple):
     """All ranks divided into `parts`, each of which is a group: one for all uses, or `apart` of them, each for one.
 
     `messages`: nothing but messages between two of its ranks go through a group.
@@ -31,15 +31,15 @@ class Division(NamedTuple):
     messages: bool = False
 
 
-def divisions_of(mesh: Mesh) -> Iterator[Division]:
+def divisions_of(mesh: Mesh) -> Iterator[RankPartition]:
     """Those along every set of axes of either view, each once, and the levels of expert parallelism."""
-    found: dict[Parts, Division] = {}
+    found: dict[Parts, RankPartition] = {}
     for view in (DENSE, EXPERT):
         axes = [axis for axis in view if mesh.axis_size(axis) > 1]
         sets = chain.from_iterable(combinations(axes, length) for length in range(1, len(axes) + 1))
         for each in [*sets, *([("ends",)] if mesh.pp > 1 else [])]:
             parts = list(mesh.groups(each))
-            found.setdefault(tuple(map(tuple, parts)), Division(" x ".join(each), parts))
+            found.setdefault(tuple(map(tuple, parts)), RankPartition(" x ".join(each), parts))
     for division in level_divisions(mesh, "ep"):
         found.setdefault(tuple(map(tuple, division.parts)), division)
     yield from found.values()
@@ -65,13 +65,13 @@ def levels_of(parts: Sequence[Sequence[int]], mesh: Mesh) -> tuple[list[list[int
     return across, within
 
 
-def level_divisions(mesh: Mesh, *axes: str) -> list[Division]:
+def level_divisions(mesh: Mesh, *axes: str) -> list[RankPartition]:
     """Those that `Groups.levels` needs."""
     levels, what = levels_of(list(mesh.groups(axes)), mesh), " x ".join(axes)
     return (
         []
         if levels is None
-        else [Division(f"{what} across nodes", levels[0]), Division(f"{what} on a node", levels[1])]
+        else [RankPartition(f"{what} across nodes", levels[0]), RankPartition(f"{what} on a node", levels[1])]
     )
 
 
@@ -91,7 +91,7 @@ class Groups:
         self,
         mesh: Mesh,
         timeout: float | None = None,
-        divisions: Iterable[Division] | None = None,
+        divisions: Iterable[RankPartition] | None = None,
         *,
         measured: Measured | None = None,
         partial_sums: Codec = AS_THEY_ARE,
@@ -109,7 +109,7 @@ class Groups:
         self._along: dict[frozenset[str], Group] = {}
         self.make(divisions_of(mesh) if divisions is None else divisions)
 
-    def make(self, divisions: Iterable[Division]) -> None:
+    def make(self, divisions: Iterable[RankPartition]) -> None:
         """Make the groups of these divisions that there are not yet; all ranks call with the same, in the same order."""
         for division in divisions:
             parts = tuple(map(tuple, division.parts))

@@ -43,7 +43,7 @@ class Shape(NamedTuple):
         return f"{self.nodes}x{self.per}"
 
 
-Schedule = Callable[[int, int], list[Round]]
+RoundSchedule = Callable[[int, int], list[Round]]
 """(rank, ranks) to its rounds."""
 
 
@@ -84,7 +84,7 @@ def everyone(rank: int, ranks: int) -> list[Round]:
     return [Round(peers, peers)]
 
 
-def two_levels(across: Schedule, within: Schedule) -> Callable[[int, Shape], list[Round]]:
+def two_levels(across: RoundSchedule, within: RoundSchedule) -> Callable[[int, Shape], list[Round]]:
     """Between nodes first, each rank with those of its place on the others; then on the node what has come.
 
     So (nodes - 1) * per blocks leave a node, which is the least there can be, and all its ranks send some.

@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Place = tuple[str, int]
+CollectiveId = tuple[str, int]
 """A collective: among whom, and the how manieth of theirs. All who take part name it alike."""
 
 
 class _Note(NamedTuple):
     """Something left in a collective, or has come by it."""
 
-    place: Place | None
+    place: CollectiveId | None
     sum: Tensor | None  # of what left
     what: str
 
@@ -47,22 +47,22 @@ class Watch:
         finally:
             self._on = False
 
-    def leaves(self, tensor: Tensor, what: str, place: Place | None = None) -> None:
+    def leaves(self, tensor: Tensor, what: str, place: CollectiveId | None = None) -> None:
         """`tensor` is about to be sent."""
         if self._on and tensor.is_floating_point():
             # In its own type: bf16 reaches as far as fp32, and another type would cost a copy of everything.
             self._notes.append(_Note(place, tensor.detach().sum(), what))
 
-    def comes(self, place: Place) -> None:
+    def comes(self, place: CollectiveId) -> None:
         """What the others sent has been received."""
         if self._on:
             self._notes.append(_Note(place, None, ""))
 
-    def spread(self) -> list[Place]:
+    def spread(self) -> list[CollectiveId]:
         """The collectives to which this rank gave something not finite."""
         return [note.place for note in self._spoilt() if note.place is not None]
 
-    def origin(self, spread: Collection[Place]) -> str | None:
+    def origin(self, spread: Collection[CollectiveId]) -> str | None:
         """In which collective something not finite left this rank before any had come; None if it did not.
 
         `spread` are the collectives to which other ranks gave something not finite.

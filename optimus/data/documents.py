@@ -44,7 +44,7 @@ class Position(NamedTuple):
 
 
 @dataclass
-class Batch:
+class DocumentBatch:
     """Either `lines` (whole JSON lines of `place`, the first of them number `first_line`) or `texts`.
 
     `ends[i]` says whether `texts[i]` is the end of its document. `after` is the position that is reached once the
@@ -70,26 +70,26 @@ class _Piece(NamedTuple):
     read: int
 
 
-def read_batches(sources: Sources, start: Position, text_field: str, encode: Encode) -> Iterator[Batch]:
+def read_batches(sources: Sources, start: Position, text_field: str, encode: Encode) -> Iterator[DocumentBatch]:
     """All batches from `start` on; the last one of each file leads to the beginning of the next.
 
     `encode` gives the tokens of a text; cuts are checked with it. Raises `UserError`.
     """
     read_before = sum(source.size for source in sources.files[: start.file])
-    pending = Batch(0)
+    pending = DocumentBatch(0)
     held = 0
     for number in range(start.file, len(sources.files)):
         source = sources.files[number]
         position = start if number == start.file else Position(number)
         if pending.texts and source.input != pending.input:
             yield pending
-            pending = Batch(source.input)
+            pending = DocumentBatch(source.input)
         read = next(read for suffixes, read in _READERS.items() if files.ends_in(source.path, suffixes))
         for part in read(source, position, text_field, encode):
-            if isinstance(part, Batch):
+            if isinstance(part, DocumentBatch):
                 if pending.texts:
                     yield pending
-                    pending = Batch(source.input)
+                    pending = DocumentBatch(source.input)
                 part.read += read_before
                 yield part
                 continue
@@ -100,10 +100,10 @@ def read_batches(sources: Sources, start: Position, text_field: str, encode: Enc
             pending.after, pending.read = part.after, read_before + part.read
             if held >= BLOCK // 2:
                 yield pending
-                pending = Batch(source.input)
+                pending = DocumentBatch(source.input)
         read_before += source.size
         if not pending.texts:
-            yield Batch(source.input, after=Position(number + 1), read=read_before)
+            yield DocumentBatch(source.input, after=Position(number + 1), read=read_before)
         pending.after = Position(number + 1)
     if pending.texts:
         yield pending
@@ -187,7 +187,7 @@ def _slices(text: str) -> Iterator[str]:
     return (text[start : start + PIECE] for start in range(0, len(text), PIECE))
 
 
-def _read_lines(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[Batch | _Piece]:
+def _read_lines(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[DocumentBatch | _Piece]:
     place = str(source.path)
     offset, line = start.offset, start.line
     with open_bytes(source) as (stream, raw):
@@ -196,7 +196,7 @@ def _read_lines(source: Source, start: Position, text_field: str, encode: Encode
             first_line, offset, line = line + 1, offset + len(block), line + block.count(b"\n")
             after = Position(start.file, offset, line)
             if len(block) <= 2 * BLOCK:
-                yield Batch(source.input, block, place, first_line, after=after, read=raw.tell())
+                yield DocumentBatch(source.input, block, place, first_line, after=after, read=raw.tell())
                 continue
             text = parse_line(block, place, first_line, text_field)
             for piece, last in _checked_pieces(f"{place}:{first_line}", _slices(text or ""), encode):
@@ -226,7 +226,7 @@ def _line_blocks(place: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
         yield b"".join(carried)
 
 
-def parse_lines(batch: Batch, text_field: str) -> Iterator[str]:
+def parse_lines(batch: DocumentBatch, text_field: str) -> Iterator[str]:
     """The documents in the JSON lines of a batch. Raises `UserError` with file and line number."""
     # Only b"\n" ends a line: str.splitlines would also split at characters that a JSON text may hold.
     lines = enumerate(batch.lines.removesuffix(b"\n").split(b"\n"), start=batch.first_line)
@@ -301,7 +301,7 @@ def _read_parquet(source: Source, start: Position, text_field: str, encode: Enco
         raise UserError(f"{source.path}: not a readable parquet file ({error})") from error
 
 
-_READERS: dict[tuple[str, ...], Callable[[Source, Position, str, Encode], Iterator[Batch | _Piece]]] = {
+_READERS: dict[tuple[str, ...], Callable[[Source, Position, str, Encode], Iterator[DocumentBatch | _Piece]]] = {
     files.TEXT_SUFFIXES: _read_text,
     files.HTML_SUFFIXES: _read_page,
     files.LINES_SUFFIXES: _read_lines,

@@ -21,10 +21,10 @@ from optimus.errors import UserError
 
 AHEAD = 4  # batches
 
-Batch = NDArray[np.int64]
+TokenBatch = NDArray[np.int64]
 
 
-class TokenLoader(Iterator[Batch]):
+class TokenLoader(Iterator[TokenBatch]):
     """Endless iterator of `tokens_BS` (int64), the part of `rank` in each global batch from `start_step` on.
 
     Rank r of `ranks` gets the r-th contiguous part of each global batch. `global_batch` is in instances and must be
@@ -49,7 +49,7 @@ class TokenLoader(Iterator[Batch]):
         self._thread = ThreadPoolExecutor(1, "token-loader")
         self._ready = deque(self._thread.submit(self._read, start_step + ahead) for ahead in range(AHEAD))
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> TokenBatch:
         if not self._ready:
             raise StopIteration
         try:
@@ -70,7 +70,7 @@ class TokenLoader(Iterator[Batch]):
             rows[chosen] = Permutation(self._shards.instances, "epoch", self._seed, epoch)(rows[chosen])
         return rows
 
-    def _read(self, step: int) -> Batch:
+    def _read(self, step: int) -> TokenBatch:
         rows = self.rows(step)
         tokens_BS = np.empty((self._size, self._shards.context), dtype=np.int64)
         # Runs of consecutive rows (all of the first epoch) are copied at once.

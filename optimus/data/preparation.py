@@ -29,7 +29,7 @@ import numpy as np
 
 from optimus.data import files, journal, shards
 from optimus.data import tokenizer as tokenizers
-from optimus.data.documents import Batch, Encode, Position, read_batches, read_texts
+from optimus.data.documents import DocumentBatch, Encode, Position, read_batches, read_texts
 from optimus.data.helpers import Helpers
 from optimus.data.journal import Counts, Journal, Mark
 from optimus.data.tokenizer import TokenizerInfo
@@ -282,12 +282,12 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> int:
     return _count_instances(run, state)
 
 
-def _in_order(helpers: Helpers, batches: Iterator[Batch]) -> Iterator[tuple[Batch, Encoded]]:
+def _in_order(helpers: Helpers, batches: Iterator[DocumentBatch]) -> Iterator[tuple[DocumentBatch, Encoded]]:
     """Batches with their tokens. Few are under way at a time, so that memory is bounded.
 
     Where reading fails, what was read before still comes out, so that none of it is done again after the cure.
     """
-    waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
+    waiting: deque[tuple[DocumentBatch, Future[Encoded]]] = deque()
     failure: UserError | None = None
     while True:
         try:
@@ -320,7 +320,7 @@ class _StreamWriter:
         self._reached = (state.mark, state.file_mark)
         self._committed = time.monotonic()
 
-    def write(self, batch: Batch, encoded: Encoded) -> None:
+    def write(self, batch: DocumentBatch, encoded: Encoded) -> None:
         self._stream.write(encoded.tokens)
         counts = self._counts[batch.input]
         counts.documents += encoded.documents

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from optimus.data import tokenizer as tokenizers
-from optimus.data.documents import Batch, parse_lines
+from optimus.data.documents import DocumentBatch, parse_lines
 from optimus.data.permutation import Permutation
 from optimus.data.tokenizer import TokenizerInfo
 
@@ -28,11 +28,11 @@ class Encoded:
     text_bytes: int
 
 
-def encoder(info: TokenizerInfo, text_field: str, parse_special: bool) -> Callable[[Batch], Encoded]:
+def encoder(info: TokenizerInfo, text_field: str, parse_special: bool) -> Callable[[DocumentBatch], Encoded]:
     """What tokenises batches, each document followed by the end-of-text token."""
     tokenizer = tokenizers.load(info.path, parse_special=parse_special)
 
-    def encode(batch: Batch) -> Encoded:
+    def encode(batch: DocumentBatch) -> Encoded:
         texts, ends = batch.texts, batch.ends
         if batch.lines:
             texts = list(parse_lines(batch, text_field))

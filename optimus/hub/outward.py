@@ -17,7 +17,7 @@ from optimus.disk import user_path
 from optimus.errors import UserError, nearest
 from optimus.hub.config_json import write_config
 from optimus.hub.keys import published
-from optimus.hub.tensors import Stored, stored_bytes, write_tensors
+from optimus.hub.tensors import OutputTensor, stored_bytes, write_tensors
 from optimus.model import Transformer
 from optimus.model.families import families
 from optimus.model.parameters import named_tensors
@@ -112,11 +112,11 @@ class SpecialTokens(NamedTuple):
     pad_id: int | None
 
 
-def _tensors(model: Transformer, dtype: torch.dtype | None) -> list[Stored]:
+def _tensors(model: Transformer, dtype: torch.dtype | None) -> list[OutputTensor]:
     """All tensors; buffers stay in their type."""
     buffers, family = dict(model.named_buffers()), model.config.family
     return [
-        Stored(*each, tensor.dtype if dtype is None or name in buffers else dtype)
+        OutputTensor(*each, tensor.dtype if dtype is None or name in buffers else dtype)
         for name, tensor in named_tensors(model)
         for each in published(family, name, tensor)
     ]

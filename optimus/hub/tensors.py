@@ -68,7 +68,7 @@ def _weight_files(path: Path) -> list[Path]:
         raise UserError(f"{index} is damaged ({error!r}): get the file again") from None
 
 
-class Stored(NamedTuple):
+class OutputTensor(NamedTuple):
     """A tensor to be written: its name, and the shape and type in which."""
 
     name: str
@@ -77,7 +77,7 @@ class Stored(NamedTuple):
     dtype: torch.dtype
 
 
-def write_tensors(tensors: Iterable[Stored], folder: Path, max_bytes: int) -> None:
+def write_tensors(tensors: Iterable[OutputTensor], folder: Path, max_bytes: int) -> None:
     """Write `tensors` into files of at most `max_bytes` or one tensor.
 
     One file is `model.safetensors`; several get an index.
@@ -94,13 +94,13 @@ def write_tensors(tensors: Iterable[Stored], folder: Path, max_bytes: int) -> No
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def stored_bytes(stored: Stored) -> int:
+def stored_bytes(stored: OutputTensor) -> int:
     """Bytes of a tensor once written."""
     return stored.tensor.numel() * stored.dtype.itemsize
 
 
-def _shards(tensors: Iterable[Stored], max_bytes: int) -> Iterator[list[Stored]]:
-    shard: list[Stored] = []
+def _shards(tensors: Iterable[OutputTensor], max_bytes: int) -> Iterator[list[OutputTensor]]:
+    shard: list[OutputTensor] = []
     held = 0
     for each in tensors:
         size = stored_bytes(each)
@@ -112,7 +112,7 @@ def _shards(tensors: Iterable[Stored], max_bytes: int) -> Iterator[list[Stored]]
     yield shard
 
 
-def _write_file(file: Path, tensors: list[Stored]) -> None:
+def _write_file(file: Path, tensors: list[OutputTensor]) -> None:
     """The format: length of the header (8 bytes), the header in JSON, then the tensors' bytes end to end."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -60,7 +60,7 @@ def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Sc
 
 
 def attend_blocks(
-    q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, blocks: "Sequence[Block]", sink_N: Tensor | None = None
+    q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, blocks: "Sequence[AttentionBlock]", sink_N: Tensor | None = None
 ) -> Tensor:
     """Attention of all queries over the keys of their blocks, [B, S, N, D]; no mask is held, shared keys are saved once.
 
@@ -112,7 +112,7 @@ def merge_block(out_BSND: Tensor, lse_BNS: Tensor, block_BSND: Tensor, block_lse
     lse_BNS.copy_(torch.logaddexp(lse_BNS, block_lse_BNS))
 
 
-def merge_sink(out_BSND: Tensor, lse_BNS: Tensor, sink_N: Tensor | None) -> None:
+def add_attention_sink(out_BSND: Tensor, lse_BNS: Tensor, sink_N: Tensor | None) -> None:
     """Make `out_BSND` and `lse_BNS`, in place, those over their own keys and one of this score whose value is 0."""
     if sink_N is not None:
         sink_N1 = sink_N[:, None].to(lse_BNS.dtype)
@@ -159,7 +159,12 @@ def attention_reference(
 class _Blocks(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, sink_N: Tensor | None, blocks: "Sequence[Block]"
+        ctx: Any,
+        q_BSND: Tensor,
+        k_BPMD: Tensor,
+        v_BPMD: Tensor,
+        sink_N: Tensor | None,
+        blocks: "Sequence[AttentionBlock]",
     ) -> Tensor:
         ctx.blocks = blocks
         if len(blocks) == 1:
@@ -168,7 +173,7 @@ class _Blocks(torch.autograd.Function):
             out_BSND, lse_BNS = no_attention(q_BSND, _merged(blocks))
             for block in blocks:
                 block.attend(out_BSND, lse_BNS, q_BSND, k_BPMD, v_BPMD)
-        merge_sink(out_BSND, lse_BNS, sink_N)
+        add_attention_sink(out_BSND, lse_BNS, sink_N)
         out_BSND = out_BSND.to(q_BSND.dtype)
         ctx.save_for_backward(q_BSND, k_BPMD, v_BPMD, out_BSND, lse_BNS, sink_N)
         return out_BSND
@@ -190,12 +195,12 @@ class _Blocks(torch.autograd.Function):
         return *(total.to(saved[0].dtype) for total in found), sink_grad_N, None
 
 
-def _merged(blocks: "Sequence[Block]") -> bool:
+def _merged(blocks: "Sequence[AttentionBlock]") -> bool:
     """Whether anything is added up: queries of causal blocks alone, and their keys, are in one block each."""
     return any(block.mask != "causal" for block in blocks)
 
 
-class Block(NamedTuple):
+class AttentionBlock(NamedTuple):
     """Queries and the keys that they see: all of them; up to their own; or, of equally many, from their own next on.
 
     The last is causal when queries and keys are taken backwards, so that no path needs to know of it.
@@ -206,7 +211,7 @@ class Block(NamedTuple):
     mask: Literal["none", "causal", "window"]
     cap: float | None = None
 
-    def moved(self, queries: int, keys: int) -> "Block":
+    def moved(self, queries: int, keys: int) -> "AttentionBlock":
         """The same, so many positions later."""
         rows, seen = slice(self.queries.start + queries, self.queries.stop + queries), self.keys
         return self._replace(queries=rows, keys=slice(seen.start + keys, seen.stop + keys))
@@ -239,7 +244,7 @@ class Block(NamedTuple):
         return t_BSX[:, rows].flip(1) if self.mask == "window" else t_BSX[:, rows]
 
 
-def capped(blocks: "Iterable[Block]", cap: float | None) -> "list[Block]":
+def capped(blocks: "Iterable[AttentionBlock]", cap: float | None) -> "list[AttentionBlock]":
     """These blocks, with a `cap` on their scores."""
     return list(blocks) if cap is None else [block._replace(cap=cap) for block in blocks]
 
@@ -254,25 +259,25 @@ def no_attention(q_BSND: Tensor, merged: bool = True) -> tuple[Tensor, Tensor]:
     return out_BSND, out_BSND.new_empty(len(q_BSND), *q_BSND.shape[2:0:-1], dtype=wide)
 
 
-def blocks_of(new: int, seen: int, window: int | None) -> Iterator[Block]:
+def blocks_of(new: int, seen: int, window: int | None) -> Iterator[AttentionBlock]:
     """What the last `new` of `seen` positions attend to, each to as many as `window` up to its own.
 
     Queries come in pieces that begin at multiples of the window; each piece's causal block is its first.
     """
     before = seen - new
     if window is None or window >= seen:
-        yield Block(slice(0, new), slice(before, seen), "causal")
+        yield AttentionBlock(slice(0, new), slice(before, seen), "causal")
         if before:
-            yield Block(slice(0, new), slice(0, before), "none")
+            yield AttentionBlock(slice(0, new), slice(0, before), "none")
         return
     starts = [before, *range((before // window + 1) * window, seen, window)]
     for start, end in zip(starts, [*starts[1:], seen], strict=True):
-        yield Block(slice(start - before, end - before), slice(start, end), "causal")
+        yield AttentionBlock(slice(start - before, end - before), slice(start, end), "causal")
         whole = max(0, end - window)
         if whole < start:
-            yield Block(slice(start - before, end - before), slice(whole, start), "none")
+            yield AttentionBlock(slice(start - before, end - before), slice(whole, start), "none")
         if start >= window and end - start > 1:
-            yield Block(slice(start - before, end - 1 - before), slice(start - window + 1, whole), "window")
+            yield AttentionBlock(slice(start - before, end - 1 - before), slice(start - window + 1, whole), "window")
 
 
 def _for_each_head(q: Tensor, *shared: Tensor) -> list[Tensor]:
@@ -286,17 +291,17 @@ def _heads_first(*tensors_BSND: Tensor) -> list[Tensor]:
     return [(t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2) for t in tensors_BSND]
 
 
-def blocks_before(new: int, seen: int, distance: int, window: int | None) -> Iterator[Block]:
+def blocks_before(new: int, seen: int, distance: int, window: int | None) -> Iterator[AttentionBlock]:
     """What `new` positions attend to of `seen` that begin `distance` before them, at least as many as these are."""
     reach = new if window is None else min(window - distance, new)  # query i sees key j where i - j < reach
     if reach > 0:
-        yield Block(slice(0, reach), slice(0, seen), "none")
+        yield AttentionBlock(slice(0, reach), slice(0, seen), "none")
     first, last = max(reach, 0), min(new, seen + reach - 1)  # queries that see some of the keys
     if first < last:
         triangle = slice(first - reach + 1, last - reach + 1)
-        yield Block(slice(first, last), triangle, "window")
+        yield AttentionBlock(slice(first, last), triangle, "window")
         if triangle.stop < seen:
-            yield Block(slice(first, last), slice(triangle.stop, seen), "none")
+            yield AttentionBlock(slice(first, last), slice(triangle.stop, seen), "none")
 
 
 # ---- The paths. Everything below has heads first: q [B, N, S, D], k and v [B, N, P, D] ----

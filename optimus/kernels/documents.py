@@ -16,7 +16,7 @@ from torch import Tensor
 
 from optimus.kernels.attention import (
     PLAIN,
-    Block,
+    AttentionBlock,
     Scoring,
     attend_blocks,
     blocks_of,
@@ -76,7 +76,7 @@ def document_attention(
     return attend_blocks(q_1TND, k_1TMD, v_1TMD, capped(_blocks(documents, window), cap), sink_N)
 
 
-def _blocks(documents: Documents, window: int | None) -> Iterator[Block]:
+def _blocks(documents: Documents, window: int | None) -> Iterator[AttentionBlock]:
     for start, end in documents.spans:
         yield from (block.moved(start, start) for block in blocks_of(end - start, end - start, window))
 

@@ -17,7 +17,7 @@ from optimus.model.linear import Linear
 from optimus.model.parameters import Size, declare
 from optimus.model.parts import LOCAL, Parts
 from optimus.model.positions import Table
-from optimus.model.sequence import Sequence
+from optimus.model.sequence import SequenceSplit
 
 
 class LayerCache:
@@ -40,12 +40,12 @@ class LayerCache:
             self.k_BPMD, self.v_BPMD = self.k_BPMD[:, :length], self.v_BPMD[:, :length]
 
 
-class Places(NamedTuple):
+class AttentionPositions(NamedTuple):
     """Where the tokens of a batch stand: rotary tables of their positions, and the sequences these are of."""
 
     table: Table  # of layers that attend to all positions before
     window_table: Table  # of layers with a window
-    sequence: Sequence
+    sequence: SequenceSplit
     position_T: Tensor  # of every token in its sequence
 
 
@@ -79,7 +79,7 @@ class Attention(nn.Module):
             for size in normed
         )
 
-    def forward(self, x_TH: Tensor, places: Places, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x_TH: Tensor, places: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
         """[T, H]. The tokens are those of `places`, sequence by sequence; with a `cache` they continue what it holds."""
         q, k, v = (self.q(x_TH), *self.kv(x_TH).chunk(2, -1)) if self.grouped else self.qkv(x_TH).chunk(3, -1)
         if not self.norms_heads:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from optimus.kernels.attention import causal_attention
 from optimus.kernels.rotary import rotary
 from optimus.model.architecture import Latent, ModelConfig
-from optimus.model.attention import LayerCache, Places
+from optimus.model.attention import AttentionPositions, LayerCache
 from optimus.model.dense import RMSNorm
 from optimus.model.linear import Linear
 from optimus.model.parameters import Size
@@ -52,7 +52,7 @@ class LatentAttention(nn.Module):
         scale = 1.0 if scaling is None else mscale(scaling.factor, scaling.mscale_all_dim or 0.0) ** 2
         self._scale = scale * math.sqrt(self._widest / query)  # attention divides by the root of the widest
 
-    def forward(self, x_RH: Tensor, places: Places, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x_RH: Tensor, places: AttentionPositions, cache: LayerCache | None = None) -> Tensor:
         """[R, H]. The tokens are those of `places`, sequence by sequence; with a `cache` they continue what it holds."""
         low, table = self.latent, places.table
         positions, query = len(table[0]), self.plain + low.rotary

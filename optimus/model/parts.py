@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.linear import MatrixProduct, linear
 from optimus.model.moe.dispatch import Dispatch, local_dispatch
-from optimus.model.moe.tokens import TokenSplit, WholeTokens
+from optimus.model.moe.tokens import LocalTokens, TokenSplit
 from optimus.model.norms import LocalNorms, Norms
 from optimus.model.parameters import Dim
-from optimus.model.sequence import Sequence as TokenSequence
-from optimus.model.sequence import WholeSequence
+from optimus.model.sequence import LocalSequence, SequenceSplit
 from optimus.model.vocabulary import LocalVocabulary, Vocabulary
 from optimus.step_context import StepContext
 
@@ -98,8 +97,8 @@ class Parts:
     product: Callable[[Dim, Dim], Product] = lambda outputs, inputs: _PRODUCT  # of a weight with these dims last
     norms: Callable[[Dim], Norms] = lambda columns: LocalNorms()
     vocabulary: Vocabulary = field(default_factory=LocalVocabulary)
-    sequence: TokenSequence = field(default_factory=WholeSequence)
-    tokens: TokenSplit = field(default_factory=WholeTokens)
+    sequence: SequenceSplit = field(default_factory=LocalSequence)
+    tokens: TokenSplit = field(default_factory=LocalTokens)
     dispatch: Callable[[int], Dispatch] = lambda experts: local_dispatch  # of a layer with so many
     # From the rows of the residual stream here, those for this device's heads.
     all_rows: Callable[[Tensor], Tensor] = lambda x: x

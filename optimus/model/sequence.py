@@ -12,7 +12,7 @@ from optimus.kernels.attention import PLAIN, Scoring, causal_attention
 from optimus.kernels.documents import Documents, document_attention
 
 
-class Sequence(Protocol):
+class SequenceSplit(Protocol):
     """Which positions of every sequence are here, and how they attend to those that are not."""
 
     parts: int  # the sequences are divided into; each has the same number of positions
@@ -30,7 +30,7 @@ class Sequence(Protocol):
         """The same positions of a batch of `documents`, in which attention stays inside of each."""
 
 
-class WholeSequence:
+class LocalSequence:
     """Every position is here."""
 
     parts = 1

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from optimus.errors import UserError
 from optimus.kernels.linear_cross_entropy import soft_capped
 from optimus.model.architecture import ModelConfig
-from optimus.model.attention import Attention, LayerCache, Places
+from optimus.model.attention import Attention, AttentionPositions, LayerCache
 from optimus.model.batch import Batch
 from optimus.model.dense import DenseMlp, LayerNorm, RMSNorm
 from optimus.model.latent import LatentAttention
@@ -23,7 +23,7 @@ from optimus.model.moe.router import Choosing, RouterStats, Routing
 from optimus.model.parameters import Size, declare
 from optimus.model.parts import LOCAL, Parts
 from optimus.model.positions import LearnedPositions, tables
-from optimus.model.sequence import Sequence, WholeSequence
+from optimus.model.sequence import LocalSequence, SequenceSplit
 
 
 class Losses(NamedTuple):
@@ -93,7 +93,7 @@ class Block(nn.Module):
         self.mlp_out_norm = _norm(config, parts) if after else None
 
     def forward(
-        self, x_TH: Tensor, places: Places, cache: LayerCache | None = None, number: int = 0
+        self, x_TH: Tensor, places: AttentionPositions, cache: LayerCache | None = None, number: int = 0
     ) -> tuple[Tensor, RouterStats | None]:
         """(residual stream [T, H], router statistics). The block is the `number`-th of a row, counted from 0."""
         run, stats = self._runner.modules, None
@@ -116,7 +116,7 @@ class Blocks(nn.ModuleList):
         self._runner = parts.runner
 
     def forward(
-        self, x_TH: Tensor, places: Places, cache: KVCache | None = None, stats: RouterStats | None = None
+        self, x_TH: Tensor, places: AttentionPositions, cache: KVCache | None = None, stats: RouterStats | None = None
     ) -> tuple[Tensor, RouterStats | None]:
         """(residual stream [T, H], router statistics summed over the blocks and added to `stats`)."""
         if cache is not None:  # generation, which has no backward pass
@@ -126,7 +126,7 @@ class Blocks(nn.ModuleList):
         return x_TH, stats
 
     def _through(
-        self, segment: range, x_TH: Tensor, places: Places, cache: KVCache | None, stats: RouterStats | None
+        self, segment: range, x_TH: Tensor, places: AttentionPositions, cache: KVCache | None, stats: RouterStats | None
     ) -> tuple[Tensor, RouterStats | None]:
         for i in segment:
             x_TH, own = self[i](x_TH, places, cache.layers[i] if cache is not None else None, i)
@@ -214,18 +214,18 @@ class Transformer(nn.Module):
         length, start = tokens_BS.shape[1], cache.length if cache is not None else 0
         self.check_length(start + length)
         tokens_BS = F.pad(tokens_BS, (0, -length % self.head.vocabulary.multiple))  # a causal model does not see it
-        _, places = self.whole_places(tokens_BS, start)
+        _, places = self.full_positions(tokens_BS, start)
         x_TH, _ = self.blocks(self.embedded(tokens_BS.flatten(), places), places, cache)
         x_TH = self.run(self.final_norm, x_TH)
         if cache is not None:
             cache.keep(start + length)
         return self.head.vocabulary.join(x_TH).unflatten(0, (len(tokens_BS), -1))[:, :length]
 
-    def embedded(self, tokens_T: Tensor, places: Places) -> Tensor:
+    def embedded(self, tokens_T: Tensor, places: AttentionPositions) -> Tensor:
         """The residual stream [T, H] of these tokens as the first block has it."""
         return self.placed(self.run(self.embedding, tokens_T), places)
 
-    def placed(self, x_TH: Tensor, places: Places) -> Tensor:
+    def placed(self, x_TH: Tensor, places: AttentionPositions) -> Tensor:
         """What the embedding gives as the first block has it: scaled, with learned positions, where the model has these."""
         if self.config.embedding_scale:  # rounded to the type, as it was when published models were trained
             x_TH = x_TH * torch.tensor(math.sqrt(self.config.hidden), dtype=x_TH.dtype).item()
@@ -266,7 +266,7 @@ class Transformer(nn.Module):
         """What is to be predicted at these positions [T], -1 where nothing is."""
         return batch.target_BS[:, positions_S].flatten()
 
-    def places(self, batch: Batch) -> tuple[Tensor, Places]:
+    def places(self, batch: Batch) -> tuple[Tensor, AttentionPositions]:
         """The positions [S] of these sequences that this device trains on, as numbers and for the blocks."""
         tokens_BS, documents = batch.tokens_BS, batch.documents()
         self.check_length(tokens_BS.shape[1] if documents is None else documents.longest)
@@ -276,10 +276,10 @@ class Transformer(nn.Module):
         position_T = documents.positions().view_as(tokens_BS).to(tokens_BS.device)[:, positions_S].flatten()
         return positions_S, self._places(position_T, 1, self.sequence.within(documents))
 
-    def whole_places(self, tokens_BS: Tensor, start: int = 0) -> tuple[Tensor, Places]:
+    def full_positions(self, tokens_BS: Tensor, start: int = 0) -> tuple[Tensor, AttentionPositions]:
         """As `places`: all positions of these sequences, which begin at `start`, on every device."""
         positions_S = torch.arange(start, start + tokens_BS.shape[1], device=tokens_BS.device)
-        return positions_S, self._places(positions_S, len(tokens_BS), WholeSequence())
+        return positions_S, self._places(positions_S, len(tokens_BS), LocalSequence())
 
-    def _places(self, positions_S: Tensor, sequences: int, sequence: Sequence) -> Places:
-        return Places(*tables(self.config, positions_S), sequence, positions_S.repeat(sequences))
+    def _places(self, positions_S: Tensor, sequences: int, sequence: SequenceSplit) -> AttentionPositions:
+        return AttentionPositions(*tables(self.config, positions_S), sequence, positions_S.repeat(sequences))

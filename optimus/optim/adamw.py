@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from optimus.kernels import backend
-from optimus.optim.rule import Now, Tile, UpdateRule
+from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class AdamW(UpdateRule):
     beta2: float
     eps: float
 
-    def update(self, now: Now, tile: Tile) -> None:
+    def update(self, now: OptimizerStep, tile: Tile) -> None:
         """As `UpdateRule.update`: a kernel does all of it in one pass over memory."""
         weight, gradient, (m, v), copy, _ = tile
         if not backend.use_triton(weight):
@@ -32,7 +32,7 @@ class AdamW(UpdateRule):
         factors = self.beta1, self.beta2, self.eps, self.weight_decay
         kernels.adamw(factors, now.step, self.rate(now), weight, gradient, m, v, now.gradient_scale, copy)
 
-    def apply(self, now: Now, tile: Tile) -> None:
+    def apply(self, now: OptimizerStep, tile: Tile) -> None:
         """As `UpdateRule.apply`."""
         weight, gradient, (m, v), *_ = tile
         steps = [torch.tensor(float(now.step), device=weight.device)]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from optimus.optim.rule import Now, Tile, UpdateRule
+from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class Lion(UpdateRule):
     beta1: float
     beta2: float
 
-    def apply(self, now: Now, tile: Tile) -> None:
+    def apply(self, now: OptimizerStep, tile: Tile) -> None:
         """As `UpdateRule.apply`."""
         weight, gradient, (m,), *_ = tile
         sign = m.lerp(gradient, 1 - self.beta1).sign_()

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from optimus.optim.rule import Now, Tile, TilingName, UpdateRule
+from optimus.optim.rule import OptimizerStep, Tile, TilingName, UpdateRule
 
 STEPS, _A, _B, _C = 5, 3.4445, -4.7750, 2.0315  # of the iteration: Jordan's, steepest at zero
 _LEAST_NORM = 1e-7
@@ -26,7 +26,7 @@ class Muon(UpdateRule):
 
     momentum: float
 
-    def apply(self, now: Now, tile: Tile) -> None:
+    def apply(self, now: OptimizerStep, tile: Tile) -> None:
         """As `UpdateRule.apply`. Products are of the type that the model computes with, that of `copy`, and so is what
         `whole` takes and gives: bf16 where it is fast. fp32 without `copy`, so that every layout gives the same numbers."""
         weight, gradient, (momentum,), copy, whole = tile

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 TilingName = Literal["flat", "matrices"]
-Whole = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+MatrixFunction = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
 
 
-class Now(NamedTuple):
+class OptimizerStep(NamedTuple):
     """The optimizer step that is being taken."""
 
     step: int  # updates applied, this one included
@@ -24,7 +24,7 @@ class Now(NamedTuple):
     counters: Mapping[str, float] = {}  # as this step leaves them
 
 
-def as_they_are(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def local_matrices(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`function` of matrices that are whole on this rank."""
     return function(x)
 
@@ -40,7 +40,7 @@ class Tile(NamedTuple):
     gradient: Tensor  # of any floating type; in fp32 and scaled when a rule's `apply` gets it
     kept: Sequence[Tensor]  # fp32, by kind
     copy: Tensor | None = None  # what is computed with, in its type; None: the weight
-    whole: Whole = as_they_are
+    whole: MatrixFunction = local_matrices
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,18 @@ class UpdateRule(Rule, ABC):
     weight_decay: float  # decoupled: times the learning rate
     lr_scale: float = 1.0  # of the schedule's learning rate
 
-    def update(self, now: Now, tile: Tile) -> None:
+    def update(self, now: OptimizerStep, tile: Tile) -> None:
         """Update weight and what is kept, in place, and fill the copy while they are in the cache."""
         self.apply(now, tile._replace(gradient=scaled(tile.gradient, now.gradient_scale)))
         if tile.copy is not None:
             self.computed(tile.weight, tile.kept, tile.copy)
 
-    def rate(self, now: Now) -> float:
+    def rate(self, now: OptimizerStep) -> float:
         """Its learning rate."""
         return now.lr * self.lr_scale
 
     @abstractmethod
-    def apply(self, now: Now, tile: Tile) -> None:
+    def apply(self, now: OptimizerStep, tile: Tile) -> None:
         """The rule's arithmetic: update weight and what is kept, in place, by the fp32 gradient."""
 
 

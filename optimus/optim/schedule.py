@@ -8,7 +8,7 @@ Name = Literal["cosine", "constant", "linear", "inverse-sqrt", "wsd"]
 Cooldown = Literal["linear", "sqrt", "cosine"]
 
 
-class Schedule(NamedTuple):
+class LrSchedule(NamedTuple):
     """What a learning rate follows from. Steps count from 1; of `steps`, the last `cooldown_steps` are the cooldown."""
 
     name: Name
@@ -28,14 +28,14 @@ COOLDOWNS: dict[Cooldown, Callable[[float], float]] = {
 }
 
 
-def _fall(rule: Schedule, step: int, shape: Cooldown, first: int) -> float:
+def _fall(rule: LrSchedule, step: int, shape: Cooldown, first: int) -> float:
     """From the peak at step `first` to the minimum at the last step."""
     share = min(1.0, max(0.0, (step - first) / max(1, rule.steps - first)))
     return rule.minimum + (rule.peak - rule.minimum) * COOLDOWNS[shape](share)
 
 
 # After the warm-up.
-SCHEDULES: dict[Name, Callable[[Schedule, int], float]] = {
+SCHEDULES: dict[Name, Callable[[LrSchedule, int], float]] = {
     "constant": lambda rule, step: rule.peak,
     "cosine": lambda rule, step: _fall(rule, step, "cosine", rule.warmup_steps),
     "linear": lambda rule, step: _fall(rule, step, "linear", rule.warmup_steps),
@@ -46,7 +46,7 @@ SCHEDULES: dict[Name, Callable[[Schedule, int], float]] = {
 }
 
 
-def learning_rate(rule: Schedule, step: int) -> float:
+def learning_rate(rule: LrSchedule, step: int) -> float:
     """Learning rate of `step`, which counts from 1 to `rule.steps`."""
     if step <= rule.warmup_steps:
         return rule.peak * step / rule.warmup_steps

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from optimus.optim.rule import Now, Tile, UpdateRule
+from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class ScheduleFree(UpdateRule):
         z.copy_(weight)
         v.zero_()
 
-    def apply(self, now: Now, tile: Tile) -> None:
+    def apply(self, now: OptimizerStep, tile: Tile) -> None:
         """As `UpdateRule.apply`."""
         weight, gradient, (z, v), *_ = tile
         lr = self._corrected(now.step, self.rate(now))
@@ -41,7 +41,7 @@ class ScheduleFree(UpdateRule):
         temporary = z.lerp(weight, self.beta1)
         z.sub_(temporary, alpha=lr * self.weight_decay)
         z.addcdiv_(gradient, torch.sqrt(v, out=temporary).add_(self.eps), value=-lr)
-        weight.lerp_(z, self._share(now))
+        weight.lerp_(z, self._average_weight(now))
 
     def computed(self, weight: Tensor, kept: Sequence[Tensor], out: Tensor) -> None:
         """Fill `out` with y."""
@@ -52,7 +52,7 @@ class ScheduleFree(UpdateRule):
         moment is biased."""
         return {"weight_sum": counters["weight_sum"] + self._corrected(step, lr) ** 2}
 
-    def _share(self, now: Now) -> float:
+    def _average_weight(self, now: OptimizerStep) -> float:
         """The algorithm's c: the step's share of all weights."""
         weight = self._corrected(now.step, now.lr) ** 2
         return weight / now.counters["weight_sum"] if weight else 0.0

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
 from optimus.parallel.build import StageOptions
-from optimus.parallel.module_bytes import ModuleBytes, Place, Setting, block_bytes, end_bytes
+from optimus.parallel.module_bytes import ModuleBytes, ModuleSetting, Place, block_bytes, end_bytes
 from optimus.parallel.recompute import Recomputation
 
 Modules = Mapping[Place, ModuleBytes]  # of a block
@@ -57,7 +57,7 @@ def activation_bytes(
     and the output layer. Its experts have `load` times the mean number of tokens.
     """
     mesh, options = mesh or Mesh(), options or StageOptions()
-    setting = Setting.of(config, mesh, options, context, itemsize, load)
+    setting = ModuleSetting.of(config, mesh, options, context, itemsize, load)
     alike = config.alike
     numbers = [alike[layer] for layer in (range(config.layers) if layers is None else layers)]
     blocks = [block_bytes(setting, number, micro_batch) for number in numbers]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from optimus.comm import Group, Groups
-from optimus.comm.functional import gather_rows, share
+from optimus.comm.functional import all_gather_rows, copy_to_group
 from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.kernels.gradient_buffer import GradientBuffer
@@ -19,11 +19,11 @@ from optimus.kernels.linear import MatrixProduct
 from optimus.model import Transformer
 from optimus.model.moe.dispatch import Dispatch, local_dispatch
 from optimus.model.moe.router import Routing
-from optimus.model.moe.tokens import TokenSplit, WholeTokens
+from optimus.model.moe.tokens import LocalTokens, TokenSplit
 from optimus.model.norms import LocalNorms, Norms
 from optimus.model.parameters import Dim
 from optimus.model.parts import LOCAL, LocalProduct, Parts, Product, run_unit
-from optimus.model.sequence import Sequence, WholeSequence
+from optimus.model.sequence import LocalSequence, SequenceSplit
 from optimus.model.vocabulary import LocalVocabulary, Vocabulary
 from optimus.parallel.context import RingSequence, UlyssesSequence
 from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch, TwoLevelDispatch
@@ -90,7 +90,7 @@ def parts_of(
         sequence=_sequence(groups, options),
         tokens=_tokens(groups, options),
         dispatch=partial(_dispatch, groups, options),
-        all_rows=partial(gather_rows if options.sequence else share, group=groups.along("tp_out")),
+        all_rows=partial(all_gather_rows if options.sequence else copy_to_group, group=groups.along("tp_out")),
         gradient_buffers=gradient_buffers,
         runner=Recompute(options.recomputation, groups.step, unit, keep_collectives=options.keep_collectives),
         step=groups.step,
@@ -126,17 +126,17 @@ def _vocabulary(architecture: ModelConfig, groups: Groups, options: StageOptions
     return SplitVocabulary(rows, columns, tokens, options.sequence, everyone, groups.step)
 
 
-def _sequence(groups: Groups, options: StageOptions) -> Sequence:
+def _sequence(groups: Groups, options: StageOptions) -> SequenceSplit:
     group = groups.along("cp")
     if group.size == 1:
-        return WholeSequence()
+        return LocalSequence()
     return RingSequence(group) if options.context_method == "ring" else UlyssesSequence(group)
 
 
 def _tokens(groups: Groups, options: StageOptions) -> TokenSplit:
     rows, columns, parts = (groups.along(axis) for axis in ("tp_out", "tp_in", "cp"))
     if rows.size * columns.size * parts.size == 1:
-        return WholeTokens()
+        return LocalTokens()
     return SplitTokens(rows, columns, parts, sequence=options.sequence, duplicates=options.duplicates)
 
 

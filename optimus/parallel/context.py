@@ -19,23 +19,23 @@ from torch import Tensor
 
 from optimus.autograd import once_differentiable
 from optimus.comm import Group
-from optimus.comm.functional import cached, exchange_rows
+from optimus.comm.functional import all_to_all_rows, cached
 from optimus.errors import UserError
 from optimus.kernels.attention import (
     PLAIN,
-    Block,
+    AttentionBlock,
     Scoring,
+    add_attention_sink,
     blocks_before,
     blocks_of,
     capped,
-    merge_sink,
     no_attention,
     sink_gradient,
 )
 from optimus.kernels.documents import Documents
-from optimus.model.sequence import WholeSequence
+from optimus.model.sequence import LocalSequence
 
-Seen = Callable[[int], list[Block]]  # what a rank's positions see of those of another
+Seen = Callable[[int], list[AttentionBlock]]  # what a rank's positions see of those of another
 
 
 class RingSequence:
@@ -80,7 +80,7 @@ class UlyssesSequence:
 
     def __init__(self, group: Group, documents: Documents | None = None) -> None:
         self.parts = group.size
-        self._group, self._documents, self._whole = group, documents, WholeSequence(documents)
+        self._group, self._documents, self._whole = group, documents, LocalSequence(documents)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Those of the piece; see `Sequence`.
@@ -121,7 +121,7 @@ class UlyssesSequence:
 
     def _exchange(self, x: Tensor) -> Tensor:
         """`x[i]` to rank i; what came from rank i is `[i]` of the result."""
-        return exchange_rows(x, [1] * self.parts, [1] * self.parts, self._group)
+        return all_to_all_rows(x, [1] * self.parts, [1] * self.parts, self._group)
 
 
 class _Ring(torch.autograd.Function):
@@ -150,7 +150,7 @@ def _ring(
     for source, (k, v) in _going_round(torch.stack([k_BSMD, v_BSMD]), group):
         for block in seen(source):
             block.attend(out_BSND, lse_BNS, q_BSND, k, v)
-    merge_sink(out_BSND, lse_BNS, sink_N)
+    add_attention_sink(out_BSND, lse_BNS, sink_N)
     return out_BSND.to(q_BSND.dtype), lse_BNS
 
 
@@ -206,7 +206,7 @@ def _seen(
     window: int | None,
     cap: float | None,
     source: int,
-) -> list[Block]:
+) -> list[AttentionBlock]:
     """What `rank`'s positions see of those of `source`, of `length` each; causal blocks come first.
 
     A rank's first piece comes before those of higher ranks, and its second, their mirror image, after them.
@@ -216,9 +216,9 @@ def _seen(
         if window is None:
             first, second, whole = slice(half), slice(half, length), slice(length)
             if source == rank:
-                block = Block(whole, whole, "causal")
+                block = AttentionBlock(whole, whole, "causal")
             else:
-                block = Block(whole, first, "none") if source < rank else Block(second, whole, "none")
+                block = AttentionBlock(whole, first, "none") if source < rank else AttentionBlock(second, whole, "none")
             return capped([block], cap)
         documents = Documents([ranks * length], 1)
     half //= documents.sequences
@@ -230,7 +230,7 @@ def _seen(
 
 def _seen_in_piece(
     mine: tuple[int, int], theirs: tuple[int, int], size: int, ranks: int, documents: Documents, window: int | None
-) -> Iterator[Block]:
+) -> Iterator[AttentionBlock]:
     """What a piece of every sequence, of `size` tokens, sees of another or of itself.
 
     A piece is (where it begins among the positions of a sequence that a rank has, which of the 2n of the sequence it is).

@@ -30,7 +30,7 @@ def parameter_layouts(
     *,
     sequence: bool = False,
     duplicates: bool = False,
-    tied_ends: bool = False,
+    tied_embeddings: bool = False,
     vocabulary: bool = False,
 ) -> dict[str, Layout]:
     """By name, of a model that holds every parameter whole (best on the meta device).
@@ -38,8 +38,8 @@ def parameter_layouts(
     What is not an expert is replicated over the data axes. Along a tensor-parallel axis that does not split it, its gradient
     is made of other tokens or columns on every rank (and summed) or of the same: with `sequence` the ranks along `tp_out`
     have other rows of the residual stream; every rank has other whole tokens, unless there are `duplicates` (TED without
-    duplicate token dropping); within a module they have other columns along `tp_out`. `tied_ends`: both ends of a pipeline
-    hold the embedding; `vocabulary`: all its ranks have a part of the vocabulary.
+    duplicate token dropping); within a module they have other columns along `tp_out`. `tied_embeddings`: the first and the
+    last stage hold the embedding; `vocabulary`: all ranks of the pipeline have a part of the vocabulary.
     """
     differs = {
         "residual": ("tp_out",) if sequence else (),
@@ -49,7 +49,7 @@ def parameter_layouts(
     found: dict[str, Layout] = {}
     for name, declared in declarations(model):
         layout = _layout(declared, tuple(model.get_parameter(name).shape), differs[declared.applied_to])
-        if tied_ends and not found:  # the embedding comes first
+        if tied_embeddings and not found:  # the embedding comes first
             layout = replace(layout, same=(*layout.same, "ends"))
         if "vocab" in declared.dims and vocabulary:
             layout = replace(layout, splits=((declared.dims.index("vocab"), "pp"), *layout.splits))

@@ -23,7 +23,7 @@ from optimus.kernels.gradient_buffer import TensorBuffer
 from optimus.kernels.linear_cross_entropy import block_rows
 from optimus.mesh import Mesh
 from optimus.model import Batch, Transformer
-from optimus.model.attention import Places
+from optimus.model.attention import AttentionPositions
 from optimus.model.moe.router import RouterStats
 from optimus.model.parts import Runner
 from optimus.parallel.build import StageOptions, parts_of
@@ -39,7 +39,7 @@ Place = tuple[int, int]  # of a module in a block: in which row of modules that 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
-class Setting(NamedTuple):
+class ModuleSetting(NamedTuple):
     """What is the same for all modules: the model, how it is divided, how long sequences are, and how busy experts are."""
 
     model: ModelConfig
@@ -52,7 +52,7 @@ class Setting(NamedTuple):
     @classmethod
     def of(
         cls, config: ModelConfig, mesh: Mesh, options: StageOptions, context: int, itemsize: int, load: float
-    ) -> "Setting":
+    ) -> "ModuleSetting":
         """That of all meshes whose ranks have equally much to do."""
         experts, tensor = mesh.ep * mesh.etp, mesh.cp * mesh.tp
         mesh = replace(mesh, pp=1, dp=lcm(tensor, experts) // tensor, ranks_per_node=None, pipeline_stride=None)
@@ -60,7 +60,7 @@ class Setting(NamedTuple):
         return cls(config, mesh, options, context, _DTYPES[itemsize], load)
 
     @property
-    def without_experts(self) -> "Setting":
+    def without_experts(self) -> "ModuleSetting":
         """The same for all that the way to divide experts does not change."""
         options = replace(self.options, duplicates=False, dispatch="alltoall")
         return self._replace(mesh=replace(self.mesh, dp=1, ep=1, etp=1), options=options, load=1.0)
@@ -91,7 +91,7 @@ class ModuleBytes(NamedTuple):
 
 
 @lru_cache(maxsize=16384)
-def block_bytes(setting: Setting, layer: int, sequences: int, again: bool = False) -> dict[Place, ModuleBytes]:
+def block_bytes(setting: ModuleSetting, layer: int, sequences: int, again: bool = False) -> dict[Place, ModuleBytes]:
     """Those of the modules of block `layer` with so many sequences, in their order.
 
     `again`: each is run again in the backward pass, and what its collectives gave is cached.
@@ -107,7 +107,7 @@ def block_bytes(setting: Setting, layer: int, sequences: int, again: bool = Fals
 
 
 @lru_cache(maxsize=4096)
-def end_bytes(setting: Setting, what: End, sequences: int) -> ModuleBytes:
+def end_bytes(setting: ModuleSetting, what: End, sequences: int) -> ModuleBytes:
     """Of what is before the blocks, with the embedding or without, or of the last norm and the output layer."""
     setting, rows = setting.without_experts, 1
     if what == "head":  # from there on it works in several blocks of rows
@@ -135,7 +135,9 @@ def _grown(measure: Callable[[int], dict[Place, ModuleBytes]], least: int, seque
 
 
 @lru_cache(maxsize=1024)
-def _block_bytes(setting: Setting, layer: int, experts: bool, again: bool, sequences: int) -> dict[Place, ModuleBytes]:
+def _block_bytes(
+    setting: ModuleSetting, layer: int, experts: bool, again: bool, sequences: int
+) -> dict[Place, ModuleBytes]:
     """Of its experts alone, or of all other modules."""
     stage = _Stage.of(setting)
     config, ranks = stage.model.config, setting.mesh.ep
@@ -147,7 +149,7 @@ def _block_bytes(setting: Setting, layer: int, experts: bool, again: bool, seque
 
 
 @lru_cache(maxsize=1024)
-def _end_bytes(setting: Setting, what: End, sequences: int) -> dict[Place, ModuleBytes]:
+def _end_bytes(setting: ModuleSetting, what: End, sequences: int) -> dict[Place, ModuleBytes]:
     stage = _Stage.of(setting)
     model, batch = stage.model, _batch(setting, sequences)
     with stage.shapes() as shapes:
@@ -170,7 +172,7 @@ def _end_bytes(setting: Setting, what: End, sequences: int) -> dict[Place, Modul
     return {(0, 0): ModuleBytes(what, 0, kept, work)}
 
 
-def _batch(setting: Setting, sequences: int) -> Batch:
+def _batch(setting: ModuleSetting, sequences: int) -> Batch:
     return Batch(torch.zeros(sequences, setting.context, dtype=torch.int64))
 
 
@@ -179,10 +181,10 @@ class _Stage:
 
     @classmethod
     @lru_cache(maxsize=32)
-    def of(cls, setting: Setting) -> "_Stage":
+    def of(cls, setting: ModuleSetting) -> "_Stage":
         return cls(setting)
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: ModuleSetting) -> None:
         config, options = setting.model, setting.options
         groups, examples = ShapeGroups(setting.mesh), sorted(set(config.alike))
         self.runner = _Measuring(groups.step)
@@ -213,7 +215,7 @@ class _Measuring(Runner):
         self._step = step
 
     def measure(
-        self, block: nn.Module, x_TH: Tensor, places: Places, shapes: Shapes, experts: bool, again: bool
+        self, block: nn.Module, x_TH: Tensor, places: AttentionPositions, shapes: Shapes, experts: bool, again: bool
     ) -> dict[Place, ModuleBytes]:
         """Of its experts alone, or of all other modules."""
         self._found: dict[Place, ModuleBytes] = {}
@@ -247,11 +249,11 @@ class _Measuring(Runner):
         y = stream + (y if last else y * 1)  # as large as its gradient, which is not counted
         ends = [y] if stats is None else [y, stats.probabilities_E, stats.z]
         del result, stream, given, stats
-        kept, kept_of_given = shapes.alive - start - y.nbytes, 0 if storage() is None else x.nbytes
+        kept, saved_of_input = shapes.alive - start - y.nbytes, 0 if storage() is None else x.nbytes
         gradients = [gradient, *map(torch.empty_like, ends[1:])]
         shapes.history.clear()
         torch.autograd.backward(ends, gradients)
-        return ModuleBytes(module[0], kept_of_given, kept, [each - start - kept for each in shapes.history])
+        return ModuleBytes(module[0], saved_of_input, kept, [each - start - kept for each in shapes.history])
 
 
 def _no_stats(module: Any) -> RouterStats:

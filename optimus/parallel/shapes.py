@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optimus.comm import Division, Group, Groups, Handle
+from optimus.comm import Group, Groups, Handle, RankPartition
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
@@ -21,7 +21,7 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 class ShapeGroups(Groups):
     """The groups of the first rank of `mesh`, without a process group."""
 
-    def make(self, divisions: Iterable[Division]) -> None:
+    def make(self, divisions: Iterable[RankPartition]) -> None:
         """There is nothing to make."""
 
     def dividing(self, parts: Sequence[Sequence[int]]) -> Group:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from optimus.autograd import once_differentiable
 from optimus.comm import Group
-from optimus.comm.functional import cached, gathered, start_gathered, start_summed, start_total
+from optimus.comm.functional import all_gather_async, all_reduce_async, cached, gathered, reduce_scatter_async
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.linear import MatrixProduct
 
@@ -55,7 +55,7 @@ class SplitProduct:
 
     def add_up(self, y_TN: Tensor) -> Tensor:
         """The sum over the ranks that have other inputs; `y_TN` is used up."""
-        return (start_summed if self.scatters else start_total)(y_TN, self.inputs)()
+        return (reduce_scatter_async if self.scatters else all_reduce_async)(y_TN, self.inputs)()
 
 
 class _SplitProduct(torch.autograd.Function):
@@ -75,8 +75,8 @@ class _SplitProduct(torch.autograd.Function):
         how: SplitProduct = ctx.how
         wanted = ctx.needs_input_grad[1]
         y_grad_TN = gathered(grads[0], how.inputs) if how.scatters else grads[0].contiguous()
-        rows = how.now_or_later(start_gathered(x_TL, how.outputs) if how.gathers and wanted else lambda: x_TL)
-        start = start_summed if how.gathers else start_total
+        rows = how.now_or_later(all_gather_async(x_TL, how.outputs) if how.gathers and wanted else lambda: x_TL)
+        start = reduce_scatter_async if how.gathers else all_reduce_async
         x_grad = how.now_or_later(start(how.inner.input_gradient(y_grad_TN, w_NL), how.outputs))
         w_grad = how.inner.weight_gradient(y_grad_TN, rows(), w_NL, ctx.buffer) if wanted else None
         return x_grad(), w_grad, None, None

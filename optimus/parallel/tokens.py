@@ -12,13 +12,13 @@ from torch import Tensor
 
 from optimus.comm import Group
 from optimus.comm.functional import (
+    all_reduce_autograd,
     columns_to_rows,
     join_rows,
-    own_rows,
+    local_rows,
+    reduce_from_group,
     rows_to_columns,
     split_rows,
-    sum_over,
-    sum_shared,
 )
 from optimus.model.moe.router import RouterStats
 
@@ -40,7 +40,7 @@ class SplitTokens:
         return columns_to_rows(x_TH if self.sequence else split_rows(x_TH, self.rows), self.columns)
 
     def own(self, of_T: Tensor) -> Tensor:
-        return of_T if self.duplicates else own_rows(own_rows(of_T, self.rows), self.columns)
+        return of_T if self.duplicates else local_rows(local_rows(of_T, self.rows), self.columns)
 
     def put_back(self, y_UH: Tensor) -> Tensor:
         if self.duplicates:
@@ -53,7 +53,7 @@ class SplitTokens:
         sums = torch.cat([stats.counts_E, stats.probabilities_E, stats.z[None]])
         tokens = stats.tokens * self.parts.size
         if not self.duplicates:
-            sums = sum_shared(sum_shared(sums, self.rows), self.columns)
+            sums = reduce_from_group(reduce_from_group(sums, self.rows), self.columns)
             tokens *= self.rows.size * self.columns.size
-        counts_E, probabilities_E, z_1 = sum_over(sums, self.parts).split([len(stats.counts_E)] * 2 + [1])
+        counts_E, probabilities_E, z_1 = all_reduce_autograd(sums, self.parts).split([len(stats.counts_E)] * 2 + [1])
         return RouterStats(counts_E.detach(), probabilities_E, z_1[0], tokens)

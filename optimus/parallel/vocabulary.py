@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optimus.comm import Group, Groups
-from optimus.comm.functional import gather_rows, gathered, share, sum_rows, sum_shared, total
+from optimus.comm.functional import (
+    all_gather_rows,
+    copy_to_group,
+    gathered,
+    reduce_from_group,
+    reduce_scatter_rows,
+    total,
+)
 from optimus.kernels.linear import MatrixProduct, linear
 from optimus.kernels.linear_cross_entropy import linear_cross_entropy
 from optimus.mesh import Layout
@@ -51,7 +58,7 @@ class SplitVocabulary(Vocabulary):
         row_T = tokens_T - self.first
         elsewhere_T = (row_T < 0) | (row_T >= len(weight))
         x_TH = F.embedding(row_T.clamp(0, len(weight) - 1), weight).masked_fill(elsewhere_T[:, None], 0)
-        return sum_rows(x_TH, self.parts) if self.sequence else sum_shared(x_TH, self.parts)
+        return reduce_scatter_rows(x_TH, self.parts) if self.sequence else reduce_from_group(x_TH, self.parts)
 
     def rows(self, t_T: Tensor) -> Tensor:
         return t_T.chunk(self.parts.size)[self.parts.rank] if self.sequence else t_T
@@ -66,13 +73,13 @@ class SplitVocabulary(Vocabulary):
         return whole_TV.view(*x.shape[:-1], -1)
 
     def part_logits(self, x_TH: Tensor, weight: nn.Parameter) -> Tensor:
-        rows_TH = gather_rows(x_TH, self.parts) if self.sequence else share(x_TH, self.parts)
-        return sum_shared(linear(rows_TH, weight, product=self._product), self.columns)
+        rows_TH = all_gather_rows(x_TH, self.parts) if self.sequence else copy_to_group(x_TH, self.parts)
+        return reduce_from_group(linear(rows_TH, weight, product=self._product), self.columns)
 
     def loss(
         self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float, cap: float | None = None
     ) -> Tensor:
-        rows_TH = gather_rows(x_TH, self.parts) if self.sequence else share(x_TH, self.parts)
+        rows_TH = all_gather_rows(x_TH, self.parts) if self.sequence else copy_to_group(x_TH, self.parts)
         return linear_cross_entropy(rows_TH, weight, target_T, count, self, self._step.forms, cap)
 
     def complete(self, logits_TV: Tensor) -> None:

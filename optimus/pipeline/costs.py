@@ -66,7 +66,12 @@ class Costs:
 
         sizes = 3, stages, microbatches
         draws = np.random.default_rng(self.seed).lognormal(-(self.jitter**2) / 2, self.jitter, sizes).tolist()
-        row = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHTS: 2}
+        row = {
+            Kind.FORWARD: 0,
+            Kind.BACKWARD: 1,
+            Kind.BACKWARD_INPUT: 1,
+            Kind.BACKWARD_WEIGHTS: 2,
+        }
 
         def duration(action: Action) -> float:
             kind, stage, microbatch = action

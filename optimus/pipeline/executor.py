@@ -32,7 +32,7 @@ class ForwardWork(Protocol):
         """Empty tensors for what a receive brings of a microbatch."""
 
 
-class Work(ForwardWork, Protocol):
+class StageWork(ForwardWork, Protocol):
     """What a rank computes for its stages."""
 
     def backward(self, stage: int, microbatch: int, received: Message | None, defer: bool) -> Message | None:
@@ -52,7 +52,7 @@ class Executed(NamedTuple):
     end: float
 
 
-class Links:
+class StageLinks:
     """Messages between the ranks of a pipeline.
 
     Of `streams` (two per stage), every stage has one for what it gets from the stage before it and one for what it gets from
@@ -102,7 +102,7 @@ class Links:
 class Computing:
     """The computations of one rank in a step, whoever decides their order; and what is handed over on the rank itself.
 
-    Where there are backward passes, `work` must be a `Work`.
+    Where there are backward passes, `work` must be a `StageWork`.
     """
 
     def __init__(self, schedule: Schedule, work: ForwardWork) -> None:
@@ -123,9 +123,9 @@ class Computing:
         elif kind.of_vocabulary:
             self._work.vocabulary(kind, microbatch)
         elif kind is Kind.BACKWARD_WEIGHTS:
-            cast(Work, self._work).backward_weights(stage, microbatch)
+            cast(StageWork, self._work).backward_weights(stage, microbatch)
         else:
-            made = cast(Work, self._work).backward(stage, microbatch, received, kind is Kind.BACKWARD_INPUT)
+            made = cast(StageWork, self._work).backward(stage, microbatch, received, kind is Kind.BACKWARD_INPUT)
         self.trace.append(Executed(*action, start, time.perf_counter()))
         if made is not None:
             self.made[action] = made
@@ -134,7 +134,7 @@ class Computing:
 class ScheduledExecutor:
     """Runs the actions of this rank of `schedule` in their order."""
 
-    def __init__(self, schedule: Schedule, links: Links, work: ForwardWork) -> None:
+    def __init__(self, schedule: Schedule, links: StageLinks, work: ForwardWork) -> None:
         self._actions = schedule.actions[links.rank]
         self._schedule, self._links, self._work = schedule, links, work
         self._computing = Computing(schedule, work)

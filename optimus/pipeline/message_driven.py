@@ -17,7 +17,7 @@ import torch
 
 from optimus.comm import Group
 from optimus.errors import UserError
-from optimus.pipeline.executor import Computing, Executed, Links, Message, Work
+from optimus.pipeline.executor import Computing, Executed, Message, StageLinks, StageWork
 from optimus.pipeline.ready import Ready
 from optimus.pipeline.schedule import Action, Kind, Schedule
 
@@ -33,8 +33,8 @@ class MessageDrivenExecutor:
     def __init__(
         self,
         schedule: Schedule,
-        links: Links,
-        work: Work,
+        links: StageLinks,
+        work: StageWork,
         *,
         caps: int | Sequence[int] | None,
         team: Group,

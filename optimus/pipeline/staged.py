@@ -18,7 +18,7 @@ from optimus.comm import Group
 from optimus.kernels.backend import compute_dtype
 from optimus.model import Batch, Losses, Transformer
 from optimus.model.architecture import ModelConfig
-from optimus.model.attention import Places
+from optimus.model.attention import AttentionPositions
 from optimus.model.moe.router import RouterStats
 from optimus.model.transformer import Blocks
 from optimus.pipeline.executor import Executed, ForwardWork, Message
@@ -87,7 +87,7 @@ class StagePartition(NamedTuple):
         return stage if stage in (-1, *self.here) else len(self.blocks) - 1
 
 
-def keep_stages(model: Transformer, partition: StagePartition) -> None:
+def select_stages(model: Transformer, partition: StagePartition) -> None:
     """Take from `model` the parameters of stages that are elsewhere; those that stay keep their names."""
     for i in range(len(model.blocks)):
         if not any(i in partition.blocks[stage] for stage in partition.here):
@@ -104,7 +104,7 @@ def keep_stages(model: Transformer, partition: StagePartition) -> None:
 
 
 class Staged(nn.Module):
-    """The stages of `model` that are on this rank, which `model` has been reduced to (`keep_stages`).
+    """The stages of `model` that are on this rank, which `model` has been reduced to (`select_stages`).
 
     `share`: into how many parts the rows and columns of the residual stream are split over ranks; it is of type `dtype`.
     `execute` does the work of so many microbatches, with or without backward passes. `pipeline` are its ranks, of which
@@ -214,10 +214,10 @@ class _Forward:
             given = staged.links, staged.model, microbatches, self._positions
             self._vocabulary = VocabularyPasses(*given, lambda number: self.room(number)[0], count, scale, trains)
 
-    def _find(self, batch: Batch) -> tuple[Tensor, Places]:
+    def _find(self, batch: Batch) -> tuple[Tensor, AttentionPositions]:
         """The positions of these sequences, as numbers and for the blocks."""
         model = self._staged.model
-        return model.whole_places(batch.tokens_BS) if self._whole else model.places(batch)
+        return model.full_positions(batch.tokens_BS) if self._whole else model.places(batch)
 
     @property
     def _positions(self) -> Tensor:

@@ -4,7 +4,7 @@ import math
 from functools import lru_cache
 
 from optimus.comm import costs
-from optimus.comm.algorithms import Curve, Kind, pieces, used
+from optimus.comm.algorithms import CollectiveKind, Curve, pieces, used
 from optimus.comm.links import Link, Links
 from optimus.comm.schedules import Shape
 from optimus.plan.machine import Machine
@@ -18,7 +18,7 @@ def links_of(machine: Machine, groups: int, bandwidth: float) -> Links:
     return Links(between=Link(network.latency, each), inside=Link(node.latency, node.bandwidth), adapters=adapters)
 
 
-def algorithm_of(kind: Kind, whole: float, shape: Shape, machine: Machine) -> str:
+def algorithm_of(kind: CollectiveKind, whole: float, shape: Shape, machine: Machine) -> str:
     """The algorithm of a collective of `whole` bytes, as `comm.Group` chooses it.
 
     Ranks on processors talk over Gloo, by the schedules of `comm.algorithms`; others over their vendor's library, on two
@@ -28,7 +28,7 @@ def algorithm_of(kind: Kind, whole: float, shape: Shape, machine: Machine) -> st
 
 
 def chosen_seconds(
-    kind: Kind, whole: float, shape: Shape, machine: Machine, groups: int, bandwidth: float
+    kind: CollectiveKind, whole: float, shape: Shape, machine: Machine, groups: int, bandwidth: float
 ) -> float | None:
     """Seconds by the algorithm that is chosen: as it was measured, or over Gloo between nodes by events; None where neither
     is known. See `links_of` for the last two."""
@@ -41,7 +41,7 @@ def chosen_seconds(
     return None
 
 
-def _by_events(name: str, kind: Kind, shape: Shape, whole: float, links: Links) -> float:
+def _by_events(name: str, kind: CollectiveKind, shape: Shape, whole: float, links: Links) -> float:
     """Between the two nearest powers of two, as a search asks for many sizes."""
     low = 2.0 ** math.floor(math.log2(max(whole, 1.0)))
     sizes = [low] if whole == low else [low, 2 * low]
@@ -49,5 +49,5 @@ def _by_events(name: str, kind: Kind, shape: Shape, whole: float, links: Links) 
 
 
 @lru_cache(maxsize=4096)
-def _events(name: str, kind: Kind, shape: Shape, size: float, links: Links) -> float:
+def _events(name: str, kind: CollectiveKind, shape: Shape, size: float, links: Links) -> float:
     return costs.seconds(name, kind, shape, size, links, pieces(name, shape, size))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from optimus.disk import read_json_lines
 
-Kind = Literal["failure", "exclusion", "restart", "recovered", "rollback", "injected", "finished"]
+EventKind = Literal["failure", "exclusion", "restart", "recovered", "rollback", "injected", "finished"]
 
 
 class EventLog:
@@ -21,7 +21,7 @@ class EventLog:
 
     def write(
         self,
-        kind: Kind,
+        kind: EventKind,
         *,
         node: str | None = None,
         rank: int | None = None,

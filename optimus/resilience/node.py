@@ -71,7 +71,7 @@ def run_node(launch: Launch, command: Sequence[str]) -> Do | Exit | None:
 
     What all nodes of the launch are in the lease of the run folder is the last argument of `command`, after `--holder`.
 
-    Raises `UserError` when the node is excluded, another run holds the folder (`HeldError`), nobody answers at the
+    Raises `UserError` when the node is excluded, another run holds the folder (`LeaseError`), nobody answers at the
     rendezvous (any more), clocks are too far apart, too few nodes come together, or the run does not get on.
     """
     check_not_excluded(launch.run, launch.node)

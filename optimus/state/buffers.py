@@ -23,8 +23,8 @@ from optimus.optim.rule import Rule
 
 # There always; from its first use in a step to the optimizer's; while in use.
 Residency = Literal["device", "step", "use"]
-Place = Literal["absent", "coming", "here", "leaving"]
-Event = Literal["open", "gather", "arrive", "reduce", "free"]
+BufferStatus = Literal["absent", "coming", "here", "leaving"]
+BufferEvent = Literal["open", "gather", "arrive", "reduce", "free"]
 
 
 ALIGN = 32  # elements: 64 bytes in bf16, as vector units like it
@@ -82,7 +82,7 @@ def buffers(
 
 
 # What may happen to what a buffer holds. A buffer that is absent has no memory, or memory whose content is out of date.
-TRANSITIONS: dict[tuple[Place, Event], Place] = {
+TRANSITIONS: dict[tuple[BufferStatus, BufferEvent], BufferStatus] = {
     ("absent", "gather"): "coming",  # its parts are on their way from other ranks
     ("coming", "arrive"): "here",
     ("absent", "open"): "here",  # it begins at zero
@@ -94,7 +94,7 @@ TRANSITIONS: dict[tuple[Place, Event], Place] = {
 }
 
 
-class Held:
+class ManagedBuffer:
     """A buffer as it is: a `tensor` of the whole chunk, and where its content is.
 
     Unless it `stays`, its memory is freed while it is absent; views of it are valid again when it has memory.
@@ -102,9 +102,9 @@ class Held:
 
     def __init__(self, tensor: Tensor, kind: str, *, stays: bool) -> None:
         self.tensor, self._kind, self._stays = tensor, kind, stays
-        self.place: Place = "here"
+        self.place: BufferStatus = "here"
 
-    def go(self, event: Event) -> None:
+    def go(self, event: BufferEvent) -> None:
         """Take the way of the table. Raises `RuntimeError` where there is none."""
         place = TRANSITIONS.get((self.place, event))
         if place is None:

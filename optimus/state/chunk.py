@@ -21,7 +21,7 @@ from optimus.comm import Group, Handle, InTurn
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.model.init import initialize_parameter
 from optimus.model.parameters import Initial
-from optimus.state.buffers import Held
+from optimus.state.buffers import ManagedBuffer
 from optimus.state.plan import ChunkPlan
 
 
@@ -43,9 +43,9 @@ class Chunk:
             each.kind: torch.zeros(plan.elements(each), dtype=each.dtype, device=device) for each in plan.buffers
         }
         self.parameter = self._made["parameters"]
-        self._whole_parameters = Held(self.parameter, "parameters", stays=not depths.parameters)
-        self._kept_parameter = self._made.get("parameters.part", self.parameter)  # between its uses
-        self.own = self._kept_parameter[plan.within(depths.parameters, depths.optimizer)]
+        self._full_parameters = ManagedBuffer(self.parameter, "parameters", stays=not depths.parameters)
+        self._parameter_shard = self._made.get("parameters.part", self.parameter)  # between its uses
+        self.own = self._parameter_shard[plan.within(depths.parameters, depths.optimizer)]
         self.master = self._made.get("master", self.own)
         self.moments = {kind: self._made[kind] for kind in plan.rule.kinds}
         self.parameters: list[nn.Parameter] = []  # of the module
@@ -105,17 +105,17 @@ class Chunk:
     @property
     def gathered(self) -> bool:
         """Whether the whole parameters are here."""
-        return self._whole_parameters.place == "here"
+        return self._full_parameters.place == "here"
 
     def start_gather(self, depth: int = 0) -> None:
         """Begin to gather what is neither here nor coming of the extent of `depth`, from the parts of other ranks."""
         if depth == 0 < self._depth:
-            self._whole_parameters.go("gather")
+            self._full_parameters.go("gather")
         while self._depth > depth:
             self._depth -= 1
-            self._gathering.add(partial(self._start_gathering, self._depth))
+            self._gathering.add(partial(self._all_gather_async, self._depth))
 
-    def _start_gathering(self, depth: int) -> Handle:
+    def _all_gather_async(self, depth: int) -> Handle:
         # By way of `data`: autograd must not take this for a change of what it has saved.
         whole, part = self._parameters_at(depth).data, self._parameters_at(depth + 1)
         return self.groups[depth].all_gather_async(whole, part, self.plan.lengths(depth))
@@ -125,7 +125,7 @@ class Chunk:
         kept = self.plan.depths.parameters
         if depth < kept:
             return self.parameter[self.plan.extent(depth)]
-        return self._kept_parameter[self.plan.within(kept, depth)]
+        return self._parameter_shard[self.plan.within(kept, depth)]
 
     def gather(self) -> None:
         """Have the whole parameters here. All ranks of the groups must gather, in the same order."""
@@ -136,32 +136,32 @@ class Chunk:
         """Free the whole parameters where only a part is kept; the module's parameters stay views of them."""
         if self.plan.depths.parameters:
             self.settle()
-            self._whole_parameters.go("free")
+            self._full_parameters.go("free")
             self._depth = max(self._depth, self.plan.depths.parameters)
 
     def settle(self) -> None:
         """Finish a gathering that is under way: it reads the parts that are about to change."""
         self._gathering.finish()
-        if self._whole_parameters.place == "coming":
-            self._whole_parameters.go("arrive")
+        if self._full_parameters.place == "coming":
+            self._full_parameters.go("arrive")
 
     def publish(self) -> None:
         """Make the compute copies anew after the master weights have changed; begin to gather those that are kept."""
         self.settle()
         if self.master is not self.own:
             self.plan.rule.computed(self.master, [*self.moments.values()], self.own)
-        self._share()
+        self._invalidate_gathered()
 
     def show(self) -> None:
         """Compute with the weights themselves, as an evaluation does, where training does not; `publish` goes back."""
         if self.plan.rule.averages:
             self.settle()
             self.own.copy_(self.master)
-            self._share()
+            self._invalidate_gathered()
 
-    def _share(self) -> None:
+    def _invalidate_gathered(self) -> None:
         """This rank's part has changed: what others have of it, and this rank of theirs, is out of date."""
-        if self.plan.shares:
-            self._whole_parameters.go("free")
+        if self.plan.shard_steps:
+            self._full_parameters.go("free")
             self._depth = self.plan.depths.optimizer
             self.start_gather(self.plan.depths.parameters)

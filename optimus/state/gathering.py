@@ -41,7 +41,7 @@ class Gathering:
         self._ahead = ahead
         for chunk in chunks:
             self.gradient_buffers |= chunk.gradient_buffers
-            if chunk.plan.shares:
+            if chunk.plan.shard_steps:
                 self._chunks |= dict.fromkeys(chunk.parameters, chunk)
         self._sharded = sum(chunk.plan.depths.parameters > 0 for chunk in chunks)
         self._resharding = [chunk for chunk in chunks if chunk.plan.reshards]

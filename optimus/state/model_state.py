@@ -12,7 +12,7 @@ from optimus.config.tree import StateConfig
 from optimus.errors import UserError
 from optimus.mesh import Layout
 from optimus.model.parameters import declarations
-from optimus.optim.rule import Now
+from optimus.optim.rule import OptimizerStep
 from optimus.state.chunk import Chunk
 from optimus.state.gathering import Gathering
 from optimus.state.matrices import OverBlocks
@@ -157,7 +157,7 @@ class ModelState:
         self.steps += 1
         counted = [rule.count(self.counters, self.steps, lr) for rule in self._unlike]
         self.counters = {name: value for each in counted for name, value in each.items()}
-        now = Now(self.steps, lr, gradient_scale, self.counters)
+        now = OptimizerStep(self.steps, lr, gradient_scale, self.counters)
         for chunk in self.trained:
             chunk.step(now, self.tile)
 

@@ -65,7 +65,7 @@ def _shape(region: Sequence[slice]) -> torch.Size:
     return torch.Size(part.stop - part.start for part in region)
 
 
-class Share(NamedTuple):
+class ShardStep(NamedTuple):
     """One of the steps in which a chunk is sharded: over so many ranks, of which this one gets the part `place`."""
 
     ranks: int
@@ -80,7 +80,7 @@ class ChunkPlan:
     replicas: tuple[str, ...]
     rule: Rule
     borders: tuple[int, ...]  # where its shards begin, after the last step, and where the last ends
-    shares: tuple[Share, ...]
+    shard_steps: tuple[ShardStep, ...]
     copies: int
     depths: Depths
     buffers: tuple[Buffer, ...]  # as `buffers.py` has them for these depths
@@ -108,13 +108,13 @@ class ChunkPlan:
     def lengths(self, depth: int) -> list[int]:
         """Elements that the ranks of step `depth` have after it, of what they have before."""
         first, number = self._shards(depth)
-        ends = self.borders[first : first + number + 1 : number // self.shares[depth].ranks]
+        ends = self.borders[first : first + number + 1 : number // self.shard_steps[depth].ranks]
         return [end - start for start, end in pairwise(ends)]
 
     def _shards(self, depth: int) -> tuple[int, int]:
         """The first shard of the extent of `depth`, and how many it is."""
         first, number = 0, self.parts
-        for share in self.shares[:depth]:
+        for share in self.shard_steps[:depth]:
             number //= share.ranks
             first += share.place * number
         return first, number
@@ -188,9 +188,9 @@ def plan_chunks(
         axes, sharding = layouts[names[0]].replicas, sharding_of(rule, options)
         own = next(part for part in shard_groups(mesh, ranks, sharding) if rank in part)
         steps, depths = sharing_steps(shard_widths(sharding.shard, sharding.shard_ranks), len(own))
-        shares, place = [], own.index(rank)
+        shard_steps, place = [], own.index(rank)
         for step in steps:
-            shares.append(Share(step, place % step))
+            shard_steps.append(ShardStep(step, place % step))
             place //= step
         gradient = getattr(torch, options.gradient_dtype)
         kept = buffers(depths, recipe.compute, gradient, rule, reshard=options.reshard_after_forward)
@@ -198,7 +198,7 @@ def plan_chunks(
         pieces = [Piece(room[name], _shape(regions[name]), layouts[name].shape) for name in names]
         for chunk, ends in divide(pieces, rule, limit, math.prod(steps), max(each.align for each in kept)):
             slots = tuple(Slot(names[i], layouts[names[i]], regions[names[i]], start, end) for i, start, end in chunk)
-            plans.append(ChunkPlan(slots, axes, rule, ends, tuple(shares), copies, depths, kept))
+            plans.append(ChunkPlan(slots, axes, rule, ends, tuple(shard_steps), copies, depths, kept))
     first = {name: i for i, name in enumerate(layouts)}
     return sorted(plans, key=lambda plan: first[plan.slots[0].name])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optimus.mesh import Layout, Mesh
-from optimus.optim.rule import TilingName, Whole, as_they_are
+from optimus.optim.rule import MatrixFunction, TilingName, local_matrices
 from optimus.state.buffers import aligned
 from optimus.state.matrices import Matrices, OverBlocks, borders, split_axes
 
@@ -37,7 +37,7 @@ class Tiling:
 
     def tiles(
         self, plan: "ChunkPlan", blocks: Mapping[str, OverBlocks], buffers: Sequence[Tensor], size: int
-    ) -> Iterator[tuple[Whole, Sequence[Tensor]]]:
+    ) -> Iterator[tuple[MatrixFunction, Sequence[Tensor]]]:
         """Parts of `buffers`, which hold this rank's part of a chunk, about `size` elements each, and how a function of
         matrices is applied to them. All but the second may be changed until the next is asked for.
 
@@ -45,7 +45,7 @@ class Tiling:
         and the numbers must not depend on the tile.
         """
         for parts in zip(*(buffer.split(aligned(size, plan.align)) for buffer in buffers)):
-            yield as_they_are, parts
+            yield local_matrices, parts
 
 
 class OfMatrices(Tiling):
@@ -65,7 +65,7 @@ class OfMatrices(Tiling):
 
     def tiles(
         self, plan: "ChunkPlan", blocks: Mapping[str, OverBlocks], buffers: Sequence[Tensor], size: int
-    ) -> Iterator[tuple[Whole, Sequence[Tensor]]]:
+    ) -> Iterator[tuple[MatrixFunction, Sequence[Tensor]]]:
         """As `Tiling`: matrices of one shape. Those of which ranks have `blocks`, by parameter, come together, whatever
         parameters they are of: copies, as they lie apart."""
         part, split = plan.part, dict[tuple[object, ...], tuple[OverBlocks, Matrices, list[int]]]()
@@ -79,7 +79,7 @@ class OfMatrices(Tiling):
                 continue
             for some in _batches(numbers, max(1, size // found.size)):
                 here = slice(first + some[0] * found.size, first + (some[-1] + 1) * found.size)
-                yield as_they_are, [buffer[here].view(-1, found.rows, found.columns) for buffer in buffers]
+                yield local_matrices, [buffer[here].view(-1, found.rows, found.columns) for buffer in buffers]
         for over, each, places in split.values():
             for those in _batches(places, max(over.ranks, size // each.size)):  # one for each rank at least
                 views = [[buffer[at : at + each.size].view(each.rows, -1) for at in those] for buffer in buffers]

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from optimus.comm import Group, Handle, InTurn
 from optimus.kernels.gradient_buffer import GradientBuffer
-from optimus.optim.rule import Now, Tile, UpdateRule
-from optimus.state.buffers import Held, aligned
+from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
+from optimus.state.buffers import ManagedBuffer, aligned
 from optimus.state.chunk import Chunk
 from optimus.state.matrices import OverBlocks
 from optimus.state.plan import ChunkPlan
@@ -85,9 +85,9 @@ class TrainedChunk(Chunk):
         self._piece, self._started, self._step = piece, started, step
         depths = plan.depths
         self.gradient = self._made["gradients"]
-        self._gradients = Held(self.gradient, "gradients", stays=not depths.gradients)
-        self._kept_gradient = self._made.get("gradients.part", self.gradient)  # between its uses
-        self.reduced = self._kept_gradient[plan.within(depths.gradients, depths.optimizer)]
+        self._gradients = ManagedBuffer(self.gradient, "gradients", stays=not depths.gradients)
+        self._gradient_shard = self._made.get("gradients.part", self.gradient)  # between its uses
+        self.reduced = self._gradient_shard[plan.within(depths.gradients, depths.optimizer)]
         self.gradient_buffers: dict[nn.Parameter, ChunkGradient] = {}
         self._arrived = 0  # gradients of this microbatch
         self._last = False  # this microbatch is the step's last
@@ -125,7 +125,7 @@ class TrainedChunk(Chunk):
             buffer.used = False
         self._gradients.go("free")
         if self.plan.depths.gradients:
-            self._kept_gradient.zero_()
+            self._gradient_shard.zero_()
         else:
             self._gradients.go("open")
 
@@ -147,7 +147,7 @@ class TrainedChunk(Chunk):
             self._start_reduction()
         self.finish_reduction()
         if not self._summed:
-            self._sum_kept()
+            self._reduce_shards()
             self.finish_reduction()
 
     @property
@@ -186,20 +186,20 @@ class TrainedChunk(Chunk):
             self._watch.leaves(self.gradient, f"reduction of the gradients of {self.plan.slots[0].name} ...")
         self._gradients.go("reduce")
         for depth in range(self.plan.depths.gradients):
-            self._reduction.add(partial(self._start_sum, self.gradient, 0, depth))
+            self._reduction.add(partial(self._reduce_scatter_async, self.gradient, 0, depth))
         if self._last:
-            self._sum_kept()
+            self._reduce_shards()
         self._started(self)
 
-    def _sum_kept(self) -> None:
+    def _reduce_shards(self) -> None:
         """Sum what is kept of the gradients, to the part of this rank's optimizer, and that over its copies."""
         self._summed = True
         kept = self.plan.depths.gradients
         for depth in range(kept, self.plan.depths.optimizer):
-            self._reduction.add(partial(self._start_sum, self._kept_gradient, kept, depth))
-        self._reduction.add(self._start_sum_of_copies)
+            self._reduction.add(partial(self._reduce_scatter_async, self._gradient_shard, kept, depth))
+        self._reduction.add(self._all_reduce_replicas_async)
 
-    def _start_sum(self, buffer: Tensor, outer: int, depth: int) -> Handle:
+    def _reduce_scatter_async(self, buffer: Tensor, outer: int, depth: int) -> Handle:
         """Begin to sum this rank's part of the extent of `depth` over its group; `buffer` has that of `outer`."""
         part = buffer[self.plan.within(outer, depth + 1)]
         whole = buffer[self.plan.within(outer, depth)]
@@ -208,12 +208,12 @@ class TrainedChunk(Chunk):
         def finish() -> None:
             wait()
             if depth + 1 == self.plan.depths.gradients:
-                self._kept_gradient.add_(part)
+                self._gradient_shard.add_(part)
                 self._gradients.go("free")
 
         return finish
 
-    def _start_sum_of_copies(self) -> Handle:
+    def _all_reduce_replicas_async(self) -> Handle:
         """Begin to sum `reduced` over the copies, in pieces of which several are under way at once (AxoNN, 3.3.3)."""
         pieces = self.reduced.split(self._piece or len(self.reduced)) if len(self.reduced) else ()
         waits = [self.copies.all_reduce_async(piece) for piece in pieces]
@@ -230,7 +230,7 @@ class TrainedChunk(Chunk):
 
     # ---- The optimizer ----
 
-    def step(self, now: Now, tile: int) -> None:
+    def step(self, now: OptimizerStep, tile: int) -> None:
         """One optimizer update, then the compute copies made anew."""
         self.settle()
         if self._reader is not None:
@@ -241,7 +241,7 @@ class TrainedChunk(Chunk):
         for whole, (weight, gradient, *rest) in self.plan.tiling.tiles(self.plan, self._blocks, buffers, tile):
             copy = rest.pop(0) if copied else None
             self._rule.update(now, Tile(weight, gradient, rest, copy, whole))
-        self._share()
+        self._invalidate_gathered()
 
 
 def _before_accumulation(own: "weakref.ref[TrainedChunk]", gradient: Tensor | None) -> None:

@@ -31,15 +31,15 @@ from optimus.train.launch import run_as_rank
 from optimus.train.run import Run
 from optimus.train.step import StepResult
 
-Kind = Literal["kill", "kill_agent", "nan", "hang", "slow", "tear_checkpoint", "fill_disk", "cut"]
-_KINDS = get_args(Kind)
+FaultKind = Literal["kill", "kill_agent", "nan", "hang", "slow", "tear_checkpoint", "fill_disk", "cut"]
+_KINDS = get_args(FaultKind)
 
 
 @dataclass(frozen=True)
 class Fault:
     """What happens on `rank` when it begins `step`, or, of a checkpoint, when that of `step` is written."""
 
-    kind: Kind
+    kind: FaultKind
     rank: int
     step: int
     factor: float = 1.0  # slow: times the usual duration of a step, from this one on
@@ -87,7 +87,7 @@ class FaultPlan:
         """The rank finds the disk full when it writes its part of the checkpoint of `step`."""
         return self._with("fill_disk", rank, step)
 
-    def _with(self, kind: Kind, rank: int, step: int, factor: float = 1.0) -> "FaultPlan":
+    def _with(self, kind: FaultKind, rank: int, step: int, factor: float = 1.0) -> "FaultPlan":
         return FaultPlan([*self.faults, Fault(kind, rank, step, factor)])
 
     def of(self, rank: int) -> list[tuple[int, Fault]]:
@@ -122,15 +122,15 @@ def rank_program(inject: str | Path, ranks: int) -> list[str]:
     return ["optimus.testing.faults", str(user_path(inject).absolute())]
 
 
-def happens_now(run: Path, plan: FaultPlan, number: int) -> bool:
+def is_due(run: Path, plan: FaultPlan, number: int) -> bool:
     """Whether fault `number` of the plan has not happened in this run yet; from now on it has.
 
     Equal faults of a plan happen one after another. Those of an earlier launch count where they are equal.
     """
     fault, log = plan.faults[number], EventLog(run)
     event = fault.event()
-    happened = sum(each["kind"] == "injected" and event.items() <= each.items() for each in log.read())
-    if happened > plan.faults[:number].count(fault):
+    injected = sum(each["kind"] == "injected" and event.items() <= each.items() for each in log.read())
+    if injected > plan.faults[:number].count(fault):
         return False
     log.write("injected", **event)
     return True
@@ -172,7 +172,7 @@ class Inject(Hook):
         for number, fault in self._own:
             if fault.kind == "slow":
                 self._factor = max(self._factor, fault.factor if run.step + 1 >= fault.step else 1.0)
-            elif fault.kind != "tear_checkpoint" and run.step + 1 == fault.step and self._happens_now(run, number):
+            elif fault.kind != "tear_checkpoint" and run.step + 1 == fault.step and self._is_due(run, number):
                 getattr(self, f"_{fault.kind}")(run)
 
         time.sleep((self._factor - 1) * self._usual)
@@ -185,11 +185,11 @@ class Inject(Hook):
         for number, fault in self._own:
             if fault.kind == "tear_checkpoint":
                 file = step_folder(run.folder, fault.step) / file_of(fault.rank)
-                if file.exists() and self._happens_now(run, number):
+                if file.exists() and self._is_due(run, number):
                     os.truncate(file, file.stat().st_size // 2)
 
-    def _happens_now(self, run: Run, number: int) -> bool:
-        return happens_now(run.folder, self._plan, number)
+    def _is_due(self, run: Run, number: int) -> bool:
+        return is_due(run.folder, self._plan, number)
 
     def _kill(self, run: Run) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -11,7 +11,7 @@ from torch import Tensor
 from optimus.checkpoint import folder
 from optimus.checkpoint.folder import DamagedError, Description
 from optimus.checkpoint.loading import load_slices
-from optimus.checkpoint.rollback import Point, resume_points
+from optimus.checkpoint.rollback import ResumePoint, resume_points
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.slices import TensorSlice
 from optimus.checkpoint.slots import place_of_frozen, set_newer_aside
@@ -121,7 +121,7 @@ def describe(run: Run, *, full: bool) -> Description:
     )
 
 
-def _resume(run: Run, points: Sequence[Point]) -> None:
+def _resume(run: Run, points: Sequence[ResumePoint]) -> None:
     """Load the first of `points`, the newest first, that is whole; what is newer is set aside."""
     notes = []
     for point in points:

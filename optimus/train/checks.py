@@ -64,7 +64,7 @@ def check_references(config: RunConfig, resume: bool) -> None:
             check_same_model(read_description(path).model, config.model, path)
 
 
-def check_held_out(config: RunConfig) -> None:
+def check_validation(config: RunConfig) -> None:
     """Raise `UserError` when the held-out text is not here, where the first rank is, which alone reads it."""
     if config.evaluate.text is not None and not Path(config.evaluate.text).exists():
         raise UserError(f"evaluate.text: {config.evaluate.text} does not exist: name a file or folder of text")
@@ -155,11 +155,13 @@ def held_by_shards(plans: Sequence[ChunkPlan]) -> tuple[float, float]:
     rule of matrices are of unlike length."""
     found: dict[tuple[object, ...], torch.Tensor] = {}
     for plan in plans:
-        of_shards = found.setdefault((plan.replicas, plan.shares), torch.zeros(plan.parts, dtype=torch.float64))
+        of_shards = found.setdefault((plan.replicas, plan.shard_steps), torch.zeros(plan.parts, dtype=torch.float64))
         borders = torch.tensor(plan.borders)
         for buffer in plan.buffers:
             if buffer.residency == "device":
-                shards = plan.parts // math.prod(share.ranks for share in plan.shares[: buffer.depth])  # in its extent
+                shards = plan.parts // math.prod(
+                    share.ranks for share in plan.shard_steps[: buffer.depth]
+                )  # in its extent
                 of_shards += borders[::shards].diff().repeat_interleave(shards) * buffer.dtype.itemsize
     return sum(float(each.max()) for each in found.values()), sum(float(each.mean()) for each in found.values())
 

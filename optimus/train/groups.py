@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from optimus.comm import Division
+from optimus.comm import RankPartition
 from optimus.comm.groups import level_divisions
 from optimus.config import RunConfig
 from optimus.config.tree import StateConfig
@@ -34,7 +34,7 @@ class Communicators(NamedTuple):
     number: int
 
 
-def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) -> list[Division]:
+def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout]) -> list[RankPartition]:
     """Those whose groups have all uses: each once, and none that consists of groups of one.
 
     `layouts` are those of the parameters of all stages, so that all ranks find the same, in the same order.
@@ -46,36 +46,36 @@ def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout
     for tiling in tilings(config.optimizer):
         asked += dict.fromkeys(tiling.split_axes(layout, mesh) for layout in layouts.values())
     replicas = list(dict.fromkeys(layout.replicas for layout in layouts.values()))
-    found = [Division(_named(mesh, axes), list(mesh.groups(axes))) for axes in [*asked, *replicas]]
+    found = [RankPartition(_named(mesh, axes), list(mesh.groups(axes))) for axes in [*asked, *replicas]]
     if config.model.experts and config.moe.dispatch == "alltoall":
         found += level_divisions(mesh, "ep")
     found += state_divisions(mesh, layouts, config.state)
-    unlike: dict[tuple[tuple[int, ...], ...], Division] = {}
+    unlike: dict[tuple[tuple[int, ...], ...], RankPartition] = {}
     for division in found:
         unlike.setdefault(tuple(map(tuple, division.parts)), division)
     return [division for division in unlike.values() if max(map(len, division.parts)) > 1]
 
 
-def state_divisions(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> list[Division]:
+def state_divisions(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> list[RankPartition]:
     """Those among which parameters of these layouts and what belongs to them are sharded, and copies of shards summed."""
     found = []
     for axes in dict.fromkeys(layout.replicas for layout in layouts.values()):
         *steps, copies = divisions(mesh, axes, options)
         name = _named(mesh, axes)
-        found += [Division(f"shards {number} of {name}", parts) for number, parts in enumerate(steps, start=1)]
-        found.append(Division(f"copies of shards of {name}", copies))
+        found += [RankPartition(f"shards {number} of {name}", parts) for number, parts in enumerate(steps, start=1)]
+        found.append(RankPartition(f"copies of shards of {name}", copies))
     return found
 
 
-def run_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], *, tags: bool) -> list[Division]:
+def run_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout], *, tags: bool) -> list[RankPartition]:
     """All divisions of which a run makes groups. `tags`: the backend can tell messages in one group apart, as Gloo."""
     found, pipeline = shared_divisions(config, mesh, layouts), list(mesh.groups(("pp",)))
     if mesh.pp > 1 and not tags:
-        found.append(Division("messages of pp", pipeline, 2 * config.parallel.stages, messages=True))
+        found.append(RankPartition("messages of pp", pipeline, 2 * config.parallel.stages, messages=True))
     if config.parallel.vocabulary:
-        found.append(Division("passes of pp", pipeline, 4))
+        found.append(RankPartition("passes of pp", pipeline, 4))
         found.append(
-            Division(f"normalisers of {_named(mesh, ('pp', 'tp_out'))}", list(mesh.groups(("pp", "tp_out"))), 1)
+            RankPartition(f"normalisers of {_named(mesh, ('pp', 'tp_out'))}", list(mesh.groups(("pp", "tp_out"))), 1)
         )
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from optimus.checkpoint.lease import BEAT, check_held
+from optimus.checkpoint.lease import BEAT, check_lease
 from optimus.comm import CollectiveError
 from optimus.data import tokenizer
 from optimus.errors import UserError, naming_disk_errors
@@ -76,7 +76,7 @@ class Interrupt(Hook):
             signal.signal(number, handler)
 
 
-class Holding(Hook):
+class LeaseCheck(Hook):
     """Ends the run, with nothing more written, when another one has taken its folder over; on rank 0, before other hooks."""
 
     def __init__(self, token: str) -> None:
@@ -86,7 +86,7 @@ class Holding(Hook):
     def after_step(self, run: Run, result: StepResult) -> None:
         if time.monotonic() - self._looked > BEAT:
             self._looked = time.monotonic()
-            check_held(run.folder, self._token)
+            check_lease(run.folder, self._token)
 
 
 class Recovered(Hook):
@@ -124,7 +124,7 @@ class NonFinite(Hook):
             )
 
 
-class HeldOut(Hook):
+class Validation(Hook):
     """Measures bits per byte of held-out text every so many steps, and at the last; on all ranks.
 
     Rank 0 alone reads the text. Where it holds the whole model it measures alone; else all ranks do, each with its part of

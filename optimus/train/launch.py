@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from optimus.checkpoint.folder import DamagedError, list_checkpoints, step_of
-from optimus.checkpoint.lease import HeldError, Lease, living_holder
+from optimus.checkpoint.lease import Lease, LeaseError, living_holder
 from optimus.checkpoint.rollback import resume_points, rollback
 from optimus.comm import CollectiveError
 from optimus.config import RunConfig, dump_config, load_config
@@ -83,7 +83,7 @@ def run_here(
                 stopped_by = _launch(dump_config(tree), resume, ranks, lease.token)
             return _summary(tree, stopped_by)
     except UserError as error:
-        found = [] if isinstance(error, DamagedError | HeldError) else list_checkpoints(Path(tree.train.output))
+        found = [] if isinstance(error, DamagedError | LeaseError) else list_checkpoints(Path(tree.train.output))
         saved = f" (the run is saved up to step {step_of(found[-1])})" if found else ""
         raise type(error)(f"{error}{saved}") from error
 
@@ -120,7 +120,7 @@ def check_run(config: RunConfig, shards: Shards, ranks: int, resume: bool, per_n
     checks.check_ranks(config, ranks)
     checks.check_references(config, resume)
     if int(os.environ.get("RANK", "0")) == 0:
-        checks.check_held_out(config)
+        checks.check_validation(config)
         checks.check_output(config, resume, shards)
     decided, _ = with_precision(config, device, resume)  # here; the ranks agree on it when they have come together
     checks.check_memory(decided, device, ranks, per_node)
@@ -220,7 +220,7 @@ def _run_rank(
         if run.groups.rank == 0:
             _claim_folder(run)
         with _last_words() if ranks > 1 else nullcontext():
-            holding = [hooks.Holding(holder)] if holder is not None and run.groups.rank == 0 else []
+            holding = [hooks.LeaseCheck(holder)] if holder is not None and run.groups.rank == 0 else []
             train_loop(run, [*holding, *more, *_hooks(run, node)])
             run.state.finish()
             if run.stopped_by:  # launchers end the others when they see that one has ended with a code
@@ -249,7 +249,7 @@ def _ranks_together(device: torch.device, timeout: timedelta) -> Iterator[None]:
         yield
         together = True
     except UserError as error:
-        together, code = not isinstance(error, CollectiveError | EndedError | HeldError), code_of(error)
+        together, code = not isinstance(error, CollectiveError | EndedError | LeaseError), code_of(error)
         raise
     finally:
         if together:
@@ -299,7 +299,7 @@ def _hooks(run: Run, node: str | None = None) -> list[Hook]:
         SoftFailures(node) if node is not None else None,
         hooks.Interrupt(),
         TuneMatmuls() if run.config.tuning.matmul else None,
-        hooks.HeldOut(),
+        hooks.Validation(),
         Oversubscription() if first and run.device.type == "cpu" else None,
         hooks.PipelineTimeline() if run.config.observe.timeline else None,
         Spikes(node) if run.config.resilience.on_spike != "nothing" else None,

@@ -12,7 +12,7 @@ from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.count import count_parts
-from optimus.pipeline.executor import Executed, ForwardWork, Links, ScheduledExecutor, Work
+from optimus.pipeline.executor import Executed, ForwardWork, ScheduledExecutor, StageLinks, StageWork
 from optimus.pipeline.message_driven import MessageDrivenExecutor
 from optimus.pipeline.message_driven_simulation import simulate_message_driven
 from optimus.pipeline.ready import message_driven
@@ -79,11 +79,11 @@ def stages_of(
 
     def execute(work: ForwardWork, microbatches: int, backward: bool) -> list[Executed]:
         plan = planned(microbatches, backward)
-        links = Links(plan, streams)
+        links = StageLinks(plan, streams)
         if not backward or parallel.executor == "scheduled":
             return ScheduledExecutor(plan, links, work).run()
         return MessageDrivenExecutor(
-            plan, links, cast(Work, work), caps=parallel.in_flight, team=team, device=work.room(0)[0].device
+            plan, links, cast(StageWork, work), caps=parallel.in_flight, team=team, device=work.room(0)[0].device
         ).run()
 
     share = mesh.tp_out if parallel.splits_sequence else 1, mesh.tp_in
@@ -109,7 +109,7 @@ def schedule_of(config: RunConfig, microbatches: int) -> Schedule:
     return make_schedule(parallel.schedule, *sizes, vocabulary=parallel.vocabulary)
 
 
-def tied_ends(config: RunConfig) -> bool:
+def tied_embeddings(config: RunConfig) -> bool:
     """Whether two ranks of the pipeline hold the embedding, one as the output layer."""
     place = placement_of(config)
     alone = config.model.tie_embeddings and not config.parallel.vocabulary

@@ -25,13 +25,13 @@ from optimus.model import Transformer
 from optimus.observe.machine import free_memory
 from optimus.parallel.build import build_stage
 from optimus.parallel.layouts import parameter_layouts
-from optimus.pipeline.staged import Staged, keep_stages
+from optimus.pipeline.staged import Staged, select_stages
 from optimus.state.gathering import Gathering
 from optimus.state.model_state import ModelState
 from optimus.state.plan import ChunkPlan, Recipe, bytes_by_kind, check_shard_ranks, plan_stages
 from optimus.train.collectives import measured_collectives, partial_sums, with_dispatcher
 from optimus.train.groups import run_divisions
-from optimus.train.pipeline import partition_of, placement_of, stages_of, tied_ends
+from optimus.train.pipeline import partition_of, placement_of, stages_of, tied_embeddings
 from optimus.train.precision import with_precision
 from optimus.train.recomputation import find_recomputation, stage_options
 from optimus.train.rules import rules_of
@@ -122,7 +122,7 @@ def layouts_of(model: Transformer, config: RunConfig) -> dict[str, Layout]:
         model,
         sequence=config.parallel.splits_sequence,
         duplicates=not config.moe.drop_duplicates,
-        tied_ends=tied_ends(config),
+        tied_embeddings=tied_embeddings(config),
         vocabulary=config.parallel.vocabulary,
     )
 
@@ -196,7 +196,7 @@ def build_model(
         notes += [f"moe.dispatch: {config.moe.dispatch} (auto: its collectives take less time)"] if left_open else []
         notes += [_frozen_line(layouts, trained)] if len(trained) < len(layouts) else []
     partition = partition._replace(trained_from=partition.first_of(trained))
-    keep_stages(model, partition)
+    select_stages(model, partition)
     layouts = {name: layouts[name] for name, _ in model.named_parameters()}
     state = ModelState(
         model,

@@ -32,7 +32,7 @@ def train(
     everything, every checksum of the data included, and runs nothing.
 
     Raises `UserError` for anything that the user can mend, before any process is started wherever that is possible; it is a
-    `HeldError` when another run holds the folder. When another rank is lost under such a launcher, it is a
+    `LeaseError` when another run holds the folder. When another rank is lost under such a launcher, it is a
     `CollectiveError`, after which this process cannot train again: it ignores SIGTERM, by which the launcher would cut the
     message short, and exits with code 75 without waiting for anything.
 

@@ -11,7 +11,7 @@ from optimus.comm import Group
 from optimus.config import RunConfig
 from optimus.model import Batch, Losses
 from optimus.model.moe.router import Router, RouterStats, move_biases
-from optimus.optim.schedule import Schedule, learning_rate
+from optimus.optim.schedule import LrSchedule, learning_rate
 from optimus.pipeline.staged import Staged
 from optimus.state.model_state import ModelState
 
@@ -150,7 +150,7 @@ def clip_scale(config: RunConfig, step: int, norm: float) -> float:
 def step_learning_rate(config: RunConfig, step: int) -> float:
     """Learning rate of `step`, which counts from 1."""
     given, steps = config.lr_schedule, config.train.total_steps
-    rule = Schedule(
+    rule = LrSchedule(
         given.name, given.peak, given.minimum, config.warmup_steps, steps, given.cooldown, config.cooldown_steps
     )
     return learning_rate(rule, step)

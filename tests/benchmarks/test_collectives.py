@@ -79,9 +79,19 @@ def test_a_table_is_written_beside_what_the_file_has(tmp_path: Path) -> None:
     text = f"# A note that stays.\n{path.read_text(encoding='utf-8')}"
     path.write_text(text, encoding="utf-8")
     assert load_machine(str(path)).collectives is None
-    first = table([Point("all_gather", "2x2", "ring", 4096, 0.12345), Point("all_gather", "2x2", "ring", 65536, 1.0)])
+    first = table(
+        [
+            Point("all_gather", "2x2", "ring", 4096, 0.12345),
+            Point("all_gather", "2x2", "ring", 65536, 1.0),
+        ]
+    )
     write(path, first)
-    again = table([Point("all_gather", "2x4", "ring", 4096, 5.0), Point("all_gather", "2x4", "direct", 4096, 4.0)])
+    again = table(
+        [
+            Point("all_gather", "2x4", "ring", 4096, 5.0),
+            Point("all_gather", "2x4", "direct", 4096, 4.0),
+        ]
+    )
     write(path, merged(first, again))
     written = path.read_text(encoding="utf-8")
     assert written.startswith(text.rstrip("\n"))

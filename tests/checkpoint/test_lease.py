@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from optimus.checkpoint.lease import LEASE, HeldError, Holder, Lease, check_free, check_held, living_holder
+from optimus.checkpoint.lease import LEASE, Holder, Lease, LeaseError, check_free, check_lease, living_holder
 from optimus.checkpoint.rollback import rollback
 
 LONG = 600.0  # seconds that no test lasts
@@ -51,7 +51,7 @@ def test_it_is_there_while_the_run_is(tmp_path: Path) -> None:
     with Lease(run, "mine"):
         assert holder_of(run) == Holder.here("mine", several=False)
         assert living_holder(run) == holder_of(run)
-        check_held(run, "mine")
+        check_lease(run, "mine")
     assert not run.exists()  # as nothing has come of the run
     run.mkdir()
     (run / "metrics.jsonl").touch()
@@ -67,10 +67,10 @@ def test_a_living_process_is_named(tmp_path: Path, age: float) -> None:
     held_by(tmp_path, HERE, age)
     for refused in (Lease(tmp_path, "mine").wait, Lease(tmp_path, "mine").__enter__, lambda: check_free(tmp_path)):
         with pytest.raises(
-            HeldError, match=rf"{tmp_path} is held by process {os.getpid()} on {HERE.host}, .*: wait until"
+            LeaseError, match=rf"{tmp_path} is held by process {os.getpid()} on {HERE.host}, .*: wait until"
         ):
             refused()
-    with pytest.raises(HeldError):
+    with pytest.raises(LeaseError):
         rollback(tmp_path, 1)
     assert holder_of(tmp_path) == HERE
 
@@ -105,7 +105,7 @@ def test_whether_another_lives_is_seen_in_time(
     assert living_holder(tmp_path) == holder
     renewing = threading.Timer(0.3, lambda: os.utime(tmp_path / LEASE, (1.0, 1.0)))  # whatever their clock says
     renewing.start()
-    with pytest.raises(HeldError, match=f"held by process {holder.pid} on {holder.host}"):
+    with pytest.raises(LeaseError, match=f"held by process {holder.pid} on {holder.host}"):
         Lease(tmp_path, "mine", beat=0.1, silence=LONG).wait()
     renewing.join()
     assert "seeing whether it lives, for up to" in capsys.readouterr().err
@@ -158,14 +158,14 @@ def test_what_another_has_taken_is_left_to_it(tmp_path: Path) -> None:
     with Lease(tmp_path, "mine", beat=0.02) as lease:
         held_by(tmp_path, ELSEWHERE)
         with pytest.raises(
-            HeldError, match=r"held by process \d+ on n7: it was taken over by another run, .*without saving"
+            LeaseError, match=r"held by process \d+ on n7: it was taken over by another run, .*without saving"
         ):
-            check_held(tmp_path, "mine")
+            check_lease(tmp_path, "mine")
         until(lambda: not lease._thread.is_alive())
     assert holder_of(tmp_path) == ELSEWHERE
     (tmp_path / LEASE).unlink()  # and has ended since
-    with pytest.raises(HeldError, match="has been taken over by another run"):
-        check_held(tmp_path, "mine")
+    with pytest.raises(LeaseError, match="has been taken over by another run"):
+        check_lease(tmp_path, "mine")
 
 
 def test_of_many_at_once_one_is_let_in(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_of_many_at_once_one_is_let_in(tmp_path: Path) -> None:
                 with lease:
                     over.wait(60)
                     return True
-            except HeldError:
+            except LeaseError:
                 over.wait(60)
                 return False
 

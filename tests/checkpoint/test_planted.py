@@ -14,7 +14,7 @@ import torch
 
 import optimus
 from optimus.checkpoint.folder import DamagedError, step_folder
-from optimus.checkpoint.format import Stored, pack_metadata
+from optimus.checkpoint.format import StoredSlice, pack_metadata
 from optimus.checkpoint.manifest import write_manifest
 from optimus.checkpoint.reader import Reader, verify
 from optimus.config import load_config
@@ -43,7 +43,7 @@ def with_right_sums(slot: Path) -> None:
     """Write the manifest anew for what is in the files."""
     raw = json.loads((slot / "manifest.json").read_text())
     stored = [
-        Stored("", "", (), (), (), name, *slice_)
+        StoredSlice("", "", (), (), (), name, *slice_)
         for name, file in raw["files"].items()
         for slice_ in file.get("boxes", [])
     ]

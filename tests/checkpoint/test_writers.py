@@ -63,7 +63,7 @@ OPTIONS: list[dict[str, Any]] = [
 LAYOUTS = [  # of a model's parameters, beside the model
     {"sequence": True},
     {"duplicates": True},
-    {"tied_ends": True},
+    {"tied_embeddings": True},
     {"vocabulary": True},
 ]
 

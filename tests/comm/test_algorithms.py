@@ -10,8 +10,8 @@ from optimus.comm.algorithms import (
     LONG_SUM,
     MEGABYTE,
     OWN,
+    CollectiveKind,
     Curve,
-    Kind,
     Measured,
     choose,
     default,
@@ -28,7 +28,7 @@ KB = 1024
 
 @pytest.mark.parametrize("shape", [Shape(1, 4), Shape(5, 1), Shape(2, 3), Shape(3, 2)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_algorithm_of_the_table_is_correct(kind: Kind, shape: Shape) -> None:
+def test_every_algorithm_of_the_table_is_correct(kind: CollectiveKind, shape: Shape) -> None:
     for name in names(kind, shape):
         if name == OWN:
             continue
@@ -89,7 +89,7 @@ NEAR, FAR = Links(), Links(between=Link(1e-3, 1.25e9))
         ("all_to_all", Shape(8, 8), 64 * MEGABYTE, NEAR, OWN),
     ],
 )
-def test_what_is_taken_by_rules(kind: Kind, shape: Shape, size: int, links: Links, expected: str) -> None:
+def test_what_is_taken_by_rules(kind: CollectiveKind, shape: Shape, size: int, links: Links, expected: str) -> None:
     assert default(kind, shape, size, links) == choose(kind, shape, size, links=links) == expected
     assert expected in names(kind, shape)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from optimus.comm import CollectiveError, Group, Groups
-from optimus.comm.exchange import Link
+from optimus.comm.exchange import Channel
 from optimus.mesh import Mesh
 from optimus.testing import run_ranks
 
@@ -64,7 +64,7 @@ def lost_in_round(number: int) -> str:
     if group.rank == 3:
         left = [number]
 
-        def posted(self: Link, tensor: Tensor, peer: int) -> Any:
+        def posted(self: Channel, tensor: Tensor, peer: int) -> Any:
             """Of each of its four rounds it sends one message."""
             if not left[0]:
                 dist.destroy_process_group()
@@ -72,8 +72,8 @@ def lost_in_round(number: int) -> str:
             left[0] -= 1
             return real(self, tensor, peer)
 
-        real = Link.send
-        with mock.patch.object(Link, "send", posted), contextlib.suppress(KeyboardInterrupt):
+        real = Channel.send
+        with mock.patch.object(Channel, "send", posted), contextlib.suppress(KeyboardInterrupt):
             group.all_reduce(torch.ones(SIZE))
         return ""
     try:

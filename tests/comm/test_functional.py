@@ -8,18 +8,18 @@ from torch import Tensor
 
 from optimus.comm import Group, Groups
 from optimus.comm.functional import (
+    all_gather_rows,
+    all_gather_uneven_rows,
+    all_reduce_autograd,
+    all_to_all_rows,
     columns_to_rows,
-    exchange_rows,
-    gather_rows,
-    gather_uneven_rows,
     join_rows,
+    reduce_from_group,
+    reduce_scatter_rows,
+    reduce_scatter_uneven_rows,
     rows_to_columns,
     share,
     split_rows,
-    sum_over,
-    sum_rows,
-    sum_shared,
-    sum_uneven_rows,
 )
 from optimus.mesh import Mesh
 from optimus.testing import run_ranks
@@ -56,9 +56,9 @@ def on_a_rank(mesh: Mesh, axis: str, tokens: int, dtype: torch.dtype) -> list[tu
     send = sent(group.size)
     there, back = send[group.rank], [row[group.rank] for row in send]
     return [
-        run(lambda x: gather_rows(x, group), rows(rank, tokens, dtype), 100 + rank),
-        run(lambda x: sum_rows(x, group), rows(rank, tokens * group.size, dtype), 100 + rank),
-        run(lambda x: exchange_rows(x, there, back, group), rows(rank, sum(there), dtype), 100 + rank),
+        run(lambda x: all_gather_rows(x, group), rows(rank, tokens, dtype), 100 + rank),
+        run(lambda x: reduce_scatter_rows(x, group), rows(rank, tokens * group.size, dtype), 100 + rank),
+        run(lambda x: all_to_all_rows(x, there, back, group), rows(rank, sum(there), dtype), 100 + rank),
     ]
 
 
@@ -97,16 +97,16 @@ def test_values_and_gradients(mesh: Mesh, axis: str, tokens: int, dtype: torch.d
 
 def test_a_group_of_one_is_the_identity() -> None:
     x, alone = torch.ones(2, H), Group([0], 0)
-    assert gather_rows(x, alone) is x
-    assert sum_rows(x, alone) is x
-    assert exchange_rows(x, [2], [2], alone) is x
+    assert all_gather_rows(x, alone) is x
+    assert reduce_scatter_rows(x, alone) is x
+    assert all_to_all_rows(x, [2], [2], alone) is x
 
 
 def without_gradients() -> bool:
     group = Groups(Mesh(dp=2)).world
     x = torch.ones(2, H, requires_grad=True)
     with torch.no_grad():
-        results = [gather_rows(x, group), sum_rows(x, group), exchange_rows(x, [1, 1], [1, 1], group)]
+        results = [all_gather_rows(x, group), reduce_scatter_rows(x, group), all_to_all_rows(x, [1, 1], [1, 1], group)]
     return any(result.requires_grad for result in results)
 
 
@@ -126,11 +126,11 @@ def shared_on_a_rank(ranks: int) -> dict[str, tuple[Tensor, Tensor]]:
     return {
         "split": run(lambda x: split_rows(x, group), shared, seed),
         "join": run(lambda x: join_rows(x, group), own, 100),
-        "over": run(lambda x: sum_over(x, group), own, seed),
-        "to_shared": run(lambda x: sum_shared(x, group), own, 100),
+        "over": run(lambda x: all_reduce_autograd(x, group), own, seed),
+        "to_shared": run(lambda x: reduce_from_group(x, group), own, 100),
         "from_shared": run(lambda x: share(x, group), shared, seed),
-        "gather": run(lambda x: gather_uneven_rows(x, uneven, group), rows(rank, uneven[rank]), seed),
-        "sum": run(lambda x: sum_uneven_rows(x, uneven, group), rows(rank, sum(uneven)), seed),
+        "gather": run(lambda x: all_gather_uneven_rows(x, uneven, group), rows(rank, uneven[rank]), seed),
+        "sum": run(lambda x: reduce_scatter_uneven_rows(x, uneven, group), rows(rank, sum(uneven)), seed),
         "there_and_back": run_columns(group, columns),
     }
 

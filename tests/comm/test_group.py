@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from optimus.comm import Division, Groups
+from optimus.comm import Groups, RankPartition
 from optimus.mesh import Mesh
 from optimus.testing import run_ranks
 
@@ -164,7 +164,7 @@ def divided() -> tuple[bool, int]:
     same = groups.dividing([[0, 2], [1, 3]]) is groups.along("edp")
     with pytest.raises(RuntimeError, match=r"no group for a division of the ranks into \[0, 3\]"):
         groups.dividing(other)
-    groups.make([Division("others", other)])
+    groups.make([RankPartition("others", other)])
     return same, groups.dividing(other).ranks[-1]
 
 
@@ -192,8 +192,10 @@ def unlike_groups() -> tuple[list[list[int]], list[tuple[list[int], float]]]:
     with mock.patch.object(dist, "new_group", noted):
         mesh = Mesh(pp=4, dp=2)
         along = {axis: list(mesh.groups((axis,))) for axis in ("ends", "dp", "pp")}
-        shared = [Division("", parts) for parts in [DIVISIONS[0], along["ends"], *DIVISIONS[1:], along["dp"]]]
-        groups = Groups(mesh, divisions=[*shared, *(Division("", along[axis], apart=2) for axis in ("pp", "ends"))])
+        shared = [RankPartition("", parts) for parts in [DIVISIONS[0], along["ends"], *DIVISIONS[1:], along["dp"]]]
+        groups = Groups(
+            mesh, divisions=[*shared, *(RankPartition("", along[axis], apart=2) for axis in ("pp", "ends"))]
+        )
         asked = [groups.dividing(DIVISIONS[0]), groups.along("ends"), *map(groups.dividing, DIVISIONS[1:])]
         asked += [groups.along("dp"), *groups.apart(2, "pp"), *groups.apart(2, "ends"), groups.world]
     sums = []

@@ -8,7 +8,7 @@ import pytest
 from optimus.comm.schedules import (
     Message,
     Round,
-    Schedule,
+    RoundSchedule,
     Shape,
     backwards,
     check_exchange,
@@ -22,7 +22,7 @@ from optimus.comm.schedules import (
     two_levels,
 )
 
-SCHEDULES: list[Schedule] = [direct, ring, doubling]
+SCHEDULES: list[RoundSchedule] = [direct, ring, doubling]
 PAIRS = list(itertools.product(SCHEDULES, repeat=2))
 
 
@@ -32,7 +32,7 @@ def check_both_ways(ranks: Sequence[Sequence[Round]]) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_one_level(schedule: Schedule) -> None:
+def test_one_level(schedule: RoundSchedule) -> None:
     for ranks in [*range(2, 33), 47, 48, 63, 64]:
         check_both_ways([schedule(rank, ranks) for rank in range(ranks)])
 

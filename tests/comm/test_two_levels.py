@@ -11,18 +11,18 @@ from torch import Tensor
 
 from helpers.traffic import counting
 from optimus.comm import Group, Groups
-from optimus.comm.algorithms import KINDS, OWN, PIECE, Kind, Measured, names, on_two_levels
+from optimus.comm.algorithms import KINDS, OWN, PIECE, CollectiveKind, Measured, names, on_two_levels
 from optimus.comm.exchange import Rounded
 from optimus.comm.schedules import Shape
 from optimus.mesh import Mesh
 from optimus.testing import run_ranks
 
-SUMS: list[Kind] = ["all_gather", "reduce_scatter", "all_reduce"]
+SUMS: list[CollectiveKind] = ["all_gather", "reduce_scatter", "all_reduce"]
 SHAPES = [Shape(2, 2), Shape(2, 4), Shape(4, 2)]
 LENGTHS = [3, 0, 5, 1, 0, 2, 7, 4]  # elements of the parts of eight ranks
 
 
-def only(algorithm: str, shape: Shape, *kinds: Kind) -> Measured:
+def only(algorithm: str, shape: Shape, *kinds: CollectiveKind) -> Measured:
     """A table in which nothing but this algorithm was measured."""
     curves = {str(shape): {algorithm: {"sizes": [1.0], "seconds": [1.0]}}}
     return Measured.model_validate(dict.fromkeys(kinds, curves))

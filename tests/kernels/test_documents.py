@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from optimus.kernels import documents as kernels
-from optimus.kernels.attention import Block, Scoring, attention_reference, causal_attention
+from optimus.kernels.attention import AttentionBlock, Scoring, attention_reference, causal_attention
 from optimus.kernels.documents import Documents, document_attention
 from optimus.testing.memory import tracking
 
@@ -107,7 +107,7 @@ def test_torchs_flash_attention_takes_what_it_is_given() -> None:
         assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in leaves]
 
 
-def scores(blocks: list[Block]) -> int:
+def scores(blocks: list[AttentionBlock]) -> int:
     """Scores that blocks compute; those above the diagonal of a block are left out by all paths but for a few."""
     sizes = [(b.queries.stop - b.queries.start, b.keys.stop - b.keys.start, b.mask) for b in blocks]
     return sum(new * seen if mask == "none" else new * (new + 1) // 2 for new, seen, mask in sizes)

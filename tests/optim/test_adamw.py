@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from optimus.optim.adamw import AdamW, adamw_reference
-from optimus.optim.rule import Now, Tile
+from optimus.optim.rule import OptimizerStep, Tile
 
 RULE = AdamW(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
 
@@ -21,7 +21,7 @@ def gradients(steps: int, n: int = 1003) -> list[Tensor]:
 
 
 def update(rule: AdamW, step: int, lr: float, weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor) -> None:
-    rule.update(Now(step, lr), Tile(weight, gradient, (m, v)))
+    rule.update(OptimizerStep(step, lr), Tile(weight, gradient, (m, v)))
 
 
 @pytest.mark.parametrize("update", [update, adamw_reference])

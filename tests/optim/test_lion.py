@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from optimus.optim.lion import Lion
-from optimus.optim.rule import Now, Tile
+from optimus.optim.rule import OptimizerStep, Tile
 
 RULE = Lion(beta1=0.9, beta2=0.99, weight_decay=0.3)
 
@@ -25,7 +25,7 @@ def test_equals_the_algorithm_over_several_steps() -> None:
     for step in range(1, 9):
         gradient = torch.randn(1003, generator=generator).bfloat16()
         gradient[:3] = 0  # the first time, its sign is zero as well
-        RULE.update(Now(step, 0.1 / step, gradient_scale=0.5), Tile(weight, gradient, [m], copy))
+        RULE.update(OptimizerStep(step, 0.1 / step, gradient_scale=0.5), Tile(weight, gradient, [m], copy))
         expected = algorithm_2(*expected, 0.5 * gradient.double(), 0.1 / step)
         for ours, theirs in zip((weight, m), expected):
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)

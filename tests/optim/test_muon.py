@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from optimus.optim.muon import Muon, orthogonalise
-from optimus.optim.rule import Now, Tile
+from optimus.optim.rule import OptimizerStep, Tile
 
 RULE = Muon(momentum=0.95, weight_decay=0.1)
 SHAPES = [(1, 48, 48), (3, 32, 96), (3, 96, 32), (2, 1, 20)]  # square, wide, tall, a row
@@ -25,7 +25,9 @@ def test_equals_torch_over_several_steps(shape: tuple[int, ...]) -> None:
     optimizer = torch.optim.Muon(theirs, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     for step in range(1, 7):
         gradient_NRC, lr = random(*shape, seed=step) * 10.0 ** (1 - step), 1e-2 / step
-        RULE.update(Now(step, lr, gradient_scale=0.5), Tile(weight_NRC, gradient_NRC, [momentum_NRC], copy_NRC))
+        RULE.update(
+            OptimizerStep(step, lr, gradient_scale=0.5), Tile(weight_NRC, gradient_NRC, [momentum_NRC], copy_NRC)
+        )
         optimizer.param_groups[0]["lr"] = lr
         for parameter, gradient in zip(theirs, gradient_NRC):
             parameter.grad = 0.5 * gradient
@@ -61,7 +63,7 @@ def test_equals_its_definition(shape: tuple[int, ...], dtype: torch.dtype | None
         expected = [
             definition(*(x.double() for x in each), 0.01) for each in zip(weight_NRC, momentum_NRC, gradient_NRC)
         ]
-        RULE.update(Now(step, 0.01), Tile(weight_NRC, gradient_NRC, [momentum_NRC], copy_NRC))
+        RULE.update(OptimizerStep(step, 0.01), Tile(weight_NRC, gradient_NRC, [momentum_NRC], copy_NRC))
         expected_NRC = torch.stack([weight for weight, _ in expected])
         error, update = weight_NRC - expected_NRC, expected_NRC - before_NRC
         assert error.norm() < 12 * rounding * update.norm() + 2**-23 * weight_NRC.norm()
@@ -92,7 +94,7 @@ def test_no_gradient_leaves_the_decay() -> None:
     weight_NRC, gradient_NRC = random(2, 8, 8), random(2, 8, 8)
     gradient_NRC[0] = 0
     expected = 0.99 * weight_NRC[0]
-    RULE.update(Now(1, 0.1), Tile(weight_NRC, gradient_NRC, [torch.zeros(2, 8, 8)]))
+    RULE.update(OptimizerStep(1, 0.1), Tile(weight_NRC, gradient_NRC, [torch.zeros(2, 8, 8)]))
     torch.testing.assert_close(weight_NRC[0], expected)
     assert weight_NRC.isfinite().all()
 
@@ -108,6 +110,6 @@ def test_a_matrix_in_parts_is_updated_as_the_whole() -> None:
         assert function(all_NRC[:0]).shape == (0, 16, 48)  # where there are more ranks than matrices
         return function(all_NRC)[..., 16:32]
 
-    RULE.update(Now(1, 0.01), Tile(part_NRC, part, [torch.zeros_like(part)], whole=gathered))
-    RULE.update(Now(1, 0.01), Tile(whole_NRC, gradient_NRC, [torch.zeros_like(whole_NRC)]))
+    RULE.update(OptimizerStep(1, 0.01), Tile(part_NRC, part, [torch.zeros_like(part)], whole=gathered))
+    RULE.update(OptimizerStep(1, 0.01), Tile(whole_NRC, gradient_NRC, [torch.zeros_like(whole_NRC)]))
     torch.testing.assert_close(part_NRC, whole_NRC[..., 16:32], rtol=0, atol=1e-6)

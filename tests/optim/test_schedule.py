@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from optimus.optim.schedule import COOLDOWNS, SCHEDULES, Schedule, learning_rate
+from optimus.optim.schedule import COOLDOWNS, SCHEDULES, LrSchedule, learning_rate
 
 
 def rates(name: Any = "cosine", steps: int = 100, warmup_steps: int = 20, **more: Any) -> list[float]:
-    rule = Schedule(name, peak=1.0, minimum=0.1, warmup_steps=warmup_steps, steps=steps, **more)
+    rule = LrSchedule(name, peak=1.0, minimum=0.1, warmup_steps=warmup_steps, steps=steps, **more)
     return [learning_rate(rule, step) for step in range(1, steps + 1)]
 
 
@@ -80,4 +80,4 @@ def test_corner_lengths() -> None:
     assert rates(steps=20)[-1] == 1.0  # all warm-up
     assert rates(steps=10)[-1] == 0.5  # the run ends within it
     assert rates(steps=21)[-1] == pytest.approx(0.1)
-    assert learning_rate(Schedule("cosine", 1.0, 0.1, 20, 100), 500) == pytest.approx(0.1)
+    assert learning_rate(LrSchedule("cosine", 1.0, 0.1, 20, 100), 500) == pytest.approx(0.1)

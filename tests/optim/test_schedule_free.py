@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from optimus.optim.rule import Now, Tile
+from optimus.optim.rule import OptimizerStep, Tile
 from optimus.optim.schedule_free import ScheduleFree
 
 RULE = ScheduleFree(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1)
@@ -44,7 +44,7 @@ def test_equals_the_algorithm_with_a_warm_up() -> None:
         torch.testing.assert_close(copy, y, rtol=0, atol=1e-8)
         lr = LR * min(1, step / WARMUP)
         counters = RULE.count(counters, step, lr)
-        now = Now(step, lr, gradient_scale=1.0, counters=counters)
+        now = OptimizerStep(step, lr, gradient_scale=1.0, counters=counters)
         RULE.update(now, Tile(x, loss_gradient(copy), kept, copy))
         for ours, theirs in zip((x, kept[0]), expected):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-8)
@@ -60,7 +60,7 @@ def test_what_is_computed_with_is_what_an_update_leaves() -> None:
     assert computed.equal(x.bfloat16())
     for step in (1, 2):
         counters = RULE.count(counters, step, LR)
-        RULE.update(Now(step, LR, gradient_scale=0.5, counters=counters), Tile(x, gradient, kept, copy))
+        RULE.update(OptimizerStep(step, LR, gradient_scale=0.5, counters=counters), Tile(x, gradient, kept, copy))
     RULE.computed(x, kept, computed)
     assert computed.equal(copy)
     assert not computed.equal(x.bfloat16())

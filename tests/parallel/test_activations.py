@@ -16,7 +16,7 @@ from optimus.mesh import Mesh
 from optimus.parallel import module_bytes
 from optimus.parallel.activations import Activations, activation_bytes
 from optimus.parallel.build import StageOptions
-from optimus.parallel.module_bytes import Setting
+from optimus.parallel.module_bytes import ModuleSetting
 from optimus.parallel.recompute import Recomputation
 from optimus.parallel.recompute_choice import choose_recomputation, recomputed_flops
 from optimus.testing import run_ranks
@@ -153,7 +153,7 @@ def test_whatever_the_architecture(model: dict[str, Any]) -> None:
 def test_many_sequences_follow_from_few(mesh: Mesh, again: bool) -> None:
     """As many measured themselves."""
     config = ModelConfig(**EXPERTS | {"hidden": 32, "intermediate": 32, "vocab": 8192})
-    setting = Setting.of(config, mesh, StageOptions(sequence=mesh.tp > 1), CONTEXT, 2, 1.3)
+    setting = ModuleSetting.of(config, mesh, StageOptions(sequence=mesh.tp > 1), CONTEXT, 2, 1.3)
     followed, direct = module_bytes.block_bytes(setting, 0, 24, again), {}
     for experts, own in ((False, setting.without_experts), (True, setting)):
         direct |= module_bytes._block_bytes(own, 0, experts, again, 24)

@@ -20,10 +20,10 @@ from optimus.kernels.documents import Documents
 from optimus.kernels.rotary import rotary_table
 from optimus.mesh import Mesh
 from optimus.model import Transformer
-from optimus.model.attention import Attention, Places
+from optimus.model.attention import Attention, AttentionPositions
 from optimus.model.init import initialize
 from optimus.model.parts import Parts
-from optimus.model.sequence import Sequence, WholeSequence
+from optimus.model.sequence import LocalSequence, SequenceSplit
 from optimus.parallel.context import RingSequence, UlyssesSequence, _seen
 from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.step_context import CollectiveCache
@@ -35,7 +35,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}  #
 CPU = torch.device("cpu")
 
 
-def sequence_of(method: str, ranks: int) -> Sequence:
+def sequence_of(method: str, ranks: int) -> SequenceSplit:
     return METHODS[method](Groups(Mesh(dp=ranks)).world)
 
 
@@ -305,7 +305,7 @@ def test_traffic_of_ulysses(ranks: int, dtype: torch.dtype) -> None:
 # ---- Memory ----
 
 
-def saved(make: Callable[[], Sequence], length: int) -> int:
+def saved(make: Callable[[], SequenceSplit], length: int) -> int:
     """Bytes that an attention layer keeps for the backward pass, besides its weights."""
     torch.manual_seed(0)
     layer, sequence = Attention(ATTENTION), make()
@@ -321,7 +321,7 @@ def saved(make: Callable[[], Sequence], length: int) -> int:
     x_TH = normal(0, len(at), 32).float().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         table = rotary_table(at, 8, 10_000.0)
-        layer(x_TH, Places(table, table, sequence, at)).sum()
+        layer(x_TH, AttentionPositions(table, table, sequence, at)).sum()
     return sum(size for where, size in kept.items() if where not in weights)
 
 
@@ -333,7 +333,7 @@ def saved_on_a_rank(method: str, ranks: int, length: int) -> int:
 
 
 def test_a_rank_of_four_holds_a_quarter_of_the_activations() -> None:
-    assert run_ranks(saved_on_a_rank, 4, "ring", 4, 256) == [saved(WholeSequence, 256) / 4] * 4
+    assert run_ranks(saved_on_a_rank, 4, "ring", 4, 256) == [saved(LocalSequence, 256) / 4] * 4
 
 
 # ---- The model ----
@@ -352,7 +352,7 @@ TOKENS_BL = torch.randint(50, (2, 32), generator=torch.Generator().manual_seed(0
 def trained(config: ModelConfig, method: str | None, ranks: int, recomputed: bool) -> tuple[list[Tensor], int]:
     """(loss and gradients of one process, or their means over the ranks; collectives before those)."""
     group = Groups(Mesh(dp=ranks)).world
-    sequence = WholeSequence() if method is None else METHODS[method](group)
+    sequence = LocalSequence() if method is None else METHODS[method](group)
     chosen = Recomputation(("attention",) if recomputed else ())
     model = Transformer(config, parts=Parts(sequence=sequence, runner=Recompute(chosen, group.step)))
     initialize(model, 0, 0.2)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from optimus.comm import Group, Groups
-from optimus.comm.functional import own_rows
+from optimus.comm.functional import local_rows
 from optimus.config import ModelConfig
 from optimus.kernels.gradient_buffer import GradientBuffer, TensorBuffer
 from optimus.kernels.linear import MatrixProduct
@@ -68,11 +68,11 @@ def split_product(form: Form, outer: Group, inner: Group) -> dict[str, tuple[Ten
     y_TN.backward(y_grad_TN)
 
     def at_input(x: Tensor) -> Tensor:
-        return columns(own_rows(x, outputs) if gathers else x, inputs)
+        return columns(local_rows(x, outputs) if gathers else x, inputs)
 
     def at_output(y: Tensor) -> Tensor:
         own = columns(y.unflatten(1, (2, N)), outputs).flatten(1)
-        return own_rows(own, inputs) if scatters else own
+        return local_rows(own, inputs) if scatters else own
 
     def of_weight(w: Tensor) -> Tensor:
         return columns(columns(w, inputs), outputs, 1)

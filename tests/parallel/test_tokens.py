@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optimus.comm import Groups
-from optimus.comm.functional import own_rows
+from optimus.comm.functional import local_rows
 from optimus.mesh import Mesh
 from optimus.model.init import initialize
 from optimus.model.moe.layer import MoeLayer
@@ -53,8 +53,8 @@ FORMS = [
 def residual_stream(x_TH: Tensor, form: Form, groups: Groups) -> Tensor:
     """This rank's part of it."""
     rows, columns, parts = (groups.along(axis) for axis in ("tp_out", "tp_in", "cp"))
-    own = own_rows(x_TH, parts)
-    own = own_rows(own, rows) if form.sequence else own
+    own = local_rows(x_TH, parts)
+    own = local_rows(own, rows) if form.sequence else own
     return own.chunk(columns.size, 1)[columns.rank].contiguous()
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from helpers.traffic import Traffic, counting
 from optimus.comm import Group, Groups
-from optimus.comm.functional import own_rows
+from optimus.comm.functional import local_rows
 from optimus.config import load_config
 from optimus.kernels.linear import MatrixProduct
 from optimus.mesh import Mesh
@@ -80,7 +80,7 @@ def one_projection(grid: tuple[int, int], returns: bool, sequence: bool) -> tupl
     product = SplitProduct(MatrixProduct(), inputs, outputs, gathers=gathers, scatters=scatters, overlap=True)
     weight = nn.Parameter(torch.ones(N // outputs.size, K // inputs.size))
     x: Tensor = torch.ones(M, K // inputs.size)
-    x = (own_rows(x, outputs) if gathers else x).requires_grad_()
+    x = (local_rows(x, outputs) if gathers else x).requires_grad_()
     with counting() as forward:
         y = product(x, weight, None)
     with counting() as backward:

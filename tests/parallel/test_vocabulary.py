@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from optimus.comm import Groups
-from optimus.comm.functional import own_rows
+from optimus.comm.functional import local_rows
 from optimus.kernels.linear_cross_entropy import block_rows
 from optimus.mesh import Mesh
 from optimus.model.vocabulary import LocalVocabulary
@@ -51,7 +51,7 @@ def on_a_rank(grid: tuple[int, int], sequence: bool, cap: float | None) -> dict[
 
     def stream(x: Tensor) -> Tensor:
         own = x.chunk(columns.size, 1)[columns.rank].contiguous()
-        return own_rows(own, parts) if sequence else own
+        return local_rows(own, parts) if sequence else own
 
     tokens = tokens_along(groups, V, "tp_out")
 

@@ -17,7 +17,7 @@ from optimus.comm import Group, Groups
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.pipeline.costs import Costs
-from optimus.pipeline.executor import Executed, Links, Message, ScheduledExecutor
+from optimus.pipeline.executor import Executed, Message, ScheduledExecutor, StageLinks
 from optimus.pipeline.message_driven import MessageDrivenExecutor
 from optimus.pipeline.ready import message_driven
 from optimus.pipeline.schedule import Action, Kind, Schedule
@@ -111,13 +111,15 @@ def run_steps(
     for schedule in schedules:
         work = Numbers(schedule, groups.rank, team)
         with counting() as traffic:
-            execute(schedule, Links(schedule, streams[: 2 * schedule.stages]), work, team, caps)
+            execute(schedule, StageLinks(schedule, streams[: 2 * schedule.stages]), work, team, caps)
         found.append((work.done, work.peak, traffic.calls["send"], traffic.bytes["send"]))
         groups.world.all_reduce(torch.zeros(1))
     return found
 
 
-def execute(schedule: Schedule, links: Links, work: Numbers, team: Group, caps: Sequence[int] | None) -> list[Executed]:
+def execute(
+    schedule: Schedule, links: StageLinks, work: Numbers, team: Group, caps: Sequence[int] | None
+) -> list[Executed]:
     if schedule.name != "message-driven":
         return ScheduledExecutor(schedule, links, work).run()
     caps, device = caps or falling_caps(schedule.stages, 2), torch.device("cpu")
@@ -174,7 +176,7 @@ def test_a_cap_of_one_lets_one_microbatch_in() -> None:
 
 def test_a_cap_of_zero_is_refused_where_nothing_would_ever_be_done() -> None:
     schedule, mesh = message_driven(1, 2), Mesh()
-    links, work = Links(schedule, Groups(mesh).streams(2, "pp")), Numbers(schedule, 0, Groups(mesh).along("dp"))
+    links, work = StageLinks(schedule, Groups(mesh).streams(2, "pp")), Numbers(schedule, 0, Groups(mesh).along("dp"))
     with pytest.raises(UserError, match="cap 0 lets no microbatch in; give at least 1"):
         MessageDrivenExecutor(schedule, links, work, caps=0, team=work.team, device=torch.device("cpu"))
 

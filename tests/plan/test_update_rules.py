@@ -68,7 +68,7 @@ def fullest(plans: list[ChunkPlan], depth: int) -> int:
     found: dict[tuple[str, ...], list[int]] = {}
     for plan in plans:
         if isinstance(plan.rule, Muon):
-            parts = math.prod(share.ranks for share in plan.shares[:depth])
+            parts = math.prod(share.ranks for share in plan.shard_steps[:depth])
             sizes = [end - start for start, end in itertools.pairwise(plan.borders[:: plan.parts // parts])]
             found[plan.replicas] = [*map(sum, zip(sizes, found.get(plan.replicas, [0] * parts)))]
     return sum(max(sizes) for sizes in found.values())
@@ -203,5 +203,5 @@ def test_experts_are_matrices_each() -> None:
 def test_rules_are_part_of_what_a_search_is_given() -> None:
     _, asking, setting = question(*RULES["groups"])
     assert setting().rules == asking.given.rules
-    shares = {share for of in asking.given.rules for rule, share in of if isinstance(rule, Muon)}
-    assert shares == {7 / 8}
+    shard_steps = {share for of in asking.given.rules for rule, share in of if isinstance(rule, Muon)}
+    assert shard_steps == {7 / 8}

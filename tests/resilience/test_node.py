@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from typer.testing import CliRunner
 
 from optimus import cli
-from optimus.checkpoint.lease import LEASE, HeldError, Lease, living_holder
+from optimus.checkpoint.lease import LEASE, Lease, LeaseError, living_holder
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.mesh.placement import describe
@@ -166,9 +166,9 @@ def test_the_nodes_of_a_launch_hold_the_folder_together(cluster: Cluster, store:
     holder = living_holder(one.run)
     assert holder is not None
     assert holder.token == store.get("optimus/holder").decode()
-    with pytest.raises(HeldError, match=f"{one.run} is held by process .* wait until it ends"):
+    with pytest.raises(LeaseError, match=f"{one.run} is held by process .* wait until it ends"):
         run_node(replace(one, node="n2", name="another"), ["true"])
-    with pytest.raises(HeldError):
+    with pytest.raises(LeaseError):
         Lease(one.run, "a run").wait()
     (one.run.parent / "go").touch()
     assert cluster.end() == {"n0": None, "n1": None}

@@ -7,7 +7,7 @@ from helpers.rules import recipe
 from optimus.comm import Group
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
-from optimus.optim.rule import Now
+from optimus.optim.rule import OptimizerStep
 from optimus.state.plan import plan_chunks
 from optimus.state.trained import TrainedChunk
 from optimus.testing.memory import allocated, tracking
@@ -56,11 +56,11 @@ def filled(compute: torch.dtype, gradient: torch.dtype) -> TrainedChunk:
 def test_the_step_does_not_depend_on_the_tile(compute: torch.dtype, gradient: torch.dtype) -> None:
     whole = filled(compute, gradient)
     for step in (1, 2):
-        whole.step(Now(step, 1e-2, 0.5), tile=1 << 20)
+        whole.step(OptimizerStep(step, 1e-2, 0.5), tile=1 << 20)
     for tile in (1, 7, 32, 100, 1000):
         tiled = filled(compute, gradient)
         for step in (1, 2):
-            tiled.step(Now(step, 1e-2, 0.5), tile=tile)
+            tiled.step(OptimizerStep(step, 1e-2, 0.5), tile=tile)
         assert torch.equal(whole.parameter, tiled.parameter), tile
         for kind, buffer in whole.kept.items():
             assert torch.equal(buffer, tiled.kept[kind]), (tile, kind)
@@ -78,7 +78,7 @@ def test_the_step_needs_one_tile_of_fp32_gradients(gradient: torch.dtype, scale:
         chunk = chunk_of(size, compute=BF16, gradient=gradient)
         with tracking() as allocations:
             chunk.gradient_square_sum(tile)
-            chunk.step(Now(1, 1e-2, scale), tile)
+            chunk.step(OptimizerStep(1, 1e-2, scale), tile)
         assert allocations.current == 0
         peaks.append(allocations.peak)
     small = 512  # of numbers: the norms of tiles, the step count

@@ -156,8 +156,8 @@ def test_experts_have_chunks_of_their_own_where_their_replicas_differ() -> None:
     plans = plan_chunks(LAYOUTS, MESH, 3, StateConfig(shard="optimizer"), recipe())
     assert [[slot.name for slot in plan.slots] for plan in plans] == [["a", "b"], ["experts"]]
     dense, experts = plans
-    assert (dense.shares, dense.copies) == ((Share(8, 3),), 1)
-    assert (experts.shares, experts.copies) == ((Share(4, 1),), 1)
+    assert (dense.shard_steps, dense.copies) == ((Share(8, 3),), 1)
+    assert (experts.shard_steps, experts.copies) == ((Share(4, 1),), 1)
     assert experts.slots[0].region == (slice(2, 4), slice(0, 32), slice(0, 8))
     (together,) = plan_chunks(LAYOUTS, Mesh(dp=8), 3, StateConfig(shard="optimizer"), recipe())  # all are held by all
     assert [slot.name for slot in together.slots] == ["a", "experts", "b"]

@@ -282,8 +282,8 @@ def partly_used(ranks: int, shard: str) -> list[torch.Tensor]:
     (module.head.weight * (rank + 1)).sum().backward()
     state.reduce_gradients()
     (chunk,) = state.chunks
-    whole = torch.empty(chunk.plan.size) if chunk.plan.shares else chunk.reduced
-    if chunk.plan.shares:
+    whole = torch.empty(chunk.plan.size) if chunk.plan.shard_steps else chunk.reduced
+    if chunk.plan.shard_steps:
         chunk.groups[0].all_gather(whole, chunk.reduced)
     views = chunk.views(whole)
     return [views[name].clone() for name in ("embedding.weight", "head.weight", "blocks.0.attention.out.weight")]

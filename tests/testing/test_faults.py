@@ -9,7 +9,7 @@ import yaml
 
 from optimus.errors import UserError
 from optimus.resilience.events import EventLog
-from optimus.testing.faults import Fault, FaultPlan, happens_now, rank_program
+from optimus.testing.faults import Fault, FaultPlan, is_due, rank_program
 from optimus.testing.lab import rehearse
 from optimus.train.nodes import Job
 
@@ -87,9 +87,9 @@ def test_a_plan_that_is_none(tmp_path: Path, content: Any, message: str) -> None
 
 def test_a_fault_happens_once_in_the_life_of_a_run(tmp_path: Path) -> None:
     plan = FaultPlan().kill(0, 3).hang(1, 2)
-    assert [happens_now(tmp_path / "run", plan, 0) for _ in range(3)] == [True, False, False]
-    assert happens_now(tmp_path / "run", plan, 1)
-    assert happens_now(tmp_path / "another", plan, 0)
+    assert [is_due(tmp_path / "run", plan, 0) for _ in range(3)] == [True, False, False]
+    assert is_due(tmp_path / "run", plan, 1)
+    assert is_due(tmp_path / "another", plan, 0)
     told = [
         (event["kind"], event["rank"], event["step"], event["detail"]) for event in EventLog(tmp_path / "run").read()
     ]
@@ -102,9 +102,9 @@ def test_a_fault_happens_once_in_the_life_of_a_run(tmp_path: Path) -> None:
 
 
 def test_what_happened_by_one_plan_keeps_nothing_of_another_from_happening(tmp_path: Path) -> None:
-    assert happens_now(tmp_path, FaultPlan().kill(0, 3), 0)
+    assert is_due(tmp_path, FaultPlan().kill(0, 3), 0)
     another = FaultPlan().nan(1, 5).kill(0, 3).kill(0, 3)
-    assert [happens_now(tmp_path, another, number) for number in (0, 1, 2, 2)] == [True, False, True, False]
+    assert [is_due(tmp_path, another, number) for number in (0, 1, 2, 2)] == [True, False, True, False]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import yaml
 import optimus
 from optimus.checkpoint import saving
 from optimus.checkpoint.folder import list_checkpoints, read_description
-from optimus.checkpoint.lease import LEASE, HeldError
+from optimus.checkpoint.lease import LEASE, LeaseError
 from optimus.checkpoint.rollback import rollback
 from optimus.config import dump_config, load_config
 from optimus.errors import UserError
@@ -179,7 +179,7 @@ def test_others_are_kept_out_while_it_lives_and_its_ranks_end_with_it(
         ranks = psutil.Process(process.pid).children()
         assert len(ranks) == 2
         for refused in (lambda: optimus.train(endless, resume=True), lambda: rollback(folder, 1)):
-            with pytest.raises(HeldError, match=f"{folder} is held by process {process.pid} on ") as caught:
+            with pytest.raises(LeaseError, match=f"{folder} is held by process {process.pid} on ") as caught:
                 refused()
             assert "is saved up to" not in str(caught.value)
         assert f"is held by process {process.pid} on " in optimus.train(endless, resume=True, check=True)["held"]
@@ -210,7 +210,7 @@ def test_a_run_whose_folder_was_taken_writes_no_more(
     monkeypatch.setattr(Metrics, "after_step", after_step)
     monkeypatch.setattr("optimus.train.hooks.BEAT", -1.0)
     small_run["checkpoint"] = {"every": 1}
-    with pytest.raises(HeldError, match=r"it was taken over by another run, .* ends without saving"):
+    with pytest.raises(LeaseError, match=r"it was taken over by another run, .* ends without saving"):
         optimus.train(small_run)
     assert [read_description(path).step for path in list_checkpoints(folder)] == [1, 2]
     assert "another" in (folder / LEASE).read_text()

@@ -12,7 +12,7 @@ from optimus.pipeline.message_driven_simulation import simulate_message_driven
 from optimus.pipeline.simulation import simulate
 from optimus.pipeline.staged import StagePartition
 from optimus.train.checks import check_ranks
-from optimus.train.pipeline import partition_of, placement_of, schedule_of, tied_ends, with_microbatches
+from optimus.train.pipeline import partition_of, placement_of, schedule_of, tied_embeddings, with_microbatches
 
 V = ["parallel.schedule=zbv", "parallel.stages_per_rank=2"]
 INTERLEAVED = ["parallel.schedule=interleaved-1f1b", "parallel.stages_per_rank=2"]
@@ -173,8 +173,8 @@ def test_without_a_pipeline_there_is_one_stage() -> None:
     ],
 )
 def test_ends_that_share_an_embedding(overrides: list[str], expected: bool) -> None:
-    assert tied_ends(config_of(*overrides, "model.tie_embeddings=true")) == expected
-    assert not tied_ends(config_of(*overrides))
+    assert tied_embeddings(config_of(*overrides, "model.tie_embeddings=true")) == expected
+    assert not tied_embeddings(config_of(*overrides))
 
 
 def test_the_schedule_has_the_stages_of_the_placement() -> None:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from optimus.kernels.triton.grouped import grouped_product, two_products, weight_gradient, within
 from optimus.kernels.triton.swiglu import swiglu_tile, swiglu_tile_backward
-from optimus.kernels.triton.token_index import Routes, rows_of_tile
+from optimus.kernels.triton.token_index import TokenIndex, rows_of_tile
 from optimus.kernels.triton.tuning import precision, tiles
 
 
-def expert_down(h_PI: Tensor, down_EHI: Tensor, routes: Routes) -> Tensor:
+def expert_down(h_PI: Tensor, down_EHI: Tensor, routes: TokenIndex) -> Tensor:
     """The experts' outputs, row by row; [P, H]."""
     return grouped_product("down", h_PI, down_EHI.transpose(1, 2), routes)
 
@@ -33,7 +33,7 @@ class DownGradients(NamedTuple):
 
 
 def expert_down_backward(
-    y_grad_TH: Tensor, weights_TK: Tensor, z_PJ: Tensor, down_EHI: Tensor, routes: Routes
+    y_grad_TH: Tensor, weights_TK: Tensor, z_PJ: Tensor, down_EHI: Tensor, routes: TokenIndex
 ) -> DownGradients:
     """From the gradient of the block's output, before and after the activation at once."""
     H, I = down_EHI.shape[1:]
@@ -54,7 +54,7 @@ def expert_down_backward(
 
 
 def expert_down_weight_gradient(
-    y_grad_TH: Tensor, weighted_h_PI: Tensor, routes: Routes, into_EHI: Tensor, *, accumulate: bool
+    y_grad_TH: Tensor, weighted_h_PI: Tensor, routes: TokenIndex, into_EHI: Tensor, *, accumulate: bool
 ) -> Tensor:
     """Gradient of down, written or added to `into_EHI`."""
     return weight_gradient(y_grad_TH, weighted_h_PI, routes, gather_a=True, into_EMN=into_EHI, accumulate=accumulate)

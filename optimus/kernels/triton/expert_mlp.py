@@ -18,7 +18,7 @@ from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.triton.expert_down import expert_down, expert_down_backward, expert_down_weight_gradient
 from optimus.kernels.triton.expert_reduce import expert_reduce, expert_reduce_backward
 from optimus.kernels.triton.expert_up import expert_up, expert_up_backward, expert_up_weight_gradient
-from optimus.kernels.triton.token_index import Routes, token_index
+from optimus.kernels.triton.token_index import TokenIndex, token_index
 from optimus.kernels.triton.tuning import row_tile
 
 
@@ -49,7 +49,7 @@ class ExpertMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *index = ctx.saved_tensors
-        routes = Routes._make([*index, ctx.row_tile])
+        routes = TokenIndex._make([*index, ctx.row_tile])
         up_buffer, down_buffer = ctx.buffers
         y_grad_TH = grads[0].contiguous()
         z_grad_PJ, weighted_h_PI, weight_grad_PC = expert_down_backward(y_grad_TH, weights_TK, z_PJ, down_EHI, routes)

@@ -14,11 +14,11 @@ from torch import Tensor
 from optimus.kernels.triton.expert_reduce import expert_reduce
 from optimus.kernels.triton.grouped import grouped_product, two_products, weight_gradient, within
 from optimus.kernels.triton.swiglu import swiglu_tile
-from optimus.kernels.triton.token_index import Routes, rows_of_tile
+from optimus.kernels.triton.token_index import TokenIndex, rows_of_tile
 from optimus.kernels.triton.tuning import precision, tiles
 
 
-def expert_up(x_TH: Tensor, gate_up_EJH: Tensor, routes: Routes) -> tuple[Tensor, Tensor]:
+def expert_up(x_TH: Tensor, gate_up_EJH: Tensor, routes: TokenIndex) -> tuple[Tensor, Tensor]:
     """(z_PJ, h_PI): gate and up projection of every row's token, and their activation, in x's type."""
     J, H = gate_up_EJH.shape[1:]
     I, P = J // 2, len(routes.choice_P)
@@ -33,14 +33,14 @@ def expert_up(x_TH: Tensor, gate_up_EJH: Tensor, routes: Routes) -> tuple[Tensor
     return z_PJ, h_PI
 
 
-def expert_up_backward(z_grad_PJ: Tensor, gate_up_EJH: Tensor, routes: Routes) -> Tensor:
+def expert_up_backward(z_grad_PJ: Tensor, gate_up_EJH: Tensor, routes: TokenIndex) -> Tensor:
     """Gradient of x [T, H]: a product per row, then for each token the sum over its rows in the order of its choices."""
     x_grad_PH = grouped_product("up_backward", z_grad_PJ, gate_up_EJH, routes)
     return expert_reduce(x_grad_PH, None, routes.position_TK)
 
 
 def expert_up_weight_gradient(
-    z_grad_PJ: Tensor, x_TH: Tensor, routes: Routes, into_EJH: Tensor, *, accumulate: bool
+    z_grad_PJ: Tensor, x_TH: Tensor, routes: TokenIndex, into_EJH: Tensor, *, accumulate: bool
 ) -> Tensor:
     """Gradient of gate_up, written or added to `into_EJH`."""
     return weight_gradient(z_grad_PJ, x_TH, routes, gather_a=False, into_EMN=into_EJH, accumulate=accumulate)

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optimus.kernels.triton.token_index import Routes, rows_of_tile
+from optimus.kernels.triton.token_index import TokenIndex, rows_of_tile
 from optimus.kernels.triton.tuning import Kernel, precision, tiles
 
 
-def grouped_product(kernel: Kernel, a_PL: Tensor, b_ELN: Tensor, routes: Routes) -> Tensor:
+def grouped_product(kernel: Kernel, a_PL: Tensor, b_ELN: Tensor, routes: TokenIndex) -> Tensor:
     """[P, N] in a's type: each row times the matrix of its expert. `b_ELN` may be transposed (strided) in its last dims."""
     (P, L), N = a_PL.shape, b_ELN.shape[2]
     out_PN = a_PL.new_empty(P, N)
@@ -25,7 +25,7 @@ def grouped_product(kernel: Kernel, a_PL: Tensor, b_ELN: Tensor, routes: Routes)
 
 
 def weight_gradient(
-    a: Tensor, b: Tensor, routes: Routes, *, gather_a: bool, into_EMN: Tensor, accumulate: bool
+    a: Tensor, b: Tensor, routes: TokenIndex, *, gather_a: bool, into_EMN: Tensor, accumulate: bool
 ) -> Tensor:
     """Per expert, the sum over its rows of a's row times b's row; [E, M, N], written or added to `into_EMN`, which returns.
 

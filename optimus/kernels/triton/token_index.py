@@ -24,7 +24,7 @@ from optimus.kernels.triton.tuning import pow2
 _STEP = 128  # tiles that a program writes into the table at once
 
 
-class Routes(NamedTuple):
+class TokenIndex(NamedTuple):
     """Where each choice lies among the rows sorted by expert; int32. Rows from `offset_E1[-1]` on hold nothing."""
 
     choice_P: Tensor  # t * K + k of every row
@@ -35,7 +35,7 @@ class Routes(NamedTuple):
     row_tile: int  # rows of a tile; an expert's last may be cut short by `offset_E1`
 
 
-def token_index(indices_TK: Tensor, experts: int, row_tile: int) -> Routes:
+def token_index(indices_TK: Tensor, experts: int, row_tile: int) -> TokenIndex:
     """Sort the choices of `experts` local experts; see `token_count` for the indices, here below 2^31 choices."""
     indices_TK = indices_TK.contiguous()
     T, K = indices_TK.shape
@@ -52,7 +52,7 @@ def token_index(indices_TK: Tensor, experts: int, row_tile: int) -> Routes:
     _row_tiles[(experts + 1,)](
         offset_E1, expert_R, first_R, tiles, experts, EXPERTS=pow2(experts), ROW_TILE=row_tile, STEP=_STEP
     )
-    return Routes(choice_P, position_TK, offset_E1, expert_R, first_R, row_tile)
+    return TokenIndex(choice_P, position_TK, offset_E1, expert_R, first_R, row_tile)
 
 
 @triton.jit(do_not_specialize=["T", "K", "E", "blocks"])

@@ -27,7 +27,7 @@ class TokenSplit(Protocol):
         """The statistics of the tokens of all devices that share a microbatch."""
 
 
-class WholeTokens:
+class LocalTokens:
     """Every token is here and whole."""
 
     def take(self, x_TH: Tensor) -> Tensor:

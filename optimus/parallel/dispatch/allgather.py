@@ -9,7 +9,7 @@ Legend: N ranks of the group, T tokens of this rank, A = N * T, H hidden, K expe
 from torch import Tensor, nn
 
 from optimus.comm import Group
-from optimus.comm.functional import gather_rows, sum_rows
+from optimus.comm.functional import all_gather_rows, reduce_scatter_rows
 from optimus.model.moe.dispatch import local_indices
 
 
@@ -26,8 +26,8 @@ class AllGatherDispatch:
 
     def __call__(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module) -> Tensor:
         """Algorithm 1 of the paper: lines 11-13, the experts, line 116. The result is [T, H]."""
-        x_AH = gather_rows(x_TH, self.group)
-        weights_AK = gather_rows(weights_TK, self.group)
-        indices_AK = gather_rows(indices_TK.int(), self.group)  # half the bytes
+        x_AH = all_gather_rows(x_TH, self.group)
+        weights_AK = all_gather_rows(weights_TK, self.group)
+        indices_AK = all_gather_rows(indices_TK.int(), self.group)  # half the bytes
         local_AK = local_indices(indices_AK, self.first, self.experts_per_rank)
-        return sum_rows(experts(x_AH, weights_AK, local_AK), self.group)
+        return reduce_scatter_rows(experts(x_AH, weights_AK, local_AK), self.group)

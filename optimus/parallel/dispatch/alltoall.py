@@ -18,12 +18,12 @@ from torch import Tensor
 from optimus.autograd import once_differentiable
 from optimus.comm import Group
 from optimus.comm.functional import (
+    all_gather_uneven_rows,
+    all_to_all_rows,
     cached,
-    exchange_rows,
-    gather_uneven_rows,
-    share,
-    sum_shared,
-    sum_uneven_rows,
+    copy_to_group,
+    reduce_from_group,
+    reduce_scatter_uneven_rows,
 )
 from optimus.model.moe.dispatch import local_indices
 
@@ -74,23 +74,25 @@ class AllToAllDispatch:
         """Counts, then tokens, weights and choices, then results: five all-to-all. The result is [T, H]."""
         copies = make_copies(indices_TK // self.experts_per_rank, self.group.size)
         send, receive = self._counts(copies.count_N)
-        x_RH = exchange_rows(_Spread.apply(x_TH, copies), send, receive, self.group)
-        weights_RK = exchange_rows(_Spread.apply(weights_TK, copies), send, receive, self.group)
+        x_RH = all_to_all_rows(_Spread.apply(x_TH, copies), send, receive, self.group)
+        weights_RK = all_to_all_rows(_Spread.apply(weights_TK, copies), send, receive, self.group)
         leaving_SK = indices_TK.int()[copies.token_S]  # int32: half the bytes
         indices_RK = cached(lambda: self.group.all_to_all(leaving_SK, send, receive), self.group)
         local_RK = local_indices(indices_RK, self.group.rank * self.experts_per_rank, self.experts_per_rank)
         y_RH = self._with_all_parts(x_RH, weights_RK, local_RK, experts)
-        return _Collect.apply(exchange_rows(y_RH, receive, send, self.group), copies)
+        return _Collect.apply(all_to_all_rows(y_RH, receive, send, self.group), copies)
 
     def _with_all_parts(self, x_RH: Tensor, weights_RK: Tensor, local_RK: Tensor, experts: Compute) -> Tensor:
         """What whole experts give for these tokens."""
         if self.parts.size == 1:
             return experts(x_RH, weights_RK, local_RK)
         if self.duplicates:
-            return sum_shared(experts(share(x_RH, self.parts), share(weights_RK, self.parts), local_RK), self.parts)
+            return reduce_from_group(
+                experts(copy_to_group(x_RH, self.parts), copy_to_group(weights_RK, self.parts), local_RK), self.parts
+            )
         rows = cached(lambda: self.parts.collect(len(x_RH)), self.parts)
-        given = [gather_uneven_rows(rows_R, rows, self.parts) for rows_R in (x_RH, weights_RK, local_RK)]
-        return sum_uneven_rows(experts(*given), rows, self.parts)
+        given = [all_gather_uneven_rows(rows_R, rows, self.parts) for rows_R in (x_RH, weights_RK, local_RK)]
+        return reduce_scatter_uneven_rows(experts(*given), rows, self.parts)
 
     def _counts(self, send_N: Tensor) -> tuple[list[int], list[int]]:
         """How many rows go to each rank, and how many come from it."""

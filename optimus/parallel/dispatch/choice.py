@@ -7,7 +7,7 @@ the former pay for few tokens on few ranks.
 from math import comb
 from typing import Literal
 
-from optimus.comm.algorithms import Kind, Measured
+from optimus.comm.algorithms import CollectiveKind, Measured
 from optimus.comm.costs import expected
 from optimus.comm.groups import shape_of
 from optimus.comm.schedules import Shape
@@ -40,7 +40,7 @@ def dispatcher(
         return "alltoall"
     widths = [model.hidden * itemsize, chosen * itemsize, chosen * _INDEX]  # of a token, its weights and its choices
 
-    def together(kind: Kind, shape: Shape, rows: float) -> float:
+    def together(kind: CollectiveKind, shape: Shape, rows: float) -> float:
         """Seconds of tokens, weights and choices on their way there, and of results on their way back."""
         return sum(expected(kind, shape, rows * width, measured) for width in [*widths, widths[0]])
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor
 
-from optimus.comm import Division, Group, Groups
-from optimus.comm.algorithms import KINDS, OWN, Curve, Curves, Kind, Measured, names
+from optimus.comm import Group, Groups, RankPartition
+from optimus.comm.algorithms import KINDS, OWN, CollectiveKind, Curve, Curves, Measured, names
 from optimus.comm.schedules import Shape
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh import Mesh
@@ -35,7 +35,7 @@ _HELD = 4  # times the size of a tensor that a rank needs: parts, what comes, pa
 class Point(NamedTuple):
     """A collective that was measured."""
 
-    kind: Kind
+    kind: CollectiveKind
     shape: str
     algorithm: str
     size: int
@@ -92,7 +92,7 @@ def _free(device: torch.device, per: int) -> int:
     return int(least)
 
 
-def _contestants(per: int) -> Iterator[tuple[Kind, Shape, str, Group]]:
+def _contestants(per: int) -> Iterator[tuple[CollectiveKind, Shape, str, Group]]:
     """Every algorithm in every kind of group, with a group that uses no other."""
     ranks = dist.get_world_size()
     mesh = Mesh(dp=ranks, ranks_per_node=per)
@@ -104,11 +104,11 @@ def _contestants(per: int) -> Iterator[tuple[Kind, Shape, str, Group]]:
         for algorithm in dict.fromkeys(name for kind in KINDS for name in names(kind, shape)):
             kinds = [kind for kind in KINDS if algorithm in _tried(kind, shape)]
             if kinds:
-                groups = Groups(mesh, divisions=[Division("measured", divided)], measured=always(algorithm, shape))
+                groups = Groups(mesh, divisions=[RankPartition("measured", divided)], measured=always(algorithm, shape))
                 yield from ((kind, shape, algorithm, groups.dividing(divided)) for kind in kinds)
 
 
-def _tried(kind: Kind, shape: Shape) -> list[str]:
+def _tried(kind: CollectiveKind, shape: Shape) -> list[str]:
     """What a group would really use: over Gloo nothing of its own where it is known to be slow, over others little else."""
     if kind == "all_to_all":
         return [OWN]
@@ -124,14 +124,14 @@ def always(algorithm: str, shape: Shape) -> Measured:
 
 
 def _calls(
-    kind: Kind, sizes: Sequence[int], group: Group, device: torch.device
+    kind: CollectiveKind, sizes: Sequence[int], group: Group, device: torch.device
 ) -> Iterator[tuple[int, Callable[[], Any]]]:
     for size in sizes:
         x = torch.ones(max(1, size // 4 // group.size) * group.size, device=device)
         yield x.nbytes, _call(kind, x, group)
 
 
-def _call(kind: Kind, x: Tensor, group: Group) -> Callable[[], Any]:
+def _call(kind: CollectiveKind, x: Tensor, group: Group) -> Callable[[], Any]:
     if kind == "all_reduce":
         return partial(group.all_reduce, x)
     if kind == "all_to_all":

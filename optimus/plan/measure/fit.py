@@ -17,7 +17,7 @@ from optimus.config import ModelConfig
 from optimus.mesh import Mesh
 from optimus.plan.collectives import collective_seconds, reduce_scatter_seconds, transfer_seconds
 from optimus.plan.machine import Arithmetic, Host, Machine, Matmul, Network, Node, Pace
-from optimus.plan.measure.timing import Attended, Observations, Product, Talk, Talked
+from optimus.plan.measure.timing import Attended, MatmulTime, Observations, Talk, Talked
 from optimus.plan.profile import Profile
 from optimus.plan.setting import Setting
 from optimus.plan.work import Work
@@ -29,7 +29,7 @@ _DIFFERS = 0.05  # a group's bandwidth is written where it is so far from the no
 _DIGITS = 4
 
 
-class Point(NamedTuple):
+class FitPoint(NamedTuple):
     """A measured time beside what the machine's file predicts."""
 
     what: str
@@ -50,10 +50,10 @@ def fit(seen: Observations, *, name: str, source: str, peaks: Mapping[str, float
     return _fit_network(_fit_node(_fit_attention(machine, seen, peaks or {}), seen), seen)
 
 
-def points(machine: Machine, seen: Observations) -> list[Point]:
+def points(machine: Machine, seen: Observations) -> list[FitPoint]:
     """Everything that was measured, beside what `machine` predicts."""
     found = [
-        Point(
+        FitPoint(
             f"matmul {each.precision}",
             f"{each.rows}x{each.columns}x{each.inner}",
             each.seconds,
@@ -61,17 +61,17 @@ def points(machine: Machine, seen: Observations) -> list[Point]:
         )
         for each in seen.products
     ]
-    found.append(Point("tiny kernel", "16", seen.tiny, machine.memory_seconds(0)))
+    found.append(FitPoint("tiny kernel", "16", seen.tiny, machine.memory_seconds(0)))
     found += [
-        Point("memory", f"{each.what}, {each.bytes:,} bytes", each.seconds, machine.memory_seconds(each.bytes))
+        FitPoint("memory", f"{each.what}, {each.bytes:,} bytes", each.seconds, machine.memory_seconds(each.bytes))
         for each in seen.moved
     ]
     for each in seen.attended:
         shape = f"{each.sequences} x {each.context}, {each.heads} heads of {each.head}"
-        found.append(Point("attention", shape, each.seconds, _attended(machine, each)))
+        found.append(FitPoint("attention", shape, each.seconds, _attended(machine, each)))
     for talk in seen.talked:
         what = f"{talk.kind} {talk.place.stride}x{talk.place.size}"
-        found.append(Point(what, f"{talk.whole:,} bytes", talk.seconds, _talk(machine, talk)))
+        found.append(FitPoint(what, f"{talk.whole:,} bytes", talk.seconds, _talk(machine, talk)))
     return found
 
 
@@ -145,7 +145,7 @@ def _fit_products(machine: Machine, seen: Observations) -> Machine:
     return made(max(1, round(tile)), round(depth), _round(latency), cores, *(_round(rate) for rate in rates))
 
 
-def _product(machine: Machine, each: Product) -> float:
+def _product(machine: Machine, each: MatmulTime) -> float:
     return machine.matmul_seconds(each.rows, each.columns, each.inner, each.precision)
 
 

@@ -20,7 +20,7 @@ from optimus.errors import UserError, naming_disk_errors
 from optimus.observe.machine import find_device, peak_flops
 from optimus.observe.report import publish
 from optimus.plan.machine import Machine, machine_names
-from optimus.plan.measure.fit import Point, fit, points
+from optimus.plan.measure.fit import FitPoint, fit, points
 from optimus.plan.measure.ranks import run_fresh
 from optimus.plan.measure.timing import Extent, Observations, observe_rank
 
@@ -99,9 +99,9 @@ def write(machine: Machine, path: Path) -> None:
         file.write(text)
 
 
-def rows(found: Sequence[Point]) -> list[dict[str, Any]]:
+def rows(found: Sequence[FitPoint]) -> list[dict[str, Any]]:
     """A row for each product and kernel, and one for each collective in each kind of group, over all sizes."""
-    table: dict[tuple[str, str], list[Point]] = {}
+    table: dict[tuple[str, str], list[FitPoint]] = {}
     for point in found:
         table.setdefault((point.what, "" if _is_talk(point) else point.shape), []).append(point)
     return [
@@ -117,7 +117,7 @@ def rows(found: Sequence[Point]) -> list[dict[str, Any]]:
     ]
 
 
-def ratios(found: Sequence[Point]) -> dict[str, float]:
+def ratios(found: Sequence[FitPoint]) -> dict[str, float]:
     """The median error of products, attention, memory and collectives."""
     kinds: dict[str, list[float]] = {}
     for point in found:
@@ -125,7 +125,7 @@ def ratios(found: Sequence[Point]) -> dict[str, float]:
     return {f"machine.{kind}.median_error": median(errors) for kind, errors in kinds.items() if kind != "tiny"}
 
 
-def _is_talk(point: Point) -> bool:
+def _is_talk(point: FitPoint) -> bool:
     return point.what.split()[0] not in ("matmul", "tiny", "memory", "attention")
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from optimus.comm import Division, Group, Groups
+from optimus.comm import Group, Groups, RankPartition
 from optimus.kernels.attention import causal_attention
 from optimus.kernels.matmul import Form, in_form, matmul
 from optimus.mesh import Mesh
@@ -64,7 +64,7 @@ class Extent:
         return cls([(8 * m, 8 * n, 8 * k) for m, n, k in shapes], attention, memory=1 << 30)
 
 
-class Product(NamedTuple):
+class MatmulTime(NamedTuple):
     """A product [rows, inner] x [inner, columns] and its seconds, on average over the forms in which it comes."""
 
     rows: int
@@ -113,7 +113,7 @@ class Observations:
     cores: int  # that the device says it has
     memory: float  # of a rank
     host_memory: float  # of a node
-    products: list[Product] = field(default_factory=list)
+    products: list[MatmulTime] = field(default_factory=list)
     tiny: float = 0.0  # a kernel that has nothing to do
     moved: list[Moved] = field(default_factory=list)
     link: float | None = None  # bytes/s between host and device, where they are two
@@ -230,11 +230,11 @@ def _fitting(size: int, seen: Observations) -> int:
 # ---- Computation ----
 
 
-def _products(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Product]:
+def _products(clock: Clock, extent: Extent, device: torch.device) -> Iterator[MatmulTime]:
     for precision in _precisions(clock, device):
         for m, n, k in extent.shapes:
             seconds = clock.seconds(_product(m, n, k, _TYPES[precision], device))
-            yield Product(m, n, k, precision, seconds / len(_FORMS))
+            yield MatmulTime(m, n, k, precision, seconds / len(_FORMS))
 
 
 def _precisions(clock: Clock, device: torch.device) -> list[str]:
@@ -332,7 +332,7 @@ def _overlap(clock: Clock, device: torch.device) -> float:
 
 def _talked(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Talked]:
     ranks = dist.get_world_size()
-    divisions = {place: Division("rings", list(map(list, groups_of(place, ranks)))) for place in places(ranks)}
+    divisions = {place: RankPartition("rings", list(map(list, groups_of(place, ranks)))) for place in places(ranks)}
     groups = Groups(Mesh(dp=ranks), divisions=divisions.values())
     kinds: list[Talk] = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
     for place, division in divisions.items():

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from optimus.kernels.triton.expert_down import expert_down, expert_down_backward, expert_down_weight_gradient
 from optimus.kernels.triton.expert_reduce import expert_reduce, expert_reduce_backward
 from optimus.kernels.triton.expert_up import expert_up, expert_up_backward, expert_up_weight_gradient
-from optimus.kernels.triton.token_index import Routes, token_index
+from optimus.kernels.triton.token_index import TokenIndex, token_index
 from optimus.kernels.triton.tuning import Tiles
 from optimus.testing.trial import trial
 
@@ -39,7 +39,7 @@ def small_tiles() -> Iterator[None]:
 class Rows(NamedTuple):
     """The routed rows: their index, and of each its token, its expert and its choice."""
 
-    routes: Routes
+    routes: TokenIndex
     token_P: Tensor
     expert_P: Tensor
     choice_P: Tensor

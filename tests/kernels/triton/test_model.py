@@ -11,7 +11,7 @@ from optimus.kernels import backend
 from optimus.model import Transformer
 from optimus.model.init import initialize
 from optimus.optim.adamw import AdamW
-from optimus.optim.rule import Now, Tile
+from optimus.optim.rule import OptimizerStep, Tile
 
 pytest.importorskip("triton")
 
@@ -34,7 +34,7 @@ def step(config: ModelConfig, routing: Any, device: torch.device) -> list[Tensor
         assert gradient is not None
         results.append(gradient.clone())
         kept = list(torch.zeros(2, len(weight), device=device))
-        RULE.update(Now(1, 1e-3), Tile(weight, gradient.flatten(), kept))
+        RULE.update(OptimizerStep(1, 1e-3), Tile(weight, gradient.flatten(), kept))
         results.append(weight)
     return results
 

@@ -1,0 +1,180 @@
+"""Names, help texts and messages use the words of the field, and a class name means one thing."""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EXCLUDED = ("optimus/plan/",)
+PAGES: tuple[str, ...] = ()  # of docs/, whose text is checked
+
+WORDS = {  # words of identifiers, to the ones to use
+    "blame": "culprit",
+    "blamed": "culprit",
+    "boxes": "slices",
+    "busiest": "max_load",
+    "happened": "injected",
+    "happens": "is_due",
+    "heldout": "validation",
+}
+NAMES = {  # whole identifiers, to the ones to use
+    "Held": "ManagedBuffer",
+    "HeldOut": "Validation",
+    "Holding": "LeaseCheck",
+    "Now": "OptimizerStep",
+    "Places": "AttentionPositions",
+    "Share": "ShardStep",
+    "Whole": "MatrixFunction",
+    "as_they_are": "local_matrices",
+    "exchange_rows": "all_to_all_rows",
+    "gather_rows": "all_gather_rows",
+    "keep_stages": "select_stages",
+    "own_rows": "local_rows",
+    "start_gathered": "all_gather_async",
+    "start_summed": "reduce_scatter_async",
+    "start_total": "all_reduce_async",
+    "sum_over": "all_reduce_autograd",
+    "sum_rows": "reduce_scatter_rows",
+    "sum_shared": "reduce_from_group",
+    "tied_ends": "tied_embeddings",
+}
+PHRASES = {  # expressions in help texts, messages and pages, to the words to use
+    r"\bblame[sd]?\b": "culprit, attributed to",
+    r"\bheld-out\b": "validation",
+    r"\bmade again\b": "recomputed",
+    r"\bfor a moment besides\b": "transient",
+    r"\bleaves idle\b": "bubble",
+}
+EXCEPTIONS: dict[tuple[str, str], str] = {  # (path, identifier) to the reason
+}
+
+
+class Finding(NamedTuple):
+    where: str
+    found: str
+    use: str
+
+
+def files(*folders: str) -> Iterator[tuple[str, ast.Module]]:
+    """(path, syntax tree) of every module in these folders that the words hold for."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            if not name.startswith(EXCLUDED):
+                yield name, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def identifiers(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of what a module is called and defines: classes, functions, arguments, variables, attributes."""
+    yield 1, Path(path).stem
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield node.lineno, node.name
+            case ast.arg():
+                yield node.lineno, node.arg
+            case ast.Name(ctx=ast.Store()):
+                yield node.lineno, node.id
+            case ast.Attribute(ctx=ast.Store()):
+                yield node.lineno, node.attr
+
+
+def texts(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, text) of what users read: help of options, descriptions of configuration fields and commands, errors."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Raise(exc=ast.Call(args=args)):
+                yield from (each for argument in args for each in constants(argument))
+            case ast.keyword(arg="help" | "description", value=value):
+                yield from constants(value)
+            case ast.FunctionDef() if path == "optimus/cli.py":
+                yield node.lineno, ast.get_docstring(node) or ""
+            case ast.ClassDef() if path.startswith("optimus/config/"):
+                yield from (
+                    each for child in node.body if isinstance(child, ast.Expr) for each in constants(child.value)
+                )
+
+
+def constants(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, text) of the strings in an expression."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Constant) and isinstance(each.value, str):
+            yield each.lineno, each.value
+
+
+def private_names(path: str, tree: ast.Module) -> Iterator[Finding]:
+    """The identifiers that are, or hold, a private word."""
+    for line, name in identifiers(path, tree):
+        if (path, name) in EXCEPTIONS:
+            continue
+        parts = re.findall(r"[A-Z]*[a-z0-9]+|[A-Z]+", name)
+        found = {name: NAMES[name]} if name in NAMES else {p: WORDS[p.lower()] for p in parts if p.lower() in WORDS}
+        yield from (Finding(f"{path}:{line}", f"{each} in {name}", use) for each, use in found.items())
+
+
+def private_phrases(where: str, text: str) -> Iterator[Finding]:
+    """The private phrases in a text."""
+    for pattern, use in PHRASES.items():
+        for found in re.findall(pattern, " ".join(text.split()), re.IGNORECASE):
+            yield Finding(where, found, use)
+
+
+def report(findings: list[Finding]) -> str:
+    return "\n" + "\n".join(f"{each.where}: '{each.found}': say '{each.use}'" for each in findings)
+
+
+def test_identifiers_use_the_words_of_the_field() -> None:
+    found = [each for path, tree in files("optimus") for each in private_names(path, tree)]
+    assert not found, report(found)
+
+
+def test_help_texts_and_messages_use_the_words_of_the_field() -> None:
+    found = [
+        each
+        for path, tree in files("optimus")
+        for line, text in texts(path, tree)
+        for each in private_phrases(f"{path}:{line}", text)
+    ]
+    assert not found, report(found)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_use_the_words_of_the_field(page: str) -> None:
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    found = [each for number, line in enumerate(lines, 1) for each in private_phrases(f"{page}:{number}", line)]
+    assert not found, report(found)
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """No two public classes, or named types, of the package have one name."""
+    places = defaultdict(list)
+    for path, tree in files("optimus"):
+        for node in tree.body:
+            match node:
+                case ast.ClassDef(name=name) if not name.startswith("_"):
+                    places[name].append(f"{path}:{node.lineno}")
+    assert not (twice := {name: where for name, where in places.items() if len(where) > 1}), twice
+
+
+def test_exceptions_are_needed() -> None:
+    names = {(path, name) for path, tree in files("optimus") for _, name in identifiers(path, tree)}
+    assert EXCEPTIONS.keys() <= names
+
+
+def test_private_words_are_found() -> None:
+    """The test would fail: in a name, a part of a name, a message, a help text."""
+    source = (
+        'def sum_rows(busiestRank):\n    raise ValueError(f"{1} is blamed")\n\nOption(help="of the held-out text")\n'
+    )
+    tree = ast.parse(source)
+    assert [(each.where, each.use) for each in private_names("a.py", tree)] == [
+        ("a.py:1", "reduce_scatter_rows"),
+        ("a.py:1", "max_load"),
+    ]
+    phrases = [each for line, text in texts("a.py", tree) for each in private_phrases(f"a.py:{line}", text)]
+    assert sorted((each.where, each.found) for each in phrases) == [("a.py:2", "blamed"), ("a.py:4", "held-out")]
