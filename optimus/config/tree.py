@@ -141,7 +141,7 @@ class OptimizerConfig(Section):
     groups: list[OptimizerGroup] = Field([])
     """Other settings for some parameters. If several groups match a parameter, the last one that sets a key wins."""
     clip_norm: float | None = Field(1.0, gt=0)
-    """Largest global gradient norm after the warm-up; null: no limit."""
+    """Largest global gradient norm after the warm-up; null disables clipping."""
     clip_during_warmup: bool = Field(False, description="Clip in the warm-up as well (the paper clips only after it).")
 
     @model_validator(mode="after")
@@ -174,7 +174,7 @@ class LrScheduleConfig(Section):
     """Continue from this full checkpoint of another run with the same data, batch and seed, as a run of its own: one
     trunk, several cooldowns."""
     warmup_steps: int | None = Field(None, ge=0)
-    """Steps of linear increase from zero. Default: a twentieth of the run, at most the paper's 2,500."""
+    """Steps of the linear warm-up from zero. Default: a twentieth of the run, at most 2,500 as in the paper."""
 
     @model_validator(mode="after")
     def _order(self) -> "LrScheduleConfig":
@@ -223,7 +223,7 @@ class TrainConfig(Section):
     micro_batch: int = Field(gt=0, description="Sequences per forward pass on one rank.")
     sequence_length: int = Field(gt=1, description="Tokens per sequence; must equal that of the prepared data.")
     seed: int = Field(0, ge=0)
-    """Seed of the initial weights and of the order of the data after its first pass."""
+    """Seed of the initial weights and of the data order after the first pass."""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type of the computation; master weights and moments are always fp32. auto: bfloat16 on accelerators that support
     it; on CPUs whichever is faster in a few matrix products at the start. A resumed run keeps its precision."""
@@ -296,7 +296,7 @@ class EvaluateConfig(Section):
     @model_validator(mode="after")
     def _text(self) -> "EvaluateConfig":
         if self.every is not None and self.text is None:
-            raise ValueError("every is set but text is not: name a file or folder of held-out text")
+            raise ValueError("every is set but text is not: name a file or folder of validation text")
         return self
 
 

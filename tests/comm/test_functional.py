@@ -13,12 +13,12 @@ from optimus.comm.functional import (
     all_reduce_autograd,
     all_to_all_rows,
     columns_to_rows,
+    copy_to_group,
     join_rows,
     reduce_from_group,
     reduce_scatter_rows,
     reduce_scatter_uneven_rows,
     rows_to_columns,
-    share,
     split_rows,
 )
 from optimus.mesh import Mesh
@@ -128,7 +128,7 @@ def shared_on_a_rank(ranks: int) -> dict[str, tuple[Tensor, Tensor]]:
         "join": run(lambda x: join_rows(x, group), own, 100),
         "over": run(lambda x: all_reduce_autograd(x, group), own, seed),
         "to_shared": run(lambda x: reduce_from_group(x, group), own, 100),
-        "from_shared": run(lambda x: share(x, group), shared, seed),
+        "from_shared": run(lambda x: copy_to_group(x, group), shared, seed),
         "gather": run(lambda x: all_gather_uneven_rows(x, uneven, group), rows(rank, uneven[rank]), seed),
         "sum": run(lambda x: reduce_scatter_uneven_rows(x, uneven, group), rows(rank, sum(uneven)), seed),
         "there_and_back": run_columns(group, columns),
