@@ -35,7 +35,7 @@ app.command()(plan)
 Json = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 ParseSpecial = Annotated[
     bool,
-    Option("--parse-special", help="Text that spells a special token becomes that token; else it stays text."),
+    Option("--parse-special", help="Parse special tokens in the text; by default they are plain text."),
 ]
 
 
@@ -74,7 +74,7 @@ def prepare(
     from optimus.observe.progress import Progress
     from optimus.observe.signals import ended_by_signals
 
-    say = "stopping; what is done is kept, and the same command goes on from there"
+    say = "stopping; progress is saved, and the same command continues"
     with ended_by_signals(say), Progress() as progress:
         index = run(
             inputs,
@@ -93,18 +93,18 @@ def prepare(
         index,
         as_json,
         f"{output}: {index['tokens']:,} tokens of {index['documents']:,} documents in {index['instances']:,} sequences "
-        f"of {context}, {len(index['shards'])} shard(s); the last {index['dropped_tokens']} tokens fill no sequence "
-        f"and are left out{_left_alone(index)}",
+        f"of {context}, {len(index['shards'])} shard(s); the last {index['dropped_tokens']} tokens do not fill a "
+        f"sequence and are dropped{_left_alone(index)}",
     )
 
 
 def _left_alone(index: dict[str, Any]) -> str:
-    """A line about the files that are no text as far as their names tell."""
+    """A line about the files that were skipped because of their endings."""
     by_ending = index.get("skipped_by_ending", {})
     if not by_ending:
         return ""
     counts = ", ".join(f"{count:,} {ending}" for ending, count in sorted(by_ending.items(), key=lambda one: -one[1]))
-    return f"\nleft alone: {index['skipped_files']:,} file(s) of other kinds ({counts})"
+    return f"\nskipped: {index['skipped_files']:,} file(s) of other kinds ({counts})"
 
 
 @app.command()
@@ -116,7 +116,7 @@ def train(
     fresh_optimizer: Annotated[
         bool, Option("--fresh-optimizer", help="With --resume: from the weights alone, as for a new update rule.")
     ] = False,
-    check: Annotated[bool, Option("--check", help="Validate everything, run nothing.")] = False,
+    check: Annotated[bool, Option("--check", help="Validate the configuration without running it.")] = False,
     auto_plan: Annotated[
         str | None,
         Option(metavar="MACHINE", help="Choose the layout that `optimus plan` finds best on this machine."),
@@ -157,7 +157,7 @@ def evaluate(
     tasks: Annotated[list[str] | None, Option(help="Tasks, repeated or separated by commas.")] = None,
     task_data: Annotated[Path | None, Option(help="Folder of local task data.")] = None,
     text: Annotated[Path | None, Option(help="File or folder of text for bits per byte.")] = None,
-    limit: Annotated[int | None, Option(help="Documents per task.")] = None,
+    limit: Annotated[int | None, Option(help="Most documents per task.")] = None,
     fewshot: Annotated[int | None, Option(help="Examples in each prompt.")] = None,
     parse_special: ParseSpecial = False,
     device: Annotated[str, Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
@@ -264,7 +264,7 @@ def launch(
     directive: Annotated[
         list[str] | None, Option(help="Line for the batch system, such as '--account=physics'; repeated.")
     ] = None,
-    check: Annotated[bool, Option("--check", help="Validate everything, start nothing, ask no other node.")] = False,
+    check: Annotated[bool, Option("--check", help="Validate without starting or contacting anything.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run one node of a training with spares; start it on every node and every spare."""
@@ -309,7 +309,7 @@ def launch(
 def rendezvous(
     port: Annotated[int, Option(help="Port to listen on.")] = 29400,
     address: Annotated[
-        str, Option(help="Address of this machine to listen on, by which the nodes reach it.")
+        str, Option(help="Address of this machine to listen on, which the nodes connect to.")
     ] = "127.0.0.1",
     as_json: Json = False,
 ) -> None:
@@ -325,7 +325,7 @@ def rollback(
     step: Annotated[int, Option(help="Step of the checkpoint to go back to.")],
     as_json: Json = False,
 ) -> None:
-    """Let a run restart from the weights of an earlier step, with a fresh optimizer."""
+    """Roll a run back to the weights of an earlier checkpoint, with a fresh optimizer."""
     from optimus.checkpoint.rollback import rollback as run_it
 
     result = run_it(run, step)
@@ -339,7 +339,7 @@ def checkpoint_list(
     run: Annotated[Path, Argument(metavar="RUN", help="Run folder.")],
     as_json: Json = False,
 ) -> None:
-    """List a run's checkpoints and say which one --resume begins with."""
+    """List a run's checkpoints, and the one that --resume loads."""
     from optimus.checkpoint.inspect import list_run
     from optimus.config.sizes import size_text
 
@@ -394,15 +394,15 @@ def checkpoint_convert(
     output: Annotated[Path, Option(help="Folder or file to make.")],
     to: Annotated[
         Literal["weights", "torch", "safetensors"],
-        Option(help="A checkpoint of the weights alone, or one file of all tensors."),
+        Option(help="weights: a weights-only checkpoint; torch or safetensors: one file of all tensors."),
     ] = "weights",
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        Option(help="Type of the weights. Default: the run's, or as they are."),
+        Option(help="Type of the weights. Default: the type of the run, or of the file."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Turn a checkpoint into one of weights only, or into one file for other tools (Hugging Face: optimus export)."""
+    """Convert a checkpoint to a weights-only one, or to one file for other tools (Hugging Face: optimus export)."""
     from optimus.checkpoint.inspect import convert
     from optimus.config.sizes import size_text
 
@@ -412,7 +412,7 @@ def checkpoint_convert(
 
 @app.command()
 def models(
-    families: Annotated[bool, Option("--families", help="List the families of models, and their presets.")] = False,
+    families: Annotated[bool, Option("--families", help="List the model families and their presets.")] = False,
     as_json: Json = False,
 ) -> None:
     """List the presets with their total and active parameters."""
@@ -441,7 +441,7 @@ def lab(
     nodes: Annotated[int, Option(help="Nodes that train.")] = 3,
     spares: Annotated[int, Option(help="Spare nodes, which replace failed ones.")] = 2,
     ranks_per_node: Annotated[int, Option(help="Ranks on each node.")] = 1,
-    bandwidth: Annotated[str | None, Option(help="What each node may send, such as 1Gbit.")] = None,
+    bandwidth: Annotated[str | None, Option(help="Bandwidth of each node, such as 1Gbit.")] = None,
     inject: Annotated[Path | None, Option(help="YAML list of faults to rehearse.")] = None,
     keep_alive: Annotated[str, Option(help="Seconds between heartbeats x number that may be missing.")] = "1x3",
     wait: Annotated[float, Option(help="Seconds to wait until enough nodes have joined.")] = 30.0,
@@ -487,7 +487,7 @@ def schedule(
     link: Annotated[float, Option(help="Time of a message between ranks; a stage's forward pass takes 1.")] = 0.0,
     blocking: Annotated[bool, Option("--blocking", help="Sends and receives block computation.")] = False,
     seed: Annotated[int, Option(help="Seed of the jitter.")] = 0,
-    measured: Annotated[Path | None, Option(help="Timeline of a real run to show beside the simulated one.")] = None,
+    measured: Annotated[Path | None, Option(help="Timeline of a real run to compare with the simulation.")] = None,
     plot: Annotated[Path | None, Option(help="Draw the timeline into this PNG file.")] = None,
     output: Annotated[Path | None, Option(help="Write bubble, memory and all actions to this JSON file.")] = None,
     as_json: Json = False,

@@ -77,12 +77,12 @@ def test_prepare_says_what_it_left_alone(
     texts.mkdir()
     (texts / "a.txt").write_text("some words " * 50)
     words = ("prepare", texts, "--tokenizer", prepared, "--context", 8, "--workers", 1, "--output")
-    assert "left alone" not in here(capsys, monkeypatch, *words, tmp_path / "first")[1]
+    assert "skipped" not in here(capsys, monkeypatch, *words, tmp_path / "first")[1]
     for name in ("1.jpg", "2.jpg", "3.pdf"):
         (texts / name).touch()
     code, out, _ = here(capsys, monkeypatch, *words, tmp_path / "second")
     assert code == 0
-    assert out.splitlines()[1:] == ["left alone: 3 file(s) of other kinds (2 .jpg, 1 .pdf)"]
+    assert out.splitlines()[1:] == ["skipped: 3 file(s) of other kinds (2 .jpg, 1 .pdf)"]
 
 
 def test_models(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,9 +39,7 @@ def _check_schedule(config: "RunConfig") -> None:
             f"the run's {train.total_steps} steps: lower one of them"
         )
     if lr_schedule.branch_from and config.checkpoint.initial:
-        raise ValueError(
-            "lr_schedule.branch_from and checkpoint.initial: a run begins with one of them: remove the other"
-        )
+        raise ValueError("lr_schedule.branch_from and checkpoint.initial exclude each other: remove one of them")
 
 
 def _check_recomputation(config: "RunConfig") -> None:
@@ -54,7 +52,7 @@ def _check_recomputation(config: "RunConfig") -> None:
             raise ValueError(f"recompute: a {model} has no module '{kind}'")
     alone = next((kind for kind in config.recompute if kind in ("block", "auto")), None)
     if alone is not None and len(config.recompute) > 1:
-        raise ValueError(f"recompute: {alone} is about all modules, remove the others")
+        raise ValueError(f"recompute: {alone} includes all modules: remove the others")
     if config.recompute_every > 1 and (not config.recompute or alone == "auto"):
         cure = "auto chooses it: remove it" if alone else "nothing is recomputed: set recompute"
         raise ValueError(f"recompute_every {config.recompute_every}: {cure}")
@@ -63,7 +61,7 @@ def _check_recomputation(config: "RunConfig") -> None:
             f"recompute_every {config.recompute_every} is more than model.layers {config.model.layers}: lower it"
         )
     if config.recompute_budget is not None and alone != "auto":
-        raise ValueError("recompute_budget is what recompute: auto may use: set that, or remove it")
+        raise ValueError("recompute_budget applies to recompute: auto only: set that, or remove recompute_budget")
 
 
 def _check_experts(config: "RunConfig") -> None:
@@ -106,10 +104,10 @@ def _check_pipeline(config: "RunConfig") -> None:
     if parallel.pipeline == 1:
         for name in _ABOUT_PIPELINES:
             if getattr(parallel, name) != ParallelConfig.model_fields[name].default:
-                raise ValueError(f"parallel.{name} is about a pipeline, but parallel.pipeline is 1: remove it")
+                raise ValueError(f"parallel.{name} applies to a pipeline only, but parallel.pipeline is 1: remove it")
         if config.observe.timeline is not None:
             raise ValueError(
-                "observe.timeline is about a pipeline, but parallel.pipeline is 1: remove it (or use trace)"
+                "observe.timeline applies to a pipeline only, but parallel.pipeline is 1: remove it (or use trace)"
             )
         return
     stages = parallel.stages
@@ -120,16 +118,16 @@ def _check_pipeline(config: "RunConfig") -> None:
         for name in ("schedule", "warm_up"):
             if getattr(parallel, name) != ParallelConfig.model_fields[name].default:
                 raise ValueError(
-                    f"parallel.{name} is about a fixed order, but with executor message-driven what arrives decides: "
-                    "remove it (in_flight says how much is kept)"
+                    f"parallel.{name} needs a scheduled order, which executor message-driven does not have: "
+                    "remove it (in_flight limits the live activations)"
                 )
         if parallel.vocabulary:
             raise ValueError(
-                "parallel.vocabulary needs an order that all ranks know, but with executor message-driven what arrives "
-                "decides: remove one of them"
+                "parallel.vocabulary needs a scheduled order, which executor message-driven does not have: "
+                "remove one of them"
             )
     elif parallel.in_flight is not None:
-        raise ValueError("parallel.in_flight is about executor: message-driven: set that, or remove it")
+        raise ValueError("parallel.in_flight applies to executor: message-driven only: set that, or remove it")
     if stages > layers:
         raise ValueError(
             f"parallel.pipeline {parallel.pipeline} x stages_per_rank {parallel.stages_per_rank} makes {stages} stages, "
@@ -166,8 +164,8 @@ def _check_shapes(config: "RunConfig") -> None:
     pieces = 2 * cp if parallel.context_method == "ring" and cp > 1 else cp
     if context % pieces:
         raise ValueError(
-            f"train.sequence_length {context} cannot be cut into the {pieces} equal pieces that parallel.context {cp} needs "
-            f"({parallel.context_method}): the nearest that can is {max(1, context // pieces) * pieces}"
+            f"train.sequence_length {context} cannot be split into the {pieces} equal parts that parallel.context {cp} "
+            f"needs ({parallel.context_method}): the nearest that can is {max(1, context // pieces) * pieces}"
         )
     if parallel.context_method == "ulysses" and (model.kv_heads // outputs) % cp:
         heads = "heads" if model.kv_heads == model.heads else "kv_heads"

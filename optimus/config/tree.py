@@ -73,14 +73,12 @@ class StateConfig(Section):
     @model_validator(mode="after")
     def _sharding(self) -> "StateConfig":
         if self.shard == "none" and (self.shard_ranks is not None or self.shard_over != "replicas"):
-            raise ValueError(
-                "shard_ranks and shard_over say how the state is shared out, but shard is none: choose a shard"
-            )
+            raise ValueError("shard_ranks and shard_over apply to sharded state, but shard is none: choose a shard")
         if isinstance(self.shard_ranks, ShardRanks):
             _check_nesting(self.shard, self.shard_ranks)
         if self.shard != "parameters" and not self.reshard_after_forward:
             raise ValueError(
-                f"reshard_after_forward is about whole parameters, which are always kept with shard {self.shard}: remove it"
+                f"reshard_after_forward applies to shard: parameters only, but shard is {self.shard}: remove it"
             )
         return self
 

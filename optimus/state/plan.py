@@ -319,8 +319,8 @@ def shard_groups(mesh: Mesh, replicas: Sequence[int], options: StateConfig) -> l
     if there % wanted:
         near = [n for n in range(1, there + 1) if there % n == 0]
         raise UserError(
-            f"state.shard_ranks {wanted} does not divide the {there} ranks that share out the same parameters; "
-            f"those that do: {', '.join(map(str, near))}"
+            f"state.shard_ranks {wanted} does not divide the {there} replicas of a parameter; "
+            f"divisors: {', '.join(map(str, near))}"
         )
     return [part[i : i + wanted] for part in parts for i in range(0, there, wanted)]
 
@@ -338,8 +338,8 @@ def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateC
     if wanted > most:
         cure = f"at most {most}, or leave it out for all" if most > 1 else "1, or leave it out"
         raise UserError(
-            f"state.shard_ranks {wanted}: this layout of {mesh.size} ranks has no more than {most} to share out the same "
-            f"parameters; set it to {cure}"
+            f"state.shard_ranks {wanted}: a parameter has at most {most} replicas on these {mesh.size} ranks; "
+            f"set it to {cure}"
         )
 
 
@@ -376,8 +376,8 @@ def sharing_steps(widths: Sequence[int | None], ranks: int) -> tuple[list[int], 
     for kind, width in zip(Depths._fields, (min(width or ranks, ranks) for width in widths)):
         if ranks % width or width % inner:
             raise UserError(
-                f"state.shard_ranks: {kind} over {width} ranks cannot be sharded further over the {ranks} that have the "
-                f"same parameters: choose a divisor of {ranks} that is a multiple of {inner}"
+                f"state.shard_ranks: {kind} over {width} ranks cannot be sharded further over the {ranks} replicas of a "
+                f"parameter: choose a divisor of {ranks} that is a multiple of {inner}"
             )
         if width > inner:
             steps.append(width // inner)

@@ -65,7 +65,7 @@ def check_references(config: RunConfig, resume: bool) -> None:
 
 
 def check_validation(config: RunConfig) -> None:
-    """Raise `UserError` when the held-out text is not here, where the first rank is, which alone reads it."""
+    """Raise `UserError` when the validation text is missing on this node, whose first rank reads it."""
     if config.evaluate.text is not None and not Path(config.evaluate.text).exists():
         raise UserError(f"evaluate.text: {config.evaluate.text} does not exist: name a file or folder of text")
 

@@ -125,7 +125,7 @@ class NonFinite(Hook):
 
 
 class Validation(Hook):
-    """Measures bits per byte of held-out text every so many steps, and at the last; on all ranks.
+    """Measures bits per byte of the validation text every so many steps and at the last one; on all ranks.
 
     Rank 0 alone reads the text. Where it holds the whole model it measures alone; else all ranks do, each with its part of
     the model. What rank 0 fails to read ends the run on all ranks alike.
@@ -214,7 +214,7 @@ class Metrics(Hook):
         )
         self._print_notes(run)
         for name, value in run.measured.items():
-            self._progress.print(f"step {run.step}: held-out {name} {value:.4f}")
+            self._progress.print(f"step {run.step}: validation {name} {value:.4f}")
         run.measured.clear()
         run.checkpoint_seconds = 0.0
         if result.skipped:

@@ -102,7 +102,7 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
         (DENSE, {"moe": {}}, r"moe: the model is dense: remove the section moe"),
         (DENSE, {"recompute": ["moe"]}, r"recompute: a dense model has no module 'moe'"),
         (EXPERTS, {"recompute": ["mlp"]}, r"recompute: a model whose blocks all have experts has no module 'mlp'"),
-        (EXPERTS, {"recompute": ["auto", "moe"]}, r"recompute: auto is about all modules, remove the others"),
+        (EXPERTS, {"recompute": ["auto", "moe"]}, r"recompute: auto includes all modules: remove the others"),
         (DENSE, {"recompute_every": 2}, r"recompute_every 2: nothing is recomputed: set recompute"),
         (DENSE, {"recompute": "auto", "recompute_every": 2}, r"recompute_every 2: auto chooses it: remove it"),
         (

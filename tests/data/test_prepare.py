@@ -366,7 +366,7 @@ def test_signals_end_it_in_order(tmp_path: Path, lines_file: Path, stage: str, n
     run.send_signal(number)
     said = run.communicate()[1]
     assert run.returncode == 128 + number
-    assert said == f"{number.name}: stopping; what is done is kept, and the same command goes on from there\n"
+    assert said == f"{number.name}: stopping; progress is saved, and the same command continues\n"
     assert not any(helper.is_running() for helper in helpers)
     if stage != "train tokenizer":
         journal = json.loads((tmp_path / "out.partial" / "journal.json").read_bytes())

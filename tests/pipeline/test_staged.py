@@ -62,7 +62,7 @@ def test_four_stages_with_all_the_rest() -> None:
             ["parallel.pipeline=2", "parallel.blocks=[1,2]"],
             r"blocks \[1, 2\] must be 2 numbers .* of sum model.layers 4",
         ),
-        (["parallel.schedule=gpipe"], "parallel.schedule is about a pipeline, but parallel.pipeline is 1"),
+        (["parallel.schedule=gpipe"], "parallel.schedule applies to a pipeline only, but parallel.pipeline is 1"),
     ],
 )
 def test_bad_configurations_are_refused(overrides: list[str], message: str) -> None:

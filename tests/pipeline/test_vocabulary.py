@@ -125,7 +125,7 @@ def test_stages_hold_as_much() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["parallel.vocabulary=true"], "parallel.vocabulary is about a pipeline, but parallel.pipeline is 1"),
+        (["parallel.vocabulary=true"], "parallel.vocabulary applies to a pipeline only, but parallel.pipeline is 1"),
         (
             ["parallel.pipeline=2", "parallel.vocabulary=true", "parallel.executor=message-driven"],
             "parallel.vocabulary needs an order .* remove one of them",

@@ -11,8 +11,8 @@ from optimus.config.tree import ShardRanks, StateConfig, shard_widths
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
-from optimus.state.buffers import TRANSITIONS, Depths, Event, ManagedBuffer, Place, aligned, buffers
-from optimus.state.plan import Piece, Share, divide, lay_out, plan_chunks, sharing_steps
+from optimus.state.buffers import TRANSITIONS, BufferEvent, BufferStatus, Depths, ManagedBuffer, aligned, buffers
+from optimus.state.plan import Piece, ShardStep, divide, lay_out, plan_chunks, sharing_steps
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -25,8 +25,8 @@ class Plain(UpdateRule):
 
 
 @pytest.mark.parametrize("stays", [True, False])
-@pytest.mark.parametrize(("place", "event"), [*itertools.product(get_args(Place), get_args(Event))])
-def test_transitions(place: Place, event: Event, stays: bool) -> None:
+@pytest.mark.parametrize(("place", "event"), [*itertools.product(get_args(BufferStatus), get_args(BufferEvent))])
+def test_transitions(place: BufferStatus, event: BufferEvent, stays: bool) -> None:
     held = ManagedBuffer(torch.ones(4), "gradients", stays=stays)
     held.place = place
     if place == "absent" and not stays:
@@ -80,7 +80,7 @@ def test_parts_lie_within_parts() -> None:
     found = []
     for rank in range(8):
         (plan,) = plan_chunks({"x": Layout((250,))}, Mesh(dp=8), rank, options, recipe(BF16))
-        assert plan.shard_steps == (Share(2, rank % 2), Share(2, rank // 2 % 2), Share(2, rank // 4))
+        assert plan.shard_steps == (ShardStep(2, rank % 2), ShardStep(2, rank // 2 % 2), ShardStep(2, rank // 4))
         extents = [plan.extent(depth) for depth in range(4)]
         assert [len(whole[extent]) for extent in extents] == [256, 128, 64, 32]
         for depth, part in itertools.combinations(range(4), 2):

@@ -14,7 +14,7 @@ from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.state.plan import (
     ChunkPlan,
-    Share,
+    ShardStep,
     Slot,
     check_shard_ranks,
     divisions,
@@ -122,7 +122,7 @@ def test_shards_and_copies_divide_all_ranks(replicas: tuple[str, ...], over: str
 
 
 def test_shard_ranks_that_do_not_divide() -> None:
-    with pytest.raises(UserError, match=r"state.shard_ranks 3 does not divide the 8 ranks .* 1, 2, 4, 8"):
+    with pytest.raises(UserError, match=r"state.shard_ranks 3 does not divide the 8 replicas .* 1, 2, 4, 8"):
         shard_groups(MESH, range(8), StateConfig(shard="optimizer", shard_ranks=3))
 
 
@@ -141,7 +141,9 @@ def test_more_shard_ranks_than_replicas_are_refused(mesh: Mesh, options: dict[st
     layouts = {"dense": Layout((8, 8)), "experts": Layout((8, 8), ((0, "ep"),), replicas=("edp",))}
     for wanted in (None, 1, most):
         check_shard_ranks(layouts, mesh, StateConfig(shard="optimizer", shard_ranks=wanted, **options))
-    with pytest.raises(UserError, match=rf"shard_ranks {2 * most}: .* no more than {most} to share .* set it to"):
+    with pytest.raises(
+        UserError, match=rf"shard_ranks {2 * most}: .* a parameter has at most {most} replicas .* set it to"
+    ):
         check_shard_ranks(layouts, mesh, StateConfig(shard="optimizer", shard_ranks=2 * most, **options))
 
 
@@ -156,8 +158,8 @@ def test_experts_have_chunks_of_their_own_where_their_replicas_differ() -> None:
     plans = plan_chunks(LAYOUTS, MESH, 3, StateConfig(shard="optimizer"), recipe())
     assert [[slot.name for slot in plan.slots] for plan in plans] == [["a", "b"], ["experts"]]
     dense, experts = plans
-    assert (dense.shard_steps, dense.copies) == ((Share(8, 3),), 1)
-    assert (experts.shard_steps, experts.copies) == ((Share(4, 1),), 1)
+    assert (dense.shard_steps, dense.copies) == ((ShardStep(8, 3),), 1)
+    assert (experts.shard_steps, experts.copies) == ((ShardStep(4, 1),), 1)
     assert experts.slots[0].region == (slice(2, 4), slice(0, 32), slice(0, 8))
     (together,) = plan_chunks(LAYOUTS, Mesh(dp=8), 3, StateConfig(shard="optimizer"), recipe())  # all are held by all
     assert [slot.name for slot in together.slots] == ["a", "experts", "b"]

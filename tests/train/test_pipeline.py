@@ -194,12 +194,12 @@ def test_the_schedule_has_the_stages_of_the_placement() -> None:
         ([*MESSAGE_DRIVEN, "parallel.in_flight=0"], r"parallel.in_flight"),
         ([*MESSAGE_DRIVEN, "parallel.in_flight=[1,1,0,1]"], r"in_flight \[1, 1, 0, 1\] must be .* 4 above 0, one per"),
         ([*MESSAGE_DRIVEN, "parallel.in_flight=[1,1]"], r"in_flight \[1, 1\] must be a number, or 4 above 0"),
-        (["parallel.in_flight=4"], "in_flight is about executor: message-driven: set that, or remove it"),
+        (["parallel.in_flight=4"], "in_flight applies to executor: message-driven only: set that, or remove it"),
         (
             [*MESSAGE_DRIVEN, "parallel.schedule=gpipe"],
-            r"parallel.schedule is about a fixed order, .*: remove it \(in_flight says how much is kept\)",
+            r"parallel.schedule needs a scheduled order, .*: remove it \(in_flight limits the live activations\)",
         ),
-        ([*MESSAGE_DRIVEN, "parallel.warm_up=2"], "parallel.warm_up is about a fixed order, .*: remove it"),
+        ([*MESSAGE_DRIVEN, "parallel.warm_up=2"], "parallel.warm_up needs a scheduled order, .*: remove it"),
         ([*MESSAGE_DRIVEN, "parallel.vocabulary=true"], "parallel.vocabulary needs an order .*: remove one of them"),
         (["parallel.warm_up=0.5"], "parallel.warm_up"),
         (["model.layers=3"], "makes 4 stages, but the model has 3 layers: use at most one stage per layer"),
@@ -219,7 +219,9 @@ def test_configurations_that_cannot_be(overrides: list[str], message: str) -> No
     "name", ["schedule=gpipe", "executor=message-driven", "in_flight=2", "microbatches=auto", "warm_up=2"]
 )
 def test_what_is_about_pipelines_needs_one(name: str) -> None:
-    with pytest.raises(UserError, match=f"parallel.{name.split('=')[0]} is about a pipeline, .* is 1: remove it"):
+    with pytest.raises(
+        UserError, match=f"parallel.{name.split('=')[0]} applies to a pipeline only, .* is 1: remove it"
+    ):
         config_of(f"parallel.{name}", pipeline=1)
 
 

@@ -16,9 +16,9 @@ from optimus.plan.measure.fit import fit, least_squares, points
 from optimus.plan.measure.timing import (
     Attended,
     Extent,
+    MatmulTime,
     Moved,
     Observations,
-    Product,
     Talk,
     Talked,
     groups_of,
@@ -41,7 +41,7 @@ def made_up(machine: Machine, *, nodes: int = 1, cores: int | None = None) -> Ob
     )  # fmt: skip
     for precision in ("fp32", "bf16"):
         for m, n, k in extent.shapes:
-            seen.products.append(Product(m, n, k, precision, machine.matmul_seconds(m, n, k, precision)))
+            seen.products.append(MatmulTime(m, n, k, precision, machine.matmul_seconds(m, n, k, precision)))
     seen.moved = [Moved("copy", 1 << 31, machine.memory_seconds(1 << 31))]
     for b, s, n, d in extent.attention:
         model = ModelConfig(family="olmo", layers=1, hidden=n * d, heads=n, intermediate=1, vocab=1)
