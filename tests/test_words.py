@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 EXCLUDED = ("optimus/plan/",)
-PAGES = ("docs/architecture.md", "docs/checkpoints.md", "docs/config.md", "docs/tutorial.md")
+PAGES = ("docs/architecture.md", "docs/checkpoints.md", "docs/config.md")
 
 WORDS = {  # words of identifiers, to the ones to use
     "blame": "culprit",
