@@ -287,8 +287,8 @@ class CheckpointConfig(Section):
 class EvaluateConfig(Section):
     """Validation during training."""
 
-    every: int | None = Field(None, gt=0, description="Steps between validations (bits per byte of held-out text).")
-    text: PathText | None = Field(None, description="Folder or file of held-out text.")
+    every: int | None = Field(None, gt=0, description="Steps between validations (bits per byte).")
+    text: PathText | None = Field(None, description="Folder or file of validation text.")
     max_bytes: int = Field(262_144, gt=0, description="Use only this many bytes of the text.")
 
     @model_validator(mode="after")
