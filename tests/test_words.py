@@ -17,7 +17,7 @@ WORDS = {  # words of identifiers, to the ones to use
     "blame": "culprit",
     "blamed": "culprit",
     "boxes": "slices",
-    "busiest": "max_load",
+    "busiest": "max_load, slowest",
     "happened": "injected",
     "happens": "is_due",
     "heldout": "validation",
@@ -174,7 +174,7 @@ def test_private_words_are_found() -> None:
     tree = ast.parse(source)
     assert [(each.where, each.use) for each in private_names("a.py", tree)] == [
         ("a.py:1", "reduce_scatter_rows"),
-        ("a.py:1", "max_load"),
+        ("a.py:1", "max_load, slowest"),
     ]
     phrases = [each for line, text in texts("a.py", tree) for each in private_phrases(f"a.py:{line}", text)]
     assert sorted((each.where, each.found) for each in phrases) == [("a.py:2", "blamed"), ("a.py:4", "held-out")]

@@ -43,7 +43,7 @@ def pipeline_seconds(
     if ranks == 1:
         return microbatches * sum(stage.seconds for stage in times)
     few = _few(name, ranks, microbatches)
-    busiest = max(
+    slowest = max(
         sum(times[stage].seconds for stage in own) for own in stages_of_ranks(name, ranks, len(times) // ranks)
     )
     if blocking:
@@ -52,7 +52,7 @@ def pipeline_seconds(
         begin = makespan(_schedule(name, ranks, few, len(times) // ranks), costs)
     else:
         begin = _beginning(name, ranks, few, tuple(times), link)
-    return begin + (microbatches - few) * busiest
+    return begin + (microbatches - few) * slowest
 
 
 @lru_cache(maxsize=4096)

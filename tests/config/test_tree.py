@@ -80,7 +80,7 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
         (
             DENSE,
             {"lr_schedule": {"branch_from": "a"}, "checkpoint": {"initial": "b"}},
-            r"lr_schedule\.branch_from and checkpoint\.initial: a run begins with one of them: remove the other",
+            r"lr_schedule\.branch_from and checkpoint\.initial exclude each other: remove one of them",
         ),
         (DENSE, {"train": {**TRAIN, "micro_batch": 3}}, r"train: global_batch 8 is not a multiple of micro_batch 3"),
         (DENSE, {"train": {**TRAIN, "stop_at": 11}}, r"train: stop_at 11 is beyond steps 10"),
@@ -113,7 +113,7 @@ def tree(model: dict[str, Any], **sections: Any) -> RunConfig:
         (
             DENSE,
             {"recompute": ["norm"], "recompute_budget": "1GB"},
-            r"recompute_budget is what recompute: auto may use",
+            r"recompute_budget applies to recompute: auto only",
         ),
         (DENSE, {"recompute": "auto", "recompute_budget": "some"}, r"recompute_budget: not a size: 'some'"),
         (
