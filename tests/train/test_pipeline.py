@@ -200,7 +200,10 @@ def test_the_schedule_has_the_stages_of_the_placement() -> None:
             r"parallel.schedule needs a scheduled order, .*: remove it \(in_flight limits the live activations\)",
         ),
         ([*MESSAGE_DRIVEN, "parallel.warm_up=2"], "parallel.warm_up needs a scheduled order, .*: remove it"),
-        ([*MESSAGE_DRIVEN, "parallel.vocabulary=true"], "parallel.vocabulary needs an order .*: remove one of them"),
+        (
+            [*MESSAGE_DRIVEN, "parallel.vocabulary=true"],
+            "parallel.vocabulary needs a scheduled order, .*: remove one of them",
+        ),
         (["parallel.warm_up=0.5"], "parallel.warm_up"),
         (["model.layers=3"], "makes 4 stages, but the model has 3 layers: use at most one stage per layer"),
         ([*V, "model.layers=7"], "x stages_per_rank 2 makes 8 stages, but the model has 7 layers"),
