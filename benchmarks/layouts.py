@@ -23,13 +23,14 @@ from benchmarks.data_parallel import own_tokens, peak_growth
 from benchmarks.data_parallel_rivals import ours
 from optimus.config import RunConfig
 from optimus.errors import UserError
+from optimus.mesh import Mesh
 from optimus.plan.asking import configured
+from optimus.plan.job import Job, job_of
 from optimus.plan.measure.machine import fit_machine, observe
 from optimus.plan.measure.ranks import run_fresh
-from optimus.plan.question import Plan, Question
+from optimus.plan.prediction import Plan
 from optimus.plan.report import planned
 from optimus.plan.search import search
-from optimus.plan.setting import Setting
 
 _BEST = 10  # that are compared, as in the figure
 _LONG = 6.0  # seconds after which a turn is over
@@ -68,21 +69,21 @@ def run(
         machines[machine.name] = {"machine_file": machine.model_dump(), "observations": asdict(seen)}
         settings = [*overrides, f"train.global_batch={sequences}", f"train.sequence_length={context}"]
         config = configured(model, settings, ranks)
-        plans = search(Question(config.model, machine, ranks, sequences, context), best=sys.maxsize)
-        layouts = time_layouts(plans, config, steps, rounds)
+        plans = search(job_of(config, machine, Mesh(dp=ranks)), best=sys.maxsize)
+        layouts = time_layouts(plans, steps, rounds)
         rows += rows_of(layouts)
         ratios |= ratios_of(layouts)
     return rows, ratios, {"machines": machines}
 
 
-def time_layouts(plans: Sequence[Plan], config: RunConfig, steps: int, rounds: int) -> list[Layout]:
+def time_layouts(plans: Sequence[Plan], steps: int, rounds: int) -> list[Layout]:
     """Train with each plan's layout, and once more for its memory. One that fails is not tried again."""
     layouts = [Layout(plan) for plan in plans]
     for number in range(rounds + 1):
         for i, layout in enumerate(layouts):
             if layout.failure is not None:
                 continue
-            ranks, own = layout.plan.question.ranks, planned(layout.plan, config)
+            ranks, own = layout.plan.job.mesh.size, planned(layout.plan)
             try:
                 if number == rounds:
                     layouts[i] = layout._replace(peak=max(run_fresh(peak_growth, ranks, ours, own)))
@@ -91,7 +92,7 @@ def time_layouts(plans: Sequence[Plan], config: RunConfig, steps: int, rounds: i
                     layouts[i] = layout._replace(seconds=min(seconds, layout.seconds))
             except ProcessException as error:  # whatever it is, the planner had said that it runs
                 layouts[i] = layout._replace(failure=str(error).strip().splitlines()[-1])
-        print(f"{plans[0].question.ranks} ranks, {len(plans)} layouts: {number + 1} of {rounds + 1} rounds", flush=True)
+        print(f"{plans[0].job.mesh.size} ranks, {len(plans)} layouts: {number + 1} of {rounds + 1} rounds", flush=True)
     return layouts
 
 
@@ -117,13 +118,13 @@ def rows_of(layouts: Sequence[Layout]) -> list[dict[str, Any]]:
     by_plan = {id(plan): number for number, plan in enumerate((layout.plan for layout in layouts), start=1)}
     rows = []
     for place, layout in enumerate(ranked, start=1):
-        mesh, setting = layout.plan.setting.mesh, layout.plan.setting
+        job, mesh = layout.plan.job, layout.plan.job.mesh
         rows.append(
             {
                 "ranks": mesh.size,
                 "fastest": place,
                 "planned": by_plan[id(layout.plan)],
-                "layout": name_of(setting),
+                "layout": name_of(job),
                 "seconds": layout.seconds,
                 "predicted": layout.plan.step.seconds,
                 "gib": layout.peak / 2**30,
@@ -134,19 +135,19 @@ def rows_of(layouts: Sequence[Layout]) -> list[dict[str, Any]]:
     return rows
 
 
-def name_of(setting: Setting) -> str:
+def name_of(job: Job) -> str:
     """The sizes of the axes that have more than one rank, and what else the planner has chosen."""
-    mesh = setting.mesh
+    mesh, parallel = job.mesh, job.parallel
     sizes = {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp_in": mesh.tp_in, "tp_out": mesh.tp_out, "ep": mesh.ep}
     parts = [f"{axis}{size}" for axis, size in (sizes | {"etp": mesh.etp}).items() if size > 1]
-    parts += [f"{setting.schedule} x{setting.stages_per_rank}"] if mesh.pp > 1 else []
-    parts += [f"{setting.microbatches}x{setting.micro_batch}", setting.shard]
-    return " ".join([*parts, *sorted(setting.recompute)])
+    parts += [f"{parallel.schedule} x{parallel.stages_per_rank}"] if mesh.pp > 1 else []
+    parts += [f"{job.microbatches}x{job.train.micro_batch}", job.state.shard]
+    return " ".join([*parts, *sorted(job.recompute)])
 
 
 def ratios_of(layouts: Sequence[Layout]) -> dict[str, float]:
     """How the planner did on one number of ranks; `layouts` are in its order. Raises `UserError` where none of them ran."""
-    name = f"layouts.{layouts[0].plan.question.ranks}_ranks"
+    name = f"layouts.{layouts[0].plan.job.mesh.size}_ranks"
     ran = [layout for layout in layouts if layout.failure is None]
     if not ran:
         raise UserError(f"none of {len(layouts)} layouts could be trained; the first failed with: {layouts[0].failure}")

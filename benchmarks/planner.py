@@ -6,15 +6,16 @@ or machine. The yardstick is what one learns without a planner: one utilisation 
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import log
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
 from benchmarks.published import Case, excluded, read_cases
+from benchmarks.published.jobs import changed
 from benchmarks.published.profiles import FrameworkProfile, load_profile
-from benchmarks.published.program import framework_memory, model_of, offload_of, on_machine, profile_of, setting_of
+from benchmarks.published.program import framework_memory, job_of, offload_of, on_machine, profile_of
 from optimus.errors import UserError
 from optimus.model.count import flops_per_token
 from optimus.plan.machine import load_machine
@@ -62,20 +63,20 @@ def timed(case: Case) -> bool:
 
 def throughput(case: Case, profile: FrameworkProfile) -> float:
     """Tokens per second of a rank. Raises `UserError` where no such run is possible."""
-    setting, machine = setting_of(case), load_machine(case.machine)
-    step = step_time(model_of(case), setting, machine, on_machine(profile_of(case, profile), machine))
-    return setting.tokens / step.seconds / setting.mesh.size
+    job = job_of(case, on_machine(profile_of(case, profile), load_machine(case.machine)))
+    return job.tokens / step_time(job).seconds / job.mesh.size
 
 
 def predict(case: Case, profile: FrameworkProfile | None = None) -> Predicted:
     """What the planner says of a row. Raises `UserError` where no such run is possible."""
     profile = profile or load_profile(case.software)
-    setting, changed, model, offload = setting_of(case), profile_of(case, profile), model_of(case), offload_of(case)
-    memory = framework_memory(model, setting, changed, offload)
+    framework, offload = profile_of(case, profile), offload_of(case)
+    job = job_of(case, framework)
+    memory = framework_memory(job, framework, offload)
     least = memory.total
     if "recomputation-unstated" in case.traits:  # it fits if some set of recomputed parts makes it fit
-        recomputed = replace(setting, recompute=frozenset({"block"}))
-        least = min(least, framework_memory(model, recomputed, changed, offload).total)
+        recomputed = changed(job, recompute={"block"})
+        least = min(least, framework_memory(recomputed, framework, offload).total)
     speed = throughput(case, profile) if timed(case) else None
     return Predicted(case, speed, memory, least <= load_machine(case.machine).memory)
 

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from benchmarks.published.profiles import FrameworkProfile
-from optimus.config import ModelConfig
 from optimus.plan.blocks import Projection, blocks_of
 from optimus.plan.held import Where
-from optimus.plan.setting import Setting
+from optimus.plan.job import Job
 
 
 class OtherActivations:
@@ -20,17 +19,17 @@ class OtherActivations:
 
     def __init__(
         self,
-        model: ModelConfig,
-        setting: Setting,
+        job: Job,
         profile: FrameworkProfile,
         offload: frozenset[str] = frozenset(),
     ) -> None:
-        self.model, self.s, self.profile, self.blocks = model, setting, profile, blocks_of(model)
+        model, mesh = job.model, job.mesh
+        self.model, self.job, self.profile, self.blocks = model, job, profile, blocks_of(model)
         self.offload = offload
-        self.T = setting.rows
-        self.R = self.T / setting.mesh.tp_out if setting.sequence else self.T
-        self.e = setting.itemsize
-        self.stream = self.R * model.hidden / setting.mesh.tp_in * self.e
+        self.T = job.rows
+        self.R = self.T / mesh.tp_out if job.parallel.splits_sequence else self.T
+        self.e = job.itemsize
+        self.stream = self.R * model.hidden / mesh.tp_in * self.e
 
     def stage(self, counts: Mapping[Where, int]) -> float:
         """Kept of a microbatch from its forward pass to its backward pass."""
@@ -40,7 +39,7 @@ class OtherActivations:
     def working(self, counts: Mapping[Where, int]) -> float:
         """There for a moment: what a block makes again and its gradients, or the logits."""
         again = [self._again(layer) for layer in self.blocks if counts[layer]]
-        tp = self.s.mesh.tp_out * (self.s.mesh.pp if self.s.divided_vocabulary else 1)
+        tp = self.job.mesh.tp_out * (self.job.mesh.pp if self.job.parallel.vocabulary else 1)
         logits = self.T * self.model.vocab / tp * self.profile.logits if counts["last"] else 0.0
         return self.profile.fragments * max([*again, logits])
 
@@ -50,7 +49,7 @@ class OtherActivations:
 
     def _block(self, layer: int) -> float:
         """A block's; where parts of every so manyth are made again, the mean."""
-        recompute, every, inside = self.s.recompute, self.s.recompute_every, self.feed_forward[layer]
+        recompute, every, inside = self.job.recompute, self.job.config.recompute_every, self.feed_forward[layer]
         if "block" in recompute:
             return 0.0 if "inputs" in self.offload else self.stream / every
         whole = 2 * self.stream + self.attention + inside - ("scores" in self.offload) * self.scores
@@ -67,7 +66,7 @@ class OtherActivations:
 
     def _products(self, layer: int) -> float:
         """A block's input, the result of the attention's core and half the results of matrix products."""
-        block, tp = self.blocks[layer], self.s.mesh.tp_out
+        block, tp = self.blocks[layer], self.job.mesh.tp_out
         columns = [each.outputs / (tp if each.over == "outputs" else 1) for each in (*block.attention, *block.dense)]
         return self.stream + self.T * (0.5 * sum(columns) + self.model.heads * self.model.value_size / tp) * self.e
 
@@ -75,17 +74,17 @@ class OtherActivations:
     def attention(self) -> float:
         """Its input, queries, keys and values, what the scores keep, its output and the mask of dropout."""
         model, low = self.model, self.model.latent
-        columns = (model.heads + model.kv_heads) * (model.query_size + model.value_size) / self.s.mesh.tp_out
+        columns = (model.heads + model.kv_heads) * (model.query_size + model.value_size) / self.job.mesh.tp_out
         columns += (low.queries or 0) + low.keys + low.rotary if low else 0
         return self.stream + columns * self.T * self.e + self._mask + self.scores
 
     @cached_property
     def scores(self) -> float:
         """Where they are kept: after the softmax, after the dropout, and its mask."""
-        size = self.model.heads / self.s.mesh.tp_out * self.T
+        size = self.model.heads / self.job.mesh.tp_out * self.T
         if self.profile.attention > 0:
             return size * 4
-        return size * self.s.context * (2 * self.e + 1 if self.profile.masks else self.e)
+        return size * self.job.train.sequence_length * (2 * self.e + 1 if self.profile.masks else self.e)
 
     @cached_property
     def feed_forward(self) -> Mapping[int, float]:
@@ -97,13 +96,13 @@ class OtherActivations:
 
     def _dense(self, layer: int) -> float:
         """Both sides of the activation, of the feed-forward layer or of what every token meets beside the experts."""
-        return self._inside(self.blocks[layer].dense, self.T, self.s.mesh.tp_out)
+        return self._inside(self.blocks[layer].dense, self.T, self.job.mesh.tp_out)
 
     def _moe(self, layer: int) -> float:
         """Tokens where their experts are, what these keep, and what they send back."""
-        s, mesh, hidden, chosen = self.s, self.s.mesh, self.model.hidden, self.model.experts_per_token or 0
+        job, mesh, hidden, chosen = self.job, self.job.mesh, self.model.hidden, self.model.experts_per_token or 0
         own = self.T / mesh.tp
-        rows = own * chosen * mesh.etp * s.imbalance
+        rows = own * chosen * mesh.etp * job.imbalance
         router = own * self.model.experts_of(layer) * 3 * 4
         inside = rows * hidden * self._read + self._inside(self.blocks[layer].expert, rows, mesh.etp)
         back = own * chosen * hidden * self.e
@@ -115,7 +114,7 @@ class OtherActivations:
 
     def _inside(self, projections: Sequence[Projection], rows: float, parts: int) -> float:
         """What the activation begins with, and, if it is not made again, what it makes for the next product."""
-        made = 0.0 if "act" in self.s.recompute else self._read
+        made = 0.0 if "act" in self.job.recompute else self._read
         return (
             rows
             / parts
@@ -125,4 +124,4 @@ class OtherActivations:
     @property
     def _read(self) -> float:
         """Bytes that a product keeps per element of what it reads."""
-        return 1.0 if self.s.precision in ("fp8", "fp4") else self.e
+        return 1.0 if self.job.precision in ("fp8", "fp4") else self.e

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from benchmarks.published.setting import Setting
 from benchmarks.published.table import Inexpressible, Row
 from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
-from optimus.plan.setting import Setting
 from optimus.state.plan import Shard
 
 GIB = 2.0**30

@@ -15,11 +15,11 @@ from benchmarks.published.case import (
     stages_of,
 )
 from benchmarks.published.models import named
+from benchmarks.published.setting import Setting
 from benchmarks.published.table import Inexpressible, Row
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
 from optimus.model.count import count_parameters, flops_per_token
-from optimus.plan.setting import Setting
 from optimus.state.plan import Shard
 
 _MACHINES = {

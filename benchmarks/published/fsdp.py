@@ -16,9 +16,9 @@ from benchmarks.published.case import (
 )
 from benchmarks.published.gpt import full_or_none
 from benchmarks.published.models import agree, gpt_of, named
+from benchmarks.published.setting import Setting
 from benchmarks.published.table import Inexpressible, Row
 from optimus.config import ModelConfig
-from optimus.plan.setting import Setting
 from optimus.state.plan import Shard
 
 # Every second block: the set of parts, as 'block' with a stride means to keep fewer inputs of blocks.

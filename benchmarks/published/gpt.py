@@ -16,9 +16,9 @@ from benchmarks.published.case import (
     zero,
 )
 from benchmarks.published.models import gpt, gpt_of
+from benchmarks.published.setting import Setting
 from benchmarks.published.table import Inexpressible, Row
 from optimus.config import ModelConfig
-from optimus.plan.setting import Setting
 
 _BLOCK = frozenset({"block"})
 _SMI = 1000 * 2.0**20  # bytes: BLOOM's logs give MiB, its tables thousands of them

@@ -20,10 +20,10 @@ from benchmarks.published.case import (
 )
 from benchmarks.published.gpt import full_or_none, padded
 from benchmarks.published.models import OtherModel, gpt
+from benchmarks.published.setting import Setting
 from benchmarks.published.table import Inexpressible, Row
 from optimus.mesh import Mesh
 from optimus.model.architecture import Latent
-from optimus.plan.setting import Setting
 from optimus.state.plan import Shard
 
 _GPT2, _NULL = 50257, 131072  # entries of the tokenizers: GPT-2's, and that of mock data

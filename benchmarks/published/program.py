@@ -1,22 +1,22 @@
-"""A published row as its framework ran it: what its traits change of the profile, the setting and the model; and the memory
+"""A published row as its framework ran it: what its traits change of the profile, the layout and the model; and the memory
 that it then takes.
 
 The properties of a framework are those of `profiles.yaml`; a row may have run it otherwise.
 """
 
-from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 from benchmarks.published.activations import OtherActivations
 from benchmarks.published.case import Case
+from benchmarks.published.jobs import job
 from benchmarks.published.profiles import FrameworkProfile
 from optimus.config import ModelConfig
 from optimus.plan.held import held_by, kinds_of
-from optimus.plan.machine import Machine
+from optimus.plan.job import Job
+from optimus.plan.machine import Machine, load_machine
 from optimus.plan.memory import Memory, memory_of_ranks, ranks_of
-from optimus.plan.setting import Setting
 from optimus.train.rules import default_rule
 
 # Asynchronous tensor parallelism sends in parts beside the parts of a product; the first and the last wait for each other.
@@ -88,17 +88,33 @@ def _experts(traits: frozenset[str]) -> dict[str, Any]:
     return change
 
 
-# ---- The setting and the model ----
+# ---- The job ----
 
 
-def setting_of(case: Case) -> Setting:
-    """Others divide their blocks over the stages by number."""
-    setting, traits = case.setting, case.traits
-    return replace(
-        setting,
+def job_of(case: Case, profile: FrameworkProfile | None = None) -> Job:
+    """The row as a job for the planner. Others divide their blocks over the stages by number."""
+    setting, model, traits = case.setting, model_of(case), case.traits
+    return job(
+        model,
+        load_machine(case.machine),
+        setting.mesh,
+        setting.context,
+        setting.micro_batch,
+        setting.microbatches,
+        profile,
+        precision=setting.precision,
+        imbalance=_DROPLESS if "dropless" in traits else 1.0,
+        schedule=setting.schedule,
+        stages_per_rank=setting.stages_per_rank,
+        sequence=setting.sequence,
+        blocks=even_stages(model.layers, setting.stages, counted="embedding-layers" in traits),
+        shard=setting.shard,
+        shard_ranks=setting.shard_ranks,
+        reshard_after_forward=setting.release,
         recompute=setting.recompute | ({"act"} if "act-recomputed" in traits else set()),
-        blocks=even_stages(model_of(case).layers, setting.stages, counted="embedding-layers" in traits),
-        imbalance=_DROPLESS if "dropless" in traits else setting.imbalance,
+        recompute_every=setting.recompute_every,
+        recompute_collectives="repeat" if setting.repeat_collectives else "keep",
+        dispatch=setting.dispatch,
     )
 
 
@@ -130,29 +146,25 @@ def offload_of(case: Case) -> frozenset[str]:
     return frozenset(found)
 
 
-def framework_memory(
-    model: ModelConfig, setting: Setting, profile: FrameworkProfile, offload: frozenset[str] = frozenset()
-) -> Memory:
+def framework_memory(job: Job, profile: FrameworkProfile, offload: frozenset[str] = frozenset()) -> Memory:
     """Of the fullest rank."""
-    return max(framework_ranks(model, setting, profile, offload), key=lambda memory: memory.total)
+    return max(framework_ranks(job, profile, offload), key=lambda memory: memory.total)
 
 
-def framework_ranks(
-    model: ModelConfig, setting: Setting, profile: FrameworkProfile, offload: frozenset[str] = frozenset()
-) -> list[Memory]:
+def framework_ranks(job: Job, profile: FrameworkProfile, offload: frozenset[str] = frozenset()) -> list[Memory]:
     """Of a rank of each rank of the pipeline: the planner's state, the framework's activations, and what it has besides."""
-    activations = OtherActivations(model, setting, profile, offload)
+    activations = OtherActivations(job, profile, offload)
     found = []
-    for memory, rank in zip(memory_of_ranks(model, setting, profile, activations), ranks_of(model, setting)):
+    for memory, rank in zip(memory_of_ranks(job, activations), ranks_of(job)):
         parts = {**memory.parts, "other": profile.fixed}
-        sharded = [each for each in held_by(kinds_of(model, setting), setting, rank.counts) if each.depths.parameters]
-        if profile.whole_gradients and not setting.release:
+        sharded = [each for each in held_by(kinds_of(job), job, rank.counts) if each.depths.parameters]
+        if profile.whole_gradients and not job.state.reshard_after_forward:
             parts["gathered"] += sum(profile.reduced * each.elements for each in sharded)
-        if profile.late_gradients and setting.microbatches == 1:  # as they come, activations go
+        if profile.late_gradients and job.microbatches == 1:  # as they come, activations go
             parts["gradients"] = max(0.0, parts["gradients"] - parts["activations"])
         if "optimizer" in offload:
             parts["optimizer"] = 0.0
         if "parameters" in offload:
-            parts["parameters"] -= sum(setting.itemsize * each.after(each.depths.parameters) for each in sharded)
+            parts["parameters"] -= sum(job.itemsize * each.after(each.depths.parameters) for each in sharded)
         found.append(Memory(memory.rank, parts))
     return found

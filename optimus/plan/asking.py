@@ -1,9 +1,8 @@
-"""From what a user says to a question for the planner."""
+"""From what a user says to a job for the planner."""
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,17 @@ from optimus.config.load import validated
 from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
+from optimus.mesh import Mesh
+from optimus.plan.job import Job, job_of, profile_of
 from optimus.plan.machine import Network, load_machine, machine_names
-from optimus.plan.own import for_machine, given_of, profile_of, sections_of, setting_of
-from optimus.plan.question import Question, memory_in
-from optimus.plan.report import planned
+from optimus.plan.memory import memory_of
+from optimus.plan.report import layout_of, planned
 from optimus.plan.search import search
-from optimus.plan.setting import Setting
 from optimus.plan.what_if import changed
+from optimus.train.collectives import with_dispatcher
 from optimus.train.pipeline import with_microbatches
 from optimus.train.recomputation import chosen_recomputation
+from optimus.train.run import mesh_of
 
 _SEQUENCES, _PER_RANK = 1024, 4  # of a batch where none is given: the paper's, or more so that many ranks have work
 
@@ -48,9 +49,14 @@ def configured(model: str, overrides: Iterable[str], ranks: int) -> RunConfig:
 
 
 def asked(
-    config: RunConfig, machine: str, ranks: int, changes: Sequence[str], imbalance: float, links: Path | None = None
-) -> tuple[Question, Callable[[], Setting]]:
-    """The question, and what gives the layout as it is configured. `links` is a file of the bandwidth between nodes.
+    config: RunConfig,
+    machine: str,
+    ranks: int,
+    changes: Sequence[str],
+    imbalance: float = 1.0,
+    links: Path | None = None,
+) -> Job:
+    """`config` on so many ranks of a machine, all of them data-parallel. `links` is a file of the bandwidth between nodes.
 
     Raises `UserError` for an unknown machine, and for changes that cannot be made to it or to the profile.
     """
@@ -61,29 +67,21 @@ def asked(
         network = kind.network.model_dump() | {"links": read_links(links)}
         kind = kind.model_copy(update={"network": validated(Network, network, str(links), Network)})
     kind, profile = changed(kind, profile_of(config), changes)
-    config = for_machine(config, kind)
-    train = config.train
-    question = Question(
-        config.model,
-        kind,
-        ranks,
-        train.global_batch,
-        train.sequence_length,
-        given_of(config, imbalance, on_host=kind.host.shared),
-        profile,
-    )
-    return question, lambda: _as_is(config, question)
+    return job_of(config, kind, Mesh(dp=ranks, ranks_per_node=min(ranks, kind.ranks_per_node)), profile, imbalance)
 
 
-def _as_is(config: RunConfig, question: Question) -> Setting:
-    """Its layout, and the recomputation that `recompute: auto` would choose on that machine."""
-    setting = setting_of(config, question.ranks, min(question.ranks, question.machine.ranks_per_node), question.given)
+def as_configured(job: Job) -> Job:
+    """On the mesh that its configuration says, with the recomputation that `recompute: auto` would choose there."""
+    config = job.config
+    job = job.changed(mesh_of(config, job.mesh.size, job.mesh.ranks_per_node))
     if config.recompute != ["auto"]:
-        return setting
-    parts = memory_in(question, setting).parts
-    free = question.machine.memory - sum(parts[kind] for kind in ("parameters", "gradients", "optimizer"))
-    chosen, _, _ = chosen_recomputation(config, setting.mesh, int(setting.itemsize), int(free))
-    return replace(setting, recompute=frozenset(chosen.kinds), recompute_every=chosen.every)
+        return job
+    job = job.changed(recompute=[], recompute_every=1)
+    parts = memory_of(job).parts
+    free = job.machine.memory - sum(parts[kind] for kind in ("parameters", "gradients", "optimizer"))
+    config = with_dispatcher(config, job.mesh, job.machine.collectives)
+    chosen, _, _ = chosen_recomputation(config, job.mesh, int(job.itemsize), int(free))
+    return job.changed(recompute=[*chosen.kinds], recompute_every=chosen.every)
 
 
 def read_links(path: Path) -> list[list[float]]:
@@ -116,9 +114,8 @@ def best_layout(config: str | Path, overrides: Iterable[str], machine: str, rank
         raise UserError("--auto-plan divides ranks: say how many with --ranks, or start them with a launcher")
     number = int(os.environ.get("WORLD_SIZE", ranks or 0))
     run = configured(str(config), overrides, number)
-    question, _ = asked(run, machine, number, [], 1.0)
-    best = search(question, best=1)[0]
+    best = search(asked(run, machine, number, []), best=1)[0]
     if int(os.environ.get("RANK", "0")) == 0:
-        parts = ", ".join(f"{name} {value}" for name, value in sections_of(best.setting)["parallel"].items())
-        print(f"planned for {question.machine.name}: {parts}; a step takes {best.step.seconds:.3g} s", file=sys.stderr)
-    return planned(best, run)
+        parts = ", ".join(f"{name} {value}" for name, value in layout_of(best.job)["parallel"].items())
+        print(f"planned for {best.job.machine.name}: {parts}; a step takes {best.step.seconds:.3g} s", file=sys.stderr)
+    return planned(best)

@@ -7,11 +7,12 @@ is cheaper, and a network that is thinner between distant nodes.
 
 import math
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from optimus.comm.algorithms import OWN
 from optimus.comm.schedules import Shape
 from optimus.errors import UserError
+from optimus.mesh.strided import StridedGroup
 from optimus.plan.choices import algorithm_of, chosen_seconds
 from optimus.plan.machine import Machine
 
@@ -21,68 +22,19 @@ Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 Algorithm = Literal["ring", "hierarchical", "best", "library", "pccl", "chosen"]
 
 
-class Place(NamedTuple):
-    """A group of `size` ranks, each `stride` after the one before: the ranks on the inner axes of the mesh lie between.
-
-    Where the stages of a pipeline lie side by side, only `near` of them do, and the next so many begin `far` after those.
-    """
-
-    size: int
-    stride: int = 1
-    near: int = 0
-    far: int = 0
-
-    @property
-    def span(self) -> int:
-        """Ranks from the first to the first of the next such group."""
-        return self.size // self.near * self.far if self.near else self.size * self.stride
-
-    def on_a_node(self, machine: Machine) -> int:
-        """How many of the ranks share a node."""
-        near = self.near or self.size
-        here = min(near, max(1, machine.ranks_per_node // self.stride))
-        if self.near and here == near:
-            here *= min(self.size // near, max(1, machine.ranks_per_node // self.far))
-        return here
-
-    def nodes(self, machine: Machine) -> int:
-        """Over how many nodes they lie."""
-        return -(-self.size // self.on_a_node(machine))
-
-    def rings(self, machine: Machine) -> int:
-        """Groups of its kind that leave each node."""
-        if self.near and self.near * self.stride <= machine.ranks_per_node:
-            return max(1, machine.ranks_per_node // self.on_a_node(machine))
-        return min(machine.ranks_per_node, self.stride)
-
-    def inner(self, count: int) -> "Place":
-        """The first `count` of the ranks, and each `count` that follow."""
-        if not self.near or count > self.near:
-            return self._replace(size=count)
-        return Place(count, self.stride)
-
-    def outer(self, count: int) -> "Place":
-        """Every `count`-th of the ranks."""
-        if not self.near:
-            return Place(self.size // count, self.stride * count)
-        if count >= self.near:
-            return Place(self.size // count, self.far * count // self.near)
-        return Place(self.size // count, self.stride * count, self.near // count, self.far)
-
-
 # ---- How fast links are ----
 
 
-def ring_bandwidth(place: Place, machine: Machine) -> float:
+def ring_bandwidth(place: StridedGroup, machine: Machine) -> float:
     """Of every link of a group's ring while all groups of its kind are at it: case 1 on a node, equation 5.7 across."""
-    if place.nodes(machine) == 1:
+    if place.nodes(machine.ranks_per_node) == 1:
         return machine.node.groups.get(f"{place.stride}x{place.size}", machine.node.bandwidth)
-    rings = place.rings(machine)
+    rings = place.groups_on_a_node(machine.ranks_per_node)
     used = min(1.0, rings / machine.network.rings)
     return min(machine.node.bandwidth, used * node_bandwidth(place, machine) / rings)
 
 
-def node_bandwidth(place: Place, machine: Machine) -> float:
+def node_bandwidth(place: StridedGroup, machine: Machine) -> float:
     """Of a node towards the others among which the group lies: nodes that are far apart share thinner links."""
     network = machine.network
     if network.links is not None:
@@ -95,14 +47,14 @@ def node_bandwidth(place: Place, machine: Machine) -> float:
     return network.bandwidth / (near + (1 - near) / network.taper)
 
 
-def thinnest(place: Place, machine: Machine) -> float:
+def thinnest(place: StridedGroup, machine: Machine) -> float:
     """Of the links that rings of this kind use, where nodes are not equally near and stand in the order of the ranks."""
     links = machine.network.links or []
     return min((links[a][b] for a, b in _neighbours(place, machine.ranks_per_node, len(links))), default=math.inf)
 
 
 @lru_cache(maxsize=1024)
-def _neighbours(place: Place, ranks: int, nodes: int) -> frozenset[tuple[int, int]]:
+def _neighbours(place: StridedGroup, ranks: int, nodes: int) -> frozenset[tuple[int, int]]:
     """Nodes that follow each other on a ring of any group of this kind, with `ranks` on each of `nodes`."""
     near = place.near or place.size
     one = [i % near * place.stride + i // near * place.far for i in range(place.size)]
@@ -126,7 +78,7 @@ def reduce_scatter_seconds(size: int, whole: float, bandwidth: float) -> float:
 
 
 def collective_seconds(
-    kind: Collective, whole: float, place: Place, machine: Machine, algorithm: Algorithm = "ring"
+    kind: Collective, whole: float, place: StridedGroup, machine: Machine, algorithm: Algorithm = "ring"
 ) -> float:
     """Seconds of a collective among `place` while all other groups of its kind are at it.
 
@@ -146,9 +98,9 @@ def collective_seconds(
         algorithm = "ring"
     if kind == "all_to_all":
         return _paced(kind, _all_to_all(whole, place, machine), place, machine)
-    here = place.on_a_node(machine)
+    here = place.on_a_node(machine.ranks_per_node)
     if algorithm in ("library", "pccl"):
-        if kind != "all_reduce" and place.nodes(machine) > 1:
+        if kind != "all_reduce" and place.nodes(machine.ranks_per_node) > 1:
             return (library_seconds if algorithm == "library" else pccl_seconds)(kind, whole, place, machine)
         algorithm = "ring"
     if algorithm != "ring" and 1 < here < place.size and place.size % here == 0:
@@ -158,24 +110,26 @@ def collective_seconds(
     return _paced(kind, 2 * once if kind == "all_reduce" else once, place, machine)
 
 
-def shape_of(place: Place, machine: Machine) -> Shape | None:
+def shape_of(place: StridedGroup, machine: Machine) -> Shape | None:
     """How the ranks lie on nodes; None where some nodes have more of them than others."""
-    shape = Shape(place.nodes(machine), place.on_a_node(machine))
+    shape = Shape(place.nodes(machine.ranks_per_node), place.on_a_node(machine.ranks_per_node))
     return shape if shape.ranks == place.size else None
 
 
-def _chosen_seconds(kind: Collective, whole: float, place: Place, machine: Machine) -> float | None:
+def _chosen_seconds(kind: Collective, whole: float, place: StridedGroup, machine: Machine) -> float | None:
     if machine.collectives is None and not machine.host.shared:
         return None
     shape = shape_of(place, machine)
     if shape is None:
         return None
-    return chosen_seconds(kind, whole, shape, machine, place.rings(machine), node_bandwidth(place, machine))
+    return chosen_seconds(
+        kind, whole, shape, machine, place.groups_on_a_node(machine.ranks_per_node), node_bandwidth(place, machine)
+    )
 
 
-def algorithm_named(kind: Collective, whole: float, place: Place, machine: Machine, algorithm: Algorithm) -> str:
+def algorithm_named(kind: Collective, whole: float, place: StridedGroup, machine: Machine, algorithm: Algorithm) -> str:
     """What `collective_seconds` takes, as it is called in `comm.algorithms`, or in words."""
-    shape, levels = shape_of(place, machine), place.nodes(machine) > 1
+    shape, levels = shape_of(place, machine), place.nodes(machine.ranks_per_node) > 1
     if algorithm == "chosen":
         return algorithm_of(kind, whole, shape, machine) if shape else OWN
     if not levels or kind == "all_to_all" or (kind == "all_reduce" and algorithm in ("library", "pccl")):
@@ -186,11 +140,11 @@ def algorithm_named(kind: Collective, whole: float, place: Place, machine: Machi
     return algorithm
 
 
-def hierarchical_seconds(kind: Collective, whole: float, place: Place, machine: Machine) -> float:
+def hierarchical_seconds(kind: Collective, whole: float, place: StridedGroup, machine: Machine) -> float:
     """In two levels: the ranks of a node each send a part to other nodes, all at once, and share what comes (the
     dissertation's chapter on PCCL; an all-reduce is a reduce-scatter on the node, an all-reduce of its parts between nodes
     and an all-gather on the node)."""
-    here = place.on_a_node(machine)
+    here = place.on_a_node(machine.ranks_per_node)
     inside, across = place.inner(here), place.outer(here)
     if kind == "all_reduce":
         on_node = sum(collective_seconds(each, whole, inside, machine) for each in ("reduce_scatter", "all_gather"))
@@ -199,7 +153,7 @@ def hierarchical_seconds(kind: Collective, whole: float, place: Place, machine: 
     return on_node + collective_seconds(kind, whole / here, across, machine)
 
 
-def library_seconds(kind: Collective, whole: float, place: Place, machine: Machine) -> float:
+def library_seconds(kind: Collective, whole: float, place: StridedGroup, machine: Machine) -> float:
     """Of an all-gather or reduce-scatter as the ring of the vendor's library does it, over all ranks on several nodes.
 
     Each of its size - 1 steps takes the root of the sum of the squares of its latency and of a block's time on the links.
@@ -211,31 +165,37 @@ def library_seconds(kind: Collective, whole: float, place: Place, machine: Machi
             f"machine {machine.name} does not say how fast its vendor's collectives are between nodes: "
             "profile.collectives=library needs network.library"
         )
-    block, rings = whole / place.size, place.rings(machine)
-    steps = (math.hypot(each.step, block * rings / each.bandwidth) for each in library.on(place.nodes(machine)))
+    block, rings = whole / place.size, place.groups_on_a_node(machine.ranks_per_node)
+    steps = (
+        math.hypot(each.step, block * rings / each.bandwidth)
+        for each in library.on(place.nodes(machine.ranks_per_node))
+    )
     return (place.size - 1) * min(steps)
 
 
-def pccl_seconds(kind: Collective, whole: float, place: Place, machine: Machine) -> float:
+def pccl_seconds(kind: Collective, whole: float, place: StridedGroup, machine: Machine) -> float:
     """Of an all-gather or reduce-scatter as PCCL does it (dissertation on AxoNN, section 6.2): recursive doubling between
     nodes, then a ring on the node, and a copy that puts all blocks in order; a reduce-scatter the other way.
 
     Raises `UserError` where the machine does not say how long its rounds take.
     """
-    doubling, here = machine.network.doubling, place.on_a_node(machine)
+    doubling, here = machine.network.doubling, place.on_a_node(machine.ranks_per_node)
     if doubling is None:
         raise UserError(
             f"machine {machine.name} does not say how long rounds between nodes take: profile.collectives=pccl needs "
             "network.doubling"
         )
-    nodes, across = place.nodes(machine), place.outer(here)
+    nodes, across = place.nodes(machine.ranks_per_node), place.outer(here)
     sent = (nodes - 1) / nodes * whole / here
-    between = math.ceil(math.log2(nodes)) * doubling.step + sent * across.rings(machine) / doubling.bandwidth
+    between = (
+        math.ceil(math.log2(nodes)) * doubling.step
+        + sent * across.groups_on_a_node(machine.ranks_per_node) / doubling.bandwidth
+    )
     ordered = machine.memory_seconds(2 * whole) if here > 1 else 0.0
     return between + collective_seconds(kind, whole, place.inner(here), machine) + ordered
 
 
-def _paced(kind: Collective, moving: float, place: Place, machine: Machine) -> float:
+def _paced(kind: Collective, moving: float, place: StridedGroup, machine: Machine) -> float:
     """More than both moving and latency where they are alike: links that are used for a short time do not reach their
     bandwidth.
 
@@ -246,10 +206,14 @@ def _paced(kind: Collective, moving: float, place: Place, machine: Machine) -> f
     return float((moving**_BLEND + latency**_BLEND) ** (1 / _BLEND))
 
 
-def _latency(kind: Collective, place: Place, machine: Machine) -> float:
+def _latency(kind: Collective, place: StridedGroup, machine: Machine) -> float:
     """Of the steps: those on a node, then a ring of the nodes; an all-reduce may also go up and down a tree of them, and
     goes both ways; what all ranks exchange with all others goes at once."""
-    here, nodes, pace = place.on_a_node(machine), place.nodes(machine), machine.node.pace(kind)
+    here, nodes, pace = (
+        place.on_a_node(machine.ranks_per_node),
+        place.nodes(machine.ranks_per_node),
+        machine.node.pace(kind),
+    )
     across = {"all_reduce": _steps(nodes), "all_to_all": min(1.0, nodes - 1)}.get(kind, nodes - 1)
     both = _steps(here) * pace.step + across * machine.network.latency
     return pace.start + (2 * both if kind == "all_reduce" else both)
@@ -260,23 +224,23 @@ def _steps(ranks: int) -> float:
     return min(ranks - 1, 2 * math.log2(ranks) + 1)
 
 
-def _all_to_all(whole: float, place: Place, machine: Machine) -> float:
+def _all_to_all(whole: float, place: StridedGroup, machine: Machine) -> float:
     """All ranks of a node send to other ranks at once, those of other nodes through the node's adapters."""
-    here = place.on_a_node(machine)
+    here = place.on_a_node(machine.ranks_per_node)
     inside = whole * (here - 1) / place.size / machine.node.bandwidth
     across = whole * (place.size - here) / place.size * machine.ranks_per_node / node_bandwidth(place, machine)
     return max(inside, across)
 
 
-def transfer_seconds(sent: float, place: Place, machine: Machine) -> float:
+def transfer_seconds(sent: float, place: StridedGroup, machine: Machine) -> float:
     """Of a message to the next rank of `place` while all ranks send one (a pipeline's next stage): of those that leave the
     node, if there are such, as they take longest."""
     pace = machine.node.pace("shift")
     bandwidth = machine.node.groups.get(f"{place.stride}x2", machine.node.bandwidth)
     inside = sent / bandwidth / pace.share + pace.start + pace.step
-    if place.nodes(machine) == 1:
+    if place.nodes(machine.ranks_per_node) == 1:
         return inside
     bandwidth = machine.network.bandwidth if machine.network.links is None else thinnest(place, machine)
     leaving = min(machine.ranks_per_node, place.stride)
     across = sent * leaving / bandwidth + machine.network.latency
-    return max(inside, across) if place.on_a_node(machine) > 1 else across
+    return max(inside, across) if place.on_a_node(machine.ranks_per_node) > 1 else across

@@ -53,46 +53,43 @@ def plan(
         load_config(model, overrides or [], read_model_folder)
     from optimus.observe.table import print_table
     from optimus.plan import report, scaling
-    from optimus.plan.asking import asked, configured
-    from optimus.plan.own import for_machine
-    from optimus.plan.question import predict
+    from optimus.plan.asking import as_configured, asked, configured
+    from optimus.plan.prediction import predict
     from optimus.plan.search import search
 
-    config = configured(model, overrides or [], ranks)
-    question, setting = asked(config, machine, ranks, what_if or [], imbalance, links)
-    config = for_machine(config, question.machine)
+    job = asked(configured(model, overrides or [], ranks), machine, ranks, what_if or [], imbalance, links)
     if dry_run is not None:
-        _dry_run(question, config, setting() if as_is else None, dry_run, as_json)
+        _dry_run(as_configured(job) if as_is else search(job, best=1)[0].job, dry_run, as_json)
         return
     numbers = None if scale is None else _numbers(scale)
     if plot is not None:
         if numbers is None:
             raise UserError("--plot draws a study of scaling: add --scale 384,768,...")
         plot = check_plot(plot)
-    given = predict(question, setting()) if as_is else None
+    given = predict(as_configured(job)) if as_is else None
     if numbers:
-        points = scaling.scale(question, numbers, given)
+        points = scaling.scale(job, numbers, given)
         plans = [point.plan for point in points]
     else:
-        plans = [given] if given else search(question, best)
+        plans = [given] if given else search(job, best)
     if output is not None:
-        report.write_config(plans[0], config, output)
+        report.write_config(plans[0], output)
     if plot is not None:
         scaling.draw(points, plot)
     if as_json:
-        result: dict[str, Any] = {"plans": [report.as_json(each, config) for each in plans]}
+        result: dict[str, Any] = {"plans": [report.as_json(each) for each in plans]}
         if numbers:
             result["scaling"] = [{"ranks": point.ranks, "efficiency": point.efficiency} for point in points]
         print(json.dumps(result, indent=2))
         return
     rows = report.scaled_rows(points, wide=wide) if numbers else report.rows_of(plans, wide=wide)
-    batch = f"{question.global_batch:,} sequences of {question.context:,} tokens"
-    title = f"{question.ranks:,} ranks of {question.machine.name}, {batch}, {question.given.precision}"
+    batch = f"{job.train.global_batch:,} sequences of {job.train.sequence_length:,} tokens"
+    title = f"{ranks:,} ranks of {job.machine.name}, {batch}, {job.precision}"
     print_table(rows, title, None if wide else _WIDTH)
     if explain is not None:
         if explain > len(plans):
             raise UserError(f"--explain {explain}: there are {len(plans)} rows")
-        print(report.explained(plans[explain - 1], config))
+        print(report.explained(plans[explain - 1]))
 
 
 def _numbers(text: str) -> list[int]:
@@ -105,27 +102,18 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _dry_run(question: Any, config: Any, setting: Any, rank: int, as_json: bool) -> None:
+def _dry_run(job: Any, rank: int, as_json: bool) -> None:
     from optimus.plan.dry_run import dry_run
-    from optimus.plan.own import recomputed
-    from optimus.plan.question import besides
-    from optimus.plan.report import planned, verdict
-    from optimus.plan.search import search
+    from optimus.plan.report import verdict
 
-    if setting is None:
-        best = search(question, best=1)[0]
-        setting, config = best.setting, planned(best, config)
-    else:
-        config = config.model_copy(update=recomputed(setting))
-    found = dry_run(config, question.ranks, rank, question.given.imbalance)
-    found |= besides(question, setting, rank)
+    found = dry_run(job, rank)
     total = sum(found.values())
-    fits, said = verdict(total, question.machine)
+    fits, said = verdict(total, job.machine)
     if as_json:
-        told = {"rank": rank, "bytes": {"total": total, **found}, "memory": question.machine.memory, "fits": fits}
+        told = {"rank": rank, "bytes": {"total": total, **found}, "memory": job.machine.memory, "fits": fits}
         print(json.dumps(told, indent=2))
         return
-    print(f"rank {rank} of {question.ranks} would hold {total / 1e9:.2f} GB:")
+    print(f"rank {rank} of {job.mesh.size} would hold {total / 1e9:.2f} GB:")
     for name, value in found.items():
         print(f"  {name:<14}{value / 1e9:>10.2f} GB")
     print(said)

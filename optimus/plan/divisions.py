@@ -14,9 +14,8 @@ from typing import NamedTuple
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
 from optimus.pipeline.schedules import DEFAULT, Row, schedules
-from optimus.plan.own import stage_sizes
-from optimus.plan.question import Question
-from optimus.plan.setting import Setting
+from optimus.plan.job import Job
+from optimus.plan.step import stage_sizes
 from optimus.plan.work import Passes, Work
 
 _SMALLEST_PART = 512  # tokens of a sequence on a context-parallel rank
@@ -27,7 +26,7 @@ _MOST_STAGES_PER_RANK = 4
 class Division(NamedTuple):
     """How a block is divided, and the seconds of a microbatch in its parts."""
 
-    work: Work  # in a setting of one stage and as few replicas as can be
+    work: Work  # of a job of one stage and as few replicas as can be
     block: float  # forward and backward
     forward: tuple[float, float, float]  # of that, the forward passes of norms, attention and the feed-forward part
     head: float
@@ -35,13 +34,13 @@ class Division(NamedTuple):
 
     @property
     def mesh(self) -> Mesh:
-        """Of that setting."""
-        return self.work.setting.mesh
+        """Of that job."""
+        return self.work.job.mesh
 
     @property
     def micro_batch(self) -> int:
         """Sequences of a rank."""
-        return self.work.setting.micro_batch
+        return self.work.job.train.micro_batch
 
 
 class Base(NamedTuple):
@@ -56,28 +55,24 @@ class Base(NamedTuple):
     stages_per_rank: int
 
     @property
-    def setting(self) -> Setting:
-        """As the rest of the planner knows it."""
-        return replace(
-            self.division.work.setting,
-            mesh=replace(self.division.mesh, pp=self.pp, dp=self.dp),
-            microbatches=self.microbatches,
-            schedule=self.schedule,
-            stages_per_rank=self.stages_per_rank,
-        )
+    def job(self) -> Job:
+        """With nothing sharded and nothing recomputed."""
+        mesh = replace(self.division.mesh, pp=self.pp, dp=self.dp)
+        order = {"schedule": self.schedule, "stages_per_rank": self.stages_per_rank}
+        return self.division.work.job.changed(mesh, parallel=order)
 
 
-def bases(question: Question) -> Iterator[Base]:
+def bases(job: Job) -> Iterator[Base]:
     """All there are."""
-    divisions = list(_divisions(question))
-    for pp in (n for n in divisors(question.ranks) if n <= question.model.layers):
-        ranks, orders = question.ranks // pp, list(_orders(question, pp))
+    divisions = list(_divisions(job))
+    for pp in (n for n in divisors(job.mesh.size) if n <= job.model.layers):
+        ranks, orders = job.mesh.size // pp, list(_orders(job, pp))
         for division in divisions:
             mesh = division.mesh
             data, left = divmod(ranks, mesh.tp * mesh.cp)
             if left or not data or ranks % (mesh.ep * mesh.etp):
                 continue
-            microbatches, left = divmod(question.global_batch, data * division.micro_batch)
+            microbatches, left = divmod(job.train.global_batch, data * division.micro_batch)
             if left or not microbatches:
                 continue
             for order in orders:
@@ -86,26 +81,27 @@ def bases(question: Question) -> Iterator[Base]:
                     yield Base(bound, division, pp, data, microbatches, order.row.name, order.stages_per_rank)
 
 
-def _divisions(question: Question) -> Iterator[Division]:
+def _divisions(job: Job) -> Iterator[Division]:
     """Ways to divide a block that the model and the node allow, timed."""
-    model, node = question.model, min(question.ranks, question.machine.ranks_per_node)
-    within = [size for size in divisors(node) if question.ranks % size == 0]
+    model, ranks, batch = job.model, job.mesh.size, job.train.global_batch
+    node = min(ranks, job.machine.ranks_per_node)
+    within = [size for size in divisors(node) if ranks % size == 0]
     for out in (n for n in within if not model.kv_heads % n and n <= model.vocab and _columns(model, n)):
         for inner in (n for n in within if not node % (out * n) and not model.hidden % n):
-            for cp in divisors(question.ranks):
-                if not _parts(question, out, cp):
+            for cp in divisors(ranks):
+                if not _parts(job, out, cp):
                     continue
-                for micro_batch in (size for size in _MICROBATCHES if question.global_batch % size == 0):
-                    if micro_batch * question.context // cp % (out * inner) == 0:
-                        yield from _timed(question, out, inner, cp, micro_batch)
+                for micro_batch in (size for size in _MICROBATCHES if batch % size == 0):
+                    if micro_batch * job.train.sequence_length // cp % (out * inner) == 0:
+                        yield from _timed(job, out, inner, cp, micro_batch)
 
 
-def _parts(question: Question, out: int, cp: int) -> bool:
+def _parts(job: Job, out: int, cp: int) -> bool:
     """Whether sequences can be cut into `cp` parts: two pieces each in a ring, while Ulysses also divides the heads."""
-    pieces = cp if question.given.ulysses or cp == 1 else 2 * cp
-    model, ulysses = question.model, question.given.ulysses
-    heads = model.kv_heads // out % cp == 0 or not ulysses
-    return heads and question.context % pieces == 0 and (cp == 1 or question.context // cp >= _SMALLEST_PART)
+    length, ulysses = job.train.sequence_length, job.parallel.context_method == "ulysses"
+    pieces = cp if ulysses or cp == 1 else 2 * cp
+    heads = job.model.kv_heads // out % cp == 0 or not ulysses
+    return heads and length % pieces == 0 and (cp == 1 or length // cp >= _SMALLEST_PART)
 
 
 def _columns(model: ModelConfig, parts: int) -> bool:
@@ -113,16 +109,17 @@ def _columns(model: ModelConfig, parts: int) -> bool:
     return dense % parts == 0 == model.shared_intermediate % parts
 
 
-def _expert_groups(question: Question, tp: int) -> list[tuple[int, int]]:
+def _expert_groups(job: Job, tp: int) -> list[tuple[int, int]]:
     """Expert-parallel ranks and those that divide an expert, all on some of a node's ranks, or on whole nodes."""
-    model, node = question.model, min(question.ranks, question.machine.ranks_per_node)
+    model, ranks = job.model, job.mesh.size
+    node = min(ranks, job.machine.ranks_per_node)
     if model.experts is None:
         return [(1, 1)]
     return [
         (ep, etp)
         for ep in divisors(math.gcd(*model.expert_counts))
         for etp in divisors(tp)
-        if question.ranks % (ep * etp) == 0
+        if ranks % (ep * etp) == 0
         and (node % (ep * etp) == 0 or ep * etp % node == 0)
         and model.expert_intermediate % etp == 0
     ]
@@ -150,29 +147,29 @@ class _Order(NamedTuple):
         return max(microbatches * max(self.busiest * block, end), microbatches * end + before)
 
 
-def _orders(question: Question, pp: int) -> Iterator[_Order]:
+def _orders(job: Job, pp: int) -> Iterator[_Order]:
     rows = [row for row in schedules().values() if row.name == DEFAULT or (pp > 1 and not row.dominated)]
-    layers, lent = question.model.layers, question.machine.alone > 1
+    layers, lent = job.model.layers, job.machine.alone > 1
     for row in sorted(rows, key=lambda row: (row.name != DEFAULT, row.any_stages)):
         for per_rank in range(row.stages, (_MOST_STAGES_PER_RANK if row.any_stages else row.stages) + 1):
             if per_rank * pp <= layers:
-                cut = stage_sizes(question.model, pp * per_rank)
+                cut = stage_sizes(job.model, pp * per_rank)
                 yield _Order(row, pp, per_rank, layers, -(-layers // pp), cut[-1], sum(cut[: pp - 1]), lent)
 
 
-def _timed(question: Question, out: int, inner: int, cp: int, micro_batch: int) -> Iterator[Division]:
+def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int) -> Iterator[Division]:
     """With each way to divide the experts; the rest of a block takes as long in all of them."""
     tp, rest = out * inner, None
-    for ep, etp in _expert_groups(question, tp):
+    for ep, etp in _expert_groups(job, tp):
         data = math.lcm(ep * etp, tp * cp) // (tp * cp)  # with which the mesh can be
-        mesh = Mesh(dp=data, cp=cp, tp=tp, ep=ep, etp=etp, tp_in=inner, ranks_per_node=question.machine.ranks_per_node)
-        setting = Setting(mesh, question.context, micro_batch, 1, sequence=tp > 1, **vars(question.given))
+        mesh = Mesh(dp=data, cp=cp, tp=tp, ep=ep, etp=etp, tp_in=inner, ranks_per_node=job.machine.ranks_per_node)
+        divided = job.changed(mesh, train={"micro_batch": micro_batch})
         if rest is None:
-            rest = Work(question.model, setting, question.placed, question.profile)
+            rest = Work(divided)
             attention = min(rest.attention.values(), key=_seconds)  # of the quickest kind of block
             shared = [rest.norm, rest.norm, attention]
             besides, ends = sum(map(_seconds, shared)), (_seconds(rest.head), _seconds(rest.embedding))
-        work = rest.like(setting)
+        work = rest.like(divided)
         feed_forward = min(work.feed_forward.values(), key=_seconds)
         forward = 2 * work.norm.forward.compute, attention.forward.compute, feed_forward.forward.compute
         block = besides + _seconds(feed_forward)

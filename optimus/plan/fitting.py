@@ -10,11 +10,10 @@ from optimus.config.tree import ShardRanks
 from optimus.pipeline.estimates import largest
 from optimus.plan.divisions import Base, Division
 from optimus.plan.held import kinds_of
-from optimus.plan.memory import Rank, activations_of, ranks_of, room_of, stages_of_each, state_of
-from optimus.plan.own import OwnActivations
-from optimus.plan.question import Plan, Question, least_time_of, predict
-from optimus.plan.setting import Setting
-from optimus.plan.step import together
+from optimus.plan.job import Job
+from optimus.plan.memory import KINDS, Rank, RunActivations, activations_of, ranks_of, room_of, stages_of_each, state_of
+from optimus.plan.prediction import Plan, predict
+from optimus.plan.step import least_time, together
 from optimus.state.plan import Shard
 
 # What these reduce or gather for every microbatch, sharding the optimizer's state alone moves once: beside the last backward
@@ -23,80 +22,80 @@ _FINER = ("gradients", "parameters")
 
 
 class Fitting:
-    """Finds what fits, and remembers what settings have in common."""
+    """Finds what fits, and remembers what jobs have in common."""
 
-    def __init__(self, question: Question) -> None:
-        self._question = question
+    def __init__(self, job: Job) -> None:
+        self._machine = job.machine
+        self._nodes = job.nodes
         self._ranks: dict[tuple[int | str, ...], list[Rank]] = {}
         self._states: dict[tuple[object, ...], list[float]] = {}
-        self._kept: dict[tuple[Division, frozenset[str]], OwnActivations] = {}
-        self._modules = recomputable(question.model)
-        self._sets = recomputations(question.model)
-        profile = question.profile
+        self._kept: dict[tuple[Division, frozenset[str]], RunActivations] = {}
+        self._modules = recomputable(job.model)
+        self._sets = recomputations(job.model)
+        profile = job.profile
         self._hides = profile.overlap_data >= profile.overlap_gather and not profile.broadcast
 
     def fastest(self, base: Base, limit: float) -> Plan | None:
         """The fastest way to hold the state, to place the stages and to recompute with which `base` fits, if it takes less
         than `limit`."""
-        question, best = self._question, None
-        setting = base.setting
-        work = base.division.work if question.machine.network.links is None else None  # that knows no links
+        best = None
+        job = replace(base.job, machine=self._machine, nodes=self._nodes)
+        work = base.division.work if self._machine.network.links is None else None  # that knows no links
         taken: dict[frozenset[str], list[float]] = {}
         enough: dict[int | ShardRanks | None, frozenset[str]] = {}  # of what less sharding recomputed, by width
-        for shard, width in sharded(question, setting):
-            recompute = self._least(base, setting, self._room(setting, shard, width), taken)
+        for shard, width in sharded(job):
+            recompute = self._least(base, job, self._room(job, shard, width), taken)
             if recompute is None or (shard in _FINER and self._hides and enough.get(width) == recompute):
                 continue
             enough[width] = recompute
-            if base.bound + self._again(base, setting, recompute) >= limit:
+            if base.bound + self._again(base, job, recompute) >= limit:
                 continue
-            for placed in placements(replace(setting, shard=shard, shard_ranks=width, recompute=recompute)):
-                if least_time_of(question, placed, work) < limit:
-                    plan = predict(question, placed, work)
+            fitting = held(job, shard, width).changed(recompute=[kind for kind in KINDS if kind in recompute])
+            for placed in placements(fitting):
+                if least_time(placed, work) < limit:
+                    plan = predict(placed, work)
                     if plan.step.seconds < limit:
                         best, limit = plan, plan.step.seconds
         return best
 
-    def _room(self, setting: Setting, shard: Shard, width: int | ShardRanks | None) -> list[float]:
+    def _room(self, job: Job, shard: Shard, width: int | ShardRanks | None) -> list[float]:
         """Bytes that its state leaves of each rank of `_ranks_of`."""
-        question = self._question
-        key = setting.mesh, setting.stages_per_rank, setting.ends_apart, shard, width
+        key = job.mesh, job.parallel.stages_per_rank, job.ends_apart, shard, width
         if key not in self._states:
-            held = replace(setting, shard=shard, shard_ranks=width)
-            unlike = {tuple(map(id, stages)): stages for stages in stages_of_each(question.model, held)}
-            counts = [together(stages) for stages in unlike.values()]
-            states = state_of(counts, kinds_of(question.model, held), held, question.profile)
-            room = room_of(question.machine)
+            sharding = held(job, shard, width)
+            unlike = {tuple(map(id, stages)): stages for stages in stages_of_each(sharding)}
+            states = state_of([together(stages) for stages in unlike.values()], kinds_of(sharding), sharding)
+            room = room_of(job.machine)
             self._states[key] = [room - sum(parts.values()) for parts in states]
         return self._states[key]
 
-    def _ranks_of(self, setting: Setting) -> list[Rank]:
+    def _ranks_of(self, job: Job) -> list[Rank]:
         """Of ranks whose stages are alike one, which keeps what any of them does."""
-        key = setting.schedule, setting.mesh.pp, setting.stages_per_rank, setting.microbatches
+        key = job.parallel.schedule, job.mesh.pp, job.parallel.stages_per_rank, job.microbatches
         if key not in self._ranks:
             merged: dict[tuple[int, ...], Rank] = {}
-            for rank in ranks_of(self._question.model, setting):
+            for rank in ranks_of(job):
                 name = tuple(map(id, rank.stages))
                 live = [*merged[name].live, *rank.live] if name in merged else rank.live
                 merged[name] = rank._replace(live=largest(live))
             self._ranks[key] = list(merged.values())
         return self._ranks[key]
 
-    def _again(self, base: Base, setting: Setting, recompute: frozenset[str]) -> float:
+    def _again(self, base: Base, job: Job, recompute: frozenset[str]) -> float:
         """What recomputation adds to the bound, as no rank has fewer blocks than that."""
         times = zip(self._modules, base.division.forward, strict=True)
         seconds = sum(time for kinds, time in times if "block" in recompute or kinds <= recompute)
-        fewest = min(rank.counts["blocks"] for rank in self._ranks_of(setting))
+        fewest = min(rank.counts["blocks"] for rank in self._ranks_of(job))
         return base.microbatches * fewest * seconds
 
     def _least(
-        self, base: Base, setting: Setting, room: Sequence[float], taken: dict[frozenset[str], list[float]]
+        self, base: Base, job: Job, room: Sequence[float], taken: dict[frozenset[str], list[float]]
     ) -> frozenset[str] | None:
         """What to recompute, the cheapest, so that activations take no more than `room` of each rank; None if too little."""
 
         def fits(recompute: frozenset[str]) -> bool:
             if recompute not in taken:
-                parts = activations_of(self._ranks_of(setting), self._activations(base, setting, recompute))
+                parts = activations_of(self._ranks_of(job), self._activations(base, job, recompute))
                 taken[recompute] = [sum(each.values()) for each in parts]
             return all(size <= free for size, free in zip(taken[recompute], room))
 
@@ -104,46 +103,49 @@ class Fitting:
             return None
         return next(filter(fits, self._sets))
 
-    def _activations(self, base: Base, setting: Setting, recompute: frozenset[str]) -> OwnActivations:
+    def _activations(self, base: Base, job: Job, recompute: frozenset[str]) -> RunActivations:
         key = base.division, recompute
         if key not in self._kept:
-            self._kept[key] = OwnActivations(
-                self._question.model, replace(setting, recompute=recompute), self._question.machine.collectives
-            )
+            self._kept[key] = RunActivations(job.changed(recompute=[*recompute]))
         return self._kept[key]
 
 
-def sharded(question: Question, setting: Setting) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
+def held(job: Job, shard: Shard, width: int | ShardRanks | None) -> Job:
+    """The job with its state sharded so."""
+    return job.changed(state={"shard": shard, "shard_ranks": width})
+
+
+def sharded(job: Job) -> Iterator[tuple[Shard, int | ShardRanks | None]]:
     """All ways to hold the state: the levels, over all replicas (None) and over those of a node; and parameters over those
     ranks of a node that are nearest to each other, gradients over these or the node's, the rest over all."""
-    mesh = setting.mesh
+    mesh = job.mesh
     yield "none", None
     if mesh.stage == mesh.tp:
         return
-    node = question.machine.ranks_per_node // mesh.tp
-    replicas = {mesh.dp, mesh.edp} if question.model.experts else {mesh.dp}
+    node = job.machine.ranks_per_node // mesh.tp
+    replicas = {mesh.dp, mesh.edp} if job.model.experts else {mesh.dp}
 
     def divide(*widths: int) -> bool:
         return 1 < widths[-1] < mesh.dp and all(each % min(width, each) == 0 for each in replicas for width in widths)
 
     for width in [None, node] if divide(node) else [None]:
         yield "optimizer", width
-        if setting.microbatches > 1:
+        if job.microbatches > 1:
             yield "gradients", width
         yield "parameters", width
-    for near in question.machine.node.nearest(mesh.tp):
+    for near in job.machine.node.nearest(mesh.tp):
         for width in dict.fromkeys((near, node)):
             if width % near == 0 and divide(near, width):
                 yield "parameters", ShardRanks(parameters=near, gradients=width)
 
 
-def placements(setting: Setting) -> Iterator[Setting]:
+def placements(job: Job) -> Iterator[Job]:
     """All of a stage together, or stages as near as the groups in them allow."""
-    yield setting
-    mesh = setting.mesh
+    yield job
+    mesh = job.mesh
     least = math.lcm(mesh.cp * mesh.tp, mesh.ep * mesh.etp)
     if mesh.pp > 1 and least < mesh.stage:
-        yield replace(setting, mesh=replace(mesh, pipeline_stride=least))
+        yield job.changed(replace(mesh, pipeline_stride=least))
 
 
 def recomputable(model: ModelConfig) -> tuple[frozenset[str], ...]:

@@ -11,11 +11,11 @@ from typing import Literal, NamedTuple
 from optimus.config import ModelConfig
 from optimus.config.tree import shard_widths
 from optimus.mesh import Layout, Mesh
+from optimus.mesh.strided import StridedGroup, group_along
 from optimus.optim.rule import Rule
 from optimus.parallel.layouts import parameter_layouts
 from optimus.plan.blocks import examples
-from optimus.plan.collectives import Place
-from optimus.plan.setting import Rules, Setting, place
+from optimus.plan.job import Job, Rules
 from optimus.state.buffers import Depths
 from optimus.state.plan import Piece, chunk_limit, divide, sharing_steps
 from optimus.state.tiling import TILINGS
@@ -61,8 +61,8 @@ class Held(NamedTuple):
     elements: float
     rule: Rule
     matrices: tuple[Whole, ...]
-    replicas: Place
-    steps: tuple[Place, ...]  # in which replicas share them out (`state.plan.sharing_steps`)
+    replicas: StridedGroup
+    steps: tuple[StridedGroup, ...]  # in which replicas share them out (`state.plan.sharing_steps`)
     depths: Depths
     runs: tuple[tuple[Piece, ...], ...] = ()  # of a rule of matrices: what is laid end to end, in order
     limit: int = 0  # elements of a chunk of it
@@ -84,11 +84,11 @@ class Held(NamedTuple):
         return self.after(self.depths.optimizer)
 
     @property
-    def copies(self) -> Place:
+    def copies(self) -> StridedGroup:
         """The ranks that update the same ones."""
         return self.replicas.outer(self.ways(self.depths.optimizer))
 
-    def moved(self, first: int, last: int) -> Iterator[tuple[float, Place]]:
+    def moved(self, first: int, last: int) -> Iterator[tuple[float, StridedGroup]]:
         """(elements, the ranks among which they are gathered or scattered) of the steps from `first` to before `last`."""
         for depth in range(first, last):
             yield self.after(depth), self.steps[depth]
@@ -113,9 +113,9 @@ def busiest(matrices: Sequence[tuple[float, float]], ranks: int) -> float:
     return max(-(-round(number) // ranks) * total / number, *(size for _, size in matrices))
 
 
-def kinds_of(model: ModelConfig, setting: Setting) -> tuple[Kind, ...]:
-    """The parameters of `model`, of blocks of each kind once, laid out as in `setting`."""
-    return _kinds(model, setting.sequence, setting.divided_vocabulary, setting.rules)
+def kinds_of(job: Job) -> tuple[Kind, ...]:
+    """The parameters of its model, of blocks of each kind once, as the job lays them out."""
+    return _kinds(job.model, job.parallel.splits_sequence, job.parallel.vocabulary, job.rules)
 
 
 @lru_cache(maxsize=256)
@@ -138,21 +138,22 @@ def _kinds(model: ModelConfig, sequence: bool, vocabulary: bool, rules: Rules) -
     )
 
 
-def held_by(kinds: tuple[Kind, ...], setting: Setting, counts: Mapping[Where, int]) -> list[Held]:
+def held_by(kinds: tuple[Kind, ...], job: Job, counts: Mapping[Where, int]) -> list[Held]:
     """What a rank with so many blocks of each kind holds, and whether it has the first and the last stage, by replicas and
     update rule."""
     found: dict[_Key, tuple[float, list[Whole]]] = {}
-    for (where, key), (elements, matrices) in _sums(kinds, setting.mesh):
+    for (where, key), (elements, matrices) in _sums(kinds, job.mesh):
         number = counts.get(where, 0)
         if number:
             before, those = found.get(key, (0.0, []))
             those += [each._replace(number=number * each.number) for each in matrices]
             found[key] = before + number * elements, those
-    over = setting.mesh, setting.shard_over == "data", shard_widths(setting.shard, setting.shard_ranks)
+    state = job.state
+    over = job.mesh, state.shard_over == "data", shard_widths(state.shard, state.shard_ranks)
     runs: Mapping[_Key, tuple[tuple[Piece, ...], ...]] = {}
     limit = 0
     if any(matrices for _, matrices in found.values()):
-        runs, limit = _runs(kinds, setting.mesh, tuple(counts.items()), setting.chunk)
+        runs, limit = _runs(kinds, job.mesh, tuple(counts.items()), state.chunk)
     return [
         Held(elements, rule, tuple(matrices), *_places(axes, *over), runs.get((axes, rule), ()), limit)
         for (axes, rule), (elements, matrices) in found.items()
@@ -171,11 +172,11 @@ def written(held: Iterable[Held], size: Callable[[Rule], float], *, scattered: b
 @lru_cache(maxsize=1024)
 def _keys(kinds: tuple[Kind, ...], mesh: Mesh) -> list[_Key]:
     """Of each of `kinds`; two sets of axes may be the same ranks."""
-    known: dict[Place, tuple[str, ...]] = {}
+    known: dict[StridedGroup, tuple[str, ...]] = {}
     found = []
     for _, layout, rule, _ in kinds:
         axes = tuple(axis for axis in layout.replicas if mesh.axis_size(axis) > 1)
-        found.append((known.setdefault(place(mesh, axes) if axes else Place(1), axes), rule))
+        found.append((known.setdefault(group_along(mesh, axes) if axes else StridedGroup(1), axes), rule))
     return found
 
 
@@ -230,12 +231,12 @@ def _sums(kinds: tuple[Kind, ...], mesh: Mesh) -> list[tuple[tuple[Where, _Key],
 @lru_cache(maxsize=8192)
 def _places(
     axes: tuple[str, ...], mesh: Mesh, over_data: bool, widths: tuple[int | None, ...]
-) -> tuple[Place, tuple[Place, ...], Depths]:
+) -> tuple[StridedGroup, tuple[StridedGroup, ...], Depths]:
     """Where the ranks along `axes` lie, and those that share the state out in each step (`state.plan.shard_groups`)."""
-    replicas = shared = place(mesh, axes) if axes else Place(1)
+    replicas = shared = group_along(mesh, axes) if axes else StridedGroup(1)
     if over_data and axes != ("edp",):
         several = mesh.ep * mesh.etp // math.gcd(mesh.ep * mesh.etp, replicas.stride)
-        shared = replicas.outer(several) if several < replicas.size else Place(1)
+        shared = replicas.outer(several) if several < replicas.size else StridedGroup(1)
     if widths[-1] is not None:
         shared = shared.inner(min(widths[-1], shared.size))
     steps, depths = sharing_steps(widths, shared.size)

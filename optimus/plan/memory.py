@@ -9,15 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from optimus.config import ModelConfig
+from optimus.parallel.activations import Activations as ActivationBytes
+from optimus.parallel.activations import activation_bytes
+from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.estimates import Live, live_microbatches, stages_of_ranks
 from optimus.plan.held import Held, Kind, Where, held_by, kinds_of, written
+from optimus.plan.job import Job
 from optimus.plan.machine import Machine
-from optimus.plan.profile import Profile
-from optimus.plan.setting import Setting
 from optimus.plan.step import blocks_of_stages, counts_of, together
+from optimus.train.collectives import with_dispatcher
+from optimus.train.recomputation import activation_shapes
 
 _FRAGMENTS = 0.08  # share of a rank's memory that cannot be used
+KINDS = "norm", "attention", "mlp", "moe", "block"  # of recomputation, in the configuration's order
 _AHEAD = 2  # blocks whose whole parameters, or gradients, are there at a time where they are sharded
 
 
@@ -52,41 +56,38 @@ class Rank(NamedTuple):
     live: Sequence[Live]
 
 
-def memory_of(model: ModelConfig, setting: Setting, profile: Profile, kept: Activations) -> Memory:
+def memory_of(job: Job, kept: Activations | None = None) -> Memory:
     """Of the fullest rank."""
-    return max(memory_of_ranks(model, setting, profile, kept), key=lambda memory: memory.total)
+    return max(memory_of_ranks(job, kept), key=lambda memory: memory.total)
 
 
-def memory_of_ranks(model: ModelConfig, setting: Setting, profile: Profile, kept: Activations) -> list[Memory]:
-    """Of a rank of each rank of the pipeline. `kept` says what activations take."""
-    ranks = ranks_of(model, setting)
-    states = state_of([rank.counts for rank in ranks], kinds_of(model, setting), setting, profile)
-    activations = activations_of(ranks, kept)
+def memory_of_ranks(job: Job, kept: Activations | None = None) -> list[Memory]:
+    """Of a rank of each rank of the pipeline. `kept` says what activations take; default: what the run's own do."""
+    ranks = ranks_of(job)
+    states = state_of([rank.counts for rank in ranks], kinds_of(job), job)
+    activations = activations_of(ranks, kept or RunActivations(job))
     return [Memory(rank, state | parts) for rank, (state, parts) in enumerate(zip(states, activations))]
 
 
-def ranks_of(model: ModelConfig, setting: Setting) -> list[Rank]:
+def ranks_of(job: Job) -> list[Rank]:
     """The ranks of the pipeline."""
-    order = setting.schedule, setting.mesh.pp, setting.microbatches, setting.stages_per_rank
-    live = live_microbatches(*order, setting.divided_vocabulary)
-    return [Rank(together(stages), stages, kept) for stages, kept in zip(stages_of_each(model, setting), live)]
+    parallel = job.parallel
+    order = parallel.schedule, job.mesh.pp, job.microbatches, parallel.stages_per_rank
+    live = live_microbatches(*order, parallel.vocabulary)
+    return [Rank(together(stages), stages, kept) for stages, kept in zip(stages_of_each(job), live)]
 
 
-def stages_of_each(model: ModelConfig, setting: Setting) -> list[list[Mapping[Where, int]]]:
+def stages_of_each(job: Job) -> list[list[Mapping[Where, int]]]:
     """Of each rank of the pipeline what its stages have."""
-    counts = counts_of(model, blocks_of_stages(model, setting))
-    owned = stages_of_ranks(setting.schedule, setting.mesh.pp, setting.stages_per_rank)
+    counts = counts_of(job.model, blocks_of_stages(job))
+    owned = stages_of_ranks(job.parallel.schedule, job.mesh.pp, job.parallel.stages_per_rank)
     return [[counts[number] for number in own] for own in owned]
 
 
-def state_of(
-    ranks: Sequence[Mapping[Where, int]], kinds: tuple[Kind, ...], setting: Setting, profile: Profile
-) -> list[dict[str, float]]:
+def state_of(ranks: Sequence[Mapping[Where, int]], kinds: tuple[Kind, ...], job: Job) -> list[dict[str, float]]:
     """Of each rank: what it holds of parameters, gradients and the optimizer's state."""
     unlike = {tuple(counts.values()): counts for counts in ranks}
-    found = {
-        key: state_parts(held_by(kinds, setting, counts), setting, profile, counts) for key, counts in unlike.items()
-    }
+    found = {key: state_parts(held_by(kinds, job, counts), job, counts) for key, counts in unlike.items()}
     return [found[tuple(counts.values())] for counts in ranks]
 
 
@@ -102,26 +103,56 @@ def activations_of(ranks: Sequence[Rank], kept: Activations) -> list[dict[str, f
     return parts
 
 
-def state_parts(
-    held: Sequence[Held], setting: Setting, profile: Profile, counts: Mapping[Where, int]
-) -> dict[str, float]:
+def state_parts(held: Sequence[Held], job: Job, counts: Mapping[Where, int]) -> dict[str, float]:
     """What is there at rest, copies for checkpoints too, and whole parameters and gradients while they are used."""
-    blocks = max(1, counts["blocks"])
-    copied = written(held, profile.state_bytes, scattered=setting.saving.scattered) if setting.saving.copied else 0.0
+    blocks, profile, saving = max(1, counts["blocks"]), job.profile, job.config.checkpoint
+    here = job.machine.host.shared and saving.asynchronous  # copies lie in the ranks' own memory
+    copied = written(held, profile.state_bytes, scattered=saving.scattered) if here else 0.0
     parts = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "gathered": 0.0, "copies": copied}
     for each in held:
         block = each.elements / blocks * min(_AHEAD, blocks)
         if each.rule.trains:
-            same = setting.precision == "fp32" and not each.rule.averages  # parameters are then the master weights
+            same = job.precision == "fp32" and not each.rule.averages  # parameters are then the master weights
             state = profile.state_bytes(each.rule) - (4.0 if same else 0.0)
             parts["optimizer"] += state * each.own
             parts["gradients"] += profile.gradient * each.after(each.depths.gradients)
-        parts["parameters"] += setting.itemsize * each.after(each.depths.parameters)
+        parts["parameters"] += job.itemsize * each.after(each.depths.parameters)
         if each.depths.parameters:
-            parts["gathered"] += setting.itemsize * (block if setting.release else each.elements)
+            parts["gathered"] += job.itemsize * (block if job.state.reshard_after_forward else each.elements)
         if each.depths.gradients and each.rule.trains:
             parts["gathered"] += profile.gradient * block / _AHEAD
     return parts
+
+
+class RunActivations:
+    """What the run's own modules keep (`parallel.activations`)."""
+
+    def __init__(self, job: Job) -> None:
+        self._model = job.model
+        kinds = tuple(kind for kind in KINDS if kind in job.recompute)
+        self._chosen = Recomputation(kinds, job.config.recompute_every)
+        config = with_dispatcher(job.config, job.mesh, job.machine.collectives)
+        self._shapes = {**activation_shapes(config, job.mesh, int(job.itemsize)), "load": job.imbalance}
+        self._known: dict[tuple[int, ...], ActivationBytes] = {}
+
+    def stage(self, counts: Mapping[Where, int]) -> float:
+        """Kept of a microbatch from its forward pass to its backward pass."""
+        return self._of(counts).kept
+
+    def working(self, counts: Mapping[Where, int]) -> float:
+        """There for a moment besides."""
+        both = self._of(counts)
+        return both.peak - both.kept
+
+    def _of(self, counts: Mapping[Where, int]) -> ActivationBytes:
+        key = tuple(counts.values())
+        if key not in self._known:
+            layers = [layer for layer in sorted(set(self._model.alike)) for _ in range(counts[layer])]
+            first, last = bool(counts["first"]), bool(counts["last"])
+            self._known[key] = activation_bytes(
+                self._model, self._chosen, layers=layers, first=first, last=last, **self._shapes
+            )
+        return self._known[key]
 
 
 def room_of(machine: Machine) -> float:

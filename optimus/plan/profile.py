@@ -21,6 +21,11 @@ class Profile(Section):
     speed: float = Field(1.0, gt=0, description="Its computing speed to the predicted one.")
     attention: float = Field(0.9, ge=0, le=1)
     """Speed of its attention kernel to the machine's best; 0: scores are stored in memory."""
+    products: Literal["fp16", "fp8", "fp4"] | None = None
+    """Type of the matrix products, where it is another than `train.precision`."""
+    recompute: frozenset[str] = frozenset()
+    """Recomputed besides: act (what lies between the products of a feed-forward layer), scores (the attention's core alone)
+    or products (all but that core and every second matrix product)."""
     passes: float = Field(1.2, gt=0)
     """Memory traffic of what is no matrix product, to that of fused kernels."""
     passes_experts: float | None = Field(None, gt=0)

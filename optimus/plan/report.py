@@ -8,17 +8,20 @@ from typing import Any
 from optimus.comm.algorithms import OWN
 from optimus.config import RunConfig, load_config
 from optimus.config.load import dump_config
-from optimus.config.parallel import ParallelConfig
 from optimus.disk import user_path
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
-from optimus.plan.collectives import Place, algorithm_named
+from optimus.mesh.strided import StridedGroup
+from optimus.plan.collectives import algorithm_named
+from optimus.plan.job import Job
 from optimus.plan.machine import Machine
 from optimus.plan.memory import room_of
-from optimus.plan.own import communicators_of, sections_of
-from optimus.plan.question import Plan, time_of
+from optimus.plan.prediction import Plan
 from optimus.plan.scaling import Point
+from optimus.plan.step import step_time
 from optimus.plan.work import Work
+from optimus.train.groups import Communicators, communicators
+from optimus.train.run import layouts_of, whole_model
 
 _COSTS = 3  # named in a row
 _ALGORITHMS = {  # those that are no names of `comm.algorithms`
@@ -28,24 +31,44 @@ _ALGORITHMS = {  # those that are no names of `comm.algorithms`
     "hierarchical": "node by node",
     "pccl": "PCCL",
 }
-# Of a configuration; what else its sections hold stays.
-_DECIDED = {
-    "parallel": set(ParallelConfig.model_fields) - {"overlap"},
-    "state": {"shard", "shard_over", "shard_ranks", "reshard_after_forward"},
-    "train": {"micro_batch"},
-}
+_SHARDING = {"shard", "shard_ranks", "shard_over", "reshard_after_forward"}
 
 
-def as_json(plan: Plan, config: RunConfig) -> dict[str, Any]:
-    """A plan of `config`: sections of a configuration, seconds, bytes."""
-    sections = sections_of(plan.setting)
-    connected, buffers = communicators_of(config, plan.setting, plan.question.machine)
+def layout_of(job: Job) -> dict[str, Any]:
+    """What a configuration says of the layout of `job`: what is not as by default, and what goes with the axes in use."""
+    mesh, state = job.mesh, job.state
+    used = {"data"}
+    used |= {"sequence"} if mesh.tp > 1 else set()
+    used |= {"context_method"} if mesh.cp > 1 else set()
+    used |= {"expert", "expert_tensor"} if mesh.ep * mesh.etp > 1 else set()
+    used |= {"schedule"} if mesh.pp > 1 else set()
+    parallel = job.parallel.model_copy(update={"sequence": job.parallel.splits_sequence}).model_dump()
+    changed = job.parallel.model_dump(exclude_defaults=True, exclude={"sequence", "context_method", "overlap"})
+    parallel = {name: value for name, value in parallel.items() if name in used or name in changed}
+    moot = {"reshard_after_forward"} if state.shard != "parameters" else set[str]()
+    sharding = state.model_dump(include=_SHARDING - moot, exclude_defaults=True)
+    return {"parallel": parallel, "state": {"shard": state.shard} | sharding, "recompute": job.config.recompute}
+
+
+def communicators_of(job: Job) -> tuple[list[Communicators], float]:
+    """(the communicators of the rank whose buffers take most, the bytes of these)."""
+    config, mesh, kind = job.config, job.mesh, job.machine.communicator
+    layouts = layouts_of(whole_model(config), config)
+    ranks = communicators(config, mesh, layouts, [mesh.block * stage for stage in range(mesh.pp)])
+    found = [(theirs, sum(each.number * kind.memory(each.size) for each in theirs)) for theirs in ranks]
+    return max(found, key=lambda each: each[1])
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """A plan: sections of a configuration, seconds, bytes."""
+    job, layout = plan.job, layout_of(plan.job)
+    connected, buffers = communicators_of(job)
     return {
-        "parallel": sections["parallel"],
-        "state": sections["state"],
-        "recompute": sections["recompute"],
-        "micro_batch": plan.setting.micro_batch,
-        "microbatches": plan.setting.microbatches,
+        "parallel": layout["parallel"],
+        "state": layout["state"],
+        "recompute": layout["recompute"],
+        "micro_batch": job.train.micro_batch,
+        "microbatches": job.microbatches,
         "step_seconds": plan.step.seconds,
         "tokens_per_second": plan.tokens_per_second,
         "model_flops_utilization": plan.utilisation,
@@ -57,7 +80,7 @@ def as_json(plan: Plan, config: RunConfig) -> dict[str, Any]:
             "groups": [each._asdict() for each in connected],
         },
         "time": dict(plan.step.terms),
-        **({} if plan.question.nodes is None else {"nodes": list(plan.question.nodes)}),
+        **({} if job.nodes is None else {"nodes": list(job.nodes)}),
     }
 
 
@@ -79,11 +102,11 @@ def scaled_rows(points: Sequence[Point], *, wide: bool = False) -> list[dict[str
 
 
 def _row(plan: Plan, wide: bool) -> dict[str, Any]:
-    setting, mesh = plan.setting, plan.setting.mesh
-    stages = f" x{setting.stages_per_rank}" if setting.stages_per_rank > 1 else ""
+    job, mesh, parallel = plan.job, plan.job.mesh, plan.job.parallel
+    stages = f" x{parallel.stages_per_rank}" if parallel.stages_per_rank > 1 else ""
     side = f" /{mesh.pipeline_stride}" if mesh.pipeline_stride else ""
     axes = {
-        "pipeline": f"{mesh.pp} {setting.schedule}{stages}{side}" if mesh.pp > 1 else "1",
+        "pipeline": f"{mesh.pp} {parallel.schedule}{stages}{side}" if mesh.pp > 1 else "1",
         "tensor": _grid(mesh.tp_out, mesh.tp_in),
         "context": mesh.cp,
         "expert": _grid(mesh.ep, mesh.etp),
@@ -92,9 +115,9 @@ def _row(plan: Plan, wide: bool) -> dict[str, Any]:
     longer = [f"{axis}{size}" for axis, size in zip(("pp", "tp", "cp", "ep", "dp"), axes.values()) if str(size) != "1"]
     return {
         **(axes if wide else {"layout": ", ".join(longer) or "one rank"}),
-        "batch": (" x " if wide else "x").join(map(str, (setting.microbatches, setting.micro_batch))),
-        "shard": setting.shard + (f" /{setting.shard_ranks}" if setting.shard_ranks else ""),
-        "recompute": ", ".join(sorted(setting.recompute)) or "-",
+        "batch": (" x " if wide else "x").join(map(str, (job.microbatches, job.train.micro_batch))),
+        "shard": job.state.shard + (f" /{job.state.shard_ranks}" if job.state.shard_ranks else ""),
+        "recompute": ", ".join(sorted(job.recompute)) or "-",
         "step_s": round(plan.step.seconds, 3),
         **({"tokens/s": _tokens(plan)} if wide else {}),
         "utilisation" if wide else "MFU": f"{100 * plan.utilisation:.1f} %",
@@ -122,43 +145,42 @@ def _largest_first(parts: Mapping[str, float]) -> list[tuple[str, float]]:
     return [(name.replace("_", " "), value) for name, value in ordered]
 
 
-def explained(plan: Plan, config: RunConfig) -> str:
-    """Where the time and memory of a plan of `config` go, and where its ranks lie."""
-    lines = [f"a step of {plan.setting.tokens:,} tokens takes {plan.step.seconds:.3f} s:"]
+def explained(plan: Plan) -> str:
+    """Where the time and memory of a plan go, and where its ranks lie."""
+    job, lines = plan.job, [f"a step of {plan.job.tokens:,} tokens takes {plan.step.seconds:.3f} s:"]
     for name, value in _largest_first(plan.step.terms):
         if value > 0:
             lines.append(f"  {name:<22}{value:>10.3f} s {100 * value / plan.step.seconds:>6.1f} %")
-    room = plan.question.machine.memory
-    where = f"pipeline rank {plan.memory.rank}" if plan.setting.mesh.pp > 1 else "every rank"
+    room = job.machine.memory
+    where = f"pipeline rank {plan.memory.rank}" if job.mesh.pp > 1 else "every rank"
     lines.append(f"{where} takes {plan.memory.total / 1e9:.2f} of {room / 1e9:.1f} GB:")
     for name, value in _largest_first(plan.memory.parts):
         if value > 0:
             lines.append(f"  {name:<22}{value / 1e9:>10.2f} GB{100 * value / room:>6.1f} %")
-    connected, buffers = communicators_of(config, plan.setting, plan.question.machine)
+    connected, buffers = communicators_of(job)
     number = sum(each.number for each in connected)
     lines.append(f"a rank has up to {number} communicators, with {buffers / 1e9:.2f} GB of buffers besides:")
     lines += [f"  {each.what:<22}{each.number:>4} of {each.size:,} ranks" for each in connected]
-    lines += ["its collectives, by which algorithm, and the largest of each kind:", *_collectives(plan)]
-    lines.append(describe(plan.setting.mesh))
-    if plan.question.nodes is not None:
-        nodes = " ".join(map(str, plan.question.nodes))
+    lines += ["its collectives, by which algorithm, and the largest of each kind:", *_collectives(job)]
+    lines.append(describe(job.mesh))
+    if job.nodes is not None:
+        nodes = " ".join(map(str, job.nodes))
         lines.append(f"nodes, as the matrix counts them from 0, in this order: {nodes}")
     return "\n".join(lines)
 
 
-def _collectives(plan: Plan) -> Iterator[str]:
+def _collectives(job: Job) -> Iterator[str]:
     """A line for each kind of group, smallest first."""
-    question, machine = plan.question, plan.question.placed
-    work = Work(question.model, plan.setting, machine, question.profile)
-    time_of(question, plan.setting, work)
-    used: dict[Place, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    work, machine = Work(job), job.placed
+    step_time(job, work)
+    used: dict[StridedGroup, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for (place, kind), whole in sorted(work.collectives.items()):
         if place.size > 1 and whole > 0:
-            name = algorithm_named(kind, whole, place, machine, question.profile.collectives)
+            name = algorithm_named(kind, whole, place, machine, job.profile.collectives)
             used[place][name].append(f"{kind.replace('_', '-')} ({whole / 1e6:,.1f} MB)")
     for place, names in used.items():
         apart = f", {place.stride} apart" if place.stride > 1 else ""
-        nodes = place.nodes(machine)
+        nodes = place.nodes(machine.ranks_per_node)
         where = f"{place.size:,} ranks on {nodes:,} node{'s' if nodes > 1 else ''}{apart}"
         each = (f"{', '.join(kinds)}: {_ALGORITHMS.get(name, name)}" for name, kinds in names.items())
         yield f"  {where:<34}{'; '.join(each)}"
@@ -172,28 +194,24 @@ def verdict(size: float, machine: Machine) -> tuple[bool, str]:
     return fits, f"{size / 1e9:.3g} GB on {memory / 1e9:.3g} GB{left}: {'fits' if fits else 'does not fit'}"
 
 
-def write_config(plan: Plan, config: RunConfig, path: Path) -> None:
-    """`config` as the plan divides it, for `optimus train`. Raises `UserError` where a file is, or none can be made."""
+def write_config(plan: Plan, path: Path) -> None:
+    """The plan's configuration, for `optimus train`. Raises `UserError` where a file is, or none can be made."""
     path = user_path(path)
     if path.exists():
         raise UserError(f"--output: {path} is there already: choose another name, or take it away")
     with naming_disk_errors(path, "Choose another place for --output"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(dump_config(planned(plan, config)), encoding="utf-8")
+        path.write_text(dump_config(planned(plan)), encoding="utf-8")
 
 
-def planned(plan: Plan, config: RunConfig) -> RunConfig:
-    """`config` with the plan's layout.
-
-    Raises `UserError` where that does not go with something else that `config` asks for.
-    """
-    raw, sections = config.model_dump(exclude_unset=True), sections_of(plan.setting)
-    for name in ("recompute", "recompute_every", "recompute_budget"):
-        raw.pop(name, None)
-    for name, decided in _DECIDED.items():
-        raw[name] = {key: value for key, value in raw.get(name, {}).items() if key not in decided}
-        raw[name] |= sections.pop(name)
+def planned(plan: Plan) -> RunConfig:
+    """The plan's configuration. Raises `UserError` where its layout does not go with something else that was asked for."""
+    raw, layout = plan.job.config.model_dump(exclude_unset=True), layout_of(plan.job)
+    raw["parallel"] = {"overlap": plan.job.parallel.overlap} | layout["parallel"]
+    raw["state"] = {name: raw["state"][name] for name in raw.get("state", {}) if name not in _SHARDING} | layout[
+        "state"
+    ]
     try:
-        return load_config(raw | sections)
+        return load_config(raw)
     except UserError as error:
         raise UserError(f"the layout that is planned does not go with the rest of the configuration: {error}") from None

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from optimus.errors import UserError, naming_disk_errors
-from optimus.plan.question import Plan, Question, predict
+from optimus.plan.job import Job
+from optimus.plan.prediction import Plan, predict
 from optimus.plan.search import search
 
 
@@ -18,26 +19,27 @@ class Point(NamedTuple):
     plan: Plan
 
 
-def scale(question: Question, ranks: Sequence[int], given: Plan | None = None) -> list[Point]:
+def scale(job: Job, ranks: Sequence[int], given: Plan | None = None) -> list[Point]:
     """Weak scaling: the batch grows with the ranks, along the data axis. The layout is `given`'s, or the best of the fewest
     ranks.
 
     Raises `UserError` when a number of ranks is no multiple of the fewest.
     """
     fewest = min(ranks)
-    batch = max(1, question.global_batch * fewest // question.ranks)
-    first = given or search(replace(question, ranks=fewest, global_batch=batch), best=1)[0]
+    batch = max(1, job.train.global_batch * fewest // job.mesh.size)
+    least = job.undivided.changed(replace(job.undivided.mesh, dp=fewest), train={"global_batch": batch})
+    first = (given or search(least, best=1)[0]).job
+    mesh, sequences = first.mesh, first.train.micro_batch * first.microbatches * first.mesh.dp
     points: list[Point] = []
     for number in sorted(ranks):
-        times, left = divmod(number, first.setting.mesh.size)
+        times, left = divmod(number, mesh.size)
         if left or not times:
             raise UserError(
-                f"--scale: {number} ranks are no multiple of {first.setting.mesh.size}, those of the layout: take "
-                f"{max(1, times) * first.setting.mesh.size}"
+                f"--scale: {number} ranks are no multiple of {mesh.size}, those of the layout: take "
+                f"{max(1, times) * mesh.size}"
             )
-        mesh = replace(first.setting.mesh, dp=first.setting.mesh.dp * times)
-        asked = replace(question, ranks=number, global_batch=first.setting.global_batch * times)
-        plan = predict(asked.with_neighbours(), replace(first.setting, mesh=mesh))
+        larger = first.changed(replace(mesh, dp=mesh.dp * times), train={"global_batch": sequences * times})
+        plan = predict(larger.checked().with_neighbours())
         each = plan.tokens_per_second / number
         base = points[0].plan.tokens_per_second / points[0].ranks if points else each
         points.append(Point(number, each / base, plan))

@@ -1,8 +1,8 @@
-"""All settings that a model, a machine and a number of ranks allow, and the fastest of those that fit.
+"""All layouts that a model, a machine and a number of ranks allow, and the fastest of those that fit.
 
 A block's time depends on how it is divided (tensor, context and expert ranks, microbatch), not on the pipeline or on how the
 state is held. So every such division is timed once, and a step in any pipeline is bounded from below by arithmetic: the
-slowest stage, as often as there are microbatches, and what the schedule leaves idle (`divisions`). Settings are then taken
+slowest stage, as often as there are microbatches, and what the schedule leaves idle (`divisions`). Layouts are then taken
 in the order of that bound, and for each the least recomputation, the sharding and the place of its stages are found that
 fit (`fitting`), until no bound is below the best found: what is left out could not be among them.
 
@@ -17,28 +17,32 @@ from optimus.errors import UserError
 from optimus.pipeline.schedules import DEFAULT
 from optimus.plan.divisions import Base, bases
 from optimus.plan.fitting import Fitting
+from optimus.plan.job import Job
 from optimus.plan.links import even, exchanged
 from optimus.plan.machine import load_machine, machine_names
-from optimus.plan.question import Plan, Question, memory_in, predict, time_of
+from optimus.plan.memory import memory_of
+from optimus.plan.prediction import Plan, predict
+from optimus.plan.step import step_time
 
 
-def search(question: Question, best: int = 10) -> list[Plan]:
-    """The `best` divisions of the ranks, the fastest first, each with the fastest schedule, microbatch, sharding and
-    recomputation that fit.
+def search(job: Job, best: int = 10) -> list[Plan]:
+    """The `best` divisions of the job's ranks, the fastest first, each with the fastest schedule, microbatch, sharding and
+    recomputation that fit; whatever else its configuration says stays.
 
     Raises `UserError` when nothing divides the batch, or fits: it then says what the smallest machine would be.
     """
-    links = question.machine.network.links is not None
-    ideal = replace(question, machine=even(question.machine)) if links else question
+    job = job.checked().undivided
+    links = job.machine.network.links is not None
+    ideal = replace(job, machine=even(job.machine)) if links else job
     ways = sorted(bases(ideal), key=lambda base: base.bound)
     if not ways:
         raise UserError(
-            f"no layout divides a global batch of {question.global_batch} sequences over {question.ranks} ranks: with a "
-            f"batch that is a multiple of {question.ranks}, all do"
+            f"no layout divides a global batch of {job.train.global_batch} sequences over {job.mesh.size} ranks: with a "
+            f"batch that is a multiple of {job.mesh.size}, all do"
         )
-    question = question.with_neighbours()
+    job = job.with_neighbours()
     found: dict[tuple[int, ...], Plan] = {}
-    fitting = Fitting(question)
+    fitting = Fitting(job)
     limit = float("inf")  # what a plan must be faster than to be among the best
     for base in ways:
         if base.bound >= limit:
@@ -52,37 +56,36 @@ def search(question: Question, best: int = 10) -> list[Plan]:
             times = sorted(plan.step.seconds for plan in found.values())
             limit = times[best - 1] if len(times) >= best else limit
     if not found:
-        raise _too_large(question, ways)
+        raise _too_large(job, ways)
     plans = sorted(found.values(), key=lambda plan: plan.step.seconds)[:best]
     return sorted(map(_rearranged, plans), key=lambda plan: plan.step.seconds) if links else plans
 
 
 def _rearranged(plan: Plan) -> Plan:
     """With the nodes in a better order."""
-    question, links = plan.question, plan.question.machine.network.links
+    job, links = plan.job, plan.job.machine.network.links
     assert links is not None
-    assert question.nodes is not None
+    assert job.nodes is not None
 
     def seconds(nodes: Sequence[int]) -> float:
-        return time_of(replace(question, nodes=tuple(nodes)), plan.setting).seconds
+        return step_time(replace(job, nodes=tuple(nodes))).seconds
 
-    nodes = tuple(exchanged(question.nodes, len(links), seconds))
-    return predict(replace(question, nodes=nodes), plan.setting)
+    return predict(replace(job, nodes=tuple(exchanged(job.nodes, len(links), seconds))))
 
 
-def _too_large(question: Question, ways: Sequence[Base]) -> UserError:
+def _too_large(job: Job, ways: Sequence[Base]) -> UserError:
     """Where nothing fits: names the least memory, and the smallest machine of those that are known."""
     smallest = min(base.division.micro_batch for base in ways)  # and no order keeps less than the usual one
     tightest = [
-        replace(base.setting, recompute=frozenset({"block"}), shard="parameters")
+        base.job.changed(state={"shard": "parameters"}, recompute=["block"])
         for base in ways
         if base.division.micro_batch == smallest and base.schedule == DEFAULT
     ]
-    least = min((memory_in(question, setting) for setting in tightest), key=lambda memory: memory.total)
+    least = min(map(memory_of, tightest), key=lambda memory: memory.total)
     rooms = sorted({(load_machine(name).memory, name) for name in machine_names()})
     enough = [f"{name} ({size / 1e9:.0f} GB)" for size, name in rooms if least.total <= size * 0.92]
     cure = f"the smallest machine that has it is {enough[0]}" if enough else "no known machine has it"
     return UserError(
-        f"nothing fits: a rank of {question.machine.name} has {question.machine.memory / 1e9:.1f} GB, and the least that "
-        f"any layout of {question.ranks} ranks takes is {least.total / 1e9:.1f} GB: {cure}; or take more ranks"
+        f"nothing fits: a rank of {job.machine.name} has {job.machine.memory / 1e9:.1f} GB, and the least that "
+        f"any layout of {job.mesh.size} ranks takes is {least.total / 1e9:.1f} GB: {cure}; or take more ranks"
     )

@@ -13,15 +13,14 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from optimus.config import ModelConfig
+from optimus.mesh.strided import StridedGroup
 from optimus.optim.rule import Rule
 from optimus.pipeline.estimates import StageTimes, least_seconds, pipeline_seconds, stages_of_ranks
-from optimus.plan.collectives import Collective, Place, transfer_seconds
+from optimus.plan.collectives import Collective, transfer_seconds
 from optimus.plan.held import Held, Where, busiest, held_by, kinds_of, written
-from optimus.plan.machine import Machine
-from optimus.plan.own import stage_sizes
-from optimus.plan.profile import Profile
-from optimus.plan.setting import Setting
+from optimus.plan.job import Job
 from optimus.plan.work import Passes, Terms, Work, add
+from optimus.train import pipeline
 
 # Share that collectives take from the computing that hides them: 16 to 24 of a GPU's 108 to 148 cores, and memory traffic.
 _CONTENTION = 0.2
@@ -70,21 +69,19 @@ class _Passes(NamedTuple):
     least: float  # seconds of all microbatches, if ranks share no cores
 
 
-def step_time(
-    model: ModelConfig, setting: Setting, machine: Machine, profile: Profile, work: Work | None = None
-) -> StepTime:
-    """A step of `setting.global_batch` sequences. `work` knows the modules of a setting that divides a block likewise."""
-    work = work.like(setting) if work else Work(model, setting, machine, profile)
-    passes, mesh = _passes(work), setting.mesh
-    order = setting.schedule, mesh.pp, setting.microbatches, passes.times
-    link = 0.0 if mesh.pp == 1 else transfer_seconds(work.R * work.H * work.e, setting.place("pp"), work.machine)
-    seconds = _lent(work, passes.times, pipeline_seconds(*order, link, blocking=profile.blocking))
+def step_time(job: Job, work: Work | None = None) -> StepTime:
+    """A step of a job. `work` knows the modules of another that divides a block likewise."""
+    work = work.like(job) if work else Work(job)
+    passes, mesh = _passes(work), job.mesh
+    order = job.parallel.schedule, mesh.pp, job.microbatches, passes.times
+    link = 0.0 if mesh.pp == 1 else transfer_seconds(work.R * work.H * work.e, job.group("pp"), work.machine)
+    seconds = _lent(work, passes.times, pipeline_seconds(*order, link, blocking=job.profile.blocking))
     return _sum(work, passes.stages, seconds, _ends(work, passes, seconds))
 
 
-def least_time(setting: Setting, work: Work) -> float:
-    """Seconds that `step_time` is no less than: what the pipeline's order costs is left out."""
-    work = work.like(setting)
+def least_time(job: Job, work: Work | None = None) -> float:
+    """Seconds that `step_time` is no less than, found sooner: what the pipeline's order costs is left out."""
+    work = work.like(job) if work else Work(job)
     passes = _passes(work)
     least = _lent(work, passes.times, passes.least)
     return least + sum(_ends(work, passes, least).values())
@@ -92,10 +89,12 @@ def least_time(setting: Setting, work: Work) -> float:
 
 def _passes(work: Work) -> _Passes:
     """`work` remembers them, however the state is held and the pipeline lies, unless parameters are gathered."""
-    s, mesh = work.setting, work.setting.mesh
-    gathers = (mesh, s.shard_ranks, s.shard_over, s.release) if s.shard == "parameters" else None
-    inside = mesh.ep, mesh.etp, s.recompute, s.recompute_every, s.repeat_collectives
-    key = inside, gathers, s.schedule, mesh.pp, s.stages_per_rank, s.microbatches, s.blocks, s.divided_vocabulary
+    job, mesh, state, parallel = work.job, work.job.mesh, work.job.state, work.job.parallel
+    release = state.reshard_after_forward
+    gathers = (mesh, state.shard_ranks, state.shard_over, release) if state.shard == "parameters" else None
+    inside = mesh.ep, mesh.etp, job.recompute, job.config.recompute_every, job.config.recompute_collectives
+    order = parallel.schedule, mesh.pp, parallel.stages_per_rank, job.microbatches, parallel.vocabulary
+    key = inside, gathers, order, tuple(parallel.blocks or ())
     if key not in work.known:
         work.known[key] = _all_passes(work, inside)
     found: _Passes = work.known[key]
@@ -104,60 +103,66 @@ def _passes(work: Work) -> _Passes:
 
 def _all_passes(work: Work, inside: tuple[Any, ...]) -> _Passes:
     """`inside` is what a stage's time depends on besides its blocks and what is gathered."""
-    s, pp = work.setting, work.setting.mesh.pp
-    counts = counts_of(work.model, blocks_of_stages(work.model, s))
-    vocabulary = s.stages_per_rank if s.divided_vocabulary else None
+    job, pp, parallel = work.job, work.job.mesh.pp, work.job.parallel
+    counts = counts_of(work.model, blocks_of_stages(job))
+    vocabulary = parallel.stages_per_rank if parallel.vocabulary else None
     alike: dict[int, _Stage] = {}
     for each in {id(each): each for each in counts}.values():
         key = inside, vocabulary, *each.values()
         if key not in work.known:
             work.known[key] = _stage(work, each)
         stage: _Stage = work.known[key]
-        if s.shard == "parameters":
+        if job.state.shard == "parameters":
             passes = stage.forward, add([stage.backward, stage.weights])
             gathers = _gathering(work, _held(work, each), *passes, max(1, work.profile.gathers * each["blocks"]))
             stage = stage._replace(gathers=gathers)
         alike[id(each)] = stage
     stages = [alike[id(each)] for each in counts]
     times = tuple(each.times for each in stages)
-    ranks = stages_of_ranks(s.schedule, pp, s.stages_per_rank)
+    ranks = stages_of_ranks(parallel.schedule, pp, parallel.stages_per_rank)
     busiest = max(ranks, key=lambda own: sum(times[number].seconds for number in own))
-    least = least_seconds(s.schedule, pp, s.microbatches, times)
+    least = least_seconds(parallel.schedule, pp, job.microbatches, times)
     own = together([counts[number] for number in busiest])
     return _Passes([stages[number] for number in busiest], times, own, least)
 
 
 def _lent(work: Work, times: Sequence[StageTimes], seconds: float) -> float:
     """Seconds of a pipeline, where what a rank leaves idle makes those faster that share its cores."""
-    s, machine = work.setting, work.machine
-    if machine.alone == 1 or s.place("pp").nodes(machine) > 1:
+    job, machine = work.job, work.machine
+    if machine.alone == 1 or job.group("pp").nodes(machine.ranks_per_node) > 1:
         return seconds
-    return max(sum(each.seconds for each in times) * s.microbatches / s.mesh.pp, seconds / machine.alone)
+    return max(sum(each.seconds for each in times) * job.microbatches / job.mesh.pp, seconds / machine.alone)
 
 
 def _ends(work: Work, passes: _Passes, seconds: float) -> dict[str, float]:
     """What comes after the passes, or is not hidden beside them."""
-    s = work.setting
+    job = work.job
     held = _held(work, passes.counts)
     trained = [each for each in held if each.rule.trains]
     ends = {
         "data_parallel": _reduction(work, trained, [stage.times for stage in passes.stages]),
         "optimizer": _update(work, trained),
-        "data": s.micro_batch * s.microbatches * s.context * _TOKEN / work.machine.host.link,
+        "data": job.tokens / job.mesh.dp * _TOKEN / work.machine.host.link,
     }
     return ends | {"checkpoint": _saving(work, held, seconds + sum(ends.values()))}
 
 
 def _held(work: Work, counts: Mapping[Where, int]) -> list[Held]:
-    return held_by(kinds_of(work.model, work.setting), work.setting, counts)
+    return held_by(kinds_of(work.job), work.job, counts)
 
 
-def blocks_of_stages(model: ModelConfig, setting: Setting) -> tuple[range, ...]:
-    """Blocks of each stage: those of the setting, or as a run of this library divides them.
+@lru_cache(maxsize=1024)
+def stage_sizes(model: ModelConfig, stages: int, *, divided: bool = False) -> tuple[int, ...]:
+    """Blocks of each stage, as a run divides them. Raises `UserError` when there are too few."""
+    return tuple(len(blocks) for blocks in pipeline.blocks_of_stages(model, stages, divided=divided))
+
+
+def blocks_of_stages(job: Job) -> tuple[range, ...]:
+    """Blocks of each stage: as configured, or as a run divides them.
 
     Raises `UserError` where this library would have fewer blocks than stages.
     """
-    blocks = setting.blocks or stage_sizes(model, setting.stages, divided=setting.divided_vocabulary)
+    blocks = job.parallel.blocks or stage_sizes(job.model, job.stages, divided=job.parallel.vocabulary)
     return tuple(range(start, end) for start, end in pairwise(accumulate(blocks, initial=0)))
 
 
@@ -188,7 +193,7 @@ def together(counts: Sequence[Mapping[Where, int]]) -> Mapping[Where, int]:
 
 
 def _stage(work: Work, counts: Mapping[Where, int]) -> _Stage:
-    setting = work.setting
+    job, recompute, parallel = work.job, work.job.recompute, work.job.parallel
     parts: list[tuple[Passes, float]] = []
     again: list[Terms] = []
     starting = 0.0
@@ -197,20 +202,20 @@ def _stage(work: Work, counts: Mapping[Where, int]) -> _Stage:
             attention, name = work.attention[layer], "moe" if work.model.experts_of(layer) else "mlp"
             parts += [(work.norm, 2 * number), (attention, number), (feed_forward, number)]
             starting += work.profile.host * number if name == "moe" else 0.0
-            share = number / (setting.recompute_every if "block" not in setting.recompute else 1)
+            share = number / (job.config.recompute_every if "block" not in recompute else 1)
             modules = {"norm": (work.norm, 2), "attention": (attention, 1), name: (feed_forward, 1)}
             modules |= {"scores": (work.scores[layer], 1)}
-            modules |= {"act": (work.activation(layer), 1)} if "act" in setting.recompute else {}
-            if "products" in setting.recompute:
+            modules |= {"act": (work.activation(layer), 1)} if "act" in recompute else {}
+            if "products" in recompute:
                 both = add([_scaled(work.norm.forward, 2), attention.forward, feed_forward.forward])
                 again.append(_scaled(Terms(matmul=0.5 * both.matmul, memory=both.memory), share))
-            kinds = ("norm", "attention", name) if "block" in setting.recompute else setting.recompute
+            kinds = ("norm", "attention", name) if "block" in recompute else recompute
             for (forward, *_), times in (modules[kind] for kind in kinds if kind in modules):
-                if not setting.repeat_collectives:
+                if job.config.recompute_collectives == "keep":
                     forward = forward._replace(tensor=0.0, context=0.0, expert=0.0)
                 again.append(_scaled(forward, share * times))
-    if setting.divided_vocabulary:
-        parts += [(work.embedding, 1 / setting.stages_per_rank), (work.head, 1 / setting.stages_per_rank)]
+    if parallel.vocabulary:
+        parts += [(work.embedding, 1 / parallel.stages_per_rank), (work.head, 1 / parallel.stages_per_rank)]
     else:
         parts += [(work.embedding, counts["first"]), (work.head, counts["last"]), (work.norm, counts["last"])]
     forward, backward, weights = (add(_scaled(passes[i], times) for passes, times in parts) for i in range(3))
@@ -224,18 +229,20 @@ def _scaled(terms: Terms, times: float) -> Terms:
 def _gathering(work: Work, held: Sequence[Held], forward: Terms, backward: Terms, parts: int) -> float:
     """Of a microbatch's parameters, forward and backward, and reducing their gradients: what computing does not hide. All
     are sent in so many `parts`."""
-    s, profile = work.setting, work.profile
+    profile = work.profile
     gather = reduce = 0.0
     for each in held:
         gather += _moving(work, "all_gather", each.moved(0, each.depths.parameters), work.e, parts)
         if each.rule.trains:
             reduce += _moving(work, "reduce_scatter", each.moved(0, each.depths.gradients), profile.reduced, parts)
-    second = (gather if s.release else 0.0) + reduce
+    second = (gather if work.job.state.reshard_after_forward else 0.0) + reduce
     share = profile.overlap_gather * work.machine.overlap
     return _beside(gather, share * forward.compute) + _beside(second, share * backward.compute)
 
 
-def _moving(work: Work, kind: Collective, moved: Iterable[tuple[float, Place]], size: float, parts: int = 1) -> float:
+def _moving(
+    work: Work, kind: Collective, moved: Iterable[tuple[float, StridedGroup]], size: float, parts: int = 1
+) -> float:
     """Collectives one after the other, of elements of so many bytes, each in so many equal parts."""
     return sum(parts * work.collective(kind, elements * size / parts, place) for elements, place in moved)
 
@@ -251,19 +258,19 @@ def _beside(moving: float, computing: float) -> float:
 def _reduction(work: Work, held: Sequence[Held], times: Sequence[StageTimes]) -> float:
     """What is not hidden of reducing gradients beside the backward pass, and of gathering what has been updated beside the
     next forward pass; `times` are those of the rank's stages."""
-    s, profile = work.setting, work.profile
+    job, profile = work.job, work.profile
     reduce = gather = turns = 0.0
     for each in held:
         parameters, gradients, optimizer = each.depths
         if not parameters:  # else it is beside every microbatch, with what is gathered there
-            reduce += s.microbatches * _moving(work, "reduce_scatter", each.moved(0, gradients), profile.reduced)
+            reduce += job.microbatches * _moving(work, "reduce_scatter", each.moved(0, gradients), profile.reduced)
             turns += profile.broadcast * each.ways(optimizer) if optimizer else 0.0
         reduce += _moving(work, "reduce_scatter", each.moved(gradients, optimizer), profile.reduced)
         reduce += work.collective("all_reduce", each.own * profile.reduced, each.copies)
         gather += _moving(work, "all_gather", each.moved(parameters, optimizer), work.e)
     hidden, ahead = sum(each.backward + each.weights for each in times), sum(each.forward for each in times)
-    if s.shard == "gradients":
-        hidden *= s.microbatches
+    if job.state.shard == "gradients":
+        hidden *= job.microbatches
     hidden, ahead = (work.machine.overlap * seconds for seconds in (hidden, ahead))
     return _beside(reduce, profile.overlap_data * hidden) + turns + _beside(gather, profile.overlap_gather * ahead)
 
@@ -286,12 +293,12 @@ def _orthogonalising(work: Work, held: Held) -> float:
     ranks, each = held.ways(held.depths.optimizer), list[tuple[float, float]]()
     here = -(-round(sum(number for number, *_ in held.matrices)) // ranks)
     for number, together, rows, columns, axes, blocks in held.matrices:
-        room = int(work.setting.tile * blocks / (rows * columns))
+        room = int(work.job.state.tile * blocks / (rows * columns))
         at_once = max(1, min(here, max(room, blocks)) if blocks > 1 else min(together, here, room))
         seconds = work.orthogonalise(-(-at_once // blocks), rows, columns)
         if blocks > 1:
             sent = at_once * rows * columns / blocks * work.e
-            seconds += 2 * work.collective("all_to_all", sent, work.setting.place(*axes))
+            seconds += 2 * work.collective("all_to_all", sent, work.job.group(*axes))
         each.append((number, seconds / at_once))
     return busiest(each, ranks)
 
@@ -299,7 +306,7 @@ def _orthogonalising(work: Work, held: Held) -> float:
 def _saving(work: Work, held: Sequence[Held], step: float) -> float:
     """Of a step's share in checkpoints: training waits for copies in host memory and, unless they are written beside it, for
     the file system; at the latest when the next is due (`checkpoint.saving`)."""
-    saving, machine = work.setting.saving, work.machine
+    saving, machine = work.job.config.checkpoint, work.machine
     seconds = 0.0
 
     def weight(rule: Rule) -> float:  # as `Chunk.weights` has it
@@ -315,7 +322,7 @@ def _saving(work: Work, held: Sequence[Held], step: float) -> float:
 
 
 def _sum(work: Work, stages: Sequence[_Stage], passes: float, ends: Mapping[str, float]) -> StepTime:
-    m = work.setting.microbatches
+    m = work.job.microbatches
     every = add(_scaled(terms, m) for each in stages for terms in (each.forward, each.backward, each.weights))
     again = add(_scaled(each.again, m) for each in stages)
     gathers, host = (m * sum(times) for times in zip(*((each.gathers, each.host) for each in stages)))

@@ -9,14 +9,12 @@ from copy import copy
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from optimus.config import ModelConfig
+from optimus.mesh.strided import StridedGroup
 from optimus.optim.muon import STEPS
 from optimus.parallel.dispatch.choice import copies, dispatcher
 from optimus.plan.blocks import Block, Projection, blocks_of
-from optimus.plan.collectives import Collective, Place, collective_seconds, transfer_seconds
-from optimus.plan.machine import Machine
-from optimus.plan.profile import Profile
-from optimus.plan.setting import Setting
+from optimus.plan.collectives import Collective, collective_seconds, transfer_seconds
+from optimus.plan.job import Job
 
 _ATTENTION_BACKWARD = 2.5  # products of the backward pass of fused attention, to those of the forward pass
 _STEP = 32  # columns of a head in which attention kernels come
@@ -58,29 +56,29 @@ class Passes(NamedTuple):
 
 
 class Work:
-    """The modules of `model` on a rank of `setting`."""
+    """The modules of a job's model on one of its ranks."""
 
-    def __init__(self, model: ModelConfig, setting: Setting, machine: Machine, profile: Profile) -> None:
-        self.model, self.setting, self.machine, self.profile = model, setting, machine, profile
-        mesh = setting.mesh
-        self.T = setting.rows
-        self.R = self.T // mesh.tp_out if setting.sequence else self.T
+    def __init__(self, job: Job) -> None:
+        self.job, self.model, self.machine, self.profile = job, job.model, job.placed, job.profile
+        model, profile, mesh = job.model, job.profile, job.mesh
+        self.T = job.rows
+        self.R = self.T // mesh.tp_out if job.parallel.splits_sequence else self.T
         self.H = model.hidden / mesh.tp_in
-        self.e = setting.itemsize
+        self.e = job.itemsize
         self._chosen = model.experts_per_token or 0
         self._expert_passes = profile.passes_experts or profile.passes
         self.known: dict[Any, Any] = {}  # what `step` has found out with it
-        self.collectives: dict[tuple[Place, Collective], float] = {}  # bytes of the largest that was asked for
-        self._plain = setting.precision if setting.precision in ("fp16", "fp32") else "bf16"  # where nothing is cast
+        self.collectives: dict[tuple[StridedGroup, Collective], float] = {}  # bytes of the largest that was asked for
+        self._plain = job.precision if job.precision in ("fp16", "fp32") else "bf16"  # where nothing is cast
 
-    def like(self, setting: Setting) -> "Work":
-        """The same modules, with what is known of their times, in a setting that divides likewise what they have been asked
-        for: it differs in the pipeline, in how the state is held and in what is recomputed."""
+    def like(self, job: Job) -> "Work":
+        """The same modules, with what is known of their times, in a job that divides likewise what they have been asked for:
+        it differs in the pipeline, in how the state is held and in what is recomputed."""
         other = copy(self)
-        other.setting = setting
+        other.job = job
         return other
 
-    def collective(self, kind: Collective, whole: float, place: Place) -> float:
+    def collective(self, kind: Collective, whole: float, place: StridedGroup) -> float:
         """Seconds of a collective by the profile's algorithm."""
         asked = self.collectives
         asked[place, kind] = max(whole, asked.get((place, kind), 0.0))
@@ -108,9 +106,9 @@ class Work:
         return {layer: known[self.model.window_of(layer)] for layer in layers}
 
     def _scores(self, window: int | None) -> Passes:
-        mesh, machine = self.setting.mesh, self.machine
+        mesh, machine = self.job.mesh, self.machine
         query, value = self.model.query_size, self.model.value_size
-        heads, context = self.model.heads / mesh.tp_out, self.setting.context
+        heads, context = self.model.heads / mesh.tp_out, self.job.train.sequence_length
         flops = 2 * self.T * context * heads * (query + value)
         if self.profile.attention == 0:
             batch = heads * self.T / context
@@ -153,12 +151,12 @@ class Work:
     def _dense(self, layer: int) -> Passes:
         """A dense feed-forward layer, or what every token meets beside the experts that it chooses."""
         projections = self.blocks[layer].dense
-        between = self._activation(projections, self.T, self.setting.mesh.tp_out)
+        between = self._activation(projections, self.T, self.job.mesh.tp_out)
         return _together([self._projections(projections, self.T), between])
 
     def _moe(self, layer: int) -> Passes:
         """Router, experts, the way there and back, and the expert that all tokens meet."""
-        hidden, mesh, block = self.model.hidden, self.setting.mesh, self.blocks[layer]
+        hidden, mesh, block = self.model.hidden, self.job.mesh, self.blocks[layer]
         experts = self.model.experts_of(layer)
         own = self.T / mesh.tp  # tokens that this rank sends
         rows, here = self._expert_rows, experts // mesh.ep
@@ -174,14 +172,14 @@ class Work:
         parts.append(Passes(way, way, Terms()))
         if block.dense:
             parts.append(self._dense(layer))
-        if mesh.tp_out > 1 and not self.setting.sequence:  # what each rank has done for its tokens, for all
+        if mesh.tp_out > 1 and not self.job.parallel.splits_sequence:  # what each rank has done for its tokens, for all
             gathered = self._tensor("all_gather", self.T * self.H * self.e)
             parts.append(Passes(gathered, gathered, Terms()))
         return _together(parts)
 
     def activation(self, layer: int) -> Passes:
         """Between the products of the feed-forward layer, or of the experts."""
-        mesh, block = self.setting.mesh, self.blocks[layer]
+        mesh, block = self.job.mesh, self.blocks[layer]
         if not block.expert:
             return self._activation(block.dense, self.T, mesh.tp_out)
         return self._activation(block.expert, self._expert_rows, mesh.etp, self._expert_passes)
@@ -189,14 +187,14 @@ class Work:
     @property
     def _expert_rows(self) -> float:
         """Copies of tokens that the busiest rank's experts meet."""
-        mesh = self.setting.mesh
-        return self.T / mesh.tp * self._chosen * mesh.etp * self.setting.imbalance
+        mesh = self.job.mesh
+        return self.T / mesh.tp * self._chosen * mesh.etp * self.job.imbalance
 
     @cached_property
     def head(self) -> Passes:
         """The output layer and the loss."""
-        vocab, mesh = self.model.vocab, self.setting.mesh
-        share = mesh.tp_out * (mesh.pp if self.setting.divided_vocabulary else 1)
+        vocab, mesh = self.model.vocab, self.job.mesh
+        share = mesh.tp_out * (mesh.pp if self.job.parallel.vocabulary else 1)
         product = self._product(self.T, vocab / share, self.H, 1, self._plain)
         logits = self.T * vocab / share * 4
         loss = Passes(self._memory(3 * logits), self._memory(2 * logits))
@@ -221,7 +219,7 @@ class Work:
 
     def _projections(self, projections: Iterable[Projection], rows: float) -> Passes:
         """Matrix products and, where what they are made of is divided, collectives (equations 5.3 and 5.4)."""
-        mesh, parts = self.setting.mesh, []
+        mesh, parts = self.job.mesh, []
         for projection in projections:
             k, n = projection.inputs, projection.outputs
             if projection.over == "nothing":
@@ -237,15 +235,17 @@ class Work:
 
     def _enter(self, rows: float) -> Terms:
         """The whole rows of the residual stream, where ranks have parts of them."""
-        return self._tensor("all_gather", rows * self.H * self.e) if self.setting.sequence else Terms()
+        return self._tensor("all_gather", rows * self.H * self.e) if self.job.parallel.splits_sequence else Terms()
 
     def _leave(self, rows: float) -> Terms:
         """The sum of what the ranks have added to the residual stream."""
-        return self._tensor("reduce_scatter" if self.setting.sequence else "all_reduce", rows * self.H * self.e)
+        return self._tensor(
+            "reduce_scatter" if self.job.parallel.splits_sequence else "all_reduce", rows * self.H * self.e
+        )
 
     def _product(self, m: float, n: float, k: float, count: float = 1, precision: str | None = None) -> Passes:
         """[m, k] x [k, n] forward, the gradients of both factors backward."""
-        kind, machine = precision or self.setting.precision, self.machine
+        kind, machine = precision or self.job.precision, self.machine
         # Matrix units load 16 bytes at a time. cuBLAS has used them from 11.0 on for less, at half the rate.
         units = 1.0 if _aligned(8, n, k) else 0.5 * _aligned(4, n, k)
         times = [
@@ -266,17 +266,17 @@ class Work:
         return Terms(*(time / self.profile.speed for time in terms))
 
     def _tensor(self, kind: Collective, whole: float, axis: str = "tp_out") -> Terms:
-        seconds = self.collective(kind, whole, self.setting.place(axis))
+        seconds = self.collective(kind, whole, self.job.group(axis))
         return Terms(tensor=seconds * (1 - self.profile.overlap_tensor * self.machine.overlap))
 
     def _ring(self, forward: float, backward: float) -> tuple[float, float]:
         """What remains of sending keys and values round beside attention; or all of what Ulysses exchanges."""
-        model, s, mesh = self.model, self.setting, self.setting.mesh
+        model, job, mesh = self.model, self.job, self.job.mesh
         if mesh.cp == 1:
             return 0.0, 0.0
-        place, each = s.place("cp"), self.T * (model.query_size + model.value_size) * self.e
+        place, each = job.group("cp"), self.T * (model.query_size + model.value_size) * self.e
         shared = model.kv_heads / mesh.tp_out * each
-        if s.ulysses:
+        if job.parallel.context_method == "ulysses":
             own = model.heads / mesh.tp_out * each + shared
             once = self.collective("all_to_all", own, place)
             return once, once
@@ -287,13 +287,14 @@ class Work:
     @cached_property
     def dispatcher(self) -> str:
         """The one that the run would use."""
-        s, tokens = self.setting, self.setting.rows // self.setting.mesh.tp
-        return dispatcher(s.dispatch, self.model, s.mesh, tokens, int(s.itemsize), self.machine.collectives)
+        job, tokens = self.job, self.job.rows // self.job.mesh.tp
+        method, itemsize = job.config.moe.dispatch, int(job.itemsize)
+        return dispatcher(method, self.model, job.mesh, tokens, itemsize, self.machine.collectives)
 
     def _dispatch(self, own: float, experts: int) -> float:
         """Seconds of the way of `own` tokens to their experts and back."""
-        hidden, s, mesh = self.model.hidden, self.setting, self.setting.mesh
-        place = Place(mesh.ep * mesh.etp, 1)
+        hidden, mesh = self.model.hidden, self.job.mesh
+        place = StridedGroup(mesh.ep * mesh.etp, 1)
         if place.size == 1:
             return 0.0
         shown = 1 - self.profile.overlap_expert * self.machine.overlap
@@ -301,23 +302,23 @@ class Work:
             whole = own * place.size * hidden * self.e
             both = [self.collective(kind, whole, place) for kind in ("all_gather", "reduce_scatter")]
             return sum(both) * shown
-        size = own * mesh.etp * s.imbalance * hidden * self.e
+        size = own * mesh.etp * self.job.imbalance * hidden * self.e
         once = self._exchange(place, size, experts)
         return 2 * once * shown
 
-    def _exchange(self, place: Place, size: float, experts: int) -> float:
+    def _exchange(self, place: StridedGroup, size: float, experts: int) -> float:
         """Seconds of sending `size` bytes of tokens to their experts, or back."""
-        ranks, nodes = self.setting.mesh.ep, place.nodes(self.machine)
+        ranks, nodes = self.job.mesh.ep, place.nodes(self.machine.ranks_per_node)
         if self.profile.copies == "expert":
             return self.collective("all_to_all", size * self._chosen, place)
         each = size * copies(experts, ranks, self._chosen)
         if self.profile.copies == "rank" or nodes == 1:
             return self.collective("all_to_all", each, place)
-        here = place.on_a_node(self.machine)
+        here = place.on_a_node(self.machine.ranks_per_node)
         if self.profile.copies == "levels" and (here == 1 or place.size % here):
             return self.collective("all_to_all", each, place)
         # Once to each node, and there to the ranks that have the experts.
-        inside = self.collective("all_to_all", each, Place(here))
+        inside = self.collective("all_to_all", each, StridedGroup(here))
         if self.profile.copies == "levels":
             return inside + self.collective(
                 "all_to_all", size * copies(experts, nodes, self._chosen), place.outer(here)

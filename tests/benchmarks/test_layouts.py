@@ -10,9 +10,11 @@ from benchmarks import layouts
 from benchmarks.layouts import Layout, ratios_of, rows_of, time_layouts
 from optimus.cli import app
 from optimus.errors import UserError
+from optimus.mesh import Mesh
 from optimus.plan.asking import configured
+from optimus.plan.job import job_of
 from optimus.plan.machine import load_machine
-from optimus.plan.question import Plan, Question
+from optimus.plan.prediction import Plan
 from optimus.plan.search import search
 
 CONFIG = configured(
@@ -22,11 +24,11 @@ CONFIG = configured(
 
 @pytest.fixture(scope="module")
 def plans() -> list[Plan]:
-    return search(Question(CONFIG.model, load_machine("laptop"), 2, 4, 32), best=100)
+    return search(job_of(CONFIG, load_machine("laptop"), Mesh(dp=2)), best=100)
 
 
 def test_every_division_is_planned(plans: list[Plan]) -> None:
-    meshes = [plan.setting.mesh for plan in plans]
+    meshes = [plan.job.mesh for plan in plans]
     assert {(mesh.pp, mesh.dp, mesh.tp_in, mesh.tp_out) for mesh in meshes} == {
         (2, 1, 1, 1),
         (1, 2, 1, 1),
@@ -37,7 +39,7 @@ def test_every_division_is_planned(plans: list[Plan]) -> None:
 
 @pytest.mark.slow
 def test_layouts_are_trained(plans: list[Plan]) -> None:
-    found = time_layouts(plans[:2], CONFIG, steps=1, rounds=1)
+    found = time_layouts(plans[:2], steps=1, rounds=1)
     assert [layout.failure for layout in found] == [None, None]
     for layout in found:
         assert 0 < layout.seconds < 60
@@ -52,7 +54,7 @@ def test_a_layout_that_fails_is_named(plans: list[Plan], monkeypatch: pytest.Mon
         raise ProcessRaisedException("Traceback\nMemoryError: no room", 0, 1)
 
     monkeypatch.setattr(layouts, "run_fresh", fails)
-    (found,) = time_layouts(plans[:1], CONFIG, steps=1, rounds=3)
+    (found,) = time_layouts(plans[:1], steps=1, rounds=3)
     assert found.failure == "MemoryError: no room"
     assert len(calls) == 1  # it is not tried again
     with pytest.raises(UserError, match=r"none of 1 layouts could be trained; .* MemoryError: no room"):

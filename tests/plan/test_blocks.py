@@ -1,9 +1,8 @@
 """Blocks as the planner has them: the projections that modules declare; parameters, FLOPs and state of every model."""
 
-from dataclasses import replace
-
 import pytest
 
+from benchmarks.published.jobs import job
 from benchmarks.published.profiles import FrameworkProfile
 from benchmarks.published.program import framework_memory
 from optimus.config import ModelConfig, preset_names, resolve_model
@@ -13,9 +12,7 @@ from optimus.model.count import count_parameters, flops_per_token
 from optimus.plan.blocks import Projection, blocks_of
 from optimus.plan.held import held_by, kinds_of
 from optimus.plan.machine import load_machine
-from optimus.plan.question import Question
 from optimus.plan.search import search
-from optimus.plan.setting import Setting
 from optimus.plan.step import counts_of, step_time
 from optimus.plan.work import Work
 
@@ -38,7 +35,6 @@ MODELS = {name: model_config_from(resolve_model(name)["model"], name) for name i
     ),
 }
 PLAIN = FrameworkProfile(about="a test", gradient=2.0)
-SETTING = Setting(Mesh(), 512, 1, 8)
 MACHINE = load_machine("dgx-a100")
 
 
@@ -60,8 +56,9 @@ def test_parameters_and_state_are_those_that_are_counted(name: str) -> None:
     """With gradients of two bytes: 16 for each parameter."""
     model = MODELS[name]
     (counts,), parameters = counts_of(model, (range(model.layers),)), count_parameters(model).total
-    assert sum(held.elements for held in held_by(kinds_of(model, SETTING), SETTING, counts)) == parameters
-    parts = framework_memory(model, SETTING, PLAIN).parts
+    asked = job(model, MACHINE, Mesh(), 512, 1, 8, PLAIN)
+    assert sum(held.elements for held in held_by(kinds_of(asked), asked, counts)) == parameters
+    parts = framework_memory(asked, PLAIN).parts
     assert sum(parts[kind] for kind in ("parameters", "gradients", "optimizer")) == 16 * parameters
 
 
@@ -103,7 +100,7 @@ def test_blocks_are_counted_by_their_shapes() -> None:
 def test_scores_inside_a_window() -> None:
     """Of four windows half the square is 8 of theirs: half of each one's own, and half of the one before."""
     model = MODELS["gemma-2-2b"].model_copy(update={"window": 512})
-    found = Work(model, replace(SETTING, context=2048), MACHINE, PLAIN).scores
+    found = Work(job(model, MACHINE, Mesh(), 2048, 1, 8, PLAIN)).scores
     inside, whole = (found[layer].forward.attention - MACHINE.kernel_latency for layer in (0, 1))
     assert inside / whole == pytest.approx((4 * 0.5 + 3 * 0.5) / 8)
 
@@ -115,13 +112,13 @@ def test_a_pyramid_takes_as_long_as_its_layers() -> None:
         ModelConfig.model_validate(shape | {"experts_by_layer": layers})
         for layers in ([16] * 4, [128] * 4, [16, 16, 128, 128])
     )
-    times = [step_time(model, SETTING, MACHINE, PLAIN).seconds for model in (few, most, both)]
+    times = [step_time(job(model, MACHINE, Mesh(), 512, 1, 8, PLAIN)).seconds for model in (few, most, both)]
     assert times[0] < times[2] < times[1]
     assert times[2] == pytest.approx((times[0] + times[1]) / 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["pyramid", "latent", "every second"])
 def test_all_kinds_of_models_are_planned(name: str) -> None:
-    plan, *_ = search(Question(MODELS[name], MACHINE, 8, 16, 512))
-    assert plan.setting.mesh.size == 8
+    plan, *_ = search(job(MODELS[name], MACHINE, Mesh(dp=8), 512, 1, 2))
+    assert plan.job.mesh.size == 8
     assert 0 < plan.utilisation < 1

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.published.jobs import changed, job
 from benchmarks.published.profiles import load_profile
 from optimus.comm import costs
 from optimus.comm.algorithms import OWN, Curve, Measured, default, names, pieces
@@ -11,11 +12,11 @@ from optimus.comm.links import Link, Links
 from optimus.comm.schedules import Shape
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
+from optimus.mesh.strided import StridedGroup
 from optimus.plan.choices import algorithm_of, links_of
-from optimus.plan.collectives import Algorithm, Collective, Place, algorithm_named, collective_seconds, shape_of
+from optimus.plan.collectives import Algorithm, Collective, algorithm_named, collective_seconds, shape_of
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.profile import Profile
-from optimus.plan.setting import Setting
 from optimus.plan.step import step_time
 
 approx = pytest.approx
@@ -43,8 +44,8 @@ def test_this_library_chooses_and_others_have_one_ring() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [4 * KB, 1 * MB, 64 * MB])
-@pytest.mark.parametrize("place", [Place(16), Place(128), Place(8, 4), Place(8, 2)])
-def test_between_nodes_of_processors_a_run_follows_its_rules(kind: Collective, size: int, place: Place) -> None:
+@pytest.mark.parametrize("place", [StridedGroup(16), StridedGroup(128), StridedGroup(8, 4), StridedGroup(8, 2)])
+def test_between_nodes_of_processors_a_run_follows_its_rules(kind: Collective, size: int, place: StridedGroup) -> None:
     """And takes what the events on the machine's links say."""
     shape = shape_of(place, CPUS)
     assert shape is not None
@@ -53,14 +54,14 @@ def test_between_nodes_of_processors_a_run_follows_its_rules(kind: Collective, s
     assert name == ("direct" if rule == OWN and kind in ("all_gather", "reduce_scatter") else rule)
     groups = 4 // shape.per  # of four ranks of a node, that share its adapter
     links = Links(between=Link(1e-4, 1.1e8 / groups), inside=Link(5e-5, 1.5e9))
-    assert links_of(CPUS, place.rings(CPUS), 1.1e8) == links
+    assert links_of(CPUS, place.groups_on_a_node(CPUS.ranks_per_node), 1.1e8) == links
     expected = costs.seconds(name, kind, shape, size, links, pieces(name, shape, size))
     assert collective_seconds(kind, size, place, CPUS, "chosen") == approx(expected)
 
 
 def test_between_two_sizes_what_is_known_of_both_is_used() -> None:
     low, middle, high = (
-        collective_seconds("all_gather", size * MB, Place(16), CPUS, "chosen") for size in (32, 45, 64)
+        collective_seconds("all_gather", size * MB, StridedGroup(16), CPUS, "chosen") for size in (32, 45, 64)
     )
     assert low < middle < high
     exact = costs.seconds("direct+direct", "all_gather", Shape(4, 4), 45 * MB, links_of(CPUS, 1, 1.1e8), 4)
@@ -71,7 +72,7 @@ def test_two_levels_are_several_times_faster_than_what_every_rank_sends_to_every
     """4 nodes of 4 with one adapter each: each node's carries a quarter as much."""
     size, links = 64 * MB, links_of(CPUS, 1, 1.1e8)
     flat = costs.seconds("direct", "all_gather", Shape(4, 4), size, links)
-    assert flat / collective_seconds("all_gather", size, Place(16), CPUS, "chosen") > 3
+    assert flat / collective_seconds("all_gather", size, StridedGroup(16), CPUS, "chosen") > 3
 
 
 def test_adapters_are_shared_by_the_groups_of_a_node() -> None:
@@ -81,8 +82,8 @@ def test_adapters_are_shared_by_the_groups_of_a_node() -> None:
     assert links_of(four, 8, 8e9)[1:] == (Link(1e-4, 1e9), Link(5e-5, 1.5e9), 1)
 
 
-@pytest.mark.parametrize("place", [Place(4), Place(2, 2), Place(6)])
-def test_on_a_node_and_where_nodes_are_unlike_nothing_changes(place: Place) -> None:
+@pytest.mark.parametrize("place", [StridedGroup(4), StridedGroup(2, 2), StridedGroup(6)])
+def test_on_a_node_and_where_nodes_are_unlike_nothing_changes(place: StridedGroup) -> None:
     for kind in KINDS:
         both: list[Algorithm] = ["chosen", "ring"]
         assert len({collective_seconds(kind, 1e6, place, CPUS, by) for by in both}) == 1
@@ -101,7 +102,7 @@ def test_a_table_says_which_algorithm_and_how_long() -> None:
         (2.5e5, "direct+direct", 2e-3 * 2 ** (0.5 * 1.39794)),
     ):
         assert algorithm_of("all_gather", size, Shape(4, 8), measured) == name
-        assert collective_seconds("all_gather", size, Place(32), measured, "chosen") == approx(seconds)
+        assert collective_seconds("all_gather", size, StridedGroup(32), measured, "chosen") == approx(seconds)
 
 
 def test_the_backends_own_unless_the_table_has_two_levels_as_faster() -> None:
@@ -118,8 +119,8 @@ def test_the_backends_own_unless_the_table_has_two_levels_as_faster() -> None:
     assert "direct" in names("all_gather", shape)
 
 
-@pytest.mark.parametrize("place", [Place(8), Place(32), Place(4, 8), Place(12)])
-def test_accelerators_without_a_table_are_predicted_as_before(place: Place) -> None:
+@pytest.mark.parametrize("place", [StridedGroup(8), StridedGroup(32), StridedGroup(4, 8), StridedGroup(12)])
+def test_accelerators_without_a_table_are_predicted_as_before(place: StridedGroup) -> None:
     for kind in KINDS:
         both: list[Algorithm] = ["chosen", "ring"]
         assert len({collective_seconds(kind, 3e7, place, GPUS, by) for by in both}) == 1
@@ -127,14 +128,13 @@ def test_accelerators_without_a_table_are_predicted_as_before(place: Place) -> N
 
 def test_a_step_gets_faster_by_a_table_of_faster_collectives() -> None:
     model = ModelConfig(family="olmo", layers=4, hidden=512, heads=8, intermediate=2048, vocab=64)
-    setting = Setting(Mesh(dp=32, ranks_per_node=8), 512, 1, 1, shard="parameters")
+    asked = job(model, GPUS, Mesh(dp=32, ranks_per_node=8), 512, 1, 1, shard="parameters")
     curve = {"4x8": {OWN: Curve(sizes=[1.0, 1e9], seconds=[1e-9, 1e-9])}}
     fast = with_table(GPUS, all_gather=curve, reduce_scatter=curve)
-    before, after = (step_time(model, setting, each, Profile()).seconds for each in (GPUS, fast))
+    before, after = (step_time(replace(asked, machine=each)).seconds for each in (GPUS, fast))
     assert after < before
-    assert step_time(model, replace(setting, mesh=Mesh()), fast, Profile()) == step_time(
-        model, replace(setting, mesh=Mesh()), GPUS, Profile()
-    )
+    alone = changed(asked, Mesh())
+    assert step_time(replace(alone, machine=fast)) == step_time(alone)
 
 
 # ---- Their names ----
@@ -143,22 +143,22 @@ def test_a_step_gets_faster_by_a_table_of_faster_collectives() -> None:
 @pytest.mark.parametrize(
     ("kind", "place", "by", "name"),
     [
-        ("all_gather", Place(16), "chosen", "direct+direct"),
-        ("all_gather", Place(4), "chosen", "direct"),
-        ("all_gather", Place(16), "ring", "ring"),
-        ("all_gather", Place(4), "hierarchical", OWN),
-        ("all_gather", Place(16), "hierarchical", "hierarchical"),
-        ("all_gather", Place(16), "library", "library"),
-        ("all_reduce", Place(16), "library", OWN),
-        ("all_to_all", Place(16), "ring", OWN),
-        ("all_gather", Place(6), "chosen", OWN),
+        ("all_gather", StridedGroup(16), "chosen", "direct+direct"),
+        ("all_gather", StridedGroup(4), "chosen", "direct"),
+        ("all_gather", StridedGroup(16), "ring", "ring"),
+        ("all_gather", StridedGroup(4), "hierarchical", OWN),
+        ("all_gather", StridedGroup(16), "hierarchical", "hierarchical"),
+        ("all_gather", StridedGroup(16), "library", "library"),
+        ("all_reduce", StridedGroup(16), "library", OWN),
+        ("all_to_all", StridedGroup(16), "ring", OWN),
+        ("all_gather", StridedGroup(6), "chosen", OWN),
     ],
 )
-def test_names(kind: Collective, place: Place, by: Algorithm, name: str) -> None:
+def test_names(kind: Collective, place: StridedGroup, by: Algorithm, name: str) -> None:
     assert algorithm_named(kind, 64.0 * MB, place, CPUS, by) == name
 
 
 def test_the_best_is_named_by_what_is_faster() -> None:
     slow = CPUS.model_copy(update={"node": CPUS.node.model_copy(update={"bandwidth": 1.2e8})})
-    assert algorithm_named("all_gather", 64.0 * MB, Place(16), CPUS, "best") == "hierarchical"
-    assert algorithm_named("all_gather", 64.0 * MB, Place(16), slow, "best") == "ring"
+    assert algorithm_named("all_gather", 64.0 * MB, StridedGroup(16), CPUS, "best") == "hierarchical"
+    assert algorithm_named("all_gather", 64.0 * MB, StridedGroup(16), slow, "best") == "ring"

@@ -4,7 +4,7 @@ import pytest
 
 from optimus.plan.collectives import (
     Collective,
-    Place,
+    StridedGroup,
     collective_seconds,
     hierarchical_seconds,
     node_bandwidth,
@@ -46,7 +46,7 @@ def machine(
 
 
 def on_a_node(kind: Collective, whole: float, size: int, bandwidth: float = 1.0) -> float:
-    return collective_seconds(kind, whole, Place(size), machine(size, bandwidth))
+    return collective_seconds(kind, whole, StridedGroup(size), machine(size, bandwidth))
 
 
 def test_equation_5_1_all_gather_of_weights() -> None:
@@ -87,40 +87,45 @@ def test_all_reduce_is_reduce_scatter_and_all_gather() -> None:
 
 def test_case_1_looks_up_the_node() -> None:
     pairs = machine(groups={"1x2": 90.0, "2x2": 30.0})
-    assert ring_bandwidth(Place(2, 1), pairs) == 90.0
-    assert ring_bandwidth(Place(2, 2), pairs) == 30.0
-    assert ring_bandwidth(Place(4, 1), pairs) == 100.0  # not in the list: the node's
+    assert ring_bandwidth(StridedGroup(2, 1), pairs) == 90.0
+    assert ring_bandwidth(StridedGroup(2, 2), pairs) == 30.0
+    assert ring_bandwidth(StridedGroup(4, 1), pairs) == 100.0  # not in the list: the node's
 
 
 def test_case_1_is_for_groups_in_a_node_only() -> None:
-    assert ring_bandwidth(Place(4, 2), machine(groups={"4x2": 90.0, "2x4": 90.0})) == 20.0
+    assert ring_bandwidth(StridedGroup(4, 2), machine(groups={"4x2": 90.0, "2x4": 90.0})) == 20.0
 
 
 def test_figure_5_3_left_one_ring_over_two_nodes() -> None:
-    assert ring_bandwidth(Place(8, 1), machine()) == 40.0
+    assert ring_bandwidth(StridedGroup(8, 1), machine()) == 40.0
 
 
 def test_figure_5_3_right_two_rings_share_the_network() -> None:
-    assert ring_bandwidth(Place(4, 2), machine()) == 20.0
+    assert ring_bandwidth(StridedGroup(4, 2), machine()) == 20.0
 
 
 @pytest.mark.parametrize("stride", [4, 8, 64])
 def test_equation_5_7_at_most_as_many_rings_as_a_node_has_ranks(stride: int) -> None:
-    assert ring_bandwidth(Place(16, stride), machine()) == 10.0
+    assert ring_bandwidth(StridedGroup(16, stride), machine()) == 10.0
 
 
 def test_network_is_no_faster_than_the_node_that_feeds_it() -> None:
-    assert ring_bandwidth(Place(8, 1), machine(between=400.0)) == 100.0
-    assert ring_bandwidth(Place(8, 4), machine(between=400.0)) == 100.0
-    assert ring_bandwidth(Place(8, 4), machine(between=200.0)) == 50.0
+    assert ring_bandwidth(StridedGroup(8, 1), machine(between=400.0)) == 100.0
+    assert ring_bandwidth(StridedGroup(8, 4), machine(between=400.0)) == 100.0
+    assert ring_bandwidth(StridedGroup(8, 4), machine(between=200.0)) == 50.0
 
 
-def test_place_on_nodes() -> None:
-    example = machine()
-    assert (Place(8, 1).on_a_node(example), Place(8, 1).nodes(example)) == (4, 2)
-    assert (Place(4, 2).on_a_node(example), Place(4, 2).nodes(example)) == (2, 2)
-    assert (Place(3, 16).on_a_node(example), Place(3, 16).nodes(example)) == (1, 3)
-    assert (Place(2, 1).on_a_node(example), Place(2, 1).nodes(example)) == (2, 1)
+@pytest.mark.parametrize(
+    ("group", "here", "nodes"),
+    [
+        (StridedGroup(8, 1), 4, 2),
+        (StridedGroup(4, 2), 2, 2),
+        (StridedGroup(3, 16), 1, 3),
+        (StridedGroup(2, 1), 2, 1),
+    ],
+)
+def test_groups_on_nodes_of_four(group: StridedGroup, here: int, nodes: int) -> None:
+    assert (group.on_a_node(4), group.nodes(4)) == (here, nodes)
 
 
 # ---- What is added: latency, all-to-all, distant nodes, messages ----
@@ -129,16 +134,16 @@ def test_place_on_nodes() -> None:
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
 def test_alone_or_empty_takes_no_time(kind: str) -> None:
     slow = machine(latency=(1.0, 1.0))
-    assert collective_seconds(kind, 100.0, Place(1, 4), slow) == 0.0
-    assert collective_seconds(kind, 0.0, Place(8, 1), slow) == 0.0
+    assert collective_seconds(kind, 100.0, StridedGroup(1, 4), slow) == 0.0
+    assert collective_seconds(kind, 0.0, StridedGroup(8, 1), slow) == 0.0
 
 
 def test_kinds_move_what_the_equations_say() -> None:
     # 400 bytes on 4 ranks of a node at 100 bytes/s.
     node = machine()
-    assert collective_seconds("all_gather", 400.0, Place(4), node) == approx(3.0)
-    assert collective_seconds("reduce_scatter", 400.0, Place(4), node) == approx(3.0)
-    assert collective_seconds("all_reduce", 400.0, Place(4), node) == approx(6.0)
+    assert collective_seconds("all_gather", 400.0, StridedGroup(4), node) == approx(3.0)
+    assert collective_seconds("reduce_scatter", 400.0, StridedGroup(4), node) == approx(3.0)
+    assert collective_seconds("all_reduce", 400.0, StridedGroup(4), node) == approx(6.0)
 
 
 def blended(moving: float, latency: float) -> float:
@@ -147,70 +152,74 @@ def blended(moving: float, latency: float) -> float:
 
 def test_latency_of_a_ring_in_a_node() -> None:
     node = machine(latency=(0.5, 10.0))
-    assert collective_seconds("all_gather", 400.0, Place(4), node) == approx(blended(3.0, 3 * 0.5))
-    assert collective_seconds("all_reduce", 400.0, Place(4), node) == approx(blended(6.0, 2 * 3 * 0.5))
+    assert collective_seconds("all_gather", 400.0, StridedGroup(4), node) == approx(blended(3.0, 3 * 0.5))
+    assert collective_seconds("all_reduce", 400.0, StridedGroup(4), node) == approx(blended(6.0, 2 * 3 * 0.5))
 
 
 def test_latency_across_nodes_is_of_a_ring_but_of_a_tree_for_an_all_reduce() -> None:
     # A rank on each of 16 nodes: 15 steps of a ring, 2 * log2(16) + 1 = 9 up and down a tree.
     many = machine(latency=(0.5, 10.0))
     moved = 15 / 16 * 400.0 / 10.0
-    assert collective_seconds("all_gather", 400.0, Place(16, 4), many) == approx(blended(moved, 15 * 10.0))
-    assert collective_seconds("all_reduce", 400.0, Place(16, 4), many) == approx(2 * blended(moved, 9 * 10.0))
+    assert collective_seconds("all_gather", 400.0, StridedGroup(16, 4), many) == approx(blended(moved, 15 * 10.0))
+    assert collective_seconds("all_reduce", 400.0, StridedGroup(16, 4), many) == approx(2 * blended(moved, 9 * 10.0))
 
 
 def test_latency_of_two_nodes_has_a_step_between_them() -> None:
     many = machine(latency=(0.5, 10.0))
     moved = 7 / 8 * 400.0 / 40.0
-    assert collective_seconds("all_reduce", 400.0, Place(8, 1), many) == approx(2 * blended(moved, 3 * 0.5 + 10.0))
+    assert collective_seconds("all_reduce", 400.0, StridedGroup(8, 1), many) == approx(
+        2 * blended(moved, 3 * 0.5 + 10.0)
+    )
 
 
 @pytest.mark.parametrize(("moving", "latency"), [(1.0, 1.0), (5.0, 0.1), (0.1, 5.0)])
 def test_short_messages_do_not_reach_the_bandwidth(moving: float, latency: float) -> None:
-    both = collective_seconds("all_gather", 100.0 * moving * 4 / 3, Place(4), machine(latency=(latency / 3, 0.0)))
+    both = collective_seconds(
+        "all_gather", 100.0 * moving * 4 / 3, StridedGroup(4), machine(latency=(latency / 3, 0.0))
+    )
     assert moving + latency < both == approx(blended(moving, latency))
 
 
 def test_all_to_all_in_a_node() -> None:
     # A rank keeps a quarter of its 400 bytes and sends 300 at 100 bytes/s.
-    assert collective_seconds("all_to_all", 400.0, Place(4), machine()) == approx(3.0)
+    assert collective_seconds("all_to_all", 400.0, StridedGroup(4), machine()) == approx(3.0)
 
 
 def test_all_to_all_across_nodes_waits_for_the_adapters() -> None:
     # Of 400 bytes 200 leave the node, as do those of its three neighbours: 800 bytes at 40 bytes/s.
-    assert collective_seconds("all_to_all", 400.0, Place(8, 1), machine()) == approx(20.0)
+    assert collective_seconds("all_to_all", 400.0, StridedGroup(8, 1), machine()) == approx(20.0)
     # With adapters that are fast enough, links in the node are what counts: 150 bytes at 100 bytes/s.
-    assert collective_seconds("all_to_all", 400.0, Place(8, 1), machine(between=8000.0)) == approx(1.5)
+    assert collective_seconds("all_to_all", 400.0, StridedGroup(8, 1), machine(between=8000.0)) == approx(1.5)
 
 
 def test_all_to_all_shares_the_adapters_with_ranks_of_other_groups() -> None:
     # One rank of a group on each of two nodes: 200 bytes leave, but four groups send at once.
-    assert collective_seconds("all_to_all", 400.0, Place(2, 4), machine()) == approx(20.0)
+    assert collective_seconds("all_to_all", 400.0, StridedGroup(2, 4), machine()) == approx(20.0)
 
 
 def test_network_is_whole_among_near_nodes() -> None:
     near = machine(group_nodes=2, taper=0.5)
-    assert ring_bandwidth(Place(8, 1), near) == 40.0
-    assert ring_bandwidth(Place(2, 4), near) == 10.0
+    assert ring_bandwidth(StridedGroup(8, 1), near) == 40.0
+    assert ring_bandwidth(StridedGroup(2, 4), near) == 10.0
 
 
 def test_network_is_thinner_between_distant_nodes() -> None:
     # A rank on each of two nodes that are in different groups of nodes, as all others are.
-    assert ring_bandwidth(Place(2, 8), machine(group_nodes=2, taper=0.5)) == 5.0
+    assert ring_bandwidth(StridedGroup(2, 8), machine(group_nodes=2, taper=0.5)) == 5.0
 
 
 def test_all_to_all_over_distant_nodes_goes_partly_over_the_thinner_links() -> None:
     # Four nodes in two groups: of what leaves a node, half goes at 40 bytes/s and half at 20; 400 x 12/16 x 4 = 1200 bytes.
     distant = machine(group_nodes=2, taper=0.5)
-    assert collective_seconds("all_to_all", 400.0, Place(16, 1), distant) == approx(600 / 40 + 600 / 20)
+    assert collective_seconds("all_to_all", 400.0, StridedGroup(16, 1), distant) == approx(600 / 40 + 600 / 20)
 
 
 def test_message_to_the_next_stage() -> None:
     pair = machine(latency=(0.5, 10.0))
-    assert transfer_seconds(200.0, Place(2, 2), pair) == 2.5
-    assert transfer_seconds(200.0, Place(2, 4), pair) == 200.0 * 4 / 40.0 + 10.0
+    assert transfer_seconds(200.0, StridedGroup(2, 2), pair) == 2.5
+    assert transfer_seconds(200.0, StridedGroup(2, 4), pair) == 200.0 * 4 / 40.0 + 10.0
     # Of a pipeline of four, two stages on each of two nodes: two ranks send to the other node.
-    assert transfer_seconds(200.0, Place(4, 2), pair) == 200.0 * 2 / 40.0 + 10.0
+    assert transfer_seconds(200.0, StridedGroup(4, 2), pair) == 200.0 * 2 / 40.0 + 10.0
 
 
 # ---- Stages side by side, nodes that are not alike, levels ----
@@ -218,16 +227,16 @@ def test_message_to_the_next_stage() -> None:
 
 def test_a_group_that_other_stages_cut_in_parts() -> None:
     """Eight ranks in pairs, each pair 8 ranks after the one before, on nodes of 4 and of 16."""
-    folded, small, large = Place(8, 1, near=2, far=8), machine(4), machine(16)
-    assert (folded.on_a_node(small), folded.nodes(small), folded.span) == (2, 4, 32)
-    assert (folded.on_a_node(large), folded.nodes(large)) == (4, 2)
-    assert folded.inner(2) == Place(2, 1)
-    assert folded.inner(4) == Place(4, 1, 2, 8)
-    assert folded.outer(2) == Place(4, 8)
-    assert Place(8, 1, near=4, far=8).outer(2) == Place(4, 2, 2, 8)
+    folded = StridedGroup(8, 1, near=2, far=8)
+    assert (folded.on_a_node(4), folded.nodes(4), folded.span) == (2, 4, 32)
+    assert (folded.on_a_node(16), folded.nodes(16)) == (4, 2)
+    assert folded.inner(2) == StridedGroup(2, 1)
+    assert folded.inner(4) == StridedGroup(4, 1, 2, 8)
+    assert folded.outer(2) == StridedGroup(4, 8)
+    assert StridedGroup(8, 1, near=4, far=8).outer(2) == StridedGroup(4, 2, 2, 8)
     # Two pairs share a node of 4, or 4 parts one of 16: so many rings leave it.
-    assert ring_bandwidth(folded, small) == approx(40.0 / 2)
-    assert ring_bandwidth(folded, large) == approx(40.0 / 4)
+    assert ring_bandwidth(folded, machine(4)) == approx(40.0 / 2)
+    assert ring_bandwidth(folded, machine(16)) == approx(40.0 / 4)
 
 
 def linked(links: list[list[float]]) -> Machine:
@@ -239,16 +248,17 @@ LINKS = [[0.0, 40.0, 8.0, 8.0], [40.0, 0.0, 8.0, 8.0], [8.0, 8.0, 0.0, 20.0], [8
 
 
 @pytest.mark.parametrize(
-    ("place", "thinnest"), [(Place(8, 1), 20.0), (Place(2, 4), 20.0), (Place(2, 8), 8.0), (Place(4, 4), 8.0)]
+    ("place", "thinnest"),
+    [(StridedGroup(8, 1), 20.0), (StridedGroup(2, 4), 20.0), (StridedGroup(2, 8), 8.0), (StridedGroup(4, 4), 8.0)],
 )
-def test_all_groups_wait_for_the_thinnest_link(place: Place, thinnest: float) -> None:
+def test_all_groups_wait_for_the_thinnest_link(place: StridedGroup, thinnest: float) -> None:
     """Nodes 0 and 1 are near to each other, and so are 2 and 3, half as much."""
     assert node_bandwidth(place, linked(LINKS)) == thinnest
 
 
 def test_a_message_goes_over_the_thinnest_link() -> None:
-    assert transfer_seconds(100.0, Place(2, 8), linked(LINKS)) == 100.0 * 4 / 8.0
-    assert transfer_seconds(100.0, Place(2, 4), linked(LINKS)) == 100.0 * 4 / 20.0
+    assert transfer_seconds(100.0, StridedGroup(2, 8), linked(LINKS)) == 100.0 * 4 / 8.0
+    assert transfer_seconds(100.0, StridedGroup(2, 4), linked(LINKS)) == 100.0 * 4 / 20.0
 
 
 def test_links_must_be_a_square_of_numbers_above_zero() -> None:
@@ -260,31 +270,31 @@ def test_links_must_be_a_square_of_numbers_above_zero() -> None:
 
 def test_two_levels_use_all_adapters() -> None:
     """Eight ranks on two nodes, 400 bytes: on the node 3/4 of them at 100, between nodes half of a quarter at 40 / 4."""
-    assert hierarchical_seconds("all_gather", 400.0, Place(8), machine()) == approx(3.0 + 50.0 / 10)
-    assert hierarchical_seconds("all_reduce", 400.0, Place(8), machine()) == approx(2 * (3.0 + 50.0 / 10))
+    assert hierarchical_seconds("all_gather", 400.0, StridedGroup(8), machine()) == approx(3.0 + 50.0 / 10)
+    assert hierarchical_seconds("all_reduce", 400.0, StridedGroup(8), machine()) == approx(2 * (3.0 + 50.0 / 10))
     few = machine().model_copy(update={"network": Network(bandwidth=40.0, latency=0.0, rings=4)})
-    ring = collective_seconds("all_gather", 400.0, Place(8), few)  # one ring uses one of four adapters
+    ring = collective_seconds("all_gather", 400.0, StridedGroup(8), few)  # one ring uses one of four adapters
     assert ring == approx(350.0 / 10)
-    assert collective_seconds("all_gather", 400.0, Place(8), few, "hierarchical") == approx(8.0)
-    assert collective_seconds("all_gather", 400.0, Place(8), few, "best") == approx(8.0)
+    assert collective_seconds("all_gather", 400.0, StridedGroup(8), few, "hierarchical") == approx(8.0)
+    assert collective_seconds("all_gather", 400.0, StridedGroup(8), few, "best") == approx(8.0)
 
 
 def test_a_kind_of_collective_with_a_pace_of_its_own() -> None:
     slow = machine()
     node = slow.node.model_copy(update={"paces": {"all_reduce": Pace(share=0.5, start=1.0, step=0.5)}})
     slow = slow.model_copy(update={"node": node})
-    assert collective_seconds("all_reduce", 400.0, Place(4), slow) == approx(blended(12.0, 1.0 + 2 * 3 * 0.5))
-    assert collective_seconds("all_gather", 400.0, Place(4), slow) == approx(3.0)
+    assert collective_seconds("all_reduce", 400.0, StridedGroup(4), slow) == approx(blended(12.0, 1.0 + 2 * 3 * 0.5))
+    assert collective_seconds("all_gather", 400.0, StridedGroup(4), slow) == approx(3.0)
 
 
 def test_one_ring_reaches_one_adapter_and_many_use_all_adapters() -> None:
     """Jean Zay: 5.07 GB/s were measured of one ring; a node has four such adapters."""
     machine = load_machine("jean-zay-a100")
-    assert ring_bandwidth(Place(32), machine) == pytest.approx(5.07e9, rel=0.01)
-    assert ring_bandwidth(Place(4, 8), machine) == pytest.approx(4 * 5.07e9 / 8, rel=0.01)
-    assert ring_bandwidth(Place(16, 2), machine) == pytest.approx(5.07e9, rel=0.01)
+    assert ring_bandwidth(StridedGroup(32), machine) == pytest.approx(5.07e9, rel=0.01)
+    assert ring_bandwidth(StridedGroup(4, 8), machine) == pytest.approx(4 * 5.07e9 / 8, rel=0.01)
+    assert ring_bandwidth(StridedGroup(16, 2), machine) == pytest.approx(5.07e9, rel=0.01)
 
 
 def test_pairs_in_a_hybrid_cube_mesh_have_one_link() -> None:
     machine = load_machine("v100-8x100gb")
-    assert ring_bandwidth(Place(2), machine) < 0.2 * ring_bandwidth(Place(8), machine)
+    assert ring_bandwidth(StridedGroup(2), machine) < 0.2 * ring_bandwidth(StridedGroup(8), machine)

@@ -7,7 +7,8 @@ from statistics import median
 import pytest
 
 from optimus.errors import UserError
-from optimus.plan.collectives import Place, collective_seconds
+from optimus.mesh.strided import StridedGroup
+from optimus.plan.collectives import collective_seconds
 from optimus.plan.machine import load_machine, machine_names
 
 MIB = 2**20
@@ -88,7 +89,7 @@ def errors(rows: list[dict[str, str]], setup: str, nodes: int, name: str) -> lis
         if setup in row["setup"] and int(row["nodes"]) == nodes and float(row["payload_bytes"]) >= 32 * MIB:
             size, payload = int(row["n_gpus"]), float(row["payload_bytes"])
             moved = 2 * (size - 1) / size * payload
-            seconds = collective_seconds("all_reduce", payload, Place(size), load_machine(name))
+            seconds = collective_seconds("all_reduce", payload, StridedGroup(size), load_machine(name))
             found.append(abs(moved / seconds / (float(row["bus_or_bottleneck_gb_per_s"]) * 1e9) - 1))
     assert found, f"no rows for {setup}"
     return found

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
+from benchmarks.published.jobs import changed, job
 from benchmarks.published.profiles import FrameworkProfile
 from benchmarks.published.program import even_stages, framework_memory, framework_ranks
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
 from optimus.model.count import count_parameters
+from optimus.plan.job import Job
+from optimus.plan.machine import load_machine
 from optimus.plan.memory import Memory
-from optimus.plan.setting import Setting
 
 GATED = ModelConfig(family="olmo", layers=16, hidden=1024, heads=16, intermediate=4096, vocab=32000)
 DENSE = GATED.model_copy(update={"gated": False})
@@ -21,19 +23,25 @@ PARAMETERS = count_parameters(DENSE).total
 SPARSE = ModelConfig(
     family="olmoe", layers=8, hidden=1024, heads=16, intermediate=512, vocab=32000, experts=64, experts_per_token=8
 )
-SETTING = Setting(Mesh(dp=16), 2048, 1, 8)
+JOB = job(DENSE, load_machine("dgx-a100"), Mesh(dp=16), 2048, 1, 8)
 # Gradients of two bytes, twelve bytes of master weights and moments: 16 for each parameter that is not sharded.
 PLAIN = FrameworkProfile(about="a test", gradient=2.0)
 STATE = ("parameters", "gradients", "optimizer")
 
 
 def memory(
-    setting: Setting = SETTING,
+    asked: Job = JOB,
     profile: FrameworkProfile = PLAIN,
     model: ModelConfig = DENSE,
     offload: Collection[str] = (),
 ) -> Memory:
-    return framework_memory(model, setting, profile, frozenset(offload))
+    return framework_memory(run_by(profile, asked, model), profile, frozenset(offload))
+
+
+def run_by(profile: FrameworkProfile, asked: Job, model: ModelConfig = DENSE) -> Job:
+    own = asked.profile
+    profile = profile.model_copy(update={"products": own.products, "recompute": own.recompute})
+    return replace(asked.changed(model=model), profile=profile)
 
 
 def state(found: Memory) -> float:
@@ -51,21 +59,21 @@ def test_parameters_are_those_of_the_matrices() -> None:
 )
 def test_levels_of_sharding(shard: Any, bytes_each: float) -> None:
     """ZeRO, section 5: 16 P, (4 + 12/N) P, (2 + 14/N) P and 16 P / N bytes."""
-    assert state(memory(replace(SETTING, shard=shard))) == pytest.approx(bytes_each * PARAMETERS)
+    assert state(memory(changed(JOB, shard=shard))) == pytest.approx(bytes_each * PARAMETERS)
 
 
 def test_a_tied_table_is_held_once_by_a_rank_that_has_both_ends() -> None:
     tied, parameters = DENSE.model_copy(update={"tie_embeddings": True}), PARAMETERS - 32000 * 1024
     assert memory(model=tied).parts["parameters"] == 2 * parameters
-    setting = replace(SETTING, mesh=Mesh(pp=4, dp=4), blocks=even_stages(16, 4))
-    ends = framework_ranks(tied, setting, PLAIN)
+    asked = changed(JOB, mesh=Mesh(pp=4, dp=4), blocks=even_stages(16, 4))
+    ends = framework_ranks(run_by(PLAIN, asked, tied), PLAIN)
     block = (parameters - 32000 * 1024) / 16
     held = [rank.parts["parameters"] / 2 for rank in ends]
     assert held == pytest.approx([4 * block + 32000 * 1024, 4 * block, 4 * block, 4 * block + 32000 * 1024])
 
 
 def test_tensor_parallelism_divides_all_of_it() -> None:
-    sizes = [memory(replace(SETTING, mesh=Mesh(dp=16 // tp, tp=tp))) for tp in (1, 2, 4, 8)]
+    sizes = [memory(changed(JOB, mesh=Mesh(dp=16 // tp, tp=tp))) for tp in (1, 2, 4, 8)]
     for more, less in pairwise(sizes):
         assert state(less) == pytest.approx(state(more) / 2)
         assert less.parts["activations"] == pytest.approx(more.parts["activations"] / 2)
@@ -73,9 +81,7 @@ def test_tensor_parallelism_divides_all_of_it() -> None:
 
 
 def test_expert_parallelism_divides_the_experts() -> None:
-    alone, divided = (
-        memory(replace(SETTING, mesh=Mesh(dp=8, ep=ep)), model=SPARSE).parts["parameters"] for ep in (1, 8)
-    )
+    alone, divided = (memory(changed(JOB, mesh=Mesh(dp=8, ep=ep)), model=SPARSE).parts["parameters"] for ep in (1, 8))
     experts = 2 * 8 * 64 * 3 * 1024 * 512
     assert alone - divided == pytest.approx(experts * 7 / 8)
 
@@ -96,20 +102,20 @@ def test_a_dense_block_keeps_what_its_backward_pass_reads() -> None:
 
 
 def test_whole_blocks_keep_their_input_alone() -> None:
-    found = memory(replace(SETTING, recompute=frozenset({"block"}))).parts["activations"]
+    found = memory(changed(JOB, recompute={"block"})).parts["activations"]
     assert found == (16 + 2) * 2048 * 1024 * 2
-    host = memory(replace(SETTING, recompute=frozenset({"block"})), offload={"inputs"})
+    host = memory(changed(JOB, recompute={"block"}), offload={"inputs"})
     assert host.parts["activations"] == 2 * 2048 * 1024 * 2
 
 
 def test_recomputing_more_keeps_less() -> None:
     sets: list[set[str]] = [set(), {"norm"}, {"norm", "attention"}, {"norm", "attention", "mlp"}, {"block"}]
-    sizes = [memory(replace(SETTING, recompute=frozenset(each))).parts["activations"] for each in sets]
+    sizes = [memory(changed(JOB, recompute=each)).parts["activations"] for each in sets]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == len(sizes)
-    half = memory(replace(SETTING, recompute=frozenset({"norm", "attention", "mlp"}), recompute_every=2))
+    half = memory(changed(JOB, recompute={"norm", "attention", "mlp"}, recompute_every=2))
     assert half.parts["activations"] == pytest.approx((sizes[0] + sizes[3]) / 2)
-    products = memory(replace(SETTING, recompute=frozenset({"products"}))).parts["activations"]
+    products = memory(changed(JOB, recompute={"products"})).parts["activations"]
     assert sizes[4] < products < sizes[0]
 
 
@@ -117,24 +123,24 @@ def test_kept_scores_grow_with_the_square_of_the_context() -> None:
     kept = FrameworkProfile(about="a test", attention=0.0, gradient=2.0)
 
     def scores(context: int) -> float:
-        setting = replace(SETTING, context=context)
-        found = memory(setting, kept).parts["activations"]
-        return found - memory(replace(setting, recompute=frozenset({"scores"})), kept).parts["activations"]
+        asked = changed(JOB, sequence_length=context)
+        found = memory(asked, kept).parts["activations"]
+        return found - memory(changed(asked, recompute={"scores"}), kept).parts["activations"]
 
     assert scores(2048) == 16 * 16 * 2048 * 2048 * 2
     assert scores(4096) == 4 * scores(2048)
 
 
 def test_an_earlier_stage_keeps_more_microbatches() -> None:
-    setting = replace(SETTING, mesh=Mesh(pp=4, dp=4), blocks=even_stages(16, 4))
-    found = framework_ranks(DENSE, setting, PLAIN)
+    asked = changed(JOB, mesh=Mesh(pp=4, dp=4), blocks=even_stages(16, 4))
+    found = framework_ranks(run_by(PLAIN, asked), PLAIN)
     inner = [rank.parts["activations"] for rank in found[:3]]
     assert inner[0] / inner[1] == pytest.approx(4 / 3)
     assert inner[1] / inner[2] == pytest.approx(3 / 2)
 
 
 def test_eight_bits_keep_less_of_what_products_read() -> None:
-    wide, narrow = (memory(replace(SETTING, precision=each)).parts["activations"] for each in ("bf16", "fp8"))
+    wide, narrow = (memory(changed(JOB, precision=each)).parts["activations"] for each in ("bf16", "fp8"))
     assert narrow < wide
 
 
@@ -153,25 +159,25 @@ def replace_profile(**change: float) -> FrameworkProfile:
 
 
 def test_what_waits_on_the_host_takes_no_room() -> None:
-    setting = replace(SETTING, shard="parameters")
-    found = memory(setting, offload={"optimizer", "parameters"})
+    asked = changed(JOB, shard="parameters")
+    found = memory(asked, offload={"optimizer", "parameters"})
     assert found.parts["optimizer"] == 0
     assert found.parts["parameters"] == 0
-    assert found.parts["gradients"] == memory(setting).parts["gradients"] > 0
+    assert found.parts["gradients"] == memory(asked).parts["gradients"] > 0
 
 
 def test_gradients_stay_whole_between_microbatches_where_a_program_keeps_them() -> None:
-    setting = replace(SETTING, shard="parameters", release=False)
-    plain, whole = (memory(setting, replace_profile(whole_gradients=each)) for each in (False, True))
+    asked = changed(JOB, shard="parameters", reshard_after_forward=False)
+    plain, whole = (memory(asked, replace_profile(whole_gradients=each)) for each in (False, True))
     assert whole.parts["gathered"] - plain.parts["gathered"] == pytest.approx(4.0 * PARAMETERS)
 
 
 def test_gradients_that_come_late_take_the_place_of_activations() -> None:
-    one = replace(SETTING, microbatches=1, shard="parameters")
+    one = changed(JOB, microbatches=1, shard="parameters")
     for micro_batch in (1, 64):  # more gradients than activations, and less
-        setting = replace(one, micro_batch=micro_batch)
-        plain, late = (memory(setting, replace_profile(late_gradients=each)) for each in (False, True))
+        asked = changed(one, micro_batch=micro_batch)
+        plain, late = (memory(asked, replace_profile(late_gradients=each)) for each in (False, True))
         both = [plain.parts[kind] for kind in ("gradients", "activations")]
         assert plain.total - late.total == pytest.approx(min(both)) != 0
-    several = replace(one, microbatches=8)
+    several = changed(one, microbatches=8)
     assert memory(several, replace_profile(late_gradients=True)) == memory(several)

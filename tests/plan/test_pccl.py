@@ -10,13 +10,14 @@ from statistics import median
 
 import pytest
 
+from benchmarks.published.jobs import job
 from benchmarks.published.profiles import load_profile
 from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
-from optimus.plan.collectives import Collective, Place, collective_seconds
+from optimus.mesh.strided import StridedGroup
+from optimus.plan.collectives import Collective, collective_seconds
 from optimus.plan.machine import Library, Protocol, load_machine
-from optimus.plan.setting import Setting
 from optimus.plan.step import step_time
 
 approx = pytest.approx
@@ -24,7 +25,7 @@ MIB = 2**20
 
 
 def seconds(name: str, ranks: int, megabytes: float, by: str, kind: Collective = "all_gather") -> float:
-    return collective_seconds(kind, megabytes * MIB, Place(ranks), load_machine(name), by)  # type: ignore[arg-type]
+    return collective_seconds(kind, megabytes * MIB, StridedGroup(ranks), load_machine(name), by)  # type: ignore[arg-type]
 
 
 # ---- The vendors' libraries ----
@@ -72,13 +73,21 @@ def test_a_step_hides_latency_behind_what_it_sends_and_the_fastest_protocol_is_t
     )
     machine = machine.model_copy(update={"network": machine.network.model_copy(update={"library": library})})
     # 8 ranks on 2 nodes: 7 steps, of 100 bytes with 4 seconds on the links, or of 40,000 with 40.
-    assert collective_seconds("all_gather", 800.0, Place(8), machine, "library") == approx(7 * 5.0)
-    assert collective_seconds("reduce_scatter", 320000.0, Place(8), machine, "library") == approx(7 * 50.0)
+    assert collective_seconds("all_gather", 800.0, StridedGroup(8), machine, "library") == approx(7 * 5.0)
+    assert collective_seconds("reduce_scatter", 320000.0, StridedGroup(8), machine, "library") == approx(7 * 50.0)
     # Two such rings share a node's adapters: each block of 100 bytes takes 8 seconds.
-    assert collective_seconds("all_gather", 800.0, Place(8, 2), machine, "library") == approx(7 * (9 + 64) ** 0.5)
-    assert collective_seconds("all_gather", 800.0, Place(32), machine, "library") == approx(31 * 6.0)  # on 8 nodes
+    assert collective_seconds("all_gather", 800.0, StridedGroup(8, 2), machine, "library") == approx(
+        7 * (9 + 64) ** 0.5
+    )
+    assert collective_seconds("all_gather", 800.0, StridedGroup(32), machine, "library") == approx(
+        31 * 6.0
+    )  # on 8 nodes
     # On a node, and of other kinds, all is as without it.
-    for kind, place in (("all_gather", Place(4)), ("all_reduce", Place(8)), ("all_to_all", Place(8))):
+    for kind, place in (
+        ("all_gather", StridedGroup(4)),
+        ("all_reduce", StridedGroup(8)),
+        ("all_to_all", StridedGroup(8)),
+    ):
         both = (collective_seconds(kind, 1e6, place, machine, by) for by in ("library", "ring"))  # type: ignore[arg-type]
         assert len(set(both)) == 1
 
@@ -88,15 +97,15 @@ def test_pccl_goes_node_by_node_in_a_logarithm_of_rounds() -> None:
     doubling = Protocol(step=1.0, bandwidth=1e9)
     machine = machine.model_copy(update={"network": machine.network.model_copy(update={"doubling": doubling})})
     size = 32e9
-    on_node = collective_seconds("all_gather", size, Place(4), machine)
+    on_node = collective_seconds("all_gather", size, StridedGroup(4), machine)
     copied = machine.memory_seconds(2 * size)
     # 16 nodes: 4 rounds, in which a rank gets 15/16 of its quarter of 32 GB at a quarter of 1 GB/s.
     expected = 4 * 1.0 + 30.0 + on_node + copied
-    assert collective_seconds("all_gather", size, Place(64), machine, "pccl") == approx(expected)
+    assert collective_seconds("all_gather", size, StridedGroup(64), machine, "pccl") == approx(expected)
     # One rank per node, four groups at once: nothing on a node, and no other order.
-    assert collective_seconds("all_gather", size, Place(16, 4), machine, "pccl") == approx(4 * 1.0 + 120.0)
+    assert collective_seconds("all_gather", size, StridedGroup(16, 4), machine, "pccl") == approx(4 * 1.0 + 120.0)
     # 12 nodes take as many rounds as 16.
-    assert collective_seconds("all_gather", 0.1, Place(12, 4), machine, "pccl") == approx(4.0, rel=1e-6)
+    assert collective_seconds("all_gather", 0.1, StridedGroup(12, 4), machine, "pccl") == approx(4.0, rel=1e-6)
 
 
 @pytest.mark.parametrize(("by", "needs"), [("library", r"network\.library"), ("pccl", r"network\.doubling")])
@@ -183,16 +192,9 @@ def batch_seconds(name: str, size: str, ranks: int, by: str) -> float:
     model = ModelConfig.model_validate({"family": "gpt2", "learned_positions": CONTEXT} | sizes)
     machine = load_machine(name)
     profile = load_profile(f"deepspeed-{name}").model_copy(update={"collectives": by})
-    setting = Setting(
-        Mesh(dp=ranks, ranks_per_node=machine.ranks_per_node),
-        context=CONTEXT,
-        micro_batch=BATCH // ranks,
-        microbatches=1,
-        sequence=False,
-        shard="parameters",
-        recompute=frozenset({"block"}),
-    )
-    return step_time(model, setting, machine, profile).seconds
+    mesh = Mesh(dp=ranks, ranks_per_node=machine.ranks_per_node)
+    how = {"sequence": False, "shard": "parameters", "recompute": {"block"}}
+    return step_time(job(model, machine, mesh, CONTEXT, BATCH // ranks, 1, profile, **how)).seconds
 
 
 @pytest.mark.parametrize(("name", "size", "ranks", "published"), SHORTER)

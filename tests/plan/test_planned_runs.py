@@ -9,8 +9,9 @@ import torch
 from optimus.config import RunConfig
 from optimus.errors import UserError
 from optimus.model.count import count_parameters
-from optimus.plan.asking import asked, configured
-from optimus.plan.question import Question, memory_in
+from optimus.plan.asking import as_configured, asked, configured
+from optimus.plan.job import Job
+from optimus.plan.memory import memory_of
 from optimus.plan.report import planned
 from optimus.plan.search import search
 from optimus.train import checks
@@ -35,19 +36,19 @@ CHOICES: dict[str, list[str]] = {
 }
 
 
-def check(monkeypatch: pytest.MonkeyPatch, config: RunConfig, question: Question) -> None:
+def check(monkeypatch: pytest.MonkeyPatch, config: RunConfig, job: Job) -> None:
     """What `optimus train --check` checks of a layout, with the memory of the machine in place of this one's."""
-    machine = question.machine
-    node = min(question.ranks, machine.ranks_per_node)
+    ranks, machine = job.mesh.size, job.machine
+    node = min(ranks, machine.ranks_per_node)
     device = torch.device("cpu" if machine.host.shared else "meta")  # any that is no CPU
     free = machine.memory * (node if machine.host.shared else 1)
     monkeypatch.setattr(checks, "free_memory", lambda _: int(free))
-    checks.check_ranks(config, question.ranks)
-    checks.check_memory(config, device, question.ranks, node)
+    checks.check_ranks(config, ranks)
+    checks.check_memory(config, device, ranks, node)
 
 
-def drawn(seed: int) -> tuple[RunConfig, Question] | None:
-    """A question; None where nothing fits. The memory is often hardly enough."""
+def drawn(seed: int) -> tuple[RunConfig, Job] | None:
+    """A plan; None where nothing fits. The memory is often hardly enough."""
     draw = random.Random(seed)
     model, machine = draw.choice(list(MODELS)), draw.choice(MACHINES)
     ranks = draw.choice(MODELS[model])
@@ -57,8 +58,8 @@ def drawn(seed: int) -> tuple[RunConfig, Question] | None:
     changes = [f"memory=x{draw.choice([0.05, 0.1, 0.3, 1])}"] if draw.random() < 0.7 else []
     try:
         config = configured(model, [*rest, "train.global_batch=64"], ranks)
-        question, _ = asked(config, machine, ranks, changes, draw.choice([1.0, 1.5]))
-        return planned(search(question, best=1)[0], config), question
+        best = search(asked(config, machine, ranks, changes, draw.choice([1.0, 1.5])), best=1)[0]
+        return planned(best), best.job
     except UserError as error:
         if re.search("nothing fits|do not fill nodes|has no .* arithmetic", str(error)):
             return None
@@ -78,9 +79,9 @@ def test_a_model_of_which_a_rank_holds_a_stage(monkeypatch: pytest.MonkeyPatch) 
     layout = ["data=16", "expert=2", "pipeline=8", "schedule=interleaved-1f1b", "stages_per_rank=4"]
     overrides = [*(f"parallel.{each}" for each in layout), "state.shard=optimizer", "train.precision=bfloat16"]
     config = configured("mula-100b-a7b", overrides, 128)
-    question, setting = asked(config, "dgx-h100", 128, [], 1.0)
-    assert memory_in(question, setting()).total < question.machine.memory
-    check(monkeypatch, config, question)
+    job = as_configured(asked(config, "dgx-h100", 128, []))
+    assert memory_of(job).total < job.machine.memory
+    check(monkeypatch, config, job)
 
 
 def test_copies_for_checkpoints_are_planned_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +90,8 @@ def test_copies_for_checkpoints_are_planned_where_they_lie(monkeypatch: pytest.M
     sizes = {}
     for machine in ("laptop", "dgx-h100"):
         for overrides in (plain, copying):
-            question, setting = asked(configured("mula-tiny", overrides, 4), machine, 4, [], 1.0)
-            sizes[machine, overrides is copying] = memory_in(question, setting()).total
+            job = as_configured(asked(configured("mula-tiny", overrides, 4), machine, 4, []))
+            sizes[machine, overrides is copying] = memory_of(job).total
     assert sizes["dgx-h100", True] == sizes["dgx-h100", False]
     elements = count_parameters(configured("mula-tiny", plain, 4).model).total
     assert sizes["laptop", True] - sizes["laptop", False] == pytest.approx(12 * elements / 4, rel=0.02)

@@ -1,19 +1,21 @@
 """Scaling that others have measured at up to 32,768 ranks, and what the planner says of it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise, product
 from statistics import median
 
 import pytest
 
+from benchmarks.published.jobs import job
 from benchmarks.published.profiles import load_profile
 from benchmarks.published.program import framework_memory
 from optimus.config import ModelConfig
 from optimus.config.load import model_config_from, resolve_model
 from optimus.mesh import Mesh
+from optimus.plan.job import Job
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.memory import room_of
-from optimus.plan.setting import Setting
 from optimus.plan.step import step_time
 
 TILES = (384, 768, 1536, 3072, 6144, 12288)
@@ -29,16 +31,10 @@ def test_mula_220b_on_twelve_thousand_tiles() -> None:
     model = model_config_from(resolve_model("mula-220b-a10b")["model"], "")
     speeds = []
     for tiles in TILES:
-        setting = Setting(
-            Mesh(pp=8, dp=tiles // 8, ep=12, ranks_per_node=12, pipeline_stride=12),
-            context=2048,
-            micro_batch=1,
-            microbatches=8,
-            shard="optimizer",
-            recompute=frozenset({"norm", "attention", "moe"}),
-        )
-        step = step_time(model, setting, load_machine("aurora"), load_profile("optimus-aurora"))
-        speeds.append(setting.tokens / step.seconds / tiles)
+        mesh = Mesh(pp=8, dp=tiles // 8, ep=12, ranks_per_node=12, pipeline_stride=12)
+        how = {"shard": "optimizer", "recompute": {"norm", "attention", "moe"}}
+        asked = job(model, load_machine("aurora"), mesh, 2048, 1, 8, load_profile("optimus-aurora"), **how)
+        speeds.append(asked.tokens / step_time(asked).seconds / tiles)
     efficiency = [100 * speed / speeds[0] for speed in speeds]
     assert efficiency == pytest.approx([100, 97, 90, 90, 90, 90], abs=5)
     drops = [before - after for before, after in pairwise(efficiency)]
@@ -77,7 +73,7 @@ def powers(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
-def grids(model: ModelConfig, machine: Machine, ranks: int) -> Iterator[Setting]:
+def grids(model: ModelConfig, machine: Machine, ranks: int) -> Iterator[Job]:
     """4D grids: G_x and G_y as the tensor-parallel grid, G_z ranks that share parameters, the rest data-parallel; every
     block recomputed, in the largest microbatches that fit."""
     batch = TOKENS // SEQUENCE if ranks & (ranks - 1) == 0 else ranks
@@ -87,18 +83,21 @@ def grids(model: ModelConfig, machine: Machine, ranks: int) -> Iterator[Setting]
             continue
         for z in [size for size in powers(256) if data % size == 0]:
             for micro_batch in [size for size in (16, 8, 4, 2, 1) if batch // data % size == 0]:
-                setting = Setting(
+                asked = job(
+                    model,
+                    machine,
                     Mesh(dp=data, tp=x * y, tp_in=y, ranks_per_node=machine.ranks_per_node),
-                    context=SEQUENCE,
-                    micro_batch=micro_batch,
-                    microbatches=batch // data // micro_batch,
+                    SEQUENCE,
+                    micro_batch,
+                    batch // data // micro_batch,
+                    AXONN,
                     sequence=False,
                     shard="none" if z == 1 else "parameters",
                     shard_ranks=None if z == 1 else z,
-                    recompute=frozenset({"block"}),
+                    recompute={"block"},
                 )
-                if framework_memory(model, setting, AXONN).total <= room_of(machine):
-                    yield setting
+                if framework_memory(asked, AXONN).total <= room_of(machine):
+                    yield asked
                     break
 
 
@@ -114,8 +113,7 @@ def shares(name: str) -> list[float]:
         model = ModelConfig.model_validate({"family": "gpt2", "learned_positions": SEQUENCE} | sizes)
         flops = 96 * layers * hidden**2 * (1 + SEQUENCE / (6 * hidden) + model.vocab / (16 * layers * hidden))
         speeds = (
-            setting.tokens / step_time(model, setting, machine, profile).seconds
-            for setting in grids(model, machine, ranks)
+            asked.tokens / step_time(replace(asked, profile=profile)).seconds for asked in grids(model, machine, ranks)
         )
         found.append(100 * flops * max(speeds) / ranks / machine.rates("bf16").peak)
     return found

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.published.jobs import changed, job
 from optimus.config import ModelConfig, load_config
 from optimus.config.load import model_config_from, resolve_model
 from optimus.errors import UserError
@@ -12,14 +13,15 @@ from optimus.mesh import Mesh
 from optimus.plan.asking import configured
 from optimus.plan.divisions import bases
 from optimus.plan.fitting import placements, recomputations, sharded
+from optimus.plan.job import Job, job_of
 from optimus.plan.links import even
 from optimus.plan.machine import Machine, load_machine
-from optimus.plan.memory import room_of
-from optimus.plan.own import communicators_of, for_machine
+from optimus.plan.memory import memory_of, room_of
+from optimus.plan.prediction import Plan, predict
 from optimus.plan.profile import Profile
-from optimus.plan.question import Plan, Question, least_time_of, memory_in, predict, time_of
+from optimus.plan.report import communicators_of
 from optimus.plan.search import search
-from optimus.plan.setting import Given, Setting
+from optimus.plan.step import least_time, step_time
 
 SPARSE = ModelConfig(
     family="olmoe", hidden=512, layers=6, heads=4, intermediate=512, vocab=1024, experts=8, experts_per_token=2
@@ -43,25 +45,26 @@ def machine(**changes: float) -> Machine:
     return load_machine("dgx-a100").model_copy(update=changes)
 
 
-def question(model: ModelConfig, ranks: int = 16, batch: int = 32, **changes: float) -> Question:
-    return Question(model, machine(**changes), ranks, batch, 1024)
+def question(model: ModelConfig, ranks: int = 16, batch: int = 32, **changes: float) -> Job:
+    asked = job(model, machine(**changes), Mesh(dp=ranks), 1024, 1, 1)
+    return asked.changed(train={"global_batch": batch})
 
 
-def everything(asked: Question) -> list[Plan]:
-    """Every setting that fits, the fastest first."""
-    settings = [
+def everything(asked: Job) -> list[Plan]:
+    """Every layout that fits, the fastest first."""
+    layouts = [
         placed
-        for base in bases(asked)
-        for shard, width in sharded(asked, base.setting)
+        for base in bases(asked.undivided)
+        for shard, width in sharded(base.job)
         for recompute in recomputations(asked.model)
-        for placed in placements(replace(base.setting, shard=shard, shard_ranks=width, recompute=recompute))
+        for placed in placements(changed(base.job, shard=shard, shard_ranks=width, recompute=recompute))
     ]
-    fitting = [setting for setting in settings if memory_in(asked, setting).total <= room_of(asked.machine)]
-    return sorted((predict(asked, setting) for setting in fitting), key=lambda plan: plan.step.seconds)
+    fitting = [layout for layout in layouts if memory_of(layout).total <= room_of(asked.machine)]
+    return sorted(map(predict, fitting), key=lambda plan: plan.step.seconds)
 
 
 def division(plan: Plan) -> tuple[int, ...]:
-    mesh = plan.setting.mesh
+    mesh = plan.job.mesh
     return mesh.pp, mesh.tp_out, mesh.tp_in, mesh.cp, mesh.ep, mesh.etp
 
 
@@ -72,10 +75,10 @@ def division(plan: Plan) -> tuple[int, ...]:
         question(DENSE, 8, 8, memory=4.2e8),  # so small that state is shared out and activations recomputed
         question(SPARSE, 4, 4, memory=8e8),
         question(DENSE, 8, 8, alone=4.0, overlap=0.0),
-        replace(question(SPARSE, 4, 4, memory=8e8), given=Given(dispatch="allgather", repeat_collectives=True)),
+        question(SPARSE, 4, 4, memory=8e8).changed(moe={"dispatch": "allgather"}, recompute_collectives="repeat"),
     ],
 )
-def test_nothing_faster_is_left_out(asked: Question) -> None:
+def test_nothing_faster_is_left_out(asked: Job) -> None:
     best: dict[tuple[int, ...], Plan] = {}
     for plan in everything(asked):
         best.setdefault(division(plan), plan)
@@ -85,18 +88,25 @@ def test_nothing_faster_is_left_out(asked: Question) -> None:
     assert [division(plan) for plan in found] == [division(plan) for plan in expected]
 
 
-def test_what_is_given_is_part_of_every_plan() -> None:
-    given = Given(dispatch="allgather", ulysses=True, release=False, imbalance=1.5)
-    plans = search(replace(question(SPARSE, 8, 8), given=given), 1000)
-    assert any(plan.setting.mesh.cp > 1 for plan in plans)
-    for setting in (plan.setting for plan in plans):
-        assert {name: getattr(setting, name) for name in vars(given)} == vars(given)
-        assert SPARSE.heads // setting.mesh.tp_out % setting.mesh.cp == 0  # Ulysses divides them
+def test_what_a_configuration_says_is_part_of_every_plan() -> None:
+    asked = question(SPARSE, 8, 8).changed(
+        moe={"dispatch": "allgather"}, parallel={"context_method": "ulysses"}, state={"reshard_after_forward": False}
+    )
+    plans = search(replace(asked, imbalance=1.5), 1000)
+    assert any(plan.job.mesh.cp > 1 for plan in plans)
+    for found in (plan.job for plan in plans):
+        assert (found.config.moe.dispatch, found.parallel.context_method, found.imbalance) == (
+            "allgather",
+            "ulysses",
+            1.5,
+        )
+        assert not found.state.reshard_after_forward
+        assert SPARSE.heads // found.mesh.tp_out % found.mesh.cp == 0  # Ulysses divides them
 
 
 def test_a_vocabulary_that_does_not_divide_is_divided_all_the_same() -> None:
     even, odd = (
-        {plan.setting.mesh.tp_out for plan in search(question(DENSE.model_copy(update={"vocab": vocab}), 4, 8), 1000)}
+        {plan.job.mesh.tp_out for plan in search(question(DENSE.model_copy(update={"vocab": vocab}), 4, 8), 1000)}
         for vocab in (1024, 1023)
     )
     assert odd == even > {1, 2}
@@ -104,8 +114,8 @@ def test_a_vocabulary_that_does_not_divide_is_divided_all_the_same() -> None:
 
 def test_a_small_memory_is_met_by_sharding_and_recomputation() -> None:
     roomy, tight = search(question(DENSE, 8, 16), 1)[0], search(question(DENSE, 8, 16, memory=4.2e8), 1)[0]
-    assert roomy.setting.shard == "none" or roomy.step.seconds < tight.step.seconds
-    assert tight.setting.shard != "none" or tight.setting.recompute
+    assert roomy.job.state.shard == "none" or roomy.step.seconds < tight.step.seconds
+    assert tight.job.state.shard != "none" or tight.job.recompute
     assert tight.memory.total <= 4.2e8 < roomy.memory.total
 
 
@@ -113,21 +123,20 @@ def test_a_small_memory_is_met_by_sharding_and_recomputation() -> None:
 def test_a_bound_is_never_above_what_is_predicted(shares: dict[str, float]) -> None:
     for model in (DENSE, SPARSE):
         asked = question(model, **shares)
-        ways = list(bases(asked))
+        ways = list(bases(asked.undivided))
         for base in random.Random(0).sample(ways, min(60, len(ways))):
-            setting = base.setting
-            for placed in placements(setting):
-                least = least_time_of(asked, placed, base.division.work)
+            for placed in placements(base.job):
+                least = least_time(placed, base.division.work)
                 assert base.bound <= least * (1 + 1e-9)
-                assert least <= predict(asked, placed).step.seconds * (1 + 1e-9), placed
+                assert least <= predict(placed).step.seconds * (1 + 1e-9), placed
 
 
 def test_twelve_thousand_ranks_fill_whole_nodes() -> None:
     model = model_config_from(resolve_model("mula-220b-a10b")["model"], "")
     aurora = load_machine("aurora")
     with pytest.raises(UserError, match=r"^100 ranks do not fill nodes of 12 \(aurora\): take 96 or 108$"):
-        Question(model, aurora, 100, 100, 4096)
-    assert Question(model, aurora, 12288, 12288, 4096).node_count == 1024
+        search(job(model, aurora, Mesh(dp=100), 4096, 1, 1))
+    assert job(model, aurora, Mesh(dp=12288), 4096, 1, 1).checked().node_count == 1024
 
 
 def test_a_batch_that_no_layout_divides() -> None:
@@ -148,13 +157,13 @@ def test_a_model_that_fits_nowhere() -> None:
 
 def test_stages_side_by_side_send_on_the_node_and_reduce_between_nodes() -> None:
     asked = replace(question(DENSE, 32, 32), machine=_thin(network=1e9))
-    setting = Setting(Mesh(pp=4, dp=8, ranks_per_node=8), 1024, 1, 4)
-    together, beside = placements(setting)
+    asked = changed(asked, Mesh(pp=4, dp=8, ranks_per_node=8), 4)
+    together, beside = placements(asked)
     assert (together.mesh.pipeline_stride, beside.mesh.pipeline_stride) == (None, 1)
-    apart, near = (time_of(asked, each).terms for each in (together, beside))
+    apart, near = (step_time(each).terms for each in (together, beside))
     assert near["pipeline"] < apart["pipeline"]
     assert near["data_parallel"] > apart["data_parallel"]
-    assert list(placements(replace(setting, mesh=Mesh(dp=32)))) == [replace(setting, mesh=Mesh(dp=32))]
+    assert list(placements(changed(asked, Mesh(dp=32)))) == [changed(asked, Mesh(dp=32))]
 
 
 def _thin(network: float, links: list[list[float]] | None = None) -> Machine:
@@ -173,7 +182,7 @@ def test_nodes_of_two_clusters_are_put_in_order() -> None:
     links = clusters([0, 1, 2, 3])
     asked = replace(question(DENSE, 32, 32), machine=_thin(1e11, links))
     best = search(asked, 3)[0]
-    assert best.question.nodes in [
+    assert best.job.nodes in [
         (0, 2, 1, 3),
         (0, 2, 3, 1),
         (2, 0, 1, 3),
@@ -185,7 +194,7 @@ def test_nodes_of_two_clusters_are_put_in_order() -> None:
     ]
     sorted_links = replace(asked, machine=_thin(1e11, clusters([0, 2, 1, 3])))
     assert best.step.seconds <= search(sorted_links, 3)[0].step.seconds * (1 + 1e-9)
-    assert best.step.seconds <= time_of(asked, best.setting).seconds
+    assert best.step.seconds <= step_time(replace(best.job, nodes=None)).seconds
 
 
 def test_a_job_takes_the_nodes_that_are_near() -> None:
@@ -193,9 +202,9 @@ def test_a_job_takes_the_nodes_that_are_near() -> None:
     links = clusters([0, 1, 2, 3])
     links[0][2] = links[2][0] = 2e9
     asked = replace(question(DENSE, 16, 16), machine=_thin(1e11, links))
-    assert set(search(asked, 1)[0].question.nodes or ()) == {1, 3}
+    assert set(search(asked, 1)[0].job.nodes or ()) == {1, 3}
     with pytest.raises(UserError, match=r"64 ranks need 8 nodes of 8 \(dgx-a100\), but its links are those of 4"):
-        replace(asked, ranks=64)
+        changed(asked, Mesh(dp=64)).checked()
 
 
 def test_links_that_are_alike_change_nothing() -> None:
@@ -217,11 +226,11 @@ PAPER = [  # pipeline and expert ranks
 ]
 
 
-def on_aurora(name: str) -> Question:
+def on_aurora(name: str) -> Job:
     """A sequence of 2,048 tokens for each tile, gradients reduced in bf16 (section 2.1)."""
     model = model_config_from(resolve_model(name)["model"], "")
     halved = Profile().model_copy(update={"gradient": 2.0, "reduced": 2.0})
-    return Question(model, load_machine("aurora"), 3072, 3072, 2048, profile=halved)
+    return job(model, load_machine("aurora"), Mesh(dp=3072), 2048, 1, 1, halved)
 
 
 def test_the_papers_layout_of_mula_1b_is_among_the_ten_best() -> None:
@@ -242,14 +251,10 @@ def test_why_others_are_better(name: str, pp: int, ep: int, recompute: list[str]
     tokens to experts; smaller stages and fewer expert-parallel ranks, in a schedule with a smaller bubble, lose less, and
     fit."""
     asked = on_aurora(name)
-    paper = Setting(
-        Mesh(pp=pp, dp=3072 // pp, ep=ep, ranks_per_node=12), 2048, 1, pp,
-        sequence=False, shard="optimizer", recompute=frozenset(recompute),
-    )  # fmt: skip
-    other = replace(
-        paper, mesh=better, microbatches=better.pp, schedule="zbv", stages_per_rank=2, recompute=frozenset(),
-    )  # fmt: skip
-    theirs, found = predict(asked, paper), predict(asked, other)
+    mesh = Mesh(pp=pp, dp=3072 // pp, ep=ep, ranks_per_node=12)
+    paper = changed(asked, mesh, pp, sequence=False, shard="optimizer", recompute=recompute)
+    other = changed(paper, better, better.pp, schedule="zbv", stages_per_rank=2, recompute=())
+    theirs, found = predict(paper), predict(other)
     assert theirs.memory.total <= room_of(asked.machine)
     assert found.memory.total <= room_of(asked.machine)
     assert found.step.seconds < 0.85 * theirs.step.seconds
@@ -262,9 +267,9 @@ def test_why_others_are_better(name: str, pp: int, ep: int, recompute: list[str]
 def test_communicators_of_the_papers_layouts(name: str, pp: int, ep: int, tiles: int) -> None:
     """However many tiles there are, no more than 10 on each, whose buffers take no more than 3 GB, 5 % of its memory."""
     aurora = load_machine("aurora")
-    config = for_machine(configured(name, [], tiles), aurora)
     mesh = Mesh(pp=pp, dp=tiles // pp, ep=ep, ranks_per_node=12, pipeline_stride=12 if pp > 1 else None)
-    found, buffers = communicators_of(config, Setting(mesh, 2048, 1, pp, shard="optimizer"), aurora)
+    asked = job_of(configured(name, [], tiles), aurora, mesh)
+    found, buffers = communicators_of(asked.changed(mesh, state={"shard": "optimizer"}))
     assert 1 <= sum(each.number for each in found) <= 10
     assert buffers <= 3e9 < 0.05 * aurora.memory
 
@@ -288,4 +293,4 @@ def test_what_is_recomputed_is_what_a_model_has(model: ModelConfig, feed_forward
 def test_models_with_dense_layers_and_experts_are_planned_where_they_only_fit_recomputed() -> None:
     whole = search(question(GROWING, ranks=4, batch=16))[0]
     tight = search(question(GROWING, ranks=4, batch=16, memory=0.3 * whole.memory.total))
-    assert any({"mlp", "moe"} <= plan.setting.recompute for plan in tight)
+    assert any({"mlp", "moe"} <= plan.job.recompute for plan in tight)

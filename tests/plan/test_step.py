@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 
+from benchmarks.published.jobs import changed, job
 from benchmarks.published.profiles import FrameworkProfile
 from benchmarks.published.program import even_stages
 from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.model.count import count_parameters, flops_per_token
-from optimus.plan.machine import load_machine
-from optimus.plan.setting import Saving, Setting
+from optimus.plan.job import Job
+from optimus.plan.machine import Machine, load_machine
 from optimus.plan.step import StepTime, blocks_of_stages, step_time
 
 MACHINE = load_machine("dgx-a100")
@@ -23,34 +24,37 @@ SPARSE = ModelConfig(
     family="olmoe", layers=8, hidden=2048, heads=16, intermediate=1024, vocab=64, experts=64, experts_per_token=8
 )
 PLAIN = FrameworkProfile(about="a test")
-SETTING = Setting(Mesh(), 2048, 1, 8)
+JOB = job(DENSE, MACHINE, Mesh(), 2048, 1, 8)
 
 
-def step(setting: Setting, profile: FrameworkProfile = PLAIN, model: ModelConfig = DENSE) -> StepTime:
-    return step_time(model, setting, MACHINE, profile)
+def step(
+    asked: Job, profile: FrameworkProfile = PLAIN, model: ModelConfig = DENSE, machine: Machine = MACHINE
+) -> StepTime:
+    profile = profile.model_copy(update={"recompute": asked.profile.recompute})
+    return step_time(replace(asked.changed(model=model), machine=machine, profile=profile))
 
 
 def test_terms_add_up_to_the_step() -> None:
-    for setting in (
-        SETTING,
-        replace(SETTING, mesh=Mesh(pp=4)),
-        replace(SETTING, mesh=Mesh(dp=16, tp=4), shard="parameters"),
+    for asked in (
+        JOB,
+        changed(JOB, mesh=Mesh(pp=4)),
+        changed(JOB, mesh=Mesh(dp=16, tp=4), shard="parameters"),
     ):
-        found = step(setting)
+        found = step(asked)
         assert sum(found.terms.values()) == pytest.approx(found.seconds)
 
 
 def test_model_flops_never_pass_the_peak() -> None:
-    flops = flops_per_token(DENSE, SETTING.context // 2)  # of half the scores
-    utilisation = flops * SETTING.tokens / step(SETTING).seconds / MACHINE.rates("bf16").peak
+    flops = flops_per_token(DENSE, JOB.train.sequence_length // 2)  # of half the scores
+    utilisation = flops * JOB.tokens / step(JOB).seconds / MACHINE.rates("bf16").peak
     assert 0.4 < utilisation < 0.87
 
 
 @pytest.mark.parametrize("microbatches", [8, 16, 64])
 def test_the_bubble_of_a_pipeline(microbatches: int) -> None:
     ranks = 4
-    setting = replace(SETTING, mesh=Mesh(pp=ranks), microbatches=microbatches, blocks=even_stages(16, ranks))
-    found = step(setting)
+    asked = changed(JOB, mesh=Mesh(pp=ranks), microbatches=microbatches, blocks=even_stages(16, ranks))
+    found = step(asked)
     busy = sum(
         time for name, time in found.terms.items() if name not in ("pipeline", "data_parallel", "optimizer", "data")
     )
@@ -58,77 +62,77 @@ def test_the_bubble_of_a_pipeline(microbatches: int) -> None:
 
 
 def test_interleaving_makes_the_bubble_smaller() -> None:
-    plain = step(replace(SETTING, mesh=Mesh(pp=4), blocks=even_stages(16, 4)))
+    plain = step(changed(JOB, mesh=Mesh(pp=4), blocks=even_stages(16, 4)))
     blocks = even_stages(16, 16)
-    fine = step(replace(SETTING, mesh=Mesh(pp=4), blocks=blocks, schedule="interleaved-1f1b", stages_per_rank=4))
+    fine = step(changed(JOB, mesh=Mesh(pp=4), blocks=blocks, schedule="interleaved-1f1b", stages_per_rank=4))
     assert fine.terms["pipeline"] < 0.4 * plain.terms["pipeline"]
 
 
 def test_recomputing_blocks_adds_their_forward_pass() -> None:
-    plain, again = step(SETTING), step(replace(SETTING, recompute=frozenset({"block"})))
+    plain, again = step(JOB), step(changed(JOB, recompute={"block"}))
     assert again.seconds - plain.seconds == pytest.approx(again.terms["recomputation"])
     assert again.terms["recomputation"] == pytest.approx(plain.seconds / 3, rel=0.1)
 
 
 def test_recomputing_less_takes_less() -> None:
     kinds = ("scores", "norm", "attention", "mlp", "products", "block")
-    times = {kind: step(replace(SETTING, recompute=frozenset({kind}))).terms["recomputation"] for kind in kinds}
+    times = {kind: step(changed(JOB, recompute={kind})).terms["recomputation"] for kind in kinds}
     assert 0 < times["scores"] < times["attention"] < times["block"]
     assert times["norm"] + times["attention"] + times["mlp"] == pytest.approx(times["block"])
     assert times["products"] < 0.65 * times["block"]
 
 
 def test_recomputation_leaves_collectives_out_unless_they_are_repeated() -> None:
-    setting = replace(SETTING, mesh=Mesh(tp=8), recompute=frozenset({"block"}))
-    cached, repeated = step(setting), step(replace(setting, repeat_collectives=True))
+    asked = changed(JOB, mesh=Mesh(tp=8), recompute={"block"})
+    cached, repeated = step(asked), step(changed(asked, recompute_collectives="repeat"))
     assert repeated.seconds - cached.seconds == pytest.approx(cached.terms["tensor_parallel"] / 2, rel=0.05)
 
 
 def test_reducing_hides_behind_the_last_backward_pass() -> None:
-    setting = replace(SETTING, mesh=Mesh(dp=64), microbatches=4)
+    asked = changed(JOB, mesh=Mesh(dp=64), microbatches=4)
     hidden, open_ = (
-        step(setting, FrameworkProfile(about="a test", overlap_data=share)).terms["data_parallel"] for share in (1, 0)
+        step(asked, FrameworkProfile(about="a test", overlap_data=share)).terms["data_parallel"] for share in (1, 0)
     )
     assert 0 < hidden < 0.5 * open_
-    assert step(replace(setting, mesh=Mesh())).terms["data_parallel"] == 0
+    assert step(changed(asked, mesh=Mesh())).terms["data_parallel"] == 0
 
 
 def test_broadcasts_in_turn_take_as_many_as_there_are_ranks() -> None:
-    setting = replace(SETTING, mesh=Mesh(dp=128), shard="optimizer")
-    gathered, turns = (
-        step(setting, FrameworkProfile(about="a test", broadcast=each)).seconds for each in (0.0, 2.0e-3)
-    )
+    asked = changed(JOB, mesh=Mesh(dp=128), shard="optimizer")
+    gathered, turns = (step(asked, FrameworkProfile(about="a test", broadcast=each)).seconds for each in (0.0, 2.0e-3))
     assert turns - gathered == pytest.approx(128 * 2.0e-3)
 
 
 def test_sharded_parameters_are_gathered_for_every_microbatch() -> None:
-    setting = replace(SETTING, mesh=Mesh(dp=64), shard="parameters", context=128)
-    few, many = (step(replace(setting, microbatches=each)).terms["parameter_gathering"] for each in (2, 8))
+    asked = changed(JOB, mesh=Mesh(dp=64), shard="parameters", sequence_length=128)
+    few, many = (step(changed(asked, microbatches=each)).terms["parameter_gathering"] for each in (2, 8))
     assert many == pytest.approx(4 * few)
-    kept = step(replace(setting, release=False)).terms["parameter_gathering"]
-    assert kept < step(setting).terms["parameter_gathering"]
+    kept = step(changed(asked, reshard_after_forward=False)).terms["parameter_gathering"]
+    assert kept < step(asked).terms["parameter_gathering"]
 
 
 def test_a_slow_host_is_waited_for() -> None:
-    setting = replace(SETTING, context=256)
-    fast, slow = (step(setting, FrameworkProfile(about="a test", host=each), SPARSE) for each in (0.0, 20e-3))
+    asked = changed(JOB, sequence_length=256)
+    fast, slow = (step(asked, FrameworkProfile(about="a test", host=each), SPARSE) for each in (0.0, 20e-3))
     assert fast.terms["host"] == 0
     assert slow.seconds - slow.terms["optimizer"] == pytest.approx(8 * 8 * 20e-3, rel=0.05)
 
 
 @pytest.mark.parametrize(
-    "change", [{"microbatches": 16}, {"context": 4096}, {"micro_batch": 2}, {"recompute": frozenset({"mlp"})}]
+    "change", [{"microbatches": 16}, {"sequence_length": 4096}, {"micro_batch": 2}, {"recompute": {"mlp"}}]
 )
 def test_more_work_takes_longer(change: dict[str, Any]) -> None:
-    assert step(replace(SETTING, **change)).seconds > step(SETTING).seconds
+    assert step(changed(JOB, **change)).seconds > step(JOB).seconds
 
 
 # ---- How a pipeline is cut ----
 
 
 def lengths(layers: int, stages: int, blocks: tuple[int, ...] | None = None) -> list[int]:
-    setting = replace(SETTING, mesh=Mesh(pp=stages), blocks=blocks)
-    return [len(blocks) for blocks in blocks_of_stages(DENSE.model_copy(update={"layers": layers}), setting)]
+    asked = changed(JOB, mesh=Mesh(pp=stages), blocks=blocks)
+    return [
+        len(blocks) for blocks in blocks_of_stages(asked.changed(model=DENSE.model_copy(update={"layers": layers})))
+    ]
 
 
 def even(layers: int, stages: int, *, counted: bool = False) -> list[int]:
@@ -154,34 +158,33 @@ def test_this_library_needs_a_block_for_each_stage() -> None:
 STATE = 12 * count_parameters(DENSE).total  # bytes of a checkpoint
 
 
-def stalled(saving: Saving, **changes: Any) -> float:
-    setting = replace(SETTING, **changes, saving=saving)
-    return step(setting).terms["checkpoint"]
+def stalled(**changes: Any) -> float:
+    return step(changed(JOB, **changes)).terms["checkpoint"]
 
 
 def test_a_checkpoint_is_waited_for_in_parts() -> None:
     """Copied over the link to the host, written by all ranks of a node at once; every hundredth step."""
     whole = STATE / MACHINE.host.link + STATE * MACHINE.ranks_per_node / MACHINE.host.storage
-    assert stalled(Saving()) == 0
-    assert stalled(Saving(every=100)) == pytest.approx(whole / 100, rel=1e-3)
-    shared = stalled(Saving(every=100), mesh=Mesh(dp=8))
+    assert stalled() == 0
+    assert stalled(every=100) == pytest.approx(whole / 100, rel=1e-3)
+    shared = stalled(every=100, mesh=Mesh(dp=8))
     assert shared == pytest.approx(whole / 8 / 100, rel=1e-3)
-    assert stalled(Saving(every=100, scattered=False), mesh=Mesh(dp=8)) == pytest.approx(whole / 100, rel=1e-3)
-    weights = stalled(Saving(every=100, weights_every=50)) - stalled(Saving(every=100))
+    assert stalled(every=100, scattered=False, mesh=Mesh(dp=8)) == pytest.approx(whole / 100, rel=1e-3)
+    weights = stalled(every=100, weights_every=50) - stalled(every=100)
     assert weights == pytest.approx(whole / 6 / 50, rel=1e-3)  # 2 bytes of 12
 
 
 def test_a_checkpoint_beside_the_training_is_waited_for_when_the_next_is_due() -> None:
     copied = STATE / MACHINE.host.link
-    assert stalled(Saving(every=10_000, asynchronous=True)) == pytest.approx(copied / 10_000, rel=1e-3)
-    often = stalled(Saving(every=1, asynchronous=True))
+    assert stalled(every=10_000, asynchronous=True) == pytest.approx(copied / 10_000, rel=1e-3)
+    often = stalled(every=1, asynchronous=True)
     written = STATE * MACHINE.ranks_per_node / MACHINE.host.storage
-    without = step(SETTING).seconds
+    without = step(JOB).seconds
     assert often == pytest.approx(copied + written - without, rel=1e-3)
 
 
 def test_tokens_travel_to_the_device() -> None:
-    assert step(SETTING).terms["data"] == pytest.approx(8 * 8 * 2048 / MACHINE.host.link)
+    assert step(JOB).terms["data"] == pytest.approx(8 * 8 * 2048 / MACHINE.host.link)
 
 
 # ---- Ranks that share the cores of a processor ----
@@ -192,28 +195,28 @@ SHARED = MACHINE.model_copy(update={"alone": 4.0})
 def test_what_ranks_leave_idle_the_others_use() -> None:
     """Four stages side by side on a node that computes as fast with fewer ranks: no bubble. Of stages on nodes of their own
     nobody uses it."""
-    setting = replace(SETTING, mesh=Mesh(pp=4), blocks=even_stages(16, 4))
-    here, there = (step_time(DENSE, setting, machine, PLAIN) for machine in (SHARED, MACHINE))
+    asked = changed(JOB, mesh=Mesh(pp=4), blocks=even_stages(16, 4))
+    here, there = (step(asked, machine=machine) for machine in (SHARED, MACHINE))
     assert here.terms["pipeline"] == 0 < there.terms["pipeline"]
-    alone = step(SETTING)
+    alone = step(JOB)
     assert here.terms["matmul"] == pytest.approx(alone.terms["matmul"] / 4, rel=0.02)  # the ends count a little
     assert sum(here.terms.values()) == pytest.approx(here.seconds)
-    apart = replace(setting, mesh=Mesh(pp=4, dp=8))
-    assert step_time(DENSE, apart, SHARED, PLAIN) == step_time(DENSE, apart, MACHINE, PLAIN)
+    apart = changed(asked, mesh=Mesh(pp=4, dp=8))
+    assert step(apart, machine=SHARED) == step(apart, machine=MACHINE)
 
 
 def test_a_single_microbatch_is_no_faster_than_its_stages_alone() -> None:
-    setting = replace(SETTING, mesh=Mesh(pp=8), microbatches=1, blocks=even_stages(16, 8))
-    here, there = (step_time(DENSE, setting, machine, PLAIN) for machine in (SHARED, MACHINE))
+    asked = changed(JOB, mesh=Mesh(pp=8), microbatches=1, blocks=even_stages(16, 8))
+    here, there = (step(asked, machine=machine) for machine in (SHARED, MACHINE))
     ends = sum(here.terms[kind] for kind in ("optimizer", "data"))
     assert here.seconds - ends == pytest.approx((there.seconds - ends) / 4)
 
 
 def test_nothing_is_hidden_beside_cores_that_move_the_data() -> None:
     busy = MACHINE.model_copy(update={"overlap": 0.0})
-    setting = replace(SETTING, mesh=Mesh(dp=4, tp=2), shard="optimizer")
+    asked = changed(JOB, mesh=Mesh(dp=4, tp=2), shard="optimizer")
     hiding = PLAIN.model_copy(update={"overlap_tensor": 0.5})
-    hidden, shown = (step_time(DENSE, setting, machine, hiding).terms for machine in (MACHINE, busy))
+    hidden, shown = (step(asked, hiding, machine=machine).terms for machine in (MACHINE, busy))
     assert shown["tensor_parallel"] == pytest.approx(2 * hidden["tensor_parallel"])
     assert shown["data_parallel"] > 2 * hidden["data_parallel"]
     assert shown["matmul"] == pytest.approx(hidden["matmul"])

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 
+from optimus.mesh.strided import StridedGroup
 from optimus.optim.muon import Muon
-from optimus.plan.asking import asked, configured
-from optimus.plan.collectives import Place, collective_seconds
+from optimus.plan.asking import as_configured, asked, configured
+from optimus.plan.collectives import collective_seconds
 from optimus.plan.dry_run import dry_run
 from optimus.plan.held import held_by, kinds_of
+from optimus.plan.job import Job
 from optimus.plan.machine import load_machine
 from optimus.plan.memory import Memory
-from optimus.plan.question import Plan, predict
+from optimus.plan.prediction import Plan, predict
+from optimus.plan.search import search
 from optimus.plan.step import blocks_of_stages, counts_of
 from optimus.state.plan import ChunkPlan
 from optimus.train.checks import held_by_shards
@@ -35,16 +38,15 @@ RULES = {
 STATE = ("parameters", "gradients", "optimizer")
 
 
-def question(*overrides: str, ranks: int = RANKS, machine: str = "dgx-a100", preset: str = "mula-tiny") -> Any:
+def asking(*overrides: str, ranks: int = RANKS, machine: str = "dgx-a100", preset: str = "mula-tiny") -> Job:
     shape = [f"model.{field}={value}" for field, value in SHAPE.items()] if preset == "mula-tiny" else []
     batch = [f"train.global_batch={8 * ranks}", "train.precision=bfloat16", "train.sequence_length=512"]
     config = configured(preset, [*shape, *batch, *overrides], ranks)
-    return config, *asked(config, machine, ranks, [], 1.0)
+    return as_configured(asked(config, machine, ranks, []))
 
 
 def plan(*overrides: str, **how: Any) -> Plan:
-    _, asking, setting = question(*overrides, **how)
-    return predict(asking, setting())
+    return predict(asking(*overrides, **how))
 
 
 def state(memory: Memory) -> float:
@@ -56,11 +58,11 @@ def state(memory: Memory) -> float:
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
 def test_state_of_rules_is_exact(rule: str, shard: str, precision: str) -> None:
     """56 equal matrices on 8 ranks: as many on each."""
-    config, asking, setting = question(*RULES[rule], f"state.shard={shard}", f"train.precision={precision}")
-    found = dry_run(config, RANKS, 0)
+    job = asking(*RULES[rule], f"state.shard={shard}", f"train.precision={precision}")
+    found = dry_run(job, 0)
     held = sum(found[kind] for kind in ("parameters", "gradients", "master", "moments"))
     tolerance = 0.02 if rule in ("groups", "frozen") and shard != "none" else 1e-4  # then not as many on each
-    assert state(predict(asking, setting()).memory) == pytest.approx(held, rel=tolerance)
+    assert state(predict(job).memory) == pytest.approx(held, rel=tolerance)
 
 
 def fullest(plans: list[ChunkPlan], depth: int) -> int:
@@ -90,13 +92,11 @@ def fullest(plans: list[ChunkPlan], depth: int) -> int:
 @pytest.mark.parametrize("preset", ["mula-tiny", "mula-tiny-moe"])
 def test_a_rank_with_more_matrices_than_others(preset: str, layout: list[str]) -> None:
     """Whole ones of several sizes, 24 ranks: the plan is of the fullest rank of the stage."""
-    config, asking, setting = question(
-        "optimizer.name=muon", "state.shard=parameters", *layout, ranks=24, preset=preset
-    )
-    model, mesh, predicted = config.model, setting().mesh, predict(asking, setting()).memory
-    (plans,) = planned_chunks(config, mesh, [predicted.rank * mesh.block])
-    counts = counts_of(model, blocks_of_stages(model, setting()))[predicted.rank]
-    held = [each for each in held_by(kinds_of(model, setting()), setting(), counts) if each.matrices]
+    job = asking("optimizer.name=muon", "state.shard=parameters", *layout, ranks=24, preset=preset)
+    mesh, predicted = job.mesh, predict(job).memory
+    (plans,) = planned_chunks(job.config, mesh, [predicted.rank * mesh.block])
+    counts = counts_of(job.model, blocks_of_stages(job))[predicted.rank]
+    held = [each for each in held_by(kinds_of(job), job, counts) if each.matrices]
     for depth in range(len(held[0].steps) + 1):
         assert sum(each.after(depth) for each in held) == fullest(plans, depth)
     if "shard_ranks" not in "".join(layout):  # then no rank is the fullest after every step
@@ -128,9 +128,8 @@ def test_what_is_waited_for_while_checkpoints_are_written() -> None:
 
 
 def test_what_if_state_were_smaller() -> None:
-    config = question(*RULES["muon"])[0]
-    asking, setting = asked(config, "dgx-a100", RANKS, ["profile.state=6"], 1.0)
-    assert predict(asking, setting()).memory.parts["optimizer"] == pytest.approx(6 * (MATRICES + REST))
+    job = as_configured(asked(asking(*RULES["muon"]).config, "dgx-a100", RANKS, ["profile.state=6"]))
+    assert predict(job).memory.parts["optimizer"] == pytest.approx(6 * (MATRICES + REST))
 
 
 # ---- Time ----
@@ -155,9 +154,8 @@ def products(rows: int, columns: int) -> float:
 
 
 def updating(*overrides: str, ranks: int = RANKS) -> float:
-    _, asking, setting = question("optimizer.name=muon", *overrides, ranks=ranks)
-    asking = replace(asking, machine=EVEN)
-    return predict(asking, setting()).step.terms["optimizer"]
+    job = replace(asking("optimizer.name=muon", *overrides, ranks=ranks), machine=EVEN)
+    return predict(job).step.terms["optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +185,7 @@ def test_matrices_that_tensor_parallelism_splits_are_exchanged(tile: int) -> Non
 
     def once(together: int) -> float:
         size = together * HIDDEN**2 / 2 * 2
-        way = collective_seconds("all_to_all", size, Place(2, 1), EVEN)
+        way = collective_seconds("all_to_all", size, StridedGroup(2, 1), EVEN)
         return -(-together // 2) * products(HIDDEN, HIDDEN) + 2 * way
 
     together = max(2, 2 * tile // HIDDEN**2)
@@ -201,7 +199,7 @@ def test_experts_are_matrices_each() -> None:
 
 
 def test_rules_are_part_of_what_a_search_is_given() -> None:
-    _, asking, setting = question(*RULES["groups"])
-    assert setting().rules == asking.given.rules
-    shard_steps = {share for of in asking.given.rules for rule, share in of if isinstance(rule, Muon)}
+    job = asking(*RULES["groups"])
+    assert search(job, best=1)[0].job.rules == job.rules
+    shard_steps = {share for of in job.rules for rule, share in of if isinstance(rule, Muon)}
     assert shard_steps == {7 / 8}

@@ -1,15 +1,18 @@
 """Seconds of modules: products by hand, what slows them, and collectives."""
 
+from typing import Any
+
 import pytest
 
+from benchmarks.published.jobs import job
 from benchmarks.published.profiles import FrameworkProfile
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
+from optimus.mesh.strided import StridedGroup
 from optimus.parallel.dispatch.choice import copies
-from optimus.plan.collectives import Place, collective_seconds
+from optimus.plan.collectives import collective_seconds
 from optimus.plan.machine import load_machine
 from optimus.plan.profile import Profile
-from optimus.plan.setting import Setting
 from optimus.plan.work import Work
 
 MACHINE = load_machine("dgx-a100")
@@ -22,8 +25,8 @@ PLAIN = FrameworkProfile(about="a test")
 
 
 def work(model: ModelConfig = DENSE, profile: FrameworkProfile = PLAIN, **sizes: object) -> Work:
-    given = {"mesh": Mesh(), "context": 2048, "micro_batch": 2, "microbatches": 1} | sizes
-    return Work(model, Setting(**given), MACHINE, profile)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"mesh": Mesh(), "sequence_length": 2048, "micro_batch": 2} | sizes
+    return Work(job(model, MACHINE, microbatches=1, profile=profile, **given))
 
 
 def test_the_products_of_a_feed_forward_layer_are_those_of_its_matrices() -> None:
@@ -61,7 +64,7 @@ def test_causal_attention_computes_half_of_the_square() -> None:
 
 def test_attention_nears_its_best_rate_with_long_sequences() -> None:
     def rate(context: int) -> float:
-        found = work(context=context, micro_batch=1).scores[0].forward
+        found = work(sequence_length=context, micro_batch=1).scores[0].forward
         return context**2 * 4096 * 2 / found.attention
 
     best = MACHINE.attention * MACHINE.arithmetic["bf16"].peak
@@ -94,16 +97,19 @@ def test_products_with_rows_of_fewer_bytes_leave_the_matrix_units_in_two_steps(
 def test_kept_scores_cost_memory_traffic_that_grows_with_the_square() -> None:
     kept = FrameworkProfile(about="a test", attention=0.0)
     short, long = (
-        work(profile=kept, context=context, micro_batch=1).scores[0].forward.attention for context in (2048, 8192)
+        work(profile=kept, sequence_length=context, micro_batch=1).scores[0].forward.attention
+        for context in (2048, 8192)
     )
     assert 14 < long / short < 18
 
 
 def test_tensor_parallelism_sends_the_stream_at_both_ends_of_a_layer() -> None:
     mesh, size = Mesh(tp=8), 2 * 2048 * 4096 * 2.0
-    gather, scatter = (collective_seconds(kind, size, Place(8), MACHINE) for kind in ("all_gather", "reduce_scatter"))  # type: ignore[arg-type]
+    gather, scatter = (
+        collective_seconds(kind, size, StridedGroup(8), MACHINE) for kind in ("all_gather", "reduce_scatter")
+    )  # type: ignore[arg-type]
     assert work(mesh=mesh).feed_forward[0].forward.tensor == pytest.approx(gather + scatter)
-    reduce = collective_seconds("all_reduce", size, Place(8), MACHINE)
+    reduce = collective_seconds("all_reduce", size, StridedGroup(8), MACHINE)
     assert work(mesh=mesh, sequence=False).feed_forward[0].forward.tensor == pytest.approx(reduce)
     hidden = FrameworkProfile(about="a test", overlap_tensor=0.75)
     assert work(mesh=mesh, profile=hidden).feed_forward[0].forward.tensor == pytest.approx((gather + scatter) / 4)
@@ -133,10 +139,9 @@ def test_what_nodes_forward_is_sent_once_to_each() -> None:
 
 def test_casts_to_eight_bits_take_time() -> None:
     machine = load_machine("dgx-h100")
-    setting = Setting(Mesh(), 2048, 2, 1, precision="fp8")
     free, cast = (
-        Work(DENSE, setting, machine, FrameworkProfile(about="a test", cast=bytes)).feed_forward[0].forward
-        for bytes in (0.0, 3.0)
+        Work(job(DENSE, machine, Mesh(), 2048, 2, 1, profile, precision="fp8")).feed_forward[0].forward
+        for profile in (FrameworkProfile(about="a test", cast=bytes) for bytes in (0.0, 3.0))
     )
     elements = 4096 * 4096 + 4096 * 2 * 11008 + 4096 * 11008 + 11008 * 4096
     assert cast.matmul - free.matmul == pytest.approx(3 * elements / machine.memory_bandwidth, rel=0.2)
@@ -147,8 +152,8 @@ def test_a_run_sends_a_token_to_a_node_and_then_to_its_ranks() -> None:
     mesh, levels = Mesh(dp=16, ep=16, ranks_per_node=8), FrameworkProfile(about="a test", copies="levels")
     found = work(SPARSE, levels, mesh=mesh)
     tokens = 2 * 2048 * 2048 * 2.0  # bytes
-    inside = collective_seconds("all_to_all", tokens * copies(64, 16, 8), Place(8), MACHINE)
-    across = collective_seconds("all_to_all", tokens * copies(64, 2, 8), Place(2, 8), MACHINE)
+    inside = collective_seconds("all_to_all", tokens * copies(64, 16, 8), StridedGroup(8), MACHINE)
+    across = collective_seconds("all_to_all", tokens * copies(64, 2, 8), StridedGroup(2, 8), MACHINE)
     assert found.feed_forward[0].forward.expert == pytest.approx(2 * (inside + across))
     flat = work(SPARSE, PLAIN, mesh=mesh).feed_forward[0].forward.expert
     assert found.feed_forward[0].forward.expert < 0.7 * flat

@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
 from optimus.plan.collectives import collective_seconds, reduce_scatter_seconds, transfer_seconds
+from optimus.plan.job import Job, plain_run
 from optimus.plan.machine import Arithmetic, Host, Machine, Matmul, Network, Node, Pace
 from optimus.plan.measure.timing import Attended, MatmulTime, Observations, Talk, Talked
-from optimus.plan.profile import Profile
-from optimus.plan.setting import Setting
 from optimus.plan.work import Work
 
 Floats = NDArray[np.float64]
@@ -180,9 +179,7 @@ def _attended(machine: Machine, each: Attended) -> float:
     """With this library's own kernel, as that is what was measured."""
     hidden = each.heads * each.head
     model = ModelConfig(family="olmo", layers=1, hidden=hidden, heads=each.heads, intermediate=1, vocab=1)
-    setting = Setting(Mesh(), each.context, each.sequences, microbatches=1)
-    profile = Profile().model_copy(update={"speed": 1.0})
-    passes = Work(model, setting, machine, profile).scores[0]
+    passes = Work(Job(plain_run(model, each.context, each.sequences), Mesh(), machine)).scores[0]
     return passes.forward.attention + passes.backward.attention
 
 
@@ -195,7 +192,7 @@ def _fit_node(machine: Machine, seen: Observations) -> Machine:
 
     With groups, the node's own bandwidth is what remains without one: the all-to-all's.
     """
-    inside = [talk for talk in seen.talked if talk.place.nodes(machine) == 1]
+    inside = [talk for talk in seen.talked if talk.place.nodes(machine.ranks_per_node) == 1]
     if not inside:
         return machine
     largest = max(inside, key=lambda talk: talk.whole)
@@ -262,7 +259,7 @@ def _off(machine: Machine, node: Node, talked: Sequence[Talked]) -> list[float]:
 def _fit_network(machine: Machine, seen: Observations) -> Machine:
     """Bandwidth and latency between nodes; with one node, its own, as if the next were as near."""
     node = machine.node
-    across = [talk for talk in seen.talked if talk.place.nodes(machine) > 1]
+    across = [talk for talk in seen.talked if talk.place.nodes(machine.ranks_per_node) > 1]
     if not across:
         network = Network(bandwidth=node.bandwidth, latency=node.latency)
         return machine.model_copy(update={"network": network})

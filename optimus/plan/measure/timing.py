@@ -24,8 +24,9 @@ from optimus.comm import Group, Groups, RankPartition
 from optimus.kernels.attention import causal_attention
 from optimus.kernels.matmul import Form, in_form, matmul
 from optimus.mesh import Mesh
+from optimus.mesh.strided import StridedGroup
 from optimus.observe.machine import device_name, find_device
-from optimus.plan.collectives import Collective, Place
+from optimus.plan.collectives import Collective
 
 Talk = Collective | Literal["shift"]
 """`shift`: every rank sends to the one a stride further, and receives."""
@@ -97,7 +98,7 @@ class Talked(NamedTuple):
 
     kind: Talk
     whole: int
-    place: Place
+    place: StridedGroup
     seconds: float
 
 
@@ -185,17 +186,17 @@ class Clock:
             torch.accelerator.synchronize()
 
 
-def places(ranks: int) -> list[Place]:
+def places(ranks: int) -> list[StridedGroup]:
     """Every kind of group that divides all ranks evenly."""
     return [
-        Place(size, stride)
+        StridedGroup(size, stride)
         for size in range(2, ranks + 1)
         for stride in range(1, ranks // size + 1)
         if ranks % (size * stride) == 0
     ]
 
 
-def groups_of(place: Place, ranks: int) -> list[range]:
+def groups_of(place: StridedGroup, ranks: int) -> list[range]:
     """The groups of a kind."""
     block = place.size * place.stride
     return [

@@ -9,7 +9,9 @@ import pytest
 from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
-from optimus.plan.collectives import Place, collective_seconds, transfer_seconds
+from optimus.mesh.strided import StridedGroup
+from optimus.plan.collectives import collective_seconds, transfer_seconds
+from optimus.plan.job import Job, plain_run
 from optimus.plan.machine import Machine, Pace, load_machine
 from optimus.plan.measure import machine as bench
 from optimus.plan.measure.fit import fit, least_squares, points
@@ -25,7 +27,6 @@ from optimus.plan.measure.timing import (
     places,
 )
 from optimus.plan.profile import Profile
-from optimus.plan.setting import Setting
 from optimus.plan.work import Work
 
 KINDS: tuple[Talk, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
@@ -45,7 +46,7 @@ def made_up(machine: Machine, *, nodes: int = 1, cores: int | None = None) -> Ob
     seen.moved = [Moved("copy", 1 << 31, machine.memory_seconds(1 << 31))]
     for b, s, n, d in extent.attention:
         model = ModelConfig(family="olmo", layers=1, hidden=n * d, heads=n, intermediate=1, vocab=1)
-        scores = Work(model, Setting(Mesh(), s, b, 1), machine, Profile()).scores[0]
+        scores = Work(Job(plain_run(model, s, b), Mesh(), machine)).scores[0]
         speed = Profile().speed
         seconds = speed * (scores.forward.attention + scores.backward.attention)
         seen.attended.append(Attended(b, s, n, d, seconds))
@@ -164,7 +165,7 @@ def test_least_squares_keeps_within_its_bounds() -> None:
     [(1, []), (2, [(2, 1)]), (4, [(2, 1), (2, 2), (4, 1)]), (6, [(2, 1), (2, 3), (3, 1), (3, 2), (6, 1)])],
 )
 def test_groups_of_every_kind_divide_the_ranks(ranks: int, expected: list[tuple[int, int]]) -> None:
-    assert places(ranks) == [Place(*place) for place in expected]
+    assert places(ranks) == [StridedGroup(*place) for place in expected]
     for place in places(ranks):
         parts = groups_of(place, ranks)
         assert sorted(rank for part in parts for rank in part) == list(range(ranks))
@@ -197,7 +198,7 @@ def test_a_measured_machine_is_written_and_read_again(tmp_path: Path) -> None:
     assert products == sorted(products)
     assert 0 < products[0] < products[-1]
     for kind in KINDS:
-        times = [collective_seconds(kind, 4**i, Place(2), machine) for i in range(5, 15)]  # type: ignore[arg-type]
+        times = [collective_seconds(kind, 4**i, StridedGroup(2), machine) for i in range(5, 15)]  # type: ignore[arg-type]
         assert times == sorted(times)
         assert 0 < times[0] < times[-1]
 

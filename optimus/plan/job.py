@@ -1,0 +1,253 @@
+"""A run on a machine: what the planner predicts, and what its search varies."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from optimus.config import ModelConfig, RunConfig
+from optimus.config.parallel import ParallelConfig
+from optimus.config.tree import CheckpointConfig, DataConfig, StateConfig, TrainConfig
+from optimus.errors import UserError
+from optimus.mesh import Mesh
+from optimus.mesh.strided import StridedGroup, group_along
+from optimus.model.parameters import declarations
+from optimus.optim.rule import Rule
+from optimus.pipeline.schedules import schedules
+from optimus.plan.blocks import examples
+from optimus.plan.links import chained, in_order
+from optimus.plan.machine import Machine
+from optimus.plan.profile import Profile
+from optimus.train.precision import WORTH
+from optimus.train.run import recipe_of, whole_model
+
+# Of each parameter of `blocks.examples`, in their order: its update rule, and the share of the blocks alike in which it has
+# that; several, where the rules differ.
+Rules = tuple[tuple[tuple[Rule, float], ...], ...]
+
+_PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
+_GRADIENT = {"float32": 4.0, "bfloat16": 2.0}  # bytes
+
+
+@dataclass(frozen=True)
+class Job:
+    """`config`, which divides its work over the ranks of `mesh`, on a machine.
+
+    `imbalance` are the tokens of the busiest rank's experts to the mean, `rules` the update rules (empty: AdamW for all),
+    and `nodes` those of the machine's links that are used, in the order of the ranks.
+    """
+
+    config: RunConfig
+    mesh: Mesh
+    machine: Machine
+    profile: Profile = field(default_factory=Profile)
+    imbalance: float = 1.0
+    rules: Rules = ()
+    nodes: tuple[int, ...] | None = None
+
+    # ---- What the configuration says ----
+
+    @property
+    def model(self) -> ModelConfig:
+        """What is trained."""
+        return self.config.model
+
+    @property
+    def train(self) -> TrainConfig:
+        """Its batches."""
+        return self.config.train
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        """How the work is divided."""
+        return self.config.parallel
+
+    @property
+    def state(self) -> StateConfig:
+        """How the state is held."""
+        return self.config.state
+
+    @property
+    def recompute(self) -> frozenset[str]:
+        """What a block recomputes in its backward pass, of every `config.recompute_every`-th block."""
+        return self.profile.recompute.union(self.config.recompute)
+
+    # ---- What follows from it ----
+
+    @property
+    def precision(self) -> str:
+        """Of the matrix products."""
+        return self.profile.products or _PRECISION[self.train.precision]
+
+    @property
+    def itemsize(self) -> float:
+        """Bytes of a parameter as it is computed with, and of an activation."""
+        return 4.0 if self.precision == "fp32" else 2.0
+
+    @property
+    def microbatches(self) -> int:
+        """Of a step."""
+        return max(1, self.train.global_batch // (self.mesh.dp * self.train.micro_batch))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.train.micro_batch * self.microbatches * self.mesh.dp * self.train.sequence_length
+
+    @property
+    def rows(self) -> int:
+        """Tokens of a microbatch on a rank, before tensor parallelism."""
+        return self.train.micro_batch * self.train.sequence_length // self.mesh.cp
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.mesh.pp * self.parallel.stages_per_rank
+
+    @property
+    def ends_apart(self) -> bool:
+        """Whether the first and the last stage are on different ranks of a pipeline."""
+        return self.mesh.pp > 1 and schedules()[self.parallel.schedule].placement == "loop"
+
+    def group(self, *axes: str) -> StridedGroup:
+        """Where the ranks along `axes` lie."""
+        return group_along(self.mesh, axes)
+
+    # ---- Nodes ----
+
+    @property
+    def node_count(self) -> int:
+        """Nodes of the job."""
+        return -(-self.mesh.size // self.machine.ranks_per_node)
+
+    @property
+    def placed(self) -> Machine:
+        """The machine as the ranks see it: its nodes in their order, by default that in which they are given."""
+        if self.machine.network.links is None:
+            return self.machine
+        return in_order(self.machine, self.nodes or range(self.node_count))
+
+    def with_neighbours(self) -> "Job":
+        """Its nodes in a chain of such as are near to each other, where they are not alike."""
+        if self.machine.network.links is None:
+            return self
+        return replace(self, nodes=tuple(chained(self.machine, self.node_count)))
+
+    def checked(self) -> "Job":
+        """Itself. Raises `UserError` where its ranks do not fill nodes of the machine, or it lacks its precision."""
+        ranks, node, links = self.mesh.size, self.machine.ranks_per_node, self.machine.network.links
+        if ranks > node and ranks % node:
+            low = ranks // node * node
+            raise UserError(
+                f"{ranks} ranks do not fill nodes of {node} ({self.machine.name}): take {low} or {low + node}"
+            )
+        if links is not None and len(links) < self.node_count:
+            raise UserError(
+                f"{ranks} ranks need {self.node_count} nodes of {node} ({self.machine.name}), but its links are those "
+                f"of {len(links)}: add the others, or take {len(links) * node} ranks"
+            )
+        self.machine.rates(self.precision)
+        return self
+
+    # ---- Other layouts ----
+
+    def changed(self, mesh: Mesh | None = None, **sections: Any) -> "Job":
+        """With other values in sections of the configuration, a mapping for each, and on another mesh."""
+        if mesh is not None:
+            sections["parallel"] = {**axes_of(mesh), **sections.get("parallel", {})}
+        config = self.config
+        update = {
+            name: getattr(config, name).model_copy(update=value) if isinstance(value, Mapping) else value
+            for name, value in sections.items()
+        }
+        return replace(self, config=config.model_copy(update=update), mesh=mesh or self.mesh)
+
+    @property
+    def undivided(self) -> "Job":
+        """On as many ranks, all data-parallel, with nothing sharded and nothing recomputed."""
+        before = self.parallel
+        parallel = ParallelConfig.model_construct(context_method=before.context_method, overlap=before.overlap)
+        plain = replace(self, config=self.config.model_copy(update={"parallel": parallel}))
+        mesh = Mesh(dp=self.mesh.size, ranks_per_node=self.mesh.ranks_per_node)
+        return plain.changed(
+            mesh,
+            state={"shard": "none", "shard_ranks": None, "shard_over": "replicas"},
+            recompute=[],
+            recompute_every=1,
+            recompute_budget=None,
+        )
+
+
+def axes_of(mesh: Mesh) -> dict[str, Any]:
+    """What the section `parallel` of a configuration says of `mesh`."""
+    return {
+        "data": mesh.dp,
+        "tensor": mesh.tp if mesh.tp_in == 1 else [mesh.tp_out, mesh.tp_in],
+        "context": mesh.cp,
+        "expert": mesh.ep,
+        "expert_tensor": mesh.etp,
+        "pipeline": mesh.pp,
+        "pipeline_stride": mesh.pipeline_stride,
+    }
+
+
+# ---- The job of a configuration ----
+
+
+def plain_run(model: ModelConfig, sequence_length: int, micro_batch: int, microbatches: int = 1) -> RunConfig:
+    """A run in bf16 that writes no checkpoints, of so many microbatches of a step on one rank."""
+    train = TrainConfig(
+        output="run",
+        steps=1,
+        micro_batch=micro_batch,
+        global_batch=micro_batch * microbatches,
+        sequence_length=sequence_length,
+        precision="bfloat16",
+    )
+    never = CheckpointConfig().model_copy(update={"every": None})
+    return RunConfig.model_construct(model=model, data=DataConfig(path="data"), train=train, checkpoint=never)
+
+
+def job_of(
+    config: RunConfig, machine: Machine, mesh: Mesh, profile: Profile | None = None, imbalance: float = 1.0
+) -> Job:
+    """`config` on a machine. Raises `UserError` where the ranks of `mesh` do not fill its nodes."""
+    config = _for_machine(config, machine)
+    return Job(config, mesh, machine, profile or profile_of(config), imbalance, _rules(config)).checked()
+
+
+def _for_machine(config: RunConfig, machine: Machine) -> RunConfig:
+    """`config` with the precision that `train.precision: auto` would be on such a machine, by its rates."""
+    if config.train.precision != "auto":
+        return config
+    known = machine.arithmetic
+    half = "bf16" in known or "fp32" not in known
+    if "bf16" in known and "fp32" in known:
+        half = known["fp32"].sustained_rate <= WORTH * known["bf16"].sustained_rate
+    train = config.train.model_copy(update={"precision": "bfloat16" if half else "float32"})
+    return config.model_copy(update={"train": train})
+
+
+def profile_of(config: RunConfig) -> Profile:
+    """This library as `config` has it reduce gradients, and hide what it sends."""
+    profile, bytes_each = Profile(), _GRADIENT[config.state.gradient_dtype]
+    change = {"gradient": bytes_each, "reduced": bytes_each}
+    change |= {} if config.parallel.overlap else {"overlap_tensor": 0.0}
+    change |= {} if config.state.overlap else {"overlap_data": 0.0}
+    return profile.model_copy(update=change)
+
+
+def _rules(config: RunConfig) -> Rules:
+    """The update rules of a run's parameters, counted over the blocks that are alike."""
+    rules, alike = recipe_of(config, whole_model(config)).rules, config.model.alike
+    made, layers = examples(config.model)
+
+    def of(name: str) -> Counter[Rule]:
+        part, _, rest = name.partition(".")
+        if part != "blocks":
+            return Counter([rules[name]])
+        number, _, rest = rest.partition(".")
+        return Counter(rules[f"blocks.{i}.{rest}"] for i, kind in enumerate(alike) if kind == layers[int(number)])
+
+    counts = (of(name) for name, _ in declarations(made))
+    return tuple(tuple((rule, number / found.total()) for rule, number in found.items()) for found in counts)
