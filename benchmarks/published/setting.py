@@ -36,9 +36,14 @@ class Setting:
         return 4.0 if self.precision == "fp32" else 2.0
 
     @property
+    def global_batch(self) -> int:
+        """Sequences of a step."""
+        return self.micro_batch * self.microbatches * self.mesh.dp
+
+    @property
     def tokens(self) -> int:
         """Tokens of a step."""
-        return self.micro_batch * self.microbatches * self.mesh.dp * self.context
+        return self.global_batch * self.context
 
     @property
     def stages(self) -> int:

@@ -6,7 +6,7 @@ measurements, what `benchmarks.published.activations` counts.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from optimus.parallel.activations import Activations as ActivationBytes
@@ -132,7 +132,10 @@ class RunActivations:
         kinds = tuple(kind for kind in KINDS if kind in job.recompute)
         self._chosen = Recomputation(kinds, job.config.recompute_every)
         config = with_dispatcher(job.config, job.mesh, job.machine.collectives)
-        self._shapes = {**activation_shapes(config, job.mesh, int(job.itemsize)), "load": job.imbalance}
+        shapes = activation_shapes(config, job.mesh, int(job.itemsize))
+        # A search also asks for layouts with which duplicates cannot be sent; they are not counted.
+        options = replace(shapes["options"], duplicates=False)
+        self._shapes = shapes | {"options": options, "load": job.imbalance}
         self._known: dict[tuple[int, ...], ActivationBytes] = {}
 
     def stage(self, counts: Mapping[Where, int]) -> float:

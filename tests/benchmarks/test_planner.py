@@ -11,7 +11,7 @@ from benchmarks import planner
 from benchmarks.planner import Comparison, Response, constants, timed
 from benchmarks.published import Case, read_cases
 from benchmarks.published.profiles import load_profile
-from benchmarks.published.program import model_of, offload_of, profile_of, setting_of
+from benchmarks.published.program import job_of, model_of, offload_of, profile_of
 from optimus.errors import UserError
 
 SOURCE = {"rows", "median_absolute_error", "p90_absolute_error", "one_mfu_error", "spearman_mfu"}
@@ -145,14 +145,10 @@ def test_traits_change_the_program(tables: Path) -> None:
 
 def test_traits_change_setting_and_model(tables: Path) -> None:
     cases = {case.row: case for case in read_cases(tables)}
-    assert all(setting_of(case).blocks for case in cases.values())
-    assert (
-        setting_of(cases["qwen3_moe_megatron-0008"]).imbalance
-        > setting_of(cases["qwen3_moe_megatron-0009"]).imbalance
-        == 1
-    )
+    assert all(job_of(case).parallel.blocks for case in cases.values())
+    assert job_of(cases["qwen3_moe_megatron-0008"]).imbalance > job_of(cases["qwen3_moe_megatron-0009"]).imbalance == 1
     assert offload_of(cases["bigscience_v100-0075"]) == {"optimizer", "parameters"}
-    assert setting_of(cases["bigscience_a100_3d-0119"]).blocks == (8, *[9] * 10, 8)
+    assert job_of(cases["bigscience_a100_3d-0119"]).parallel.blocks == (8, *[9] * 10, 8)
     ahead = cases["nemo_megatron_bridge-0041"]
     assert model_of(ahead).layers == ahead.model.layers + 1 == 62
 
