@@ -48,6 +48,15 @@ class Routes(NamedTuple):
         """Rows of the expert that has the most."""
         return max((rows.stop - rows.start for _, rows in self.slices), default=0)
 
+    @property
+    def fullest(self) -> list[tuple[int, slice]]:
+        """Four of `slices`, among them the longest and the longest two in a row: no others need more memory at a time."""
+        sizes = [rows.stop - rows.start for _, rows in self.slices]
+        pairs = [sum(sizes[max(0, i - 1) : i + 1]) for i in range(len(sizes))]
+        ends = [values.index(max(values)) for values in (sizes, pairs) if values]
+        wanted = dict.fromkeys([*ends, *(max(0, end - 1) for end in ends), *range(len(sizes))])
+        return [self.slices[i] for i in sorted(list(wanted)[:4])]
+
 
 def make_routes(indices_TK: Tensor, experts: int, dtype: torch.dtype) -> Routes:
     """Sort the choices by expert, stably, each expert's rows beginning at a multiple of the padding."""
@@ -98,6 +107,8 @@ def expert_mlp(
 
         return kernels.ExpertMLP.apply(x_TH, weights_TK, indices_TK, gate_up_EJH, down_EHI, buffers)
     routes = make_routes(indices_TK, len(down_EHI), weights_TK.dtype)
+    if x_TH.is_meta:  # where only memory is counted, few experts tell what all would take
+        routes = routes._replace(slices=routes.fullest)
     return _ExpertMLP.apply(x_TH, weights_TK, gate_up_EJH, down_EHI, bias_EJ, routes, buffers, forms, kind)
 
 

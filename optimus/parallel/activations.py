@@ -8,17 +8,18 @@ operations hold for a moment. That is found by walking through the modules backw
 Gradients of parameters are held elsewhere (`state/`), but for those that are on their way there.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import groupby
+from math import inf
 from typing import NamedTuple
 
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
 from optimus.parallel.build import StageOptions
-from optimus.parallel.module_bytes import ModuleBytes, ModuleSetting, Place, block_bytes, end_bytes
+from optimus.parallel.module_bytes import ModuleBytes, ModuleSetting, block_bytes, end_bytes
 from optimus.parallel.recompute import Recomputation
 
-Modules = Mapping[Place, ModuleBytes]  # of a block
 Row = Sequence[tuple[ModuleBytes, ModuleBytes | None]]  # modules as they are, and run again with results cached
 
 
@@ -34,6 +35,13 @@ class _Region(NamedTuple):
 
     kept: float
     modules: list[tuple[float, float]]  # of each what it makes when it is run again, and the most it holds besides
+
+
+class _Part(NamedTuple):
+    """Bytes of regions one after the other."""
+
+    kept: float
+    above: float  # what there is at most in their backward pass, beside what they and those before keep
 
 
 def activation_bytes(
@@ -60,44 +68,54 @@ def activation_bytes(
     setting = ModuleSetting.of(config, mesh, options, context, itemsize, load)
     alike = config.alike
     numbers = [alike[layer] for layer in (range(config.layers) if layers is None else layers)]
-    blocks = [block_bytes(setting, number, micro_batch) for number in numbers]
-    caching = chosen.kinds and options.keep_collectives and setting.mesh.size > 1
-    cached = [block_bytes(setting, number, micro_batch, True) if caching else {} for number in numbers]
-    regions = [_alone(end_bytes(setting, "embedding" if first else "places", micro_batch))]
-    regions += _regions(blocks, cached, chosen, setting.stream(micro_batch).nbytes)
-    regions += [_alone(end_bytes(setting, "head", micro_batch))] if last else []
-    kept = peak = sum(region.kept for region in regions)
-    left = kept
-    for region in reversed(regions):
-        now = left + sum(again for again, _ in region.modules)
-        for again, work in reversed(region.modules):
-            peak = max(peak, now + work)
-            now -= again
-        left -= region.kept
+    groups = list(_groups(numbers, chosen))
+    blocks = {group: _blocks(setting, micro_batch, *group) for group in set(groups)}
+    parts = [_part([_alone(end_bytes(setting, "embedding" if first else "places", micro_batch))])]
+    parts += [blocks[group] for group in groups]
+    parts += [_part([_alone(end_bytes(setting, "head", micro_batch))])] if last else []
+    kept = peak = left = sum(part.kept for part in parts)
+    for part in reversed(parts):
+        peak = max(peak, left + part.above)
+        left -= part.kept
     return Activations(round(kept), round(peak))
 
 
-def _regions(
-    blocks: Sequence[Modules], cached: Sequence[Modules], chosen: Recomputation, stream: int
-) -> Iterator[_Region]:
-    """Those of blocks, of which are known the modules as they are, and run again with the results of collectives cached."""
-    rows = [
-        [
-            [(module, again.get(place)) for place, module in row]
-            for _, row in groupby(block.items(), lambda at: at[0][0])
-        ]
-        for block, again in zip(blocks, cached, strict=True)
-    ]
+def _groups(numbers: Sequence[int], chosen: Recomputation) -> Iterator[tuple[tuple[int, ...], tuple[str, ...]]]:
+    """(blocks that stand together, what of them is run again): whole ones, or modules of every so-manyth."""
     if "block" in chosen.kinds:
-        for start in range(0, len(rows), chosen.every):
-            yield _run_again(
-                [each for block in rows[start : start + chosen.every] for row in block for each in row], stream
-            )
+        for start in range(0, len(numbers), chosen.every):
+            yield tuple(numbers[start : start + chosen.every]), ("block",)
         return
-    for number, block in enumerate(rows, 1):
-        kinds = chosen.kinds if number % chosen.every == 0 else ()
-        for row in block:
-            yield from _row_regions(row, kinds, stream)
+    for place, number in enumerate(numbers, 1):
+        yield (number,), tuple(chosen.kinds) if place % chosen.every == 0 else ()
+
+
+@lru_cache(maxsize=4096)
+def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], kinds: tuple[str, ...]) -> _Part:
+    """Of blocks that stand together, alike to these."""
+    caching, rows = kinds and setting.options.keep_collectives and setting.mesh.size > 1, list[Row]()
+    for number in numbers:
+        block = block_bytes(setting, number, sequences)
+        again = block_bytes(setting, number, sequences, True) if caching else {}
+        for _, row in groupby(block.items(), lambda at: at[0][0]):
+            rows.append([(module, again.get(place)) for place, module in row])
+    stream = setting.stream(sequences).nbytes
+    if "block" in kinds:
+        return _part([_run_again([each for row in rows for each in row], stream)])
+    return _part([region for row in rows for region in _row_regions(row, kinds, stream)])
+
+
+def _part(regions: Sequence[_Region]) -> _Part:
+    """Those together: walking through them backwards."""
+    left = kept = sum(region.kept for region in regions)
+    above = -inf
+    for region in reversed(regions):
+        now = left + sum(again for again, _ in region.modules)
+        for again, work in reversed(region.modules):
+            above = max(above, now + work - kept)
+            now -= again
+        left -= region.kept
+    return _Part(kept, above)
 
 
 def _row_regions(row: Row, kinds: Collection[str], stream: int) -> Iterator[_Region]:

@@ -50,6 +50,7 @@ class ModuleSetting(NamedTuple):
     load: float  # tokens of this rank's experts, to the mean
 
     @classmethod
+    @lru_cache(maxsize=4096)
     def of(
         cls, config: ModelConfig, mesh: Mesh, options: StageOptions, context: int, itemsize: int, load: float
     ) -> "ModuleSetting":

@@ -38,6 +38,16 @@ class Kind(NamedTuple):
     share: float
 
 
+class Kinds(tuple[Kind, ...]):
+    """The kinds of a model's parameters: one object for the same layouts, so that it is found without reading all of it."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
 class Whole(NamedTuple):
     """So many matrices of parameters alike, each of which has `together` of them; ranks along `axes` have blocks of each."""
 
@@ -113,13 +123,13 @@ def busiest(matrices: Sequence[tuple[float, float]], ranks: int) -> float:
     return max(-(-round(number) // ranks) * total / number, *(size for _, size in matrices))
 
 
-def kinds_of(job: Job) -> tuple[Kind, ...]:
+def kinds_of(job: Job) -> Kinds:
     """The parameters of its model, of blocks of each kind once, as the job lays them out."""
     return _kinds(job.model, job.parallel.splits_sequence, job.parallel.vocabulary, job.rules)
 
 
 @lru_cache(maxsize=256)
-def _kinds(model: ModelConfig, sequence: bool, vocabulary: bool, rules: Rules) -> tuple[Kind, ...]:
+def _kinds(model: ModelConfig, sequence: bool, vocabulary: bool, rules: Rules) -> Kinds:
     made, layers = examples(model)
     layouts = parameter_layouts(made, sequence=sequence, vocabulary=vocabulary)
     table: Where = "tied" if model.tie_embeddings else "first"
@@ -131,14 +141,14 @@ def _kinds(model: ModelConfig, sequence: bool, vocabulary: bool, rules: Rules) -
         part, number, *_ = name.split(".")
         return layers[int(number)] if part == "blocks" else before.get(part, "last")
 
-    return tuple(
+    return Kinds(
         Kind(where(name), layout, *each)
         for (name, layout), those in zip(layouts.items(), rules or (_DEFAULT,) * len(layouts), strict=True)
         for each in those
     )
 
 
-def held_by(kinds: tuple[Kind, ...], job: Job, counts: Mapping[Where, int]) -> list[Held]:
+def held_by(kinds: Kinds, job: Job, counts: Mapping[Where, int]) -> list[Held]:
     """What a rank with so many blocks of each kind holds, and whether it has the first and the last stage, by replicas and
     update rule."""
     found: dict[_Key, tuple[float, list[Whole]]] = {}
@@ -170,7 +180,7 @@ def written(held: Iterable[Held], size: Callable[[Rule], float], *, scattered: b
 
 
 @lru_cache(maxsize=1024)
-def _keys(kinds: tuple[Kind, ...], mesh: Mesh) -> list[_Key]:
+def _keys(kinds: Kinds, mesh: Mesh) -> list[_Key]:
     """Of each of `kinds`; two sets of axes may be the same ranks."""
     known: dict[StridedGroup, tuple[str, ...]] = {}
     found = []
@@ -182,7 +192,7 @@ def _keys(kinds: tuple[Kind, ...], mesh: Mesh) -> list[_Key]:
 
 @lru_cache(maxsize=1024)
 def _runs(
-    kinds: tuple[Kind, ...], mesh: Mesh, counts: tuple[tuple[Where, int], ...], chosen: int | None
+    kinds: Kinds, mesh: Mesh, counts: tuple[tuple[Where, int], ...], chosen: int | None
 ) -> tuple[Mapping[_Key, tuple[tuple[Piece, ...], ...]], int]:
     """(what a rank with so many blocks of each kind lays end to end into chunks, the most elements of a chunk).
 
@@ -211,7 +221,7 @@ def _limit(sizes: tuple[tuple[int, ...], ...]) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _sums(kinds: tuple[Kind, ...], mesh: Mesh) -> list[tuple[tuple[Where, _Key], tuple[float, list[Whole]]]]:
+def _sums(kinds: Kinds, mesh: Mesh) -> list[tuple[tuple[Where, _Key], tuple[float, list[Whole]]]]:
     """Elements of a rank, and those that are matrices to their rule, by where they are, who else has them, and the rule."""
     found: dict[tuple[Where, _Key], tuple[float, list[Whole]]] = {}
     for (where, layout, rule, share), alike in zip(kinds, _keys(kinds, mesh)):

@@ -55,6 +55,11 @@ class Pace(Section):
     step: float = Field(ge=0, description="Seconds of each step, however little is sent.")
 
 
+@cache
+def _pace(latency: float) -> Pace:
+    return Pace(step=latency)
+
+
 class Node(Section):
     """Links between the ranks of a node."""
 
@@ -73,7 +78,7 @@ class Node(Section):
 
     def pace(self, kind: str) -> Pace:
         """Of a kind of collective."""
-        return self.paces.get(kind) or Pace(step=self.latency)  # type: ignore[call-overload]
+        return self.paces.get(kind) or _pace(self.latency)  # type: ignore[call-overload]
 
 
 class Protocol(Section):

@@ -13,7 +13,7 @@ from optimus.parallel.activations import Activations as ActivationBytes
 from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.estimates import Live, live_microbatches, stages_of_ranks
-from optimus.plan.held import Held, Kind, Where, held_by, kinds_of, written
+from optimus.plan.held import Held, Kinds, Where, held_by, kinds_of, written
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine
 from optimus.plan.step import blocks_of_stages, counts_of, together
@@ -84,7 +84,7 @@ def stages_of_each(job: Job) -> list[list[Mapping[Where, int]]]:
     return [[counts[number] for number in own] for own in owned]
 
 
-def state_of(ranks: Sequence[Mapping[Where, int]], kinds: tuple[Kind, ...], job: Job) -> list[dict[str, float]]:
+def state_of(ranks: Sequence[Mapping[Where, int]], kinds: Kinds, job: Job) -> list[dict[str, float]]:
     """Of each rank: what it holds of parameters, gradients and the optimizer's state."""
     unlike = {tuple(counts.values()): counts for counts in ranks}
     found = {key: state_parts(held_by(kinds, job, counts), job, counts) for key, counts in unlike.items()}
