@@ -1,4 +1,4 @@
-"""Checkpoints: how long training waits for one, at once or beside it; how long a start takes; bytes, and who writes them.
+"""Checkpoints at once, beside the training and by DCP; loading once or on every rank; bytes, and who writes them.
 
 Saving: one process trains a dense model of some 300 million parameters in bf16, whose state takes 12 bytes per parameter on
 disk. In turns: steps undisturbed, a checkpoint at once, one beside the training, and the same tensors by DCP's `save` and
@@ -18,16 +18,19 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from typer import Option
 
+from benchmarks.harness import Result, Row, take_turns
+from benchmarks.training import configuration
 from optimus.checkpoint.folder import Description
 from optimus.checkpoint.format import StoredSlice
 from optimus.checkpoint.reader import Reader
@@ -35,7 +38,7 @@ from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.store import load_state
 from optimus.checkpoint.writers import saved_bytes, writers
 from optimus.comm import Groups
-from optimus.config import RunConfig, load_config
+from optimus.config import RunConfig
 from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.plan.measure.ranks import run_fresh
@@ -47,13 +50,16 @@ from optimus.train.step import training_step
 LARGE = {"family": "olmo", "hidden": 1024, "layers": 12, "heads": 16, "intermediate": 4096, "vocab": 50304}
 SMALL = {"family": "olmo", "hidden": 512, "layers": 8, "heads": 8, "intermediate": 2048, "vocab": 16384}
 _SERVER = 500e6  # bytes per second that the file server gives to all ranks together
-Row = dict[str, Any]
+Way = Callable[[Path, float], tuple[float, float, float]]  # of saving: stall, what steps took longer, all; seconds
 
 
 def run(
-    *, model: dict[str, Any] | None = None, loaded: dict[str, Any] | None = None, ranks: int = 4, rounds: int = 2
-) -> tuple[list[Row], list[Row], list[Row], dict[str, float]]:
-    """Rows of saving `model`, of loading `loaded` on `ranks` ranks, and of nodes; and ratios.
+    ranks: Annotated[int, Option(help="Ranks that load a model which all of them hold.")] = 4,
+    rounds: Annotated[int, Option(help="Rounds, the contestants taking turns.")] = 2,
+    model: Mapping[str, Any] = LARGE,
+    loaded: Mapping[str, Any] = SMALL,
+) -> Result:
+    """Rows of saving `model`; of loading `loaded` and of nodes in further tables; and ratios.
 
     `async.stall_vs_sync`: the stall of a checkpoint beside the training over the time of one at once. `async.steps_vs_sync`:
     what steps took longer beside it, over the same. `save.vs_dcp`: DCP's time over ours, both at once. `model_only.bytes`:
@@ -62,32 +68,33 @@ def run(
     `nodes.largest_share`: the most bytes that a node writes, scattered, over the mean.
     """
     with tempfile.TemporaryDirectory(prefix="optimus-bench-") as folder:
-        (saving, bytes_) = run_fresh(_saving, 1, model or LARGE, rounds, folder)[0]
+        (saving, bytes_) = run_fresh(_saving, 1, model, rounds, folder)[0]
     with tempfile.TemporaryDirectory(prefix="optimus-bench-") as folder:
-        loading = run_fresh(_loading, ranks, loaded or SMALL, rounds, folder)[0]
+        loading = run_fresh(_loading, ranks, loaded, rounds, folder)[0]
     nodes = _nodes()
     at_once, beside, plain, _ = saving
     seconds = {(row["from"], row["way"]): row["seconds"] for row in loading}
-    return (
-        saving,
-        loading,
-        nodes,
-        {
-            "async.stall_vs_sync": beside["stall_s"] / at_once["stall_s"],
-            "async.steps_vs_sync": beside["steps_longer_s"] / at_once["stall_s"],
-            "save.vs_dcp": plain["stall_s"] / at_once["stall_s"],
-            "model_only.bytes": bytes_["weights"] / bytes_["full"],
-            "broadcast.vs_all_read": seconds["server", "none"] / seconds["server", "broadcast"],
-            "broadcast.vs_all_read_disk": seconds["disk", "none"] / seconds["disk", "broadcast"],
-            "nodes.largest_share": max(row["largest_share"] for row in nodes if row["writers_chosen"] == "scattered"),
-        },
-    )
+    ratios = {
+        "async.stall_vs_sync": beside["stall_s"] / at_once["stall_s"],
+        "async.steps_vs_sync": beside["steps_longer_s"] / at_once["stall_s"],
+        "save.vs_dcp": plain["stall_s"] / at_once["stall_s"],
+        "model_only.bytes": bytes_["weights"] / bytes_["full"],
+        "broadcast.vs_all_read": seconds["server", "none"] / seconds["server", "broadcast"],
+        "broadcast.vs_all_read_disk": seconds["disk", "none"] / seconds["disk", "broadcast"],
+        "nodes.largest_share": max(row["largest_share"] for row in nodes if row["writers_chosen"] == "scattered"),
+    }
+    tables = {
+        "loading": loading,
+        "who writes, on paper: 4 nodes of 12 ranks": nodes,
+        "optimus bench checkpoint": saving,
+    }
+    return Result(saving, ratios, {"loading": loading, "nodes": nodes}, tables)
 
 
 # ---- Saving ----
 
 
-def _saving(model: dict[str, Any], rounds: int, folder: str) -> tuple[list[Row], dict[str, int]]:
+def _saving(model: Mapping[str, Any], rounds: int, folder: str) -> tuple[list[Row], dict[str, int]]:
     config = _config(model, 1)
     groups = Groups(mesh_of(config, 1))
     module, state = build_model(config, torch.device("cpu"), groups)
@@ -103,21 +110,27 @@ def _saving(model: dict[str, Any], rounds: int, folder: str) -> tuple[list[Row],
     for _ in range(2):
         step()
     savers = {beside: Saver(state, beside=beside) for beside in (False, True)}
-    ways: dict[str, Callable[[Path, float], tuple[float, float, float]]] = {
-        "at once": partial(_at_once, savers[False], config),
+    description = _description(config, full=True)
+    ways: dict[str, Way] = {
+        "at once": partial(_whole, lambda place: savers[False].save(Target(place, description))),
         "beside the training": partial(_beside, savers[True], config, step),
-        "DCP save": partial(_dcp_save, state),
+        "DCP save": partial(
+            _whole, lambda place: dcp.save(_tensors(state), storage_writer=dcp.FileSystemWriter(place))
+        ),
         "DCP async_save": partial(_dcp_async, state, step),
     }
-    seen: dict[str, list[tuple[float, float, float]]] = {way: [] for way in ways}
-    for number in range(rounds + 1):
-        for way, save in ways.items():
-            undisturbed = statistics.median(step() for _ in range(3))
-            place = Path(folder) / "checkpoints" / f"step-{number}"
-            found = save(place, undisturbed)
-            shutil.rmtree(place)
-            if number:  # the first time, host memory is fetched
-                seen[way].append(found)
+    place = Path(folder) / "checkpoints" / "step-1"
+    undisturbed = 0.0
+
+    def turn(save: Way) -> tuple[float, float, float]:
+        nonlocal undisturbed
+        undisturbed = statistics.median(step() for _ in range(3))
+        found = save(place, undisturbed)
+        shutil.rmtree(place)
+        return found
+
+    turns = {way: partial(turn, save) for way, save in ways.items()}
+    seen = take_turns(turns, rounds, warm_up=1)  # the first time, host memory is fetched
     parameters = sum(slot.end - slot.start for chunk in state.chunks for slot in chunk.plan.slots)
     rows = []
     for way, times in seen.items():
@@ -136,9 +149,10 @@ def _saving(model: dict[str, Any], rounds: int, folder: str) -> tuple[list[Row],
     return rows, _bytes(state, config, Path(folder))
 
 
-def _at_once(saver: Saver, config: RunConfig, place: Path, undisturbed: float) -> tuple[float, float, float]:
+def _whole(save: Callable[[Path], object], place: Path, undisturbed: float) -> tuple[float, float, float]:
+    """All of it while training waits."""
     began = time.perf_counter()
-    saver.save(Target(place, _description(config, full=True)))
+    save(place)
     seconds = time.perf_counter() - began
     return seconds, 0.0, seconds
 
@@ -164,13 +178,6 @@ def _tensors(state: ModelState) -> dict[str, torch.Tensor]:
         for kind, buffer in chunk.kept.items()
         for name, view in chunk.views(buffer).items()
     }
-
-
-def _dcp_save(state: ModelState, place: Path, undisturbed: float) -> tuple[float, float, float]:
-    began = time.perf_counter()
-    dcp.save(_tensors(state), storage_writer=dcp.FileSystemWriter(place))
-    seconds = time.perf_counter() - began
-    return seconds, 0.0, seconds
 
 
 def _dcp_async(
@@ -199,7 +206,7 @@ def _bytes(state: ModelState, config: RunConfig, folder: Path) -> dict[str, int]
 # ---- Loading ----
 
 
-def _loading(model: dict[str, Any], rounds: int, folder: str) -> list[Row]:
+def _loading(model: Mapping[str, Any], rounds: int, folder: str) -> list[Row]:
     ranks = dist.get_world_size()
     config = _config(model, ranks)
     groups = Groups(mesh_of(config, ranks))
@@ -273,7 +280,7 @@ def _nodes() -> list[Row]:
         ("mula-20b-a2b", "mula-20b-a2b", "parallel.expert=12"),
     ]
     for name, model, layout in cases:
-        config = load_config(_tree(model, 4), [layout])
+        config = _config(model, 4, layout)
         mesh = mesh_of(config, 48, 12)
         for scattered in (True, False):
             rows.append({"model": name, "layout": layout} | _spread(config, mesh, scattered))
@@ -302,23 +309,8 @@ def _spread(config: RunConfig, mesh: Mesh, scattered: bool) -> Row:
     }
 
 
-def _tree(model: Any, batch: int) -> dict[str, Any]:
-    return {
-        "model": model,
-        "data": {"path": ""},
-        "train": {
-            "output": "",
-            "steps": 1 << 20,
-            "global_batch": batch,
-            "micro_batch": 1,
-            "sequence_length": 516,
-            "precision": "bfloat16",
-        },
-    }
-
-
-def _config(model: dict[str, Any], ranks: int) -> RunConfig:
-    return load_config(_tree(model, ranks))
+def _config(model: Any, ranks: int, *overrides: str) -> RunConfig:
+    return configuration(model, ranks, 516, overrides, micro_batch=1)
 
 
 def _description(config: RunConfig, *, full: bool) -> Description:

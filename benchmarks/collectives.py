@@ -9,13 +9,19 @@ import math
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from typer import Option
 
 from benchmarks.collectives_ranks import Job, run_jobs
+from benchmarks.harness import Result, Row
 from optimus.comm.algorithms import MEGABYTE, OWN, CollectiveKind, Curve, Measured, choose, default, names, pieces
 from optimus.comm.costs import Step, bytes_leaving_node, seconds, simulate
 from optimus.comm.links import Link, Links
 from optimus.comm.schedules import Shape
+from optimus.disk import user_path
+from optimus.plan.measure.collectives import measure
 from optimus.plan.measure.ranks import run_fresh
 
 _KB = 1024
@@ -57,11 +63,21 @@ _HELD_BACK = Case("2x4_waits_8MB", Shape(2, 4), HELD_BACK, 8 * MEGABYTE)
 BOTH: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
 
 
-def run() -> tuple[list[dict[str, Any]], dict[str, float], list[dict[str, Any]]]:
+def run(
+    write: Annotated[
+        Path | None,
+        Option(help="Instead: measure every algorithm here, and write the table into this machine file."),
+    ] = None,
+    ranks: Annotated[int, Option(help="With --write: ranks of a node, as for `optimus bench machine`.")] = 4,
+) -> Result | None:
     """A row for each algorithm in each case, the ratios, and a row for each machine of the selector.
 
-    A ratio is how much faster the algorithm is that is chosen by default, of the two kinds where it is less.
+    A ratio is how much faster the algorithm is that is chosen by default, of the two kinds where it is less. With `write`
+    None on all ranks of torchrun but the first.
     """
+    if write is not None:
+        measured = measure(ranks, user_path(write))
+        return None if measured is None else Result(measured)
     rows = [*exact(CASES), *held_back(_HELD_BACK)]
     ratios = {
         f"collectives.{case.name}": min(_faster(rows, case, kind) for kind in BOTH) for case in [*CASES, _HELD_BACK]
@@ -69,10 +85,14 @@ def run() -> tuple[list[dict[str, Any]], dict[str, float], list[dict[str, Any]]]
     choices = list(selections())
     ratios["selector.mean_loss"] = statistics.mean(row["mean_loss"] for row in choices)
     ratios["selector.worst_loss"] = max(row["worst_loss"] for row in choices)
-    return rows, ratios, choices
+    tables = {
+        "seconds lost by choosing after measurements at 6 sizes, as a share of the best": choices,
+        "optimus bench collectives": rows,
+    }
+    return Result(rows, ratios, {"choices": choices}, tables)
 
 
-def _faster(rows: Sequence[dict[str, Any]], case: Case, kind: CollectiveKind) -> float:
+def _faster(rows: Sequence[Row], case: Case, kind: CollectiveKind) -> float:
     mine = [row for row in rows if (row["case"], row["kind"]) == (case.name, kind)]
     chosen = next(row["milliseconds"] for row in mine if row["chosen"])
     other = next(row["milliseconds"] for row in mine if row["algorithm"] == case.against)
@@ -90,7 +110,7 @@ def contestants(case: Case, kind: CollectiveKind) -> Iterator[Job]:
             yield Job(algorithm, kind, case.shape, case.size, number)
 
 
-def exact(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+def exact(cases: Sequence[Case]) -> Iterator[Row]:
     """Rows of what ranks have sent and waited for, by events on the links; and of Gloo's own, whose messages nobody sees."""
     jobs = [(case, job) for case in cases for kind in BOTH for job in contestants(case, kind)]
     (ranks,) = {case.shape.ranks for case in cases}
@@ -107,7 +127,7 @@ def timed(programs: Sequence[Sequence[Step]], case: Case) -> float:
     return max(simulate(programs, case.shape, case.links))
 
 
-def held_back(case: Case) -> Iterator[dict[str, Any]]:
+def held_back(case: Case) -> Iterator[Row]:
     """Rows of messages that are held back by waits until they should come."""
     jobs = [job._replace(links=case.links) for kind in BOTH for job in contestants(case, kind)]
     found = run_fresh(run_jobs, case.shape.ranks, jobs * _WAITS)
@@ -116,7 +136,7 @@ def held_back(case: Case) -> Iterator[dict[str, Any]]:
         yield _row(case, job, min(took[number :: len(jobs)]))
 
 
-def _row(case: Case, job: Job, took: float) -> dict[str, Any]:
+def _row(case: Case, job: Job, took: float) -> Row:
     chosen = default(job.kind, case.shape, case.size, case.links)
     return {
         "case": case.name,
@@ -133,7 +153,7 @@ def _row(case: Case, job: Job, took: float) -> dict[str, Any]:
 # ---- The choice ----
 
 
-def selections(noise: float = 0.0) -> Iterator[dict[str, Any]]:
+def selections(noise: float = 0.0) -> Iterator[Row]:
     """What is lost by choosing after measurements at sizes 16 times apart, each the median of 5 with this relative noise.
 
     Rows of each machine: seconds of the chosen algorithm over those of the best, less one, at 19 sizes.

@@ -10,7 +10,6 @@ bf16 once per step, as autocast's cache of weights does (the kernels are autogra
 does not reach). For bf16 gradients they are bf16, and fp32 master weights are kept beside them.
 """
 
-from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -25,6 +24,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from benchmarks.training import Step
 from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.model import Transformer
@@ -34,8 +34,6 @@ from optimus.train.run import DTYPES, build_model, mesh_of
 from optimus.train.step import objective, terms, training_step
 
 DEEPSPEED = import_module("deepspeed") if find_spec("deepspeed") else None
-
-Step = Callable[[Tensor], float]  # tokens [B, S] of this rank to the loss
 
 
 def ours(config: RunConfig) -> Step:
@@ -55,7 +53,7 @@ def ours(config: RunConfig) -> Step:
 def ddp_cast(config: RunConfig) -> Step:
     """DistributedDataParallel over fp32 parameters that the forward pass casts to bf16; AdamW on the parameters."""
     module = _ddp(_CastWeights(_objective(config)))
-    return _torch_step(module, _adamw(module, config), config)
+    return torch_step(_backward_of(module), list(module.parameters()), _adamw(module, config), config)
 
 
 def ddp_masters(config: RunConfig) -> Step:
@@ -63,33 +61,17 @@ def ddp_masters(config: RunConfig) -> Step:
     plain = _objective(config)
     masters = [parameter.detach().clone() for parameter in plain.parameters()]
     module = _ddp(plain.bfloat16())
-    optimizer = torch.optim.AdamW(masters, fused=True, **_settings(config))
-    weights = list(module.parameters())
-
-    def step(tokens_BS: Tensor) -> float:
-        loss = module(tokens_BS)
-        loss.backward()
-        for master, weight in zip(masters, weights):
-            assert weight.grad is not None
-            master.grad = weight.grad.float()
-        nn.utils.clip_grad_norm_(masters, _clip_norm(config))
-        optimizer.step()
-        optimizer.zero_grad()
-        module.zero_grad()
-        torch._foreach_copy_([weight.detach() for weight in weights], masters)
-        return loss.item()
-
-    return step
+    optimizer = torch.optim.AdamW(masters, fused=True, **settings(config))
+    return torch_step(_backward_of(module), list(module.parameters()), optimizer, config, masters)
 
 
 def zero_redundancy(config: RunConfig) -> Step:
     """DDP as in `ddp_cast` with ZeroRedundancyOptimizer: each rank updates whole parameters of its own (ZeRO-1)."""
-
     module = _ddp(_CastWeights(_objective(config)))
     optimizer = ZeroRedundancyOptimizer(
-        module.parameters(), optimizer_class=torch.optim.AdamW, fused=True, **_settings(config)
+        module.parameters(), optimizer_class=torch.optim.AdamW, fused=True, **settings(config)
     )
-    return _torch_step(module, optimizer, config)
+    return torch_step(_backward_of(module), list(module.parameters()), optimizer, config)
 
 
 def fsdp2(config: RunConfig, *, reshard_after_forward: bool) -> Step:
@@ -98,7 +80,6 @@ def fsdp2(config: RunConfig, *, reshard_after_forward: bool) -> Step:
     `reshard_after_forward=False` keeps whole parameters until the backward pass (ZeRO-2), else they are gathered again
     (ZeRO-3).
     """
-
     with torch.device("meta"):
         module = _Objective(Transformer(config.model, config.moe.routing), config)
     settings: dict[str, Any] = {
@@ -115,7 +96,7 @@ def fsdp2(config: RunConfig, *, reshard_after_forward: bool) -> Step:
     fully_shard(module, **settings)
     module.to_empty(device="cpu")
     _initialize_shards(module.model, config)
-    return _torch_step(module, _adamw(module, config), config)
+    return torch_step(_backward_of(module), list(module.parameters()), _adamw(module, config), config)
 
 
 def deepspeed(config: RunConfig, *, stage: int) -> Step:
@@ -132,7 +113,7 @@ def deepspeed(config: RunConfig, *, stage: int) -> Step:
             "data_types": {"grad_accum_dtype": gradients},
             "communication_data_type": gradients,
             "zero_optimization": {"stage": stage},
-            "gradient_clipping": _clip_norm(config),
+            "gradient_clipping": clip_norm(config),
             "steps_per_print": 10**9,
         },
         dist_init_required=False,
@@ -184,7 +165,6 @@ def _ddp(module: nn.Module) -> nn.Module:
 
 def _initialize_shards(model: nn.Module, config: RunConfig) -> None:
     """Each rank fills its rows of every parameter."""
-
     for name, declared in declarations(model):
         parameter = model.get_parameter(name)
         assert isinstance(parameter, DTensor)
@@ -195,10 +175,10 @@ def _initialize_shards(model: nn.Module, config: RunConfig) -> None:
 
 
 def _adamw(module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), fused=True, **_settings(config))
+    return torch.optim.AdamW(module.parameters(), fused=True, **settings(config))
 
 
-def _settings(config: RunConfig) -> dict[str, Any]:
+def settings(config: RunConfig) -> dict[str, Any]:
     optimizer = config.optimizer
     beta1, beta2 = optimizer.betas
     return {
@@ -209,18 +189,39 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _clip_norm(config: RunConfig) -> float:
+def clip_norm(config: RunConfig) -> float:
     assert config.optimizer.clip_norm is not None
     return config.optimizer.clip_norm
 
 
-def _torch_step(module: nn.Module, optimizer: torch.optim.Optimizer, config: RunConfig) -> Step:
-    def step(tokens_BS: Tensor) -> float:
+def _backward_of(module: nn.Module) -> Step:
+    def backward(tokens_BS: Tensor) -> float:
         loss = module(tokens_BS)
         loss.backward()
-        nn.utils.clip_grad_norm_(module.parameters(), _clip_norm(config))
+        return loss.item()
+
+    return backward
+
+
+def torch_step(
+    backward: Step,
+    weights: list[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    config: RunConfig,
+    masters: list[Tensor] | None = None,
+) -> Step:
+    """A step that clips and updates weights after `backward`, or else fp32 masters of them."""
+
+    def step(tokens_BS: Tensor) -> float:
+        loss = backward(tokens_BS)
+        for master, weight in zip(masters or [], weights):
+            assert weight.grad is not None
+            master.grad, weight.grad = weight.grad.float(), None
+        nn.utils.clip_grad_norm_(masters or weights, clip_norm(config))
         optimizer.step()
         optimizer.zero_grad()
-        return loss.item()
+        if masters is not None:
+            torch._foreach_copy_([weight.detach() for weight in weights], masters)
+        return loss
 
     return step

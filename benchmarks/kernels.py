@@ -9,16 +9,28 @@ Sums of tensors and copies between the operations are in no share.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
+from typer import Option
 
+from benchmarks import tiles
+from benchmarks.harness import (
+    DTYPES,
+    Device,
+    Result,
+    Rounds,
+    Row,
+    Stopwatch,
+    cpu_threads,
+    preset,
+    relative_error,
+    take_turns,
+)  # fmt: skip
 from benchmarks.kernel_cases import Case, Function, Sizes, cases
-from benchmarks.moe_measure import Stopwatch
-from optimus.config.load import model_config_from, resolve_model
 from optimus.errors import UserError
 from optimus.kernels.gradient_buffer import TensorBuffer
 from optimus.observe.machine import find_device
@@ -31,38 +43,40 @@ _OUT_OF_THE_RACE = 3.0  # times the fastest plain way, in the warm-up: some take
 
 
 def run(
-    *,
-    model: str = "mula-7b-a1b",
-    tokens: int = 1024,
-    context: int = 1024,
-    microbatches: int = 4,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str = "auto",
-    rounds: int = 5,
-) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """A row per kernel of the preset `model`, for a microbatch of `tokens` in sequences of `context`.
-
-    A step has `microbatches` of them and one update of the optimizer. Ratios, with `cpu` or `gpu` for the device:
+    model: Annotated[str, Option(help="Preset whose layers' sizes are used.")] = "mula-7b-a1b",
+    tokens: Annotated[int, Option(help="Tokens of a microbatch.")] = 1024,
+    context: Annotated[int, Option(help="Tokens of a sequence.")] = 1024,
+    microbatches: Annotated[int, Option(help="Microbatches of a training step.")] = 4,
+    dtype: Annotated[Literal["bf16", "fp32"], Option(help="Type of activations and weights.")] = "bf16",
+    device: Device = "auto",
+    rounds: Rounds = 5,
+    tune: Annotated[
+        bool, Option("--tune", help="Instead: find the fastest tiles of the experts' products on an accelerator.")
+    ] = False,
+) -> Result:
+    """A row per kernel. A step has `microbatches` and one update of the optimizer. Ratios, with `cpu` or `gpu` in front:
     `cpu.<kernel>.vs_plain`, the fastest plain way over ours in time, and `cpu.step.vs_plain`, of the sum over a step.
 
     Raises `UserError` when the sequences do not divide the tokens, when the device is not there, or for an unknown preset.
     """
+    if tune:
+        found = tiles.run(model=model, tokens=tokens, dtype=DTYPES[dtype], device=device)
+        return Result(found, name="kernels --tune")
     if tokens % context:
         raise UserError(f"--tokens {tokens} is no multiple of --context {context}: change either")
-    config = model_config_from(resolve_model(model)["model"], model)
-    sizes = Sizes(config, tokens, context, dtype, find_device(device, "--device"), {})
-    with one_thread(sizes.device):
+    sizes = Sizes(preset(model), tokens, context, DTYPES[dtype], find_device(device, "--device"), {})
+    with cpu_threads(1 if sizes.device.type == "cpu" else torch.get_num_threads()):
         errors = check(sizes)
         rows = []
         for make in cases(sizes):
             torch.manual_seed(0)
             case = make()
-            rows.append(_row(case, errors.get(case.kernel), sizes, rounds))
+            rows.append(row_of(case, errors.get(case.kernel), sizes, rounds))
             del case
             gc.collect()
     for row in rows:
         row["calls_per_step"] *= 1 if row["kernel"] == "adamw" else microbatches
-    return rows, _shares_and_ratios(rows, "cpu" if sizes.device.type == "cpu" else "gpu")
+    return Result(rows, _shares_and_ratios(rows, "cpu" if sizes.device.type == "cpu" else "gpu"))
 
 
 def check(sizes: Sizes) -> dict[str, float]:
@@ -89,9 +103,7 @@ def error(function: Function, case: Case) -> float:
         _results(way, [_leaf(x, wide) for x in case.inputs], case.in_place)
         for way, wide in ((function, False), (case.reference, True))
     )
-    return max(
-        ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item() for a, b in zip(found, expected)
-    )
+    return relative_error(found, expected)
 
 
 def _leaf(x: Tensor, wide: bool) -> Tensor:
@@ -110,8 +122,8 @@ def _output_gradient(y: Tensor) -> Tensor:
     return torch.linspace(-1, 2, y.numel(), device=y.device, dtype=torch.float64).view_as(y).to(y.dtype)
 
 
-def _row(case: Case, relative_error: float | None, sizes: Sizes, rounds: int) -> dict[str, Any]:
-    row: dict[str, Any] = {
+def row_of(case: Case, relative_error: float | None, sizes: Sizes, rounds: int) -> Row:
+    row: Row = {
         "kernel": case.kernel, "shape": case.shape, "calls_per_step": case.calls, "relative_error": relative_error,
     }  # fmt: skip
     if relative_error is not None and not relative_error <= TOLERANCE[sizes.dtype]:
@@ -146,28 +158,21 @@ def _seconds(case: Case, ways: dict[str, Function], device: torch.device, rounds
     if not case.in_place:
         gradients = [_output_gradient(y.detach()) for y in case.ours(*case.inputs)]
     passes = {name: _pass(case, way, gradients) for name, way in ways.items()}
-    watch = Stopwatch(device, threads=1)
-
-    def timed(run: Callable[[], None], repeats: int) -> float:
-        began = watch.read()
-        for _ in range(repeats):
-            run()
-        return (watch.read() - began) / repeats
-
+    watch = Stopwatch(device)
     warm = {}
     for name, run in passes.items():
         try:
-            warm[name] = min(timed(run, 1) for _ in range(_WARM_UP))
+            warm[name] = min(watch.time(run) for _ in range(_WARM_UP))
         except torch.OutOfMemoryError:
             if name == "ours":
                 raise
     fastest = min((warm[name] for name in warm.keys() & case.plain.keys()), default=0.0)
-    racing = [name for name in warm if name == "ours" or warm[name] <= _OUT_OF_THE_RACE * fastest]
-    taken: dict[str, list[float]] = {name: [] for name in racing}
-    for _ in range(rounds):
-        for name in racing:
-            taken[name].append(timed(passes[name], 1 + int(_SAMPLE / max(warm[name], 1e-6))))
-    return {name: min(times) for name, times in taken.items()}
+    turns = {
+        name: partial(watch.time, passes[name], 1 + int(_SAMPLE / max(seconds, 1e-6)))
+        for name, seconds in warm.items()
+        if name == "ours" or seconds <= _OUT_OF_THE_RACE * fastest
+    }
+    return {name: min(times) for name, times in take_turns(turns, rounds).items()}
 
 
 def _pass(case: Case, way: Function, gradients: list[Tensor] | None) -> Callable[[], None]:
@@ -202,7 +207,7 @@ def saved_bytes(way: Function, case: Case) -> int:
     return sum(kept.values())
 
 
-def _shares_and_ratios(rows: list[dict[str, Any]], device: str) -> dict[str, float]:
+def _shares_and_ratios(rows: list[Row], device: str) -> dict[str, float]:
     """Write every kernel's part of the step into the rows; return the ratios."""
     timed = [row for row in rows if "ours_ms" in row]
     totals = {}
@@ -214,20 +219,8 @@ def _shares_and_ratios(rows: list[dict[str, Any]], device: str) -> dict[str, flo
     return ratios | {f"{device}.step.vs_plain": totals["plain"] / totals["ours"]}
 
 
-def shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def shares(rows: list[Row]) -> list[Row]:
     """Of the rows of `run`, what says where the time of a step goes; the largest share first."""
     columns = ("kernel", "calls_per_step", "percent_before", "percent_after", "vs_plain")
     timed = sorted((row for row in rows if "ours_ms" in row), key=lambda row: -row["percent_before"])
     return [{column: row[column] for column in columns} for row in timed]
-
-
-@contextmanager
-def one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU everything in this thread, so that its processor time is the whole time."""
-    threads = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -13,14 +13,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException
+from typer import Option
 
-from benchmarks.data_parallel import own_tokens, peak_growth
 from benchmarks.data_parallel_rivals import ours
+from benchmarks.harness import Result, Row
+from benchmarks.training import own_tokens, trial
 from optimus.config import RunConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
@@ -48,32 +50,31 @@ class Layout(NamedTuple):
 
 
 def run(
-    *,
-    model: str = "mula-tiny",
-    rank_counts: Sequence[int] = (4, 8),
+    model: Annotated[str, Option(help="Preset that is trained.")] = "mula-tiny",
+    ranks: Annotated[list[int] | None, Option(help="Numbers of ranks; by default 4 and 8.")] = None,
+    rounds: Annotated[int, Option(help="Rounds, the layouts taking turns.")] = 1,
     overrides: Sequence[str] = _OVERRIDES,
     sequences: int = 8,
     context: int = 1024,
     steps: int = 3,
-    rounds: int = 1,
-) -> tuple[list[dict[str, Any]], dict[str, float], dict[str, Any]]:
+) -> Result:
     """A row per layout; for each number of ranks how many of the best ten are among the fastest ten, the median error of the
     step time, and how many failed; and the machines that were measured."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     ratios: dict[str, float] = {}
     machines: dict[str, Any] = {}
-    for ranks in rank_counts:
-        seen = observe(ranks)
+    for count in ranks or (4, 8):
+        seen = observe(count)
         assert seen is not None
-        machine = fit_machine(seen, f"measured{ranks}")
+        machine = fit_machine(seen, f"measured{count}")
         machines[machine.name] = {"machine_file": machine.model_dump(), "observations": asdict(seen)}
         settings = [*overrides, f"train.global_batch={sequences}", f"train.sequence_length={context}"]
-        config = configured(model, settings, ranks)
-        plans = search(job_of(config, machine, Mesh(dp=ranks)), best=sys.maxsize)
+        config = configured(model, settings, count)
+        plans = search(job_of(config, machine, Mesh(dp=count)), best=sys.maxsize)
         layouts = time_layouts(plans, steps, rounds)
         rows += rows_of(layouts)
         ratios |= ratios_of(layouts)
-    return rows, ratios, {"machines": machines}
+    return Result(rows, ratios, {"machines": machines})
 
 
 def time_layouts(plans: Sequence[Plan], steps: int, rounds: int) -> list[Layout]:
@@ -86,7 +87,7 @@ def time_layouts(plans: Sequence[Plan], steps: int, rounds: int) -> list[Layout]
             ranks, own = layout.plan.job.mesh.size, planned(layout.plan)
             try:
                 if number == rounds:
-                    layouts[i] = layout._replace(peak=max(run_fresh(peak_growth, ranks, ours, own)))
+                    layouts[i] = layout._replace(peak=max(seen.peak for seen in run_fresh(trial, ranks, ours, own, 3)))
                 else:
                     seconds = max(run_fresh(_turn, ranks, own, steps))
                     layouts[i] = layout._replace(seconds=min(seconds, layout.seconds))
@@ -112,7 +113,7 @@ def _turn(config: RunConfig, steps: int) -> float:
     return statistics.median(times)
 
 
-def rows_of(layouts: Sequence[Layout]) -> list[dict[str, Any]]:
+def rows_of(layouts: Sequence[Layout]) -> list[Row]:
     """A row for each, the fastest first."""
     ranked = sorted(layouts, key=lambda layout: layout.seconds)
     by_plan = {id(plan): number for number, plan in enumerate((layout.plan for layout in layouts), start=1)}

@@ -1,37 +1,38 @@
 """The sparse block, router included, against every implementation that a user could take instead.
 
 All contestants get the same weights, inputs and upstream gradient, and the same choice of experts (`moe_inputs`). First each
-is checked against float64, on a CPU on few tokens; who is wrong is named and not timed. Then they take turns, round after
-round, so that a machine that slows down or speeds up does so for all, and large square products are timed in the same
-rounds, as what the machine can do. A contestant's time is its best round on the CPU, where all disturbance adds, and the
-median on an accelerator.
+is checked against float64, on a CPU on few tokens; who is wrong is named and not timed. Then they take turns, and large
+square products are timed in the same rounds, as what the machine can do. A contestant's time is its best round on the CPU,
+where all disturbance adds, and the median on an accelerator.
 
 Timed are the forward pass, as in training; forward and backward with gradients that accumulate, as they do in all but the
 first microbatch of a step and always in chunks; and with gradients made afresh.
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from itertools import product
+from typing import Annotated, Any
 
 import torch
+from typer import Option
 
+from benchmarks import moe_output
+from benchmarks.harness import DTYPES, Device, Plot, Result, Row, Stopwatch, cpu_threads, take_turns
 from benchmarks.moe_inputs import LOADS, Inputs, Shape, Weights, make_inputs, make_weights, parse_shape
 from benchmarks.moe_kernel_rivals import contestants
-from benchmarks.moe_measure import KINDS, Errors, Expected, Memory, Stopwatch, check, expected, memory
+from benchmarks.moe_measure import KINDS, Errors, Expected, Memory, check, expected, memory, time_pass
 from benchmarks.moe_rivals import Block, LeftOut, Make, Ours, Setting
 from optimus.errors import UserError, nearest
 from optimus.observe.machine import find_device
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _TOLERANCE = {"bf16": 2e-2, "fp32": 1e-4}
 _CHECKED = 128  # tokens on a CPU, where float64 takes long; all on an accelerator
 _PRODUCT = 2048, 8192  # rows and columns of the product that shows what the machine can do: on a CPU, an accelerator
 _HOPELESS = 10, 5.0  # times slower than ours, and seconds: on a CPU such a contestant has one pass
-
-Row = dict[str, Any]
 
 
 @dataclass
@@ -65,59 +66,56 @@ class _Case:
 
 
 def run(
-    *,
-    shapes: Sequence[str] = ("olmoe", "small"),
-    tokens: Sequence[int] = (),
-    loads: Sequence[str] = ("learned",),
-    dtypes: Sequence[str] = ("bf16",),
-    device: str = "auto",
-    threads: int = 1,
-    rounds: int | None = None,
-    done: Callable[[list[Row]], None] = lambda rows: None,
-) -> tuple[list[Row], dict[str, float]]:
-    """Rows, one per case and contestant and for the large products, and `ratios` of them.
-
-    `tokens` are those of a pass, by default 1024 on a CPU, 8192 and 16384 on an accelerator; `rounds` 3 and 30; `done` is
-    called with the rows of each case when it is done. `threads` are those of a CPU.
+    shape: Annotated[
+        list[str] | None,
+        Option(help="olmoe, small, a preset with experts, or H/I/E/K. Repeat for more. Default: olmoe and small."),
+    ] = None,
+    tokens: Annotated[
+        list[int] | None,
+        Option(help="Tokens per pass. Repeat for more. Default: 1024; accelerator: 8192, 16384."),
+    ] = None,
+    load: Annotated[
+        list[str] | None,
+        Option(help="learned, uniform, zipf or one-hot: how tokens spread. Repeat for more. Default: learned."),
+    ] = None,
+    dtype: Annotated[list[str] | None, Option(help="bf16 or fp32. Repeat for more. Default: bf16.")] = None,
+    device: Device = "auto",
+    threads: Annotated[int, Option(help="CPU threads; with one, times are those of the process.")] = 1,
+    rounds: Annotated[
+        int | None, Option(help="Rounds, the contestants taking turns. Default: 3; accelerator: 30.")
+    ] = None,
+    plot: Plot = None,
+) -> Result:
+    """Rows, one per case and contestant and for the large products, and `ratios` of them. A case is printed when it is done.
 
     Raises `UserError` for a shape, load, type or device that is not there, and for counts below 1.
     """
     target = find_device(device, "--device")
     on_cpu = target.type == "cpu"
-    for name, count in [("--threads", threads), ("--rounds", rounds), *(("--tokens", one) for one in tokens)]:
-        if count is not None and count < 1:
-            raise UserError(f"{name} {count}: give at least 1")
+    counts, loads, dtypes = tokens or ((1024,) if on_cpu else (8192, 16384)), load or ["learned"], dtype or ["bf16"]
+    for name, number in [("--threads", threads), ("--rounds", rounds), *(("--tokens", each) for each in counts)]:
+        if number is not None and number < 1:
+            raise UserError(f"{name} {number}: give at least 1")
     for option, given, valid in (("--dtype", dtypes, DTYPES), ("--load", loads, LOADS)):
         for word in given:
             if word not in valid:
                 raise UserError(f"{option} {word}: {nearest(word, valid)}")
-    blocks = [parse_shape(text) for text in shapes]
-    tokens = tokens or ((1024,) if on_cpu else (8192, 16384))
-    rounds = rounds or (3 if on_cpu else 30)
-    watch = Stopwatch(target, threads)
+    shapes = [parse_shape(text) for text in shape or ("olmoe", "small")]
+    rounds, watch = rounds or (3 if on_cpu else 30), Stopwatch(target, threads)
     rows: list[Row] = []
-    with _threads(threads), torch.random.fork_rng():
+    with cpu_threads(threads), torch.random.fork_rng():
         torch.manual_seed(0)
-        for shape in blocks:
-            for dtype in dtypes:
-                weights = make_weights(shape, DTYPES[dtype], target)
-                gradients = Weights(*(torch.zeros_like(weight) for weight in weights))
-                for load in loads:
-                    for count in tokens:
-                        case = _Case(shape, dtype, count, load, target, rounds, watch)
-                        rows += _run_case(case, weights, gradients)
-                        done([row for row in rows if row["case"] == rows[-1]["case"]])
-    return rows, ratios(rows)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        for block, kind in product(shapes, dtypes):
+            weights = make_weights(block, DTYPES[kind], target)
+            gradients = Weights(*(torch.zeros_like(weight) for weight in weights))
+            for spread, count in product(loads, counts):
+                found = _run_case(_Case(block, kind, count, spread, target, rounds, watch), weights, gradients)
+                moe_output.print_case(found)
+                rows += found
+    moe_output.print_machine()
+    if plot is not None:
+        moe_output.draw(rows, plot)
+    return Result(rows, ratios(rows), tables={})
 
 
 def _run_case(case: _Case, weights: Weights, gradients: Weights) -> list[Row]:
@@ -157,7 +155,6 @@ def _out_if_failed(entry: _Entry) -> Iterator[None]:
             raise
         first_line = (str(error).strip() or "no message").splitlines()[0]
         entry.block, entry.note = None, f"failed: {type(error).__name__}: {first_line[:100]}"
-        entry.seconds = {kind: [] for kind in KINDS}
 
 
 def _first_pass(entries: list[_Entry], inputs: Inputs, case: _Case) -> None:
@@ -179,27 +176,26 @@ def _first_pass(entries: list[_Entry], inputs: Inputs, case: _Case) -> None:
 
 def _take_turns(entries: list[_Entry], inputs: Inputs, case: _Case) -> dict[str, list[float]]:
     """The rounds, after some that warm up; seconds of the large products."""
-    warm_up = 1 if case.on_cpu else 25
     size = _PRODUCT[not case.on_cpu]
     a, b, out = torch.randn(3, size, size, device=case.device).to(DTYPES[case.dtype])
-    products = {f"one product {size} NN": b, f"one product {size} NT": b.T}
-    matmuls: dict[str, list[float]] = {name: [] for name in products}
-    for number in range(-warm_up, case.rounds):
-        for entry in entries:
-            with _out_if_failed(entry):
-                if entry.block is None:
-                    continue
-                for kind in KINDS:
-                    seconds = case.watch.run(entry.block, inputs, kind)
-                    if number >= 0:
-                        entry.seconds[kind].append(seconds)
-        for name, right in products.items():
-            began = case.watch.read()
-            torch.mm(a, right, out=out)
-            seconds = case.watch.read() - began
-            if number >= 0:
-                matmuls[name].append(seconds)
-    return matmuls
+    passes = {entry.name: partial(_time_passes, entry, inputs, case.watch) for entry in entries}
+    products = {
+        f"one product {size} {kind}": partial(case.watch.time, partial(torch.mm, a, right, out=out))
+        for kind, right in (("NN", b), ("NT", b.T))
+    }
+    seen: dict[str, list[Any]] = take_turns({**passes, **products}, case.rounds, warm_up=1 if case.on_cpu else 25)
+    for entry in entries:
+        if entry.block is not None:
+            entry.seconds = {kind: [turn[kind] for turn in seen[entry.name]] for kind in KINDS}
+    return {name: seen[name] for name in products}
+
+
+def _time_passes(entry: _Entry, inputs: Inputs, watch: Stopwatch) -> dict[str, float]:
+    """Seconds of each kind of pass; none of a contestant that is out, or now fails."""
+    with _out_if_failed(entry):
+        if entry.block is not None:
+            return {kind: time_pass(watch, entry.block, inputs, kind) for kind in KINDS}
+    return {}
 
 
 def _columns(name: str, role: str, case: _Case) -> Row:

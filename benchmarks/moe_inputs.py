@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optimus.config import load_config, preset_names
+from benchmarks.harness import preset
+from optimus.config import preset_names
 from optimus.errors import UserError, nearest
 
 LOADS = ("learned", "uniform", "zipf", "one-hot")
@@ -69,8 +70,7 @@ def parse_shape(text: str) -> Shape:
     if text in _SHAPES:
         return _SHAPES[text]
     if text in preset_names():
-        train = {"output": "", "steps": 1, "global_batch": 1, "micro_batch": 1, "sequence_length": 2}
-        model = load_config({"model": text, "data": {"path": ""}, "train": train}).model
+        model = preset(text)
         if model.experts is None or model.experts_per_token is None:
             raise UserError(f"--shape {text}: this preset has no experts; choose one that has, or olmoe, or H/I/E/K")
         return Shape(text, model.hidden, model.intermediate, model.experts, model.experts_per_token)

@@ -4,13 +4,13 @@ Legend: T tokens, H hidden, E experts, K experts per token.
 """
 
 import math
-import time
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.harness import Stopwatch
 from benchmarks.moe_inputs import Inputs, Weights
 from benchmarks.moe_rivals import Block, route
 from optimus.testing.memory import tracking
@@ -103,26 +103,15 @@ def _pass(block: Block, inputs: Inputs, kind: Kind) -> Tensor:
     return y_TH
 
 
-class Stopwatch:
-    """Seconds of a pass: of the process with one CPU thread, which other work slows least; else of the wall."""
-
-    def __init__(self, device: torch.device, threads: int) -> None:
-        self._accelerator = device.type != "cpu"
-        self._now = time.perf_counter if self._accelerator or threads > 1 else time.process_time
-
-    def read(self) -> float:
-        if self._accelerator:
-            torch.accelerator.synchronize()
-        return self._now()
-
-    def run(self, block: Block, inputs: Inputs, kind: Kind) -> float:
-        _ready(block, inputs, kind)
-        began = self.read()
-        y_TH = _pass(block, inputs, kind)
-        seconds = self.read() - began
-        del y_TH  # and what was saved for a backward pass
-        block.begin(accumulating=True)  # lets go of gradients that were made
-        return seconds
+def time_pass(watch: Stopwatch, block: Block, inputs: Inputs, kind: Kind) -> float:
+    """Seconds of a pass."""
+    _ready(block, inputs, kind)
+    began = watch.read()
+    y_TH = _pass(block, inputs, kind)
+    seconds = watch.read() - began
+    del y_TH  # and what was saved for a backward pass
+    block.begin(accumulating=True)  # lets go of gradients that were made
+    return seconds
 
 
 def memory(block: Block, inputs: Inputs) -> Memory:

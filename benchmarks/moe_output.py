@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from benchmarks.harness import Row
 from optimus.errors import naming_disk_errors
-from optimus.observe.report import print_table, report
+from optimus.observe.machine import describe_machine, versions
+from optimus.observe.table import print_table
 
 _SHOWN = {
     "contestant": "contestant",
@@ -21,25 +22,21 @@ _SHOWN = {
 _BAR, _GAP = 0.32, 1.2  # inches: of height for a bar, and for a case's title and axis
 
 
-def print_case(rows: Sequence[dict[str, Any]]) -> None:
+def print_case(rows: Sequence[Row]) -> None:
     """Print the rows of one case."""
     first = rows[0]
     title = f"{first['shape']} ({first['dimensions']}) {first['dtype']}, {first['tokens']} tokens, {first['load']} load"
     print_table([{shown: row.get(key) for key, shown in _SHOWN.items()} for row in rows], title)
 
 
-def publish(rows: Sequence[dict[str, Any]], ratios: dict[str, float]) -> dict[str, Any]:
-    """Print what was measured with and the ratios; returns the report."""
-    whole = report("moe", rows, ratios)
-    chips = dict.fromkeys([whole["machine"]["cpu"], *whole["machine"]["accelerators"]])
-    versions = (f"{name} {whole['versions'][name]}" for name in ("torch", "transformers", "triton"))
-    print(", ".join([*chips, *versions]))
-    for ratio, value in ratios.items():
-        print(f"{ratio}: {value:.3f}")
-    return whole
+def print_machine() -> None:
+    """Print what was measured with."""
+    machine, packages = describe_machine(), versions("torch", "transformers", "triton")
+    chips = dict.fromkeys([machine["cpu"], *machine["accelerators"]])
+    print(", ".join([*chips, *(f"{name} {packages[name]}" for name in ("torch", "transformers", "triton"))]))
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(rows: Sequence[Row], path: Path) -> None:
     """Write a PNG: TFLOP/s of forward and backward of every contestant, a panel per case, a line at the large products'.
 
     Raises `UserError` when the file cannot be written.

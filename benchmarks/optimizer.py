@@ -14,13 +14,17 @@ either with. Bytes are those allocated for master weights and moments, the most 
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.distributed as dist
+from typer import Option
 
+from benchmarks.harness import Result, Row, take_turns
+from benchmarks.training import configuration
 from optimus.comm import Groups
-from optimus.config import RunConfig, load_config
+from optimus.config import RunConfig
 from optimus.errors import UserError
 from optimus.model.architecture import ModelConfig
 from optimus.plan.measure.ranks import run_fresh
@@ -46,8 +50,10 @@ class Measured(NamedTuple):
 
 
 def run(
-    *, ranks: int = 4, steps: int = 15, model: ModelConfig = _MODEL
-) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    ranks: Annotated[int, Option(help="Data-parallel ranks at most; a power of two up to 8.")] = 4,
+    steps: Annotated[int, Option(help="Timed steps of either way of sharding.")] = 15,
+    model: ModelConfig = _MODEL,
+) -> Result:
     """Two rows, standard and EPSO, for every dp and ep that are powers of two up to `ranks`.
 
     Ratios, standard over EPSO: `epso.step_speedup` and `epso.reduce_and_step_speedup`, of the times on all `ranks`
@@ -66,46 +72,28 @@ def run(
             rows += _rows(dp, ep, run_fresh(_measure, dp, configs, steps))
     largest = [row for row in rows if row["dp"] == ranks]
     pairs = list(zip(largest[::2], largest[1::2]))  # of standard and EPSO
-    return rows, {
-        **{f"epso.{kind}_speedup": _mean_ratio(pairs, f"{kind}_ms") for kind in ("step", "reduce_and_step")},
-        "epso.non_expert_bytes": _mean_ratio(pairs[-1:], "non_expert_mib"),
-    }
+    ratios = {f"epso.{kind}_speedup": _mean_ratio(pairs, f"{kind}_ms") for kind in ("step", "reduce_and_step")}
+    return Result(rows, ratios | {"epso.non_expert_bytes": _mean_ratio(pairs[-1:], "non_expert_mib")})
 
 
-def _mean_ratio(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], column: str) -> float:
+def _mean_ratio(pairs: Sequence[tuple[Row, Row]], column: str) -> float:
     return statistics.geometric_mean(standard[column] / epso[column] for standard, epso in pairs)
 
 
 def _config(model: ModelConfig, dp: int, ep: int, shard_over: str) -> RunConfig:
-    tree = {
-        "model": model.model_dump(),
-        "data": {"path": ""},
-        "train": {
-            "output": "",
-            "steps": 1,
-            "global_batch": dp,
-            "micro_batch": 1,
-            "sequence_length": 2,
-            "precision": "bfloat16",
-        },
-        "parallel": {"data": dp, "expert": ep},
-        "state": {"shard": "optimizer", "shard_over": shard_over},
-    }
-    return load_config(tree)
+    parallel, state = {"data": dp, "expert": ep}, {"shard": "optimizer", "shard_over": shard_over}
+    return configuration(model.model_dump(), dp, 2, micro_batch=1, parallel=parallel, state=state)
 
 
 def _measure(configs: list[RunConfig], steps: int) -> list[Measured]:
     """On one rank: both ways of sharding in turns."""
     groups = Groups(mesh_of(configs[0], dist.get_world_size()))
     states = [build_model(config, torch.device("cpu"), groups)[1] for config in configs]
-    times: list[list[tuple[float, float]]] = [[] for _ in configs]
-    for _ in range(_WARM_UP + steps):
-        for config, state, seen in zip(configs, states, times):
-            seen.append(_step(config, state))
-    return [_summary(state, seen[_WARM_UP:]) for state, seen in zip(states, times)]
+    times = take_turns({number: partial(_step, state) for number, state in enumerate(states)}, steps, warm_up=_WARM_UP)
+    return [_summary(state, times[number]) for number, state in enumerate(states)]
 
 
-def _step(config: RunConfig, state: ModelState) -> tuple[float, float]:
+def _step(state: ModelState) -> tuple[float, float]:
     """Seconds of the optimizer step, and of reduction and step."""
     state.begin_step()
     for chunk in state.trained:
@@ -135,11 +123,10 @@ def _summary(state: ModelState, times: list[tuple[float, float]]) -> Measured:
     return Measured(step, whole, non_expert_bytes=held[False], expert_bytes=held[True])
 
 
-def _rows(dp: int, ep: int, by_rank: list[list[Measured]]) -> list[dict[str, Any]]:
+def _rows(dp: int, ep: int, by_rank: list[list[Measured]]) -> list[Row]:
     """The slowest and the fullest rank of each way."""
-    rows = []
-    for way, seen in zip(_SHARD_OVER, zip(*by_rank)):
-        row = {
+    return [
+        {
             "dp": dp,
             "ep": ep,
             "sharding": way,
@@ -148,5 +135,5 @@ def _rows(dp: int, ep: int, by_rank: list[list[Measured]]) -> list[dict[str, Any
             "non_expert_mib": max(one.non_expert_bytes for one in seen) / 2**20,
             "expert_mib": max(one.expert_bytes for one in seen) / 2**20,
         }
-        rows.append(row)
-    return rows
+        for way, seen in zip(_SHARD_OVER, zip(*by_rank))
+    ]

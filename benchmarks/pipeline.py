@@ -1,4 +1,4 @@
-"""Pipelines: message-driven execution against 1F1B, and our executor of schedules against torch.distributed.pipelining.
+"""Message-driven pipelines against 1F1B, and our executor of schedules against torch.distributed.pipelining.
 
 The first with computations and links as timed waits on real ranks (`pipeline_waits`), beside a simulation of the same draws.
 Contestants at one point take turns, and have the same draws; of the rounds of one seed the best counts, since whatever
@@ -12,15 +12,17 @@ import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.distributed as dist
+from typer import Option
 
+from benchmarks.harness import Result, Row, check_agreement
 from benchmarks.pipeline_rival import TORCH, make_stages, ours, torchs
 from benchmarks.pipeline_waits import Contestant, Job, run_jobs, simulated, timelines
-from optimus.config import RunConfig, load_config
-from optimus.observe.report import print_table, report
+from benchmarks.training import configuration
+from optimus.config import RunConfig
 from optimus.pipeline.costs import Costs
 from optimus.pipeline.ready import message_driven
 from optimus.pipeline.schedules import make_schedule
@@ -28,26 +30,16 @@ from optimus.plan.measure.ranks import run_fresh
 
 _DRAWS = 20  # of the mean of simulations
 _WARM_UP = 2  # training steps that are not counted
+SAME_LOSS = 1e-6
 _BASE, _DEEP, _DRIVEN = "1F1B", "1F1B, deeper warm-up", "message-driven"
 
 _CURVES = {"jitter": (0.0, 0.1, 0.2, 0.5), "live": (1.0, 1.5, 2.0, 3.0)}
 _CURVE_DRAWS = 10
 
-Rows = list[dict[str, Any]]
-
 
 def falling_caps(stages: int, factor: float = 1.0) -> list[int]:
     """The most live activations per stage: `factor` times those of 1F1B, stages - s for stage s, rounded down."""
     return [int(factor * (stages - stage)) for stage in range(stages)]
-
-
-class Found(NamedTuple):
-    """What was measured and simulated, and the ratios of speed."""
-
-    waits: Rows
-    curves: Rows
-    training: Rows
-    ratios: dict[str, float]
 
 
 class Point(NamedTuple):
@@ -89,15 +81,14 @@ POINTS = {
 
 
 def run(
-    *,
-    microbatches: int = 64,
-    forward_ms: float = 10.0,
-    seeds: int = 3,
-    rounds: int = 2,
-    steps: int = 10,
+    microbatches: Annotated[int, Option(help="Microbatches of a step of timed waits.")] = 64,
+    forward_ms: Annotated[float, Option(help="Timed wait that stands for a forward pass.")] = 10.0,
+    seeds: Annotated[int, Option(help="Draws of the jitter that are measured.")] = 3,
+    rounds: Annotated[int, Option(help="Rounds of each, the contestants taking turns; the best counts.")] = 2,
+    steps: Annotated[int, Option(help="Timed training steps of us and of torch.")] = 10,
     points: Mapping[str, Point] = POINTS,
     ranks: Sequence[int] = (2, 4),
-) -> Found:
+) -> Result:
     """Timed waits, simulated curves over cap and jitter, and training; above one, the first named of a ratio is the faster.
 
     `message_driven.vs_1f1b.POINT`, and `vs_deep_1f1b` with the same cap, for every point; `scheduled.vs_torch.`
@@ -110,22 +101,17 @@ def run(
     ]
     training = [row for number in ranks for row in _measure_training(number, steps, rounds)]
     curves = [row for stages in (4, 8) for row in simulate_curves(stages, microbatches, _CURVE_DRAWS)]
-    return Found(waits, curves, training, _ratios(list(points), waits, training))
+    tables = {
+        "optimus bench pipeline: timed waits; speed relative to 1F1B": waits,
+        "optimus bench pipeline: simulated speed relative to 1F1B": curves,
+        "optimus bench pipeline: training steps": training,
+    }
+    return Result([*waits, *curves, *training], _ratios(list(points), waits, training), tables=tables)
 
 
-def publish(found: Found) -> dict[str, Any]:
-    """Print the tables and the ratios; returns the report."""
-    print_table(found.waits, "optimus bench pipeline: timed waits; speed relative to 1F1B")
-    print_table(found.curves, "optimus bench pipeline: simulated speed relative to 1F1B")
-    print_table(found.training, "optimus bench pipeline: training steps")
-    for ratio, value in found.ratios.items():
-        print(f"{ratio}: {value:.3f}")
-    return report("pipeline", [*found.waits, *found.curves, *found.training], found.ratios)
-
-
-def simulate_curves(stages: int, microbatches: int, draws: int) -> Rows:
+def simulate_curves(stages: int, microbatches: int, draws: int) -> list[Row]:
     """A row per jitter and cap: mean speed relative to 1F1B, over so many draws, links at a tenth of a forward pass."""
-    rows: Rows = []
+    rows: list[Row] = []
     for jitter, live in itertools.product(*_CURVES.values()):
         point = Point(stages=stages, jitter=jitter, live=live)
         who = point.contestants(microbatches)
@@ -145,7 +131,7 @@ def _of_size(points: Mapping[str, Point], stages: int) -> dict[str, Point]:
 
 def _measure_waits(
     points: Mapping[str, Point], microbatches: int, unit: float, seeds: Sequence[int], rounds: int
-) -> Rows:
+) -> list[Row]:
     """A row per point and contestant; the points have one number of stages."""
     (stages,) = {point.stages for point in points.values()}
     keys = [
@@ -160,7 +146,7 @@ def _measure_waits(
     for (name, who, seed), found in zip(keys, timelines(run_fresh(run_jobs, stages, jobs))):
         key = name, who.name, seed
         measured[key] = min(found.makespan, measured.get(key, found.makespan))
-    rows: Rows = []
+    rows: list[Row] = []
     for name, point in points.items():
         contestants = point.contestants(microbatches)
         expected = {
@@ -184,36 +170,28 @@ def _measure_waits(
 
 def training_config(schedule: str, ranks: int, *, layers: int = 8, sequences: int = 16, context: int = 64) -> RunConfig:
     """`mula-tiny` with so many layers, in microbatches of two sequences."""
-    tree = {
-        "model": "mula-tiny",
-        "data": {"path": ""},
-        "train": {
-            "output": "",
-            "steps": 1,
-            "global_batch": sequences,
-            "micro_batch": 2,
-            "sequence_length": context,
-            "precision": "float32",
-        },
-        "parallel": {
-            "pipeline": ranks,
-            "schedule": schedule,
-            "stages_per_rank": 2 if schedule in ("interleaved-1f1b", "zbv") else 1,
-        },
+    parallel = {
+        "pipeline": ranks,
+        "schedule": schedule,
+        "stages_per_rank": 2 if schedule in ("interleaved-1f1b", "zbv") else 1,
     }
-    return load_config(tree, [f"model.layers={layers}"])
+    overrides = [f"model.layers={layers}"]
+    return configuration(
+        "mula-tiny", sequences, context, overrides, micro_batch=2, precision="float32", parallel=parallel
+    )
 
 
-def _measure_training(ranks: int, steps: int, rounds: int) -> Rows:
+def _measure_training(ranks: int, steps: int, rounds: int) -> list[Row]:
     """A row per schedule."""
     by_rank = run_fresh(_turns_of_all, ranks, [training_config(name, ranks) for name in TORCH], steps * rounds)
-    rows: Rows = []
+    rows: list[Row] = []
     for name, turns in zip(TORCH, zip(*by_rank)):
         # A step lasts until the last rank is through; ranks without the last stage give the loss zero.
         lasting = [[max(each) for each in zip(*(turn[who][0] for turn in turns))] for who in (0, 1)]
         starts = range(0, steps * rounds, steps)
         seconds = [min(statistics.median(each[start : start + steps]) for start in starts) for each in lasting]
         losses = [max(turn[who][1] for turn in turns) for who in (0, 1)]
+        check_agreement({f"optimus, {name}": losses[0], f"torch, {name}": losses[1]}, SAME_LOSS)
         rows.append(
             {"schedule": name, "ranks": ranks}
             | {"optimus_step_seconds": seconds[0], "torch_step_seconds": seconds[1], "speed": seconds[1] / seconds[0]}
@@ -247,7 +225,7 @@ def _turns(config: RunConfig, steps: int) -> list[tuple[list[float], float]]:
     return list(zip(seconds, losses))
 
 
-def _ratios(points: Sequence[str], waits: Rows, training: Rows) -> dict[str, float]:
+def _ratios(points: Sequence[str], waits: list[Row], training: list[Row]) -> dict[str, float]:
     speeds = {(row["point"], row["contestant"]): row["speed"] for row in waits}
     ratios = {f"message_driven.vs_1f1b.{point}": speeds[point, _DRIVEN] for point in points}
     for point in points:

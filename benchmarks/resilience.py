@@ -11,13 +11,15 @@ from functools import wraps
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
+from typer import Option
 
+from benchmarks.harness import Result, Row
+from benchmarks.training import configuration, tree
 from optimus.comm.recorder import Recorder
 from optimus.comm.watch import Watch
-from optimus.config import load_config
 from optimus.data.preparation import prepare
 from optimus.plan.measure.ranks import run_fresh
 from optimus.testing.faults import FaultPlan
@@ -38,34 +40,28 @@ _FAULTS: dict[str, FaultPlan] = {
 _LAYOUTS = (("data", ["state.shard=gradients"]), ("tensor", ["parallel.tensor=2"]), ("expert", ["parallel.expert=2"]))
 
 
-def run(*, model: str, steps: int, faults: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, float]]:
-    """(rows of costs, rows of recoveries, ratios). Without `faults` no lab is made."""
+def run(
+    model: Annotated[str, Option(help="Preset that is trained while it is watched.")] = "mula-tiny-moe",
+    steps: Annotated[int, Option(help="Steps that are counted.")] = 6,
+    faults: Annotated[bool, Option(help="Whether to lose nodes in the lab, too.")] = True,
+) -> Result:
+    """Rows of costs, and of recoveries in a further table; without `faults` no lab is made."""
     costs = [_cost(model, name, overrides, steps) for name, overrides in _LAYOUTS]
     recoveries = list(_recoveries()) if faults else []
     ratios = {f"watch.share_{row['layout']}": float(row["share"]) for row in costs}
+    tables = {"optimus bench resilience": costs}
     if recoveries:
         ratios["recovery.longest_s"] = max(float(row["seconds"]) for row in recoveries)
-    return costs, recoveries, ratios
+        tables["from a fault to the end of the next step, 3 nodes and 2 spares, keep-alive 1x3"] = recoveries
+    return Result(costs, ratios, {"recoveries": recoveries}, tables)
 
 
 # ---- What watching costs ----
 
 
-def _cost(model: str, layout: str, overrides: list[str], steps: int) -> dict[str, Any]:
-    config = {
-        "model": model,
-        "data": {"path": ""},
-        "train": {
-            "output": "",
-            "steps": 1000,
-            "global_batch": 8,
-            "micro_batch": 4,
-            "sequence_length": 512,
-            "precision": "bfloat16",
-        },
-    }
-    tree = load_config(config, overrides).model_dump(exclude_unset=True)
-    measured = run_fresh(_watched_steps, 2, tree, steps)
+def _cost(model: str, layout: str, overrides: list[str], steps: int) -> Row:
+    config = configuration(model, 8, 512, overrides, micro_batch=4, steps=1000).model_dump(exclude_unset=True)
+    measured = run_fresh(_watched_steps, 2, config, steps)
     watching, step, notes = max(measured)
     return {
         "layout": layout,
@@ -118,7 +114,7 @@ def _counting() -> Iterator[dict[str, float]]:
 # ---- How long until a run goes on ----
 
 
-def _recoveries() -> Iterator[dict[str, Any]]:
+def _recoveries() -> Iterator[Row]:
     """Three nodes of one rank and two spares, keep-alive 1x3; seconds from the fault to the end of the next step."""
     with TemporaryDirectory() as folder:
         data = Path(folder) / "data"
@@ -142,19 +138,17 @@ def _recoveries() -> Iterator[dict[str, Any]]:
 
 def _tiny(data: Path, output: Path) -> dict[str, Any]:
     shape = {"hidden": 32, "layers": 2, "heads": 2, "intermediate": 16, "experts": 4, "experts_per_token": 2}
-    return {
-        "model": {"family": "olmoe", "vocab": 320, **shape},
-        "data": {"path": str(data)},
-        "train": {
-            "output": str(output),
-            "steps": _STEPS,
-            "global_batch": 12,
-            "micro_batch": 2,
-            "sequence_length": 32,
-            "precision": "float32",
-        },
-        "lr_schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
-        "checkpoint": {"every": 3, "keep": 3, "weights_every": 3},
-        "resilience": {"hang": _HANG},
-        "observe": {"tensorboard": False},
-    }
+    return tree(
+        {"family": "olmoe", "vocab": 320, **shape},
+        12,
+        32,
+        micro_batch=2,
+        data=data,
+        output=output,
+        steps=_STEPS,
+        precision="float32",
+        lr_schedule={"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
+        checkpoint={"every": 3, "keep": 3, "weights_every": 3},
+        resilience={"hang": _HANG},
+        observe={"tensorboard": False},
+    )

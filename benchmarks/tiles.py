@@ -9,12 +9,12 @@ Legend: T tokens, P = T * K routed rows, E experts, K experts per token, H hidde
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from optimus.config.load import model_config_from, resolve_model
+from benchmarks.harness import Row, Stopwatch, preset
 from optimus.errors import UserError
 from optimus.model.architecture import ModelConfig
 from optimus.observe.machine import find_device
@@ -39,14 +39,14 @@ def run(
     dtype: torch.dtype = torch.bfloat16,
     device: str = "auto",
     seconds: float = 85.0,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """For each kernel and number of rows of a tile: the fastest tiles found, and their rate next to the present choice's.
 
     Rows of equal `rows`: `up`, `down`, `down_backward`, `up_backward`, then their sum; last of all `weight_gradient`.
 
     Raises `UserError` for a model without experts, and where there is no accelerator.
     """
-    config = model_config_from(resolve_model(model)["model"], model)
+    config = preset(model)
     if config.experts is None:
         raise UserError(f"--model {model} has no experts, whose products --tune is about: choose another")
     chip = find_device(device, "--device")
@@ -55,15 +55,13 @@ def run(
     return search(config, tokens, dtype, chip, seconds)
 
 
-def search(
-    model: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.device, seconds: float
-) -> list[dict[str, Any]]:
+def search(model: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.device, seconds: float) -> list[Row]:
     """What `run` returns, for a model with experts."""
     from optimus.kernels.triton.tuning import Tiles, preferred
     from optimus.testing.trial import trial
 
     share = seconds / (4 * len(_ROWS) + 1)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for tile_rows in _ROWS:
         with trial("up", preferred("up", dtype)._replace(rows=tile_rows)):  # which decides for all
             stages = dict(_stages(model, tokens, dtype, device, tile_rows))
@@ -119,7 +117,7 @@ def _stages(
 def _best(
     kernel: "Kernel", stage: Run, flops: float, candidates: "Sequence[Tiles]", seconds: float, dtype: torch.dtype,
     device: torch.device,
-) -> dict[str, Any]:  # fmt: skip
+) -> Row:  # fmt: skip
     from optimus.kernels.triton.tuning import preferred
     from optimus.testing.trial import trial
 
@@ -153,17 +151,5 @@ def _best(
 def _milliseconds(stage: Run, device: torch.device) -> float:
     """The fastest of some rounds, after the pass that compiles."""
     stage()
-    taken = []
-    for _ in range(_ROUNDS):
-        _wait(device)
-        began = time.perf_counter()
-        for _ in range(_REPEATS):
-            stage()
-        _wait(device)
-        taken.append((time.perf_counter() - began) / _REPEATS)
-    return 1e3 * min(taken)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    watch = Stopwatch(device, threads=torch.get_num_threads())
+    return 1e3 * min(watch.time(stage, _REPEATS) for _ in range(_ROUNDS))

@@ -21,16 +21,19 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typer import Option
 
+from benchmarks.harness import Result, Row, cpu_threads
+from benchmarks.training import tree
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
 from optimus.data.documents import read_texts
 from optimus.data.files import resolve
-from optimus.disk import read_json_lines
+from optimus.disk import read_json_lines, user_path
 from optimus.errors import UserError
 from optimus.evaluate.score import evaluating
 from optimus.pipeline.staged import Staged
@@ -118,22 +121,26 @@ class Found(NamedTuple):
 
 
 def run(
-    text: Path | None = None, runs: Path | None = None, length: Length = FULL
-) -> tuple[list[dict[str, Any]], dict[str, float | None], dict[str, list[dict[str, Any]]]]:
+    text: Annotated[
+        Path | None, Option(help="Text, a file or folder as for prepare. Default: some of Python's library.")
+    ] = None,
+    runs: Annotated[
+        Path | None,
+        Option(help="Add each finished run to this file (JSON lines), and take from it those that it has."),
+    ] = None,
+    quick: Annotated[bool, Option("--quick", help="A few steps and one seed, to see that it works.")] = False,
+) -> Result:
     """Rows (a contestant on a model), ratios, and two profiles (`tokens`, `seconds`), whose rows are contestants.
 
     Ratios are medians over the seeds of tokens, and of seconds, to those of AdamW: `muon.dense.tokens_vs_adamw`,
-    `muon.dense.seconds_vs_adamw` and so on; None where most seeds do not reach the target. `text` is a file or folder as for
-    `prepare`, by default some of Python's own library. For `runs` see `Sweep`.
+    `muon.dense.seconds_vs_adamw` and so on; None where most seeds do not reach the target. For `runs` see `Sweep`.
 
     Raises `UserError` for text that cannot be read, or is too short.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        curves = Sweep(read_text(text, length.held_out), length, runs).curves()
-    finally:
-        torch.set_num_threads(threads)
+    length = QUICK if quick else FULL
+    with cpu_threads(1):
+        given = read_text(text and user_path(text), length.held_out)
+        curves = Sweep(given, length, runs and user_path(runs)).curves()
     found: dict[tuple[str, str], Found] = {}
     for model in MODELS:
         targets = found_of(curves, model, _BASELINE, None).final
@@ -150,7 +157,10 @@ def run(
         for (model, name), values in by.items()
         if name != _BASELINE
     }
-    return rows, flat, {kind: profile(by) for kind, by in needed.items()}
+    profiles = {kind: profile(by) for kind, by in needed.items()}
+    tables = {f"share of the workloads solved within tau times the least {kind}": by for kind, by in profiles.items()}
+    tables["optimus bench time-to-target"] = rows
+    return Result(rows, flat, {"length": length._asdict(), "profiles": profiles}, tables)
 
 
 def read_text(path: Path | None, held_out: int) -> Text:
@@ -210,21 +220,16 @@ def rates(contestant: Contestant, model: str) -> list[float]:
 
 def settings_of(model: str, contestant: Contestant, rate: float, seed: int, length: Length) -> dict[str, Any]:
     """The configuration of one run, as a user gives it."""
-    return {
-        "model": {**_SHAPE, **MODELS[model]},
-        "data": {"path": ""},
-        "train": {
-            "output": "",
-            "steps": length.steps,
-            "global_batch": BATCH,
-            "micro_batch": BATCH,
-            "sequence_length": CONTEXT,
-            "precision": "float32",
-            "seed": seed,
-        },
-        "optimizer": {"name": contestant.rule},
-        "lr_schedule": {"name": contestant.schedule, "peak": rate, "minimum": rate / 10},
-    }
+    return tree(
+        {**_SHAPE, **MODELS[model]},
+        BATCH,
+        CONTEXT,
+        precision="float32",
+        steps=length.steps,
+        seed=seed,
+        optimizer={"name": contestant.rule},
+        lr_schedule={"name": contestant.schedule, "peak": rate, "minimum": rate / 10},
+    )
 
 
 def train(config: RunConfig, text: Text, every: int) -> Curve:
@@ -280,7 +285,7 @@ def versus(needed: Mapping[tuple[str, str], Sequence[float]]) -> dict[tuple[str,
     }
 
 
-def profile(needed: Mapping[tuple[str, str], Sequence[float]]) -> list[dict[str, Any]]:
+def profile(needed: Mapping[tuple[str, str], Sequence[float]]) -> list[Row]:
     """The performance profile: the share of the workloads that a contestant solves within tau times what the best of them
     needs; and the area under it for tau from 1 to 4, where 1 is the largest possible."""
     slower: dict[str, list[float]] = {}
@@ -299,9 +304,7 @@ def profile(needed: Mapping[tuple[str, str], Sequence[float]]) -> list[dict[str,
     ]
 
 
-def _row(
-    model: str, name: str, found: Found, ratios: Mapping[str, Mapping[tuple[str, str], Sequence[float]]]
-) -> dict[str, Any]:
+def _row(model: str, name: str, found: Found, ratios: Mapping[str, Mapping[tuple[str, str], Sequence[float]]]) -> Row:
     tokens, seconds = (ratios[kind][model, name] for kind in ("tokens", "seconds"))
     return {
         "model": model,

@@ -1,4 +1,4 @@
-"""How fast `prepare` tokenises, against the `tokenizers` library alone on the same cores and documents.
+"""Tokenisation speed of `prepare` against `tokenizers.encode_batch` on the same cores and documents.
 
 The rival is `Tokenizer.encode_batch` with its own threads, in a process of its own, with all documents in memory
 before its clock starts; two batch sizes are tried and the better one counts. Ours reads the files, tokenises in helper
@@ -13,14 +13,21 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, NamedTuple
 
+from typer import Argument, Option
+
+from benchmarks.harness import Result, Row, check_agreement, take_turns
 from optimus.data import tokenizer as tokenizers
 from optimus.data.documents import read_texts
 from optimus.data.files import resolve
 from optimus.data.preparation import cores, prepare
+from optimus.disk import user_path
 
 RIVAL_BATCHES = (1000, 1_000_000)  # documents in one call
 DEFAULT_TEXT = 24 << 20  # bytes of the standard library's sources
@@ -42,71 +49,80 @@ for size in map(int, sys.stdin):
 
 
 def run(
-    inputs: Sequence[str | Path] = (), tokenizer: Path | None = None, workers: int | None = None, repeats: int = 3
-) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    inputs: Annotated[list[str] | None, Argument(metavar="[INPUT]...", help="Default: Python's library.")] = None,
+    tokenizer: Annotated[Path | None, Option(help="Default: one trained on the input.")] = None,
+    workers: Annotated[int | None, Option(help="Processes. Default: one per core.")] = None,
+    rounds: int = 3,
+) -> Result:
     """Rows (best seconds, tokens, tokens per second) and the ratio `tokenise.vs_tokenizers` of our tokenise stage.
 
-    `inputs` are as for `prepare`; without them the standard library's sources are used. Without `tokenizer` one is
-    trained on them. `workers` (default: all cores) is the number of our processes and of the rival's threads.
+    `workers` is the number of our processes and of the rival's threads. The tokens of all must be as many.
     """
     workers = workers or cores()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        inputs = list(inputs) or [_standard_library(folder / "library.jsonl")]
-        documents = _collect(inputs, folder / "documents.jsonl")
+        given: Sequence[str | Path] = inputs or [_standard_library(folder / "library.jsonl")]
+        documents = _collect(given, folder / "documents.jsonl")
+        tokenizer = tokenizer and user_path(tokenizer)
         if tokenizer is None:
             tokenizer = folder / "tokenizer.json"
-            texts = (text for text, _ in read_texts(resolve(inputs), "text"))
+            texts = (text for text, _ in read_texts(resolve(given), "text"))
             tokenizers.train(texts, DEFAULT_VOCABULARY, tokenizer)
-        return _compare(inputs, documents, tokenizer, workers, repeats, folder)
+        path, outputs = tokenizers.inspect(tokenizer).path, count()
+        with _rival(path, documents, workers) as encode_batch:
+            contestants: dict[str, Callable[[], _Turn]] = {
+                f"encode_batch {size}": partial(encode_batch, size) for size in RIVAL_BATCHES
+            }
+            contestants["ours"] = lambda: _prepare(given, folder / str(next(outputs)), path, workers)
+            seen = take_turns(contestants, rounds)
+    ours, rival = seen.pop("ours"), [each for found in seen.values() for each in found]
+    turns = {
+        "encode_batch": [(each.seconds, each.tokens) for each in rival],
+        "tokenise stage": [(each.stage_seconds, each.tokens) for each in ours],
+        "prepare": [(each.seconds, each.tokens) for each in ours],
+    }
+    check_agreement({name: each[0][1] for name, each in turns.items()}, within=0)
+    rows = [_row(name, workers, each) for name, each in turns.items()]
+    speed = {row["name"]: row["tokens"] / min(turns[row["name"]])[0] for row in rows}
+    return Result(rows, {"tokenise.vs_tokenizers": speed["tokenise stage"] / speed["encode_batch"]})
 
 
-def _compare(
-    inputs: Sequence[str | Path], documents: Path, tokenizer: Path, workers: int, repeats: int, folder: Path
-) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    path = tokenizers.inspect(tokenizer).path
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(workers)}
-    seconds: dict[str, list[float]] = {"encode_batch": [], "tokenise stage": [], "prepare": []}
-    tokens: dict[str, int] = {}
-    rival = subprocess.Popen(
-        [sys.executable, "-c", RIVAL, str(path), str(documents)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    with rival:
-        assert rival.stdin is not None
-        assert rival.stdout is not None
-        for repeat in range(repeats):
-            for size in RIVAL_BATCHES:
-                rival.stdin.write(f"{size}\n")
-                rival.stdin.flush()
-                elapsed, tokens["encode_batch"] = json.loads(rival.stdout.readline())
-                seconds["encode_batch"].append(elapsed)
-            stage, whole, index = _prepare(inputs, folder / str(repeat), path, workers)
-            seconds["tokenise stage"].append(stage)
-            seconds["prepare"].append(whole)
-        # Ours has an end-of-text token per document besides; it is not counted.
-        tokens["tokenise stage"] = tokens["prepare"] = index["tokens"] + index["dropped_tokens"] - index["documents"]
-    speed = {name: tokens[name] / min(times) for name, times in seconds.items()}
-    rows: list[dict[str, Any]] = [
-        {
-            "name": name,
-            "workers": workers,
-            "seconds": round(min(times), 3),
-            "tokens": tokens[name],
-            "tokens_per_second": round(speed[name]),
-        }
-        for name, times in seconds.items()
-    ]
-    return rows, {"tokenise.vs_tokenizers": speed["tokenise stage"] / speed["encode_batch"]}
+class _Turn(NamedTuple):
+    seconds: float
+    tokens: int  # without the end-of-text token that ours puts after each document
+    stage_seconds: float = 0.0  # of ours alone
 
 
-def _prepare(
-    inputs: Sequence[str | Path], output: Path, tokenizer: Path, workers: int
-) -> tuple[float, float, dict[str, Any]]:
-    """Seconds of the tokenise stage and of the whole, and the index."""
+def _row(name: str, workers: int, turns: Sequence[tuple[float, int]]) -> Row:
+    seconds, tokens = min(turns)
+    return {
+        "name": name,
+        "workers": workers,
+        "seconds": round(seconds, 3),
+        "tokens": tokens,
+        "tokens_per_second": round(tokens / seconds),
+    }
+
+
+@contextmanager
+def _rival(tokenizer: Path, documents: Path, threads: int) -> Iterator[Callable[[int], _Turn]]:
+    """Gives seconds and tokens for a number of documents per call, in a process of its own."""
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(threads)}
+    command = [sys.executable, "-c", RIVAL, str(tokenizer), str(documents)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        questions, answers = process.stdin, process.stdout
+
+        def encode_batch(size: int) -> _Turn:
+            print(size, file=questions, flush=True)
+            return _Turn(*json.loads(answers.readline()))
+
+        yield encode_batch
+
+
+def _prepare(inputs: Sequence[str | Path], output: Path, tokenizer: Path, workers: int) -> _Turn:
     first: dict[str, float] = {}
 
     def note(stage: str, done: int, total: int | None) -> None:
@@ -114,7 +130,8 @@ def _prepare(
 
     began = time.perf_counter()
     index = prepare(inputs, output, tokenizer=tokenizer, workers=workers, progress=note)
-    return first["shard"] - first["tokenise"], time.perf_counter() - began, index
+    tokens = index["tokens"] + index["dropped_tokens"] - index["documents"]
+    return _Turn(time.perf_counter() - began, tokens, first["shard"] - first["tokenise"])
 
 
 def _standard_library(path: Path) -> Path:

@@ -1,22 +1,27 @@
-"""Training speed against the Hugging Face `Trainer`, as a user would run either.
+"""Training speed against the Hugging Face Trainer on the same model and data, as a user would run either.
 
 The same architecture, data, batch, microbatch and precision; AdamW fused on both sides; every experts implementation of
-`transformers` that runs here is a rival. Contestants take turns, round after round, so that a machine that slows down or
-speeds up does so for all; a contestant's figure is the median step of its best round.
+`transformers` that runs here is a rival. A contestant's figure is the median step of its best round.
 """
 
 import statistics
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+from typer import Option
 
 import optimus
-from optimus.config import RunConfig, load_config
+from benchmarks import kernels
+from benchmarks.harness import Result, Rounds, Row, preset, take_turns
+from benchmarks.training import configuration
+from optimus.config import RunConfig
 from optimus.data.shards import Shards
 from optimus.hub.config_json import write_config
 from optimus.observe.metrics import read_metrics
@@ -24,80 +29,74 @@ from optimus.observe.metrics import read_metrics
 _WARM_UP = 2  # steps of each run that are not counted
 _EXPERTS = ("grouped_mm", "eager")  # batched_mm copies a weight matrix per routed row: 50 s a step here
 
-Contestant = Callable[[RunConfig, Path, int], list[float]]
+Contestant = Callable[[RunConfig, Path, int], tuple[list[float], float]]  # seconds of steps, and the last loss
 
 
 def run(
-    *, model: str = "mula-tiny-moe", steps: int = 8, rounds: int = 3
-) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    model: Annotated[str, Option(help="Preset.")] = "mula-tiny-moe",
+    steps: Annotated[int, Option(help="Timed steps per contestant and round.")] = 8,
+    rounds: Rounds = 3,
+    share: bool = True,
+) -> Result:
     """Rows (one per contestant) and ratios: `train.vs_best_rival` is ours over the fastest rival in tokens per second,
-    `loader.share_of_step` the part of our step spent waiting for data."""
+    `loader.share_of_step` the part of our step spent waiting for data. With `share` each kernel's share is printed too."""
     with tempfile.TemporaryDirectory() as folder:
         config = _config(model, Path(folder))
         contestants: dict[str, Contestant] = {"optimus": _optimus}
         for precision in ("bf16 autocast", "bf16 weights"):
             for experts in _EXPERTS if config.model.experts else ("grouped_mm",):
                 contestants[f"transformers Trainer, {experts}, {precision}"] = _trainer(experts, precision)
-        seconds: dict[str, list[float]] = {name: [] for name in contestants}
-        losses: dict[str, float] = {}
-        shares = []
-        for number in range(rounds):
-            for name, contestant in contestants.items():
-                output = Path(folder) / f"{number}-{name.replace(' ', '-')}"
-                times = contestant(config, output, _WARM_UP + steps)
-                seconds[name].append(statistics.median(times[_WARM_UP:]))
-                losses[name] = _last_loss(output)
-            shares.append(_loader_share(Path(folder) / f"{number}-optimus"))
+        outputs = (Path(folder) / f"run-{number}" for number in count())
+        turns = {name: partial(_turn, train, config, outputs, steps) for name, train in contestants.items()}
+        seen = take_turns(turns, rounds)
     tokens = config.train.global_batch * config.train.sequence_length
-    rows: list[dict[str, Any]] = [
-        {"contestant": name, "tokens_per_second": tokens / min(times), "step_seconds": min(times), "loss": losses[name]}
-        for name, times in seconds.items()
-    ]
-    ours, rivals = rows[0]["tokens_per_second"], [row["tokens_per_second"] for row in rows[1:]]
-    return rows, {"train.vs_best_rival": ours / max(rivals), "loader.share_of_step": min(shares)}
+    rows: list[Row] = []
+    for name, runs in seen.items():
+        seconds = min(run.step_seconds for run in runs)
+        speed = {"tokens_per_second": tokens / seconds, "step_seconds": seconds}
+        rows.append({"contestant": name, **speed, "loss": runs[-1].loss})
+    ratios = {
+        "train.vs_best_rival": rows[0]["tokens_per_second"] / max(row["tokens_per_second"] for row in rows[1:]),
+        "loader.share_of_step": min(run.loader_share for run in seen["optimus"]),
+    }
+    tables = {"optimus bench train": rows}
+    if share:
+        timed = kernels.run(model=model, tokens=2048, context=256).rows
+        tables["each kernel's share of the step, with plain PyTorch and with ours"] = kernels.shares(timed)
+    return Result(rows, ratios, tables=tables)
+
+
+class _Run(NamedTuple):
+    step_seconds: float  # of the median step
+    loss: float  # of the last step
+    loader_share: float  # of our steps
+
+
+def _turn(train: Contestant, config: RunConfig, outputs: Iterator[Path], steps: int) -> _Run:
+    output = next(outputs)
+    times, loss = train(config, output, _WARM_UP + steps)
+    share = _loader_share(output) if train is _optimus else 0.0
+    return _Run(statistics.median(times[_WARM_UP:]), loss, share)
 
 
 def _config(model: str, folder: Path) -> RunConfig:
     """A run on Python's own sources, prepared with a tokenizer trained on them."""
-    sources = Path(sysconfig.get_paths()["stdlib"])
-    probe = {
-        "model": model,
-        "data": {"path": ""},
-        "train": {
-            "output": "",
-            "steps": 1,
-            "global_batch": 1,
-            "micro_batch": 1,
-            "sequence_length": 2,
-            "precision": "bfloat16",
-        },
-    }
-    vocab = load_config(probe).model.vocab
-    optimus.prepare(
-        [sources / "email", sources / "asyncio", sources / "json"],
-        folder / "data",
-        train_tokenizer=min(vocab, 4096),
-        context=256,
-    )
-    overrides = [
-        f"data.path={folder / 'data'}",
-        "train.steps=1000",
-        "train.global_batch=32",
-        "train.micro_batch=8",
-        "train.sequence_length=256",
-        "checkpoint.every=1000000",
-        "observe.tensorboard=false",
-    ]
-    return load_config(probe, overrides)
+    sources, data = Path(sysconfig.get_paths()["stdlib"]), folder / "data"
+    vocab = min(preset(model).vocab, 4096)
+    texts = [sources / name for name in ("email", "asyncio", "json")]
+    optimus.prepare(texts, data, train_tokenizer=vocab, context=256)
+    quiet: dict[str, Any] = {"checkpoint": {"every": 1_000_000}, "observe": {"tensorboard": False}}
+    return configuration(model, 32, 256, micro_batch=8, data=data, steps=1000, **quiet)
 
 
-def _optimus(config: RunConfig, output: Path, steps: int) -> list[float]:
+def _optimus(config: RunConfig, output: Path, steps: int) -> tuple[list[float], float]:
     optimus.train(config, [f"train.output={output}", f"train.stop_at={steps}"])
-    return [record["step_seconds"] for record in read_metrics(output)]
+    records = read_metrics(output)
+    return [record["step_seconds"] for record in records], records[-1]["loss"]
 
 
 def _trainer(experts: str, precision: str) -> Contestant:
-    def train(config: RunConfig, output: Path, steps: int) -> list[float]:
+    def train(config: RunConfig, output: Path, steps: int) -> tuple[list[float], float]:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -145,9 +144,7 @@ def _trainer(experts: str, precision: str) -> Contestant:
             model=hf, args=arguments, train_dataset=_Dataset(Shards(config.data.path)), callbacks=[Clock()]
         )
         trainer.train()
-        logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        (output / "loss.txt").write_text(str(logged[-1]))
-        return times
+        return times, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1]
 
     return train
 
@@ -164,11 +161,6 @@ class _Dataset:
     def __getitem__(self, i: int) -> dict[str, Any]:
         row = self._shards.row(i).astype(np.int64)
         return {"input_ids": row, "labels": row}
-
-
-def _last_loss(output: Path) -> float:
-    text = output / "loss.txt"
-    return float(text.read_text()) if text.exists() else read_metrics(output)[-1]["loss"]
 
 
 def _loader_share(output: Path) -> float:

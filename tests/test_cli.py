@@ -1,5 +1,6 @@
 """The commands as a shell runs them: what they print, how they fail, what they load."""
 
+import functools
 import json
 import os
 import subprocess
@@ -343,8 +344,13 @@ def test_a_report_and_nothing_else_is_printed_as_json(
 ) -> None:
     """Tables go to standard error; `--output` gets the same report."""
     from benchmarks import optimizer
+    from benchmarks.harness import Result
 
-    monkeypatch.setattr(optimizer, "run", lambda ranks, steps: ([{"ranks": ranks, "steps": steps}], {"ratio": 2.0}))
+    @functools.wraps(optimizer.run)
+    def quick(ranks: int, steps: int) -> Result:
+        return Result([{"ranks": ranks, "steps": steps}], {"ratio": 2.0})
+
+    monkeypatch.setattr(optimizer, "run", quick)
     report = result(capsys, monkeypatch, "bench", "optimizer", "--ranks", 2, "--output", tmp_path / "report.json")
     assert (report["rows"], report["ratios"]) == ([{"ranks": 2, "steps": 15}], {"ratio": 2.0})
     assert json.loads((tmp_path / "report.json").read_text()) == report

@@ -6,7 +6,9 @@ MODEL = {"family": "olmo", "hidden": 64, "layers": 2, "heads": 2, "intermediate"
 
 
 def test_rows_and_ratios() -> None:
-    saving, loading, nodes, ratios = run(model=MODEL, loaded=MODEL, ranks=2, rounds=1)
+    found = run(model=MODEL, loaded=MODEL, ranks=2, rounds=1)
+    saving, ratios, loading, nodes = found.rows, found.ratios, found.more["loading"], found.more["nodes"]
+    assert ratios["model_only.bytes"] is not None
     assert [row["way"] for row in saving] == ["at once", "beside the training", "DCP save", "DCP async_save"]
     assert all(row["stall_s"] > 0 for row in saving)
     assert 0.15 < ratios["model_only.bytes"] < 0.19  # 2 of 12 bytes per parameter, and the rest of a folder

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch.multiprocessing import ProcessRaisedException
 
 from benchmarks import data_parallel
+from benchmarks.training import configuration, turn
 from optimus.plan.measure.ranks import run_fresh
 
 PARAMETERS = 4 * (4 * 128 * 128 + 3 * 128 * 512) + 2 * 4096 * 128  # of mula-tiny
@@ -12,7 +13,8 @@ PARAMETERS = 4 * (4 * 128 * 128 + 3 * 128 * 512) + 2 * 4096 * 128  # of mula-tin
 
 @pytest.mark.slow
 def test_rows_and_ratios() -> None:
-    rows, ratios = data_parallel.run(model="mula-tiny", steps=1, rounds=1, rank_counts=(2,), sequences=2, context=32)
+    found = data_parallel.run(model="mula-tiny", steps=1, rounds=1, rank_counts=(2,), sequences=2, context=32)
+    rows, ratios = found.rows, found.ratios
     assert [row["contestant"] for row in rows] == [who.name for who in data_parallel.contestants("float32")]
     row = {(row["mode"], row["contestant"]): row for row in rows}
     for mode, ratio, rival in [
@@ -38,8 +40,9 @@ def test_ddp_with_bf16_weights_trains_alike() -> None:
     losses = []
     for who in data_parallel.contestants("bfloat16"):
         if who.mode == "ddp":
-            config = data_parallel._config("mula-tiny", who.mode, 2, "bfloat16", sequences=1, context=16)
-            losses.append([turn.loss for turn in run_fresh(data_parallel._turn, 2, who.make, config, 1)])
+            sections = data_parallel.sections(who.mode, 2, "bfloat16")
+            config = configuration("mula-tiny", 2, 16, micro_batch=1, **sections)
+            losses.append([seen.loss for seen in run_fresh(turn, 2, who.make, config, 1, data_parallel.WARM_UP)])
     ours, theirs = (sum(both) for both in losses)
     assert ours == pytest.approx(theirs, rel=1e-3)
 
@@ -48,10 +51,10 @@ def test_ratios_are_those_of_the_worst_number_of_ranks_against_the_best_rival() 
     def row(ranks: int, side: str, speed: float) -> dict[str, object]:
         return {"mode": "zero2", "ranks": ranks, "side": side, "tokens_per_second": speed}
 
-    two = data_parallel._compare([row(2, "optimus", 30.0), row(2, "fsdp2", 10.0), row(2, "fsdp2", 20.0)])
-    four = data_parallel._compare([row(4, "optimus", 50.0), row(4, "fsdp2", 40.0), row(4, "deepspeed", 100.0)])
+    two = data_parallel.compare([row(2, "optimus", 30.0), row(2, "fsdp2", 10.0), row(2, "fsdp2", 20.0)])
+    four = data_parallel.compare([row(4, "optimus", 50.0), row(4, "fsdp2", 40.0), row(4, "deepspeed", 100.0)])
     assert [one["optimus_over_it"] for one in two] == [1.0, 3.0, 1.5]
-    assert data_parallel._ratios(two + four) == {"zero2.vs_fsdp2": 1.25, "zero2.vs_deepspeed": 0.5}
+    assert data_parallel.ratios(two + four) == {"zero2.vs_fsdp2": 1.25, "zero2.vs_deepspeed": 0.5}
 
 
 def test_fresh_ranks_are_processes_of_one_group() -> None:

@@ -58,14 +58,15 @@ def test_what_is_wrong_is_seen_and_not_timed(monkeypatch: pytest.MonkeyPatch) ->
     case = next(c for c in (make() for make in cases(sizes("mula-tiny", 16, torch.float32))) if c.kernel == "swiglu")
     assert kernels.error(half_wrong, case) == pytest.approx(0.01, rel=0.01)
     monkeypatch.setattr(kernels, "check", lambda sizes: {"swiglu": 0.01, "rotary": float("nan")})
-    rows, ratios = kernels.run(model="mula-tiny", tokens=64, context=32, dtype=torch.float32, device="cpu", rounds=1)
-    for row in rows:
+    found = kernels.run(model="mula-tiny", tokens=64, context=32, dtype="fp32", device="cpu", rounds=1)
+    for row in found.rows:
         assert ("ours_ms" in row) == (row["kernel"] not in ("swiglu", "rotary"))
-    assert "cpu.swiglu.vs_plain" not in ratios
+    assert "cpu.swiglu.vs_plain" not in found.ratios
 
 
 def test_rows_and_ratios() -> None:
-    rows, ratios = kernels.run(model="mula-tiny-moe", tokens=64, context=32, microbatches=3, device="cpu", rounds=1)
+    found = kernels.run(model="mula-tiny-moe", tokens=64, context=32, microbatches=3, device="cpu", rounds=1)
+    rows, ratios = found.rows, found.ratios
     assert {row["kernel"] for row in rows} == OLMOE
     by_name = {row["kernel"]: row for row in rows}
     assert by_name["rms_norm"]["calls_per_step"] == 3 * (2 * 4 + 1)
@@ -89,7 +90,7 @@ def test_a_plain_way_that_does_not_fit_the_memory_is_left_out() -> None:
 
     few = sizes("mula-tiny", 16, torch.float32)
     case = next(c for c in (make() for make in cases(few)) if c.kernel == "swiglu")._replace(plain={"chain": too_large})
-    row = kernels._row(case, 0.0, few, rounds=1)
+    row = kernels.row_of(case, 0.0, few, rounds=1)
     assert row["plain"] == "does not fit"
     assert row["vs_plain"] is None
     assert row["plain_ms"] == row["ours_ms"]

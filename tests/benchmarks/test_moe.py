@@ -92,16 +92,16 @@ def test_shapes() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shapes": ["olme"]}, r"--shape olme: .*did you mean 'olmoe'"),
-        ({"shapes": ["mula-1b"]}, "--shape mula-1b: this preset has no experts"),
-        ({"shapes": ["64/32/8/9"]}, "--shape 64/32/8/9: .* chosen at most experts"),
-        ({"shapes": ["64/32/8"]}, "--shape 64/32/8: give hidden/intermediate/experts/chosen"),
+        ({"shape": ["olme"]}, r"--shape olme: .*did you mean 'olmoe'"),
+        ({"shape": ["mula-1b"]}, "--shape mula-1b: this preset has no experts"),
+        ({"shape": ["64/32/8/9"]}, "--shape 64/32/8/9: .* chosen at most experts"),
+        ({"shape": ["64/32/8"]}, "--shape 64/32/8: give hidden/intermediate/experts/chosen"),
         (
-            {"shapes": ["4/4/64/8"], "loads": ["uniform"]},
+            {"shape": ["4/4/64/8"], "load": ["uniform"]},
             "--shape 4/4/64/8: uniform routing here needs hidden of at least 8",
         ),
-        ({"loads": ["zip"]}, "--load zip: did you mean 'zipf'"),
-        ({"dtypes": ["fp8"]}, "--dtype fp8: "),
+        ({"load": ["zip"]}, "--load zip: did you mean 'zipf'"),
+        ({"dtype": ["fp8"]}, "--dtype fp8: "),
         ({"tokens": [0]}, "--tokens 0: give at least 1"),
         ({"rounds": 0}, "--rounds 0: give at least 1"),
         ({"device": "abacus"}, "--device 'abacus' is not here"),
@@ -209,11 +209,12 @@ def _small_product() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def result() -> tuple[list[dict[str, Any]], dict[str, float]]:
-    return moe.run(shapes=["32/16/8/2"], tokens=[16, 24], loads=["learned", "zipf"], dtypes=["bf16"], rounds=1)
+def result() -> tuple[list[dict[str, Any]], dict[str, float | None]]:
+    found = moe.run(shape=["32/16/8/2"], tokens=[16, 24], load=["learned", "zipf"], dtype=["bf16"], rounds=1)
+    return found.rows, dict(found.ratios)
 
 
-def test_rows(result: tuple[list[dict[str, Any]], dict[str, float]]) -> None:
+def test_rows(result: tuple[list[dict[str, Any]], dict[str, float | None]]) -> None:
     rows, _ = result
     names = [*contestants(CPU), "one product 64 NN", "one product 64 NT"]
     assert [row["contestant"] for row in rows] == 4 * names
@@ -230,7 +231,7 @@ def test_rows(result: tuple[list[dict[str, Any]], dict[str, float]]) -> None:
             assert row["tflops"] == pytest.approx(flops / row["accumulating_ms"] / 1e9)
 
 
-def test_ratios(result: tuple[list[dict[str, Any]], dict[str, float]]) -> None:
+def test_ratios(result: tuple[list[dict[str, Any]], dict[str, float | None]]) -> None:
     rows, ratios = result
     name = "cpu.32/16/8/2.bf16"
     by_case: dict[str, list[dict[str, Any]]] = {}
@@ -283,7 +284,8 @@ def test_rivals_that_fail_are_named_and_the_rest_goes_on(monkeypatch: pytest.Mon
 
     rivals: dict[str, Make] = {"breaks": breaks, "runs out": runs_out, "wrong": wrong, "left out": left_out}
     monkeypatch.setattr(moe, "contestants", lambda device: {"optimus": Ours, **rivals})
-    rows, ratios = moe.run(shapes=["32/16/8/2"], tokens=[130], dtypes=["fp32"], rounds=1)
+    found = moe.run(shape=["32/16/8/2"], tokens=[130], dtype=["fp32"], rounds=1)
+    rows, ratios = found.rows, found.ratios
     notes = {row["contestant"]: row["note"] for row in rows if row["role"] != "product"}
     assert notes == {
         "optimus": "",
@@ -298,7 +300,8 @@ def test_rivals_that_fail_are_named_and_the_rest_goes_on(monkeypatch: pytest.Mon
 
 def test_the_hopeless_have_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe, "_HOPELESS", (0, 0.0))
-    rows, ratios = moe.run(shapes=["32/16/8/2"], tokens=[16], dtypes=["fp32"], rounds=1)
+    found = moe.run(shape=["32/16/8/2"], tokens=[16], dtype=["fp32"], rounds=1)
+    rows, ratios = found.rows, found.ratios
     for row in rows[1:5]:
         assert row["note"] == "one pass only: too slow"
         assert (row["forward_ms"], row["fresh_ms"]) == (None, None)

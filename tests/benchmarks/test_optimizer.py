@@ -18,7 +18,8 @@ STATE = 12 / 2**20  # MiB of master weight and moments of a parameter
 
 @pytest.mark.slow
 def test_rows_and_ratios() -> None:
-    rows, ratios = optimizer.run(ranks=4, steps=1, model=MODEL)
+    found = optimizer.run(ranks=4, steps=1, model=MODEL)
+    rows, ratios = found.rows, found.ratios
     assert [(row["dp"], row["ep"], row["sharding"]) for row in rows] == [
         (dp, ep, sharding) for dp, ep in [(2, 2), (4, 2), (4, 4)] for sharding in ("standard", "EPSO")
     ]

@@ -13,9 +13,9 @@ from optimus.testing import run_ranks
 @pytest.mark.slow
 def test_rows_and_ratios() -> None:
     points = {"usual": pipeline.Point(stages=2), "equal": pipeline.Point(stages=2, live=1.0)}
-    waits, curves, training, ratios = pipeline.run(
-        microbatches=8, forward_ms=1, seeds=1, rounds=1, steps=1, points=points, ranks=(2,)
-    )
+    found = pipeline.run(microbatches=8, forward_ms=1, seeds=1, rounds=1, steps=1, points=points, ranks=(2,))
+    assert found.tables is not None
+    ratios, (waits, curves, training) = found.ratios, found.tables.values()
     speeds = {(row["point"], row["contestant"]): row["speed"] for row in waits}
     assert list(speeds) == [
         ("usual", "1F1B"),

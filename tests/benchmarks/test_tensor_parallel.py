@@ -3,12 +3,14 @@
 import pytest
 
 from benchmarks import tensor_parallel
+from benchmarks.training import turn
 from optimus.plan.measure.ranks import run_fresh
 
 
 @pytest.mark.slow
 def test_rows_and_ratios() -> None:
-    rows, ratios = tensor_parallel.run(model="mula-tiny", steps=1, rounds=1, sequences=2, context=32)
+    found = tensor_parallel.run(model="mula-tiny", steps=1, rounds=1, sequences=2, context=32)
+    rows, ratios = found.rows, found.ratios
     assert [row["contestant"] for row in rows] == [who.name for who in tensor_parallel.contestants()]
     assert all(row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-4) for row in rows)
     assert rows[0]["loss"] < 8.0  # of random tokens it is log(4096) = 8.3 at first
@@ -20,6 +22,6 @@ def test_rows_and_ratios() -> None:
 def test_bf16_trains_alike() -> None:
     losses = []
     for who in tensor_parallel.contestants()[1:5:3]:
-        config = tensor_parallel._config("mula-tiny", "bfloat16", 2, 32, who.overrides)
-        losses.append(run_fresh(tensor_parallel._turn, 2, who.make, config, 1)[0].loss)
+        config = tensor_parallel.config_of("mula-tiny", "bfloat16", 2, 32, who.overrides)
+        losses.append(run_fresh(turn, 2, who.make, config, 1, tensor_parallel.WARM_UP)[0].loss)
     assert losses[0] == pytest.approx(losses[1], rel=2e-3)

@@ -32,7 +32,8 @@ def text(tmp_path: Path) -> Path:
 def test_rows_ratios_and_profiles(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is kept in a file is not trained again, and gives the same."""
     kept = tmp_path / "runs.jsonl"
-    rows, ratios, profiles = found = time_to_target.run(text, kept, QUICK)
+    found = time_to_target.run(text, kept, quick=True)
+    rows, ratios, profiles = found.rows, found.ratios, found.more["profiles"]
     assert [(row["model"], row["contestant"]) for row in rows] == [(m, name) for m in MODELS for name in CONTESTANTS]
     expected = {
         f"{name}.{model}.{kind}_vs_adamw"
@@ -50,7 +51,7 @@ def test_rows_ratios_and_profiles(text: Path, tmp_path: Path, monkeypatch: pytes
     assert profiles.keys() == {"tokens", "seconds"}
     assert len(kept.read_text().splitlines()) == len(MODELS) * len(CONTESTANTS) * 5 * QUICK.seeds
     monkeypatch.setattr(time_to_target, "train", None)
-    assert time_to_target.run(text, kept, QUICK) == found
+    assert time_to_target.run(text, kept, quick=True) == found
 
 
 def test_runs_of_a_seed_have_the_same_beginning_and_repeat(text: Path) -> None:

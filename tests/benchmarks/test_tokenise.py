@@ -10,8 +10,11 @@ def test_rows_and_ratio(tmp_path: Path) -> None:
     with (tmp_path / "a.jsonl").open("w") as file:
         for number in range(300):
             file.write(json.dumps({"text": f"document {number} has some words, some words. " * 10}) + "\n")
-    rows, ratios = run([tmp_path], workers=1, repeats=1)
+    found = run([str(tmp_path)], workers=1, rounds=1)
+    rows, ratios = found.rows, found.ratios
     assert [row["name"] for row in rows] == ["encode_batch", "tokenise stage", "prepare"]
     assert len({row["tokens"] for row in rows}) == 1
     speed = {row["name"]: row["tokens"] / row["seconds"] for row in rows}
-    assert abs(ratios["tokenise.vs_tokenizers"] / (speed["tokenise stage"] / speed["encode_batch"]) - 1) < 0.2
+    ratio = ratios["tokenise.vs_tokenizers"]
+    assert ratio is not None
+    assert abs(ratio / (speed["tokenise stage"] / speed["encode_batch"]) - 1) < 0.2

@@ -7,7 +7,8 @@ from benchmarks import train
 
 @pytest.mark.slow
 def test_rows_and_ratios() -> None:
-    rows, ratios = train.run(model="mula-tiny", steps=1, rounds=1)
+    found = train.run(model="mula-tiny", steps=1, rounds=1, share=False)
+    rows, ratios = found.rows, found.ratios
     assert rows[0]["contestant"] == "optimus"
     assert len(rows) == 3  # and the Trainer with bf16 autocast and with bf16 weights
     # The same data and objective: after as many steps from other random weights the losses are close.

@@ -8,12 +8,13 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from optimus.disk import user_path
 from optimus.errors import UserError
@@ -21,8 +22,42 @@ from optimus.errors import UserError
 _CHECKOUT = Path(__file__).parents[3]
 
 
+_LATER: dict[str, tuple[str, Callable[[str], Callable[..., Any]]]] = {}  # of a command: its summary, what makes it
+
+
+class _Later(TyperCommand):
+    """A command whose function and options are made when they are needed."""
+
+    def __init__(self, name: str, summary: str, function: Callable[[str], Callable[..., Any]]) -> None:
+        self._function = function
+        super().__init__(name, help=summary, rich_markup_mode=None)
+
+    @cached_property
+    def _command(self) -> Any:
+        assert self.name is not None
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+        app.command(self.name)(_command(self._function(self.name)))
+        return typer.main.get_command(app)
+
+    @property
+    def params(self) -> Any:
+        return self._command.params
+
+    @params.setter
+    def params(self, none: Any) -> None:
+        """Those of the command are used."""
+
+    def make_context(self, *arguments: Any, **more: Any) -> Any:
+        return self._command.make_context(*arguments, **more)
+
+
 class _Bench(TyperGroup):
-    """Says where the benchmarks are that an installed package does not have."""
+    """Has the benchmarks of a checkout, and says where they are that an installed package does not have."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name, made in _LATER.items():
+            self.add_command(_Later(name, *made))
 
     def get_command(self, context: Any, name: str) -> Any:
         command = super().get_command(context, name)
@@ -57,40 +92,47 @@ Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, ta
 
 
 def bench(name: str) -> Callable[[Callable[..., Report]], None]:
-    """Make a function that prints tables and returns a report the command `optimus bench NAME`.
-
-    It gets `--json`, and `--output` for the report where it has none of its own.
-    """
+    """Make a function that prints tables and returns a report the command `optimus bench NAME`."""
 
     def add(function: Callable[..., Report]) -> None:
-        signature = inspect.signature(function)
-        added: dict[str, tuple[Any, Any]] = {"as_json": (Json, False)}
-        if "output" not in signature.parameters:
-            added = {"output": (ReportFile, None), **added}
-
-        def command(*, as_json: bool, **options: Any) -> None:
-            output = options.pop("output") if "output" in added else None
-            with redirect_stdout(sys.stderr) if as_json else nullcontext():
-                report = function(**options)
-            if report is not None and output is not None:
-                from optimus.disk import write_json
-
-                write_json(output, report)
-            if report is not None and as_json:
-                print(json.dumps(report, indent=2))
-
-        more = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
-            for name, (kind, default) in added.items()
-        ]
-        command.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*signature.parameters.values(), *more], return_annotation=None
-        )
-        command.__annotations__ = {**function.__annotations__, **{name: kind for name, (kind, _) in added.items()}}
-        command.__doc__ = function.__doc__
-        bench_app.command(name=name)(command)
+        bench_app.command(name=name)(_command(function))
 
     return add
+
+
+def later(name: str, summary: str, function: Callable[[str], Callable[..., Report]]) -> None:
+    """The same of a function that `function(name)` makes: only when it runs, or when its options are asked for."""
+    _LATER[name] = summary, function
+
+
+def _command(function: Callable[..., Report]) -> Callable[..., None]:
+    """With `--json`, and `--output` for the report where the function has none of its own."""
+    signature = inspect.signature(function)
+    added: dict[str, tuple[Any, Any]] = {"as_json": (Json, False)}
+    if "output" not in signature.parameters:
+        added = {"output": (ReportFile, None), **added}
+
+    def command(*, as_json: bool, **options: Any) -> None:
+        output = options.pop("output") if "output" in added else None
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            report = function(**options)
+        if report is not None and output is not None:
+            from optimus.disk import write_json
+
+            write_json(output, report)
+        if report is not None and as_json:
+            print(json.dumps(report, indent=2))
+
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, (kind, default) in added.items()
+    ]
+    command.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), *more], return_annotation=None
+    )
+    command.__annotations__ = {**function.__annotations__, **{name: kind for name, (kind, _) in added.items()}}
+    command.__doc__ = function.__doc__
+    return command
 
 
 @bench("machine")

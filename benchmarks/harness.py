@@ -1,0 +1,121 @@
+"""What all benchmarks share: contestants take turns, each is checked first, and a result is tables, ratios and JSON.
+
+A benchmark is a module with a function `run` that returns a `Result`; `commands.py` lists it. Those parameters of `run` that
+are annotated with `typer.Option` or `typer.Argument` are the options of its command. Contestants take turns, round after
+round, so that a machine that slows down or speeds up does so for all.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import torch
+import typer
+from torch import Tensor
+
+from optimus.config.load import model_config_from, resolve_model
+from optimus.disk import check_plot
+from optimus.model.architecture import ModelConfig
+from optimus.observe.report import print_table, report
+
+K = TypeVar("K")
+T = TypeVar("T")
+Row = dict[str, Any]
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+Rounds = Annotated[int, typer.Option(help="Rounds, the contestants taking turns.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, xpu, ...")]
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write a plot to this PNG file.", callback=lambda path: None if path is None else check_plot(path)
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a benchmark has found. A ratio that is None does not exist here."""
+
+    rows: list[Row]
+    ratios: Mapping[str, float | None] = field(default_factory=dict)
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of the JSON document."""
+    tables: Mapping[str, Sequence[Row]] | None = None
+    """What is printed, by title; by default the rows."""
+    name: str | None = None
+    """In the document, where it is not that of the command."""
+
+    def publish(self, name: str) -> dict[str, Any]:
+        """Print tables and ratios; returns the JSON document."""
+        name = self.name or name
+        for title, rows in ({f"optimus bench {name}": self.rows} if self.tables is None else self.tables).items():
+            print_table(rows, title)
+        for ratio, value in self.ratios.items():
+            print(f"{ratio}: {'-' if value is None else f'{value:.3f}'}")
+        return report(name, self.rows, self.ratios, self.more)
+
+
+def take_turns(contestants: Mapping[K, Callable[[], T]], rounds: int, *, warm_up: int = 0) -> dict[K, list[T]]:
+    """What each contestant gives in each of the rounds, those that warm up not counted."""
+    seen: dict[K, list[T]] = {name: [] for name in contestants}
+    for number in range(-warm_up, rounds):
+        for name, turn in contestants.items():
+            found = turn()
+            if number >= 0:
+                seen[name].append(found)
+    return seen
+
+
+def check_agreement(found: Mapping[str, float], within: float) -> None:
+    """Raises `RuntimeError` unless all contestants' numbers, such as losses, are those of the first, relatively."""
+    first, right = next(iter(found.items()))
+    for name, value in found.items():
+        if not abs(value - right) <= within * abs(right):
+            raise RuntimeError(f"{name} gives {value:g}, {first} {right:g}: they do not do the same work")
+
+
+def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest, over pairs of tensors, in the Frobenius norm."""
+    return max(
+        ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item() for a, b in zip(found, expected)
+    )
+
+
+class Stopwatch:
+    """Seconds of the process with one CPU thread, which other work slows least; else of the wall."""
+
+    def __init__(self, device: torch.device, threads: int = 1) -> None:
+        self._accelerator = device.type != "cpu"
+        self._now = time.perf_counter if self._accelerator or threads > 1 else time.process_time
+
+    def read(self) -> float:
+        if self._accelerator:
+            torch.accelerator.synchronize()
+        return self._now()
+
+    def time(self, function: Callable[[], object], repeats: int = 1) -> float:
+        """Seconds of a call, the mean of several in a row."""
+        began = self.read()
+        for _ in range(repeats):
+            function()
+        return (self.read() - began) / repeats
+
+
+@contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """So many threads for operations on the CPU; with one the processor time is the whole time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def preset(name: str) -> ModelConfig:
+    """The model of a preset. Raises `UserError` for an unknown one."""
+    return model_config_from(resolve_model(name)["model"], name)

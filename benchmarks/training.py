@@ -1,0 +1,127 @@
+"""Training runs as contestants: their configuration, and the timed steps of a rank."""
+
+import ctypes
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from optimus.config import RunConfig, load_config
+
+Step = Callable[[Tensor], float]  # tokens [B, S] of this rank to the loss
+Make = Callable[[RunConfig], Step]  # makes the model and what trains it, on one rank
+
+BY_HEART: dict[str, Any] = {
+    "optimizer": {"clip_during_warmup": True},
+    "lr_schedule": {"name": "constant", "peak": 1e-3, "warmup_steps": 0},
+}
+"""Sections for contestants that learn one batch by heart: losses that agree show that all did the same work."""
+
+_M_MMAP_THRESHOLD = -3  # mallopt's name for it
+
+
+def tree(
+    model: Any, batch: int, context: int, *, micro_batch: int | None = None, data: object = "", output: object = "",
+    **more: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """A configuration as a user gives it: `batch` sequences of `context` tokens, by default in one microbatch.
+
+    `more` are values of `train`, or whole sections.
+    """
+    train = {
+        "output": str(output),
+        "steps": 1_000_000,
+        "global_batch": batch,
+        "micro_batch": micro_batch or batch,
+        "sequence_length": context,
+        "precision": "bfloat16",
+    }
+    sections = {key: value for key, value in more.items() if isinstance(value, dict)}
+    train |= {key: value for key, value in more.items() if key not in sections}
+    return {"model": model, "data": {"path": str(data)}, "train": train, **sections}
+
+
+def configuration(model: Any, batch: int, context: int, overrides: Sequence[str] = (), **more: Any) -> RunConfig:
+    """The same, read."""
+    return load_config(tree(model, batch, context, **more), list(overrides))
+
+
+class Turn(NamedTuple):
+    """What one rank saw of one turn."""
+
+    step_seconds: float  # of the median step
+    sent: float  # bytes per step and rank
+    loss: float  # of the last step, of this rank's sequences or of all
+
+
+def turn(make: Make, config: RunConfig, steps: int, warm_up: int) -> Turn:
+    """On one rank of a contestant's turn: time steps, from the end of one to the end of the next."""
+    step, tokens_BS = make(config), own_tokens(config)
+    for _ in range(warm_up):
+        step(tokens_BS)
+    dist.barrier()
+    sent = _loopback_bytes()
+    ends = [time.perf_counter()]
+    for _ in range(steps):
+        loss = step(tokens_BS)
+        ends.append(time.perf_counter())
+    dist.barrier()
+    sent = _loopback_bytes() - sent
+    seconds = statistics.median(end - start for start, end in pairwise(ends))
+    return Turn(seconds, sent / steps / dist.get_world_size(), loss)
+
+
+class Trial(NamedTuple):
+    """What one rank saw of a turn that is not timed."""
+
+    peak: int  # bytes by which the resident set grew at most
+    loss: float
+
+
+def trial(make: Make, config: RunConfig, steps: int) -> Trial:
+    """On one rank: a few steps, in a turn of their own as counting memory costs time."""
+    _return_freed_memory()
+    before = psutil.Process().memory_info().rss
+    step, tokens_BS = make(config), own_tokens(config)
+    for _ in range(steps):
+        loss = step(tokens_BS)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return Trial(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before, loss)
+
+
+def own_tokens(config: RunConfig) -> Tensor:
+    """This rank's batch; without other data ranks the same on all."""
+    data = int(config.parallel.data)
+    draws = torch.Generator().manual_seed(dist.get_rank() * data // dist.get_world_size())
+    shape = config.train.global_batch // data, config.train.sequence_length
+    return torch.randint(config.model.vocab, shape, generator=draws)
+
+
+def speed_row(tokens: int, turns: Sequence[Turn]) -> dict[str, Any]:
+    """Of a contestant's turns with steps of so many tokens: the best counts."""
+    seconds = min(each.step_seconds for each in turns)
+    return {"tokens_per_second": tokens / seconds, "step_seconds": seconds}
+
+
+def _return_freed_memory() -> None:
+    """Have every longer tensor mapped on its own, and unmapped when it dies, where the C library (glibc) can be told so.
+
+    Otherwise what a heap happens to hold hides the differences.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
+
+
+def _loopback_bytes() -> int:
+    """Bytes sent over the loopback interface since the machine started."""
+    counters = psutil.net_io_counters(pernic=True)
+    return (counters.get("lo") or counters["lo0"]).bytes_sent
