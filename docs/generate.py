@@ -25,6 +25,7 @@ import optimus
 from optimus import cli
 from optimus.config import RunConfig, load_config, resolve_model
 from optimus.config.models import models
+from optimus.plan.measure.commands import benchmarks
 
 FOLDER = Path(__file__).parent
 
@@ -192,10 +193,11 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 def commands() -> str:
     """A heading, a usage line and a table of options for each command; a line for each benchmark."""
-    benchmarks = dict(_functions(cli.bench_app, "optimus bench"))
+    benches = dict(_functions(cli.bench_app, "optimus bench"))
     name = "optimus bench machine"  # what a user needs; the others compare
-    here = sorted([*_functions(cli.app, "optimus"), (name, benchmarks.pop(name))])
-    rows = [[f"`{name}`", _summary(function)] for name, function in benchmarks.items()]
+    here = sorted([*_functions(cli.app, "optimus"), (name, benches.pop(name))])
+    rows = [[f"`optimus bench {name}`", summary] for name, summary in benchmarks().items()]
+    rows += [[f"`{name}`", _summary(function)] for name, function in benches.items()]
     comparisons = f"## `optimus bench NAME`\n\n{_summary(cli.bench_app)}\n\n{_table(['Command', 'Meaning'], rows)}"
     return "\n".join([*(_command(*each) for each in here), comparisons])
 

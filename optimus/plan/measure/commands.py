@@ -105,6 +105,11 @@ def later(name: str, summary: str, function: Callable[[str], Callable[..., Repor
     _LATER[name] = summary, function
 
 
+def benchmarks() -> dict[str, str]:
+    """The summaries of the commands of a checkout, by name."""
+    return {name: summary for name, (summary, _) in _LATER.items()}
+
+
 def _command(function: Callable[..., Report]) -> Callable[..., None]:
     """With `--json`, and `--output` for the report where the function has none of its own."""
     signature = inspect.signature(function)
