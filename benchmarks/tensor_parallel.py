@@ -82,7 +82,7 @@ def config_of(
     model: str, precision: Precision, sequences: int, context: int, overrides: tuple[str, ...] = ()
 ) -> RunConfig:
     """One microbatch per step."""
-    parallel = {"tensor": RANKS}
+    parallel = {"data": 1, "tensor": RANKS}
     return configuration(model, sequences, context, overrides, precision=precision, parallel=parallel, **BY_HEART)
 
 
