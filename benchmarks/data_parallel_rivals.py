@@ -220,7 +220,10 @@ def torch_step(
         nn.utils.clip_grad_norm_(masters or weights, clip_norm(config))
         optimizer.step()
         optimizer.zero_grad()
-        if masters is not None:
+        if masters is not None and isinstance(masters[0], DTensor):
+            for weight, master in zip(weights, masters):
+                weight.detach().copy_(master)
+        elif masters is not None:
             torch._foreach_copy_([weight.detach() for weight in weights], masters)
         return loss
 
