@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from optimus.disk import user_path
-from optimus.errors import UserError
 from optimus.plan.measure.commands import Report, bench, later
 
 BENCHMARKS = {
@@ -59,7 +58,9 @@ for _name in BENCHMARKS:
 def bench_planner(
     data: Annotated[
         Path | None,
-        typer.Option(help="Folder with tables of published measurements (CSV), named as their readers are."),
+        typer.Option(
+            help="Folder with rows.csv or the sources' own tables (CSV). Default: the rows of this checkout."
+        ),
     ] = None,
     fit: Annotated[
         bool,
@@ -71,14 +72,9 @@ def bench_planner(
     from benchmarks import planner, planner_output
     from optimus.disk import check_plot
 
-    if data is None:
-        raise UserError(
-            "optimus bench planner needs the folder of published measurements: --data DIR, with one CSV file per source, "
-            "such as mpt_llm_foundry.csv"
-        )
     if plot is not None:
         plot = check_plot(plot)
-    found = planner.run(user_path(data))
+    found = planner.run(None if data is None else user_path(data))
     timed = [each.case for each in found.predicted if each.tokens_per_second is not None]
     if plot is not None:
         planner_output.draw(found, plot)

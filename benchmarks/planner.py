@@ -176,8 +176,11 @@ class Comparison:
         return {"right": right, "wrong": len(self.predicted) - right}
 
 
-def run(folder: Path) -> Comparison:
-    """Predict the rows of the tables in `folder`. Raises `UserError` where there are none, or one is not as it must be."""
+def run(folder: Path | None = None) -> Comparison:
+    """Predict the rows of the tables in `folder`, by default of this checkout.
+
+    Raises `UserError` where there are none, or one is not as it must be.
+    """
     predicted, left_out = [], dict(excluded(folder))
     for case in read_cases(folder):
         try:

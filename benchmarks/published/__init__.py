@@ -1,6 +1,7 @@
-"""What others have measured, as cases of the planner: the tables in a folder of published measurements.
+"""What others have measured, as cases of the planner: `rows.csv` here, or a folder of published measurements.
 
-Each file has a reader, which makes a case of a row or says why it cannot; nothing is keyed on single rows.
+A folder has a table of the same schema, or the sources' own tables: each of these has a reader, which makes a case of a row
+or says why it cannot; nothing is keyed on single rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from benchmarks.published.experts import automodel, megatron_bridge, moe_layer, 
 from benchmarks.published.fsdp import fms, internevo, misc, mpt, torchtitan, tpu
 from benchmarks.published.gpt import bigscience_a100, bigscience_v100, libai, megatron_gpt
 from benchmarks.published.megatron_ci import megatron_ci
+from benchmarks.published.rows import ROWS, read_rows
 from benchmarks.published.table import Inexpressible, Row, read_table
 from optimus.errors import UserError
 
@@ -35,16 +37,25 @@ _READERS: Mapping[str, Callable[[Row, str], Case]] = {
 }
 
 
-def read_cases(folder: Path) -> list[Case]:
-    """The rows that the planner can express, by file and in the order of their lines.
+def read_cases(folder: Path | None = None) -> list[Case]:
+    """The rows that the planner can express, in the order of their lines: those of a folder, or of this checkout.
 
     Raises `UserError` where the folder has no tables, or a table is not as it must be: it names file, row and column.
     """
+    table = ROWS if folder is None else folder / ROWS.name
+    if table.exists():
+        return read_rows(table)
+    assert folder is not None
     return [case for _, case in _read(folder) if isinstance(case, Case)]
 
 
-def excluded(folder: Path) -> dict[str, str]:
-    """The other rows by name, and why each is left out. Raises as `read_cases` does."""
+def excluded(folder: Path | None = None) -> dict[str, str]:
+    """The other rows by name, and why each is left out; none where the table has only such as can be expressed.
+
+    Raises as `read_cases` does.
+    """
+    if folder is None or (folder / ROWS.name).exists():
+        return {}
     return {row: reason for row, reason in _read(folder) if isinstance(reason, str)}
 
 

@@ -26,8 +26,8 @@ def tables(shared_data: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(tables: Path) -> Comparison:
-    return planner.run(tables)
+def found() -> Comparison:
+    return planner.run()
 
 
 # ---- Accuracy ----
@@ -80,8 +80,8 @@ def test_what_fits_fits(found: Comparison) -> None:
     assert sum(each.case.oom for each in found.predicted) == 3
 
 
-def test_constants_are_those_that_the_rows_give(tables: Path) -> None:
-    cases = [case for case in read_cases(tables) if timed(case) and case.source in ("internevo_7b", "fms_fsdp_llama2")]
+def test_constants_are_those_that_the_rows_give() -> None:
+    cases = [case for case in read_cases() if timed(case) and case.source in ("internevo_7b", "fms_fsdp_llama2")]
     rows = {row["program"]: row for row in constants(cases, seeds=3)}
     assert rows.keys() == {"internevo", "fms-fsdp"}
     assert rows["internevo"]["rows"] == sum(case.software == "internevo" for case in cases)
@@ -93,8 +93,8 @@ def test_constants_are_those_that_the_rows_give(tables: Path) -> None:
 # ---- Fitting ----
 
 
-def test_fitting_gives_back_the_constant_that_made_the_rows(tables: Path) -> None:
-    cases = read_cases(tables)
+def test_fitting_gives_back_the_constant_that_made_the_rows() -> None:
+    cases = read_cases()
     own = [case for case in cases if case.source == "fms_fsdp_llama2"]
     program = load_profile("fms-fsdp")
     made = [_measured(case, 0.9 * program.speed) for case in own]
@@ -131,8 +131,8 @@ def changed(cases: Sequence[Case], row: str) -> dict[str, object]:
     return {name: value for name, value in run if value != getattr(program, name)}
 
 
-def test_traits_change_the_program(tables: Path) -> None:
-    cases = read_cases(tables)
+def test_traits_change_the_program() -> None:
+    cases = read_cases()
     assert changed(cases, "torchtitan_llama3-0001") == {"passes": load_profile("torchtitan").passes_eager}
     assert changed(cases, "torchtitan_llama3-0002") == {}
     assert changed(cases, "torchtitan_llama3-0020") == {"overlap_tensor": 0.6}
@@ -143,8 +143,8 @@ def test_traits_change_the_program(tables: Path) -> None:
     assert changed(cases, "nemo_megatron_bridge-0225") == {"passes_experts": 3.0, "host": 6.0e-3}
 
 
-def test_traits_change_setting_and_model(tables: Path) -> None:
-    cases = {case.row: case for case in read_cases(tables)}
+def test_traits_change_setting_and_model() -> None:
+    cases = {case.row: case for case in read_cases()}
     assert all(job_of(case).parallel.blocks for case in cases.values())
     assert job_of(cases["qwen3_moe_megatron-0008"]).imbalance > job_of(cases["qwen3_moe_megatron-0009"]).imbalance == 1
     assert offload_of(cases["bigscience_v100-0075"]) == {"optimizer", "parameters"}
@@ -179,11 +179,6 @@ def test_other_folders_and_the_form_of_the_report(tables: Path, tmp_path: Path) 
     assert found["out_of_memory"].keys() == {"right", "wrong"}
     assert "nothing reads tables named unknown" in found["left_out"]["unknown-1"]
     assert plot.stat().st_size > 1000
-
-
-def test_the_folder_must_be_named() -> None:
-    with pytest.raises(UserError, match=r"--data DIR"):
-        command()
 
 
 def test_a_folder_without_tables_is_refused(tmp_path: Path) -> None:
