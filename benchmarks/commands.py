@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from optimus.disk import user_path
-from optimus.plan.measure.commands import Report, bench, later
+from optimus.plan.measure.commands import Report, bench
 
 BENCHMARKS = {
     "train": "Training speed against the Hugging Face Trainer on the same model and data.",
@@ -30,7 +30,7 @@ BENCHMARKS = {
 }
 
 
-def _run_of(name: str) -> Callable[..., Report]:
+def run_of(name: str) -> Callable[..., Report]:
     """Prints the result of a benchmark and returns its document; parameters that are no options keep their defaults."""
     import inspect
     from functools import wraps
@@ -50,17 +50,11 @@ def _run_of(name: str) -> Callable[..., Report]:
     return publish
 
 
-for _name in BENCHMARKS:
-    later(_name, BENCHMARKS[_name], _run_of)
-
-
 @bench("planner")
 def bench_planner(
     data: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder with rows.csv or the sources' own tables (CSV). Default: the rows of this checkout."
-        ),
+        typer.Option(help="Folder with rows.csv or the sources' own tables (CSV). Default: the rows of this checkout."),
     ] = None,
     fit: Annotated[
         bool,

@@ -22,9 +22,6 @@ from optimus.errors import UserError
 _CHECKOUT = Path(__file__).parents[3]
 
 
-_LATER: dict[str, tuple[str, Callable[[str], Callable[..., Any]]]] = {}  # of a command: its summary, what makes it
-
-
 class _Later(TyperCommand):
     """A command whose function and options are made when they are needed."""
 
@@ -56,8 +53,8 @@ class _Bench(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        for name, made in _LATER.items():
-            self.add_command(_Later(name, *made))
+        for name, summary in benchmarks().items():
+            self.add_command(_Later(name, summary, import_module("benchmarks.commands").run_of))
 
     def get_command(self, context: Any, name: str) -> Any:
         command = super().get_command(context, name)
@@ -100,14 +97,10 @@ def bench(name: str) -> Callable[[Callable[..., Report]], None]:
     return add
 
 
-def later(name: str, summary: str, function: Callable[[str], Callable[..., Report]]) -> None:
-    """The same of a function that `function(name)` makes: only when it runs, or when its options are asked for."""
-    _LATER[name] = summary, function
-
-
 def benchmarks() -> dict[str, str]:
-    """The summaries of the commands of a checkout, by name."""
-    return {name: summary for name, (summary, _) in _LATER.items()}
+    """The summaries of the benchmarks of a checkout, by name; none elsewhere."""
+    found: dict[str, str] = import_module("benchmarks.commands").BENCHMARKS if in_checkout() else {}
+    return found
 
 
 def _command(function: Callable[..., Report]) -> Callable[..., None]:
