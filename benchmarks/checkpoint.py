@@ -17,12 +17,10 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -236,31 +234,26 @@ def _load(state: ModelState, config: RunConfig, place: Path, way: Any, *, served
     """Seconds from a common start to the end on all ranks, bytes that this rank read, ranks that read."""
     _drop_cache(place)
     dist.barrier()
-    with _counting_reads(place, served=served) as count:
-        began = time.perf_counter()
-        _, readers = load_state(state, place, model=config.model, send=way)
-        dist.barrier()
-        return time.perf_counter() - began, count["bytes"], readers
+    _CountingReader.lengths, _CountingReader.lock = [], place.parent / "server.lock" if served else None
+    began = time.perf_counter()
+    _, readers = load_state(state, place, model=config.model, send=way, reader_type=_CountingReader)
+    dist.barrier()
+    return time.perf_counter() - began, sum(_CountingReader.lengths), readers
 
 
-@contextmanager
-def _counting_reads(place: Path, *, served: bool) -> Iterator[Counter[str]]:
-    """Count what readers read from files of tensors; when `served`, one rank at a time, at the server's rate."""
-    right, count = Reader.read, Counter[str]()
+class _CountingReader(Reader):
+    """Counts what this rank reads from files of tensors; with a lock, one rank reads at a time, at the server's rate."""
 
-    def read(reader: Reader, stored: StoredSlice) -> torch.Tensor:
-        count["bytes"] += stored.length
-        if served:
-            with (place.parent / "server.lock").open("w") as lock:
+    lengths: ClassVar[list[int]] = []
+    lock: ClassVar[Path | None] = None
+
+    def read(self, stored: StoredSlice) -> torch.Tensor:
+        self.lengths.append(stored.length)
+        if self.lock is not None:
+            with self.lock.open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 time.sleep(stored.length / _SERVER)
-        return right(reader, stored)
-
-    Reader.read = read  # type: ignore[assignment,method-assign]
-    try:
-        yield count
-    finally:
-        Reader.read = right  # type: ignore[method-assign]
+        return super().read(stored)
 
 
 def _drop_cache(place: Path) -> None:

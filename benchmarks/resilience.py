@@ -6,8 +6,6 @@ looking at what is sent and into noting collectives. Recovery: runs in the lab (
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -18,8 +16,7 @@ from typer import Option
 
 from benchmarks.harness import Result, Row
 from benchmarks.training import configuration, tree
-from optimus.comm.recorder import Recorder
-from optimus.comm.watch import Watch
+from optimus.comm import Groups
 from optimus.data.preparation import prepare
 from optimus.plan.measure.ranks import run_fresh
 from optimus.testing.faults import FaultPlan
@@ -76,39 +73,36 @@ def _cost(model: str, layout: str, overrides: list[str], steps: int) -> Row:
 def _watched_steps(config: dict[str, Any], steps: int) -> tuple[float, float, int]:
     """Of a median step: (CPU seconds of watching, of all, elements looked at)."""
     trained, found = Steps(config), []
+    counted = _count(trained.groups)
     trained.groups.watch.enabled = True
     for number in range(steps + 2):
-        with _counting() as counted:
-            began = time.process_time()
-            trained.train()
-            whole = time.process_time() - began
+        counted |= {"seconds": 0.0, "elements": 0.0}
+        began = time.process_time()
+        trained.train()
+        whole = time.process_time() - began
         if number >= 2:
             found.append((counted["seconds"], whole, int(counted["elements"])))
     return median(each[0] for each in found), median(each[1] for each in found), found[0][2]
 
 
-@contextmanager
-def _counting() -> Iterator[dict[str, float]]:
-    """CPU seconds in `Watch` and `Recorder` while the context lasts, and elements that are looked at."""
+def _count(groups: Groups) -> dict[str, float]:
+    """CPU seconds in the watch and the recorder of `groups` from now on, and elements that are looked at."""
     counted = {"seconds": 0.0, "elements": 0.0}
 
     def timed(function: Callable[..., Any], looks: bool = False) -> Callable[..., Any]:
-        @wraps(function)
-        def call(self: Any, *arguments: Any) -> Any:
+        def call(*arguments: Any) -> Any:
             began = time.thread_time()
-            result = function(self, *arguments)
+            result = function(*arguments)
             counted["seconds"] += time.thread_time() - began
             counted["elements"] += arguments[0].numel() if looks else 0
             return result
 
         return call
 
-    leaves, begins = Watch.leaves, Recorder.begins
-    Watch.leaves, Recorder.begins = timed(leaves, looks=True), timed(begins)  # type: ignore[method-assign]
-    try:
-        yield counted
-    finally:
-        Watch.leaves, Recorder.begins = leaves, begins  # type: ignore[method-assign]
+    watch, recorder = groups.watch, groups.recorder
+    for each, method in ((watch, "leaves"), (recorder, "begins")):
+        setattr(each, method, timed(getattr(each, method), looks=each is watch))
+    return counted
 
 
 # ---- How long until a run goes on ----

@@ -15,10 +15,10 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from torch import Tensor
 
@@ -36,6 +36,9 @@ from optimus.state.model_state import ModelState
 
 _CURE = "Earlier checkpoints are untouched: make room or mend the path, then run again with `resume=True`"
 _SWITCH = 0.0005  # seconds; see _short_turns
+
+
+Write = Callable[[BinaryIO, str, Iterable[TensorSlice]], list[StoredSlice]]
 
 
 class Target(NamedTuple):
@@ -92,6 +95,7 @@ class Saver:
         self._failure: UserError | None = None
         self._abandoned = threading.Event()
         self.seconds = 0.0  # for which the training has waited, in all
+        self.write: Write = lambda *file: write_slices(*file)  # a rehearsal of a full disk has another
 
     def save(self, *targets: Target) -> list[Path]:
         """Write checkpoints; beside the training, only begin to, when those under way are complete.
@@ -204,7 +208,7 @@ class Saver:
 
         path = target.partial / self._file
         with path.open("xb") as file:
-            return write_slices(file, path.name, found())
+            return self.write(file, path.name, found())
 
     def _commit(self, stored: Sequence[Sequence[StoredSlice]]) -> None:
         for target, of_it in zip(self._targets, stored):

@@ -48,18 +48,19 @@ def load_state(
     run: dict[str, Any] | None = None,
     full: bool = True,
     send: Send = "broadcast",
+    reader_type: type[Reader] = Reader,
 ) -> tuple[Description, int]:
     """Fill `state` from checkpoint `path`; returns the description and how many ranks have read files of tensors.
 
     All ranks must call. Rank 0 reads everything but the tensors and tells the others; these are read as `load_slices` does.
 
     `model` is the architecture that `state` was made for. With `run`, the checkpoint must agree with it in every key (it is
-    continued). Without `full`, the weights alone are loaded, and what the update rules keep begins anew. Raises `UserError`
-    on all ranks alike, `DamagedError` where another checkpoint may do.
+    continued). Without `full`, the weights alone are loaded, and what the update rules keep begins anew. `reader_type` may
+    count what is read. Raises `UserError` on all ranks alike, `DamagedError` where another checkpoint may do.
     """
 
     def open_it() -> Reader:
-        reader = Reader.open(path)
+        reader = reader_type.open(path)
         check_same_model(reader.description.model, model, path)
         if full and not reader.description.full:
             raise UserError(f"{path} holds weights only and cannot be resumed: start from it with checkpoint.initial")

@@ -19,7 +19,6 @@ import psutil
 import yaml
 from torch.utils.hooks import RemovableHandle
 
-from optimus.checkpoint import saving
 from optimus.checkpoint.folder import step_folder
 from optimus.checkpoint.format import file_of
 from optimus.config.yaml_text import parse_yaml
@@ -223,13 +222,16 @@ class Inject(Hook):
         self._poison = next(iter(blocks)).register_forward_hook(poison)
 
     def _fill_disk(self, run: Run) -> None:
-        right = saving.write_slices
+        saver = run.saver
+        if saver is None:
+            raise UserError("fault plan: fill_disk needs a run that writes checkpoints")
+        right = saver.write
 
         def refuse(*_: Any) -> Any:
-            saving.write_slices = right
+            saver.write = right
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        saving.write_slices = refuse  # type: ignore[assignment]
+        saver.write = refuse
 
 
 if __name__ == "__main__":
