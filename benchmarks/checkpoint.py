@@ -173,7 +173,7 @@ def _tensors(state: ModelState) -> dict[str, torch.Tensor]:
     return {
         f"{kind}.{name}": view
         for chunk in state.chunks
-        for kind, buffer in chunk.kept.items()
+        for kind, buffer in chunk.saved_buffers.items()
         for name, view in chunk.views(buffer).items()
     }
 
@@ -223,7 +223,7 @@ def _loading(model: Mapping[str, Any], rounds: int, folder: str) -> list[Row]:
                     "ranks": ranks,
                     "seconds": statistics.median(seconds for seconds, _, _ in found),
                     "ranks_that_read": found[0][2],
-                    "gb_read": sum(groups.world.collect(found[0][1])) / 1e9,
+                    "gb_read": sum(groups.world.all_gather_object(found[0][1])) / 1e9,
                     "gb_in_files": sum(file.stat().st_size for file in place.iterdir()) / 1e9,
                 }
             )

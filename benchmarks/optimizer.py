@@ -118,7 +118,9 @@ def _summary(state: ModelState, times: list[tuple[float, float]]) -> Measured:
     held = {True: 0, False: 0}  # bytes of optimizer state, by whether of experts
     for chunk in state.chunks:
         kinds = allocated([chunk])
-        held[("ep" in (axis for _, axis in chunk.plan.slots[0].layout.splits))] += kinds["master"] + kinds["moments"]
+        held[("ep" in (axis for _, axis in chunk.plan.slots[0].layout.sharded_dims))] += (
+            kinds["master"] + kinds["moments"]
+        )
     step, whole = (statistics.median(column) for column in zip(*times))
     return Measured(step, whole, non_expert_bytes=held[False], expert_bytes=held[True])
 

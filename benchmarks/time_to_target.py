@@ -96,7 +96,7 @@ class Text(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """Held-out loss (nats per byte) after so many tokens, from 0 on; and the median of the CPU seconds of a step."""
+    """Validation loss (nats per byte) after so many tokens, from 0 on; and the median of the CPU seconds of a step."""
 
     tokens: list[int]
     losses: list[float]

@@ -23,7 +23,7 @@ class _Transfer(NamedTuple):
 
     chunk: Chunk
     kind: str
-    part: Tensor
+    shard: Tensor
     group: Group
     reader: int
 
@@ -59,9 +59,9 @@ def _transfers(state: ModelState, full: bool) -> list[_Transfer]:
     turns: Counter[tuple[str, ...]] = Counter()
     found = []
     for chunk in state.chunks:
-        replicas = state.groups.along(*chunk.plan.replicas)
-        reader = turns[chunk.plan.replicas] % replicas.size
-        turns[chunk.plan.replicas] += 1
+        replicas = state.groups.along(*chunk.plan.partial_axes)
+        reader = turns[chunk.plan.partial_axes] % replicas.size
+        turns[chunk.plan.partial_axes] += 1
         parts = chunk.buffers if full else {"model": chunk.buffers["model"]}
         found += [_Transfer(chunk, kind, part, replicas, reader) for kind, part in parts.items()]
     return found
@@ -70,7 +70,7 @@ def _transfers(state: ModelState, full: bool) -> list[_Transfer]:
 def _read_own(transfers: Sequence[_Transfer], read: Read) -> UserError | None:
     try:
         for each in transfers:
-            read(slices(each.chunk.plan, each.kind, each.part))
+            read(slices(each.chunk.plan, each.kind, each.shard))
     except UserError as error:
         return error
     return None
@@ -105,7 +105,7 @@ def _read_and_send(transfers: Sequence[_Transfer], read: Read, send: Send) -> Us
                 each.group.broadcast(whole, each.reader)
             else:
                 each.group.all_reduce(whole.view(torch.int32))  # a sum of floats would lose the sign of zeros
-            each.part.copy_(whole[each.chunk.plan.part])
+            each.shard.copy_(whole[each.chunk.plan.shard])
     return failure
 
 
@@ -123,7 +123,7 @@ def _read_buffers(state: ModelState, read: Read, send: Send) -> UserError | None
 
 
 def _whole(each: _Transfer) -> Tensor:
-    return torch.zeros(each.chunk.plan.size, dtype=each.part.dtype, device=each.part.device)
+    return torch.zeros(each.chunk.plan.size, dtype=each.shard.dtype, device=each.shard.device)
 
 
 def _read_whole(each: _Transfer, whole: Tensor, read: Read) -> UserError | None:

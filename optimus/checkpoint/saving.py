@@ -69,7 +69,7 @@ class Target(NamedTuple):
         elsewhere = self.frozen if chunk.plan.rule.trains else self.description.frozen is not None
         if elsewhere:
             return {}
-        return dict(chunk.kept) if self.description.full else {"model": chunk.weights}
+        return dict(chunk.saved_buffers) if self.description.full else {"model": chunk.weights}
 
 
 class Saver:
@@ -154,7 +154,7 @@ class Saver:
             done = [target.folder for target in self._targets]
             self._targets, self._committing = (), False
             return done
-        collected = self._world.collect_on_first(self._stored)
+        collected = self._world.gather_object(self._stored)
         self._committing = True
         if collected is not None:
             stored = [[slice_ for theirs in collected for slice_ in theirs[i]] for i in range(len(self._targets))]

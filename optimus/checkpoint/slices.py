@@ -29,7 +29,7 @@ def slices(plan: ChunkPlan, kind: str, buffer: Tensor, longest: int = LONGEST) -
 
     `kind` is the prefix of their keys. The padding between parameters is in no slice.
     """
-    first = plan.part.start if len(buffer) < plan.size else 0
+    first = plan.shard.start if len(buffer) < plan.size else 0
     for slot in plan.slots:
         start, end = max(slot.start, first), min(slot.end, first + len(buffer))
         for offsets, sizes in _capped(slot.shape, start - slot.start, end - slot.start, longest):

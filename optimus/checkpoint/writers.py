@@ -24,9 +24,11 @@ def holders(mesh: Mesh, layout: Layout, options: StateConfig) -> list[list[int]]
 
     The stages of a pipeline that do not hold the parameters are divided likewise.
     """
-    *_, copies = divisions(mesh, layout.replicas, options)
+    *_, copies = divisions(mesh, layout.partial_axes, options)
     of_rank = {rank: ranks for ranks in copies for rank in ranks}
-    alike = ([rank for other in mesh.group(ranks[0], layout.same) for rank in of_rank[other]] for ranks in copies)
+    alike = (
+        [rank for other in mesh.group(ranks[0], layout.replicated_axes) for rank in of_rank[other]] for ranks in copies
+    )
     return sorted({min(ranks): sorted(ranks) for ranks in alike}.values())
 
 
@@ -67,14 +69,14 @@ def _shared_writing(
     of_node, of_rank, trained = Counter[int](), Counter[int](), Counter[int]()  # bytes to write
     for number, plan in sorted(enumerate(plans), key=lambda each: -saved_bytes(each[1])):
         layout = plan.slots[0].layout
-        axes = layout.replicas, layout.same, plan.rule.trains
+        axes = layout.partial_axes, layout.replicated_axes, plan.rule.trains
         if axes not in known:
             alike = holders(mesh, layout, sharding_of(plan.rule, options))
             known[axes] = [ranks for ranks in alike if _on_stage(mesh, ranks, stage)]
         for place, ranks in enumerate(known[axes]):
             if not scattered:
                 writer = ranks[0]
-            elif "ends" in layout.same:  # on stages whose other chunks differ
+            elif "embedding" in layout.replicated_axes:  # on stages whose other chunks differ
                 writer = ranks[place * len(ranks) // len(known[axes])]
             else:
                 writer = min(ranks, key=lambda each: (of_node[mesh.node(each)], of_rank[each], each))

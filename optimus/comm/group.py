@@ -356,7 +356,7 @@ class Group:
         self.all_reduce(one)
         return bool(one.item())
 
-    def collect(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """What every rank gives, in rank order; small Python objects, rarely."""
         if self.size == 1:
             return [value]
@@ -365,7 +365,7 @@ class Group:
             dist.all_gather_object(values, value, group=self._handle)
         return values
 
-    def collect_on_first(self, value: T) -> list[T] | None:
+    def gather_object(self, value: T) -> list[T] | None:
         """As `collect`, on the group's first rank alone; None on the others."""
         if self.size == 1:
             return [value]
@@ -374,7 +374,7 @@ class Group:
             dist.gather_object(value, values, dst=self.ranks[0], group=self._handle)
         return values
 
-    def tell(self, value: T | None) -> T:
+    def broadcast_object(self, value: T | None) -> T:
         """What the group's first rank gives, on all ranks; a Python object, rarely."""
         values: list[Any] = [value]
         if self.size > 1:
@@ -390,7 +390,7 @@ class Group:
                 outcome = (call(), None)
             except UserError as error:
                 outcome = (None, error)
-        value, failure = self.tell(outcome)
+        value, failure = self.broadcast_object(outcome)
         if failure is not None:
             raise failure
         return value  # type: ignore[return-value]
@@ -398,7 +398,7 @@ class Group:
     def agree(self, failure: UserError | None, device: torch.device) -> None:
         """Raise the first rank's failure that has one on all ranks; `device` is what the group moves."""
         if self.any(failure is not None, device):
-            raise next(found for found in self.collect(failure) if found is not None)
+            raise next(found for found in self.all_gather_object(failure) if found is not None)
 
     def _start(
         self,

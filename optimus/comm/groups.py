@@ -37,7 +37,7 @@ def divisions_of(mesh: Mesh) -> Iterator[RankPartition]:
     for view in (DENSE, EXPERT):
         axes = [axis for axis in view if mesh.axis_size(axis) > 1]
         sets = chain.from_iterable(combinations(axes, length) for length in range(1, len(axes) + 1))
-        for each in [*sets, *([("ends",)] if mesh.pp > 1 else [])]:
+        for each in [*sets, *([("embedding",)] if mesh.pp > 1 else [])]:
             parts = list(mesh.groups(each))
             found.setdefault(tuple(map(tuple, parts)), RankPartition(" x ".join(each), parts))
     for division in level_divisions(mesh, "ep"):
@@ -156,7 +156,7 @@ class Groups:
     def origin(self) -> str | None:
         """In which collective of this step something not finite left this rank that had not come from another; None if it
         did not. All ranks must ask."""
-        spread = self.world.collect(self.watch.spread())
+        spread = self.world.all_gather_object(self.watch.spread())
         return self.watch.origin({place for rank, places in enumerate(spread) if rank != self.rank for place in places})
 
     def along(self, *axes: str) -> Group:

@@ -11,8 +11,8 @@ from optimus.lazy import lazy_exports
 if TYPE_CHECKING:
     from optimus.hub.config_json import read_model_folder
     from optimus.hub.drop_in import FastSparseMoEBlock, register_experts
-    from optimus.hub.inward import import_folder, load_weights
-    from optimus.hub.outward import export_checkpoint, export_model
+    from optimus.hub.exporting import export_checkpoint, export_model
+    from optimus.hub.importing import import_folder, load_weights
 
 __all__ = [
     "FastSparseMoEBlock",
@@ -25,15 +25,15 @@ __all__ = [
 ]
 
 _DROP_IN = "optimus.hub.drop_in"
-_INWARD, _OUTWARD = "optimus.hub.inward", "optimus.hub.outward"
+_IMPORTING, _EXPORTING = "optimus.hub.importing", "optimus.hub.exporting"
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "FastSparseMoEBlock": _DROP_IN,
-        "export_checkpoint": _OUTWARD,
-        "export_model": _OUTWARD,
-        "import_folder": _INWARD,
-        "load_weights": _INWARD,
+        "export_checkpoint": _EXPORTING,
+        "export_model": _EXPORTING,
+        "import_folder": _IMPORTING,
+        "load_weights": _IMPORTING,
         "read_model_folder": "optimus.hub.config_json",
         "register_experts": _DROP_IN,
     },

@@ -15,15 +15,15 @@ class Layout:
     `uneven` may differ by one in size; the first are the largest."""
 
     shape: tuple[int, ...]
-    splits: tuple[tuple[int, str], ...] = ()
-    replicas: tuple[str, ...] = ("dp", "cp")
-    same: tuple[str, ...] = ()
+    sharded_dims: tuple[tuple[int, str], ...] = ()
+    partial_axes: tuple[str, ...] = ("dp", "cp")
+    replicated_axes: tuple[str, ...] = ()
     uneven: tuple[int, ...] = ()
 
     def region(self, mesh: Mesh, rank: int) -> tuple[slice, ...]:
         """The part of the global tensor that `rank` holds. Raises `UserError` when a dim cannot be split as asked."""
         slices = [slice(0, size) for size in self.shape]
-        for dim, axis in self.splits:
+        for dim, axis in self.sharded_dims:
             parts, whole = mesh.axis_size(axis), slices[dim]
             size, left = divmod(whole.stop - whole.start, parts)
             if left and dim not in self.uneven:

@@ -3,7 +3,7 @@
     dense view:   pp x dp  x cp x tp       with tp = tp_in x tp_out
     expert view:  pp x edp x ep x etp      with dp * cp * tp = edp * ep * etp
 
-`ends` is no axis of its own: a group along it joins the first and the last rank along `pp`, which may hold the same
+`embedding` is no axis of its own: a group along it joins the first and the last rank along `pp`, which may hold the same
 embedding. `tp` is a grid: a weight's outputs are split over one of its axes and the inputs over the other (AxoNN's G_x and
 G_y).
 
@@ -127,8 +127,8 @@ class Mesh:
         return self.tp // self.tp_in
 
     @property
-    def ends(self) -> int:
-        """Ranks that a group along `ends` joins, of those that it joins at all."""
+    def embedding(self) -> int:
+        """Ranks that a group along `embedding` joins, of those that it joins at all."""
         return min(self.pp, 2)
 
     def axis_size(self, *axes: str) -> int:
@@ -148,7 +148,7 @@ class Mesh:
         ranges: list[Sequence[int]] = [
             range(self.axis_size(axis)) if axis in axes else (self.coordinate(rank, axis),) for axis in view
         ]
-        if "ends" in axes and self.coordinate(rank, "pp") in (0, self.pp - 1):
+        if "embedding" in axes and self.coordinate(rank, "pp") in (0, self.pp - 1):
             ranges[0] = sorted({0, self.pp - 1})
         return sorted(map(sum, product(*map(self._offsets, view, ranges))))
 
@@ -160,9 +160,9 @@ class Mesh:
         view, single = _view(axes), _single(axes)
         first = self.group(0, axes)
         for start in self.group(0, [axis for axis in view if axis not in single]):
-            if "ends" not in axes or self.coordinate(start, "pp") == 0:
+            if "embedding" not in axes or self.coordinate(start, "pp") == 0:
                 yield [start + each for each in first]
-            elif self.coordinate(start, "pp") < self.pp - 1:  # between the ends
+            elif self.coordinate(start, "pp") < self.pp - 1:  # between the first and the last stage
                 yield self.group(start, axes)
 
     def node(self, rank: int) -> int:
@@ -186,7 +186,7 @@ class Mesh:
 def _view(axes: Sequence[str]) -> tuple[str, ...]:
     """The view that has all of `axes`."""
     for view in (DENSE, EXPERT):
-        if set(_single(axes)) - {"ends"} <= set(view):
+        if set(_single(axes)) - {"embedding"} <= set(view):
             return view
     raise ValueError(f"no view of the mesh has all of the axes {', '.join(axes)}")
 

@@ -38,9 +38,9 @@ class Tile(NamedTuple):
 
     weight: Tensor  # fp32
     gradient: Tensor  # of any floating type; in fp32 and scaled when a rule's `apply` gets it
-    kept: Sequence[Tensor]  # fp32, by kind
+    moments: Sequence[Tensor]  # fp32, by kind
     copy: Tensor | None = None  # what is computed with, in its type; None: the weight
-    whole: MatrixFunction = local_matrices
+    matrix_function: MatrixFunction = local_matrices
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class UpdateRule(Rule, ABC):
         """Update weight and what is kept, in place, and fill the copy while they are in the cache."""
         self.apply(now, tile._replace(gradient=scaled(tile.gradient, now.gradient_scale)))
         if tile.copy is not None:
-            self.computed(tile.weight, tile.kept, tile.copy)
+            self.computed(tile.weight, tile.moments, tile.copy)
 
     def rate(self, now: OptimizerStep) -> float:
         """Its learning rate."""

@@ -26,21 +26,21 @@ Row = Sequence[tuple[ModuleBytes, ModuleBytes | None]]  # modules as they are, a
 class Activations(NamedTuple):
     """Bytes on one rank."""
 
-    kept: int  # between the forward and the backward pass of one microbatch
+    saved: int  # between the forward and the backward pass of one microbatch
     peak: int  # most at any time of the two
 
 
 class _Region(NamedTuple):
     """Bytes of what is run again together, or not at all."""
 
-    kept: float
+    saved: float
     modules: list[tuple[float, float]]  # of each what it makes when it is run again, and the most it holds besides
 
 
 class _Part(NamedTuple):
     """Bytes of regions one after the other."""
 
-    kept: float
+    saved: float
     above: float  # what there is at most in their backward pass, beside what they and those before keep
 
 
@@ -73,10 +73,10 @@ def activation_bytes(
     parts = [_part([_alone(end_bytes(setting, "embedding" if first else "places", micro_batch))])]
     parts += [blocks[group] for group in groups]
     parts += [_part([_alone(end_bytes(setting, "head", micro_batch))])] if last else []
-    kept = peak = left = sum(part.kept for part in parts)
+    kept = peak = left = sum(part.saved for part in parts)
     for part in reversed(parts):
         peak = max(peak, left + part.above)
-        left -= part.kept
+        left -= part.saved
     return Activations(round(kept), round(peak))
 
 
@@ -107,14 +107,14 @@ def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], ki
 
 def _part(regions: Sequence[_Region]) -> _Part:
     """Those together: walking through them backwards."""
-    left = kept = sum(region.kept for region in regions)
+    left = kept = sum(region.saved for region in regions)
     above = -inf
     for region in reversed(regions):
         now = left + sum(again for again, _ in region.modules)
         for again, work in reversed(region.modules):
             above = max(above, now + work - kept)
             now -= again
-        left -= region.kept
+        left -= region.saved
     return _Part(kept, above)
 
 
@@ -129,13 +129,13 @@ def _row_regions(row: Row, kinds: Collection[str], stream: int) -> Iterator[_Reg
 
 def _alone(module: ModuleBytes) -> _Region:
     """A module that keeps what it needs."""
-    return _Region(module.kept, [(0, module.work)])
+    return _Region(module.saved, [(0, module.work)])
 
 
 def _run_again(modules: Row, stream: int) -> _Region:
     """Modules one after the other, of which only the first one's input is kept, and cached results of collectives."""
-    results = [0 if cached is None else cached.kept - stream for _, cached in modules]
-    made = [module.kept - given for (module, _), given in zip(modules, results)]
+    results = [0 if cached is None else cached.saved - stream for _, cached in modules]
+    made = [module.saved - given for (module, _), given in zip(modules, results)]
     last, cached = modules[-1]
     if cached is not None:  # to the point where all that it keeps is there, and no further
         made[-1] = last.given + cached.work - last.work

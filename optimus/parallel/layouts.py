@@ -50,9 +50,9 @@ def parameter_layouts(
     for name, declared in declarations(model):
         layout = _layout(declared, tuple(model.get_parameter(name).shape), differs[declared.applied_to])
         if tied_embeddings and not found:  # the embedding comes first
-            layout = replace(layout, same=(*layout.same, "ends"))
+            layout = replace(layout, replicated_axes=(*layout.replicated_axes, "embedding"))
         if "vocab" in declared.dims and vocabulary:
-            layout = replace(layout, splits=((declared.dims.index("vocab"), "pp"), *layout.splits))
+            layout = replace(layout, sharded_dims=((declared.dims.index("vocab"), "pp"), *layout.sharded_dims))
         found[name] = layout
     return found
 
@@ -60,7 +60,7 @@ def parameter_layouts(
 def _layout(declared: Declaration, shape: tuple[int, ...], differs: tuple[str, ...]) -> Layout:
     splits = tuple((dim, RULES[of]) for dim, of in enumerate(declared.dims) if of in RULES)
     if "experts" in declared.dims:
-        return Layout(shape, splits, replicas=("edp",))
+        return Layout(shape, splits, partial_axes=("edp",))
     whole = [axis for axis in _TENSOR if axis not in (axis for _, axis in splits)]
     summed = tuple(axis for axis in whole if axis in differs)
     same = tuple(axis for axis in whole if axis not in differs)

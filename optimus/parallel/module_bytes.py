@@ -77,7 +77,7 @@ class ModuleBytes(NamedTuple):
 
     kind: str
     given: float  # its input, if it is kept
-    kept: float  # from the forward to the backward pass, its input included
+    saved: float  # from the forward to the backward pass, its input included
     works: Sequence[float]  # what there is besides, after each operation of the backward pass
 
     @property
@@ -130,7 +130,7 @@ def _grown(measure: Callable[[int], dict[Place, ModuleBytes]], least: int, seque
         # Operations go in step, but for the output layer's, of which there are more for more blocks of rows.
         both = zip(few.works, more.works) if len(few.works) == len(more.works) else [(few.work, more.work)]
         work = max(grow(*works) for works in both)
-        return ModuleBytes(few.kind, grow(few.given, more.given), grow(few.kept, more.kept), [work])
+        return ModuleBytes(few.kind, grow(few.given, more.given), grow(few.saved, more.saved), [work])
 
     return {place: grow_module(one[place], two[place]) for place in one}
 

@@ -21,7 +21,9 @@ def plan(
     ranks: Annotated[int, typer.Option(help="Ranks of the job.")] = 0,
     best: Annotated[int, typer.Option(min=1, help="Divisions of the ranks to list.")] = 10,
     as_is: Annotated[bool, typer.Option("--as-is", help="Do not search: predict the layout as configured.")] = False,
-    imbalance: Annotated[float, typer.Option(min=1, help="Tokens of the busiest rank's experts, to the mean.")] = 1.0,
+    imbalance: Annotated[
+        float, typer.Option(min=1, help="Tokens of the most loaded rank's experts, to the mean.")
+    ] = 1.0,
     what_if: Annotated[
         list[str] | None,
         typer.Option(

@@ -43,7 +43,7 @@ class Division(NamedTuple):
         return self.work.job.train.micro_batch
 
 
-class Base(NamedTuple):
+class Candidate(NamedTuple):
     """A division in a pipeline. A step takes `bound` seconds at least."""
 
     bound: float
@@ -62,7 +62,7 @@ class Base(NamedTuple):
         return self.division.work.job.changed(mesh, parallel=order)
 
 
-def bases(job: Job) -> Iterator[Base]:
+def candidates(job: Job) -> Iterator[Candidate]:
     """All there are."""
     divisions = list(_divisions(job))
     for pp in (n for n in divisors(job.mesh.size) if n <= job.model.layers):
@@ -78,7 +78,7 @@ def bases(job: Job) -> Iterator[Base]:
             for order in orders:
                 if not order.row.in_rounds or microbatches % pp == 0:
                     bound = order.bound(division, microbatches)
-                    yield Base(bound, division, pp, data, microbatches, order.row.name, order.stages_per_rank)
+                    yield Candidate(bound, division, pp, data, microbatches, order.row.name, order.stages_per_rank)
 
 
 def _divisions(job: Job) -> Iterator[Division]:
@@ -126,25 +126,25 @@ def _expert_groups(job: Job, tp: int) -> list[tuple[int, int]]:
 
 
 class _Order(NamedTuple):
-    """A schedule, and blocks: of the model, on the busiest rank, in the last stage, and in all stages that a microbatch
+    """A schedule, and blocks: of the model, on the rank with most, in the last stage, and in all stages that a microbatch
     passes before the last rank has any. `lent`: what a rank leaves idle the others use."""
 
     row: Row
     pp: int
     stages_per_rank: int
     blocks: int
-    busiest: int
+    max_blocks: int
     last: int
     before: int
     lent: bool
 
     def bound(self, division: Division, microbatches: int) -> float:
-        """A step takes no less: the busiest rank's microbatches, and what a pipeline leaves idle at its ends."""
+        """A step takes no less: the slowest rank's microbatches, and what a pipeline leaves idle at its ends."""
         block, end = division.block, self.last * division.block + division.head
         if self.pp == 1 or self.lent:
             return microbatches * (self.blocks * block + division.head + division.embedding) / self.pp
         before = self.before * self.row.idle(sum(division.forward), block)
-        return max(microbatches * max(self.busiest * block, end), microbatches * end + before)
+        return max(microbatches * max(self.max_blocks * block, end), microbatches * end + before)
 
 
 def _orders(job: Job, pp: int) -> Iterator[_Order]:

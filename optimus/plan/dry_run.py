@@ -46,11 +46,11 @@ def dry_run(job: Job, rank: int) -> dict[str, int]:
     }
     pipeline_rank = mesh.coordinate(rank, "pp")
     computed = simulate(schedule_of(config, job.microbatches)).computations[pipeline_rank]
-    changes = (change * stages[stage].kept for stage, change in live_changes(computed))
+    changes = (change * stages[stage].saved for stage, change in live_changes(computed))
     parts = memory_of_ranks(job)[pipeline_rank].parts
     return {
         **found,
         "activations": max(accumulate(changes)),
-        "working": max(each.peak - each.kept for each in stages.values()),
+        "working": max(each.peak - each.saved for each in stages.values()),
         **{kind: int(parts[kind]) for kind in ("gathered", "copies") if parts[kind]},
     }

@@ -8,10 +8,10 @@ from itertools import combinations
 from optimus.config import ModelConfig
 from optimus.config.tree import ShardRanks
 from optimus.pipeline.estimates import largest
-from optimus.plan.divisions import Base, Division
-from optimus.plan.held import kinds_of
+from optimus.plan.divisions import Candidate, Division
 from optimus.plan.job import Job
 from optimus.plan.memory import KINDS, Rank, RunActivations, activations_of, ranks_of, room_of, stages_of_each, state_of
+from optimus.plan.parameter_groups import kinds_of
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.step import least_time, together
 from optimus.state.plan import Shard
@@ -35,20 +35,20 @@ class Fitting:
         profile = job.profile
         self._hides = profile.overlap_data >= profile.overlap_gather and not profile.broadcast
 
-    def fastest(self, base: Base, limit: float) -> Plan | None:
-        """The fastest way to hold the state, to place the stages and to recompute with which `base` fits, if it takes less
-        than `limit`."""
+    def fastest(self, candidate: Candidate, limit: float) -> Plan | None:
+        """The fastest sharding, placement of stages and recomputation with which `candidate` fits, if a step takes less than
+        `limit` seconds."""
         best = None
-        job = replace(base.job, machine=self._machine, nodes=self._nodes)
-        work = base.division.work if self._machine.network.links is None else None  # that knows no links
+        job = replace(candidate.job, machine=self._machine, nodes=self._nodes)
+        work = candidate.division.work if self._machine.network.links is None else None  # that knows no links
         taken: dict[frozenset[str], list[float]] = {}
         enough: dict[int | ShardRanks | None, frozenset[str]] = {}  # of what less sharding recomputed, by width
         for shard, width in sharded(job):
-            recompute = self._least(base, job, self._room(job, shard, width), taken)
+            recompute = self._least(candidate, job, self._room(job, shard, width), taken)
             if recompute is None or (shard in _FINER and self._hides and enough.get(width) == recompute):
                 continue
             enough[width] = recompute
-            if base.bound + self._again(base, job, recompute) >= limit:
+            if candidate.bound + self._again(candidate, job, recompute) >= limit:
                 continue
             fitting = held(job, shard, width).changed(recompute=[kind for kind in KINDS if kind in recompute])
             for placed in placements(fitting):
@@ -81,21 +81,21 @@ class Fitting:
             self._ranks[key] = list(merged.values())
         return self._ranks[key]
 
-    def _again(self, base: Base, job: Job, recompute: frozenset[str]) -> float:
+    def _again(self, candidate: Candidate, job: Job, recompute: frozenset[str]) -> float:
         """What recomputation adds to the bound, as no rank has fewer blocks than that."""
-        times = zip(self._modules, base.division.forward, strict=True)
+        times = zip(self._modules, candidate.division.forward, strict=True)
         seconds = sum(time for kinds, time in times if "block" in recompute or kinds <= recompute)
         fewest = min(rank.counts["blocks"] for rank in self._ranks_of(job))
-        return base.microbatches * fewest * seconds
+        return candidate.microbatches * fewest * seconds
 
     def _least(
-        self, base: Base, job: Job, room: Sequence[float], taken: dict[frozenset[str], list[float]]
+        self, candidate: Candidate, job: Job, room: Sequence[float], taken: dict[frozenset[str], list[float]]
     ) -> frozenset[str] | None:
         """What to recompute, the cheapest, so that activations take no more than `room` of each rank; None if too little."""
 
         def fits(recompute: frozenset[str]) -> bool:
             if recompute not in taken:
-                parts = activations_of(self._ranks_of(job), self._activations(base, job, recompute))
+                parts = activations_of(self._ranks_of(job), self._activations(candidate, job, recompute))
                 taken[recompute] = [sum(each.values()) for each in parts]
             return all(size <= free for size, free in zip(taken[recompute], room))
 
@@ -103,8 +103,8 @@ class Fitting:
             return None
         return next(filter(fits, self._sets))
 
-    def _activations(self, base: Base, job: Job, recompute: frozenset[str]) -> RunActivations:
-        key = base.division, recompute
+    def _activations(self, candidate: Candidate, job: Job, recompute: frozenset[str]) -> RunActivations:
+        key = candidate.division, recompute
         if key not in self._kept:
             self._kept[key] = RunActivations(job.changed(recompute=[*recompute]))
         return self._kept[key]

@@ -33,7 +33,7 @@ _GRADIENT = {"float32": 4.0, "bfloat16": 2.0}  # bytes
 class Job:
     """`config`, which divides its work over the ranks of `mesh`, on a machine.
 
-    `imbalance` are the tokens of the busiest rank's experts to the mean, `rules` the update rules (empty: AdamW for all),
+    `imbalance` is the most tokens of a rank's experts over the mean, `rules` the update rules (empty: AdamW for all),
     and `nodes` those of the machine's links that are used, in the order of the ranks.
     """
 

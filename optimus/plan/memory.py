@@ -13,9 +13,9 @@ from optimus.parallel.activations import Activations as ActivationBytes
 from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.estimates import Live, live_microbatches, stages_of_ranks
-from optimus.plan.held import Held, Kinds, Where, held_by, kinds_of, written
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine
+from optimus.plan.parameter_groups import Kinds, ParameterGroup, Where, kinds_of, parameter_groups, written
 from optimus.plan.step import blocks_of_stages, counts_of, together
 from optimus.train.collectives import with_dispatcher
 from optimus.train.recomputation import activation_shapes
@@ -87,7 +87,7 @@ def stages_of_each(job: Job) -> list[list[Mapping[Where, int]]]:
 def state_of(ranks: Sequence[Mapping[Where, int]], kinds: Kinds, job: Job) -> list[dict[str, float]]:
     """Of each rank: what it holds of parameters, gradients and the optimizer's state."""
     unlike = {tuple(counts.values()): counts for counts in ranks}
-    found = {key: state_parts(held_by(kinds, job, counts), job, counts) for key, counts in unlike.items()}
+    found = {key: state_parts(parameter_groups(kinds, job, counts), job, counts) for key, counts in unlike.items()}
     return [found[tuple(counts.values())] for counts in ranks]
 
 
@@ -103,7 +103,7 @@ def activations_of(ranks: Sequence[Rank], kept: Activations) -> list[dict[str, f
     return parts
 
 
-def state_parts(held: Sequence[Held], job: Job, counts: Mapping[Where, int]) -> dict[str, float]:
+def state_parts(held: Sequence[ParameterGroup], job: Job, counts: Mapping[Where, int]) -> dict[str, float]:
     """What is there at rest, copies for checkpoints too, and whole parameters and gradients while they are used."""
     blocks, profile, saving = max(1, counts["blocks"]), job.profile, job.config.checkpoint
     here = job.machine.host.shared and saving.asynchronous  # copies lie in the ranks' own memory
@@ -114,7 +114,7 @@ def state_parts(held: Sequence[Held], job: Job, counts: Mapping[Where, int]) -> 
         if each.rule.trains:
             same = job.precision == "fp32" and not each.rule.averages  # parameters are then the master weights
             state = profile.state_bytes(each.rule) - (4.0 if same else 0.0)
-            parts["optimizer"] += state * each.own
+            parts["optimizer"] += state * each.updated
             parts["gradients"] += profile.gradient * each.after(each.depths.gradients)
         parts["parameters"] += job.itemsize * each.after(each.depths.parameters)
         if each.depths.parameters:
@@ -140,12 +140,12 @@ class RunActivations:
 
     def stage(self, counts: Mapping[Where, int]) -> float:
         """Kept of a microbatch from its forward pass to its backward pass."""
-        return self._of(counts).kept
+        return self._of(counts).saved
 
     def working(self, counts: Mapping[Where, int]) -> float:
         """There for a moment besides."""
         both = self._of(counts)
-        return both.peak - both.kept
+        return both.peak - both.saved
 
     def _of(self, counts: Mapping[Where, int]) -> ActivationBytes:
         key = tuple(counts.values())

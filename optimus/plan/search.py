@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from optimus.errors import UserError
 from optimus.pipeline.schedules import DEFAULT
-from optimus.plan.divisions import Base, bases
+from optimus.plan.divisions import Candidate, candidates
 from optimus.plan.fitting import Fitting
 from optimus.plan.job import Job
 from optimus.plan.links import even, exchanged
@@ -34,7 +34,7 @@ def search(job: Job, best: int = 10) -> list[Plan]:
     job = job.checked().undivided
     links = job.machine.network.links is not None
     ideal = replace(job, machine=even(job.machine)) if links else job
-    ways = sorted(bases(ideal), key=lambda base: base.bound)
+    ways = sorted(candidates(ideal), key=lambda candidate: candidate.bound)
     if not ways:
         raise UserError(
             f"no layout divides a global batch of {job.train.global_batch} sequences over {job.mesh.size} ranks: with a "
@@ -44,13 +44,13 @@ def search(job: Job, best: int = 10) -> list[Plan]:
     found: dict[tuple[int, ...], Plan] = {}
     fitting = Fitting(job)
     limit = float("inf")  # what a plan must be faster than to be among the best
-    for base in ways:
-        if base.bound >= limit:
+    for candidate in ways:
+        if candidate.bound >= limit:
             break
-        mesh = base.division.mesh
-        key = (base.pp, mesh.tp, mesh.tp_in, mesh.cp, mesh.ep, mesh.etp)
+        mesh = candidate.division.mesh
+        key = (candidate.pp, mesh.tp, mesh.tp_in, mesh.cp, mesh.ep, mesh.etp)
         most = min(limit, found[key].step.seconds) if key in found else limit
-        plan = fitting.fastest(base, most) if base.bound < most else None
+        plan = fitting.fastest(candidate, most) if candidate.bound < most else None
         if plan is not None:
             found[key] = plan
             times = sorted(plan.step.seconds for plan in found.values())
@@ -73,13 +73,13 @@ def _rearranged(plan: Plan) -> Plan:
     return predict(replace(job, nodes=tuple(exchanged(job.nodes, len(links), seconds))))
 
 
-def _too_large(job: Job, ways: Sequence[Base]) -> UserError:
+def _too_large(job: Job, ways: Sequence[Candidate]) -> UserError:
     """Where nothing fits: names the least memory, and the smallest machine of those that are known."""
-    smallest = min(base.division.micro_batch for base in ways)  # and no order keeps less than the usual one
+    smallest = min(candidate.division.micro_batch for candidate in ways)  # and no order keeps less than the usual one
     tightest = [
-        base.job.changed(state={"shard": "parameters"}, recompute=["block"])
-        for base in ways
-        if base.division.micro_batch == smallest and base.schedule == DEFAULT
+        candidate.job.changed(state={"shard": "parameters"}, recompute=["block"])
+        for candidate in ways
+        if candidate.division.micro_batch == smallest and candidate.schedule == DEFAULT
     ]
     least = min(map(memory_of, tightest), key=lambda memory: memory.total)
     rooms = sorted({(load_machine(name).memory, name) for name in machine_names()})

@@ -17,8 +17,8 @@ from optimus.mesh.strided import StridedGroup
 from optimus.optim.rule import Rule
 from optimus.pipeline.estimates import StageTimes, least_seconds, pipeline_seconds, stages_of_ranks
 from optimus.plan.collectives import Collective, transfer_seconds
-from optimus.plan.held import Held, Where, busiest, held_by, kinds_of, written
 from optimus.plan.job import Job
+from optimus.plan.parameter_groups import ParameterGroup, Where, kinds_of, max_load, parameter_groups, written
 from optimus.plan.work import Passes, Terms, Work, add
 from optimus.train import pipeline
 
@@ -29,7 +29,7 @@ _TOKEN = 8  # bytes of it on the way to the device
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, and what the busiest rank spends them on."""
+    """Seconds of a step, and what the slowest rank spends them on."""
 
     seconds: float
     terms: Mapping[str, float]
@@ -63,9 +63,9 @@ class _Stage(NamedTuple):
 class _Passes(NamedTuple):
     """Forward and backward passes of a step."""
 
-    stages: Sequence[_Stage]  # of the busiest rank
+    stages: Sequence[_Stage]  # of the slowest rank
     times: tuple[StageTimes, ...]  # of all stages
-    counts: Mapping[Where, int]  # of the busiest rank
+    counts: Mapping[Where, int]  # of the slowest rank
     least: float  # seconds of all microbatches, if ranks share no cores
 
 
@@ -120,10 +120,10 @@ def _all_passes(work: Work, inside: tuple[Any, ...]) -> _Passes:
     stages = [alike[id(each)] for each in counts]
     times = tuple(each.times for each in stages)
     ranks = stages_of_ranks(parallel.schedule, pp, parallel.stages_per_rank)
-    busiest = max(ranks, key=lambda own: sum(times[number].seconds for number in own))
+    slowest = max(ranks, key=lambda own: sum(times[number].seconds for number in own))
     least = least_seconds(parallel.schedule, pp, job.microbatches, times)
-    own = together([counts[number] for number in busiest])
-    return _Passes([stages[number] for number in busiest], times, own, least)
+    own = together([counts[number] for number in slowest])
+    return _Passes([stages[number] for number in slowest], times, own, least)
 
 
 def _lent(work: Work, times: Sequence[StageTimes], seconds: float) -> float:
@@ -147,8 +147,8 @@ def _ends(work: Work, passes: _Passes, seconds: float) -> dict[str, float]:
     return ends | {"checkpoint": _saving(work, held, seconds + sum(ends.values()))}
 
 
-def _held(work: Work, counts: Mapping[Where, int]) -> list[Held]:
-    return held_by(kinds_of(work.job), work.job, counts)
+def _held(work: Work, counts: Mapping[Where, int]) -> list[ParameterGroup]:
+    return parameter_groups(kinds_of(work.job), work.job, counts)
 
 
 @lru_cache(maxsize=1024)
@@ -226,7 +226,7 @@ def _scaled(terms: Terms, times: float) -> Terms:
     return Terms(*(time * times for time in terms))
 
 
-def _gathering(work: Work, held: Sequence[Held], forward: Terms, backward: Terms, parts: int) -> float:
+def _gathering(work: Work, held: Sequence[ParameterGroup], forward: Terms, backward: Terms, parts: int) -> float:
     """Of a microbatch's parameters, forward and backward, and reducing their gradients: what computing does not hide. All
     are sent in so many `parts`."""
     profile = work.profile
@@ -255,7 +255,7 @@ def _beside(moving: float, computing: float) -> float:
 # ---- At the end of a step ----
 
 
-def _reduction(work: Work, held: Sequence[Held], times: Sequence[StageTimes]) -> float:
+def _reduction(work: Work, held: Sequence[ParameterGroup], times: Sequence[StageTimes]) -> float:
     """What is not hidden of reducing gradients beside the backward pass, and of gathering what has been updated beside the
     next forward pass; `times` are those of the rank's stages."""
     job, profile = work.job, work.profile
@@ -264,9 +264,9 @@ def _reduction(work: Work, held: Sequence[Held], times: Sequence[StageTimes]) ->
         parameters, gradients, optimizer = each.depths
         if not parameters:  # else it is beside every microbatch, with what is gathered there
             reduce += job.microbatches * _moving(work, "reduce_scatter", each.moved(0, gradients), profile.reduced)
-            turns += profile.broadcast * each.ways(optimizer) if optimizer else 0.0
+            turns += profile.broadcast * each.shards(optimizer) if optimizer else 0.0
         reduce += _moving(work, "reduce_scatter", each.moved(gradients, optimizer), profile.reduced)
-        reduce += work.collective("all_reduce", each.own * profile.reduced, each.copies)
+        reduce += work.collective("all_reduce", each.updated * profile.reduced, each.replica_group)
         gather += _moving(work, "all_gather", each.moved(parameters, optimizer), work.e)
     hidden, ahead = sum(each.backward + each.weights for each in times), sum(each.forward for each in times)
     if job.state.shard == "gradients":
@@ -275,12 +275,12 @@ def _reduction(work: Work, held: Sequence[Held], times: Sequence[StageTimes]) ->
     return _beside(reduce, profile.overlap_data * hidden) + turns + _beside(gather, profile.overlap_gather * ahead)
 
 
-def _update(work: Work, held: Sequence[Held]) -> float:
+def _update(work: Work, held: Sequence[ParameterGroup]) -> float:
     """Measuring the norm and the update, as fast as memory is, and the products of rules of matrices."""
     profile = work.profile
     kept = defaultdict[float, float](float)  # elements, by the bytes of their state
     for each in held:
-        kept[profile.state_bytes(each.rule)] += each.own
+        kept[profile.state_bytes(each.rule)] += each.updated
     own = sum(kept.values())
     moved = sum(profile.update * elements * size for size, elements in kept.items())
     ways = profile.host_traffic * own / work.machine.host.link
@@ -288,9 +288,9 @@ def _update(work: Work, held: Sequence[Held]) -> float:
     return ways + products + work.machine.memory_seconds(moved + own * profile.gradient, kernels=10)
 
 
-def _orthogonalising(work: Work, held: Held) -> float:
+def _orthogonalising(work: Work, held: ParameterGroup) -> float:
     """On the rank with most matrices to make orthogonal; those of which ranks have blocks they exchange (`OverBlocks`)."""
-    ranks, each = held.ways(held.depths.optimizer), list[tuple[float, float]]()
+    ranks, each = held.shards(held.depths.optimizer), list[tuple[float, float]]()
     here = -(-round(sum(number for number, *_ in held.matrices)) // ranks)
     for number, together, rows, columns, axes, blocks in held.matrices:
         room = int(work.job.state.tile * blocks / (rows * columns))
@@ -300,10 +300,10 @@ def _orthogonalising(work: Work, held: Held) -> float:
             sent = at_once * rows * columns / blocks * work.e
             seconds += 2 * work.collective("all_to_all", sent, work.job.group(*axes))
         each.append((number, seconds / at_once))
-    return busiest(each, ranks)
+    return max_load(each, ranks)
 
 
-def _saving(work: Work, held: Sequence[Held], step: float) -> float:
+def _saving(work: Work, held: Sequence[ParameterGroup], step: float) -> float:
     """Of a step's share in checkpoints: training waits for copies in host memory and, unless they are written beside it, for
     the file system; at the latest when the next is due (`checkpoint.saving`)."""
     saving, machine = work.job.config.checkpoint, work.machine

@@ -186,7 +186,7 @@ class Work:
 
     @property
     def _expert_rows(self) -> float:
-        """Copies of tokens that the busiest rank's experts meet."""
+        """Copies of tokens that the most loaded rank's experts meet."""
         mesh = self.job.mesh
         return self.T / mesh.tp * self._chosen * mesh.etp * self.job.imbalance
 

@@ -31,7 +31,7 @@ ALIGN = 32  # elements: 64 bytes in bf16, as vector units like it
 
 
 class Buffer(NamedTuple):
-    """One buffer of a chunk, as planned. Kinds: parameters, gradients, master, those that an update rule keeps; with .part,
+    """One buffer of a chunk, as planned. Kinds: parameters, gradients, master, those that an update rule keeps; with .shard,
     what is kept of absent ones."""
 
     kind: str
@@ -43,7 +43,7 @@ class Buffer(NamedTuple):
     @property
     def reported(self) -> str:
         """As what memory reports count it."""
-        kind = self.kind.removesuffix(".part")
+        kind = self.kind.removesuffix(".shard")
         return kind if kind in ("parameters", "gradients", "master") else "moments"
 
 
@@ -75,7 +75,7 @@ def buffers(
     ]
     for kind, dtype, depth, used in long if rule.trains else long[:1]:
         rows.append(Buffer(kind, dtype, 0, used if depth else "device"))  # type: ignore[arg-type]
-        rows += [Buffer(f"{kind}.part", dtype, depth)] if depth else []
+        rows += [Buffer(f"{kind}.shard", dtype, depth)] if depth else []
     apart = rule.trains and (compute != torch.float32 or rule.averages)
     kinds = (*(["master"] if apart else []), *rule.kinds)
     return *rows, *(Buffer(kind, torch.float32, depths.optimizer) for kind in kinds)
@@ -102,16 +102,16 @@ class ManagedBuffer:
 
     def __init__(self, tensor: Tensor, kind: str, *, stays: bool) -> None:
         self.tensor, self._kind, self._stays = tensor, kind, stays
-        self.place: BufferStatus = "here"
+        self.status: BufferStatus = "here"
 
     def go(self, event: BufferEvent) -> None:
         """Take the way of the table. Raises `RuntimeError` where there is none."""
-        place = TRANSITIONS.get((self.place, event))
+        place = TRANSITIONS.get((self.status, event))
         if place is None:
-            raise RuntimeError(f"{event} of {self._kind} that are {self.place}: a mistake in the order of the calls")
-        if not self._stays and (self.place == "absent") != (place == "absent"):
+            raise RuntimeError(f"{event} of {self._kind} that are {self.status}: a mistake in the order of the calls")
+        if not self._stays and (self.status == "absent") != (place == "absent"):
             storage = self.tensor.untyped_storage()
             storage.resize_(0 if place == "absent" else self.tensor.numel() * self.tensor.element_size())
-        if event == "open" and self.place == "absent":
+        if event == "open" and self.status == "absent":
             self.tensor.zero_()
-        self.place = place
+        self.status = place

@@ -44,9 +44,9 @@ class Chunk:
         }
         self.parameter = self._made["parameters"]
         self._full_parameters = ManagedBuffer(self.parameter, "parameters", stays=not depths.parameters)
-        self._parameter_shard = self._made.get("parameters.part", self.parameter)  # between its uses
-        self.own = self._parameter_shard[plan.within(depths.parameters, depths.optimizer)]
-        self.master = self._made.get("master", self.own)
+        self._parameter_shard = self._made.get("parameters.shard", self.parameter)  # between its uses
+        self.compute_shard = self._parameter_shard[plan.within(depths.parameters, depths.optimizer)]
+        self.master = self._made.get("master", self.compute_shard)
         self.moments = {kind: self._made[kind] for kind in plan.rule.kinds}
         self.parameters: list[nn.Parameter] = []  # of the module
         self.gradient_buffers: Mapping[nn.Parameter, GradientBuffer] = {}  # of those that are trained
@@ -57,10 +57,10 @@ class Chunk:
     def buffers(self) -> Mapping[str, Tensor]:
         """`kept`, which may be written to; `publish` must follow."""
         self.settle()
-        return self.kept
+        return self.saved_buffers
 
     @property
-    def kept(self) -> Mapping[str, Tensor]:
+    def saved_buffers(self) -> Mapping[str, Tensor]:
         """What a checkpoint holds of this chunk, by the prefix of its keys: this rank's part of what is kept of it."""
         return {"model": self.master, **self.moments}
 
@@ -68,7 +68,7 @@ class Chunk:
     def weights(self) -> Tensor:
         """This rank's part of the weights, as a checkpoint of them alone holds it: in the type of computation, if that is
         what is computed with."""
-        return self.master if self.plan.rule.averages else self.own
+        return self.master if self.plan.rule.averages else self.compute_shard
 
     def hold(self, until: Handle) -> None:
         """Call `until`, once, before this rank's part changes: it returns when that has been copied."""
@@ -86,7 +86,7 @@ class Chunk:
 
     def initialize(self, initial: Mapping[str, Initial], seed: int, std: float) -> None:
         """Initial weights, of the kind that `initial` names, by name and position: each rank makes its own part."""
-        part = self.plan.part
+        part = self.plan.shard
         for slot in self.plan.slots:
             start, end = max(slot.start, part.start), min(slot.end, part.stop)
             if start < end:
@@ -105,7 +105,7 @@ class Chunk:
     @property
     def gathered(self) -> bool:
         """Whether the whole parameters are here."""
-        return self._full_parameters.place == "here"
+        return self._full_parameters.status == "here"
 
     def start_gather(self, depth: int = 0) -> None:
         """Begin to gather what is neither here nor coming of the extent of `depth`, from the parts of other ranks."""
@@ -142,21 +142,21 @@ class Chunk:
     def settle(self) -> None:
         """Finish a gathering that is under way: it reads the parts that are about to change."""
         self._gathering.finish()
-        if self._full_parameters.place == "coming":
+        if self._full_parameters.status == "coming":
             self._full_parameters.go("arrive")
 
     def publish(self) -> None:
         """Make the compute copies anew after the master weights have changed; begin to gather those that are kept."""
         self.settle()
-        if self.master is not self.own:
-            self.plan.rule.computed(self.master, [*self.moments.values()], self.own)
+        if self.master is not self.compute_shard:
+            self.plan.rule.computed(self.master, [*self.moments.values()], self.compute_shard)
         self._invalidate_gathered()
 
     def show(self) -> None:
         """Compute with the weights themselves, as an evaluation does, where training does not; `publish` goes back."""
         if self.plan.rule.averages:
             self.settle()
-            self.own.copy_(self.master)
+            self.compute_shard.copy_(self.master)
             self._invalidate_gathered()
 
     def _invalidate_gathered(self) -> None:

@@ -86,7 +86,7 @@ def _taken(costs: Sequence[int], loads: Sequence[int], limit: int) -> list[int]:
 
 def split_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
     """The axes over which rows or columns of a parameter's matrices are split."""
-    return tuple(axis for dim, axis in layout.splits if dim >= len(layout.shape) - 2 and mesh.axis_size(axis) > 1)
+    return tuple(axis for dim, axis in layout.sharded_dims if dim >= len(layout.shape) - 2 and mesh.axis_size(axis) > 1)
 
 
 class OverBlocks:

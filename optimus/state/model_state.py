@@ -61,9 +61,9 @@ class ModelState:
         known: dict[tuple[tuple[str, ...], bool], list[Group]] = {}  # to divide thousands of ranks takes long
 
         def make(plan: ChunkPlan) -> Chunk:
-            key = plan.replicas, plan.rule.trains
+            key = plan.partial_axes, plan.rule.trains
             if key not in known:
-                found = divisions(groups.mesh, plan.replicas, sharding_of(plan.rule, options))
+                found = divisions(groups.mesh, plan.partial_axes, sharding_of(plan.rule, options))
                 known[key] = [groups.dividing(parts) for parts in (found if plan.rule.trains else found[:-1])]
             if not plan.rule.trains:
                 return Chunk(plan, known[key], device)
@@ -88,7 +88,7 @@ class ModelState:
         self._parameters = dict(made for chunk in self.chunks for made in chunk.make_parameters())
         _replace_parameters(module, self._parameters)
         # Else every rank has every gradient, and finds the same norm by itself.
-        self._parted = any(chunk.plan.copies < groups.world.size for chunk in self.chunks)
+        self._parted = any(chunk.plan.replica_count < groups.world.size for chunk in self.chunks)
         self._gathering = gathering or Gathering()
         self._gathering.hold(self.chunks, options.prefetch)
 
@@ -145,9 +145,9 @@ class ModelState:
         square = torch.zeros((), device=self.chunks[0].parameter.device)
         for chunk in self.trained:
             chunk.reduce_gradients()
-            if "ends" in chunk.plan.slots[0].layout.same:
-                self.groups.along("ends").unwatched.all_reduce(chunk.reduced)
-            square += chunk.gradient_square_sum(self.tile) / (chunk.plan.copies if self._parted else 1)
+            if "embedding" in chunk.plan.slots[0].layout.replicated_axes:
+                self.groups.along("embedding").unwatched.all_reduce(chunk.reduced)
+            square += chunk.gradient_square_sum(self.tile) / (chunk.plan.replica_count if self._parted else 1)
         if self._parted:
             self.groups.world.unwatched.all_reduce(square)
         return float(square.sqrt())

@@ -51,7 +51,7 @@ class Slot:
 
     def global_positions(self, local: Tensor) -> Tensor:
         """Row-major positions in the global tensor of row-major positions `local` (int64) in this rank's part."""
-        if not self.layout.splits:
+        if not self.layout.sharded_dims:
             return local
         positions, stride = torch.zeros_like(local), 1
         for part, whole in zip(reversed(self.region), reversed(self.layout.shape)):
@@ -69,7 +69,7 @@ class ShardStep(NamedTuple):
     """One of the steps in which a chunk is sharded: over so many ranks, of which this one gets the part `place`."""
 
     ranks: int
-    place: int
+    group_rank: int
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class ChunkPlan:
     """A chunk: parameters of the same replicas and rule, sharded in steps; `copies` ranks keep the same part of it."""
 
     slots: tuple[Slot, ...]
-    replicas: tuple[str, ...]
+    partial_axes: tuple[str, ...]
     rule: Rule
     borders: tuple[int, ...]  # where its shards begin, after the last step, and where the last ends
     shard_steps: tuple[ShardStep, ...]
-    copies: int
+    replica_count: int
     depths: Depths
     buffers: tuple[Buffer, ...]  # as `buffers.py` has them for these depths
 
@@ -91,14 +91,14 @@ class ChunkPlan:
         return self.borders[-1]
 
     @property
-    def parts(self) -> int:
+    def shard_count(self) -> int:
         """Shards of the chunk after the last step."""
         return len(self.borders) - 1
 
     @property
     def length(self) -> int:
         """Elements of such a shard; in the mean, where shards differ."""
-        return self.size // self.parts
+        return self.size // self.shard_count
 
     def extent(self, depth: int) -> slice:
         """What this rank has of the chunk after `depth` steps."""
@@ -113,10 +113,10 @@ class ChunkPlan:
 
     def _shards(self, depth: int) -> tuple[int, int]:
         """The first shard of the extent of `depth`, and how many it is."""
-        first, number = 0, self.parts
+        first, number = 0, self.shard_count
         for share in self.shard_steps[:depth]:
             number //= share.ranks
-            first += share.place * number
+            first += share.group_rank * number
         return first, number
 
     def within(self, depth: int, part: int) -> slice:
@@ -145,7 +145,7 @@ class ChunkPlan:
         return any(buffer.kind == "parameters" and buffer.residency == "use" for buffer in self.buffers)
 
     @property
-    def part(self) -> slice:
+    def shard(self) -> slice:
         """What this rank's optimizer updates of the chunk."""
         return self.extent(self.depths.optimizer)
 
@@ -178,14 +178,14 @@ def plan_chunks(
     # By these, who has the same besides, and the rule.
     groups: dict[tuple[tuple[int, ...], tuple[str, ...], Rule], list[str]] = {}
     for name, layout in layouts.items():
-        if layout.replicas not in replicas:
-            replicas[layout.replicas] = tuple(mesh.group(rank, layout.replicas))
-        same = tuple(axis for axis in layout.same if mesh.axis_size(axis) > 1)
-        groups.setdefault((replicas[layout.replicas], same, recipe.rules[name]), []).append(name)
+        if layout.partial_axes not in replicas:
+            replicas[layout.partial_axes] = tuple(mesh.group(rank, layout.partial_axes))
+        same = tuple(axis for axis in layout.replicated_axes if mesh.axis_size(axis) > 1)
+        groups.setdefault((replicas[layout.partial_axes], same, recipe.rules[name]), []).append(name)
     limit = chunk_limit([[room[name] for name in names] for names in groups.values()], options.chunk)
     plans = []
     for (ranks, same, rule), names in groups.items():
-        axes, sharding = layouts[names[0]].replicas, sharding_of(rule, options)
+        axes, sharding = layouts[names[0]].partial_axes, sharding_of(rule, options)
         own = next(part for part in shard_groups(mesh, ranks, sharding) if rank in part)
         steps, depths = sharing_steps(shard_widths(sharding.shard, sharding.shard_ranks), len(own))
         shard_steps, place = [], own.index(rank)
@@ -333,7 +333,7 @@ def check_shard_ranks(layouts: Mapping[str, Layout], mesh: Mesh, options: StateC
     """
     wanted = max(width or 0 for width in shard_widths(options.shard, options.shard_ranks))
     over_all = options.model_copy(update={"shard_ranks": None})
-    axes = {layout.replicas for layout in layouts.values() if layout.replicas in (("dp", "cp"), ("edp",))}
+    axes = {layout.partial_axes for layout in layouts.values() if layout.partial_axes in (("dp", "cp"), ("edp",))}
     most = max(len(shard_groups(mesh, mesh.group(0, each), over_all)[0]) for each in axes)
     if wanted > most:
         cure = f"at most {most}, or leave it out for all" if most > 1 else "1, or leave it out"

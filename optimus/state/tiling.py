@@ -68,7 +68,7 @@ class OfMatrices(Tiling):
     ) -> Iterator[tuple[MatrixFunction, Sequence[Tensor]]]:
         """As `Tiling`: matrices of one shape. Those of which ranks have `blocks`, by parameter, come together, whatever
         parameters they are of: copies, as they lie apart."""
-        part, split = plan.part, dict[tuple[object, ...], tuple[OverBlocks, Matrices, list[int]]]()
+        part, split = plan.shard, dict[tuple[object, ...], tuple[OverBlocks, Matrices, list[int]]]()
         for slot in plan.slots:
             found = Matrices.of(slot.start, slot.shape)
             numbers = found.within(part.start, part.stop)

@@ -80,13 +80,13 @@ class TrainedChunk(Chunk):
         super().__init__(plan, groups, device)
         assert isinstance(plan.rule, UpdateRule)
         self._rule = plan.rule
-        self._watch, self.copies = copies.watch, copies.unwatched  # only what enters the sums is watched
+        self._watch, self.replica_group = copies.watch, copies.unwatched  # only what enters the sums is watched
         self._blocks = blocks or {}
         self._piece, self._started, self._step = piece, started, step
         depths = plan.depths
         self.gradient = self._made["gradients"]
         self._gradients = ManagedBuffer(self.gradient, "gradients", stays=not depths.gradients)
-        self._gradient_shard = self._made.get("gradients.part", self.gradient)  # between its uses
+        self._gradient_shard = self._made.get("gradients.shard", self.gradient)  # between its uses
         self.reduced = self._gradient_shard[plan.within(depths.gradients, depths.optimizer)]
         self.gradient_buffers: dict[nn.Parameter, ChunkGradient] = {}
         self._arrived = 0  # gradients of this microbatch
@@ -143,7 +143,7 @@ class TrainedChunk(Chunk):
     def reduce_gradients(self) -> None:
         """Sum the gradients over the replicas into `reduced`: finish what began on arrival, or do all of it now."""
         self._last = True
-        if not self._begun and self._gradients.place == "here":
+        if not self._begun and self._gradients.status == "here":
             self._start_reduction()
         self.finish_reduction()
         if not self._summed:
@@ -160,7 +160,7 @@ class TrainedChunk(Chunk):
 
     def free_gradient(self) -> None:
         """Finish what is under way of the reduction, until the long buffer is free."""
-        while self._gradients.place == "leaving":
+        while self._gradients.status == "leaving":
             self._reduction.advance()
 
     def _before_gradient(self) -> None:
@@ -216,7 +216,7 @@ class TrainedChunk(Chunk):
     def _all_reduce_replicas_async(self) -> Handle:
         """Begin to sum `reduced` over the copies, in pieces of which several are under way at once (AxoNN, 3.3.3)."""
         pieces = self.reduced.split(self._piece or len(self.reduced)) if len(self.reduced) else ()
-        waits = [self.copies.all_reduce_async(piece) for piece in pieces]
+        waits = [self.replica_group.all_reduce_async(piece) for piece in pieces]
 
         def finish() -> None:
             for wait in waits:
@@ -236,7 +236,7 @@ class TrainedChunk(Chunk):
         if self._reader is not None:
             self._reader()
             self._reader = None
-        copied = [] if self.master is self.own else [self.own]
+        copied = [] if self.master is self.compute_shard else [self.compute_shard]
         buffers = [self.master, self.reduced, *copied, *self.moments.values()]
         for whole, (weight, gradient, *rest) in self.plan.tiling.tiles(self.plan, self._blocks, buffers, tile):
             copy = rest.pop(0) if copied else None

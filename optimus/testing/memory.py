@@ -145,7 +145,7 @@ def allocated(chunks: Iterable[Chunk]) -> dict[str, int]:
 
     total: Counter[str] = Counter()
     for chunk in chunks:
-        total["parameters"] += count(chunk.parameter, chunk.own)
+        total["parameters"] += count(chunk.parameter, chunk.compute_shard)
         total["gradients"] += count(chunk.gradient, chunk.reduced) if isinstance(chunk, TrainedChunk) else 0
         total["master"] += count(chunk.master)
         total["moments"] += count(*chunk.moments.values())

@@ -155,11 +155,13 @@ def held_by_shards(plans: Sequence[ChunkPlan]) -> tuple[float, float]:
     rule of matrices are of unlike length."""
     found: dict[tuple[object, ...], torch.Tensor] = {}
     for plan in plans:
-        of_shards = found.setdefault((plan.replicas, plan.shard_steps), torch.zeros(plan.parts, dtype=torch.float64))
+        of_shards = found.setdefault(
+            (plan.partial_axes, plan.shard_steps), torch.zeros(plan.shard_count, dtype=torch.float64)
+        )
         borders = torch.tensor(plan.borders)
         for buffer in plan.buffers:
             if buffer.residency == "device":
-                shards = plan.parts // math.prod(
+                shards = plan.shard_count // math.prod(
                     share.ranks for share in plan.shard_steps[: buffer.depth]
                 )  # in its extent
                 of_shards += borders[::shards].diff().repeat_interleave(shards) * buffer.dtype.itemsize

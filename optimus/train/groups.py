@@ -42,10 +42,10 @@ def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout
     asked = [*_ALWAYS, *([("ep",), ("etp",)] if config.model.experts else [])]
     asked += [("ep", "etp")] if config.model.experts and config.moe.dispatch == "allgather" else []
     asked += [("pp", "tp_out")] if config.parallel.vocabulary else []
-    asked += [("ends",)] if any("ends" in layout.same for layout in layouts.values()) else []
+    asked += [("embedding",)] if any("embedding" in layout.replicated_axes for layout in layouts.values()) else []
     for tiling in tilings(config.optimizer):
         asked += dict.fromkeys(tiling.split_axes(layout, mesh) for layout in layouts.values())
-    replicas = list(dict.fromkeys(layout.replicas for layout in layouts.values()))
+    replicas = list(dict.fromkeys(layout.partial_axes for layout in layouts.values()))
     found = [RankPartition(_named(mesh, axes), list(mesh.groups(axes))) for axes in [*asked, *replicas]]
     if config.model.experts and config.moe.dispatch == "alltoall":
         found += level_divisions(mesh, "ep")
@@ -59,7 +59,7 @@ def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout
 def state_divisions(mesh: Mesh, layouts: Mapping[str, Layout], options: StateConfig) -> list[RankPartition]:
     """Those among which parameters of these layouts and what belongs to them are sharded, and copies of shards summed."""
     found = []
-    for axes in dict.fromkeys(layout.replicas for layout in layouts.values()):
+    for axes in dict.fromkeys(layout.partial_axes for layout in layouts.values()):
         *steps, copies = divisions(mesh, axes, options)
         name = _named(mesh, axes)
         found += [RankPartition(f"shards {number} of {name}", parts) for number, parts in enumerate(steps, start=1)]

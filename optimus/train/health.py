@@ -29,8 +29,8 @@ class Hangs(Hook):
     def before_training(self, run: Run) -> None:
         world = run.groups.world
         self._run, self._rank = run, run.groups.rank
-        self._names = world.collect(self._node)
-        self._folder = meeting_place(run.folder, world.tell(uuid.uuid4().hex))
+        self._names = world.all_gather_object(self._node)
+        self._folder = meeting_place(run.folder, world.broadcast_object(uuid.uuid4().hex))
         hang = run.config.resilience.hang
         self._dog = Watchdog(run.groups.recorder, self._folder, world.ranks, self._rank, hang, self._end)
 
@@ -87,7 +87,7 @@ class SlowRanks(Hook):
         self._steps.append(run.step_seconds - run.waited_seconds)
         if run.step % WINDOW:
             return
-        told = run.groups.world.collect((statistics.median(self._steps), self._node))
+        told = run.groups.world.all_gather_object((statistics.median(self._steps), self._node))
         self._steps.clear()
         seconds = {rank: own for rank, (own, _) in enumerate(told)}
         peers = list(run.groups.mesh.groups(("dp", "cp", "tp")))  # those of a stage compute alike

@@ -67,7 +67,7 @@ class Interrupt(Hook):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         if run.groups.world.any(self._signalled > 0, run.device) and run.step < run.last_step:
-            run.stopped_by = max(run.groups.world.collect(self._signalled))
+            run.stopped_by = max(run.groups.world.all_gather_object(self._signalled))
             if self._speaks and not self._signalled:
                 say_at_once("another rank was told to end: saving")
 
@@ -269,7 +269,9 @@ class PipelineTimeline(Hook):
         offset = time.time() - time.perf_counter()  # nodes have one time of day, but each its own counter
         trace = [each._replace(start=each.start + offset, end=each.end + offset) for each in run.model.trace]
         pipeline = run.groups.along("pp")
-        events = [Event(rank, *each) for rank, theirs in enumerate(pipeline.collect(trace)) for each in theirs]
+        events = [
+            Event(rank, *each) for rank, theirs in enumerate(pipeline.all_gather_object(trace)) for each in theirs
+        ]
         if run.groups.rank == 0:
             path = run.folder / "timeline.json"
             with naming_disk_errors(path, "Make room or leave observe.timeline away"):

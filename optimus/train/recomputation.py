@@ -22,9 +22,9 @@ def find_recomputation(config: RunConfig, groups: Groups, itemsize: int, free: i
     if config.recompute != ["auto"]:
         return Recomputation(tuple(config.recompute), config.recompute_every), None
     if config.recompute_budget is None:
-        free = min(groups.world.collect(free))
+        free = min(groups.world.all_gather_object(free))
     chosen, activations, budget = chosen_recomputation(config, groups.mesh, itemsize, free)
-    sizes = f"keeps {_mib(activations.kept)} of activations of a microbatch, {_mib(activations.peak)} at the peak"
+    sizes = f"keeps {_mib(activations.saved)} of activations of a microbatch, {_mib(activations.peak)} at the peak"
     return chosen, f"recompute: auto takes {chosen}, which {sizes}, of {_mib(budget)}"
 
 

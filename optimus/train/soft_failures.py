@@ -30,7 +30,7 @@ class SoftFailures(Hook):
         if math.isfinite(result.loss) and math.isfinite(result.grad_norm):
             return
         events = EventLog(run.folder)
-        told = run.groups.world.collect((*_origin(run), self._node))
+        told = run.groups.world.all_gather_object((*_origin(run), self._node))
         earlier = run.groups.world.on_first(lambda: [event for event in events.read() if _SIGN in event["detail"]])
         # Damaged parameters that others gather are where theirs come from.
         damaged = any(of_parameters for _, of_parameters, _ in told)
@@ -55,7 +55,7 @@ class SoftFailures(Hook):
 def _origin(run: Run) -> tuple[str | None, bool]:
     """Where what is not finite left this rank, if it began here; and whether that is its own part of the parameters."""
     origin = run.groups.origin()
-    parts = [part for chunk in run.state.chunks for part in (chunk.master, chunk.own)]
+    parts = [part for chunk in run.state.chunks for part in (chunk.master, chunk.compute_shard)]
     if all(bool(torch.isfinite(part.sum(dtype=torch.float32))) for part in parts):
         return origin, False
     return "parameters of its own", True

@@ -45,7 +45,7 @@ class TuneMatmuls(Hook):
             return
         self._forms.measuring = False
         together: Seconds = {}
-        ranks = run.groups.world.collect((self._forms.seconds, self._forms.measured))
+        ranks = run.groups.world.all_gather_object((self._forms.seconds, self._forms.measured))
         for seconds, _ in reversed(ranks):
             together |= seconds
         self._forms.choose(together)

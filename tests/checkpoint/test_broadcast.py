@@ -40,7 +40,7 @@ def loaded(path: Path, send: Send) -> tuple[int, dict[str, Tensor]]:
     return max(chunk.plan.size for chunk in steps.state.chunks), {
         f"{kind}.{slot.name}": part[slot.start : slot.end].view(slot.shape).clone()
         for chunk in steps.state.chunks
-        for kind, part in chunk.kept.items()
+        for kind, part in chunk.saved_buffers.items()
         for slot in chunk.plan.slots
     }
 

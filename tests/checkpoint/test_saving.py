@@ -315,7 +315,7 @@ def fail_and_go_on(run: Path, where: str, culprit: int, beside: bool, kind: str)
         setattr(place, name, right)
     left = sorted(path.name for path in (run / "checkpoints").iterdir()) if dist.get_rank() == 0 else []
     assert saver.poll() == saver.finish() == []
-    state.groups.world.collect(None)
+    state.groups.world.all_gather_object(None)
     expected = whole_state(state)
     saver.save(full(run, 3))
     update(state)

@@ -52,9 +52,9 @@ LAYOUTS = {
     "norm": Layout((6,)),
     "embedding": Layout((13, 6), ((0, "tp_out"), (1, "tp_in")), uneven=(0,)),
     "qkv": Layout((3, 8, 6), ((1, "tp_out"), (2, "tp_in"))),
-    "experts": Layout((4, 5, 8), ((0, "ep"), (2, "etp")), replicas=("edp",)),
+    "experts": Layout((4, 5, 8), ((0, "ep"), (2, "etp")), partial_axes=("edp",)),
     "head": Layout((15, 6), ((0, "pp"), (0, "tp_out"), (1, "tp_in")), uneven=(0,)),
-    "router": Layout((4, 6), replicas=("dp", "cp", "tp_in", "tp_out")),
+    "router": Layout((4, 6), partial_axes=("dp", "cp", "tp_in", "tp_out")),
     "scale": Layout(()),
 }
 MESHES = [
@@ -107,7 +107,7 @@ def test_parts_tile_every_tensor(mesh: Mesh, options: dict[str, object]) -> None
     kept = {name: torch.zeros(layout.shape, dtype=torch.int) for name, layout in LAYOUTS.items()}
     for rank in range(mesh.size):
         for plan in plan_chunks(LAYOUTS, mesh, rank, state, recipe()):
-            for slice_ in slices(plan, "model", filled(plan)[plan.part]):
+            for slice_ in slices(plan, "model", filled(plan)[plan.shard]):
                 put(slice_, counted)
             whole = {name: torch.zeros(layout.shape, dtype=torch.int) for name, layout in LAYOUTS.items()}
             for slice_ in slices(plan, "model", filled(plan)):  # a buffer of the whole chunk
@@ -118,7 +118,7 @@ def test_parts_tile_every_tensor(mesh: Mesh, options: dict[str, object]) -> None
             assert sum(int(each.sum()) for each in whole.values()) == sum(slot.end - slot.start for slot in plan.slots)
     plans = {slot.name: plan for plan in plan_chunks(LAYOUTS, mesh, 0, state, recipe()) for slot in plan.slots}
     for name, times in counted.items():
-        assert (times * plans[name].parts == kept[name]).all(), name
+        assert (times * plans[name].shard_count == kept[name]).all(), name
         assert (times > 0).all(), name
 
 
@@ -128,7 +128,7 @@ def test_slices_are_capped(longest: int) -> None:
     state = StateConfig(shard="optimizer")
     for rank in range(mesh.size):
         for plan in plan_chunks(LAYOUTS, mesh, rank, state, recipe()):
-            part = filled(plan)[plan.part]
+            part = filled(plan)[plan.shard]
             found = [*slices(plan, "model", part, longest)]
             assert all(0 < slice_.tensor.numel() <= longest for slice_ in found)
             together = torch.cat([torch.arange(0), *(slice_.tensor.flatten() for slice_ in found)])

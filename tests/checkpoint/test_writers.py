@@ -80,14 +80,14 @@ def on_stage(layouts: dict[str, Layout], mesh: Mesh, rank: int) -> dict[str, Lay
     stage, last = mesh.coordinate(rank, "pp"), mesh.pp - 1
     found = {}
     for name, layout in layouts.items():
-        divided = "ends" in layout.same or (0, "pp") in layout.splits
+        divided = "embedding" in layout.replicated_axes or (0, "pp") in layout.sharded_dims
         if name.startswith("blocks."):
             here = int(name.split(".")[1]) * mesh.pp // 2 == stage or mesh.pp == 1
         elif name.startswith("embedding"):
-            here = stage == 0 or (stage == last and "ends" in layout.same)
+            here = stage == 0 or (stage == last and "embedding" in layout.replicated_axes)
         else:
             here = stage == last
-        if here or (divided and "ends" not in layout.same):
+        if here or (divided and "embedding" not in layout.replicated_axes):
             found[name] = layout
     return found
 
@@ -98,7 +98,7 @@ Element = tuple[str, tuple[tuple[int, int], ...], int, int]
 def parts(plan: ChunkPlan) -> Iterator[Element]:
     """What a rank keeps of each of a chunk's parameters: the name, the region, and from where to where in it."""
     for slot in plan.slots:
-        start, end = max(slot.start, plan.part.start), min(slot.end, plan.part.stop)
+        start, end = max(slot.start, plan.shard.start), min(slot.end, plan.shard.stop)
         if start < end:
             region = tuple((part.start, part.stop) for part in slot.region)
             yield slot.name, region, start - slot.start, end - slot.start

@@ -191,13 +191,13 @@ def unlike_groups() -> tuple[list[list[int]], list[tuple[list[int], float]]]:
 
     with mock.patch.object(dist, "new_group", noted):
         mesh = Mesh(pp=4, dp=2)
-        along = {axis: list(mesh.groups((axis,))) for axis in ("ends", "dp", "pp")}
-        shared = [RankPartition("", parts) for parts in [DIVISIONS[0], along["ends"], *DIVISIONS[1:], along["dp"]]]
+        along = {axis: list(mesh.groups((axis,))) for axis in ("embedding", "dp", "pp")}
+        shared = [RankPartition("", parts) for parts in [DIVISIONS[0], along["embedding"], *DIVISIONS[1:], along["dp"]]]
         groups = Groups(
-            mesh, divisions=[*shared, *(RankPartition("", along[axis], apart=2) for axis in ("pp", "ends"))]
+            mesh, divisions=[*shared, *(RankPartition("", along[axis], apart=2) for axis in ("pp", "embedding"))]
         )
-        asked = [groups.dividing(DIVISIONS[0]), groups.along("ends"), *map(groups.dividing, DIVISIONS[1:])]
-        asked += [groups.along("dp"), *groups.apart(2, "pp"), *groups.apart(2, "ends"), groups.world]
+        asked = [groups.dividing(DIVISIONS[0]), groups.along("embedding"), *map(groups.dividing, DIVISIONS[1:])]
+        asked += [groups.along("dp"), *groups.apart(2, "pp"), *groups.apart(2, "embedding"), groups.world]
     sums = []
     for group in asked:
         total = torch.tensor([float(groups.rank)])

@@ -46,7 +46,7 @@ def test_groups_differ_on_their_axes_only(mesh: Mesh, axes: tuple[str, ...]) -> 
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("axes", [("ends",), ("ends", "tp_out")])
+@pytest.mark.parametrize("axes", [("embedding",), ("embedding", "tp_out")])
 def test_groups_along_both_ends_leave_the_stages_between_alone(mesh: Mesh, axes: tuple[str, ...]) -> None:
     groups = list(mesh.groups(axes))
     assert sorted(itertools.chain(*groups)) == list(range(mesh.size))
@@ -117,21 +117,21 @@ def test_impossible_sizes_name_the_product_and_the_nearest() -> None:
 
 def test_regions_tile_the_parameter() -> None:
     mesh = Mesh(dp=4, ep=2, tp=1)
-    experts = Layout((6, 4, 3), splits=((0, "ep"),), replicas=("edp",))
+    experts = Layout((6, 4, 3), sharded_dims=((0, "ep"),), partial_axes=("edp",))
     assert experts.local_shape(mesh) == (3, 4, 3)
     for rank in range(4):
         start = 3 * mesh.coordinate(rank, "ep")
         assert experts.region(mesh, rank) == (slice(start, start + 3), slice(0, 4), slice(0, 3))
     assert Layout((5, 2)).local_shape(mesh) == (5, 2)
     with pytest.raises(UserError, match=r"dim 0 of a parameter of shape \[5, 2\] cannot be split over ep 2"):
-        Layout((5, 2), splits=((0, "ep"),)).region(mesh, 0)
+        Layout((5, 2), sharded_dims=((0, "ep"),)).region(mesh, 0)
 
 
 @pytest.mark.parametrize("size", [6, 7, 8, 11, 12, 65])
 def test_uneven_parts_differ_by_one(size: int) -> None:
     """In the order of the ranks, and the first rank's is the largest."""
     mesh = Mesh(pp=2, tp=6, tp_in=2)
-    layout = Layout((size, 4), splits=((0, "pp"), (0, "tp_out"), (1, "tp_in")), uneven=(0,))
+    layout = Layout((size, 4), sharded_dims=((0, "pp"), (0, "tp_out"), (1, "tp_in")), uneven=(0,))
     regions = [layout.region(mesh, rank) for rank in range(mesh.size)]
     for columns in (slice(0, 2), slice(2, 4)):
         rows = [region[0] for region in regions if region[1] == columns]
@@ -139,4 +139,4 @@ def test_uneven_parts_differ_by_one(size: int) -> None:
         assert {each.stop - each.start for each in rows} <= {size // 6, -(-size // 6)}
     assert layout.local_shape(mesh) == (-(-size // 6), 2)
     with pytest.raises(UserError, match=r"dim 1 of a parameter of shape \[7, 5\] cannot be split over tp_in 2"):
-        Layout((7, 5), layout.splits, uneven=(0,)).region(mesh, 0)
+        Layout((7, 5), layout.sharded_dims, uneven=(0,)).region(mesh, 0)

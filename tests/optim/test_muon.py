@@ -110,6 +110,6 @@ def test_a_matrix_in_parts_is_updated_as_the_whole() -> None:
         assert function(all_NRC[:0]).shape == (0, 16, 48)  # where there are more ranks than matrices
         return function(all_NRC)[..., 16:32]
 
-    RULE.update(OptimizerStep(1, 0.01), Tile(part_NRC, part, [torch.zeros_like(part)], whole=gathered))
+    RULE.update(OptimizerStep(1, 0.01), Tile(part_NRC, part, [torch.zeros_like(part)], matrix_function=gathered))
     RULE.update(OptimizerStep(1, 0.01), Tile(whole_NRC, gradient_NRC, [torch.zeros_like(whole_NRC)]))
     torch.testing.assert_close(part_NRC, whole_NRC[..., 16:32], rtol=0, atol=1e-6)

@@ -31,18 +31,18 @@ def test_without_tensor_parallelism_what_is_not_expert_is_whole_everywhere() -> 
         for name, layout in layouts(config).items():
             if ".experts." not in name:
                 assert layout.local_shape(mesh) == layout.shape
-                assert mesh.group(5, layout.replicas) == list(range(8)), name
+                assert mesh.group(5, layout.partial_axes) == list(range(8)), name
 
 
 def test_experts_are_split_over_the_expert_axes_alone() -> None:
     found = layouts(EXPERTS)
-    expert_axes = {name for name, layout in found.items() if {"ep", "etp"} & {axis for _, axis in layout.splits}}
+    expert_axes = {name for name, layout in found.items() if {"ep", "etp"} & {axis for _, axis in layout.sharded_dims}}
     assert expert_axes == {f"blocks.{i}.moe.experts.{name}" for i in range(2) for name in ("gate_up", "down")}
     for name in expert_axes:
-        assert found[name].splits == ((0, "ep"), (2, "etp"))  # of each expert the intermediate columns
-        assert found[name].replicas == ("edp",)
-        assert found[name].same == ()
-    assert all(found[name].replicas[:2] == ("dp", "cp") for name in found.keys() - expert_axes)
+        assert found[name].sharded_dims == ((0, "ep"), (2, "etp"))  # of each expert the intermediate columns
+        assert found[name].partial_axes == ("edp",)
+        assert found[name].replicated_axes == ()
+    assert all(found[name].partial_axes[:2] == ("dp", "cp") for name in found.keys() - expert_axes)
 
 
 def test_projections_alternate_between_the_axes_of_the_grid() -> None:
@@ -67,13 +67,18 @@ def test_every_axis_of_the_dense_view_splits_sums_or_repeats(sequence: bool, dup
     found = layouts(EXPERTS, sequence=sequence, duplicates=duplicates)
     for name, layout in found.items():
         if ".experts." not in name:
-            axes = [axis for _, axis in layout.splits] + list(layout.replicas) + list(layout.same)
+            axes = [axis for _, axis in layout.sharded_dims] + list(layout.partial_axes) + list(layout.replicated_axes)
             assert sorted(axes) == ["cp", "dp", "tp_in", "tp_out"], name
     rows = ("tp_out",) if sequence else ()
-    assert all(found[f"{norm}.weight"].replicas == ("dp", "cp", *rows) for norm in ("final_norm", "blocks.0.mlp_norm"))
+    assert all(
+        found[f"{norm}.weight"].partial_axes == ("dp", "cp", *rows) for norm in ("final_norm", "blocks.0.mlp_norm")
+    )
     tokens = () if duplicates else ("tp_in", "tp_out")
-    assert found["blocks.0.moe.router.weight"].replicas == ("dp", "cp", *tokens)
-    assert found["blocks.0.attention.q_norm.weight"].replicas == ("dp", "cp")  # its rows are those of the heads: all
+    assert found["blocks.0.moe.router.weight"].partial_axes == ("dp", "cp", *tokens)
+    assert found["blocks.0.attention.q_norm.weight"].partial_axes == (
+        "dp",
+        "cp",
+    )  # its rows are those of the heads: all
 
 
 def test_each_rank_has_its_experts() -> None:
@@ -81,20 +86,20 @@ def test_each_rank_has_its_experts() -> None:
     mesh = Mesh(dp=8, ep=4)
     assert layout.local_shape(mesh) == (2, 32, 24)
     assert [layout.region(mesh, rank)[0] for rank in range(8)] == 2 * [slice(2 * i, 2 * i + 2) for i in range(4)]
-    assert mesh.group(1, layout.replicas) == [1, 5]
+    assert mesh.group(1, layout.partial_axes) == [1, 5]
 
 
 def test_without_expert_ranks_all_data_ranks_hold_all_experts() -> None:
     layout = layouts(EXPERTS)["blocks.1.moe.experts.gate_up"]
     mesh = Mesh(dp=4)
     assert layout.local_shape(mesh) == layout.shape == (8, 2, 24, 32)
-    assert mesh.group(2, layout.replicas) == mesh.group(2, ("dp", "cp"))
+    assert mesh.group(2, layout.partial_axes) == mesh.group(2, ("dp", "cp"))
 
 
 def test_a_layer_alone_has_layouts_too() -> None:
     with torch.device("meta"):
         layer = MoeLayer(hidden=8, intermediate=4, experts=6, experts_per_token=2, routing="learned")
-    assert {name for name, layout in parameter_layouts(layer).items() if layout.splits} == {
+    assert {name for name, layout in parameter_layouts(layer).items() if layout.sharded_dims} == {
         "experts.gate_up",
         "experts.down",
     }

@@ -76,5 +76,5 @@ def test_other_ranks_have_what_this_one_has() -> None:
     gathered = torch.empty(8, dtype=torch.int64)
     group.all_gather(gathered, torch.tensor([5, 6]))
     assert gathered.tolist() == [5, 6] * 4
-    assert group.collect("mine") == ["mine"] * 4
+    assert group.all_gather_object("mine") == ["mine"] * 4
     assert group.all_to_all(shape(6, 2), [3, 1, 2, 0], [3] * 4).shape == (12, 2)

@@ -171,7 +171,7 @@ def model_on_a_grid(name: str, grid: tuple[int, int], sequence: bool) -> tuple[T
     keep_own(model, sequence, groups)
     logits_BSV, loss, gradients = trained(model)
     for key, gradient in gradients.items():
-        groups.along(*layouts[key].replicas).all_reduce(gradient)
+        groups.along(*layouts[key].partial_axes).all_reduce(gradient)
     return logits_BSV, loss, gradients
 
 

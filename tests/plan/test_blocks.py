@@ -10,8 +10,8 @@ from optimus.config.load import model_config_from
 from optimus.mesh import Mesh
 from optimus.model.count import count_parameters, flops_per_token
 from optimus.plan.blocks import Projection, blocks_of
-from optimus.plan.held import held_by, kinds_of
 from optimus.plan.machine import load_machine
+from optimus.plan.parameter_groups import kinds_of, parameter_groups
 from optimus.plan.search import search
 from optimus.plan.step import counts_of, step_time
 from optimus.plan.work import Work
@@ -57,7 +57,7 @@ def test_parameters_and_state_are_those_that_are_counted(name: str) -> None:
     model = MODELS[name]
     (counts,), parameters = counts_of(model, (range(model.layers),)), count_parameters(model).total
     asked = job(model, MACHINE, Mesh(), 512, 1, 8, PLAIN)
-    assert sum(held.elements for held in held_by(kinds_of(asked), asked, counts)) == parameters
+    assert sum(held.elements for held in parameter_groups(kinds_of(asked), asked, counts)) == parameters
     parts = framework_memory(asked, PLAIN).parts
     assert sum(parts[kind] for kind in ("parameters", "gradients", "optimizer")) == 16 * parameters
 

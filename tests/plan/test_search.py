@@ -11,7 +11,7 @@ from optimus.config.load import model_config_from, resolve_model
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.plan.asking import configured
-from optimus.plan.divisions import bases
+from optimus.plan.divisions import candidates
 from optimus.plan.fitting import placements, recomputations, sharded
 from optimus.plan.job import Job, job_of
 from optimus.plan.links import even
@@ -54,10 +54,10 @@ def everything(asked: Job) -> list[Plan]:
     """Every layout that fits, the fastest first."""
     layouts = [
         placed
-        for base in bases(asked.undivided)
-        for shard, width in sharded(base.job)
+        for candidate in candidates(asked.undivided)
+        for shard, width in sharded(candidate.job)
         for recompute in recomputations(asked.model)
-        for placed in placements(changed(base.job, shard=shard, shard_ranks=width, recompute=recompute))
+        for placed in placements(changed(candidate.job, shard=shard, shard_ranks=width, recompute=recompute))
     ]
     fitting = [layout for layout in layouts if memory_of(layout).total <= room_of(asked.machine)]
     return sorted(map(predict, fitting), key=lambda plan: plan.step.seconds)
@@ -123,11 +123,11 @@ def test_a_small_memory_is_met_by_sharding_and_recomputation() -> None:
 def test_a_bound_is_never_above_what_is_predicted(shares: dict[str, float]) -> None:
     for model in (DENSE, SPARSE):
         asked = question(model, **shares)
-        ways = list(bases(asked.undivided))
-        for base in random.Random(0).sample(ways, min(60, len(ways))):
-            for placed in placements(base.job):
-                least = least_time(placed, base.division.work)
-                assert base.bound <= least * (1 + 1e-9)
+        ways = list(candidates(asked.undivided))
+        for candidate in random.Random(0).sample(ways, min(60, len(ways))):
+            for placed in placements(candidate.job):
+                least = least_time(placed, candidate.division.work)
+                assert candidate.bound <= least * (1 + 1e-9)
                 assert least <= predict(placed).step.seconds * (1 + 1e-9), placed
 
 
@@ -167,8 +167,10 @@ def test_stages_side_by_side_send_on_the_node_and_reduce_between_nodes() -> None
 
 
 def _thin(network: float, links: list[list[float]] | None = None) -> Machine:
-    base = machine()
-    return base.model_copy(update={"network": base.network.model_copy(update={"bandwidth": network, "links": links})})
+    candidate = machine()
+    return candidate.model_copy(
+        update={"network": candidate.network.model_copy(update={"bandwidth": network, "links": links})}
+    )
 
 
 def clusters(kinds: list[int], near: float = 1e11, far: float = 1e9) -> list[list[float]]:

@@ -191,7 +191,7 @@ def train_stopping(config: dict[str, Any], plan: Sequence[tuple[int, str, int]],
     steps.train()  # makes connections
     began = time.perf_counter()
     steps.train()
-    limit = 0.3 + 4 * max(world.collect(time.perf_counter() - began))
+    limit = 0.3 + 4 * max(world.all_gather_object(time.perf_counter() - began))
     for number, (rank, where, block) in enumerate(plan):
         stop = Stop(steps.groups.rank, world.size, folder / f"{number}")
 
@@ -206,7 +206,7 @@ def train_stopping(config: dict[str, Any], plan: Sequence[tuple[int, str, int]],
             stop_in(steps.blocks[block % len(steps.blocks)], where, stop)
         steps.train()
         dog.stop()
-        world.collect(None)
+        world.all_gather_object(None)
     return found
 
 

@@ -28,17 +28,17 @@ class Plain(UpdateRule):
 @pytest.mark.parametrize(("place", "event"), [*itertools.product(get_args(BufferStatus), get_args(BufferEvent))])
 def test_transitions(place: BufferStatus, event: BufferEvent, stays: bool) -> None:
     held = ManagedBuffer(torch.ones(4), "gradients", stays=stays)
-    held.place = place
+    held.status = place
     if place == "absent" and not stays:
         held.tensor.untyped_storage().resize_(0)
     if (place, event) not in TRANSITIONS:
         with pytest.raises(RuntimeError, match=rf"{event} of gradients that are {place}"):
             held.go(event)
-        assert held.place == place
+        assert held.status == place
         return
     held.go(event)
-    assert held.place == TRANSITIONS[place, event]
-    assert held.tensor.untyped_storage().nbytes() == (0 if held.place == "absent" and not stays else 16)
+    assert held.status == TRANSITIONS[place, event]
+    assert held.tensor.untyped_storage().nbytes() == (0 if held.status == "absent" and not stays else 16)
     if event == "open":
         assert held.tensor.tolist() == ([0] * 4 if place == "absent" else [1] * 4)
 
@@ -85,7 +85,7 @@ def test_parts_lie_within_parts() -> None:
         assert [len(whole[extent]) for extent in extents] == [256, 128, 64, 32]
         for depth, part in itertools.combinations(range(4), 2):
             assert whole[extents[depth]][plan.within(depth, part)] == whole[extents[part]]
-        found += whole[plan.part]
+        found += whole[plan.shard]
     assert sorted(found) == list(whole)
 
 
@@ -93,9 +93,9 @@ def test_what_a_chunk_has() -> None:
     kinds = [(each.kind, each.depth, each.residency) for each in buffers(Depths(1, 2, 3), BF16, FP32, ADAMW)]
     assert kinds == [
         ("parameters", 0, "use"),
-        ("parameters.part", 1, "device"),
+        ("parameters.shard", 1, "device"),
         ("gradients", 0, "use"),
-        ("gradients.part", 2, "device"),
+        ("gradients.shard", 2, "device"),
         ("master", 3, "device"),
         ("adamw.m", 3, "device"),
         ("adamw.v", 3, "device"),

@@ -62,8 +62,8 @@ def test_the_step_does_not_depend_on_the_tile(compute: torch.dtype, gradient: to
         for step in (1, 2):
             tiled.step(OptimizerStep(step, 1e-2, 0.5), tile=tile)
         assert torch.equal(whole.parameter, tiled.parameter), tile
-        for kind, buffer in whole.kept.items():
-            assert torch.equal(buffer, tiled.kept[kind]), (tile, kind)
+        for kind, buffer in whole.saved_buffers.items():
+            assert torch.equal(buffer, tiled.saved_buffers[kind]), (tile, kind)
     assert torch.equal(whole.parameter, whole.master.to(compute))
     assert not torch.equal(whole.master, filled(compute, gradient).master)
     assert torch.equal(whole.gradient, filled(compute, gradient).gradient)  # scaled in the tile, not in place

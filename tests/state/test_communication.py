@@ -142,9 +142,9 @@ def test_bytes_at_rest_are_those_of_the_formulas(shard: str, expert: int, over: 
     for rank, (_, plans, found) in enumerate(run_ranks(stepped, 4, config_of(4, expert=expert, **state), 2)):
         expected = 0.0
         for plan in plans:
-            experts_only = plan.replicas == ("edp",)
+            experts_only = plan.partial_axes == ("edp",)
             n = 4 // expert if experts_only or over == "data" else 4
-            assert plan.parts == (n if shard != "none" else 1)
+            assert plan.shard_count == (n if shard != "none" else 1)
             whole, part = {"none": (16, 0), "optimizer": (4, 12), "gradients": (2, 14), "parameters": (0, 16)}[shard]
             expected += whole * plan.size + part * plan.size / n
         assert sum(found.values()) == expected
@@ -173,7 +173,7 @@ def test_epso_holds_the_state_of_what_is_not_expert_once() -> None:
     moments = {}
     for over, config in tree.items():
         plans = plan_chunks(layouts, mesh_of(config, 4), 0, config.state, recipe())
-        moments[over] = bytes_by_kind([plan for plan in plans if plan.replicas != ("edp",)])
+        moments[over] = bytes_by_kind([plan for plan in plans if plan.partial_axes != ("edp",)])
     assert moments["data"]["moments"] / moments["replicas"]["moments"] == pytest.approx(4, rel=0.01)
 
 

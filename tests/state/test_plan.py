@@ -138,7 +138,7 @@ def test_shard_ranks_that_do_not_divide() -> None:
 )
 def test_more_shard_ranks_than_replicas_are_refused(mesh: Mesh, options: dict[str, str], most: int) -> None:
     """They were taken for all, without a word."""
-    layouts = {"dense": Layout((8, 8)), "experts": Layout((8, 8), ((0, "ep"),), replicas=("edp",))}
+    layouts = {"dense": Layout((8, 8)), "experts": Layout((8, 8), ((0, "ep"),), partial_axes=("edp",))}
     for wanted in (None, 1, most):
         check_shard_ranks(layouts, mesh, StateConfig(shard="optimizer", shard_ranks=wanted, **options))
     with pytest.raises(
@@ -158,8 +158,8 @@ def test_experts_have_chunks_of_their_own_where_their_replicas_differ() -> None:
     plans = plan_chunks(LAYOUTS, MESH, 3, StateConfig(shard="optimizer"), recipe())
     assert [[slot.name for slot in plan.slots] for plan in plans] == [["a", "b"], ["experts"]]
     dense, experts = plans
-    assert (dense.shard_steps, dense.copies) == ((ShardStep(8, 3),), 1)
-    assert (experts.shard_steps, experts.copies) == ((ShardStep(4, 1),), 1)
+    assert (dense.shard_steps, dense.replica_count) == ((ShardStep(8, 3),), 1)
+    assert (experts.shard_steps, experts.replica_count) == ((ShardStep(4, 1),), 1)
     assert experts.slots[0].region == (slice(2, 4), slice(0, 32), slice(0, 8))
     (together,) = plan_chunks(LAYOUTS, Mesh(dp=8), 3, StateConfig(shard="optimizer"), recipe())  # all are held by all
     assert [slot.name for slot in together.slots] == ["a", "experts", "b"]
@@ -198,8 +198,8 @@ def test_chunks_lie_alike_whatever_part_a_rank_has(options: dict[str, Any]) -> N
     """Ranks with smaller parts of one parameter have the same chunks as the others, or could not share other parameters."""
     layouts = {
         "embedding": Layout((7, 33), ((0, "tp_out"),), uneven=(0,)),
-        "experts": Layout((2, 40), replicas=("edp",)),
-        "norm": Layout((33,), replicas=("dp", "cp", "tp_out")),
+        "experts": Layout((2, 40), partial_axes=("edp",)),
+        "norm": Layout((33,), partial_axes=("dp", "cp", "tp_out")),
         "head": Layout((7, 33), ((0, "tp_out"),), uneven=(0,)),
     }
     mesh = Mesh(dp=2, tp=3)
@@ -208,7 +208,12 @@ def test_chunks_lie_alike_whatever_part_a_rank_has(options: dict[str, Any]) -> N
     ]
 
     def lie(plan: ChunkPlan) -> list[Any]:
-        return [plan.length, plan.parts, plan.copies, *((slot.name, slot.start, slot.limit) for slot in plan.slots)]
+        return [
+            plan.length,
+            plan.shard_count,
+            plan.replica_count,
+            *((slot.name, slot.start, slot.limit) for slot in plan.slots),
+        ]
 
     assert all([lie(plan) for plan in each] == [lie(plan) for plan in plans[0]] for each in plans)
     ends = {slot.end - slot.start for each in plans for plan in each for slot in plan.slots if slot.name == "embedding"}

@@ -67,11 +67,11 @@ def sent(config: dict[str, Any]) -> tuple[dict[str, int], int, int]:
         state.step(1e-2, 1.0)
         state.finish()
     of_blocks = sum(
-        min(slot.end, chunk.plan.part.stop) - max(slot.start, chunk.plan.part.start)
+        min(slot.end, chunk.plan.shard.stop) - max(slot.start, chunk.plan.shard.start)
         for chunk in state.chunks
         for slot in chunk.plan.slots
         if slot.name in chunk._blocks
-        if slot.start < chunk.plan.part.stop and chunk.plan.part.start < slot.end
+        if slot.start < chunk.plan.shard.stop and chunk.plan.shard.start < slot.end
     )
     return dict(traffic.bytes), sum(chunk.plan.size for chunk in state.chunks), of_blocks
 

@@ -90,7 +90,7 @@ class AllToAllDispatch:
             return reduce_from_group(
                 experts(copy_to_group(x_RH, self.parts), copy_to_group(weights_RK, self.parts), local_RK), self.parts
             )
-        rows = cached(lambda: self.parts.collect(len(x_RH)), self.parts)
+        rows = cached(lambda: self.parts.all_gather_object(len(x_RH)), self.parts)
         given = [all_gather_uneven_rows(rows_R, rows, self.parts) for rows_R in (x_RH, weights_RK, local_RK)]
         return reduce_scatter_uneven_rows(experts(*given), rows, self.parts)
 

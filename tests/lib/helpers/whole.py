@@ -16,13 +16,13 @@ def whole_state(state: ModelState, *, everywhere: bool = True) -> dict[str, Tens
     own = [
         slice_._replace(tensor=slice_.tensor.detach().cpu().clone())
         for chunk in written_here(state, scattered=False)
-        for kind, part in chunk.kept.items()
+        for kind, part in chunk.saved_buffers.items()
         for slice_ in slices(chunk.plan, kind, part)
     ]
     if state.buffers and state.team.rank == 0:
         own += whole_slices((name, buffer.cpu().clone()) for name, buffer in state.buffers.items())
     world = state.groups.world
-    collected = world.collect(own) if everywhere else world.collect_on_first(own)
+    collected = world.all_gather_object(own) if everywhere else world.gather_object(own)
     found: dict[str, Tensor] = {}
     for slice_ in (slice_ for theirs in collected or [] for slice_ in theirs):
         whole = found.setdefault(slice_.key, torch.full(slice_.shape, torch.nan, dtype=slice_.tensor.dtype))

@@ -232,7 +232,7 @@ def model_on_a_rank(mesh: Mesh, kind: Kind, recomputed: list[str]) -> tuple[floa
         setattr(model.get_submodule(owner), leaf, nn.Parameter(local))
     loss, gradients = losses_and_gradients(model, SEQUENCES.chunk(mesh.size)[groups.rank])
     for name, gradient in gradients.items():
-        groups.along(*layouts[name].replicas).all_reduce(gradient)
+        groups.along(*layouts[name].partial_axes).all_reduce(gradient)
     return loss, gradients
 
 

@@ -29,7 +29,7 @@ Where = int | Literal["blocks", "first", "last", "tied", "every"]
 _Key = tuple[tuple[str, ...], Rule]  # the axes of those that hold the same, and the update rule
 
 
-class Kind(NamedTuple):
+class ParameterKind(NamedTuple):
     """A parameter of this layout, and where it is; `share` of those that are alike have this update rule."""
 
     where: Where
@@ -38,7 +38,7 @@ class Kind(NamedTuple):
     share: float
 
 
-class Kinds(tuple[Kind, ...]):
+class Kinds(tuple[ParameterKind, ...]):
     """The kinds of a model's parameters: one object for the same layouts, so that it is found without reading all of it."""
 
     __slots__ = ()
@@ -48,7 +48,7 @@ class Kinds(tuple[Kind, ...]):
         return self is other
 
 
-class Whole(NamedTuple):
+class MatrixGroup(NamedTuple):
     """So many matrices of parameters alike, each of which has `together` of them; ranks along `axes` have blocks of each."""
 
     number: float
@@ -64,13 +64,13 @@ class Whole(NamedTuple):
         return self.rows * self.columns / self.blocks
 
 
-class Held(NamedTuple):
+class ParameterGroup(NamedTuple):
     """Parameters that the same ranks hold and one rule updates: how many elements of them this rank has, where those ranks
     lie, and of a rule of matrices which these are."""
 
     elements: float
     rule: Rule
-    matrices: tuple[Whole, ...]
+    matrices: tuple[MatrixGroup, ...]
     replicas: StridedGroup
     steps: tuple[StridedGroup, ...]  # in which replicas share them out (`state.plan.sharing_steps`)
     depths: Depths
@@ -80,23 +80,23 @@ class Held(NamedTuple):
     def after(self, depth: int) -> float:
         """Elements that a rank has after so many steps; of a rule of matrices, the rank that has most."""
         if not self.matrices:
-            return self.elements / self.ways(depth)
-        shards, ways = self.ways(len(self.steps)), self.ways(depth)
+            return self.elements / self.shards(depth)
+        shards, ways = self.shards(len(self.steps)), self.shards(depth)
         return sum(max(_parts(run, self.rule, self.limit, shards, ways)) for run in self.runs)
 
-    def ways(self, depth: int) -> int:
+    def shards(self, depth: int) -> int:
         """Into how many parts they are then shared out."""
         return math.prod(step.size for step in self.steps[:depth])
 
     @property
-    def own(self) -> float:
+    def updated(self) -> float:
         """Elements that a rank updates."""
         return self.after(self.depths.optimizer)
 
     @property
-    def copies(self) -> StridedGroup:
+    def replica_group(self) -> StridedGroup:
         """The ranks that update the same ones."""
-        return self.replicas.outer(self.ways(self.depths.optimizer))
+        return self.replicas.outer(self.shards(self.depths.optimizer))
 
     def moved(self, first: int, last: int) -> Iterator[tuple[float, StridedGroup]]:
         """(elements, the ranks among which they are gathered or scattered) of the steps from `first` to before `last`."""
@@ -114,7 +114,7 @@ def _parts(run: tuple[Piece, ...], rule: Rule, limit: int, shards: int, ways: in
     return sizes
 
 
-def busiest(matrices: Sequence[tuple[float, float]], ranks: int) -> float:
+def max_load(matrices: Sequence[tuple[float, float]], ranks: int) -> float:
     """The most that one of `ranks` takes for so many whole matrices, each at such a cost, about: as many of the mean one as
     any has, and one of the largest at least."""
     number, total = sum(n for n, _ in matrices), sum(n * size for n, size in matrices)
@@ -142,16 +142,16 @@ def _kinds(model: ModelConfig, sequence: bool, vocabulary: bool, rules: Rules) -
         return layers[int(number)] if part == "blocks" else before.get(part, "last")
 
     return Kinds(
-        Kind(where(name), layout, *each)
+        ParameterKind(where(name), layout, *each)
         for (name, layout), those in zip(layouts.items(), rules or (_DEFAULT,) * len(layouts), strict=True)
         for each in those
     )
 
 
-def held_by(kinds: Kinds, job: Job, counts: Mapping[Where, int]) -> list[Held]:
+def parameter_groups(kinds: Kinds, job: Job, counts: Mapping[Where, int]) -> list[ParameterGroup]:
     """What a rank with so many blocks of each kind holds, and whether it has the first and the last stage, by replicas and
     update rule."""
-    found: dict[_Key, tuple[float, list[Whole]]] = {}
+    found: dict[_Key, tuple[float, list[MatrixGroup]]] = {}
     for (where, key), (elements, matrices) in _sums(kinds, job.mesh):
         number = counts.get(where, 0)
         if number:
@@ -165,17 +165,17 @@ def held_by(kinds: Kinds, job: Job, counts: Mapping[Where, int]) -> list[Held]:
     if any(matrices for _, matrices in found.values()):
         runs, limit = _runs(kinds, job.mesh, tuple(counts.items()), state.chunk)
     return [
-        Held(elements, rule, tuple(matrices), *_places(axes, *over), runs.get((axes, rule), ()), limit)
+        ParameterGroup(elements, rule, tuple(matrices), *_places(axes, *over), runs.get((axes, rule), ()), limit)
         for (axes, rule), (elements, matrices) in found.items()
     ]
 
 
-def written(held: Iterable[Held], size: Callable[[Rule], float], *, scattered: bool) -> float:
+def written(held: Iterable[ParameterGroup], size: Callable[[Rule], float], *, scattered: bool) -> float:
     """Bytes that a rank writes into a checkpoint of `size` bytes per element: with `scattered` the ranks that hold the same
     take turns."""
     found = defaultdict[float, float](float)
     for each in held:
-        found[size(each.rule)] += each.elements / each.replicas.size if scattered else each.own
+        found[size(each.rule)] += each.elements / each.replicas.size if scattered else each.updated
     return sum(bytes_each * elements for bytes_each, elements in found.items())
 
 
@@ -185,7 +185,7 @@ def _keys(kinds: Kinds, mesh: Mesh) -> list[_Key]:
     known: dict[StridedGroup, tuple[str, ...]] = {}
     found = []
     for _, layout, rule, _ in kinds:
-        axes = tuple(axis for axis in layout.replicas if mesh.axis_size(axis) > 1)
+        axes = tuple(axis for axis in layout.partial_axes if mesh.axis_size(axis) > 1)
         found.append((known.setdefault(group_along(mesh, axes) if axes else StridedGroup(1), axes), rule))
     return found
 
@@ -205,7 +205,7 @@ def _runs(
         for block in range(number):
             for (_, layout, _, share), key in those:
                 if block < round(share * number):
-                    same = tuple(axis for axis in layout.same if mesh.axis_size(axis) > 1)
+                    same = tuple(axis for axis in layout.replicated_axes if mesh.axis_size(axis) > 1)
                     local = layout.local_shape(mesh)
                     found.setdefault((key, same), []).append(Piece(math.prod(local), local, layout.shape))
     limit = chosen or _limit(tuple(tuple(piece.room for piece in run) for run in found.values()))
@@ -221,19 +221,19 @@ def _limit(sizes: tuple[tuple[int, ...], ...]) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _sums(kinds: Kinds, mesh: Mesh) -> list[tuple[tuple[Where, _Key], tuple[float, list[Whole]]]]:
+def _sums(kinds: Kinds, mesh: Mesh) -> list[tuple[tuple[Where, _Key], tuple[float, list[MatrixGroup]]]]:
     """Elements of a rank, and those that are matrices to their rule, by where they are, who else has them, and the rule."""
-    found: dict[tuple[Where, _Key], tuple[float, list[Whole]]] = {}
+    found: dict[tuple[Where, _Key], tuple[float, list[MatrixGroup]]] = {}
     for (where, layout, rule, share), alike in zip(kinds, _keys(kinds, mesh)):
         key = where, alike
-        elements = math.prod(layout.shape) / math.prod(mesh.axis_size(axis) for _, axis in layout.splits)
+        elements = math.prod(layout.shape) / math.prod(mesh.axis_size(axis) for _, axis in layout.sharded_dims)
         before, matrices = found.get(key, (0.0, []))
         tiling = TILINGS[rule.tiling]
         for each in tiling.matrices(0, layout.local_shape(mesh), layout.shape):
             axes = tiling.split_axes(layout, mesh)
             blocks = mesh.axis_size(*axes)
             rows, columns = layout.shape[-2:]
-            matrices.append(Whole(share * each.number, each.number, rows, columns, axes, blocks))
+            matrices.append(MatrixGroup(share * each.number, each.number, rows, columns, axes, blocks))
         found[key] = before + share * elements, matrices
     return list(found.items())
 

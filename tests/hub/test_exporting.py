@@ -147,7 +147,7 @@ def test_failed_write_leaves_nothing(dense: Transformer, tmp_path: Path, monkeyp
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("optimus.hub.outward.write_tensors", full)
+    monkeypatch.setattr("optimus.hub.exporting.write_tensors", full)
     with pytest.raises(UserError, match=r"cannot write .*hf: No space left on device; make room"):
         bare(dense, tmp_path / "hf")
     assert list(tmp_path.iterdir()) == []
