@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from optimus.config import RunConfig, load_config
+from optimus.train.freed_memory import keep_freed_memory
 
 Step = Callable[[Tensor], float]  # tokens [B, S] of this rank to the loss
 Make = Callable[[RunConfig], Step]  # makes the model and what trains it, on one rank
@@ -63,7 +64,11 @@ class Turn(NamedTuple):
 
 
 def turn(make: Make, config: RunConfig, steps: int, warm_up: int) -> Turn:
-    """On one rank of a contestant's turn: time steps, from the end of one to the end of the next."""
+    """On one rank of a contestant's turn: time steps, from the end of one to the end of the next.
+
+    All have their freed memory kept, as our runs do: whether pages are faulted in anew is not what is compared.
+    """
+    keep_freed_memory()
     step, tokens_BS = make(config), own_tokens(config)
     for _ in range(warm_up):
         step(tokens_BS)

@@ -46,6 +46,7 @@ from optimus.train import checks, hooks
 from optimus.train.checkpoints import Checkpoints, build_run
 from optimus.train.collectives import keep
 from optimus.train.environment import record_environment
+from optimus.train.freed_memory import keep_freed_memory
 from optimus.train.health import Hangs, SlowRanks
 from optimus.train.hooks import Hook
 from optimus.train.loop import naming_collectives, train_loop
@@ -206,7 +207,9 @@ def _run_rank(
     device = find_device(config.train.device, "train.device", local_rank)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
-    elif ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+    else:
+        keep_freed_memory()
+    if device.type == "cpu" and ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
     timeout = timedelta(seconds=config.resilience.timeout)
     with _ranks_together(device, timeout) if ranks > 1 else nullcontext():
