@@ -29,7 +29,7 @@ class Projection(NamedTuple):
     over: Over
 
 
-class Block(NamedTuple):
+class BlockModules(NamedTuple):
     """The projections of a block. `dense` are those of the feed-forward layer, or of what every token meets beside
     the experts that it chooses; `expert` those of each expert."""
 
@@ -47,13 +47,13 @@ def examples(model: ModelConfig) -> tuple[Transformer, list[int]]:
 
 
 @lru_cache(maxsize=256)
-def blocks_of(model: ModelConfig) -> Mapping[int, Block]:
+def blocks_of(model: ModelConfig) -> Mapping[int, BlockModules]:
     """The kinds of blocks of `model`, by their first layer."""
     made, layers = examples(model)
     return {layer: _block(block) for layer, block in zip(layers, made.blocks)}
 
 
-def _block(block: nn.Module) -> Block:
+def _block(block: nn.Module) -> BlockModules:
     attention, dense, expert = list[Projection](), list[Projection](), list[Projection]()
     for name, declared in declarations(block):
         if declared.role not in ("matrix", "expert"):
@@ -64,7 +64,7 @@ def _block(block: nn.Module) -> Block:
         if own and projection[::2] == own[-1][::2]:  # of the same rows, as with grouped heads: one product
             projection = projection._replace(outputs=projection.outputs + own.pop().outputs)
         own.append(projection)
-    return Block(tuple(attention), tuple(dense), tuple(expert))
+    return BlockModules(tuple(attention), tuple(dense), tuple(expert))
 
 
 def _projection(sizes: dict[Dim, int]) -> Projection:

@@ -25,7 +25,7 @@ KINDS = "norm", "attention", "mlp", "moe", "block"  # of recomputation, in the c
 _AHEAD = 2  # blocks whose whole parameters, or gradients, are there at a time where they are sharded
 
 
-class Activations(Protocol):
+class ActivationSizes(Protocol):
     """Bytes of one microbatch in a stage that has so many blocks of each kind, and the first or the last part."""
 
     def stage(self, counts: Mapping[Where, int]) -> float:
@@ -56,12 +56,12 @@ class Rank(NamedTuple):
     live: Sequence[Live]
 
 
-def memory_of(job: Job, kept: Activations | None = None) -> Memory:
+def memory_of(job: Job, kept: ActivationSizes | None = None) -> Memory:
     """Of the fullest rank."""
     return max(memory_of_ranks(job, kept), key=lambda memory: memory.total)
 
 
-def memory_of_ranks(job: Job, kept: Activations | None = None) -> list[Memory]:
+def memory_of_ranks(job: Job, kept: ActivationSizes | None = None) -> list[Memory]:
     """Of a rank of each rank of the pipeline. `kept` says what activations take; default: what the run's own do."""
     ranks = ranks_of(job)
     states = state_of([rank.counts for rank in ranks], kinds_of(job), job)
@@ -91,7 +91,7 @@ def state_of(ranks: Sequence[Mapping[Where, int]], kinds: Kinds, job: Job) -> li
     return [found[tuple(counts.values())] for counts in ranks]
 
 
-def activations_of(ranks: Sequence[Rank], kept: Activations) -> list[dict[str, float]]:
+def activations_of(ranks: Sequence[Rank], kept: ActivationSizes) -> list[dict[str, float]]:
     """Of each rank: what its activations take, and what a backward pass holds besides."""
     unlike = {tuple(counts.values()): counts for rank in ranks for counts in rank.stages}
     found = {key: (float(kept.stage(counts)), float(kept.working(counts))) for key, counts in unlike.items()}

@@ -17,7 +17,7 @@ from optimus.plan.job import Job
 from optimus.plan.machine import Machine
 from optimus.plan.memory import room_of
 from optimus.plan.prediction import Plan
-from optimus.plan.scaling import Point
+from optimus.plan.scaling import ScalingPoint
 from optimus.plan.step import step_time
 from optimus.plan.work import Work
 from optimus.train.groups import Communicators, communicators
@@ -89,7 +89,7 @@ def rows_of(plans: Sequence[Plan], *, wide: bool = False) -> list[dict[str, Any]
     return [{"": str(number), **_row(plan, wide)} for number, plan in enumerate(plans, start=1)]
 
 
-def scaled_rows(points: Sequence[Point], *, wide: bool = False) -> list[dict[str, Any]]:
+def scaled_rows(points: Sequence[ScalingPoint], *, wide: bool = False) -> list[dict[str, Any]]:
     """One row per number of ranks; what is the same in all of them is in the first columns alone."""
     rows = []
     for point, row in zip(points, rows_of([point.plan for point in points], wide=wide)):

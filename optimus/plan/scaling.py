@@ -11,7 +11,7 @@ from optimus.plan.prediction import Plan, predict
 from optimus.plan.search import search
 
 
-class Point(NamedTuple):
+class ScalingPoint(NamedTuple):
     """On so many ranks: tokens a second of a rank, to that on the fewest."""
 
     ranks: int
@@ -19,7 +19,7 @@ class Point(NamedTuple):
     plan: Plan
 
 
-def scale(job: Job, ranks: Sequence[int], given: Plan | None = None) -> list[Point]:
+def scale(job: Job, ranks: Sequence[int], given: Plan | None = None) -> list[ScalingPoint]:
     """Weak scaling: the batch grows with the ranks, along the data axis. The layout is `given`'s, or the best of the fewest
     ranks.
 
@@ -30,7 +30,7 @@ def scale(job: Job, ranks: Sequence[int], given: Plan | None = None) -> list[Poi
     least = job.undivided.changed(replace(job.undivided.mesh, dp=fewest), train={"global_batch": batch})
     first = (given or search(least, best=1)[0]).job
     mesh, sequences = first.mesh, first.train.micro_batch * first.microbatches * first.mesh.dp
-    points: list[Point] = []
+    points: list[ScalingPoint] = []
     for number in sorted(ranks):
         times, left = divmod(number, mesh.size)
         if left or not times:
@@ -42,11 +42,11 @@ def scale(job: Job, ranks: Sequence[int], given: Plan | None = None) -> list[Poi
         plan = predict(larger.checked().with_neighbours())
         each = plan.tokens_per_second / number
         base = points[0].plan.tokens_per_second / points[0].ranks if points else each
-        points.append(Point(number, each / base, plan))
+        points.append(ScalingPoint(number, each / base, plan))
     return points
 
 
-def draw(points: Sequence[Point], path: Path) -> None:
+def draw(points: Sequence[ScalingPoint], path: Path) -> None:
     """Write a PNG: tokens a second on so many ranks, and what they would be at the first efficiency.
 
     Raises `UserError` when the file cannot be written.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from optimus.mesh.strided import StridedGroup
 from optimus.optim.muon import STEPS
 from optimus.parallel.dispatch.choice import copies, dispatcher
-from optimus.plan.blocks import Block, Projection, blocks_of
+from optimus.plan.blocks import BlockModules, Projection, blocks_of
 from optimus.plan.collectives import Collective, collective_seconds, transfer_seconds
 from optimus.plan.job import Job
 
@@ -133,7 +133,7 @@ class Work:
         )
 
     @cached_property
-    def blocks(self) -> Mapping[int, Block]:
+    def blocks(self) -> Mapping[int, BlockModules]:
         """Of each kind of block the projections."""
         return blocks_of(self.model)
 

@@ -30,7 +30,7 @@ from optimus.resilience.waiting import Waiting
 
 
 @dataclass(frozen=True)
-class Job:
+class NodeJob:
     """What all nodes of a launch are told alike. Raises `UserError` for numbers that make no sense."""
 
     config: str | Path
@@ -56,7 +56,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch(Job):
+class Launch(NodeJob):
     """A job on one of its nodes."""
 
     run: Path

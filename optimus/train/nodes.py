@@ -14,7 +14,7 @@ from optimus.hub import read_model_folder
 from optimus.observe.signals import ended_by_signals
 from optimus.resilience.exits import Exit
 from optimus.resilience.local import name_interface
-from optimus.resilience.node import Job, Launch, check_not_excluded, run_node
+from optimus.resilience.node import Launch, NodeJob, check_not_excluded, run_node
 from optimus.resilience.policy import Do
 from optimus.resilience.scheduler import BatchJob, Scheduler, write_script
 from optimus.resilience.store import own_address
@@ -25,7 +25,7 @@ from optimus.train.start import read_run
 
 
 def launch(
-    job: Job, rendezvous: str, node: str | None = None, *, name: str = "optimus", program: Sequence[str] = ()
+    job: NodeJob, rendezvous: str, node: str | None = None, *, name: str = "optimus", program: Sequence[str] = ()
 ) -> Do | Exit | None:
     """This node's part of the run of `job`, from the newest checkpoint on where there is one.
 
@@ -55,7 +55,7 @@ def exit_code(outcome: Do | Exit | None) -> int:
     return {None: 0, Do.STOP: Exit.USER}.get(outcome, 1)  # a failure that no restart mends is like bad input
 
 
-def check_launch(job: Job, rendezvous: str, node: str | None = None) -> dict[str, Any]:
+def check_launch(job: NodeJob, rendezvous: str, node: str | None = None) -> dict[str, Any]:
     """Validate all that `launch` would on this node, and every checksum of the data; starts and asks nobody.
 
     Returns what `train` does with `check`, `nodes` and `spares`. Raises `UserError` as `launch` does.
@@ -66,7 +66,7 @@ def check_launch(job: Job, rendezvous: str, node: str | None = None) -> dict[str
     return ready | {"nodes": job.nodes, "spares": job.spares}
 
 
-def _check(job: Job, node: str) -> tuple[RunConfig, Shards]:
+def _check(job: NodeJob, node: str) -> tuple[RunConfig, Shards]:
     """The configuration and the data of a launch. Raises `UserError` for whatever would keep this node from it."""
     tree, shards = read_run(job.config, job.overrides, resume=True)
     tree = with_microbatches(tree, job.ranks)
@@ -76,7 +76,7 @@ def _check(job: Job, node: str) -> tuple[RunConfig, Shards]:
 
 
 def write_batch_script(
-    job: Job,
+    job: NodeJob,
     *,
     scheduler: Scheduler,
     path: Path,

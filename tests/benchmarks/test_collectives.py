@@ -14,7 +14,7 @@ from optimus.comm.links import Link, Links
 from optimus.comm.schedules import Shape
 from optimus.errors import UserError
 from optimus.plan.machine import load_machine, machine_names
-from optimus.plan.measure.collectives import Point, measure, measure_rank, merged, table, write
+from optimus.plan.measure.collectives import Measurement, measure, measure_rank, merged, table, write
 from optimus.plan.measure.machine import write as write_machine
 from optimus.plan.measure.timing import Extent
 from optimus.testing import run_ranks
@@ -81,15 +81,15 @@ def test_a_table_is_written_beside_what_the_file_has(tmp_path: Path) -> None:
     assert load_machine(str(path)).collectives is None
     first = table(
         [
-            Point("all_gather", "2x2", "ring", 4096, 0.12345),
-            Point("all_gather", "2x2", "ring", 65536, 1.0),
+            Measurement("all_gather", "2x2", "ring", 4096, 0.12345),
+            Measurement("all_gather", "2x2", "ring", 65536, 1.0),
         ]
     )
     write(path, first)
     again = table(
         [
-            Point("all_gather", "2x4", "ring", 4096, 5.0),
-            Point("all_gather", "2x4", "direct", 4096, 4.0),
+            Measurement("all_gather", "2x4", "ring", 4096, 5.0),
+            Measurement("all_gather", "2x4", "direct", 4096, 4.0),
         ]
     )
     write(path, merged(first, again))

@@ -32,7 +32,7 @@ SIZES = tuple(4096 * 16**i for i in range(5))  # bytes: 4 KB to 256 MB
 _HELD = 4  # times the size of a tensor that a rank needs: parts, what comes, partial sums
 
 
-class Point(NamedTuple):
+class Measurement(NamedTuple):
     """A collective that was measured."""
 
     kind: CollectiveKind
@@ -66,7 +66,7 @@ def measure(ranks: int, path: Path) -> list[dict[str, Any]] | None:
     return [{**point._asdict(), "milliseconds": 1e3 * point.seconds} for point in found]
 
 
-def measure_rank(per: int, extent: Extent | None = None) -> list[Point]:
+def measure_rank(per: int, extent: Extent | None = None) -> list[Measurement]:
     """On every rank of a process group with so many on each node. All return the same.
 
     `extent` says at which sizes, and for how long.
@@ -78,7 +78,7 @@ def measure_rank(per: int, extent: Extent | None = None) -> list[Point]:
     clock, free = Clock(device, extent), _free(device, per)
     sizes = [size for size in extent.sizes if size * _HELD <= free]
     return [
-        Point(kind, str(shape), algorithm, size, clock.seconds(call))
+        Measurement(kind, str(shape), algorithm, size, clock.seconds(call))
         for kind, shape, algorithm, group in _contestants(per)
         for size, call in _calls(kind, sizes, group, device)
     ]
@@ -143,7 +143,7 @@ def _call(kind: CollectiveKind, x: Tensor, group: Group) -> Callable[[], Any]:
 # ---- The file ----
 
 
-def table(found: list[Point]) -> Measured:
+def table(found: list[Measurement]) -> Measured:
     """Of measurements, three digits of each."""
     curves: dict[str, Curves] = {}
     for kind, shape, algorithm in dict.fromkeys(point[:3] for point in found):
