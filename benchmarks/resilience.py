@@ -22,7 +22,7 @@ from optimus.plan.measure.ranks import run_fresh
 from optimus.testing.faults import FaultPlan
 from optimus.testing.lab import rehearse
 from optimus.testing.steps import Steps
-from optimus.train.nodes import Job
+from optimus.train.nodes import NodeJob
 
 _FAULT_STEP, _STEPS, _HANG = 4, 8, 8.0
 _FAULTS: dict[str, FaultPlan] = {
@@ -118,7 +118,7 @@ def _recoveries() -> Iterator[Row]:
             home.mkdir()
             plan.write(home / "plan.yaml")
             (home / "run.yaml").write_text(yaml.safe_dump(_tiny(data, home / "run")), encoding="utf-8")
-            job = Job(home / "run.yaml", nodes=3, spares=2, keep_alive=(1, 3), wait=30.0)
+            job = NodeJob(home / "run.yaml", nodes=3, spares=2, keep_alive=(1, 3), wait=30.0)
             result = rehearse(job, inject=home / "plan.yaml")
             happened = min(event["time"] for event in result["events"] if event["kind"] == "injected")
             again = [event["time"] for event in result["events"] if event["kind"] == "recovered"]

@@ -279,7 +279,7 @@ def launch(
         why = "leave it out with --scheduler: the batch script chooses it" if scheduler else "it needs --scheduler"
         raise UserError(f"--{given[0]}: {why}")
     alive = run.parse_keep_alive(keep_alive)
-    job = run.Job(config, overrides or [], nodes, spares, ranks_per_node, alive, wait, max_restarts)
+    job = run.NodeJob(config, overrides or [], nodes, spares, ranks_per_node, alive, wait, max_restarts)
     program = []
     if inject is not None:
         from optimus.testing.faults import rank_program
@@ -453,10 +453,10 @@ def lab(
 ) -> None:
     """Rehearse node failures on this machine, with network namespaces as nodes."""
     from optimus.testing.lab import rehearse
-    from optimus.train.nodes import Job, parse_keep_alive
+    from optimus.train.nodes import NodeJob, parse_keep_alive
 
     alive = parse_keep_alive(keep_alive)
-    job = Job(str(config), overrides or [], nodes, spares, ranks_per_node, keep_alive=alive, wait=wait)
+    job = NodeJob(str(config), overrides or [], nodes, spares, ranks_per_node, keep_alive=alive, wait=wait)
     result = rehearse(job, bandwidth=bandwidth, inject=inject, limit=limit, plain=plain)
     lines = [f"{event['kind']:10} {event['node'] or '-':8} {event['detail']}" for event in result["events"]]
     codes = ", ".join(f"{host} {'no answer' if code is None else code}" for host, code in result["exit_codes"].items())

@@ -60,7 +60,7 @@ class ShapeGroup(Group):
             out.view(self.size, receive[0], *rows.shape[1:]).copy_(rows[first : first + send[self.rank]])
         return out
 
-    def collect(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.size
 
 

@@ -27,7 +27,7 @@ from optimus.errors import UserError
 from optimus.resilience.events import EventLog
 from optimus.testing.faults import FaultPlan, rank_program
 from optimus.train.launch import check_run
-from optimus.train.nodes import Job, exit_code, launch
+from optimus.train.nodes import NodeJob, exit_code, launch
 from optimus.train.pipeline import with_microbatches
 from optimus.train.start import read_run
 
@@ -84,7 +84,7 @@ class Lab:
 
 
 def rehearse(
-    job: Job,
+    job: NodeJob,
     *,
     bandwidth: str | None = None,
     inject: str | Path | None = None,
@@ -258,7 +258,7 @@ def _main() -> None:
     """A node in the lab: the job and what is of this node alone are JSON."""
     job, node = json.loads(sys.argv[1])
     try:
-        outcome = launch(Job(**job), **node)
+        outcome = launch(NodeJob(**job), **node)
     except UserError as error:
         sys.exit(f"error: {error}")
     sys.exit(exit_code(outcome))

@@ -38,7 +38,7 @@ from optimus.resilience.node import Launch, run_node
 from optimus.resilience.policy import Do
 from optimus.resilience.store import connect, own_address, parse, serve
 from optimus.resilience.waiting import Waiting
-from optimus.train.nodes import Job, check_launch, launch, parse_keep_alive, write_batch_script
+from optimus.train.nodes import NodeJob, check_launch, launch, parse_keep_alive, write_batch_script
 
 # Does what its node's file says, a word at each start and the last one ever after: it ends with a code, or waits until it is
 # ended; `hold` makes it wait for a file before the next word.
@@ -434,9 +434,9 @@ def config(small_run: dict[str, Any], tmp_path: Path) -> Path:
 def test_numbers_of_nodes_that_make_no_sense(config: Path, numbers: dict[str, int], message: str) -> None:
     for start in (launch, check_launch):
         with pytest.raises(UserError, match=message):
-            start(Job(config, **numbers), "127.0.0.1:1")
+            start(NodeJob(config, **numbers), "127.0.0.1:1")
     with pytest.raises(UserError, match=message):
-        write_batch_script(Job(config, **numbers), scheduler="slurm", path=config.with_name("job.sh"))
+        write_batch_script(NodeJob(config, **numbers), scheduler="slurm", path=config.with_name("job.sh"))
 
 
 def test_a_check_validates_everything_and_starts_nothing(
@@ -453,7 +453,7 @@ def test_a_check_validates_everything_and_starts_nothing(
     assert not list((tmp_path / "run").glob("*"))
 
     with pytest.raises(UserError, match="--rendezvous nowhere: give HOST:PORT"):
-        check_launch(Job(config, nodes=2), "nowhere")
+        check_launch(NodeJob(config, nodes=2), "nowhere")
     with pytest.raises(UserError, match="--check: leave it out with --scheduler"):
         CliRunner().invoke(cli.app, [*words[:3], "--scheduler=slurm"], catch_exceptions=False)
     data = tmp_path / "data"
@@ -463,8 +463,8 @@ def test_a_check_validates_everything_and_starts_nothing(
     content[-1] ^= 1
     shard.write_bytes(content)
     with pytest.raises(UserError, match=re.escape(shard.name)):
-        check_launch(Job(config, [f"data.path={data}"], nodes=2), "127.0.0.1:1")
+        check_launch(NodeJob(config, [f"data.path={data}"], nodes=2), "127.0.0.1:1")
     (tmp_path / "run").mkdir(exist_ok=True)
     exclude(tmp_path / "run", "n0")
     with pytest.raises(UserError, match="node n0 is excluded from "):
-        check_launch(Job(config, nodes=2), "127.0.0.1:1", "n0")
+        check_launch(NodeJob(config, nodes=2), "127.0.0.1:1", "n0")

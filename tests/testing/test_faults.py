@@ -11,7 +11,7 @@ from optimus.errors import UserError
 from optimus.resilience.events import EventLog
 from optimus.testing.faults import Fault, FaultPlan, is_due, rank_program
 from optimus.testing.lab import rehearse
-from optimus.train.nodes import Job
+from optimus.train.nodes import NodeJob
 
 EVERY = (
     FaultPlan()
@@ -118,7 +118,7 @@ def test_a_plan_of_ranks_that_are_not_there(config: Path, tmp_path: Path) -> Non
     FaultPlan().kill(1, 2).kill(2, 2).write(tmp_path / "plan.yaml")
     message = "there is no rank 2, the run has ranks 0 to 1"
     with pytest.raises(UserError, match=message):
-        rehearse(Job(config, nodes=2), inject=tmp_path / "plan.yaml")
+        rehearse(NodeJob(config, nodes=2), inject=tmp_path / "plan.yaml")
     with pytest.raises(UserError, match=message):  # by `optimus launch`
         rank_program(tmp_path / "plan.yaml", 2)
 
@@ -126,6 +126,6 @@ def test_a_plan_of_ranks_that_are_not_there(config: Path, tmp_path: Path) -> Non
 def test_what_a_plain_lab_cannot_do(config: Path, tmp_path: Path) -> None:
     FaultPlan().cut(1, 2).write(tmp_path / "plan.yaml")
     with pytest.raises(UserError, match="links can be cut in network namespaces only"):
-        rehearse(Job(config, nodes=2), inject=tmp_path / "plan.yaml", plain=True)
+        rehearse(NodeJob(config, nodes=2), inject=tmp_path / "plan.yaml", plain=True)
     with pytest.raises(UserError, match="--bandwidth needs network namespaces"):
-        rehearse(Job(config, nodes=2), bandwidth="1Gbit", plain=True)
+        rehearse(NodeJob(config, nodes=2), bandwidth="1Gbit", plain=True)

@@ -21,7 +21,7 @@ from optimus.observe.metrics import read_metrics
 from optimus.resilience.exclusion import excluded
 from optimus.testing.faults import FaultPlan
 from optimus.testing.lab import Lab, lab, namespaces_allowed, rehearse
-from optimus.train.nodes import Job
+from optimus.train.nodes import NodeJob
 
 STEPS = 15
 KEEP_ALIVE = (1, 5)  # not less, as tests run beside others
@@ -107,7 +107,7 @@ def perform(
     """The run in the lab, with what `rehearse` returns; of its events none of the plan and of ranks that are only slow."""
     file = config.with_name("plan.yaml")
     plan.write(file)
-    job = Job(config, (), nodes, spares, ranks_per_node, KEEP_ALIVE, wait)
+    job = NodeJob(config, (), nodes, spares, ranks_per_node, KEEP_ALIVE, wait)
     result = rehearse(job, inject=file, limit=240.0, **settings)
     result["events"] = [event for event in result["events"] if "times as long" not in event["detail"]]
     injected = [event for event in result["events"] if event["kind"] == "injected"]
