@@ -161,7 +161,7 @@ def test_many_sequences_follow_from_few(mesh: Mesh, again: bool) -> None:
     for place, exact in direct.items():
         assert len(followed[place].works) == 1 < len(exact.works)
         assert followed[place].given == exact.given
-        assert (followed[place].saved, followed[place].work) == pytest.approx((exact.kept, exact.work), rel=0.01)
+        assert (followed[place].saved, followed[place].work) == pytest.approx((exact.saved, exact.work), rel=0.01)
     head = module_bytes.end_bytes(setting, "head", 24)
     exact = module_bytes._end_bytes(setting.without_experts, "head", 24)[0, 0]
     assert (head.saved, head.work) == pytest.approx((exact.saved, exact.work), rel=0.01)
