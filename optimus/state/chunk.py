@@ -29,8 +29,8 @@ class Chunk:
     """The parameters of `plan`; see the module's text.
 
     Flat buffers: `parameter` (compute type) of the whole chunk; of the part that this rank updates, which may be everything,
-    `own` (compute type), fp32 `master`, and the `moments` of the update rule by kind. `own` is a view of what is kept of the
-    long buffer; where a chunk has no master weights apart, `master` is `own`.
+    `compute_shard` (compute type), fp32 `master`, and the `moments` of the update rule by kind. `compute_shard` is a view of
+    what is kept of the long buffer; where a chunk has no master weights apart, `master` is `compute_shard`.
 
     `groups` are those of the steps in which the chunk is sharded.
     """
@@ -55,7 +55,7 @@ class Chunk:
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
-        """`kept`, which may be written to; `publish` must follow."""
+        """`saved_buffers`, which may be written to; `publish` must follow."""
         self.settle()
         return self.saved_buffers
 

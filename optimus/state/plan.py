@@ -66,7 +66,7 @@ def _shape(region: Sequence[slice]) -> torch.Size:
 
 
 class ShardStep(NamedTuple):
-    """One of the steps in which a chunk is sharded: over so many ranks, of which this one gets the part `place`."""
+    """One of the steps in which a chunk is sharded: over so many ranks, of which this one gets the part `group_rank`."""
 
     ranks: int
     group_rank: int
@@ -74,7 +74,7 @@ class ShardStep(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """A chunk: parameters of the same replicas and rule, sharded in steps; `copies` ranks keep the same part of it."""
+    """A chunk: parameters of the same replicas and rule, sharded in steps; `replica_count` ranks keep the same part of it."""
 
     slots: tuple[Slot, ...]
     partial_axes: tuple[str, ...]
