@@ -8,11 +8,11 @@ from optimus.mesh.mesh import Mesh
 
 @dataclass(frozen=True)
 class Layout:
-    """`shape` is global. `sharded_dims` pairs a tensor dim with the mesh axis that it is split over, the coarser split of a dim
-    first; along `partial_axes` every rank holds the same part (Elixir's parallel pattern: a group of replicas and a
+    """`shape` is global. `sharded_dims` pairs a tensor dim with the mesh axis that it is split over, the coarser split of
+    a dim first; along `partial_axes` every rank holds the same part (Elixir's parallel pattern: a group of replicas and a
     group of parts), and the part's gradient is the sum of what they have. Along `replicated_axes` they hold the same part,
-    and find the same gradient by themselves; those along `embedding` add theirs up at the end of a step. The parts of a dim in
-    `uneven` may differ by one in size; the first are the largest."""
+    and find the same gradient by themselves; those along `embedding` add theirs up at the end of a step. The parts of a dim
+    in `uneven` may differ by one in size; the first are the largest."""
 
     shape: tuple[int, ...]
     sharded_dims: tuple[tuple[int, str], ...] = ()

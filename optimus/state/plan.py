@@ -74,7 +74,7 @@ class ShardStep(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """A chunk: parameters of the same replicas and rule, sharded in steps; `replica_count` ranks keep the same part of it."""
+    """A chunk: parameters of the same replicas and rule, sharded in steps; `replica_count` ranks keep one part of it."""
 
     slots: tuple[Slot, ...]
     partial_axes: tuple[str, ...]

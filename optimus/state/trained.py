@@ -1,8 +1,8 @@
 """A chunk that is trained: gradients beside the weights, their reduction, and the optimizer's update.
 
 Gradients accumulate into views of the chunk's gradient buffer. They are summed over all replicas, those that keep the same
-part (its `replica_group`) last: the loss is divided by the number of data ranks before the backward pass. Where they are not kept
-whole, the buffer has memory from the first gradient of a microbatch to the last, when they begin to be reduced.
+part (its `replica_group`) last: the loss is divided by the number of data ranks before the backward pass. Where they are not
+kept whole, the buffer has memory from the first gradient of a microbatch to the last, when they begin to be reduced.
 
 A chunk is reduced as soon as its last gradient of the last microbatch has arrived, while the backward pass goes on.
 
