@@ -66,7 +66,7 @@ def named(mesh: Mesh, *windows: Sequence[float]) -> list[tuple[int, int]]:
     run.config = SimpleNamespace(resilience=SimpleNamespace(slow=50.0))
     hook, found = SlowRanks(), []
     for number, seconds in enumerate(windows):
-        world = SimpleNamespace(collect=lambda _, seconds=seconds: [(own, None) for own in seconds])
+        world = SimpleNamespace(all_gather_object=lambda _, seconds=seconds: [(own, None) for own in seconds])
         run.groups, run.step = SimpleNamespace(world=world, mesh=mesh), (number + 1) * health.WINDOW
         hook.after_step(run, cast(StepResult, None))
         found += [(number, int(note.split("rank ")[1].split()[0])) for note in run.notes]
