@@ -170,12 +170,13 @@ def _beside(
 
 
 def _tensors(state: ModelState) -> dict[str, torch.Tensor]:
-    return {
-        f"{kind}.{name}": view
-        for chunk in state.chunks
-        for kind, buffer in chunk.saved_buffers.items()
-        for name, view in chunk.views(buffer).items()
-    }
+    found: dict[str, torch.Tensor] = {}
+    for chunk in state.chunks:
+        with chunk.states() as buffers:
+            found |= {
+                f"{kind}.{name}": view for kind, each in buffers.items() for name, view in chunk.views(each).items()
+            }
+    return found
 
 
 def _dcp_async(

@@ -23,7 +23,6 @@ class _Transfer(NamedTuple):
 
     chunk: Chunk
     kind: str
-    shard: Tensor
     group: Group
     reader: int
 
@@ -62,15 +61,16 @@ def _transfers(state: ModelState, full: bool) -> list[_Transfer]:
         replicas = state.groups.along(*chunk.plan.partial_axes)
         reader = turns[chunk.plan.partial_axes] % replicas.size
         turns[chunk.plan.partial_axes] += 1
-        parts = chunk.buffers if full else {"model": chunk.buffers["model"]}
-        found += [_Transfer(chunk, kind, part, replicas, reader) for kind, part in parts.items()]
+        kinds = ["model", *(chunk.moments if full else ())]
+        found += [_Transfer(chunk, kind, replicas, reader) for kind in kinds]
     return found
 
 
 def _read_own(transfers: Sequence[_Transfer], read: Read) -> UserError | None:
     try:
         for each in transfers:
-            read(slices(each.chunk.plan, each.kind, each.shard))
+            with each.chunk.states(change=True) as parts:
+                read(slices(each.chunk.plan, each.kind, parts[each.kind]))
     except UserError as error:
         return error
     return None
@@ -105,7 +105,8 @@ def _read_and_send(transfers: Sequence[_Transfer], read: Read, send: Send) -> Us
                 each.group.broadcast(whole, each.reader)
             else:
                 each.group.all_reduce(whole.view(torch.int32))  # a sum of floats would lose the sign of zeros
-            each.shard.copy_(whole[each.chunk.plan.shard])
+            with each.chunk.states(change=True) as parts:
+                parts[each.kind].copy_(whole[each.chunk.plan.shard])
     return failure
 
 
@@ -123,7 +124,8 @@ def _read_buffers(state: ModelState, read: Read, send: Send) -> UserError | None
 
 
 def _whole(each: _Transfer) -> Tensor:
-    return torch.zeros(each.chunk.plan.size, dtype=each.shard.dtype, device=each.shard.device)
+    dtype = each.chunk.master.dtype if each.kind == "model" else torch.float32
+    return torch.zeros(each.chunk.plan.size, dtype=dtype, device=each.chunk.parameter.device)
 
 
 def _read_whole(each: _Transfer, whole: Tensor, read: Read) -> UserError | None:

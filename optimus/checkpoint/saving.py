@@ -15,7 +15,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -29,6 +29,7 @@ from optimus.checkpoint.slices import TensorSlice, slices, whole_slices
 from optimus.checkpoint.slots import clear_leftovers, remove, retire, retire_frozen, retire_weights
 from optimus.checkpoint.staging import Staging
 from optimus.checkpoint.writers import written_here
+from optimus.comm import Handle
 from optimus.disk import sync
 from optimus.errors import UserError, naming_disk_errors
 from optimus.state.chunk import Chunk
@@ -64,12 +65,20 @@ class Target(NamedTuple):
         """The run folder."""
         return self.folder.parent.parent
 
-    def buffers(self, chunk: Chunk) -> dict[str, Tensor]:
-        """What it takes of a chunk, by the prefix of the keys."""
+    def prefixes(self, chunk: Chunk) -> Sequence[str]:
+        """Of the keys of what it takes of a chunk."""
         elsewhere = self.frozen if chunk.plan.rule.trains else self.description.frozen is not None
         if elsewhere:
-            return {}
-        return dict(chunk.saved_buffers) if self.description.full else {"model": chunk.weights}
+            return ()
+        return ("model", *chunk.moments) if self.description.full else ("model",)
+
+    def buffer(self, chunk: Chunk, prefix: str, states: Mapping[str, Tensor]) -> Tensor:
+        """What it takes of a chunk with such a prefix; the `states` of the chunk are in memory."""
+        return states[prefix] if self.description.full else chunk.weights
+
+    def copied(self, chunk: Chunk, prefix: str) -> bool:
+        """Whether that is written from a copy beside the training: the host's memory has no room for a second one."""
+        return chunk.plan.rule.trains and chunk.residency(prefix, weights=not self.description.full) == "device"
 
 
 class Saver:
@@ -88,6 +97,8 @@ class Saver:
         self._buffers = state.buffers if state.buffers and state.team.rank == 0 else {}
         self._short: list[tuple[str, Tensor]] = []  # copies of the buffers
         self._staging = Staging()
+        self._updates: dict[Chunk, Handle] = {}  # under way when the checkpoint was asked for
+        self._written: dict[Chunk, threading.Event] = {}  # of those that are written from where they lie
         self._targets: Sequence[Target] = ()  # under way
         self._stored: list[list[StoredSlice]] = []  # of each: what this rank has written
         self._committing = False  # in the last phase
@@ -107,6 +118,7 @@ class Saver:
         with self._waiting():
             self._targets = targets
             self._short = [(name, buffer.clone()) for name, buffer in self._buffers.items()]
+            self._updates = {chunk: chunk.updated for chunk in self._chunks}
             if self._world.rank == 0:
                 self._catching(self._prepare)
             self._agree()
@@ -194,21 +206,33 @@ class Saver:
 
     def _write_file(self, target: Target, held: Callable[[Tensor], Tensor]) -> list[StoredSlice]:
         short = [] if target.frozen else self._short
-        buffers = [(chunk, *each) for chunk in self._chunks for each in target.buffers(chunk).items()]
-        if not short and not buffers:
+        chunks = [chunk for chunk in self._chunks if target.prefixes(chunk)]
+        if not short and not chunks:
             return []
 
         def found() -> Iterator[TensorSlice]:
             yield from whole_slices(short)
-            for chunk, kind, buffer in buffers:
-                for slice_ in slices(chunk.plan, kind, held(buffer) if chunk.plan.rule.trains else buffer):
-                    if self._abandoned.is_set():
-                        raise UserError(f"{target.folder} was abandoned, as the run ended")
-                    yield slice_
+            for chunk in chunks:
+                self._updates[chunk]()
+                with chunk.states() as states:
+                    for prefix in target.prefixes(chunk):
+                        buffer = target.buffer(chunk, prefix, states)
+                        for slice_ in slices(
+                            chunk.plan, prefix, held(buffer) if target.copied(chunk, prefix) else buffer
+                        ):
+                            if self._abandoned.is_set():
+                                raise UserError(f"{target.folder} was abandoned, as the run ended")
+                            yield slice_
+                if chunk in self._written and target is self._last_target(chunk):
+                    self._written[chunk].set()
 
         path = target.partial / self._file
         with path.open("xb") as file:
             return self.write(file, path.name, found())
+
+    def _last_target(self, chunk: Chunk) -> Target:
+        """The last that takes anything of a chunk."""
+        return next(target for target in reversed(self._targets) if target.prefixes(chunk))
 
     def _commit(self, stored: Sequence[Sequence[StoredSlice]]) -> None:
         for target, of_it in zip(self._targets, stored):
@@ -224,24 +248,35 @@ class Saver:
     # ---- Beside the training ----
 
     def _stage(self) -> None:
-        """Let copies be made of all that this rank will write."""
-        buffers = {}
+        """Let copies be made of what this rank will write and the device has; the rest is written from where it lies, and is
+        not updated until then."""
+        buffers, self._written = dict[Chunk, list[Tensor]](), {}
         for chunk in self._chunks:
             if not chunk.plan.rule.trains:  # it stays as it is
                 continue
-            of_all = [buffer for target in self._targets for buffer in target.buffers(chunk).values()]
+            taken = [(target, prefix) for target in self._targets for prefix in target.prefixes(chunk)]
+            if not all(target.copied(chunk, prefix) for target, prefix in taken):
+                self._written[chunk] = threading.Event()
+            states = {"model": chunk.master, **chunk.moments}
+            of_all = [target.buffer(chunk, prefix, states) for target, prefix in taken if target.copied(chunk, prefix)]
             buffers[chunk] = list({id(buffer): buffer for buffer in of_all}.values())
 
         def waiting(wait: Callable[[], object]) -> None:
             with self._waiting():
                 wait()
 
-        self._staging.begin(buffers, waiting)
+        self._staging.begin(
+            buffers, self._written, not all(target.description.full for target in self._targets), waiting
+        )
 
     def _copy_and_write(self) -> None:
-        with _short_turns():
-            self._staging.run()
-            self._write(self._staging.copy_of)
+        try:
+            with _short_turns():
+                self._staging.run()
+                self._write(self._staging.copy_of)
+        finally:
+            for written in self._written.values():  # after a failure too, or the training would wait for ever
+                written.set()
 
     def _start(self, work: Callable[[], None]) -> None:
         self._thread = threading.Thread(target=self._catching, args=(work,), name="checkpoint", daemon=True)

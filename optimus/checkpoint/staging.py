@@ -19,29 +19,45 @@ class Staging:
 
     def __init__(self) -> None:
         self._copies: dict[int, Tensor] = {}  # by the identity of the buffer
-        self._plan: list[tuple[list[Tensor], threading.Event]] = []
+        self._plan: list[tuple[Callable[[], None], list[Tensor], threading.Event]] = []
         self._ready: torch.Event | None = None
 
-    def begin(self, buffers: Mapping[Chunk, Sequence[Tensor]], waiting: Callable[[Callable[[], object]], None]) -> None:
-        """Promise the copies of `buffers`, as they are now; the chunks will wait for them, by way of `waiting`."""
+    def begin(
+        self,
+        buffers: Mapping[Chunk, Sequence[Tensor]],
+        written: Mapping[Chunk, threading.Event],
+        weights: bool,
+        waiting: Callable[[Callable[[], object]], None],
+    ) -> None:
+        """Promise the copies of `buffers`, as they are now; the chunks will wait for them, by way of `waiting`, and until
+        they are `written` where the rest is written from where it lies. `weights`: some are what is computed with."""
         self._plan = []
         for chunk, those in buffers.items():
             copied = threading.Event()
-            chunk.hold(lambda copied=copied: waiting(copied.wait))  # type: ignore[misc]
-            self._plan.append((list(those), copied))
+
+            events = [copied, *([written[chunk]] if chunk in written else [])]
+
+            def until(events: Sequence[threading.Event] = tuple(events)) -> None:
+                for event in events:
+                    waiting(event.wait)
+
+            self._plan.append((chunk.updated, list(those), copied))
+            chunk.hold(until, weights)
         first = next(iter(buffers), None)
-        on_device = first is not None and first.master.device.type != "cpu"
+        on_device = first is not None and first.parameter.device.type != "cpu"
         self._ready = torch.accelerator.current_stream().record_event() if on_device else None
 
     def run(self) -> None:
         """Make the copies, in the order of the chunks; in another thread than the training's."""
         try:
-            for buffers, copied in self._plan:
+            for updated, buffers, copied in self._plan:
+                if buffers:
+                    updated()
                 for buffer in buffers:
                     self._copy(buffer)
                 copied.set()
         finally:
-            for _, copied in self._plan:  # after a failure too, or the training would wait for ever
+            for *_, copied in self._plan:  # after a failure too, or the training would wait for ever
                 copied.set()
 
     def copy_of(self, buffer: Tensor) -> Tensor:

@@ -69,6 +69,22 @@ class StateConfig(Section):
     """Overlap gradient reduction with the backward pass (AxoNN's ORS). Overlapping the gathers (OAG) is prefetch."""
     coarsening: int | None = Field(None, gt=0)
     """Tiles per all-reduce of a chunk's gradients; several all-reduces are in flight at once (AxoNN). Default: all."""
+    residency: Literal["device", "optimizer", "all", "disk"] = "device"
+    """Where state is kept. optimizer: master weights and moments on the host (ZeRO-Offload); all: parameters and gradients
+    too, parameters being fetched on use (Elixir); disk: master weights and moments on a disk, the rest on the host
+    (ZeRO-Infinity). The numbers are those of device."""
+    cache: Annotated[int, Field(gt=0)] | Literal["auto"] | None = None
+    """Whole chunks of parameters that the device holds at a time, of those that are gathered or fetched on use; which is
+    dropped follows from the order of uses in the step before (Belady). Default: with residency all or disk auto, what the
+    device has room for; else parameters are freed after each use."""
+    device_states: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = 0.0
+    """With another residency than device: fraction of the chunks, the first ones, whose state is on the device all the
+    same. auto: what it has room for."""
+    update_on: Literal["auto", "device", "host"] = "auto"
+    """Where state that is not on the device is updated. device: tile by tile through the device (AxoNN); host: by the
+    processor; auto: the faster by a short measurement."""
+    disk: PathText | None = None
+    """With residency disk: folder of the file that holds the state. Default: train.output."""
 
     @model_validator(mode="after")
     def _sharding(self) -> "StateConfig":
@@ -80,7 +96,24 @@ class StateConfig(Section):
             raise ValueError(
                 f"reshard_after_forward applies to shard: parameters only, but shard is {self.shard}: remove it"
             )
+        self._check_residency()
         return self
+
+    def _check_residency(self) -> None:
+        on_use = self.shard == "parameters" or self.residency in ("all", "disk")
+        if self.cache is not None and not on_use:
+            raise ValueError(
+                "cache applies to parameters that are gathered or fetched on use: choose shard: parameters or residency: all"
+            )
+        if not self.reshard_after_forward and (self.cache is not None or self.residency in ("all", "disk")):
+            raise ValueError(
+                "reshard_after_forward is not for parameters in a cache, which keeps what it can: remove it"
+            )
+        elsewhere = {"device_states": self.device_states != 0.0, "update_on": self.update_on != "auto"}
+        wrong = [key for key, said in elsewhere.items() if said and self.residency == "device"]
+        wrong += ["disk"] if self.disk is not None and self.residency != "disk" else []
+        if wrong:
+            raise ValueError(f"{wrong[0]} applies to state that is kept elsewhere, but residency is {self.residency}")
 
 
 def shard_widths(shard: str, ranks: int | ShardRanks | None) -> tuple[int | None, ...]:

@@ -1,4 +1,4 @@
-"""The buffers of a chunk: what each holds, how much of the chunk, and when it has memory.
+"""The buffers of a chunk: what each holds, how much of the chunk, where, and when it has memory.
 
 A chunk is sharded in steps: over a few ranks near one another, each of the parts over more of them, and so on
 (`plan.py`). A buffer of depth d is what a rank has after d of these steps; of depth 0, the whole chunk. What is called
@@ -11,6 +11,9 @@ ZeRO-1 to ZeRO-3, HSDP and ZeRO++'s secondary partition differ in the depths of 
     parameters (ZeRO-3)                                    1           1                            1
     parameters, over 2, 8 and all ranks                    1           2                            3
 
+Where these are kept is `RESIDENCES`. Parameters on the host have memory on the device while they are used, as those that
+are sharded, and are sharded there as master weights are: each rank brings its part, and they are gathered on the device.
+
 Frozen parameters have the first kind alone, sharded as far as it says.
 """
 
@@ -21,29 +24,38 @@ from torch import Tensor
 
 from optimus.optim.rule import Rule
 
-# There always; from its first use in a step to the optimizer's; while in use.
-Residency = Literal["device", "step", "use"]
-BufferStatus = Literal["absent", "coming", "here", "leaving"]
-BufferEvent = Literal["open", "gather", "arrive", "reduce", "free"]
+Residency = Literal["device", "host", "disk"]
+# Always; from its first use in a step to its last or to the optimizer's; while in use; until another needs its memory.
+Lifetime = Literal["always", "step", "use", "cache"]
+BufferStatus = Literal["absent", "fetching", "coming", "here", "leaving"]
+BufferEvent = Literal["open", "fetch", "gather", "arrive", "reduce", "free"]
 
+# By `state.residency`: of parameters, of gradients between their reduction and the update, of the optimizer's buffers.
+RESIDENCES: dict[str, tuple[Residency, Residency, Residency]] = {
+    "device": ("device", "device", "device"),
+    "optimizer": ("device", "device", "host"),  # ZeRO-Offload
+    "all": ("host", "host", "host"),  # Elixir
+    "disk": ("host", "host", "disk"),  # ZeRO-Infinity
+}
 
 ALIGN = 32  # elements: 64 bytes in bf16, as vector units like it
 
 
 class Buffer(NamedTuple):
     """One buffer of a chunk, as planned. Kinds: parameters, gradients, master, those that an update rule keeps; with .shard,
-    what is kept of absent ones."""
+    what is kept of absent ones; gradients.host, those that wait for the update on the host."""
 
     kind: str
     dtype: torch.dtype
     depth: int  # in how many steps it is sharded
     residency: Residency = "device"
+    lifetime: Lifetime = "always"
     align: int = ALIGN  # parameters, shards and tiles of it begin at multiples of so many elements
 
     @property
     def reported(self) -> str:
         """As what memory reports count it."""
-        kind = self.kind.removesuffix(".shard")
+        kind = self.kind.removesuffix(".shard").removesuffix(".host")
         return kind if kind in ("parameters", "gradients", "master") else "moments"
 
 
@@ -61,29 +73,42 @@ class Depths(NamedTuple):
 
 
 def buffers(
-    depths: Depths, compute: torch.dtype, gradient: torch.dtype, rule: Rule, *, reshard: bool = True
+    depths: Depths,
+    compute: torch.dtype,
+    gradient: torch.dtype,
+    rule: Rule,
+    *,
+    lifetime: Lifetime = "use",
+    residency: str = "device",
 ) -> tuple[Buffer, ...]:
     """Those of a chunk that `rule` updates; of one that it does not, nothing but the parameters.
 
-    Without `reshard`, parameters stay from their first use to the optimizer step. Where they are of type fp32 and what the
-    rule computes with, they are the master weights themselves.
+    `lifetime` is that of whole parameters where a part or the host keeps them. Where they are of type fp32 and what the rule
+    computes with, they are the master weights themselves. Gradients wait for the update in the place of the parameters on
+    the host, whose last use has been by then, if they are of one type (Elixir, section 6): 14 bytes per parameter in bf16.
     """
-    rows: list[Buffer] = []
-    long = [
-        ("parameters", compute, depths.parameters, "use" if reshard else "step"),
-        ("gradients", gradient, depths.gradients, "use"),
-    ]
-    for kind, dtype, depth, used in long if rule.trains else long[:1]:
-        rows.append(Buffer(kind, dtype, 0, used if depth else "device"))  # type: ignore[arg-type]
-        rows += [Buffer(f"{kind}.shard", dtype, depth)] if depth else []
-    apart = rule.trains and (compute != torch.float32 or rule.averages)
+    home, waiting, optimizer = RESIDENCES[residency]
+    kept_whole = not depths.parameters and home == "device"
+    rows = [Buffer("parameters", compute, 0, lifetime="always" if kept_whole else lifetime)]
+    rows += [] if kept_whole else [Buffer("parameters.shard", compute, depths.parameters, home)]
+    if not rule.trains:
+        return tuple(rows)
+    apart = compute != torch.float32 or rule.averages
+    lasting: Lifetime = "always" if waiting == "device" else "step"
+    rows += [Buffer("gradients", gradient, 0, lifetime="use" if depths.gradients else lasting)]
+    rows += [Buffer("gradients.shard", gradient, depths.gradients, lifetime=lasting)] if depths.gradients else []
+    if waiting != "device" and not (apart and gradient == compute):
+        rows += [Buffer("gradients.host", gradient, depths.optimizer, waiting)]
     kinds = (*(["master"] if apart else []), *rule.kinds)
-    return *rows, *(Buffer(kind, torch.float32, depths.optimizer) for kind in kinds)
+    return *rows, *(Buffer(kind, torch.float32, depths.optimizer, optimizer) for kind in kinds)
 
 
 # What may happen to what a buffer holds. A buffer that is absent has no memory, or memory whose content is out of date.
 TRANSITIONS: dict[tuple[BufferStatus, BufferEvent], BufferStatus] = {
     ("absent", "gather"): "coming",  # its parts are on their way from other ranks
+    ("absent", "fetch"): "fetching",  # this rank's part is on its way from the host
+    ("fetching", "gather"): "coming",
+    ("fetching", "arrive"): "here",
     ("coming", "arrive"): "here",
     ("absent", "open"): "here",  # it begins at zero
     ("here", "open"): "here",
@@ -97,11 +122,13 @@ TRANSITIONS: dict[tuple[BufferStatus, BufferEvent], BufferStatus] = {
 class ManagedBuffer:
     """A buffer as it is: a `tensor` of the whole chunk, and where its content is.
 
-    Unless it `stays`, its memory is freed while it is absent; views of it are valid again when it has memory.
+    Unless it `stays`, its memory is freed while it is absent; views of it are valid again when it has memory. It is given at
+    least `block` bytes: blocks of one size fit into one another's places.
     """
 
-    def __init__(self, tensor: Tensor, kind: str, *, stays: bool) -> None:
+    def __init__(self, tensor: Tensor, kind: str, *, stays: bool, block: int = 0) -> None:
         self.tensor, self._kind, self._stays = tensor, kind, stays
+        self._bytes = max(tensor.numel() * tensor.element_size(), block)
         self.status: BufferStatus = "here"
 
     def go(self, event: BufferEvent) -> None:
@@ -110,8 +137,7 @@ class ManagedBuffer:
         if place is None:
             raise RuntimeError(f"{event} of {self._kind} that are {self.status}: a mistake in the order of the calls")
         if not self._stays and (self.status == "absent") != (place == "absent"):
-            storage = self.tensor.untyped_storage()
-            storage.resize_(0 if place == "absent" else self.tensor.numel() * self.tensor.element_size())
+            self.tensor.untyped_storage().resize_(0 if place == "absent" else self._bytes)
         if event == "open" and self.status == "absent":
             self.tensor.zero_()
         self.status = place

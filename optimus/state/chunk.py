@@ -6,12 +6,14 @@ the chunk in steps (`plan.py`): each rank keeps some part of each buffer (`buffe
 
 Parameters that are not kept whole have memory while they are used: from when a module needs them (`gathering.py`). They are
 gathered in the steps in which they are sharded, backwards; first those parts that other ranks have updated, while other
-chunks are updated and the next forward pass begins, and the rest when they are used.
+chunks are updated and the next forward pass begins, and the rest when they are used. What the host keeps of them is fetched
+before.
 
 A chunk of frozen parameters is this and nothing more; what training adds is in `trained.py`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -21,8 +23,12 @@ from optimus.comm import Group, Handle, InTurn
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.model.init import initialize_parameter
 from optimus.model.parameters import Initial
-from optimus.state.buffers import ManagedBuffer
+from optimus.state.buffers import ManagedBuffer, Residency
+from optimus.state.disk import DiskStates, StateFile
 from optimus.state.plan import ChunkPlan
+from optimus.state.transfers import Transfers
+
+ON_DISK = torch.empty(0)  # in the place of what is there
 
 
 class Chunk:
@@ -32,37 +38,71 @@ class Chunk:
     `compute_shard` (compute type), fp32 `master`, and the `moments` of the update rule by kind. `compute_shard` is a view of
     what is kept of the long buffer; where a chunk has no master weights apart, `master` is `compute_shard`.
 
-    `groups` are those of the steps in which the chunk is sharded.
+    What the rule keeps and master weights that are on a disk are in memory inside `states`.
+
+    `groups` are those of the steps in which the chunk is sharded; `file` is the one on the disk. Whole parameters are given
+    `block` bytes.
     """
 
-    def __init__(self, plan: ChunkPlan, groups: Sequence[Group], device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: ChunkPlan,
+        groups: Sequence[Group],
+        transfers: Transfers,
+        file: StateFile | None = None,
+        block: int = 0,
+    ) -> None:
         self.plan = plan
         self.groups = [group.unwatched for group in groups]  # what is gathered here may be of others
-        depths = plan.depths
+        self._transfers = transfers
+        depths, on_disk = plan.depths, [each.kind for each in plan.buffers if each.residency == "disk"]
         self._made = {
-            each.kind: torch.zeros(plan.elements(each), dtype=each.dtype, device=device) for each in plan.buffers
+            each.kind: transfers.make(each, plan.elements(each)) for each in plan.buffers if each.kind not in on_disk
         }
         self.parameter = self._made["parameters"]
-        self._full_parameters = ManagedBuffer(self.parameter, "parameters", stays=not depths.parameters)
+        self._full_parameters = ManagedBuffer(self.parameter, "parameters", stays=plan.keeps_whole, block=block)
         self._parameter_shard = self._made.get("parameters.shard", self.parameter)  # between its uses
+        self._fetched = plan.residency("parameters.shard") != "device"
         self.compute_shard = self._parameter_shard[plan.within(depths.parameters, depths.optimizer)]
-        self.master = self._made.get("master", self.compute_shard)
-        self.moments = {kind: self._made[kind] for kind in plan.rule.kinds}
+        self._disk = DiskStates(file, on_disk, plan.updated) if file is not None and on_disk else None
+        self._bind(dict.fromkeys(on_disk, ON_DISK))
         self.parameters: list[nn.Parameter] = []  # of the module
         self.gradient_buffers: Mapping[nn.Parameter, GradientBuffer] = {}  # of those that are trained
         self._gathering = InTurn()
         self._depth = 0  # of the parameters that are here or coming
 
-    @property
-    def buffers(self) -> Mapping[str, Tensor]:
-        """`saved_buffers`, which may be written to; `publish` must follow."""
-        self.settle()
-        return self.saved_buffers
+    def _bind(self, states: Mapping[str, Tensor]) -> None:
+        made = {**self._made, **states}
+        self.master = made.get("master", self.compute_shard)
+        self.moments = {kind: made[kind] for kind in self.plan.rule.kinds}
+
+    @contextmanager
+    def states(self, change: bool = False) -> Iterator[Mapping[str, Tensor]]:
+        """Inside, what a checkpoint holds of this chunk is in memory, by the prefix of its keys: this rank's part. With
+        `change` it may be written to, and `publish` must follow."""
+        if change:
+            self.settle()
+        self._transfers.synchronize()
+        if self._disk is None:
+            yield {"model": self.master, **self.moments}
+            return
+        with self._disk.loaded(change) as states:
+            self._bind(states)
+            yield {"model": self.master, **self.moments}
+            self._bind(dict.fromkeys(states, ON_DISK))
+
+    def residency(self, prefix: str, weights: bool = False) -> Residency:
+        """Where that of a checkpoint is which has this prefix: of the whole state, or of `weights` alone."""
+        averages = self.plan.rule.averages
+        if prefix != "model":
+            return self.plan.residency(prefix)
+        apart = self.master is not self.compute_shard
+        return self.plan.residency("master" if apart and (averages or not weights) else "parameters.shard")
 
     @property
-    def saved_buffers(self) -> Mapping[str, Tensor]:
-        """What a checkpoint holds of this chunk, by the prefix of its keys: this rank's part of what is kept of it."""
-        return {"model": self.master, **self.moments}
+    def updated(self) -> Handle:
+        """Waits for the update that is under way now; any thread may call it."""
+        return self._transfers.synchronize
 
     @property
     def weights(self) -> Tensor:
@@ -70,8 +110,9 @@ class Chunk:
         what is computed with."""
         return self.master if self.plan.rule.averages else self.compute_shard
 
-    def hold(self, until: Handle) -> None:
-        """Call `until`, once, before this rank's part changes: it returns when that has been copied."""
+    def hold(self, until: Handle, weights: bool = False) -> None:
+        """Call `until`, once, before the next update changes this rank's part: it returns when that has been copied or
+        written. `weights`: what is computed with is copied, too."""
 
     def make_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) for every slot; the parameters are views of the buffer."""
@@ -87,18 +128,20 @@ class Chunk:
     def initialize(self, initial: Mapping[str, Initial], seed: int, std: float) -> None:
         """Initial weights, of the kind that `initial` names, by name and position: each rank makes its own part."""
         part = self.plan.shard
-        for slot in self.plan.slots:
-            start, end = max(slot.start, part.start), min(slot.end, part.stop)
-            if start < end:
-                here = self.master[start - part.start : end - part.start]
-                begin = start - slot.start
-                initialize_parameter(slot.name, here, initial[slot.name], seed, std, begin, slot.global_positions)
+        with self.states(change=True):
+            for slot in self.plan.slots:
+                start, end = max(slot.start, part.start), min(slot.end, part.stop)
+                if start < end:
+                    here = self.master[start - part.start : end - part.start]
+                    begin = start - slot.start
+                    initialize_parameter(slot.name, here, initial[slot.name], seed, std, begin, slot.global_positions)
         self.begin()
         self.publish()
 
     def begin(self) -> None:
         """Make what the update rule keeps as it is before the first update."""
-        self.plan.rule.begin(self.master, [*self.moments.values()])
+        with self.states(change=True):
+            self.plan.rule.begin(self.master, [*self.moments.values()])
 
     # ---- Whole parameters ----
 
@@ -107,13 +150,35 @@ class Chunk:
         """Whether the whole parameters are here."""
         return self._full_parameters.status == "here"
 
+    @property
+    def holds_block(self) -> bool:
+        """Whether the whole parameters have memory."""
+        return self._full_parameters.status != "absent"
+
     def start_gather(self, depth: int = 0) -> None:
-        """Begin to gather what is neither here nor coming of the extent of `depth`, from the parts of other ranks."""
-        if depth == 0 < self._depth:
+        """Begin to gather what is neither here nor coming of the extent of `depth`, from the host and the parts of other
+        ranks."""
+        self._finish_update()
+        fetches = self._fetched and depth == 0 and self._full_parameters.status == "absent"
+        if fetches:
+            self._full_parameters.go("fetch")
+            self._gathering.add(self._fetch)
+            if self._depth:
+                self._full_parameters.go("gather")
+        elif depth == 0 < self._depth:
             self._full_parameters.go("gather")
         while self._depth > depth:
             self._depth -= 1
             self._gathering.add(partial(self._all_gather_async, self._depth))
+        if fetches:
+            self._transfers.advance(self._gathering)
+
+    def _finish_update(self) -> None:
+        """Wait for an update of this rank's part that is under way."""
+
+    def _fetch(self) -> Handle:
+        own = self.parameter.data[self.plan.extent(self.plan.depths.parameters)]
+        return self._transfers.up(own, self._parameter_shard)
 
     def _all_gather_async(self, depth: int) -> Handle:
         # By way of `data`: autograd must not take this for a change of what it has saved.
@@ -123,7 +188,7 @@ class Chunk:
     def _parameters_at(self, depth: int) -> Tensor:
         """The extent of `depth`, in the longest buffer that is sure to have it."""
         kept = self.plan.depths.parameters
-        if depth < kept:
+        if depth < kept or self._fetched:
             return self.parameter[self.plan.extent(depth)]
         return self._parameter_shard[self.plan.within(kept, depth)]
 
@@ -133,35 +198,43 @@ class Chunk:
         self.settle()
 
     def reshard(self) -> None:
-        """Free the whole parameters where only a part is kept; the module's parameters stay views of them."""
-        if self.plan.depths.parameters:
+        """Free the whole parameters where they are kept otherwise; the module's parameters stay views of them."""
+        if not self.plan.keeps_whole:
             self.settle()
             self._full_parameters.go("free")
             self._depth = max(self._depth, self.plan.depths.parameters)
 
     def settle(self) -> None:
-        """Finish a gathering that is under way: it reads the parts that are about to change."""
+        """Finish a gathering that is under way, which reads the parts that are about to change, and an update."""
+        self._finish_update()
         self._gathering.finish()
-        if self._full_parameters.status == "coming":
+        if self._full_parameters.status in ("fetching", "coming"):
             self._full_parameters.go("arrive")
 
     def publish(self) -> None:
         """Make the compute copies anew after the master weights have changed; begin to gather those that are kept."""
         self.settle()
-        if self.master is not self.compute_shard:
-            self.plan.rule.computed(self.master, [*self.moments.values()], self.compute_shard)
+        self._compute_anew()
         self._invalidate_gathered()
+
+    def _compute_anew(self) -> None:
+        """Make the compute copy of this rank's part of the master weights."""
+        with self.states():
+            if self.master is not self.compute_shard:
+                self.plan.rule.computed(self.master, [*self.moments.values()], self.compute_shard)
 
     def show(self) -> None:
         """Compute with the weights themselves, as an evaluation does, where training does not; `publish` goes back."""
         if self.plan.rule.averages:
             self.settle()
-            self.compute_shard.copy_(self.master)
+            with self.states():
+                self.compute_shard.copy_(self.master)
             self._invalidate_gathered()
 
     def _invalidate_gathered(self) -> None:
         """This rank's part has changed: what others have of it, and this rank of theirs, is out of date."""
-        if self.plan.shard_steps:
+        if self.plan.shard_steps or self._fetched:
             self._full_parameters.go("free")
             self._depth = self.plan.depths.optimizer
-            self.start_gather(self.plan.depths.parameters)
+            if not self.plan.offloaded:  # else by whoever uses them, behind the update
+                self.start_gather(self.plan.depths.parameters)

@@ -1,23 +1,75 @@
-"""Whole parameters where and when they are used: gather on use, gather ahead, reshard after use.
+"""Whole parameters where and when they are used: gather or fetch on use, ahead of use, and free them.
 
 A unit is a module, or several that are run in a row (`model.parts.Runner`). Before it runs, the chunks of its parameters are
-gathered and all others resharded. Its backward pass begins when the gradient of its output is there: then its chunks are
-gathered once more, and each is resharded when the last of its gradients has arrived (`trained.py`). A frozen one, which gets
-none, is resharded when the backward pass of the next unit begins: units are run one after the other.
+gathered. Its backward pass begins when the gradient of its output is there: then its chunks are gathered once more. Without
+a cache, all other chunks are resharded when a unit runs, and each in the backward pass when the last of its gradients has
+arrived (`trained.py`); a frozen one, which gets none, when the backward pass of the next unit begins.
 
-The order in which chunks are used in the first step is remembered, and in later steps those that are used next are gathered
-ahead (FSDP's prefetching, in the order of execution).
+With a cache, so many chunks stay (Elixir's rCache). The uses of a step are remembered, in order, and those of an evaluation
+apart; by them the chunk that is used last of all makes room (Belady), and those that are used next are gathered ahead.
+Nothing is decided by what has arrived by now: all ranks begin the same collectives in the same order.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from optimus.errors import UserError
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.state.chunk import Chunk
+
+T = TypeVar("T", bound=Chunk)
+
+
+class Trace:
+    """The uses of chunks in a pass, and in the one before, which is what is expected: of each chunk as many uses in the same
+    places, though others may come between."""
+
+    def __init__(self) -> None:
+        self._now: list[Chunk] = []
+        self._expected: list[Chunk] = []
+        self._places: dict[Chunk, list[int]] = {}  # of its expected uses
+        self._counts = Counter[Chunk]()  # of its uses in this pass
+        self._place = 0  # of the first expected use that has not been
+
+    def begin(self) -> None:
+        """A pass begins."""
+        if self._now:
+            self._expected, self._now = self._now, []
+            self._places = {}
+            for place, chunk in enumerate(self._expected):
+                self._places.setdefault(chunk, []).append(place)
+        self._counts.clear()
+        self._place = 0
+
+    def use(self, chunk: Chunk) -> None:
+        """Note a use."""
+        self._now.append(chunk)
+        self._counts[chunk] += 1
+        while self._place < len(self._expected) and self.next_use(self._expected[self._place]) > self._place:
+            self._place += 1
+
+    def next_use(self, chunk: Chunk) -> float:
+        """Its place among those that are expected; infinity where there is none."""
+        places, count = self._places.get(chunk, ()), self._counts[chunk]
+        return places[count] if count < len(places) else math.inf
+
+    def following(self) -> Iterator[tuple[int, Chunk]]:
+        """The uses that are expected, the next first, and their places."""
+        for place in range(self._place, len(self._expected)):
+            if self.next_use(self._expected[place]) <= place:
+                yield place, self._expected[place]
+
+    @property
+    def order(self) -> dict[Chunk, int]:
+        """The chunks that this pass has used, by first use."""
+        return {chunk: number for number, chunk in enumerate(dict.fromkeys(self._now))}
 
 
 class Gathering:
@@ -26,31 +78,49 @@ class Gathering:
     def __init__(self) -> None:
         self.gradient_buffers: dict[nn.Parameter, GradientBuffer] = {}
         self._ahead = 0
-        self._chunks: dict[nn.Parameter, Chunk] = {}  # of parameters that are sharded
+        self._cache: int | None = None
+        self._chunks: dict[nn.Parameter, Chunk] = {}  # of parameters that are not always here, or up to date
         self._units: dict[Sequence[nn.Module], list[Chunk]] = {}  # the chunks of each
+        self._traced: list[Chunk] = []  # those that are not always here and up to date
         self._resharding: list[Chunk] = []
         self._frozen: list[Chunk] = []  # of parameters that are sharded
         self._in_backward: Sequence[Chunk] = ()  # those of the unit whose backward pass has begun last
-        self._trace: list[Chunk] = []  # every use of a chunk that is not always here, in the first step
-        self._place = 0  # in it: the next use
-        self._sharded = 0  # chunks that are in it
-        self._steps = 0
+        self._training, self._evaluation = Trace(), Trace()
+        self._trace: Trace | None = None  # of the pass that is under way
+        self._uses = 0
+        self._last_use = dict[Chunk, int]()
 
-    def hold(self, chunks: Sequence[Chunk], ahead: int) -> None:
-        """Take over `chunks`, whose parameters the modules have; gather `ahead` chunks ahead of their use."""
-        self._ahead = ahead
+    def hold(self, chunks: Sequence[Chunk], ahead: int, cache: int | None = None) -> None:
+        """Take over `chunks`, whose parameters the modules have; gather `ahead` chunks ahead of their use, and keep as many
+        as `cache`."""
+        self._ahead, self._cache = ahead, cache
         for chunk in chunks:
             self.gradient_buffers |= chunk.gradient_buffers
-            if chunk.plan.shard_steps:
+            if chunk.plan.shard_steps or chunk.plan.offloaded:
                 self._chunks |= dict.fromkeys(chunk.parameters, chunk)
-        self._sharded = sum(chunk.plan.depths.parameters > 0 for chunk in chunks)
-        self._resharding = [chunk for chunk in chunks if chunk.plan.reshards]
-        self._frozen = [chunk for chunk in chunks if not chunk.plan.rule.trains]
+        self._traced = [chunk for chunk in chunks if not chunk.plan.keeps_whole or chunk.plan.offloaded]
+        self._resharding = [chunk for chunk in chunks if chunk.plan.lifetime == "use"]
+        self._frozen = [chunk for chunk in chunks if not chunk.plan.rule.trains and chunk.plan.lifetime != "cache"]
 
     def begin_step(self) -> None:
-        """A step begins: the order of gathering begins anew."""
-        self._steps += 1
-        self._place = 0
+        """A step begins: the order of uses begins anew."""
+        self._trace = self._training
+        self._trace.begin()
+
+    def used_order(self, chunks: Sequence[T]) -> list[T]:
+        """The chunks in the order in which this step has used them first."""
+        order = self._training.order
+        return sorted(chunks, key=lambda chunk: order.get(chunk, len(order)))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, passes are not those of a step."""
+        before, self._trace = self._trace, self._evaluation
+        self._trace.begin()
+        try:
+            yield
+        finally:
+            self._trace = before
 
     def end_passes(self) -> None:
         """The last backward pass of a step is done."""
@@ -77,13 +147,13 @@ class Gathering:
         made = function(x, *args)
         first = made if isinstance(made, Tensor) else made[0]
         # Whatever takes numbers of rows needs none of its parameters in the backward pass.
-        if chunks and self._resharding and first.requires_grad and x.is_floating_point():
+        if chunks and self._traced and first.requires_grad and x.is_floating_point():
             first.register_hook(partial(self._before_backward, chunks))
         return made
 
     def _before_backward(self, chunks: Sequence[Chunk], gradient: Tensor) -> None:
         for other in self._in_backward:
-            if other not in chunks and not other.plan.rule.trains:
+            if other not in chunks and other in self._frozen and other in self._resharding:
                 other.reshard()
         self._in_backward = chunks
         self._use(chunks)
@@ -91,24 +161,48 @@ class Gathering:
     def _use(self, chunks: Sequence[Chunk]) -> None:
         """Have these chunks here, and begin to gather those that are used next."""
         for chunk in chunks:
+            self._make_room(chunk, chunks)
             chunk.gather()
-            if chunk.plan.depths.parameters:
-                self._follow(chunk)
+            if chunk in self._traced:
+                self._uses += 1
+                self._last_use[chunk] = self._uses
+                if self._trace is not None:
+                    self._trace.use(chunk)
+                    self._gather_ahead(self._trace, chunks)
 
-    def _follow(self, chunk: Chunk) -> None:
-        """Note the use of a chunk, or find it in what has been noted, and gather what comes behind it."""
-        if self._steps == 1:
-            self._trace.append(chunk)
-            return
-        try:
-            self._place = self._trace.index(chunk, self._place) + 1
-        except ValueError:  # not a use of a step, but of an evaluation
-            return
-        ahead, seen = 0, {chunk}
-        for following in map(self._trace.__getitem__, range(self._place, len(self._trace))):
-            if ahead == self._ahead or len(seen) == self._sharded:
+    def _gather_ahead(self, trace: Trace, chunks: Sequence[Chunk]) -> None:
+        """Begin to gather what is used next, as far as there is room for it."""
+        ahead, seen = 0, {*chunks}
+        for place, following in trace.following():
+            if ahead == self._ahead or len(seen) == len(self._traced):
                 return
             if following not in seen:
                 seen.add(following)
                 ahead += not following.gathered
+                if not self._make_room(following, chunks, place):
+                    return
                 following.start_gather()
+
+    def _make_room(self, chunk: Chunk, using: Sequence[Chunk], before: float = math.inf) -> bool:
+        """Drop the chunk that is used last of all if the cache is full, but none that is being used, or is used `before`
+        this place; whether there is room for `chunk`. Raises `UserError` where those in use are too many."""
+        if self._cache is None or chunk.plan.keeps_whole or chunk.holds_block:
+            return True
+        held = [each for each in self._traced if each.holds_block and not each.plan.keeps_whole]
+        if len(held) < self._cache:
+            return True
+        next_use = self._trace.next_use if self._trace is not None else lambda each: math.inf
+        dropped = max(
+            (each for each in held if each not in using),
+            key=lambda each: (next_use(each), -self._last_use.get(each, 0)),
+            default=None,
+        )
+        if dropped is None and before == math.inf:
+            raise UserError(
+                f"state.cache {self._cache}: a module uses parameters of {len(using)} chunks at a time: raise it to "
+                f"{len(using)}"
+            )
+        if dropped is None or (before < math.inf and next_use(dropped) <= before):
+            return False
+        dropped.reshard()
+        return True

@@ -3,6 +3,8 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import zip_longest
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +15,16 @@ from optimus.errors import UserError
 from optimus.mesh import Layout
 from optimus.model.parameters import declarations
 from optimus.optim.rule import OptimizerStep
+from optimus.state.buffers import RESIDENCES
 from optimus.state.chunk import Chunk
+from optimus.state.disk import StateFile
 from optimus.state.gathering import Gathering
 from optimus.state.matrices import OverBlocks
 from optimus.state.plan import ChunkPlan, Recipe, divisions, plan_stages, sharding_of
 from optimus.state.trained import TrainedChunk
+from optimus.state.transfers import Transfers, transfers
 
-_REDUCING = 2  # chunks whose long gradient buffers may be on their way to the other ranks at once
+_REDUCING = 2  # chunks whose long gradient buffers may be on their way to the other ranks at once, or to the host
 
 
 class ModelState:
@@ -44,6 +49,7 @@ class ModelState:
         device: torch.device,
         stage_of: Callable[[str], int] = lambda name: 0,
         gathering: Gathering | None = None,
+        moves: Transfers | None = None,
     ) -> None:
         _check_trainable((name, each.requires_grad) for name, each in module.named_parameters())
         self.groups = groups
@@ -56,6 +62,9 @@ class ModelState:
         self.counters = {name: 0.0 for rule in self._unlike for name in rule.counters}
         self._overlap = options.overlap
         self._reducing: deque[TrainedChunk] = deque()
+        self._leaving: deque[TrainedChunk] = deque()
+        moves = moves or transfers(device)
+        file = StateFile(Path(options.disk or "."), moves) if "disk" in RESIDENCES[options.residency] else None
         piece = options.coarsening and options.coarsening * options.tile
 
         known: dict[tuple[tuple[str, ...], bool], list[Group]] = {}  # to divide thousands of ranks takes long
@@ -66,14 +75,17 @@ class ModelState:
                 found = divisions(groups.mesh, plan.partial_axes, sharding_of(plan.rule, options))
                 known[key] = [groups.dividing(parts) for parts in (found if plan.rule.trains else found[:-1])]
             if not plan.rule.trains:
-                return Chunk(plan, known[key], device)
+                return Chunk(plan, known[key], moves, block=block)
             *sharing, copies = known[key]
             split = [slot for slot in plan.slots if plan.tiling.split_axes(slot.layout, groups.mesh)]
             return TrainedChunk(
                 plan,
                 sharing,
                 copies,
-                device,
+                moves,
+                file=file,
+                block=block,
+                update_on="host" if options.update_on == "host" else "device",
                 blocks={slot.name: OverBlocks(groups, slot.layout) for slot in split},
                 piece=piece,
                 started=self._limit_reductions,
@@ -81,8 +93,12 @@ class ModelState:
             )
 
         stages = plan_stages(layouts, groups.mesh, groups.rank, options, stage_of, recipe)
+        cached = [plan for plans in stages.values() for plan in plans if plan.lifetime == "cache"]
+        block = max((plan.size * plan.buffers[0].dtype.itemsize for plan in cached), default=0)
         self._of_stage = {stage: [make(plan) for plan in plans] for stage, plans in stages.items()}
         self.chunks = [chunk for chunks in self._of_stage.values() for chunk in chunks]
+        if file is not None:
+            file.reserve()
         self.trained = _trained(self.chunks)
         self.buffers = _place_buffers(module, device)  # trained by rules of their own; whole on all ranks of `team`
         self._parameters = dict(made for chunk in self.chunks for made in chunk.make_parameters())
@@ -90,7 +106,8 @@ class ModelState:
         # Else every rank has every gradient, and finds the same norm by itself.
         self._parted = any(chunk.plan.replica_count < groups.world.size for chunk in self.chunks)
         self._gathering = gathering or Gathering()
-        self._gathering.hold(self.chunks, options.prefetch)
+        assert options.cache != "auto", "chosen before"
+        self._gathering.hold(self.chunks, options.prefetch, options.cache)
 
     @property
     def team(self) -> Group:
@@ -123,6 +140,7 @@ class ModelState:
     def clear_gradients(self) -> None:
         """Set all gradients to zero, whatever has become of them."""
         self._reducing.clear()
+        self._leaving.clear()
         for chunk in self.trained:
             chunk.clear_gradients()
 
@@ -147,19 +165,35 @@ class ModelState:
             chunk.reduce_gradients()
             if "embedding" in chunk.plan.slots[0].layout.replicated_axes:
                 self.groups.along("embedding").unwatched.all_reduce(chunk.reduced)
+            if chunk.leaves and not chunk.left:
+                self._let_leave(chunk)
             square += chunk.gradient_square_sum(self.tile) / (chunk.plan.replica_count if self._parted else 1)
+        while self._leaving:
+            self._leaving.popleft().leave()
         if self._parted:
             self.groups.world.unwatched.all_reduce(square)
         return float(square.sqrt())
 
     def step(self, lr: float, gradient_scale: float) -> None:
-        """One optimizer step on every chunk; while one is updated, the parameters of those before it are gathered."""
+        """One optimizer step on every chunk; while one is updated, the parameters of those before it are gathered.
+
+        State that is not on the device is updated in the order in which the next step uses it, and waited for by its uses.
+        """
         self.steps += 1
         counted = [rule.count(self.counters, self.steps, lr) for rule in self._unlike]
         self.counters = {name: value for each in counted for name, value in each.items()}
         now = OptimizerStep(self.steps, lr, gradient_scale, self.counters)
+        chunks = self._gathering.used_order(self.trained)  # as the next step will
+        chunks.sort(key=lambda chunk: chunk.update_is_collective, reverse=True)  # at once, before the worker has any
+        for chunk in chunks:
+            chunk.settle()
+        for chunk, following in zip_longest(chunks, chunks[1:]):
+            chunk.step(now, self.tile, following)
+
+    def skip(self) -> None:
+        """The step is not applied."""
         for chunk in self.trained:
-            chunk.step(now, self.tile)
+            chunk.skip()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -171,26 +205,39 @@ class ModelState:
             chunk.show()
         self.finish()
         try:
-            yield
+            with self._gathering.evaluating():
+                yield
         finally:
             for chunk in self.chunks:
                 if chunk.plan.rule.averages:
                     chunk.publish()
 
     def finish(self) -> None:
-        """Have everything here that is under way; must precede the end of the process group."""
+        """Have everything here that is under way, or kept whole; must precede the end of the process group."""
         for chunk in self.chunks:
+            if chunk.plan.keeps_whole:
+                chunk.gather()
             chunk.settle()
 
     def _limit_reductions(self, chunk: TrainedChunk) -> None:
         """A reduction has begun: let no more than a few hold their long buffers at once, or none be under way."""
         if not self._overlap:
             chunk.finish_reduction()
-            return
-        if chunk.plan.depths.gradients:
+        elif chunk.plan.depths.gradients or (chunk.leaves and not chunk.alone):
             self._reducing.append(chunk)
-            if len(self._reducing) > _REDUCING:
-                self._reducing.popleft().free_gradient()
+            if len(self._reducing) <= _REDUCING:
+                return
+            chunk = self._reducing.popleft()
+            chunk.free_gradient()
+        if chunk.leaves and chunk.reduces_last and "embedding" not in chunk.plan.slots[0].layout.replicated_axes:
+            self._let_leave(chunk)
+
+    def _let_leave(self, chunk: TrainedChunk) -> None:
+        """Bring the gradients of a chunk to the host, which leave the device when a few others are on their way."""
+        chunk.start_leaving(self.tile)
+        self._leaving.append(chunk)
+        if len(self._leaving) > _REDUCING:
+            self._leaving.popleft().leave()
 
 
 def _trained(chunks: Iterable[Chunk]) -> list[TrainedChunk]:

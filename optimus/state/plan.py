@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -16,7 +16,7 @@ from optimus.config.tree import StateConfig, shard_widths
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.optim.rule import Rule
-from optimus.state.buffers import ALIGN, Buffer, Depths, aligned, buffers
+from optimus.state.buffers import ALIGN, RESIDENCES, Buffer, Depths, Lifetime, Residency, aligned, buffers
 from optimus.state.tiling import TILINGS, Tiling
 
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
@@ -140,20 +140,43 @@ class ChunkPlan:
         return max(buffer.align for buffer in self.buffers)
 
     @property
-    def reshards(self) -> bool:
-        """Whether whole parameters are freed after each use."""
-        return any(buffer.kind == "parameters" and buffer.residency == "use" for buffer in self.buffers)
+    def lifetime(self) -> Lifetime:
+        """When the whole parameters have memory."""
+        return self.buffers[0].lifetime
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether the device keeps the whole parameters."""
+        return self.stays("parameters")
+
+    def residency(self, kind: str) -> Residency:
+        """Where a buffer is; the device, if there is none of this kind."""
+        return next((buffer.residency for buffer in self.buffers if buffer.kind == kind), "device")
+
+    def stays(self, kind: str) -> bool:
+        """Whether the device always has a buffer of this kind."""
+        return any(buffer.kind == kind and buffer.lifetime == "always" for buffer in self.buffers)
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the device has not all of it at rest."""
+        return any(buffer.residency != "device" for buffer in self.buffers)
 
     @property
     def shard(self) -> slice:
         """What this rank's optimizer updates of the chunk."""
         return self.extent(self.depths.optimizer)
 
-    def bytes_by_kind(self) -> dict[str, int]:
+    @property
+    def updated(self) -> int:
+        """Elements of it."""
+        return self.shard.stop - self.shard.start
+
+    def bytes_by_kind(self, residency: Residency = "device") -> dict[str, int]:
         """Bytes of this rank's buffers at rest; `master` is zero where the parameters serve as master weights."""
         found = dict.fromkeys(("parameters", "gradients", "master", "moments"), 0)
         for buffer in self.buffers:
-            if buffer.residency == "device":
+            if buffer.residency == residency and buffer.lifetime == "always":
                 found[buffer.reported] += self.elements(buffer) * buffer.dtype.itemsize
         return found
 
@@ -183,7 +206,7 @@ def plan_chunks(
         same = tuple(axis for axis in layout.replicated_axes if mesh.axis_size(axis) > 1)
         groups.setdefault((replicas[layout.partial_axes], same, recipe.rules[name]), []).append(name)
     limit = chunk_limit([[room[name] for name in names] for names in groups.values()], options.chunk)
-    plans = []
+    plans = list[tuple[ChunkPlan, tuple[Buffer, ...]]]()
     for (ranks, same, rule), names in groups.items():
         axes, sharding = layouts[names[0]].partial_axes, sharding_of(rule, options)
         own = next(part for part in shard_groups(mesh, ranks, sharding) if rank in part)
@@ -193,14 +216,50 @@ def plan_chunks(
             shard_steps.append(ShardStep(step, place % step))
             place //= step
         gradient = getattr(torch, options.gradient_dtype)
-        kept = buffers(depths, recipe.compute, gradient, rule, reshard=options.reshard_after_forward)
+        kept = [
+            buffers(
+                placed(depths, residency),
+                recipe.compute,
+                gradient,
+                rule,
+                lifetime=lifetime(options),
+                residency=residency,
+            )
+            for residency in ("device", options.residency)
+        ]
         copies = mesh.axis_size(*same) * len(ranks) // len(own)
         pieces = [Piece(room[name], _shape(regions[name]), layouts[name].shape) for name in names]
-        for chunk, ends in divide(pieces, rule, limit, math.prod(steps), max(each.align for each in kept)):
+        for chunk, ends in divide(pieces, rule, limit, math.prod(steps), max(each.align for each in kept[0])):
             slots = tuple(Slot(names[i], layouts[names[i]], regions[names[i]], start, end) for i, start, end in chunk)
-            plans.append(ChunkPlan(slots, axes, rule, ends, tuple(shard_steps), copies, depths, kept))
+            plans.append((ChunkPlan(slots, axes, rule, ends, tuple(shard_steps), copies, depths, kept[0]), kept[1]))
     first = {name: i for i, name in enumerate(layouts)}
-    return sorted(plans, key=lambda plan: first[plan.slots[0].name])
+    plans.sort(key=lambda each: first[each[0].slots[0].name])
+    return _with_residency(plans, options)
+
+
+def _with_residency(plans: Sequence[tuple[ChunkPlan, tuple[Buffer, ...]]], options: StateConfig) -> list[ChunkPlan]:
+    """The plans; all behind the first, which are the fraction `device_states`, have the buffers beside them. The first are
+    used first, when the updates of the others are still under way."""
+    fraction = 0.0 if options.device_states == "auto" else options.device_states  # auto adds what there is room for
+    here = fraction * sum(plan.size for plan, _ in plans)
+    found, size = list[ChunkPlan](), 0
+    for plan, elsewhere in plans:
+        size += plan.size
+        apart = size > here * (1 + 1e-9)
+        found.append(replace(plan, buffers=elsewhere, depths=placed(plan.depths, options.residency)) if apart else plan)
+    return found
+
+
+def placed(depths: Depths, residency: str) -> Depths:
+    """Of a chunk with such a residency: what the host keeps of the parameters is what this rank updates of them."""
+    return depths._replace(parameters=depths.optimizer) if RESIDENCES[residency][0] != "device" else depths
+
+
+def lifetime(options: StateConfig) -> Lifetime:
+    """Of whole parameters that are gathered or fetched on use."""
+    if options.cache is not None or RESIDENCES[options.residency][0] != "device":
+        return "cache"
+    return "use" if options.reshard_after_forward else "step"
 
 
 def plan_stages(
@@ -361,9 +420,9 @@ def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list
     return found
 
 
-def bytes_by_kind(plans: Sequence[ChunkPlan]) -> dict[str, int]:
+def bytes_by_kind(plans: Sequence[ChunkPlan], residency: Residency = "device") -> dict[str, int]:
     """Bytes at rest of all chunks of a rank, by kind."""
-    counts = [plan.bytes_by_kind() for plan in plans]
+    counts = [plan.bytes_by_kind(residency) for plan in plans]
     return {kind: sum(count[kind] for count in counts) for kind in ("parameters", "gradients", "master", "moments")}
 
 

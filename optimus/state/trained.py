@@ -7,11 +7,14 @@ kept whole, the buffer has memory from the first gradient of a microbatch to the
 A chunk is reduced as soon as its last gradient of the last microbatch has arrived, while the backward pass goes on.
 
 The optimizer goes over the chunk tile by tile: gradients become fp32, and are scaled, for one tile only (TED, section 7.2),
-and the working set of a tile stays in cache.
+and the working set of a tile stays in cache. Where state is not on the device, the update is handed to a worker
+(`transfers.py`), which brings each tile to where it is computed and takes it back (AxoNN, section 3.3.2); whoever uses the
+parameters next waits for it. Gradients that wait for it on the host leave the device when they have been summed.
 """
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -20,10 +23,12 @@ from torch import Tensor, nn
 from optimus.comm import Group, Handle, InTurn
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
-from optimus.state.buffers import ManagedBuffer, aligned
-from optimus.state.chunk import Chunk
+from optimus.state.buffers import ManagedBuffer, Residency, aligned
+from optimus.state.chunk import ON_DISK, Chunk
+from optimus.state.disk import StateFile
 from optimus.state.matrices import OverBlocks
 from optimus.state.plan import ChunkPlan
+from optimus.state.transfers import Transfers
 from optimus.step_context import StepContext
 
 _PIECE = 1024  # numbers whose squares are added up one after the other
@@ -58,11 +63,11 @@ class TrainedChunk(Chunk):
     """The parameters of `plan` and all that trains them; see the module's text.
 
     Flat buffers beside those of `Chunk`: `gradient` (gradient type) of the whole chunk, and `reduced`, a view of what is
-    kept of it: of the part that this rank's optimizer updates.
+    kept of it: of the part that this rank's optimizer updates. `waiting` is what the update reads: the same, or the host's.
 
     `blocks`: by name of a parameter of which ranks have blocks of each matrix, how a rule's function of matrices is applied.
     `piece`: elements per all-reduce of gradients. `started` is called when a reduction that holds memory has begun. `step`
-    may defer gradients.
+    may defer gradients. State that is elsewhere is updated `update_on` device or host.
     """
 
     def __init__(
@@ -70,33 +75,47 @@ class TrainedChunk(Chunk):
         plan: ChunkPlan,
         groups: Sequence[Group],
         copies: Group,
-        device: torch.device,
+        transfers: Transfers,
         *,
+        file: StateFile | None = None,
+        block: int = 0,
         blocks: Mapping[str, OverBlocks] | None = None,
         piece: int | None = None,
         started: Callable[["TrainedChunk"], None] = lambda chunk: None,
         step: StepContext | None = None,
+        update_on: Residency = "device",
     ) -> None:
-        super().__init__(plan, groups, device)
+        super().__init__(plan, groups, transfers, file, block)
         assert isinstance(plan.rule, UpdateRule)
         self._rule = plan.rule
         self._watch, self.replica_group = copies.watch, copies.unwatched  # only what enters the sums is watched
         self._blocks = blocks or {}
         self._piece, self._started, self._step = piece, started, step
+        self._update_on = update_on
         depths = plan.depths
         self.gradient = self._made["gradients"]
-        self._gradients = ManagedBuffer(self.gradient, "gradients", stays=not depths.gradients)
+        self._gradients = ManagedBuffer(self.gradient, "gradients", stays=plan.stays("gradients"))
         self._gradient_shard = self._made.get("gradients.shard", self.gradient)  # between its uses
+        self._accumulated = self._gradients
+        if depths.gradients:
+            self._accumulated = ManagedBuffer(self._gradient_shard, "gradients", stays=plan.stays("gradients.shard"))
         self.reduced = self._gradient_shard[plan.within(depths.gradients, depths.optimizer)]
+        self.leaves = not plan.stays("gradients.shard" if depths.gradients else "gradients")
+        self.waiting = self._made.get("gradients.host", self.compute_shard) if self.leaves else self.reduced
         self.gradient_buffers: dict[nn.Parameter, ChunkGradient] = {}
         self._arrived = 0  # gradients of this microbatch
         self._last = False  # this microbatch is the step's last
         self._summed = False  # `reduced` is, or is being, summed over all ranks
         self._reduction = InTurn()
-        self._reader: Handle | None = None  # waits for whoever copies this rank's part beside the training
+        self._leaving: Handle | None = None  # `reduced` is on its way to the host
+        self._square: Tensor | None = None  # of what has left
+        self._updating: Handle | None = None  # an update that nobody has waited for yet
+        self._clears = False  # gradients, behind it
+        self._reader: Handle = _done  # waits for whoever copies this rank's part beside the training
+        self._weights_read = False  # by that, what is computed with, too
 
-    def hold(self, until: Handle) -> None:
-        self._reader = until
+    def hold(self, until: Handle, weights: bool = False) -> None:
+        self._reader, self._weights_read = until, weights
 
     def make_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) for every slot; the parameters and their gradients are views of the buffers."""
@@ -112,22 +131,29 @@ class TrainedChunk(Chunk):
             parameter.register_post_accumulate_grad_hook(partial(_after_accumulation, own, weakref.ref(buffer)))
             self.gradient_buffers[parameter] = buffer
             yield name, parameter
-        if self.plan.depths.gradients:
-            self._gradients.go("free")  # now that the views of it are made
+        self._free_gradients()  # now that the views of it are made
 
     # ---- Gradients ----
 
     def clear_gradients(self) -> None:
-        """Set the gradients to zero; must precede the first microbatch of a step."""
+        """Set the gradients to zero; must precede the first microbatch of a step. Where an update still reads them, this is
+        done behind it, before the parameters are used."""
         self.finish_reduction()  # of a step that was not finished
-        self._arrived, self._last, self._summed = 0, False, False
+        self.leave()
+        self._arrived, self._last, self._summed, self._square = 0, False, False, None
         for buffer in self.gradient_buffers.values():
             buffer.used = False
-        self._gradients.go("free")
-        if self.plan.depths.gradients:
-            self._gradient_shard.zero_()
+        if self._updating is None:
+            self._free_gradients()
         else:
-            self._gradients.go("open")
+            self._clears = True
+
+    def _free_gradients(self) -> None:
+        """Let the gradients be zero, those that stay now, others when they get memory."""
+        self._gradients.go("free")
+        self._accumulated.go("free")
+        if not self.leaves:
+            self._accumulated.go("open")
 
     def reduce_on_arrival(self) -> None:
         """The coming backward pass is the last of the step: reduce when its last gradient is there."""
@@ -143,12 +169,32 @@ class TrainedChunk(Chunk):
     def reduce_gradients(self) -> None:
         """Sum the gradients over the replicas into `reduced`: finish what began on arrival, or do all of it now."""
         self._last = True
-        if not self._begun and self._gradients.status == "here":
+        if not self._begun and (self._gradients.status == "here" or not self.plan.depths.gradients):
             self._start_reduction()
         self.finish_reduction()
         if not self._summed:
             self._reduce_shards()
             self.finish_reduction()
+
+    @property
+    def update_is_collective(self) -> bool:
+        """Whether other ranks take part in the update: all begin it in one order, so no worker does."""
+        return bool(self._blocks)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank has gradients of these parameters."""
+        return self.plan.shard_count * self.plan.replica_count == 1
+
+    @property
+    def reduces_last(self) -> bool:
+        """Whether what is being reduced are the gradients of the whole step."""
+        return self._summed
+
+    @property
+    def left(self) -> bool:
+        """Whether the gradients of this step are on the host, or on their way."""
+        return self._square is not None
 
     @property
     def _begun(self) -> bool:
@@ -160,14 +206,29 @@ class TrainedChunk(Chunk):
 
     def free_gradient(self) -> None:
         """Finish what is under way of the reduction, until the long buffer is free."""
-        while self._gradients.status == "leaving":
+        while self._gradients.status == "leaving" and self._reduction:
             self._reduction.advance()
+
+    def start_leaving(self, tile: int) -> None:
+        """The gradients are reduced: begin to bring them to the host."""
+        self.finish_reduction()
+        self._square = self._gradient_square_sum(tile)
+        if self.waiting is self.compute_shard and self._weights_read:
+            self._reader()
+        self._leaving = self._transfers.down(self.waiting, self.reduced)
+
+    def leave(self) -> None:
+        """Free the gradients that are on their way to the host when they are there."""
+        if self._leaving is not None:
+            self._leaving()
+            self._leaving = None
+            self._accumulated.go("free")
 
     def _before_gradient(self) -> None:
         """A gradient of this chunk is about to be added: the buffer must be there and at rest."""
         if self.plan.depths.gradients:
             self.free_gradient()
-            self._gradients.go("open")
+        self._gradients.go("open")
 
     def _after_gradient(self) -> None:
         """A gradient of this chunk has been added."""
@@ -175,7 +236,7 @@ class TrainedChunk(Chunk):
         if self._arrived < len(self.plan.slots):
             return
         self._arrived = 0
-        if self.plan.reshards:
+        if self.plan.lifetime == "use":
             self.reshard()  # the backward pass is through with them
         if self._last or self.plan.depths.gradients:
             self._start_reduction()
@@ -184,6 +245,8 @@ class TrainedChunk(Chunk):
         """Sum each rank's part over the groups, as far as parts of gradients are kept; further, if no more will come."""
         if self._watch is not None:
             self._watch.leaves(self.gradient, f"reduction of the gradients of {self.plan.slots[0].name} ...")
+        if self._gradients.status == "absent":  # none has come
+            self._gradients.go("open")
         self._gradients.go("reduce")
         for depth in range(self.plan.depths.gradients):
             self._reduction.add(partial(self._reduce_scatter_async, self.gradient, 0, depth))
@@ -195,6 +258,8 @@ class TrainedChunk(Chunk):
         """Sum what is kept of the gradients, to the part of this rank's optimizer, and that over its copies."""
         self._summed = True
         kept = self.plan.depths.gradients
+        if kept:
+            self._accumulated.go("open")
         for depth in range(kept, self.plan.depths.optimizer):
             self._reduction.add(partial(self._reduce_scatter_async, self._gradient_shard, kept, depth))
         self._reduction.add(self._all_reduce_replicas_async)
@@ -208,6 +273,7 @@ class TrainedChunk(Chunk):
         def finish() -> None:
             wait()
             if depth + 1 == self.plan.depths.gradients:
+                self._accumulated.go("open")
                 self._gradient_shard.add_(part)
                 self._gradients.go("free")
 
@@ -226,22 +292,94 @@ class TrainedChunk(Chunk):
 
     def gradient_square_sum(self, tile: int) -> Tensor:
         """Sum of squares of the reduced gradients of this rank's part, fp32 scalar."""
+        return self._gradient_square_sum(tile) if self._square is None else self._square
+
+    def _gradient_square_sum(self, tile: int) -> Tensor:
         return torch.stack([_square_sum(part) for part in self.reduced.split(aligned(tile, self.plan.align))]).sum()
 
     # ---- The optimizer ----
 
-    def step(self, now: OptimizerStep, tile: int) -> None:
-        """One optimizer update, then the compute copies made anew."""
+    def step(self, now: OptimizerStep, tile: int, following: "TrainedChunk | None" = None) -> None:
+        """One optimizer update, then the compute copies made anew; of `following`, state on a disk is read meanwhile.
+
+        Where state is not on the device, a worker does it, and `settle` waits for it.
+        """
         self.settle()
-        if self._reader is not None:
-            self._reader()
-            self._reader = None
-        copied = [] if self.master is self.compute_shard else [self.compute_shard]
-        buffers = [self.master, self.reduced, *copied, *self.moments.values()]
-        for whole, (weight, gradient, *rest) in self.plan.tiling.tiles(self.plan, self._blocks, buffers, tile):
-            copy = rest.pop(0) if copied else None
-            self._rule.update(now, Tile(weight, gradient, rest, copy, whole))
+        update = partial(self._update, now, tile, following, self._reader)
+        self._reader, self._weights_read = _done, False
+        if self.plan.offloaded and not self.update_is_collective:
+            self._updating = self._transfers.submit(update, self.plan.updated, self._update_on)
+        else:
+            update()
         self._invalidate_gathered()
+
+    def skip(self) -> None:
+        """The step is not applied: whatever has waited for it is dropped."""
+        if self.waiting is self.compute_shard:
+            self.settle()
+            self._compute_anew()
+            self._invalidate_gathered()
+
+    @property
+    def updated(self) -> Handle:
+        updating = self._updating or _done
+
+        def wait() -> None:
+            updating()
+            self._transfers.synchronize()
+
+        return wait
+
+    def _finish_update(self) -> None:
+        if self._updating is not None:
+            self._updating()
+            self._updating = None
+            if self._clears:
+                self._clears = False
+                self._free_gradients()
+
+    def _update(self, now: OptimizerStep, tile: int, following: "TrainedChunk | None", reader: Handle) -> None:
+        reader()
+        with nullcontext() if self._disk is None else self._disk.updating() as states:
+            if states is not None:
+                self._bind(states)
+            if following is not None and following._disk is not None:
+                following._disk.read_ahead()
+            self._update_tiles(now, tile)
+            if states is not None:
+                self._bind(dict.fromkeys(states, ON_DISK))
+
+    def _update_tiles(self, now: OptimizerStep, tile: int) -> None:
+        """The update of tiles, each where it is computed; what is elsewhere is brought there and back."""
+        plan, on, transfers = self.plan, self._update_on if self.plan.offloaded else "device", self._transfers
+        copied = self.master is not self.compute_shard
+        home = plan.residency("parameters.shard")
+        rows = [
+            (self.master, plan.residency("master") if copied else home),
+            (self.waiting, "host" if self.leaves else "device"),
+        ]
+        rows += [(self.compute_shard, home)] if copied else []
+        rows += [(moment, plan.residency(kind)) for kind, moment in self.moments.items()]
+        apart = [(residency == "device") != (on == "device") for _, residency in rows]
+        buffers = [buffer for buffer, _ in rows]
+        for number, (whole, parts) in enumerate(plan.tiling.tiles(plan, self._blocks, buffers, tile)):
+            with transfers.tile(number):
+                here = [
+                    transfers.staged(i, part, on, filled=i != 2 or not copied) if apart[i] else part
+                    for i, part in enumerate(parts)
+                ]
+                weight, gradient, *rest = here
+                copy = rest.pop(0) if copied else None
+                self._rule.update(now, Tile(weight, gradient, rest, copy, whole))
+                for i, part in enumerate(parts):
+                    if apart[i] and i != 1:
+                        transfers.put_back(part, here[i])
+                if self._blocks:
+                    transfers.synchronize()
+
+
+def _done() -> None:
+    """Nothing is to be waited for."""
 
 
 def _before_accumulation(own: "weakref.ref[TrainedChunk]", gradient: Tensor | None) -> None:

@@ -34,6 +34,7 @@ from optimus.train.groups import run_divisions
 from optimus.train.pipeline import partition_of, placement_of, stages_of, tied_embeddings
 from optimus.train.precision import with_precision
 from optimus.train.recomputation import find_recomputation, stage_options
+from optimus.train.residency import with_residency
 from optimus.train.rules import rules_of
 from optimus.train.summary import summarise, summary_lines
 
@@ -180,6 +181,9 @@ def build_model(
     left_open, config = config.moe.dispatch == "auto", with_dispatcher(config, groups.mesh, groups.measured)
     whole = whole_model(config)
     layouts, recipe = layouts_of(whole, config), recipe_of(config, whole)
+    config, said = with_residency(
+        config, groups, device, free, lambda each: _planned_chunks(each, groups.mesh, [groups.rank], layouts, recipe)[0]
+    )
     (plans,) = _planned_chunks(config, groups.mesh, [groups.rank], layouts, recipe)
     groups.make(run_divisions(config, groups.mesh, layouts, tags=groups.tags))  # those of all stages
     free -= sum(bytes_by_kind(plans).values())
@@ -192,7 +196,7 @@ def build_model(
     partition = partition_of(config, groups.mesh, groups.rank)
     trained = [name for name in layouts if recipe.rules[name].trains]
     if notes is not None:
-        notes += [note] if note else []
+        notes += [each for each in (note, said) if each]
         notes += [f"moe.dispatch: {config.moe.dispatch} (auto: its collectives take less time)"] if left_open else []
         notes += [_frozen_line(layouts, trained)] if len(trained) < len(layouts) else []
     partition = partition._replace(trained_from=partition.first_of(trained))

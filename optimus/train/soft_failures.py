@@ -55,7 +55,9 @@ class SoftFailures(Hook):
 def _origin(run: Run) -> tuple[str | None, bool]:
     """Where what is not finite left this rank, if it began here; and whether that is its own part of the parameters."""
     origin = run.groups.origin()
-    parts = [part for chunk in run.state.chunks for part in (chunk.master, chunk.compute_shard)]
-    if all(bool(torch.isfinite(part.sum(dtype=torch.float32))) for part in parts):
-        return origin, False
-    return "parameters of its own", True
+    for chunk in run.state.chunks:
+        with chunk.states():
+            for part in (chunk.master, chunk.compute_shard):
+                if not torch.isfinite(part.sum(dtype=torch.float32)):
+                    return "parameters of its own", True
+    return origin, False

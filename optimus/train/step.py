@@ -54,7 +54,9 @@ def training_step(
     loss, balance, z = (losses / with_losses).tolist()
     lr = step_learning_rate(config, step)
     skipped = not (math.isfinite(norm) and math.isfinite(loss)) or loss > loss_limit
-    if not skipped:
+    if skipped:
+        state.skip()
+    else:
         state.step(lr, clip_scale(config, step, norm))
     if config.model.router_bias:
         routers = [module for module in model.modules() if isinstance(module, Router)]

@@ -37,12 +37,13 @@ def loaded(path: Path, send: Send) -> tuple[int, dict[str, Tensor]]:
     """(elements of this rank's longest chunk, the state that it has loaded)."""
     steps = Steps(CONFIG)
     load_state(steps.state, path, model=steps.config.model, full=True, send=send)
-    return max(chunk.plan.size for chunk in steps.state.chunks), {
-        f"{kind}.{slot.name}": part[slot.start : slot.end].view(slot.shape).clone()
-        for chunk in steps.state.chunks
-        for kind, part in chunk.saved_buffers.items()
-        for slot in chunk.plan.slots
-    }
+    found = {}
+    for chunk in steps.state.chunks:
+        with chunk.states() as parts:
+            for kind, part in parts.items():
+                for slot in chunk.plan.slots:
+                    found[f"{kind}.{slot.name}"] = part[slot.start : slot.end].view(slot.shape).clone()
+    return max(chunk.plan.size for chunk in steps.state.chunks), found
 
 
 @pytest.mark.parametrize("send", ["broadcast", "allreduce", "none"])

@@ -56,8 +56,9 @@ def write_slots(run: Path) -> None:
     for step in (3, 6):
         state = made(2)
         for chunk in state.chunks:
-            for buffer in chunk.buffers.values():
-                buffer.normal_()
+            with chunk.states(change=True) as buffers:
+                for buffer in buffers.values():
+                    buffer.normal_()
         about = Description(MODEL, 8, step, True, tokenizer=run / "tokenizer.json", run={"seed": 0})
         Saver(state).save(Target(step_folder(run, step), about, keep=2))
 

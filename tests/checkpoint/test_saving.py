@@ -50,8 +50,9 @@ def made(ranks: int = 1, **options: Any) -> tuple[Transformer, ModelState]:
     )
     generator = torch.Generator().manual_seed(1)
     for chunk in state.chunks:
-        for buffer in chunk.buffers.values():
-            buffer.copy_(torch.rand(buffer.shape, generator=generator))
+        with chunk.states(change=True) as buffers:
+            for buffer in buffers.values():
+                buffer.copy_(torch.rand(buffer.shape, generator=generator))
         chunk.publish()
     assert len(state.chunks) > 3
     return module, state

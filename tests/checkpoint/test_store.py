@@ -55,8 +55,9 @@ def filled(seed: int = 1) -> tuple[Transformer, ModelState]:
     module, state = made()
     generator = torch.Generator().manual_seed(seed)
     for chunk in state.chunks:
-        for buffer in chunk.buffers.values():
-            buffer.copy_(torch.randn(buffer.shape, generator=generator))
+        with chunk.states(change=True) as buffers:
+            for buffer in buffers.values():
+                buffer.copy_(torch.randn(buffer.shape, generator=generator))
         chunk.publish()
     return module, state
 

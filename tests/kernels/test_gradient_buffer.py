@@ -17,6 +17,7 @@ from optimus.mesh import Layout, Mesh
 from optimus.parallel.tensor import SplitProduct
 from optimus.state.plan import plan_chunks
 from optimus.state.trained import TrainedChunk
+from optimus.state.transfers import transfers
 from optimus.step_context import StepContext
 from optimus.testing import run_ranks
 
@@ -165,7 +166,7 @@ def test_a_chunk_waits_for_the_gradients_that_are_deferred(later: bool, microbat
     (plan,) = plan_chunks(layouts, Mesh(), 0, StateConfig(), recipe())
     one, reduced = Group([0], 0), []
     step = StepContext()
-    chunk = TrainedChunk(plan, [], one, torch.device("cpu"), started=reduced.append, step=step)
+    chunk = TrainedChunk(plan, [], one, transfers(torch.device("cpu")), started=reduced.append, step=step)
     parameters = dict(chunk.make_parameters())
     chunk.initialize({"norm": "ones", "w": "normal"}, 0, 0.5)
     chunk.clear_gradients()

@@ -90,22 +90,22 @@ def test_parts_lie_within_parts() -> None:
 
 
 def test_what_a_chunk_has() -> None:
-    kinds = [(each.kind, each.depth, each.residency) for each in buffers(Depths(1, 2, 3), BF16, FP32, ADAMW)]
+    kinds = [(each.kind, each.depth, each.lifetime) for each in buffers(Depths(1, 2, 3), BF16, FP32, ADAMW)]
     assert kinds == [
         ("parameters", 0, "use"),
-        ("parameters.shard", 1, "device"),
+        ("parameters.shard", 1, "always"),
         ("gradients", 0, "use"),
-        ("gradients.shard", 2, "device"),
-        ("master", 3, "device"),
-        ("adamw.m", 3, "device"),
-        ("adamw.v", 3, "device"),
+        ("gradients.shard", 2, "always"),
+        ("master", 3, "always"),
+        ("adamw.m", 3, "always"),
+        ("adamw.v", 3, "always"),
     ]
     kinds = [
-        (each.kind, each.residency)
-        for each in buffers(Depths(0, 0, 0), FP32, FP32, Plain(weight_decay=0.0), reshard=False)
+        (each.kind, each.lifetime)
+        for each in buffers(Depths(0, 0, 0), FP32, FP32, Plain(weight_decay=0.0), lifetime="step")
     ]
-    assert kinds == [("parameters", "device"), ("gradients", "device")]
-    assert buffers(Depths(1, 1, 1), FP32, FP32, Plain(weight_decay=0.0), reshard=False)[0].residency == "step"
+    assert kinds == [("parameters", "always"), ("gradients", "always")]
+    assert buffers(Depths(1, 1, 1), FP32, FP32, Plain(weight_decay=0.0), lifetime="step")[0].lifetime == "step"
 
 
 @pytest.mark.parametrize("align", [32, 128])

@@ -10,6 +10,7 @@ from optimus.mesh import Layout, Mesh
 from optimus.optim.rule import OptimizerStep
 from optimus.state.plan import plan_chunks
 from optimus.state.trained import TrainedChunk
+from optimus.state.transfers import transfers
 from optimus.testing.memory import allocated, tracking
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -21,7 +22,7 @@ def chunk_of(*sizes: int, compute: torch.dtype, gradient: torch.dtype) -> Traine
     layouts = {f"p{i}": Layout((size,)) for i, size in enumerate(sizes)}
     options = StateConfig.model_validate({"gradient_dtype": str(gradient).removeprefix("torch.")})
     (plan,) = plan_chunks(layouts, Mesh(), 0, options, recipe(compute))
-    return TrainedChunk(plan, [], Group([0], 0), CPU)
+    return TrainedChunk(plan, [], Group([0], 0), transfers(CPU))
 
 
 @pytest.mark.parametrize("compute", [BF16, FP32])
@@ -62,8 +63,9 @@ def test_the_step_does_not_depend_on_the_tile(compute: torch.dtype, gradient: to
         for step in (1, 2):
             tiled.step(OptimizerStep(step, 1e-2, 0.5), tile=tile)
         assert torch.equal(whole.parameter, tiled.parameter), tile
-        for kind, buffer in whole.saved_buffers.items():
-            assert torch.equal(buffer, tiled.saved_buffers[kind]), (tile, kind)
+        with whole.states() as expected, tiled.states() as found:
+            for kind, buffer in expected.items():
+                assert torch.equal(buffer, found[kind]), (tile, kind)
     assert torch.equal(whole.parameter, whole.master.to(compute))
     assert not torch.equal(whole.master, filled(compute, gradient).master)
     assert torch.equal(whole.gradient, filled(compute, gradient).gradient)  # scaled in the tile, not in place

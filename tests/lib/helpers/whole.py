@@ -13,12 +13,13 @@ def whole_state(state: ModelState, *, everywhere: bool = True) -> dict[str, Tens
 
     All ranks must call.
     """
-    own = [
-        slice_._replace(tensor=slice_.tensor.detach().cpu().clone())
-        for chunk in written_here(state, scattered=False)
-        for kind, part in chunk.saved_buffers.items()
-        for slice_ in slices(chunk.plan, kind, part)
-    ]
+    own = []
+    for chunk in written_here(state, scattered=False):
+        chunk.updated()
+        with chunk.states() as parts:
+            for kind, part in parts.items():
+                for slice_ in slices(chunk.plan, kind, part):
+                    own.append(slice_._replace(tensor=slice_.tensor.detach().cpu().clone()))
     if state.buffers and state.team.rank == 0:
         own += whole_slices((name, buffer.cpu().clone()) for name, buffer in state.buffers.items())
     world = state.groups.world

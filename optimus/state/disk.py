@@ -1,0 +1,191 @@
+"""Master weights and moments on a disk (ZeRO-Infinity, section 4.1): one file per rank without a name, a record per chunk.
+
+Reads and writes go past the page cache (O_DIRECT) in a few threads, between the disk and three buffers: while the state of
+one chunk is updated, the next is read and the one before is written.
+"""
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from optimus.comm import Handle
+from optimus.errors import UserError
+from optimus.state.transfers import Transfers
+
+PAGE = 4096  # bytes: records and buffers begin at multiples, as O_DIRECT asks
+_PIECE = 4 << 20  # bytes of a read or write
+_THREADS = 4
+BUFFERS = 3  # read, updated, written
+
+
+class StateFile:
+    """The file of this rank in `folder`. It takes up its space in `reserve`, so that a disk that is too small is found
+    before the first step. Raises `UserError`, in whatever waits, when the disk refuses."""
+
+    def __init__(self, folder: Path, transfers: Transfers) -> None:
+        self._folder, self._transfers = folder, transfers
+        self._size, self._longest = 0, 0
+        self._buffers: SimpleQueue[Tensor] = SimpleQueue()
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="disk")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            handle, path = tempfile.mkstemp(prefix=".state-", dir=folder)
+            try:
+                self._file = os.open(path, os.O_RDWR | getattr(os, "O_DIRECT", 0))
+                os.close(handle)
+            except OSError:  # a file system in memory has no way past the cache
+                self._file = handle
+            os.unlink(path)
+        except OSError as error:
+            raise self._failed(error) from None
+
+    def place(self, size: int) -> int:
+        """Where a record of so many bytes lies: all are placed before `reserve`."""
+        offset = self._size
+        self._size += -(-size // PAGE) * PAGE
+        self._longest = max(self._longest, self._size - offset)
+        return offset
+
+    def reserve(self) -> None:
+        """Take up the space of all records, zero, and make the buffers."""
+        try:
+            os.posix_fallocate(self._file, 0, max(1, self._size))
+        except OSError as error:
+            raise self._failed(error) from None
+        for _ in range(BUFFERS):
+            self._buffers.put(self.new_buffer())
+
+    def new_buffer(self) -> Tensor:
+        """Bytes of the host that the longest record fits into, at the beginning of a page."""
+        memory = self._transfers.on_host(self._longest + PAGE, torch.uint8)
+        return memory[-memory.data_ptr() % PAGE :][: self._longest]
+
+    def take(self) -> Tensor:
+        """One of the three buffers, when one is free."""
+        return self._buffers.get()
+
+    def give(self, buffer: Tensor) -> None:
+        """The buffer is free."""
+        self._buffers.put(buffer)
+
+    def read_async(self, record: Tensor, offset: int) -> Handle:
+        """Begin to read the bytes of `record`, whole pages."""
+        return self._pieces(_read, record, offset)
+
+    def write_async(self, record: Tensor, offset: int, then: Callable[[], None] = lambda: None) -> Handle:
+        """Begin to write the bytes of `record`, whole pages; `then` is called when all are written, or have failed."""
+        return self._pieces(_write, record, offset, then)
+
+    def _pieces(
+        self,
+        move: Callable[[int, memoryview, int], None],
+        record: Tensor,
+        offset: int,
+        then: Callable[[], None] = lambda: None,
+    ) -> Handle:
+        view = memoryview(record.numpy())  # type: ignore[arg-type]
+        starts = range(0, len(view), _PIECE)
+        left, lock = [len(starts)], threading.Lock()
+
+        def count(_: Future[None]) -> None:
+            with lock:
+                left[0] -= 1
+                last = not left[0]
+            if last:
+                then()
+
+        moves: list[Future[None]] = []
+        if not starts:
+            then()
+        for start in starts:
+            moves.append(self._threads.submit(move, self._file, view[start : start + _PIECE], offset + start))
+            moves[-1].add_done_callback(count)
+
+        def wait() -> None:
+            try:
+                for each in moves:
+                    each.result()
+            except OSError as error:
+                raise self._failed(error) from None
+
+        return wait
+
+    def _failed(self, error: OSError) -> UserError:
+        return UserError(
+            f"state.residency disk: {self._folder}: {error.strerror or error}. Make room, mend the disk or name another "
+            "folder (state.disk), then run again with `resume=True`: the checkpoints are untouched"
+        )
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._threads.shutdown()
+            os.close(self._file)
+
+
+def _read(file: int, piece: memoryview, offset: int) -> None:
+    while piece:
+        count = os.preadv(file, [piece], offset)
+        if not count:
+            raise OSError("the file of the state ends before it should")
+        piece, offset = piece[count:], offset + count
+
+
+def _write(file: int, piece: memoryview, offset: int) -> None:
+    while piece:
+        count = os.pwritev(file, [piece], offset)
+        piece, offset = piece[count:], offset + count
+
+
+class DiskStates:
+    """The fp32 buffers of `kinds` of a chunk, `elements` each, in `file`."""
+
+    def __init__(self, file: StateFile, kinds: Sequence[str], elements: int) -> None:
+        self._file, self._kinds, self._elements = file, kinds, elements
+        self._bytes = 4 * elements * len(kinds)
+        self._offset = file.place(self._bytes)
+        self._read: tuple[Tensor, Handle] | None = None  # ahead of its update
+        self._written: Handle = lambda: None
+
+    @contextmanager
+    def loaded(self, change: bool) -> Iterator[Mapping[str, Tensor]]:
+        """Inside, the buffers are in memory of their own, and are written back behind it if they may `change`."""
+        buffer = self._file.new_buffer()
+        record = self._record(buffer)
+        self._written()
+        self._file.read_async(record, self._offset)()
+        yield self._states(buffer)
+        if change:
+            self._file.write_async(record, self._offset)()
+
+    def read_ahead(self) -> None:
+        """Begin to read what the coming update will need, into the next of the file's buffers."""
+        if self._read is None:
+            self._written()
+            buffer = self._file.take()
+            self._read = buffer, self._file.read_async(self._record(buffer), self._offset)
+
+    @contextmanager
+    def updating(self) -> Iterator[Mapping[str, Tensor]]:
+        """Inside, the buffers are in memory; behind it they begin to be written."""
+        self.read_ahead()
+        assert self._read is not None
+        (buffer, arrived), self._read = self._read, None
+        arrived()
+        yield self._states(buffer)
+        self._written = self._file.write_async(self._record(buffer), self._offset, partial(self._file.give, buffer))
+
+    def _record(self, buffer: Tensor) -> Tensor:
+        return buffer[: -(-self._bytes // PAGE) * PAGE]
+
+    def _states(self, buffer: Tensor) -> Mapping[str, Tensor]:
+        values = buffer[: self._bytes].view(torch.float32)
+        return dict(zip(self._kinds, values.split(self._elements) if self._elements else [values] * len(self._kinds)))
