@@ -32,7 +32,7 @@ class StateFile:
     before the first step. Raises `UserError`, in whatever waits, when the disk refuses."""
 
     def __init__(self, folder: Path, transfers: Transfers) -> None:
-        self._folder, self._transfers = folder, transfers
+        self._folder, self._transfers, self._file = folder, transfers, -1
         self._size, self._longest = 0, 0
         self._buffers: SimpleQueue[Tensor] = SimpleQueue()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="disk")
@@ -60,6 +60,7 @@ class StateFile:
         try:
             os.posix_fallocate(self._file, 0, max(1, self._size))
         except OSError as error:
+            self.close()
             raise self._failed(error) from None
         for _ in range(BUFFERS):
             self._buffers.put(self.new_buffer())
@@ -125,10 +126,15 @@ class StateFile:
             "folder (state.disk), then run again with `resume=True`: the checkpoints are untouched"
         )
 
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            self._threads.shutdown()
+    def close(self) -> None:
+        """Give the space back, when all is done that is under way."""
+        self._threads.shutdown()
+        if self._file >= 0:
             os.close(self._file)
+            self._file = -1
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _read(file: int, piece: memoryview, offset: int) -> None:

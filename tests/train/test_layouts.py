@@ -106,6 +106,10 @@ OPTIONS = {
     "state.overlap": ("true", "false"),
     "state.coarsening": ("1", "3"),
     "state.tile": ("64",),
+    "state.residency": ("device", "optimizer", "all", "disk"),
+    "state.cache": ("40", "auto"),
+    "state.device_states": ("0.0", "0.4", "auto"),
+    "state.update_on": ("auto", "device", "host"),
     "recompute": (
         "[block]",
         "[moe]",
@@ -145,6 +149,7 @@ PAIRED = (  # as they are drawn; `factors` has the others. Few draws say moe.dro
     "state.shard_over",
     "state.overlap",
     "state.reshard_after_forward",
+    "state.residency",
     "recompute_collectives",
     "optimizer.name",
     "train.freeze",
@@ -264,7 +269,7 @@ def test_the_cases_meet_everything() -> None:
     assert VALUES - {override for _, layout in drawings for override in layout.overrides} == set()
     assert {model for model, _ in drawings} == set(MODELS)
     assert {layout.ranks for _, layout in drawings} == {1, 2, 3, 4, 6, 8}
-    assert len(drawings) <= 64
+    assert len(drawings) <= 66
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)

@@ -97,7 +97,9 @@ def drawn(number: int) -> tuple[str, Layout]:
     _draw_frozen(draw)
     ranks = pipeline * here
     nodes = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    return model, Layout(ranks, draw.overrides, ranks // draw.of(*nodes, *nodes[1:-1]))
+    per_node = ranks // draw.of(*nodes, *nodes[1:-1])
+    _draw_residency(draw)
+    return model, Layout(ranks, draw.overrides, per_node)
 
 
 def _draw_pipeline(draw: Draw, ranks: int, sequences: int, microbatches: list[int]) -> int:
@@ -213,6 +215,23 @@ def _draw_rule(draw: Draw) -> None:
 def _draw_frozen(draw: Draw) -> None:
     """Draws what is frozen: nothing, all before some block, a later block, or something of every block."""
     draw.set("train.freeze", [], [], ["embedding", "blocks.0.*"], ["blocks.1.*"], ["blocks.*.attention.*"])
+
+
+def _draw_residency(draw: Draw) -> None:
+    """Draws where state is kept, and how much of it on the device all the same."""
+    residency = draw.set("state.residency", "device", "optimizer", "all", "disk")
+    fetched = residency in ("all", "disk")
+    if fetched and "state.reshard_after_forward=false" in draw.overrides:  # the cache keeps what it can
+        draw.overrides.remove("state.reshard_after_forward=false")
+    if fetched or (
+        "state.shard=parameters" in draw.overrides and "state.reshard_after_forward=false" not in draw.overrides
+    ):
+        draw.set(
+            "state.cache", 40, "auto"
+        )  # 40 are few: chunks of 500 elements are up to 60, of which a module uses 30
+    if residency != "device":
+        draw.set("state.device_states", 0.0, 0.4, "auto")
+        draw.set("state.update_on", "auto", "device", "host")
 
 
 def _draw_recomputation(draw: Draw, feed_forward: str, layers: int) -> None:

@@ -1,0 +1,374 @@
+"""State on the host or on a disk gives the bits of state on the device, whatever happens meanwhile."""
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import optimus
+from helpers.drawing import config_of
+from helpers.equality import Trained, train_steps
+from helpers.rules import ADAMW
+from helpers.whole import whole_state
+from optimus.checkpoint.folder import list_checkpoints
+from optimus.checkpoint.reader import verify
+from optimus.checkpoint.saving import Saver
+from optimus.config import load_config
+from optimus.errors import UserError
+from optimus.observe.metrics import read_metrics
+from optimus.state import disk
+from optimus.state.buffers import Depths, buffers
+from optimus.state.disk import BUFFERS, PAGE, DiskStates, StateFile
+from optimus.state.trained import TrainedChunk
+from optimus.state.transfers import Transfers
+from optimus.testing import RankError, run_ranks
+from optimus.testing.steps import Steps, random_batch
+from optimus.train.step import StepResult, training_step
+
+BF16, FP32 = torch.bfloat16, torch.float32
+CPU = torch.device("cpu")
+IN_BF16 = ["train.precision=bfloat16", "state.gradient_dtype=bfloat16"]
+RESIDENCES = {
+    "streamed": ["state.residency=optimizer", "state.update_on=device"],
+    "host": ["state.residency=optimizer", "state.update_on=host"],
+    "all": ["state.residency=all", "state.cache=8", "state.update_on=device"],
+    "some here": ["state.residency=all", "state.device_states=0.4", "state.update_on=host"],
+    "disk": ["state.residency=disk", "state.cache=8"],
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "overrides"),
+    [
+        ("dense", 1, []),
+        ("moe", 1, ["train.micro_batch=16", *IN_BF16]),
+        ("moe", 2, ["state.shard=gradients", "parallel.expert=2"]),
+        ("tied dense", 2, ["state.shard=parameters", *IN_BF16]),
+        ("tied", 4, ["parallel.pipeline=2", "parallel.schedule=zb-h1", "state.shard=optimizer"]),
+        ("moe", 4, ["parallel.tensor=2", "optimizer.name=muon", "state.shard=gradients"]),
+        ("dense", 1, ["train.freeze=[blocks.1.*]", "optimizer.name=schedule-free"]),
+    ],
+)
+def test_the_same_bits(model: str, ranks: int, overrides: list[str], tmp_path: Path) -> None:
+    def found(*more: str) -> list[Trained]:
+        tree = load_config(config_of(model), ["state.chunk=500", *overrides, *more])
+        return run_ranks(train_steps, ranks, tree.model_dump(exclude_unset=True), 3)
+
+    expected = found()
+    for name, residency in RESIDENCES.items():
+        on_disk = [f"state.disk={tmp_path}"] if name == "disk" else []
+        for a, b in zip(found(*residency, *on_disk), expected):
+            assert a.steps == b.steps, name
+            for key, tensor in b.tensors.items():
+                assert torch.equal(a.tensors[key], tensor), (name, key)
+    assert not list(tmp_path.iterdir())  # the file of the state has no name
+
+
+@pytest.mark.parametrize("residency", ["device", "all"])
+def test_parameters_in_a_cache(residency: str) -> None:
+    """As without one, for sharded parameters on the device, too."""
+    config, shard = config_of("moe"), ["state.chunk=500", "state.shard=parameters"]
+    trees = [load_config(config, [*shard, *more]) for more in ([], [f"state.residency={residency}", "state.cache=9"])]
+    (a, _), (b, _) = (run_ranks(train_steps, 2, tree.model_dump(exclude_unset=True), 3) for tree in trees)
+    assert a.steps == b.steps
+    assert all(torch.equal(a.tensors[key], b.tensors[key]) for key in a.tensors)
+
+
+# ---- What there is, and where ----
+
+
+def rows(residency: str, gradient: torch.dtype, compute: torch.dtype = BF16) -> list[tuple[str, str, str]]:
+    found = buffers(Depths(0, 0, 0), compute, gradient, ADAMW, lifetime="cache", residency=residency)
+    return [(each.kind, each.residency, each.lifetime) for each in found]
+
+
+def test_buffers_of_each_residency() -> None:
+    states = ["master", "adamw.m", "adamw.v"]
+    assert rows("optimizer", FP32) == [
+        ("parameters", "device", "always"),
+        ("gradients", "device", "always"),
+        *((kind, "host", "always") for kind in states),
+    ]
+    fetched = [
+        ("parameters", "device", "cache"),
+        ("parameters.shard", "host", "always"),
+        ("gradients", "device", "step"),
+    ]
+    assert rows("all", BF16) == [*fetched, *((kind, "host", "always") for kind in states)]
+    # In another type gradients cannot wait in the place of the parameters.
+    assert rows("all", FP32) == [
+        *fetched,
+        ("gradients.host", "host", "always"),
+        *((kind, "host", "always") for kind in states),
+    ]
+    assert rows("disk", BF16) == [*fetched, *((kind, "disk", "always") for kind in states)]
+    # The parameters are the master weights: gradients would destroy them.
+    assert ("gradients.host", "host", "always") in rows("all", FP32, FP32)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "host", "on_disk", "device"),
+    [
+        (["state.residency=optimizer"], 12, 0, 2 + 2),
+        (["state.residency=all"], 14, 0, 0),
+        (["state.residency=disk"], 2, 12, 0),
+        (["state.residency=all", "state.gradient_dtype=float32"], 18, 0, 0),
+        (["state.residency=all", "state.device_states=1.0"], 0, 0, 16),
+    ],
+)
+def test_bytes_per_parameter(overrides: list[str], host: int, on_disk: int, device: int) -> None:
+    """With gradients in bf16, 14 on the host; the plan says what is allocated."""
+    steps = Steps(
+        load_config(config_of("dense"), ["state.chunk=500", *IN_BF16, *overrides]).model_dump(exclude_unset=True)
+    )
+    elements = sum(chunk.plan.size for chunk in steps.state.chunks)
+    for residency, each in (("host", host), ("disk", on_disk), ("device", device)):
+        planned = sum(sum(chunk.plan.bytes_by_kind(residency).values()) for chunk in steps.state.chunks)  # type: ignore[arg-type]
+        assert planned == each * elements, residency
+    allocated = 0
+    for chunk in steps.state.chunks:
+        made = {tensor.untyped_storage()._cdata: tensor for tensor in chunk._made.values()}
+        allocated += sum(tensor.untyped_storage().nbytes() for tensor in made.values())
+    assert allocated == (host + device) * elements
+
+
+# ---- What happens meanwhile ----
+
+
+class Slow:
+    """Updates wait until they are let go."""
+
+    def __init__(self, right: Callable[..., None]) -> None:
+        self.right, self.go = right, threading.Event()
+
+    def __get__(self, chunk: TrainedChunk, owner: object) -> Callable[..., None]:
+        def update(*arguments: Any) -> None:
+            assert self.go.wait(60)
+            self.right(chunk, *arguments)
+
+        return update
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
+    made = Slow(TrainedChunk._update_tiles)
+    monkeypatch.setattr(TrainedChunk, "_update_tiles", made)
+    return made
+
+
+def steps_of(*overrides: str, model: str = "dense") -> Steps:
+    return Steps(load_config(config_of(model), ["state.chunk=500", *overrides]).model_dump(exclude_unset=True))
+
+
+@pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
+def test_a_step_does_not_wait_for_its_updates(slow: Slow, residency: str, tmp_path: Path) -> None:
+    on_disk = [f"state.disk={tmp_path}"] if residency == "disk" else []
+    steps = steps_of(f"state.residency={residency}", *on_disk)
+    steps.train()  # would not end
+    waiting = threading.Timer(0.2, slow.go.set)
+    waiting.start()
+    second = steps.train()  # each chunk waits for its own
+    slow.go.set()
+    expected = steps_of()
+    expected.train()
+    assert second == expected.train()
+
+
+@pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
+def test_a_skipped_step(residency: str, tmp_path: Path) -> None:
+    """Gradients that have taken the place of the parameters on the host leave nothing behind."""
+    on_disk = [f"state.disk={tmp_path}"] if residency == "disk" else []
+    found = []
+    for overrides in ([], [f"state.residency={residency}", *on_disk]):
+        steps = steps_of(*IN_BF16, *overrides)
+        steps.train()
+        batch = random_batch(steps.config, 2)
+        skipped = training_step(steps.model, steps.state, batch, steps.config, 2, loss_limit=0.0)
+        assert skipped.skipped
+        found.append([steps.train(), whole_state(steps.state)])
+    (a, states), (b, expected) = found[1], found[0]
+    assert a == b
+    assert all(torch.equal(states[key], tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
+def test_an_evaluation_between_steps(residency: str, tmp_path: Path) -> None:
+    on_disk = [f"state.disk={tmp_path}"] if residency == "disk" else []
+    found = []
+    for overrides in (
+        [],
+        [f"state.residency={residency}", *on_disk, *(["state.cache=9"] if residency != "optimizer" else [])],
+    ):
+        steps, losses, logits = steps_of(*overrides), list[StepResult](), list[torch.Tensor]()
+        for number in range(3):
+            losses += [steps.train()]
+            with torch.no_grad(), steps.state.evaluating():
+                batch, at = random_batch(steps.config, 10 + number)[:2], torch.tensor([3, 40])
+                for _ in range(3):  # passes of which the cache learns, too
+                    logits += [steps.model.at_tokens(batch, at, steps.model.head)]
+        found.append((losses, logits))
+    (a, scores), (b, expected) = found
+    assert a == b
+    assert all(map(torch.equal, scores, expected))
+
+
+# ---- The disk ----
+
+
+def test_records_are_kept(tmp_path: Path) -> None:
+    """Of any length, more of them than there are buffers; they begin at zero, and no more than three are under way."""
+    file = StateFile(tmp_path, Transfers(CPU))
+    sizes = [0, 1, 1000, 1024, 3 * (4 << 20) // 4 + 5]
+    records = [DiskStates(file, ["master", "adamw.m"], size) for size in sizes]
+    file.reserve()
+    for number, (record, size) in enumerate(zip(records, sizes)):
+        with record.loaded(change=True) as states:
+            assert [len(states[kind]) for kind in ("master", "adamw.m")] == [size, size]
+            assert not any(state.any() for state in states.values())
+            states["master"].fill_(number)
+    for _ in range(2):
+        for record, following in zip(records, [*records[1:], None]):
+            with record.updating() as states:
+                if following is not None:
+                    following.read_ahead()
+                states["adamw.m"].add_(states["master"]).add_(1)
+    for number, record in enumerate(records):
+        with record.loaded(change=False) as states:
+            assert bool((states["master"] == number).all())
+            assert bool((states["adamw.m"] == 2 * (number + 1)).all())
+    taken = [file.take() for _ in range(BUFFERS)]
+    assert file._buffers.empty()
+    assert all(buffer.data_ptr() % PAGE == 0 for buffer in taken)
+
+
+@pytest.fixture
+def run(small_run: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    small_run["state"] = {"residency": "disk", "chunk": 3000, "disk": str(tmp_path / "states")}
+    small_run["checkpoint"] = {"every": 2}
+    return small_run
+
+
+def losses(config: dict[str, Any]) -> list[float]:
+    return [record["loss"] for record in read_metrics(Path(config["train"]["output"]))]
+
+
+def test_runs_go_on_with_another_residency(run: dict[str, Any], tmp_path: Path) -> None:
+    """From the disk to the device, to the host, and back: as if nothing had been."""
+    whole = run | {"train": run["train"] | {"output": str(tmp_path / "whole")}, "state": {"chunk": 3000}}
+    optimus.train(whole)
+    optimus.train(run, ["train.stop_at=2"])
+    optimus.train(whole | {"train": run["train"]}, ["train.stop_at=3"], resume=True)
+    elsewhere = run | {"state": {"residency": "all", "chunk": 5000, "shard": "gradients"}}
+    optimus.train(elsewhere, ["train.stop_at=5"], resume=True)
+    optimus.train(run, resume=True)
+    assert losses(run) == losses(whole)
+    ends = [list_checkpoints(Path(config["train"]["output"]))[-1] for config in (run, whole)]
+    assert [verify(path) for path in ends] == [[], []]
+    a, b = (dict(optimus.load_model(path).named_parameters()) for path in ends)
+    assert all(torch.equal(a[name], tensor) for name, tensor in b.items())
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_failing_disk(run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
+    """One message; the last checkpoint is whole, and the run goes on from it when the disk is mended."""
+    right, fails = disk._write, threading.Event()
+
+    def write(file: int, piece: memoryview, offset: int) -> None:
+        if fails.is_set():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        right(file, piece, offset)
+
+    def train_tiles(self: TrainedChunk, *arguments: Any) -> None:
+        if arguments[0].step == 4:
+            fails.set()
+        update(self, *arguments)
+
+    update = TrainedChunk._update_tiles
+    monkeypatch.setattr(disk, "_write", write)
+    monkeypatch.setattr(TrainedChunk, "_update_tiles", train_tiles)
+    run["checkpoint"] |= {"asynchronous": asynchronous}
+    with pytest.raises(
+        UserError, match=r"state.residency disk: .*states: Input/output error. Make room, mend the disk"
+    ):
+        optimus.train(run)
+    monkeypatch.undo()
+    (last,) = list_checkpoints(Path(run["train"]["output"]))
+    assert last.name == "step-00000002"
+    assert verify(last) == []
+    assert optimus.train(run, resume=True)["step"] == 6
+
+
+@pytest.mark.root
+def test_a_disk_that_is_too_small(run: dict[str, Any], tmp_path: Path) -> None:
+    """It is found before the first step."""
+    small = tmp_path / "states"
+    small.mkdir()
+    if os.system(f"mount -t tmpfs -o size=64k tmpfs {small}"):
+        pytest.skip("no file system can be mounted here")
+    try:
+        with pytest.raises(UserError, match=r"state.residency disk: .*states: No space left on device. Make room"):
+            optimus.train(run)
+        assert not (Path(run["train"]["output"]) / "metrics.jsonl").exists()
+    finally:
+        os.system(f"umount {small}")
+
+
+def train_and_die(config: dict[str, Any]) -> None:
+    """Train in this process, which is killed in the middle of the updates of the fifth step."""
+    update, done = TrainedChunk._update_tiles, [0]
+
+    def train_tiles(self: TrainedChunk, *arguments: Any) -> None:
+        done[0] += arguments[0].step == 5
+        if done[0] == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        update(self, *arguments)
+
+    TrainedChunk._update_tiles = train_tiles  # type: ignore[method-assign]
+    optimus.train(config)
+
+
+@pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
+def test_killed_in_an_update(run: dict[str, Any], tmp_path: Path, residency: str) -> None:
+    run["state"] = {"residency": residency, "chunk": 3000} | ({"disk": str(tmp_path)} if residency == "disk" else {})
+    whole = run | {"train": run["train"] | {"output": str(tmp_path / "whole")}}
+    optimus.train(whole)
+    with pytest.raises(RankError, match="SIGKILL"):
+        run_ranks(train_and_die, 1, run)
+    assert optimus.train(run, resume=True)["step"] == 6
+    assert losses(run) == losses(whole)
+
+
+# ---- Checkpoints ----
+
+
+@pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
+def test_a_checkpoint_between_queued_updates(slow: Slow, residency: str, tmp_path: Path) -> None:
+    """It is the state behind the updates that are under way, and before those of the next step; what the device has not is
+    written from where it lies."""
+    from optimus.checkpoint.folder import Description, step_folder
+    from optimus.checkpoint.saving import Target
+    from optimus.checkpoint.store import load_state
+
+    on_disk = [f"state.disk={tmp_path / 'states'}"] if residency == "disk" else []
+    steps, expected = steps_of(f"state.residency={residency}", *on_disk), steps_of()
+    steps.train()
+    target = Target(step_folder(tmp_path, 1), Description(steps.config.model, 24, 1, True))
+    saver = Saver(steps.state, beside=True)
+    saver.save(target)
+    slow.go.set()
+    expected.train()
+    right = whole_state(expected.state)
+    assert steps.train() == expected.train()
+    saver.finish()
+    assert not saver._staging._copies or residency == "optimizer"  # in fp32 the device has the master weights there
+    assert all(chunk.residency("model") == "device" for chunk in steps.state.chunks) == (residency == "optimizer")
+    again = steps_of()
+    load_state(again.state, target.folder, model=steps.config.model, full=True)
+    found = whole_state(again.state)
+    assert all(torch.equal(found[key], tensor) for key, tensor in right.items())
