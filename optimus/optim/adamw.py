@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from optimus.kernels import backend
+from optimus.kernels.adamw import AdamWFactors, adamw_in_one_pass
 from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
 
 
@@ -24,13 +25,18 @@ class AdamW(UpdateRule):
     def update(self, now: OptimizerStep, tile: Tile) -> None:
         """As `UpdateRule.update`: a kernel does all of it in one pass over memory."""
         weight, gradient, (m, v), copy, _ = tile
-        if not backend.use_triton(weight):
-            super().update(now, tile)
-            return
-        from optimus.kernels.triton import adamw as kernels
-
         factors = self.beta1, self.beta2, self.eps, self.weight_decay
-        kernels.adamw(factors, now.step, self.rate(now), weight, gradient, m, v, now.gradient_scale, copy)
+        if backend.use_triton(weight):
+            from optimus.kernels.triton import adamw as kernels
+
+            kernels.adamw(factors, now.step, self.rate(now), weight, gradient, m, v, now.gradient_scale, copy)
+        elif (
+            torch.accelerator.is_available()
+        ):  # state on the host; where all is on a CPU, every update is the same function
+            numbers = AdamWFactors.of(now.step, self.rate(now), *factors, now.gradient_scale)
+            adamw_in_one_pass(weight, gradient, m, v, copy, numbers)
+        else:
+            super().update(now, tile)
 
     def apply(self, now: OptimizerStep, tile: Tile) -> None:
         """As `UpdateRule.apply`."""

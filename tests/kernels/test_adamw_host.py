@@ -1,0 +1,56 @@
+"""AdamW on the host in one pass: compiled or not, the definition; the gradient's memory may take the copy."""
+
+import pytest
+import torch
+
+from optimus.kernels import adamw
+from optimus.kernels.adamw import AdamWFactors, adamw_in_one_pass
+from optimus.optim.adamw import AdamW, adamw_reference
+from optimus.optim.rule import OptimizerStep, Tile
+
+RULE = AdamW(weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
+ELEMENTS = 5003  # no multiple of a vector
+
+
+def tensors() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    weight, gradient, m, v = (torch.randn(ELEMENTS, generator=generator) for _ in range(4))
+    return [weight, gradient.bfloat16(), m, v.square()]
+
+
+def step(number: int, gradient: torch.Tensor, others: list[torch.Tensor], copy: torch.Tensor | None) -> None:
+    factors = AdamWFactors.of(number, 3e-3, RULE.beta1, RULE.beta2, RULE.eps, RULE.weight_decay, 0.5)
+    weight, m, v = others
+    adamw_in_one_pass(weight, gradient, m, v, copy, factors)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("place", ["apart", "gradient", "none"])
+def test_the_definition(compiled: bool, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(adamw, "_compiled", lambda: None)
+    elif adamw._compiled() is None:
+        pytest.skip("no compiler of C++ here")
+    weight, gradient, m, v = tensors()
+    expected = [tensor.double() for tensor in (weight, m, v)]
+    for number in (1, 2):
+        given = gradient.clone()
+        copy = {"apart": torch.empty_like(given), "gradient": given, "none": None}[place]
+        step(number, given, [weight, m, v], copy)
+        adamw_reference(RULE, number, 3e-3, expected[0], gradient.double() * 0.5, expected[1], expected[2])
+        for found, right in zip((weight, m, v), expected):
+            torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-6)
+        if copy is not None:
+            assert torch.equal(copy, weight.bfloat16())
+        assert torch.equal(given, gradient) != (place == "gradient")
+
+
+def test_the_rule_uses_it_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw, "_compiled", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    weight, gradient, m, v = tensors()
+    copy, expected = torch.empty(ELEMENTS, dtype=torch.bfloat16), tensors()
+    RULE.update(OptimizerStep(1, 3e-3, 0.5), Tile(weight, gradient, [m, v], copy))
+    step(1, expected[1], [expected[0], *expected[2:]], None)
+    assert torch.equal(weight, expected[0])
+    assert torch.equal(copy, weight.bfloat16())
