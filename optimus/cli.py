@@ -515,6 +515,59 @@ def schedule(
     _show(summary, as_json, text)
 
 
+@app.command()
+def report(
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run folder, or several to compare.")],
+    output: Annotated[Path, Option(help="HTML file to write.")] = Path("report.html"),
+    serve: Annotated[
+        str | None,
+        Option(
+            metavar="[ADDRESS:]PORT", help="Serve the report, refreshed while the run goes on, on this machine alone."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show a run as a page: curves, time and memory, experts, events; or compare several."""
+    from optimus.observe.signals import ended_by_signals
+    from optimus.report import page
+    from optimus.report.serve import parse_address, report_server
+
+    if serve is None:
+        result = page.write_report(runs, output)
+        said = "".join(f"warning: {text}\n" for text in result["warnings"])
+        _show(result, as_json, f"{said}{output}: open it in a browser; it needs no network")
+        return
+    server = report_server(runs, *parse_address(serve))
+    host, port = server.server_address[:2]
+    result = {"url": f"http://{host!s}:{port}/"}
+    _show(result, as_json, f"{result['url']}: the report, read anew while it is open; Ctrl-C ends")
+    sys.stdout.flush()
+    with server, ended_by_signals("ending"):
+        server.serve_forever()
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="Folder in which, or below which, run folders are.")],
+    state: Annotated[
+        Literal["running", "finished", "stopped", "failed"] | None, Option(help="List only runs in this state.")
+    ] = None,
+    match: Annotated[str | None, Option(help="List only runs whose path or model has this text in it.")] = None,
+    sort: Annotated[str, Option(help="Column to sort by, such as loss or bits_per_byte.")] = "name",
+    reverse: Annotated[bool, Option("--reverse", help="Sort from the largest to the smallest.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List runs: how far each is, its loss and speed, whether it runs, and why not."""
+    from optimus.observe.table import print_table
+    from optimus.report import listing
+
+    rows = listing.runs(folder, state=state, match=match, sort=sort, reverse=reverse)
+    if as_json or not rows:
+        _show(rows, as_json, f"{folder}: no such runs")
+        return
+    print_table(listing.table_rows(rows), f"runs in {folder}")
+
+
 def _show_ready(config: Path, ready: dict[str, Any], as_json: bool) -> None:
     """What `--check` says of a run that could begin."""
     where = f"\n{ready['placement']}" if ready["ranks"] > 1 else ""

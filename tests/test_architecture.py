@@ -18,8 +18,8 @@ PACKAGE = ROOT / "optimus"
 
 # From the top down, as in docs/architecture.md; but for `hub`, which writes and reads checkpoints and so stands above them.
 ROOMS = [
-    "cli", "plan", "train", "evaluate", "resilience", "hub", "checkpoint", "observe", "state",
-    "parallel", "optim", "data", "config", "pipeline", "model", "kernels", "comm", "mesh",
+    "cli", "plan", "train", "evaluate", "resilience", "hub", "checkpoint", "report", "observe",
+    "state", "parallel", "optim", "data", "config", "pipeline", "model", "kernels", "comm", "mesh",
 ]  # fmt: skip
 BELOW_ALL = ["functions", "step_context", "autograd", "section", "disk", "lazy", "errors"]
 _LAZY_NAME = re.compile(r"optimus(\.\w+)+(:\w+)?")
@@ -99,7 +99,7 @@ def declared(section: str) -> set[str]:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     listed = re.search(rf"^{section} = \[(.*?)\]$", text, re.DOTALL | re.MULTILINE)
     assert listed is not None
-    names = re.findall(r'"([a-z-]+)[>=;"]', listed[1])
+    names = re.findall(r'"([a-z0-9-]+)[>=;"]', listed[1])
     return {{"pyyaml": "yaml"}.get(name, name).replace("-", "_") for name in names}
 
 
