@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,25 @@ class MetricsWriter:
         """`after_step` is the last step that counts: records of later steps, left by a run that died before its next
         checkpoint, are dropped, for those steps are about to be run again."""
         self._file = _open_after(folder / "metrics.jsonl", after_step)
+        self._experts = folder / "experts.jsonl"
+        if self._experts.exists():
+            _open_after(self._experts, after_step).close()
         self._tensorboard_folder = folder / "tensorboard"
         self._tensorboard = _tensorboard(self._tensorboard_folder, after_step) if config.observe.tensorboard else None
         self._wandb = start_wandb(folder, config) if config.observe.wandb else None
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Write one record; it must have `step`."""
+    def write(self, record: dict[str, Any], expert_load: Mapping[int, Sequence[float]] | None = None) -> None:
+        """Write one record; it must have `step`. `expert_load`, of each expert by layer, goes to `experts.jsonl`."""
         with naming_disk_errors(Path(self._file.name), _FULL):
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
+        if expert_load is not None:
+            with naming_disk_errors(self._experts, _FULL), self._experts.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": record["step"], "load": expert_load}) + "\n")
         if self._tensorboard is not None:
             with naming_disk_errors(self._tensorboard_folder, _FULL):
                 for name, value in record.items():
-                    if name != "step" and isinstance(value, int | float):
+                    if name not in ("step", "time") and isinstance(value, int | float):
                         self._tensorboard.add_scalar(name, value, record["step"])
         if self._wandb is not None:
             self._wandb.log(record)
@@ -56,7 +63,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def _open_after(path: Path, step: int) -> Any:
     if path.exists():
-        kept = [record for record in read_metrics(path.parent) if record["step"] <= step]
+        kept = [record for record in read_json_lines(path) if record["step"] <= step]
         partial = path.with_suffix(".jsonl.partial")
         partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
         os.replace(partial, path)

@@ -3,11 +3,13 @@
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from optimus.checkpoint.lease import BEAT, check_lease
 from optimus.comm import CollectiveError
@@ -21,6 +23,7 @@ from optimus.observe.signals import ending_signals
 from optimus.observe.terminal import let_go_if_gone, say_at_once
 from optimus.pipeline.timeline import Event, Timeline, write_timeline
 from optimus.resilience.events import EventLog
+from optimus.train.accounting import expert_load, imbalance, memory_by_kind, seconds_by_kind
 from optimus.train.run import Run
 from optimus.train.step import StepResult
 
@@ -165,6 +168,27 @@ class Validation(Hook):
         )
 
 
+class ExpertLoad(Hook):
+    """Tokens of each expert of each layer in a step, over all ranks, to the mean of the layer; on all ranks."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._choices: Mapping[Any, Tensor] = {}
+
+    def before_step(self, run: Run) -> None:
+        if (run.step + 1) % run.config.observe.log_every == 0:
+            self._choices = self._stack.enter_context(run.groups.step.counting())
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if run.step % run.config.observe.log_every:
+            return
+        self._stack.close()
+        run.expert_load = expert_load(run, self._choices)
+
+    def after_training(self, run: Run) -> None:
+        self._stack.close()
+
+
 class TimeLeft(Hook):
     """Says after a few steps when the run will end; on rank 0."""
 
@@ -192,10 +216,12 @@ class Metrics(Hook):
     def after_step(self, run: Run, result: StepResult) -> None:
         train = run.config.train
         rate = train.global_batch * train.sequence_length / run.step_seconds
+        detailed = run.step % run.config.observe.log_every == 0
         self._writer.write(
             {
                 "step": run.step,
                 "tokens": run.tokens,
+                "time": round(time.time(), 3),
                 "loss": result.loss,
                 "balance_loss": result.balance_loss,
                 "z_loss": result.z_loss,
@@ -210,13 +236,16 @@ class Metrics(Hook):
                 else None,
                 "skipped_steps": run.skipped,
                 **run.measured,
-            }
+                **(imbalance(run.expert_load) if run.expert_load else {}),
+                **(seconds_by_kind(run) | memory_by_kind(run) if detailed else {}),
+            },
+            run.expert_load,
         )
         self._print_notes(run)
         for name, value in run.measured.items():
             self._progress.print(f"step {run.step}: validation {name} {value:.4f}")
         run.measured.clear()
-        run.checkpoint_seconds = 0.0
+        run.expert_load, run.checkpoint_seconds = None, 0.0
         if result.skipped:
             self._progress.print(f"step {run.step} was skipped: no update was applied")
         self._progress.update("training", run.step, run.last_step, f"loss {result.loss:.3f}  {rate:,.0f} tokens/s")

@@ -303,6 +303,7 @@ def _hooks(run: Run, node: str | None = None) -> list[Hook]:
         hooks.Interrupt(),
         TuneMatmuls() if run.config.tuning.matmul else None,
         hooks.Validation(),
+        hooks.ExpertLoad() if run.config.model.experts else None,
         Oversubscription() if first and run.device.type == "cpu" else None,
         hooks.PipelineTimeline() if run.config.observe.timeline else None,
         Spikes(node) if run.config.resilience.on_spike != "nothing" else None,
