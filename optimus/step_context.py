@@ -7,13 +7,19 @@ thread-local: autograd has threads of its own on an accelerator.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 T = TypeVar("T")
+
+
+def region(name: Callable[[], str]) -> AbstractContextManager[object]:
+    """Names what is done inside to a profiler; where none is running, `name` is not asked for."""
+    return record_function(name()) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 class Forms(Protocol):

@@ -342,7 +342,8 @@ class ObserveConfig(Section):
     wandb_group: str | None = Field(None, description="Group of the run there.")
     wandb_tags: list[str] = Field([], description="Tags of the run there.")
     trace: int | None = Field(None, gt=0)
-    """Profile this step: each rank writes trace-rank-N.json, for chrome://tracing or Perfetto."""
+    """Profile this step: trace.json.gz has what all ranks did, for Perfetto, and trace-rank-N.json that of one rank. Units,
+    actions of the pipeline and collectives have names."""
     timeline: int | None = Field(None, gt=0)
     """Write the pipeline's timeline of this step to timeline.json, for `optimus schedule --measured`."""
 

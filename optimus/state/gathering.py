@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.state.chunk import Chunk
+from optimus.step_context import region
 
 
 class Gathering:
@@ -27,6 +28,7 @@ class Gathering:
         self.gradient_buffers: dict[nn.Parameter, GradientBuffer] = {}
         self._ahead = 0
         self._chunks: dict[nn.Parameter, Chunk] = {}  # of parameters that are sharded
+        self._names: dict[nn.Parameter, str] = {}
         self._units: dict[Sequence[nn.Module], list[Chunk]] = {}  # the chunks of each
         self._resharding: list[Chunk] = []
         self._frozen: list[Chunk] = []  # of parameters that are sharded
@@ -41,6 +43,7 @@ class Gathering:
         self._ahead = ahead
         for chunk in chunks:
             self.gradient_buffers |= chunk.gradient_buffers
+            self._names |= {each: slot.name for slot, each in zip(chunk.plan.slots, chunk.parameters)}
             if chunk.plan.shard_steps:
                 self._chunks |= dict.fromkeys(chunk.parameters, chunk)
         self._sharded = sum(chunk.plan.depths.parameters > 0 for chunk in chunks)
@@ -63,6 +66,16 @@ class Gathering:
 
         All that the parameters do must be in the first of its results. All ranks must call alike.
         """
+        with region(lambda: " and ".join(map(self._name, modules))):
+            return self._unit(modules, function, x, *args)
+
+    def _name(self, module: nn.Module) -> str:
+        """For a profiler: its place in the model, where a parameter says it, and its class."""
+        of = ((self._names[each], own) for own, each in module.named_parameters() if each in self._names)
+        place = next((name.removesuffix(own).rstrip(".") for name, own in of), "")
+        return f"{place} ({type(module).__name__})" if place else type(module).__name__
+
+    def _unit(self, modules: Sequence[nn.Module], function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
         if not self._chunks:
             return function(x, *args)
         chunks = self._units.get(modules)

@@ -21,10 +21,12 @@ from optimus.observe.metrics import MetricsWriter
 from optimus.observe.progress import Progress, time_left
 from optimus.observe.signals import ending_signals
 from optimus.observe.terminal import let_go_if_gone, say_at_once
+from optimus.observe.traces import MERGED, merge_traces, rank_trace
 from optimus.pipeline.timeline import Event, Timeline, write_timeline
 from optimus.resilience.events import EventLog
 from optimus.train.accounting import expert_load, imbalance, memory_by_kind, seconds_by_kind
-from optimus.train.run import Run
+from optimus.train.pipeline import simulated
+from optimus.train.run import Run, read_together
 from optimus.train.step import StepResult
 
 _STEPS_TO_KNOW = 3  # how long one takes
@@ -261,7 +263,7 @@ class Metrics(Hook):
 
 
 class Trace(Hook):
-    """Profiles one step: what is computed and sent when, on every rank."""
+    """Profiles one step: what is computed and sent when, on every rank and together; on all ranks."""
 
     def __init__(self) -> None:
         self._profile: torch.profiler.profile | None = None
@@ -273,11 +275,20 @@ class Trace(Hook):
         if self._profile is not None:
             run.state.finish()  # what is under way would report its end to a profiler that is no more
             self._profile.stop()
-            path = run.folder / f"trace-rank-{run.groups.rank}.json"
-            with naming_disk_errors(path, "Make room or leave observe.trace away"):
-                self._profile.export_chrome_trace(str(path))
-            self._profile = None
+            profile, self._profile = self._profile, None
+            read_together(lambda: self._write(run, profile), run.groups.world, run.device)  # so all traces are there
+            if run.groups.rank == 0:
+                missing = merge_traces(run.folder, run.groups.world.size)
+                without = f", without ranks {', '.join(map(str, missing))}, whose nodes have it" if missing else ""
+                run.notes.append(
+                    f"step {run.step}: what the ranks did when is in {run.folder / MERGED}{without}: open it in Perfetto"
+                )
         self._begin(run)
+
+    def _write(self, run: Run, profile: torch.profiler.profile) -> None:
+        path = rank_trace(run.folder, run.groups.rank)
+        with naming_disk_errors(path, "Make room or leave observe.trace away"):
+            profile.export_chrome_trace(str(path))
 
     def _begin(self, run: Run) -> None:
         if run.step + 1 == run.config.observe.trace and run.step < run.last_step:
@@ -304,5 +315,6 @@ class PipelineTimeline(Hook):
         if run.groups.rank == 0:
             path = run.folder / "timeline.json"
             with naming_disk_errors(path, "Make room or leave observe.timeline away"):
-                write_timeline(path, Timeline.of(events, pipeline.size))
+                timeline = Timeline.of(events, pipeline.size)
+                write_timeline(path, timeline, simulated(timeline, run.config))
             run.notes.append(f"step {run.step}: what the pipeline computed when is in {path}")
