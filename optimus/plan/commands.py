@@ -43,6 +43,12 @@ def plan(
         str | None, typer.Option(help="Numbers of ranks: 384,768,... for a study of weak scaling.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="With --scale: draw it to this PNG file.")] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", help="Draw the plans, their time and memory, and the ranks on nodes into this HTML file."
+        ),
+    ] = None,
     wide: Annotated[bool, typer.Option("--wide", help="A table with all columns, wider than 100 characters.")] = False,
     dry_run: Annotated[int | None, typer.Option(help="Build this rank's part without memory, and count it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -78,6 +84,10 @@ def plan(
         report.write_config(plans[0], output)
     if plot is not None:
         scaling.draw(points, plot)
+    if page is not None:
+        from optimus.plan.page import write_page
+
+        write_page(plans, points if numbers else (), page)
     if as_json:
         result: dict[str, Any] = {"plans": [report.as_json(each) for each in plans]}
         if numbers:

@@ -91,11 +91,12 @@ def report_data(runs: Sequence[str | Path]) -> dict[str, Any]:
     }
 
 
-def render(data: Mapping[str, Any], template: str = "report.html", refresh: float = 0.0) -> str:
-    """The page of what `report_data` gives; with `refresh` it asks for new data every so many seconds."""
+def render(data: Mapping[str, Any], script: str = "report.js", refresh: float = 0.0) -> str:
+    """The page of what `report_data` gives, by a `script` of `static/`; with `refresh` it asks for new data every so many
+    seconds."""
     text = json.dumps({**data, "refresh": refresh}, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     embedded = text.replace("<", "\\u003c")  # of JSON the same, and no tag of a page
-    return str(_templates().get_template(template).render(title=data["title"], data=embedded))
+    return str(_templates().get_template("page.html").render(title=data["title"], data=embedded, script=script))
 
 
 @cache
