@@ -124,6 +124,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a model."""
+    from optimus.observe.progress import seconds_text
     from optimus.train import train as run
 
     how: dict[str, Any] = {"ranks": ranks, "resume": resume, "fresh_optimizer": fresh_optimizer, "check": check}
@@ -140,8 +141,11 @@ def train(
     if check:
         _show_ready(config, summary, as_json)
         return
-    loss = "" if summary["loss"] is None else f"loss {summary['loss']:.4f}, "
+    bits = "" if summary["bits_per_byte"] is None else f"{summary['bits_per_byte']:.4f} bits per byte, "
+    loss = "" if summary["loss"] is None else f"loss {summary['loss']:.4f}, {bits}"
     text = f"step {summary['step']}: {loss}checkpoint {summary['checkpoint'] or 'none yet'}"
+    text += f"\n{summary['tokens']:,} tokens in all, {seconds_text(summary['seconds'])} this time"
+    text += f"; report: {summary['report']}" if summary["report"] else ""
     if summary["step"] < summary["steps"]:
         again = [text for text in overrides or [] if not text.startswith("train.stop_at=")]
         words = shlex.join(["optimus", "train", str(config), *again, *(["--ranks", str(ranks)] if ranks else [])])

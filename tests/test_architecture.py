@@ -100,14 +100,14 @@ def declared(section: str) -> set[str]:
     listed = re.search(rf"^{section} = \[(.*?)\]$", text, re.DOTALL | re.MULTILINE)
     assert listed is not None
     names = re.findall(r'"([a-z0-9-]+)[>=;"]', listed[1])
-    return {{"pyyaml": "yaml"}.get(name, name).replace("-", "_") for name in names}
+    return {{"pyyaml": "yaml", "mlflow-skinny": "mlflow"}.get(name, name).replace("-", "_") for name in names}
 
 
 def test_what_is_imported_is_installed() -> None:
     """All but what is asked for before use, by the extra that has it."""
     installed = declared("dependencies") | {"optimus", "triton", *sys.stdlib_module_names}  # torch brings its triton
     extras = {
-        "evaluate": "evaluate", "hub/drop_in.py": "evaluate", "observe": "wandb",
+        "evaluate": "evaluate", "hub/drop_in.py": "evaluate", "observe/wandb.py": "wandb", "observe/mlflow.py": "mlflow",
     }  # fmt: skip
     missing = []
     for file in files():

@@ -1,8 +1,9 @@
 """In what runs differ: keys of their configurations, tokenizers, machines and versions."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from optimus.config.flat import differing
 from optimus.report.folder import RunFolder
 
 _MISSING = "-"
@@ -12,19 +13,8 @@ def differences(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """A row per key whose value is not the same in all runs: `key` and `values`, as text, one of each run."""
     if len(folders) < 2:
         return []
-    about = [{**dict(flat(folder.config)), **dict(_surroundings(folder))} for folder in folders]
-    keys = dict.fromkeys(key for each in about for key in each)
-    rows = [{"key": key, "values": [_text(each.get(key, _MISSING)) for each in about]} for key in keys]
-    return [row for row in rows if len(set(row["values"])) > 1]
-
-
-def flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """(key.path, value) of every leaf."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
+    found = differing([{**folder.config, **dict(_surroundings(folder))} for folder in folders], _MISSING)
+    return [{"key": key, "values": list(map(_text, values))} for key, values in found.items()]
 
 
 def has_other_tokenizer(folders: Sequence[RunFolder]) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from optimus.checkpoint.lease import BEAT, check_lease
 from optimus.comm import CollectiveError
+from optimus.config.sizes import size_text
 from optimus.data import tokenizer
 from optimus.errors import UserError, naming_disk_errors
 from optimus.model.count import flops_per_token
@@ -214,11 +215,16 @@ class Metrics(Hook):
         self._print_notes(run)
         self._flops = flops_per_token(run.config.model, run.config.train.sequence_length)
         self._peak = peak_flops(run.device)
+        self._memory: int | None = None  # of this rank, when it was last looked at
 
     def after_step(self, run: Run, result: StepResult) -> None:
         train = run.config.train
         rate = train.global_batch * train.sequence_length / run.step_seconds
-        detailed = run.step % run.config.observe.log_every == 0
+        details: dict[str, float] = {}
+        if run.step % run.config.observe.log_every == 0:
+            memory = memory_by_kind(run)
+            details = seconds_by_kind(run) | memory
+            self._memory = sum(memory.values())
         self._writer.write(
             {
                 "step": run.step,
@@ -239,7 +245,7 @@ class Metrics(Hook):
                 "skipped_steps": run.skipped,
                 **run.measured,
                 **(imbalance(run.expert_load) if run.expert_load else {}),
-                **(seconds_by_kind(run) | memory_by_kind(run) if detailed else {}),
+                **details,
             },
             run.expert_load,
         )
@@ -250,7 +256,9 @@ class Metrics(Hook):
         run.expert_load, run.checkpoint_seconds = None, 0.0
         if result.skipped:
             self._progress.print(f"step {run.step} was skipped: no update was applied")
-        self._progress.update("training", run.step, run.last_step, f"loss {result.loss:.3f}  {rate:,.0f} tokens/s")
+        taken = "" if self._memory is None else f"  {size_text(self._memory)}"
+        said = f"loss {result.loss:.3f}  {rate:,.0f} tokens/s{taken}"
+        self._progress.update("training", run.step, run.last_step, said)
 
     def _print_notes(self, run: Run) -> None:
         for note in run.notes:

@@ -38,7 +38,7 @@ def test_the_page_holds_what_the_files_hold(tmp_path: Path, make_run: Make) -> N
     assert [(each["kind"], each["step"]) for each in found["events"]] == [("failure", 10), ("recovered", 11)]
     assert found["clock"]["seconds"][-1] == 80
     assert "model_flops_utilization" not in found["series"]
-    assert text.count("</script>") == 3  # that of an event's text is none
+    assert text.count("</script>") == 4  # that of an event's text is none
 
 
 def test_a_page_asks_for_nothing(tmp_path: Path, make_run: Make) -> None:
