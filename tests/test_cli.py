@@ -334,7 +334,8 @@ ADDS = {"bench collectives": {"--write"}}
 
 # Or to places that the configuration names: the run folder.
 WRITES_NOTHING = {
-    "train", "generate", "models", "rollback", "lab", "rendezvous", "runs", "checkpoint list", "checkpoint verify",
+    "config diff", "config show", "doctor", "runs",
+    "train", "generate", "models", "rollback", "lab", "rendezvous", "checkpoint list", "checkpoint verify",
     "checkpoint show",
 }  # fmt: skip
 
