@@ -6,6 +6,7 @@ import re
 import shlex
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,8 @@ app = typer.Typer(
 )
 add_benchmarks()
 app.add_typer(bench_app, name="bench")
+config_app = typer.Typer(help="Show and compare configurations.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(config_app, name="config")
 checkpoint_app = typer.Typer(
     help="List, verify, show and convert checkpoints.", no_args_is_help=True, rich_markup_mode=None
 )
@@ -33,10 +36,32 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.command()(plan)
 
 Json = Annotated[bool, Option("--json", help="Print the result as JSON.")]
+Overrides = Annotated[
+    list[str] | None,
+    Argument(metavar="[KEY.PATH=VALUE]...", autocompletion=lambda incomplete: complete_key(incomplete)),
+]
+Settings = Annotated[
+    list[str] | None, Option("--set", metavar="KEY.PATH=VALUE", help="The same as KEY.PATH=VALUE; repeated.")
+]
 ParseSpecial = Annotated[
     bool,
     Option("--parse-special", help="Parse special tokens in the text; by default they are plain text."),
 ]
+
+
+def complete_key(incomplete: str) -> list[str]:
+    """For shells: keys of the configuration that begin so, each with its equals sign."""
+    from optimus.config import RunConfig
+    from optimus.config.load import keys_of_section
+
+    *section, last = incomplete.split(".")
+    found = []
+    with suppress(LookupError):  # no such section
+        for key in keys_of_section(section, RunConfig) if "=" not in incomplete else ():
+            if key.startswith(last):
+                inner = list(keys_of_section([*section, key], RunConfig))
+                found.append(".".join([*section, key]) + ("." if inner else "="))
+    return found
 
 
 def _version(asked: bool) -> None:
@@ -110,9 +135,15 @@ def _left_alone(index: dict[str, Any]) -> str:
 @app.command()
 def train(
     config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
-    overrides: Annotated[list[str] | None, Argument(metavar="[KEY.PATH=VALUE]...")] = None,
+    overrides: Overrides = None,
+    settings: Settings = None,
     ranks: Annotated[int | None, Option(help="Ranks to start on this machine.")] = None,
-    resume: Annotated[bool, Option("--resume", help="Continue from the newest checkpoint of the run.")] = False,
+    resume: Annotated[
+        bool,
+        Option(
+            "--resume", help="Continue from the newest checkpoint of the run. `--resume auto`: if there is something."
+        ),
+    ] = False,
     fresh_optimizer: Annotated[
         bool, Option("--fresh-optimizer", help="With --resume: from the weights alone, as for a new update rule.")
     ] = False,
@@ -124,15 +155,23 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a model."""
+    from optimus.observe.progress import seconds_text
     from optimus.train import train as run
 
-    how: dict[str, Any] = {"ranks": ranks, "resume": resume, "fresh_optimizer": fresh_optimizer, "check": check}
+    overrides, automatic = [*(overrides or []), *(settings or [])], resume and "auto" in (overrides or [])
+    overrides = [text for text in overrides if text != "auto"] if automatic else overrides
+    how: dict[str, Any] = {
+        "ranks": ranks,
+        "resume": "auto" if automatic else resume,
+        "fresh_optimizer": fresh_optimizer,
+        "check": check,
+    }
     if auto_plan is not None:
         from optimus.plan.asking import best_layout
 
-        summary = run(best_layout(config, overrides or [], auto_plan, ranks), **how)
+        summary = run(best_layout(config, overrides, auto_plan, ranks), **how)
     else:
-        summary = run(config, overrides or [], **how)
+        summary = run(config, overrides, **how)
     signalled = None if check else summary["stopped_by"]
     ended = typer.Exit(0 if signalled is None else 128 + signal.Signals[signalled])
     if os.environ.get("RANK", "0") != "0":
@@ -140,10 +179,13 @@ def train(
     if check:
         _show_ready(config, summary, as_json)
         return
-    loss = "" if summary["loss"] is None else f"loss {summary['loss']:.4f}, "
+    bits = "" if summary["bits_per_byte"] is None else f"{summary['bits_per_byte']:.4f} bits per byte, "
+    loss = "" if summary["loss"] is None else f"loss {summary['loss']:.4f}, {bits}"
     text = f"step {summary['step']}: {loss}checkpoint {summary['checkpoint'] or 'none yet'}"
+    text += f"\n{summary['tokens']:,} tokens in all, {seconds_text(summary['seconds'])} this time"
+    text += f"; report: {summary['report']}" if summary["report"] else ""
     if summary["step"] < summary["steps"]:
-        again = [text for text in overrides or [] if not text.startswith("train.stop_at=")]
+        again = [text for text in overrides if not text.startswith("train.stop_at=")]
         words = shlex.join(["optimus", "train", str(config), *again, *(["--ranks", str(ranks)] if ranks else [])])
         why = "" if signalled is None else f" by {signalled}"
         text += f"\nstopped{why} before step {summary['steps']}; continue with: {words} --resume"
@@ -245,7 +287,8 @@ def import_(
 def launch(
     context: typer.Context,
     config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
-    overrides: Annotated[list[str] | None, Argument(metavar="[KEY.PATH=VALUE]...")] = None,
+    overrides: Overrides = None,
+    settings: Settings = None,
     nodes: Annotated[int, Option(help="Nodes that train.")] = 1,
     spares: Annotated[int, Option(help="Spare nodes, which replace failed ones.")] = 0,
     ranks_per_node: Annotated[int, Option(help="Ranks on each node.")] = 1,
@@ -270,7 +313,9 @@ def launch(
     """Run one node of a training with spares; start it on every node and every spare."""
     from optimus.train.start import read_run
 
-    read_run(config, overrides or [])  # before torch is imported: a mistake costs no waiting
+    overrides = [*(overrides or []), *(settings or [])]
+
+    read_run(config, overrides)  # before torch is imported: a mistake costs no waiting
     from optimus.train import nodes as run
 
     other = ("node", "name", "rendezvous") if scheduler is not None else ("output", "time", "directive")
@@ -279,7 +324,7 @@ def launch(
         why = "leave it out with --scheduler: the batch script chooses it" if scheduler else "it needs --scheduler"
         raise UserError(f"--{given[0]}: {why}")
     alive = run.parse_keep_alive(keep_alive)
-    job = run.NodeJob(config, overrides or [], nodes, spares, ranks_per_node, alive, wait, max_restarts)
+    job = run.NodeJob(config, overrides, nodes, spares, ranks_per_node, alive, wait, max_restarts)
     program = []
     if inject is not None:
         from optimus.testing.faults import rank_program
@@ -332,6 +377,43 @@ def rollback(
     moved = f"moved to {result['to']}: {', '.join(result['moved'])}\n" if result["moved"] else ""
     again = shlex.join(["optimus", "train", str(run / "config.yaml"), "--resume"])
     _show(result, as_json, f"{moved}{run} goes on from the weights of step {step}: {again}")
+
+
+@config_app.command(name="show")
+def config_show(
+    config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
+    overrides: Overrides = None,
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Show a configuration with its includes, preset, overrides and defaults: every key, as a run saves it."""
+    from optimus.config import dump_config, load_config
+    from optimus.hub import read_model_folder
+
+    tree = load_config(config, [*(overrides or []), *(settings or [])], read_model_folder)
+    _show(tree.model_dump(), as_json, dump_config(tree).rstrip())
+
+
+@config_app.command(name="diff")
+def config_diff(
+    configs: Annotated[list[Path], Argument(metavar="CONFIG...", help="YAML files or run folders, two or more.")],
+    as_json: Json = False,
+) -> None:
+    """Show the keys whose values are not the same in all of these configurations, defaults included."""
+    from optimus.config.flat import differing
+    from optimus.config.load import load_config
+    from optimus.hub import read_model_folder
+    from optimus.observe.table import print_table
+
+    if len(configs) < 2:
+        raise UserError(f"config diff: there is only {configs[0]}: name two configurations or more")
+    files = [path / "config.yaml" if path.is_dir() else path for path in configs]
+    found = differing([load_config(file, (), read_model_folder).model_dump() for file in files], None)
+    if as_json or not found:
+        _show(found, as_json, "no key differs")
+        return
+    text = [{"key": key, **{str(path): str(value) for path, value in zip(configs, row)}} for key, row in found.items()]
+    print_table(text, f"{len(found)} keys differ")
 
 
 @checkpoint_app.command(name="list")
@@ -437,7 +519,8 @@ def models(
 @app.command()
 def lab(
     config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
-    overrides: Annotated[list[str] | None, Argument(metavar="[KEY.PATH=VALUE]...")] = None,
+    overrides: Overrides = None,
+    settings: Settings = None,
     nodes: Annotated[int, Option(help="Nodes that train.")] = 3,
     spares: Annotated[int, Option(help="Spare nodes, which replace failed ones.")] = 2,
     ranks_per_node: Annotated[int, Option(help="Ranks on each node.")] = 1,
@@ -456,7 +539,9 @@ def lab(
     from optimus.train.nodes import NodeJob, parse_keep_alive
 
     alive = parse_keep_alive(keep_alive)
-    job = NodeJob(str(config), overrides or [], nodes, spares, ranks_per_node, keep_alive=alive, wait=wait)
+    job = NodeJob(
+        str(config), [*(overrides or []), *(settings or [])], nodes, spares, ranks_per_node, keep_alive=alive, wait=wait
+    )
     result = rehearse(job, bandwidth=bandwidth, inject=inject, limit=limit, plain=plain)
     lines = [f"{event['kind']:10} {event['node'] or '-':8} {event['detail']}" for event in result["events"]]
     codes = ", ".join(f"{host} {'no answer' if code is None else code}" for host, code in result["exit_codes"].items())
@@ -513,6 +598,77 @@ def schedule(
         output=output,
     )
     _show(summary, as_json, text)
+
+
+@app.command()
+def doctor(
+    folder: Annotated[Path, Argument(metavar="[FOLDER]", help="Where runs would be written.")] = Path("."),
+    as_json: Json = False,
+) -> None:
+    """Look at this machine and say what to mend: devices, memory, network, disk, clock; exit code 1 for a problem."""
+    from optimus.observe.doctor import examine
+
+    found = examine(folder)
+    lines = [
+        f"{each.status:8} {each.what:22} {each.found}" + (f"\n{'':9}-> {each.mend}" if each.mend else "")
+        for each in found
+    ]
+    _show([each._asdict() for each in found], as_json, "\n".join(lines))
+    if any(each.status == "problem" for each in found):
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], Argument(metavar="RUN...", help="Run folder, or several to compare.")],
+    output: Annotated[Path, Option(help="HTML file to write.")] = Path("report.html"),
+    serve: Annotated[
+        str | None,
+        Option(
+            metavar="[ADDRESS:]PORT", help="Serve the report, refreshed while the run goes on, on this machine alone."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show a run as a page: curves, time and memory, experts, events; or compare several."""
+    from optimus.observe.signals import ended_by_signals
+    from optimus.report import page
+    from optimus.report.serve import parse_address, report_server
+
+    if serve is None:
+        result = page.write_report(runs, output)
+        said = "".join(f"warning: {text}\n" for text in result["warnings"])
+        _show(result, as_json, f"{said}{output}: open it in a browser; it needs no network")
+        return
+    server = report_server(runs, *parse_address(serve))
+    host, port = server.server_address[:2]
+    result = {"url": f"http://{host!s}:{port}/"}
+    _show(result, as_json, f"{result['url']}: the report, read anew while it is open; Ctrl-C ends")
+    sys.stdout.flush()
+    with server, ended_by_signals("ending"):
+        server.serve_forever()
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="Folder in which, or below which, run folders are.")],
+    state: Annotated[
+        Literal["running", "finished", "stopped", "failed"] | None, Option(help="List only runs in this state.")
+    ] = None,
+    match: Annotated[str | None, Option(help="List only runs whose path or model has this text in it.")] = None,
+    sort: Annotated[str, Option(help="Column to sort by, such as loss or bits_per_byte.")] = "name",
+    reverse: Annotated[bool, Option("--reverse", help="Sort from the largest to the smallest.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List runs: how far each is, its loss and speed, whether it runs, and why not."""
+    from optimus.observe.table import print_table
+    from optimus.report import listing
+
+    rows = listing.runs(folder, state=state, match=match, sort=sort, reverse=reverse)
+    if as_json or not rows:
+        _show(rows, as_json, f"{folder}: no such runs")
+        return
+    print_table(listing.table_rows(rows), f"runs in {folder}")
 
 
 def _show_ready(config: Path, ready: dict[str, Any], as_json: bool) -> None:

@@ -1,4 +1,5 @@
-"""What holds for the step of one model that is under way: deferred weight gradients, cached collectives, forms of products.
+"""What holds for the step of one model that is under way: deferred weight gradients, cached collectives, forms of products,
+choices of experts.
 
 One object per model, given to those who need it when they are made; its fields change within `with` blocks alone. It is no
 thread-local: autograd has threads of its own on an accelerator.
@@ -6,12 +7,19 @@ thread-local: autograd has threads of its own on an accelerator.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 T = TypeVar("T")
+
+
+def region(name: Callable[[], str]) -> AbstractContextManager[object]:
+    """Names what is done inside to a profiler; where none is running, `name` is not asked for."""
+    return record_function(name()) if torch.autograd._profiler_enabled() else nullcontext()
 
 
 class Forms(Protocol):
@@ -51,6 +59,7 @@ class StepContext:
         self.deferred: list[Callable[[], None]] | None = None  # what adds weight gradients, to be called in order
         self.collectives: CollectiveCache | None = None
         self.forms: Forms | None = None
+        self.choices: dict[Any, Tensor] | None = None  # by router: how often each expert was chosen
 
     def deferring(self) -> AbstractContextManager[list[Callable[[], None]]]:
         """Within, additions to gradient buffers are deferred: the list holds what makes them, to be called in order."""
@@ -70,6 +79,16 @@ class StepContext:
     def multiplying(self, forms: Forms) -> AbstractContextManager[Forms]:
         """Within, matrix products are made in these forms."""
         return self._having("forms", forms)
+
+    def counting(self) -> AbstractContextManager[dict[Any, Tensor]]:
+        """Within, how often each expert is chosen in training is added up by router, [experts]."""
+        return self._having("choices", dict[Any, Tensor]())
+
+    def chose(self, router: Any, counts_E: Tensor) -> None:
+        """So often `router` has chosen each expert. What is recomputed counts twice, each microbatch alike."""
+        if self.choices is not None and torch.is_grad_enabled():
+            before_E = self.choices.get(router)
+            self.choices[router] = counts_E if before_E is None else before_E + counts_E
 
     @contextmanager
     def _having(self, field: str, value: T) -> Iterator[T]:

@@ -18,8 +18,8 @@ PACKAGE = ROOT / "optimus"
 
 # From the top down, as in docs/architecture.md; but for `hub`, which writes and reads checkpoints and so stands above them.
 ROOMS = [
-    "cli", "plan", "train", "evaluate", "resilience", "hub", "checkpoint", "observe", "state",
-    "parallel", "optim", "data", "config", "pipeline", "model", "kernels", "comm", "mesh",
+    "cli", "plan", "train", "evaluate", "resilience", "hub", "checkpoint", "report", "observe",
+    "state", "parallel", "optim", "data", "config", "pipeline", "model", "kernels", "comm", "mesh",
 ]  # fmt: skip
 BELOW_ALL = ["functions", "step_context", "autograd", "section", "disk", "lazy", "errors"]
 _LAZY_NAME = re.compile(r"optimus(\.\w+)+(:\w+)?")
@@ -99,15 +99,15 @@ def declared(section: str) -> set[str]:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     listed = re.search(rf"^{section} = \[(.*?)\]$", text, re.DOTALL | re.MULTILINE)
     assert listed is not None
-    names = re.findall(r'"([a-z-]+)[>=;"]', listed[1])
-    return {{"pyyaml": "yaml"}.get(name, name).replace("-", "_") for name in names}
+    names = re.findall(r'"([a-z0-9-]+)[>=;"]', listed[1])
+    return {{"pyyaml": "yaml", "mlflow-skinny": "mlflow"}.get(name, name).replace("-", "_") for name in names}
 
 
 def test_what_is_imported_is_installed() -> None:
     """All but what is asked for before use, by the extra that has it."""
     installed = declared("dependencies") | {"optimus", "triton", *sys.stdlib_module_names}  # torch brings its triton
     extras = {
-        "evaluate": "evaluate", "hub/drop_in.py": "evaluate", "observe": "wandb",
+        "evaluate": "evaluate", "hub/drop_in.py": "evaluate", "observe/wandb.py": "wandb", "observe/mlflow.py": "mlflow",
     }  # fmt: skip
     missing = []
     for file in files():

@@ -334,6 +334,7 @@ ADDS = {"bench collectives": {"--write"}}
 
 # Or to places that the configuration names: the run folder.
 WRITES_NOTHING = {
+    "config diff", "config show", "doctor", "runs",
     "train", "generate", "models", "rollback", "lab", "rendezvous", "checkpoint list", "checkpoint verify",
     "checkpoint show",
 }  # fmt: skip

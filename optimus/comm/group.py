@@ -43,7 +43,7 @@ from optimus.comm.two_groups import (
 )
 from optimus.comm.watch import Watch
 from optimus.errors import UserError
-from optimus.step_context import StepContext
+from optimus.step_context import StepContext, region
 
 Handle = Callable[[], None]
 """Waits for what has been begun."""
@@ -446,7 +446,7 @@ class Group:
     def _waits(self, at: str, name: str, number: int, tensor: Tensor) -> Iterator[None]:
         """In a collective, which is named where it fails."""
         try:
-            with self._recorder.waits(at, name, number):
+            with region(lambda: name), self._recorder.waits(at, name, number):
                 yield
         except RuntimeError as error:  # what torch.distributed raises for a lost peer and for one that is late
             raise CollectiveError(

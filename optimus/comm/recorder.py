@@ -6,7 +6,7 @@ says so. It costs two looks at the clock per collective.
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +19,9 @@ class Recorder:
         self.begun: Counter[str] = Counter()
         self.waiting: tuple[str, str, int] | None = None  # in which group, in what, the how manieth of the group
         self.seconds = 0.0  # waited in all
+        self.by_kind: defaultdict[str, float] = defaultdict(
+            float
+        )  # seconds of them in each kind of collective; messages are one kind
 
     def begins(self, group: str) -> int:
         """A collective begins; returns its number in the group."""
@@ -35,7 +38,9 @@ class Recorder:
         try:
             yield
         finally:
-            self.seconds += time.perf_counter() - began
+            waited = time.perf_counter() - began
+            self.seconds += waited
+            self.by_kind["message" if " to " in group or " of a message" in what else what] += waited
             self.waiting = None
 
     def state(self) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def load_config(
         raw, where = _copy(source), "config"
     else:
         path = user_path(source)
-        raw, where = _read_yaml(path, RunConfig), str(path)
+        raw, where = _read_including(path, read_model_folder), str(path)
     for text in overrides:
         raw = _override(raw, text, read_model_folder)
     return validated(RunConfig, _opened(raw, read_model_folder), where)
@@ -118,6 +118,33 @@ def _table(name: str) -> dict[str, Any]:
 def read_section(path: Path, kind: type[SomeSection]) -> SomeSection:
     """A section of its own in a YAML file. Raises `UserError` naming the file and each wrong key."""
     return validated(kind, _read_yaml(path, kind), str(path), kind)
+
+
+def _read_including(
+    path: Path, read_model_folder: ModelFolderReader | None, outer: Sequence[Path] = ()
+) -> dict[str, Any]:
+    """A run's file over those that its key `include` names, one or a list, each by its place beside this file; of two, the
+    later one counts. A preset that one of them names is opened up where the file has keys of the model."""
+    raw = _read_yaml(path, RunConfig)
+    named = raw.pop("include", None) or []
+    chain = [*outer, path.resolve()]
+    below: dict[str, Any] = {}
+    for name in [named] if isinstance(named, str) else named:
+        if not isinstance(name, str):
+            raise UserError(f"{path}: 'include' is {named!r}: it must be the name of a YAML file, or a list of names")
+        other = path.parent / user_path(name)
+        if other.resolve() in chain:
+            raise UserError(f"{path}: include: {other} includes this file in turn: remove one of the two")
+        if not other.is_file():
+            raise UserError(f"{path}: include: {other} does not exist; names are by their place beside {path.name}")
+        below = _merge_opened(below, _read_including(other, read_model_folder, chain), read_model_folder)
+    return _merge_opened(below, raw, read_model_folder)
+
+
+def _merge_opened(
+    low: Mapping[str, Any], high: Mapping[str, Any], read_model_folder: ModelFolderReader | None
+) -> dict[str, Any]:
+    return _merge(_opened(dict(low), read_model_folder) if isinstance(high.get("model"), Mapping) else low, high)
 
 
 def _read_yaml(path: Path, kind: type[BaseModel]) -> dict[str, Any]:

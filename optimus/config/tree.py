@@ -369,13 +369,19 @@ class ObserveConfig(Section):
 
     log_every: int = Field(10, gt=0, description="Steps between printed lines when there is no terminal.")
     tensorboard: bool = Field(True, description="Write TensorBoard events.")
+    report: bool = Field(True, description="Write report.html, as `optimus report` does, when the run ends.")
+    notify: str | None = None
+    """What is told of the run's end or failure: a webhook (an http or https URL, which gets JSON), or a command, which gets
+    the same JSON on its standard input."""
+    mlflow: str | None = Field(None, description="MLflow experiment, on the server in MLFLOW_TRACKING_URI; null: off.")
     wandb: str | None = Field(None, description="Weights & Biases project; null: off.")
     wandb_entity: str | None = Field(None, description="User or team there. Default: that of the API key.")
     wandb_name: str | None = Field(None, description="Name of the run there. Default: the name of the run folder.")
     wandb_group: str | None = Field(None, description="Group of the run there.")
     wandb_tags: list[str] = Field([], description="Tags of the run there.")
     trace: int | None = Field(None, gt=0)
-    """Profile this step: each rank writes trace-rank-N.json, for chrome://tracing or Perfetto."""
+    """Profile this step: trace.json.gz has what all ranks did, for Perfetto, and trace-rank-N.json that of one rank. Units,
+    actions of the pipeline and collectives have names."""
     timeline: int | None = Field(None, gt=0)
     """Write the pipeline's timeline of this step to timeline.json, for `optimus schedule --measured`."""
 

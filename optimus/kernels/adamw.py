@@ -46,7 +46,7 @@ class AdamWFactors(NamedTuple):
 def adamw_in_one_pass(
     weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, copy: Tensor | None, factors: AdamWFactors
 ) -> None:
-    """Update fp32 `weight`, `m` and `v` in place, and fill `copy`; flat, on the CPU. `copy` may be the memory of `gradient`."""
+    """Update fp32 `weight`, `m` and `v` in place, and fill `copy`, which may be the memory of `gradient`; flat, on the CPU."""
     same = copy is not None and copy.data_ptr() == gradient.data_ptr()  # then a loop that reads and writes it is slower
     made = torch.empty_like(gradient) if same else copy
     (_compiled() or _update)(weight, gradient, m, v, made, *factors)
@@ -82,7 +82,7 @@ def _update(
 @cache
 def _compiled() -> Callable[..., Any] | None:
     """`_update` as one loop, or nothing where it cannot be compiled."""
-    made = torch.compile(_update, dynamic=True)
+    made: Callable[..., Any] = torch.compile(_update, dynamic=True)
     try:
         few = [torch.zeros(64) for _ in range(4)]
         made(*few, torch.zeros(64, dtype=torch.bfloat16), *AdamWFactors.of(1, 0.0, 0.9, 0.95, 1e-8, 0.0, 1.0))

@@ -9,11 +9,16 @@ from optimus.observe.terminal import letting_go
 _LINE_SECONDS = 10.0  # between plain lines
 
 
+def seconds_text(seconds: float) -> str:
+    """In a unit of which they are at least two: 12 min."""
+    unit, size = next((each for each in (("d", 86400), ("h", 3600), ("min", 60)) if seconds >= 2 * each[1]), ("s", 1))
+    return f"{seconds / size:.0f} {unit}"
+
+
 def time_left(seconds: float, now: float) -> str:
     """In words, and until when: about 12 min left, until 14:05."""
-    unit, size = next((each for each in (("d", 86400), ("h", 3600), ("min", 60)) if seconds >= 2 * each[1]), ("s", 1))
     form = "%H:%M" if seconds < 43200 else "%Y-%m-%d %H:%M"
-    return f"about {seconds / size:.0f} {unit} left, until {time.strftime(form, time.localtime(now + seconds))}"
+    return f"about {seconds_text(seconds)} left, until {time.strftime(form, time.localtime(now + seconds))}"
 
 
 class Progress:
@@ -27,6 +32,7 @@ class Progress:
         self._bar: Any = None
         self._tasks: dict[str, Any] = {}
         self._last_line = time.monotonic()
+        self._began: dict[str, tuple[float, int]] = {}  # of a stage: when it was first heard of, and how much was done
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -53,11 +59,20 @@ class Progress:
             with letting_go():
                 self._bar.update(self._tasks[stage], completed=done, total=total, note=note)
             return
+        self._began.setdefault(stage, (time.monotonic(), done))
         silent = time.monotonic() - self._last_line
         if done == total or (silent > _LINE_SECONDS if self._every is None else done % self._every == 0):
             self._last_line = time.monotonic()
             share = f"{done:,}/{total:,}" if total else f"{done:,}"
-            self.print(f"{stage}: {share} {note}".rstrip())
+            self.print(f"{stage}: {share} {note}".rstrip() + self._left(stage, done, total))
+
+    def _left(self, stage: str, done: int, total: int | None) -> str:
+        """How long it will still take, where that is more than some seconds."""
+        began, before = self._began[stage]
+        if total is None or done == before:
+            return ""
+        seconds = (time.monotonic() - began) / (done - before) * (total - done)
+        return f"  {time_left(seconds, time.time())}" if seconds > _LINE_SECONDS else ""
 
     def print(self, line: str) -> None:
         """A line above the bar."""

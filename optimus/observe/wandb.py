@@ -43,6 +43,19 @@ def check_wandb(config: RunConfig) -> None:
         )
 
 
+class WeightsAndBiases:
+    """The run in the project that the configuration names."""
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        self._run = start_wandb(folder, config)
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._run.log(record)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
 def start_wandb(folder: Path, config: RunConfig) -> Any:
     """The `wandb.Run` that takes records, in the project that the configuration names.
 

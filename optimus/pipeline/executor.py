@@ -14,6 +14,7 @@ from torch import Tensor
 
 from optimus.comm import Group, Handle
 from optimus.pipeline.schedule import Action, Kind, Schedule, partner
+from optimus.step_context import region
 
 Message = tuple[Tensor, ...]
 
@@ -118,14 +119,15 @@ class Computing:
             received = self.made.pop(source)
         start = time.perf_counter()
         made = None
-        if kind is Kind.FORWARD:
-            made = self._work.forward(stage, microbatch, received)
-        elif kind.of_vocabulary:
-            self._work.vocabulary(kind, microbatch)
-        elif kind is Kind.BACKWARD_WEIGHTS:
-            cast(StageWork, self._work).backward_weights(stage, microbatch)
-        else:
-            made = cast(StageWork, self._work).backward(stage, microbatch, received, kind is Kind.BACKWARD_INPUT)
+        with region(lambda: f"{kind} of stage {stage}, microbatch {microbatch}"):
+            if kind is Kind.FORWARD:
+                made = self._work.forward(stage, microbatch, received)
+            elif kind.of_vocabulary:
+                self._work.vocabulary(kind, microbatch)
+            elif kind is Kind.BACKWARD_WEIGHTS:
+                cast(StageWork, self._work).backward_weights(stage, microbatch)
+            else:
+                made = cast(StageWork, self._work).backward(stage, microbatch, received, kind is Kind.BACKWARD_INPUT)
         self.trace.append(Executed(*action, start, time.perf_counter()))
         if made is not None:
             self.made[action] = made

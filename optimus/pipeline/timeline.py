@@ -83,10 +83,11 @@ class Timeline:
         ]
 
 
-def write_timeline(path: Path, timeline: Timeline) -> None:
+def write_timeline(path: Path, timeline: Timeline, simulated: Timeline | None = None) -> None:
     """Write a timeline for `read_timeline`: `{"ranks": n, "events": [[rank, kind, stage, microbatch, start, end],
-    ...]}`."""
-    write_json(path, {"ranks": timeline.ranks, "events": timeline.events})
+    ...]}`. The events of a `simulated` one go beside it, under this name, for reports."""
+    beside = {} if simulated is None else {"simulated": simulated.events}
+    write_json(path, {"ranks": timeline.ranks, "events": timeline.events, **beside})
 
 
 def read_timeline(path: Path) -> Timeline:

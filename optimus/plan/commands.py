@@ -15,6 +15,10 @@ _WIDTH = 100  # characters of the table
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Preset, Hugging Face folder, or YAML file of a run.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY.PATH=VALUE", help="The same as KEY.PATH=VALUE; repeated."),
+    ] = None,
     machine: Annotated[
         str, typer.Option(help="A machine's name, or a file as `optimus bench machine` writes it.")
     ] = "",
@@ -43,23 +47,30 @@ def plan(
         str | None, typer.Option(help="Numbers of ranks: 384,768,... for a study of weak scaling.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="With --scale: draw it to this PNG file.")] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", help="Draw the plans, their time and memory, and the ranks on nodes into this HTML file."
+        ),
+    ] = None,
     wide: Annotated[bool, typer.Option("--wide", help="A table with all columns, wider than 100 characters.")] = False,
     dry_run: Annotated[int | None, typer.Option(help="Build this rank's part without memory, and count it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Choose how to divide a model over a machine, and predict its speed and memory."""
+    overrides = [*(overrides or []), *(settings or [])]
     from optimus.config import load_config
     from optimus.hub import read_model_folder
 
     if Path(model).suffix in (".yaml", ".yml"):  # before torch is imported: a mistake costs no waiting
-        load_config(model, overrides or [], read_model_folder)
+        load_config(model, overrides, read_model_folder)
     from optimus.observe.table import print_table
     from optimus.plan import report, scaling
     from optimus.plan.asking import as_configured, asked, configured
     from optimus.plan.prediction import predict
     from optimus.plan.search import search
 
-    job = asked(configured(model, overrides or [], ranks), machine, ranks, what_if or [], imbalance, links)
+    job = asked(configured(model, overrides, ranks), machine, ranks, what_if or [], imbalance, links)
     if dry_run is not None:
         _dry_run(as_configured(job) if as_is else search(job, best=1)[0].job, dry_run, as_json)
         return
@@ -78,6 +89,10 @@ def plan(
         report.write_config(plans[0], output)
     if plot is not None:
         scaling.draw(points, plot)
+    if page is not None:
+        from optimus.plan.page import write_page
+
+        write_page(plans, points if numbers else (), page)
     if as_json:
         result: dict[str, Any] = {"plans": [report.as_json(each) for each in plans]}
         if numbers:

@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 from optimus.disk import read_json_lines
 
-EventKind = Literal["failure", "exclusion", "restart", "recovered", "rollback", "injected", "finished"]
+EventKind = Literal[
+    "failure", "exclusion", "restart", "recovered", "rollback", "injected", "error", "stopped", "finished"
+]
 
 
 class EventLog:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from optimus.errors import UserError
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.state.chunk import Chunk
+from optimus.step_context import region
 
 T = TypeVar("T", bound=Chunk)
 
@@ -80,8 +81,9 @@ class Gathering:
         self._ahead = 0
         self._cache: int | None = None
         self._chunks: dict[nn.Parameter, Chunk] = {}  # of parameters that are not always here, or up to date
+        self._names: dict[nn.Parameter, str] = {}
         self._units: dict[Sequence[nn.Module], list[Chunk]] = {}  # the chunks of each
-        self._traced: list[Chunk] = []  # those that are not always here and up to date
+        self._traced: dict[Chunk, None] = {}  # those that are not always here and up to date
         self._resharding: list[Chunk] = []
         self._frozen: list[Chunk] = []  # of parameters that are sharded
         self._in_backward: Sequence[Chunk] = ()  # those of the unit whose backward pass has begun last
@@ -96,9 +98,10 @@ class Gathering:
         self._ahead, self._cache = ahead, cache
         for chunk in chunks:
             self.gradient_buffers |= chunk.gradient_buffers
+            self._names |= {each: slot.name for slot, each in zip(chunk.plan.slots, chunk.parameters)}
             if chunk.plan.shard_steps or chunk.plan.offloaded:
                 self._chunks |= dict.fromkeys(chunk.parameters, chunk)
-        self._traced = [chunk for chunk in chunks if not chunk.plan.keeps_whole or chunk.plan.offloaded]
+        self._traced = {chunk: None for chunk in chunks if not chunk.plan.keeps_whole or chunk.plan.offloaded}
         self._resharding = [chunk for chunk in chunks if chunk.plan.lifetime == "use"]
         self._frozen = [chunk for chunk in chunks if not chunk.plan.rule.trains and chunk.plan.lifetime != "cache"]
 
@@ -133,6 +136,16 @@ class Gathering:
 
         All that the parameters do must be in the first of its results. All ranks must call alike.
         """
+        with region(lambda: " and ".join(map(self._name, modules))):
+            return self._unit(modules, function, x, *args)
+
+    def _name(self, module: nn.Module) -> str:
+        """For a profiler: its place in the model, where a parameter says it, and its class."""
+        of = ((self._names[each], own) for own, each in module.named_parameters() if each in self._names)
+        place = next((name.removesuffix(own).rstrip(".") for name, own in of), "")
+        return f"{place} ({type(module).__name__})" if place else type(module).__name__
+
+    def _unit(self, modules: Sequence[nn.Module], function: Callable[..., Any], x: Tensor, *args: Any) -> Any:
         if not self._chunks:
             return function(x, *args)
         chunks = self._units.get(modules)

@@ -21,6 +21,7 @@ from optimus.hub import read_model_folder
 from optimus.mesh import Mesh
 from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory
+from optimus.observe.mlflow import check_mlflow
 from optimus.observe.wandb import check_wandb
 from optimus.state.plan import ChunkPlan, bytes_by_kind
 from optimus.train.pipeline import schedule_of
@@ -43,6 +44,7 @@ def check_ranks(config: RunConfig, ranks: int) -> None:
 def check_references(config: RunConfig, resume: bool) -> None:
     """Raise `UserError` when something that the run will need later, or only sometimes, is not there."""
     check_wandb(config)
+    check_mlflow(config)
     if config.lr_schedule.branch_from is not None and not resume:
         path = find_checkpoint(config.lr_schedule.branch_from)
         trunk = read_description(path)

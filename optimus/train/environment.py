@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from optimus.errors import naming_disk_errors
+from optimus.model.count import count_parameters
 from optimus.observe.machine import describe_machine, device_name, versions
 from optimus.train.run import Run
 
@@ -23,7 +24,7 @@ _GIT_SECONDS = 10.0
 
 def record_environment(run: Run) -> None:
     """Append the record of this start. On rank 0, whose host and devices it has. Raises `UserError` on a full disk."""
-    path, mesh = run.folder / "environment.jsonl", run.groups.mesh
+    path, mesh, counted = run.folder / "environment.jsonl", run.groups.mesh, count_parameters(run.config.model)
     record = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "step": run.step,
@@ -34,6 +35,9 @@ def record_environment(run: Run) -> None:
         "host": platform.node(),
         "machine": describe_machine(),
         "device": device_name(run.device),
+        "parameters": counted.total,
+        "active_parameters": counted.active,
+        "tokenizer": run.shards.index["tokenizer"].get("sha256"),
         "ranks": mesh.size,
         "layout": asdict(mesh),
     }

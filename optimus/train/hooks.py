@@ -3,14 +3,17 @@
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from optimus.checkpoint.lease import BEAT, check_lease
 from optimus.comm import CollectiveError
+from optimus.config.sizes import size_text
 from optimus.data import tokenizer
 from optimus.errors import UserError, naming_disk_errors
 from optimus.model.count import flops_per_token
@@ -19,9 +22,12 @@ from optimus.observe.metrics import MetricsWriter
 from optimus.observe.progress import Progress, time_left
 from optimus.observe.signals import ending_signals
 from optimus.observe.terminal import let_go_if_gone, say_at_once
+from optimus.observe.traces import MERGED, merge_traces, rank_trace
 from optimus.pipeline.timeline import Event, Timeline, write_timeline
 from optimus.resilience.events import EventLog
-from optimus.train.run import Run
+from optimus.train.accounting import expert_load, imbalance, memory_by_kind, seconds_by_kind
+from optimus.train.pipeline import simulated
+from optimus.train.run import Run, read_together
 from optimus.train.step import StepResult
 
 _STEPS_TO_KNOW = 3  # how long one takes
@@ -165,6 +171,27 @@ class Validation(Hook):
         )
 
 
+class ExpertLoad(Hook):
+    """Tokens of each expert of each layer in a step, over all ranks, to the mean of the layer; on all ranks."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._choices: Mapping[Any, Tensor] = {}
+
+    def before_step(self, run: Run) -> None:
+        if (run.step + 1) % run.config.observe.log_every == 0:
+            self._choices = self._stack.enter_context(run.groups.step.counting())
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if run.step % run.config.observe.log_every:
+            return
+        self._stack.close()
+        run.expert_load = expert_load(run, self._choices)
+
+    def after_training(self, run: Run) -> None:
+        self._stack.close()
+
+
 class TimeLeft(Hook):
     """Says after a few steps when the run will end; on rank 0."""
 
@@ -188,14 +215,21 @@ class Metrics(Hook):
         self._print_notes(run)
         self._flops = flops_per_token(run.config.model, run.config.train.sequence_length)
         self._peak = peak_flops(run.device)
+        self._memory: int | None = None  # of this rank, when it was last looked at
 
     def after_step(self, run: Run, result: StepResult) -> None:
         train = run.config.train
         rate = train.global_batch * train.sequence_length / run.step_seconds
+        details: dict[str, float] = {}
+        if run.step % run.config.observe.log_every == 0:
+            memory = memory_by_kind(run)
+            details = seconds_by_kind(run) | memory
+            self._memory = sum(memory.values())
         self._writer.write(
             {
                 "step": run.step,
                 "tokens": run.tokens,
+                "time": round(time.time(), 3),
                 "loss": result.loss,
                 "balance_loss": result.balance_loss,
                 "z_loss": result.z_loss,
@@ -210,16 +244,21 @@ class Metrics(Hook):
                 else None,
                 "skipped_steps": run.skipped,
                 **run.measured,
-            }
+                **(imbalance(run.expert_load) if run.expert_load else {}),
+                **details,
+            },
+            run.expert_load,
         )
         self._print_notes(run)
         for name, value in run.measured.items():
             self._progress.print(f"step {run.step}: validation {name} {value:.4f}")
         run.measured.clear()
-        run.checkpoint_seconds = 0.0
+        run.expert_load, run.checkpoint_seconds = None, 0.0
         if result.skipped:
             self._progress.print(f"step {run.step} was skipped: no update was applied")
-        self._progress.update("training", run.step, run.last_step, f"loss {result.loss:.3f}  {rate:,.0f} tokens/s")
+        taken = "" if self._memory is None else f"  {size_text(self._memory)}"
+        said = f"loss {result.loss:.3f}  {rate:,.0f} tokens/s{taken}"
+        self._progress.update("training", run.step, run.last_step, said)
 
     def _print_notes(self, run: Run) -> None:
         for note in run.notes:
@@ -232,7 +271,7 @@ class Metrics(Hook):
 
 
 class Trace(Hook):
-    """Profiles one step: what is computed and sent when, on every rank."""
+    """Profiles one step: what is computed and sent when, on every rank and together; on all ranks."""
 
     def __init__(self) -> None:
         self._profile: torch.profiler.profile | None = None
@@ -244,11 +283,20 @@ class Trace(Hook):
         if self._profile is not None:
             run.state.finish()  # what is under way would report its end to a profiler that is no more
             self._profile.stop()
-            path = run.folder / f"trace-rank-{run.groups.rank}.json"
-            with naming_disk_errors(path, "Make room or leave observe.trace away"):
-                self._profile.export_chrome_trace(str(path))
-            self._profile = None
+            profile, self._profile = self._profile, None
+            read_together(lambda: self._write(run, profile), run.groups.world, run.device)  # so all traces are there
+            if run.groups.rank == 0:
+                missing = merge_traces(run.folder, run.groups.world.size)
+                without = f", without ranks {', '.join(map(str, missing))}, whose nodes have it" if missing else ""
+                run.notes.append(
+                    f"step {run.step}: what the ranks did when is in {run.folder / MERGED}{without}: open it in Perfetto"
+                )
         self._begin(run)
+
+    def _write(self, run: Run, profile: torch.profiler.profile) -> None:
+        path = rank_trace(run.folder, run.groups.rank)
+        with naming_disk_errors(path, "Make room or leave observe.trace away"):
+            profile.export_chrome_trace(str(path))
 
     def _begin(self, run: Run) -> None:
         if run.step + 1 == run.config.observe.trace and run.step < run.last_step:
@@ -275,5 +323,6 @@ class PipelineTimeline(Hook):
         if run.groups.rank == 0:
             path = run.folder / "timeline.json"
             with naming_disk_errors(path, "Make room or leave observe.timeline away"):
-                write_timeline(path, Timeline.of(events, pipeline.size))
+                timeline = Timeline.of(events, pipeline.size)
+                write_timeline(path, timeline, simulated(timeline, run.config))
             run.notes.append(f"step {run.step}: what the pipeline computed when is in {path}")

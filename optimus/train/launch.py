@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -45,6 +46,7 @@ from optimus.resilience.store import LOOPBACK
 from optimus.train import checks, hooks
 from optimus.train.checkpoints import Checkpoints, build_run
 from optimus.train.collectives import keep
+from optimus.train.conclusion import conclude
 from optimus.train.environment import record_environment
 from optimus.train.freed_memory import keep_freed_memory
 from optimus.train.health import Hangs, SlowRanks
@@ -74,6 +76,7 @@ def run_here(
     check_run(tree, shards, ranks, resume)
     if check:
         return verify_data(tree, shards, ranks, ranks_per_node(ranks), resume)
+    began = time.time()
     try:
         with lease if writes else nullcontext():
             if fresh_optimizer and writes:
@@ -82,8 +85,11 @@ def run_here(
                 stopped_by = _run_rank(dump_config(tree), resume, holder=lease.token)
             else:
                 stopped_by = _launch(dump_config(tree), resume, ranks, lease.token)
-            return _summary(tree, stopped_by)
+            summary = _summary(tree, stopped_by)
+            return conclude(tree, began, summary) if writes else summary
     except UserError as error:
+        if writes and not isinstance(error, LeaseError):
+            conclude(tree, began, None, error)
         found = [] if isinstance(error, DamagedError | LeaseError) else list_checkpoints(Path(tree.train.output))
         saved = f" (the run is saved up to step {step_of(found[-1])})" if found else ""
         raise type(error)(f"{error}{saved}") from error
@@ -303,6 +309,7 @@ def _hooks(run: Run, node: str | None = None) -> list[Hook]:
         hooks.Interrupt(),
         TuneMatmuls() if run.config.tuning.matmul else None,
         hooks.Validation(),
+        hooks.ExpertLoad() if run.config.model.experts else None,
         Oversubscription() if first and run.device.type == "cpu" else None,
         hooks.PipelineTimeline() if run.config.observe.timeline else None,
         Spikes(node) if run.config.resilience.on_spike != "nothing" else None,
@@ -338,6 +345,7 @@ def _summary(config: RunConfig, stopped_by: int) -> dict[str, Any]:
         "steps": config.train.steps,
         "tokens": last["tokens"],
         "loss": last["loss"],
+        "bits_per_byte": next((each["bits_per_byte"] for each in reversed(records) if "bits_per_byte" in each), None),
         "checkpoint": str(found[-1]) if found else None,
         "stopped_by": signal.Signals(stopped_by).name if stopped_by else None,
     }

@@ -52,7 +52,8 @@ def naming_collectives(when: str) -> Iterator[None]:
 
 def _step(run: Run, loader: TokenLoader, hooks: Sequence[Hook]) -> None:
     """One step and the hooks after it; or none, and `run.failure` set, when its data cannot be read."""
-    began, waited = time.perf_counter(), run.groups.recorder.seconds
+    began, recorder = time.perf_counter(), run.groups.recorder
+    waited, by_kind = recorder.seconds, dict(recorder.by_kind)
     tokens_BS = _next_batch(run, loader)
     if tokens_BS is None:
         return
@@ -63,7 +64,9 @@ def _step(run: Run, loader: TokenLoader, hooks: Sequence[Hook]) -> None:
     run.step += 1
     run.skipped += result.skipped
     run.step_seconds = time.perf_counter() - began
-    run.waited_seconds = run.groups.recorder.seconds - waited
+    run.waited_seconds = recorder.seconds - waited
+    since = {kind: seconds - by_kind.get(kind, 0.0) for kind, seconds in recorder.by_kind.items()}
+    run.waited_by_kind = {kind: seconds for kind, seconds in since.items() if seconds}
     for hook in hooks:
         hook.after_step(run, result)
 

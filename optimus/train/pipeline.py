@@ -16,11 +16,13 @@ from optimus.pipeline.executor import Executed, ForwardWork, ScheduledExecutor, 
 from optimus.pipeline.message_driven import MessageDrivenExecutor
 from optimus.pipeline.message_driven_simulation import simulate_message_driven
 from optimus.pipeline.ready import message_driven
-from optimus.pipeline.schedule import Schedule
+from optimus.pipeline.replay import replay
+from optimus.pipeline.schedule import Action, Schedule
 from optimus.pipeline.schedules import forward_only, make_schedule, schedules
 from optimus.pipeline.simulation import simulate
 from optimus.pipeline.staged import Staged, StagePartition
 from optimus.pipeline.stages import Weights, divide
+from optimus.pipeline.timeline import Event, Timeline
 from optimus.pipeline.vocabulary import VocabularyLinks
 
 _IDLE = 0.1  # of a rank's computing time: what `microbatches: auto` allows
@@ -107,6 +109,20 @@ def schedule_of(config: RunConfig, microbatches: int) -> Schedule:
         return message_driven(parallel.pipeline, microbatches, parallel.stages_per_rank)
     sizes = parallel.pipeline, microbatches, parallel.stages_per_rank, parallel.warm_up
     return make_schedule(parallel.schedule, *sizes, vocabulary=parallel.vocabulary)
+
+
+def simulated(measured: Timeline, config: RunConfig) -> Timeline:
+    """The computations of `measured` in their order and with their times, if messages took none."""
+    orders = [[Action(each.kind, each.stage, each.microbatch) for each in events] for events in measured.computations]
+    seconds = {
+        Action(each.kind, each.stage, each.microbatch): each.end - each.start
+        for events in measured.computations
+        for each in events
+    }
+    microbatches = 1 + max(action.microbatch for action in seconds)
+    times = replay(schedule_of(config, microbatches), orders, seconds.__getitem__)
+    events = (Event(rank, *action, *times[action]) for rank, actions in enumerate(orders) for action in actions)
+    return Timeline.of(events, measured.ranks)
 
 
 def tied_embeddings(config: RunConfig) -> bool:

@@ -56,7 +56,8 @@ class Run:
     step: int = 0  # steps completed
     skipped: int = 0  # of them, without an update
     step_seconds: float = 0.0  # of the last step, waiting for data included
-    waited_seconds: float = 0.0  # of them, waiting for other ranks
+    waited_seconds: float = 0.0  # of them, in collectives, waiting for other ranks
+    waited_by_kind: dict[str, float] = field(default_factory=dict)  # the same by kind of collective
     data_seconds: float = 0.0  # of them, waiting for data
     stopped_by: int = 0  # the signal that ends the run after this step; the same on every rank
     saver: Saver | None = None  # of its checkpoints, while it trains
@@ -65,6 +66,7 @@ class Run:
     checkpoint_seconds: float = 0.0  # since the last record of metrics, waiting for checkpoints
     failure: UserError | None = None  # what ends the run; set on every rank alike
     measured: dict[str, float] = field(default_factory=dict)  # by hooks after this step, for its record of metrics
+    expert_load: dict[int, list[float]] | None = None  # by layer, of this step: tokens of each expert, to the mean
     notes: list[str] = field(default_factory=list)  # what the user should read next
 
     @property

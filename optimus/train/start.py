@@ -5,7 +5,7 @@ Nothing here imports torch, nor may what is imported here.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from optimus.config import RunConfig, load_config
 from optimus.config.load import with_new_names
@@ -20,7 +20,7 @@ def train(
     overrides: Iterable[str] = (),
     *,
     ranks: int | None = None,
-    resume: bool = False,
+    resume: bool | Literal["auto"] = False,
     fresh_optimizer: bool = False,
     check: bool = False,
 ) -> dict[str, Any]:
@@ -28,7 +28,8 @@ def train(
 
     `ranks` processes on this machine share every global batch (default: as many as `parallel` asks for); under a launcher
     that sets WORLD_SIZE, such as torchrun, this process is one of its ranks. `resume` continues from the newest checkpoint
-    in `train.output`; with `fresh_optimizer` from its weights alone, as after a rollback to them. `check` validates
+    in `train.output`, if there is something with "auto"; with `fresh_optimizer` from its weights alone, as after a
+    rollback to them. `check` validates
     everything, every checksum of the data included, and runs nothing.
 
     Raises `UserError` for anything that the user can mend, before any process is started wherever that is possible; it is a
@@ -44,12 +45,18 @@ def train(
     """
     if ranks is not None and ranks < 1:
         raise UserError(f"`ranks` is {ranks}: a run has at least 1 rank")
-    if fresh_optimizer and not resume:
+    if resume == "auto":
+        resume = _holds_run(Path(load_config(config, overrides, read_model_folder).train.output))
+    elif fresh_optimizer and not resume:
         raise UserError("`fresh_optimizer=True` is about a run that goes on: give `resume=True`, too")
     tree, shards = read_run(config, overrides, resume=resume)
     from optimus.train.launch import run_here
 
     return run_here(tree, shards, ranks, resume=resume, fresh_optimizer=fresh_optimizer, check=check)
+
+
+def _holds_run(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
 
 
 def read_run(

@@ -14,6 +14,7 @@ from optimus.model.moe.router import Router, RouterStats, move_biases
 from optimus.optim.schedule import LrSchedule, learning_rate
 from optimus.pipeline.staged import Staged
 from optimus.state.model_state import ModelState
+from optimus.step_context import region
 
 DATA = ("dp", "cp")  # axes along which the tokens of a global batch are divided
 
@@ -44,7 +45,7 @@ def training_step(
     state.begin_step()
     watch = state.groups.watch
     watch.begin()
-    with watch.on():
+    with watch.on(), region(lambda: "forward and backward passes"):
         losses = accumulate_gradients(model, state, batch, config)
         # Over all ranks, also those of a grid, which find the same: bit by bit, as each decides by it what is applied.
         finish = state.groups.world.all_reduce_async(losses)
@@ -54,10 +55,11 @@ def training_step(
     loss, balance, z = (losses / with_losses).tolist()
     lr = step_learning_rate(config, step)
     skipped = not (math.isfinite(norm) and math.isfinite(loss)) or loss > loss_limit
-    if skipped:
-        state.skip()
-    else:
-        state.step(lr, clip_scale(config, step, norm))
+    with region(lambda: "optimizer step"):
+        if skipped:
+            state.skip()
+        else:
+            state.step(lr, clip_scale(config, step, norm))
     if config.model.router_bias:
         routers = [module for module in model.modules() if isinstance(module, Router)]
         move_biases(routers, 0 if skipped else config.moe.bias_rate, state.team.all_reduce)

@@ -54,12 +54,16 @@ def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
 
     writer = MetricsWriter(tmp_path, config(tensorboard=True), 0)
     for step in (1, 2):
-        writer.write({"step": step, "loss": step / 2, "model_flops_utilization": None})
+        more = {"memory/parameters": 8, "z_loss": 0.1, "own_score": 1.0, "time": 1e9}
+        writer.write({"step": step, "loss": step / 2, "model_flops_utilization": None, **more})
     writer.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert events.Tags()["scalars"] == ["loss"]
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 1.0)]
+    assert events.Tags()["scalars"] == ["train/loss", "memory/parameters", "router/z_loss", "validation/own_score"]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.5), (2, 1.0)]
+    assert "_hparams_/session_start_info" in events.summary_metadata
+    given = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert b"optimizer.weight_decay" in given
 
 
 def refuse(*_: object) -> None:
@@ -80,10 +84,11 @@ def test_a_full_disk_under_tensorboard(tmp_path: Path, monkeypatch: pytest.Monke
     """Its thread hands the error to a later call, which may be the last."""
     expected = r"cannot write .*tensorboard: No space left on device\. Make room, then run again with `resume=True`"
     writer = MetricsWriter(tmp_path, config(tensorboard=True), 0)
-    writer._tensorboard.close()
-    monkeypatch.setattr(writer._tensorboard, "add_scalar", refuse)
+    (tensorboard,) = (sink._writer for sink in writer._sinks)  # type: ignore[attr-defined]
+    tensorboard.close()
+    monkeypatch.setattr(tensorboard, "add_scalar", refuse)
     with pytest.raises(UserError, match=expected):
         writer.write({"step": 1, "loss": 1.0})
-    monkeypatch.setattr(writer._tensorboard, "close", refuse)
+    monkeypatch.setattr(tensorboard, "close", refuse)
     with pytest.raises(UserError, match=expected):
         writer.close()

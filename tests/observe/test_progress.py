@@ -28,6 +28,20 @@ def test_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str], monkeypatc
     assert capsys.readouterr().err.splitlines() == ["tokenise: 11,000", "tokenise: 22,000"]
 
 
+def test_how_long_it_will_take(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    progress = Progress(every=10)
+    for done in range(41, 101):  # of a resumed run: 40 were done before
+        progress.update("training", done, 100)
+        now += 60
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(", until")[0] for line in lines[:2]] == [
+        "training: 50/100  about 50 min left", "training: 60/100  about 40 min left",
+    ]  # fmt: skip
+    assert lines[-1] == "training: 100/100"
+
+
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(module.sys.stderr, "isatty", lambda: True)
     with Progress() as progress:

@@ -117,6 +117,7 @@ class Router(nn.Module):
         biased = choosing.logit_bias
         self.logit_bias = declare(self, "logit_bias", choices, role="vector", initial="zeros") if biased else None
         self._product, self._gradients = parts.product("choices", "hidden"), parts.gradient_buffers
+        self._step = parts.step
         usual = Choosing(renormalise=choosing.renormalise, logit_bias=choosing.logit_bias)
         self.choosing, self._plain = choosing, choosing == usual
         self.experts_per_token = experts_per_token
@@ -137,6 +138,7 @@ class Router(nn.Module):
             from optimus.kernels.triton.router import router
 
             routed = router(logits_TE, self.experts_per_token, forced_T=forced_T, renormalise=renormalise)
+            self._step.chose(self, routed.counts_E)
             stats = RouterStats(routed.counts_E, routed.probabilities_E, routed.z, len(x_TH))
             return routed.weights_TK, routed.indices_TK, stats
         logits_TE = logits_TE.to(compute_dtype(logits_TE.dtype))
@@ -159,6 +161,7 @@ class Router(nn.Module):
         if self.choosing.scale != 1:
             weights_TK = weights_TK * self.choosing.scale
         counts_E = torch.bincount(indices_TK.flatten(), minlength=experts)
+        self._step.chose(self, counts_E)
         if self.bias is not None and torch.is_grad_enabled():
             self._chosen_E = counts_E if self._chosen_E is None else self._chosen_E + counts_E
         stats = RouterStats(

@@ -1,0 +1,21 @@
+"""Configurations as pairs of `key.path` and value, and where two of them differ."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+
+def flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """(key.path, value) of every leaf."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def differing(trees: Sequence[Mapping[str, Any]], missing: Any = "-") -> dict[str, list[Any]]:
+    """By key: its value in each tree, of the keys whose values are not the same in all."""
+    leaves = [dict(flat(tree)) for tree in trees]
+    keys = dict.fromkeys(key for each in leaves for key in each)
+    rows = {key: [each.get(key, missing) for each in leaves] for key in keys}
+    return {key: values for key, values in rows.items() if any(value != values[0] for value in values[1:])}

@@ -1,0 +1,178 @@
+"""What of this machine a run depends on, each looked at or tried out, with what to mend."""
+
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from optimus.config.sizes import size_text
+from optimus.disk import file_system_time, user_path
+from optimus.observe.machine import describe_machine, free_memory, usable_cores, versions
+
+_TRIAL = 64 << 20  # bytes that are written and read
+_SLOW = 50e6  # bytes/s below which checkpoints are a pain
+_SKEW = 2.0  # seconds between two clocks, beyond which events of nodes come in a wrong order
+_FILES, _SHARED = 4096, 64 << 20  # open files; bytes of shared memory
+_LEAST_FREE = 10 << 30
+
+Status = Literal["ok", "warning", "problem"]
+
+
+class Finding(NamedTuple):
+    """`mend` says what to do where the status is not ok."""
+
+    what: str
+    status: Status
+    found: str
+    mend: str = ""
+
+
+def examine(folder: str | Path = ".") -> list[Finding]:
+    """Look at everything; `folder` is where runs would be written, or one above it that is there."""
+    place = user_path(folder).absolute()
+    while not place.is_dir():
+        place = place.parent
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        _versions, _devices, _memory, _interconnect, lambda: _file_system(place), lambda: _clock(place), _limits,
+    ]  # fmt: skip
+    return [finding for check in checks for finding in check()]
+
+
+def _versions() -> Iterator[Finding]:
+    found = versions("numpy", "triton")
+    yield Finding("versions", "ok", ", ".join(f"{name} {version}" for name, version in found.items()))
+    if found["triton"] == "not installed" and describe_machine()["accelerators"]:
+        yield Finding(
+            "triton", "warning", "not installed", "install the triton of this torch: its kernels are the fast ones"
+        )
+
+
+def _devices() -> Iterator[Finding]:
+    import torch
+
+    here = describe_machine()
+    yield Finding("processor", "ok", f"{here['cpu']}, {here['cores']} usable cores")
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads is not None and threads.isdecimal() and int(threads) > usable_cores():
+        mend = f"set OMP_NUM_THREADS to at most {usable_cores()} divided by the ranks of a node"
+        yield Finding("threads", "warning", f"OMP_NUM_THREADS is {threads}, of {usable_cores()} cores", mend)
+    if not here["accelerators"]:
+        yield Finding("accelerators", "ok", f"none that torch {torch.__version__} sees: runs are on the CPU")
+    for index, name in enumerate(here["accelerators"]):
+        device = torch.device(torch.accelerator.current_accelerator().type, index)  # type: ignore[union-attr]
+        try:
+            ones = torch.ones(256, 256, device=device)
+            right = float((ones @ ones).sum()) == 256.0**3
+            free = size_text(free_memory(device))
+            yield Finding(
+                f"accelerator {index}", "ok" if right else "problem", f"{name}, {free} free",
+                "" if right else "it computes wrong sums: take it out of service",
+            )  # fmt: skip
+        except RuntimeError as error:
+            mend = "see what else runs on it, and its driver"
+            yield Finding(f"accelerator {index}", "problem", f"{name}: {str(error).splitlines()[0]}", mend)
+
+
+def _memory() -> Iterator[Finding]:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    few = memory.available < memory.total / 4
+    found = f"{size_text(memory.available)} of {size_text(memory.total)} available"
+    yield Finding("memory", "warning" if few else "ok", found, "end what else takes it" if few else "")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free
+        small = free < _SHARED
+        mend = "enlarge it (docker run --shm-size=1g)" if small else ""
+        yield Finding("shared memory", "warning" if small else "ok", f"{size_text(free)} free in /dev/shm", mend)
+
+
+def _interconnect(network: Path = Path("/sys/class/net")) -> Iterator[Finding]:
+    import torch.distributed as dist
+
+    usable = [
+        name
+        for name in ("nccl", "xccl", "gloo", "mpi")
+        if dist.is_available() and getattr(dist, f"is_{name}_available", lambda: False)()
+    ]
+    if usable:
+        yield Finding("collectives", "ok", f"torch has {', '.join(usable)}")
+    else:
+        yield Finding(
+            "collectives", "problem", "torch has no backend", "install a torch that is built with distributed"
+        )
+    speeds = []
+    for device in sorted(network.iterdir()) if network.is_dir() else ():
+        try:
+            speed = int((device / "speed").read_text())
+        except (OSError, ValueError):  # loopback, what is down
+            continue
+        if speed > 0:
+            speeds.append(f"{device.name} {speed / 1000:g} Gbit/s")
+    fabric = Path("/sys/class/infiniband")
+    speeds += [f"{device.name} (InfiniBand or RoCE)" for device in sorted(fabric.iterdir())] if fabric.is_dir() else []
+    yield Finding("network", "ok", ", ".join(speeds) or "no interface says its speed: runs on several nodes need one")
+
+
+def _file_system(folder: Path) -> Iterator[Finding]:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        yield Finding(
+            "permissions", "problem", f"{folder} is not yours to write", "change them, or choose another folder"
+        )
+        return
+    yield Finding("permissions", "ok", f"{folder} can be written")
+    free = shutil.disk_usage(folder).free
+    small = free < _LEAST_FREE
+    mend = "make room: a checkpoint takes 12 to 16 bytes per parameter" if small else ""
+    yield Finding("room", "warning" if small else "ok", f"{size_text(free)} free", mend)
+    data = os.urandom(1 << 20)
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
+            began = time.perf_counter()
+            for _ in range(_TRIAL // len(data)):
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            rate = _TRIAL / (time.perf_counter() - began)
+    except OSError as error:
+        yield Finding(
+            "file system", "problem", f"cannot write: {error.strerror}", "make room, or choose another folder"
+        )
+        return
+    slow = rate < _SLOW
+    mend = "choose a faster file system, or set checkpoint.asynchronous=true" if slow else ""
+    yield Finding("file system", "warning" if slow else "ok", f"{size_text(int(rate))}/s written", mend)
+
+
+def _clock(folder: Path) -> Iterator[Finding]:
+    if os.access(folder, os.W_OK | os.X_OK):
+        skew = file_system_time(folder) - time.time()
+        apart = abs(skew) > _SKEW
+        mend = "set both by NTP: leases and events are compared by time" if apart else ""
+        found = f"that of the file system differs by {abs(skew):.1f} s"
+        yield Finding("clock", "warning" if apart else "ok", found, mend)
+    try:
+        command = ["timedatectl", "show", "--property=NTPSynchronized", "--value"]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    if said == "no":
+        yield Finding("clock synchronisation", "warning", "not by NTP", "enable it: timedatectl set-ntp true")
+
+
+def _limits() -> Iterator[Finding]:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = files < _FILES
+    mend = f"raise it: ulimit -n {_FILES}" if few else ""
+    yield Finding("open files", "warning" if few else "ok", f"at most {files:,}", mend)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if Path("/sys/class/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
+        yield Finding(
+            "locked memory", "warning", size_text(locked), "InfiniBand needs it unlimited: ulimit -l unlimited"
+        )

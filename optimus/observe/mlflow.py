@@ -1,0 +1,56 @@
+"""MLflow: one run there for a run here, however often it is resumed."""
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from optimus.config import RunConfig
+from optimus.config.flat import flat
+from optimus.disk import write_json
+from optimus.errors import UserError, how_to_install
+
+_LONGEST = 500  # characters of a parameter's value
+
+
+def check_mlflow(config: RunConfig) -> None:
+    """Raise `UserError` when MLflow is asked for but not installed."""
+    if config.observe.mlflow is not None and importlib.util.find_spec("mlflow") is None:
+        raise UserError(
+            f"observe.mlflow is set but MLflow is not installed: {how_to_install('mlflow')}, or set observe.mlflow to null"
+        )
+
+
+class MLflow:
+    """The run in the experiment `observe.mlflow`, on the server that MLFLOW_TRACKING_URI names, else in `folder/mlruns`.
+
+    The folder keeps its id in `mlflow-run.json`, so that a resume goes on in it.
+    """
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        check_mlflow(config)
+        import os
+
+        import mlflow
+
+        self._mlflow, file = mlflow, folder / "mlflow-run.json"
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
+            mlflow.set_tracking_uri((folder / "mlruns").resolve().as_uri())
+        mlflow.set_experiment(config.observe.mlflow)
+        known = json.loads(file.read_text(encoding="utf-8"))["id"] if file.exists() else None
+        run = mlflow.start_run(run_id=known, run_name=None if known else folder.resolve().name)
+        if known is None:
+            mlflow.log_params({key: str(value)[:_LONGEST] for key, value in flat(config.model_dump())})
+        write_json(file, {"id": run.info.run_id, "experiment": config.observe.mlflow})
+
+    def write(self, record: dict[str, Any]) -> None:
+        numbers = {
+            name: float(value)
+            for name, value in record.items()
+            if name not in ("step", "time") and isinstance(value, int | float) and math.isfinite(value)
+        }
+        self._mlflow.log_metrics(numbers, step=record["step"])
+
+    def close(self) -> None:
+        self._mlflow.end_run()

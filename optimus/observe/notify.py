@@ -1,0 +1,28 @@
+"""Telling somebody that a run has ended: a webhook, or a command."""
+
+import json
+import shlex
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+_SECONDS = 10.0
+
+
+def notify(to: str, message: Mapping[str, Any]) -> str | None:
+    """POST `message` as JSON to `to`, if that is a URL; else run it as a command, the same JSON on its standard input.
+
+    Returns what has gone wrong, if anything: a run must not end by it.
+    """
+    text = json.dumps(message, default=str)
+    try:
+        if to.startswith(("http://", "https://")):
+            request = urllib.request.Request(to, text.encode(), {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=_SECONDS):
+                return None
+        done = subprocess.run(shlex.split(to), input=text, text=True, timeout=_SECONDS, stdout=sys.stderr, check=False)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return f"observe.notify: {to}: {error}"
+    return f"observe.notify: {to}: exit code {done.returncode}" if done.returncode else None

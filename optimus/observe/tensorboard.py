@@ -1,0 +1,54 @@
+"""TensorBoard: the metrics in groups, and the run's hyperparameters."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from optimus.config import RunConfig
+from optimus.config.flat import flat
+from optimus.errors import naming_disk_errors
+from optimus.observe.sinks import FULL
+
+_GROUPS = {  # of metrics that do not name theirs, as `memory/parameters` does
+    "train": ("loss", "lr", "grad_norm", "skipped_steps", "tokens"),
+    "speed": ("tokens_per_second", "model_flops_utilization", "step_seconds", "data_seconds", "checkpoint_seconds"),
+    "router": ("balance_loss", "z_loss"),
+    "validation": ("bits_per_byte",),
+}
+_NO_SCALAR = {"step", "time"}
+
+
+class TensorBoard:
+    """Event files in `folder/tensorboard`; of a resumed run, later steps than `after_step` are dropped there."""
+
+    def __init__(self, folder: Path, config: RunConfig, after_step: int) -> None:
+        logging.getLogger("tensorboard").setLevel(logging.ERROR)
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        self._folder = folder / "tensorboard"
+        self._writer = SummaryWriter(str(self._folder), purge_step=after_step + 1 if after_step else None)
+        given = {
+            key: value if isinstance(value, bool | int | float) else str(value)
+            for key, value in flat(config.model_dump())
+        }
+        with naming_disk_errors(self._folder, FULL):
+            for summary in hparams(given, {"train/loss": 0, "validation/bits_per_byte": 0}):
+                self._writer._get_file_writer().add_summary(summary)
+
+    def write(self, record: dict[str, Any]) -> None:
+        with naming_disk_errors(self._folder, FULL):
+            for name, value in record.items():
+                if name not in _NO_SCALAR and isinstance(value, int | float):
+                    self._writer.add_scalar(grouped(name), value, record["step"])
+
+    def close(self) -> None:
+        with naming_disk_errors(self._folder, FULL):  # events are written with a delay
+            self._writer.close()
+
+
+def grouped(name: str) -> str:
+    """The name of a metric with its group, `validation` for what is in none."""
+    if "/" in name:
+        return name
+    return f"{next((group for group, names in _GROUPS.items() if name in names), 'validation')}/{name}"

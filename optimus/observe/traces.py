@@ -1,0 +1,71 @@
+"""The traces of all ranks in one file, for Perfetto: a row for each rank, all on one clock."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from optimus.errors import naming_disk_errors
+
+MERGED = "trace.json.gz"
+_OF_A_RANK = 1000  # processes of a rank's trace: the program, its devices
+_BOUND = frozenset("sftbne")  # phases of events that their ids bind together: flows and what is asynchronous
+
+
+def rank_trace(folder: Path, rank: int) -> Path:
+    """The file of a rank's own trace, as `torch.profiler` writes it."""
+    return folder / f"trace-rank-{rank}.json"
+
+
+def merge_traces(folder: Path, ranks: int) -> list[int]:
+    """Write `trace.json.gz` from the traces of so many ranks, one in memory at a time.
+
+    Returns the ranks without a trace here, as where nodes do not share the folder.
+
+    Times are those of the nodes' clocks. Raises `UserError` when the file cannot be written.
+    """
+    there = [rank for rank in range(ranks) if rank_trace(folder, rank).is_file()]
+    path = folder / MERGED
+    zero: int | None = None
+    with (
+        naming_disk_errors(path, "Make room or leave observe.trace away"),
+        gzip.open(path, "wt", compresslevel=5) as file,
+    ):
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        first = True
+        for rank in there:
+            trace = json.loads(rank_trace(folder, rank).read_text(encoding="utf-8"))
+            base = int(trace.get("baseTimeNanoseconds", 0))
+            zero = base if zero is None else zero
+            for event in _of_rank(trace["traceEvents"], rank, (base - zero) / 1000):
+                file.write(("" if first else ",\n") + json.dumps(event))
+                first = False
+        file.write("\n]}\n")
+    return [rank for rank in range(ranks) if rank not in there]
+
+
+def _of_rank(events: list[dict[str, Any]], rank: int, later: float) -> Iterator[dict[str, Any]]:
+    """`events` as those of a rank, `later` by so many microseconds."""
+    processes: dict[Any, int] = {}
+    names: dict[Any, Any] = {}
+    for event in events:
+        if event.get("name") == "process_labels":
+            names[event["pid"]] = event["args"]["labels"]
+        if "ts" in event and isinstance(event.get("pid"), int):
+            processes.setdefault(event["pid"], rank * _OF_A_RANK + len(processes))
+    for process, number in processes.items():
+        what = names.get(process, "")
+        label = f"rank {rank}" + (f": {what}" if what else "")
+        yield {"name": "process_name", "ph": "M", "pid": number, "tid": 0, "args": {"name": label}}
+        yield {"name": "process_sort_index", "ph": "M", "pid": number, "tid": 0, "args": {"sort_index": number}}
+    for event in events:
+        of_process = event.get("name") in ("process_name", "process_labels", "process_sort_index")
+        if of_process or event.get("pid") not in processes:
+            continue
+        moved = {**event, "pid": processes[event["pid"]]}
+        if "ts" in event:
+            moved["ts"] = event["ts"] + later
+        if event.get("ph") in _BOUND and "id" in event:
+            moved["id"] = f"{rank}.{event['id']}"
+        yield moved

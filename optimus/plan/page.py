@@ -1,0 +1,65 @@
+"""Plans as a page: time and memory of each as bars, scaling, and where the ranks of the first lie."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from optimus.disk import user_path
+from optimus.errors import naming_disk_errors
+from optimus.mesh import Mesh
+from optimus.plan.memory import room_of
+from optimus.plan.prediction import Plan
+from optimus.plan.report import as_json, rows_of
+from optimus.plan.scaling import ScalingPoint
+from optimus.report.page import render
+
+_NODES = 64  # that are drawn
+
+
+def write_page(plans: Sequence[Plan], points: Sequence[ScalingPoint], path: Path) -> None:
+    """Write an HTML file that needs no network. Raises `UserError` where it cannot be written."""
+    path = user_path(path)
+    text = render(page_data(plans, points), script="plan.js")
+    with naming_disk_errors(path, "Choose another place for --report"):
+        path.write_text(text, encoding="utf-8")
+
+
+def page_data(plans: Sequence[Plan], points: Sequence[ScalingPoint]) -> dict[str, Any]:
+    """What the page shows, as JSON can have it."""
+    job = plans[0].job
+    return {
+        "title": f"Plans of {job.model.family} on {job.machine.name}",
+        "written": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "tokens": job.tokens,
+        "room": room_of(job.machine),
+        "memory": job.machine.memory,
+        "rows": rows_of(plans, wide=True),
+        "plans": [
+            {"name": row["layout"], "ranks": plan.job.mesh.size, **as_json(plan)}
+            for row, plan in zip(rows_of(plans), plans)
+        ],
+        "scaling": [
+            {"ranks": each.ranks, "efficiency": each.efficiency, "tokens_per_second": each.plan.tokens_per_second}
+            for each in points
+        ],
+        "placement": placed(job.mesh),
+    }
+
+
+def placed(mesh: Mesh) -> dict[str, Any]:
+    """The nodes, each with its ranks and their coordinates along the axes that have more than one rank."""
+    axes = [axis for axis in ("pp", "dp", "cp", "tp", "edp", "ep", "etp") if mesh.axis_size(axis) > 1]
+    per_node = mesh.ranks_per_node or mesh.size
+    nodes = [
+        [{"rank": rank, **{axis: mesh.coordinate(rank, axis) for axis in axes}} for rank in ranks]
+        for ranks in [range(first, min(first + per_node, mesh.size)) for first in range(0, mesh.size, per_node)][
+            :_NODES
+        ]
+    ]
+    return {
+        "axes": axes,
+        "sizes": [mesh.axis_size(axis) for axis in axes],
+        "nodes": nodes,
+        "all": -(-mesh.size // per_node),
+    }

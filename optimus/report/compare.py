@@ -1,0 +1,39 @@
+"""In what runs differ: keys of their configurations, tokenizers, machines and versions."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from optimus.config.flat import differing
+from optimus.report.folder import RunFolder
+
+_MISSING = "-"
+
+
+def differences(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    """A row per key whose value is not the same in all runs: `key` and `values`, as text, one of each run."""
+    if len(folders) < 2:
+        return []
+    found = differing([{**folder.config, **dict(_surroundings(folder))} for folder in folders], _MISSING)
+    return [{"key": key, "values": list(map(_text, values))} for key, values in found.items()]
+
+
+def has_other_tokenizer(folders: Sequence[RunFolder]) -> bool:
+    """Whether the tokens of some of the runs are not those of the others: by the sums of their tokenizers, else by the sizes
+    of their vocabularies."""
+    sums = {folder.described("tokenizer") for folder in folders}
+    if None not in sums:
+        return len(sums) > 1
+    return len({folder.setting("model.vocab") for folder in folders}) > 1
+
+
+def _surroundings(folder: RunFolder) -> Iterator[tuple[str, Any]]:
+    for section in ("versions", "machine"):
+        for key, value in (folder.described(section) or {}).items():
+            yield f"{section}: {key}", value
+    git = (folder.described("git") or {}).get("optimus") or {}
+    yield "git: commit", git.get("commit", _MISSING)
+    yield "ranks", folder.described("ranks")
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value)

@@ -1,0 +1,27 @@
+"""Fewer points of a curve that look the same: no peak and no value that is not finite is lost."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def downsample(values: Sequence[float | None], most: int) -> list[int]:
+    """At most about `most` ascending indices of `values`; all of them where they are no more.
+
+    Of each bucket of neighbours: its first and last value, the smallest and the largest, and the first that is missing or
+    not finite.
+    """
+    if len(values) <= most:
+        return list(range(len(values)))
+    array = np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+    finite = np.isfinite(array)
+    low, high = np.where(finite, array, np.inf), np.where(finite, array, -np.inf)
+    edges = np.linspace(0, len(values), max(1, most // 5) + 1).astype(int).tolist()
+    kept: list[int] = []
+    for start, end in itertools.pairwise(edges):
+        chosen = {start, end - 1, start + int(low[start:end].argmin()), start + int(high[start:end].argmax())}
+        if not finite[start:end].all():
+            chosen.add(start + int(finite[start:end].argmin()))
+        kept += sorted(chosen)
+    return kept

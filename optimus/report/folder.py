@@ -1,0 +1,229 @@
+"""What the files of a run folder say, also while the run writes them; lines that cannot be read are skipped and counted."""
+
+import json
+import math
+import os
+import socket
+import time
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import psutil
+
+from optimus.config.load import with_new_names
+from optimus.config.yaml_text import parse_yaml
+from optimus.disk import user_path
+from optimus.errors import UserError
+
+_BEAT, _SILENCE = 15.0, 60.0  # seconds: a lease as young is a living run's; older than the second it is a dead one's
+_TOGETHER = 1000  # lines that are read at once
+_EXPERT_STEPS = 400  # whose load of experts is read
+_ENDINGS = ("failure", "error", "stopped", "recovered", "finished")  # events that say how a run is
+
+
+@dataclass
+class RunFolder:
+    """A run as its files have it: `records` of steps in order of step, each step once, as it was run last."""
+
+    path: Path
+    records: list[dict[str, Any]]
+    superseded: int  # records of steps that were run again
+    experts: list[dict[str, Any]]  # of some steps, evenly apart
+    events: list[dict[str, Any]]
+    environment: list[dict[str, Any]]
+    config: dict[str, Any]
+    timeline: dict[str, Any] | None
+    skipped_lines: dict[str, int] = field(default_factory=dict)  # of each file: those that cannot be read
+
+    @property
+    def name(self) -> str:
+        """That of the folder."""
+        return self.path.resolve().name
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """What the configuration has at a key such as `train.steps`."""
+        node: Any = self.config
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, Mapping) else None
+        return default if node is None else node
+
+    @cached_property
+    def metrics(self) -> list[str]:
+        """The names of all metrics, in order of appearance."""
+        found: dict[str, None] = {}
+        for record in self.records:
+            if not record.keys() <= found.keys():
+                found |= dict.fromkeys(record)
+        return list(found)
+
+    def column(self, key: str) -> list[float | None]:
+        """A metric in every record, None where it is missing or no number."""
+        values = [record.get(key) for record in self.records]
+        if set(map(type, values)) <= {float, int, type(None)}:
+            return values
+        return [value if is_number(value) else None for value in values]
+
+    @property
+    def step(self) -> int:
+        """The last step with a record; 0 before there is one."""
+        return int(self.records[-1]["step"]) if self.records else 0
+
+    def last(self, key: str) -> Any:
+        """The newest value of a metric; None where there is none."""
+        return next((each[key] for each in reversed(self.records) if each.get(key) is not None), None)
+
+    def described(self, key: str) -> Any:
+        """What the newest description of the environment says; None where it says nothing, as in older runs."""
+        return self.environment[-1].get(key) if self.environment else None
+
+    @cached_property
+    def state(self) -> tuple[str, str]:
+        """(running, finished, stopped or failed; why)."""
+        steps = self.setting("train.steps")
+        if _is_held(self.path / "lease.json"):
+            return "running", ""
+        if isinstance(steps, int) and self.step >= steps:
+            return "finished", ""
+        event = next((each for each in reversed(self.events) if each.get("kind") in _ENDINGS), None)
+        kind, detail = (None, "") if event is None else (event["kind"], str(event.get("detail", "")))
+        if kind in ("stopped", "finished") or self.step == self.setting("train.stop_at"):
+            return "stopped", detail if kind == "stopped" else "at train.stop_at"
+        if kind in ("failure", "error"):
+            return "failed", detail
+        return "failed", "it has ended without a word: killed, or its machine was lost"
+
+    def step_at(self, moment: float | None) -> int | None:
+        """The last step that was done at a time of day, for events without a step; None in runs that have no times."""
+        times = [float(each["time"]) for each in self.records if "time" in each]
+        if moment is None or not times or len(times) < len(self.records):
+            return None
+        index = bisect_right(times, moment)
+        return int(self.records[index - 1]["step"]) if index else 0
+
+
+def read_folder(given: str | Path) -> RunFolder:
+    """Read a run folder. Raises `UserError` where none is; what is damaged in one is skipped and counted."""
+    path = user_path(given)
+    if not path.is_dir():
+        raise UserError(f"{path} is not a run folder: there is no such folder; name the train.output of a run")
+    if not is_run(path):
+        raise UserError(
+            f"{path} is not a run folder: it has neither metrics.jsonl nor config.yaml; name the train.output of a run, "
+            "and see with `optimus runs FOLDER` which there are"
+        )
+    skipped: dict[str, int] = {}
+
+    def lines(name: str, most: int | None = None) -> list[dict[str, Any]]:
+        found, bad = _lines(path / name, most)
+        if bad:
+            skipped[name] = bad
+        return found
+
+    metrics, experts = lines("metrics.jsonl"), lines("experts.jsonl", _EXPERT_STEPS)
+    steps = [each for each in metrics if isinstance(each.get("step"), int)]
+    if len(steps) < len(metrics):
+        skipped["metrics.jsonl"] = skipped.get("metrics.jsonl", 0) + len(metrics) - len(steps)
+    newest = {each["step"]: each for each in steps}
+    return RunFolder(
+        path,
+        [newest[step] for step in sorted(newest)],
+        len(steps) - len(newest),
+        [each for each in experts if isinstance(each.get("step"), int)],
+        lines("events.jsonl"),
+        lines("environment.jsonl"),
+        _config(path / "config.yaml", skipped),
+        _json(path / "timeline.json", skipped),
+        skipped,
+    )
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds a run."""
+    return (path / "metrics.jsonl").is_file() or (
+        (path / "config.yaml").is_file() and (path / "environment.jsonl").is_file()
+    )
+
+
+def _lines(path: Path, most: int | None = None) -> tuple[list[dict[str, Any]], int]:
+    """(the mappings that a file has, a line each; how many lines are none). Of no file: none.
+
+    Of more lines than `most`, so many evenly apart, the last one among them.
+    """
+    try:
+        texts = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    except FileNotFoundError:
+        return [], 0
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    if most is not None and len(texts) > most:
+        texts = [texts[(number + 1) * len(texts) // most - 1] for number in range(most)]
+    found = [value for start in range(0, len(texts), _TOGETHER) for value in _values(texts[start : start + _TOGETHER])]
+    return found, len(texts) - len(found)
+
+
+def _values(texts: Sequence[bytes]) -> list[dict[str, Any]]:
+    """The mappings among these lines: read together, which is faster, where all of them can be read."""
+    try:
+        values = json.loads(b"[" + b",".join(texts) + b"]")
+    except ValueError:
+        values = []
+    if len(values) != len(texts):
+        values = map(_parsed, texts)
+    return [value for value in values if isinstance(value, dict)]
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _config(path: Path, skipped: dict[str, int]) -> dict[str, Any]:
+    try:
+        raw = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+        return with_new_names(raw) if isinstance(raw, dict) else {}
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, UserError):
+        skipped[path.name] = 1
+        return {}
+
+
+def _json(path: Path, skipped: dict[str, int]) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        content = None
+    if not isinstance(content, dict):
+        skipped[path.name] = 1
+        return None
+    return content
+
+
+def _is_held(lease: Path) -> bool:
+    """Whether a living run holds the folder, as far as its lease says."""
+    try:
+        age, holder = time.time() - os.stat(lease).st_mtime, json.loads(lease.read_text(encoding="utf-8"))
+        here, pid = holder["host"] == socket.gethostname(), int(holder["pid"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    if here and not holder.get("several"):
+        return psutil.pid_exists(pid)
+    return age < _BEAT or (age < _SILENCE and not here) or (here and psutil.pid_exists(pid))
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a metric's value is one; NaN and infinity are."""
+    return type(value) in (float, int)
+
+
+def plain(value: float | None) -> float | str | None:
+    """A number as JSON can have it: what is not finite as text."""
+    return value if value is None or math.isfinite(value) else str(value)

@@ -1,0 +1,73 @@
+"""The runs below a folder, a row each."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from optimus.disk import user_path
+from optimus.errors import UserError, nearest
+from optimus.report.folder import is_run, read_folder
+from optimus.report.page import facts
+
+_DEPTH = 4  # folders below the given one
+STATES = ("running", "finished", "stopped", "failed")
+COLUMNS = (
+    "name", "state", "step", "steps", "loss", "bits_per_byte", "tokens_per_second", "parameters", "model", "why",
+)  # fmt: skip
+
+
+def runs(
+    folder: str | Path, *, state: str | None = None, match: str | None = None, sort: str = "name", reverse: bool = False
+) -> list[dict[str, Any]]:
+    """The runs in `folder` and the folders below it: `COLUMNS`, `tokens`, `path` and `skipped_lines` of each.
+
+    Args:
+        state: only those that are running, finished, stopped or failed.
+        match: only those whose path or model has this text in it.
+        sort: the column to sort by; what is missing comes last.
+
+    Raises `UserError` for a folder that is not there or has no run in it, and for an unknown column.
+    """
+    root = user_path(folder)
+    if sort not in COLUMNS:
+        raise UserError(f"--sort {sort}: {nearest(sort, COLUMNS)}")
+    if not root.is_dir():
+        raise UserError(f"{root} is not a folder: name one that has run folders in it")
+    rows = [_row(path, root) for path in _run_folders(root, _DEPTH)]
+    if not rows:
+        raise UserError(f"{root} has no run in it: a run folder is what train.output names and has a metrics.jsonl")
+    chosen = [row for row in rows if state in (None, row["state"]) and _matches(row, match)]
+    there, missing = [r for r in chosen if r[sort] is not None], [r for r in chosen if r[sort] is None]
+    return [*sorted(there, key=lambda row: row[sort], reverse=reverse), *missing]
+
+
+def table_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The columns for people: step of steps in one."""
+    shown = []
+    for row in rows:
+        step = f"{row['step']:,}" + (f" of {row['steps']:,}" if row["steps"] is not None else "")
+        rest = {key: row[key] for key in COLUMNS if key not in ("name", "state", "step", "steps", "why")}
+        state = row["state"] + (f": {row['why']}" if row["why"] else "")
+        shown.append({"run": row["name"], "step": step, **rest, "state": state})
+    return shown
+
+
+def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
+    if is_run(folder):
+        yield folder
+    elif depth:
+        for path in sorted(folder.iterdir()):
+            if path.is_dir() and not path.is_symlink():
+                yield from _run_folders(path, depth - 1)
+
+
+def _row(path: Path, root: Path) -> dict[str, Any]:
+    run = read_folder(path)
+    state, why = run.state
+    name = path.relative_to(root).as_posix()
+    about = {**facts(run), "name": run.name if name == "." else name, "state": state, "why": why}
+    return {key: about[key] for key in (*COLUMNS, "tokens")} | {"path": str(path), "skipped_lines": run.skipped_lines}
+
+
+def _matches(row: dict[str, Any], match: str | None) -> bool:
+    return match is None or match in row["path"] or match in (row["model"] or "")

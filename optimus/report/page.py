@@ -1,0 +1,270 @@
+"""The page of one or more runs: what it holds, as data, and the HTML around it."""
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from optimus.config.yaml_text import Dumper
+from optimus.disk import user_path
+from optimus.errors import UserError, naming_disk_errors
+from optimus.report.compare import differences, has_other_tokenizer
+from optimus.report.downsample import downsample
+from optimus.report.folder import RunFolder, is_number, plain, read_folder
+
+_POINTS = 2500  # of a curve
+_STACKED = 600  # steps of a picture of parts
+_CELLS = 400_000  # of a run's heat map of experts
+_STATIC = Path(__file__).with_name("static")
+
+# (group, title, unit, metrics), in the order of the page; a metric in no row has a chart of its own in the last group.
+_CHARTS = [
+    ("Training", "Loss", "nats per token", ["loss"]),
+    ("Training", "Learning rate", "", ["lr"]),
+    ("Training", "Gradient norm", "", ["grad_norm"]),
+    ("Training", "Skipped steps", "so far", ["skipped_steps"]),
+    ("Speed", "Tokens per second", "tokens/s", ["tokens_per_second"]),
+    ("Speed", "Utilisation", "of the peak", ["model_flops_utilization"]),
+    ("Speed", "Time of a step", "s", ["step_seconds"]),
+    ("Router", "Balance loss", "", ["balance_loss"]),
+    ("Router", "Router z-loss", "", ["z_loss"]),
+    ("Router", "Load imbalance", "max/mean of the tokens of an expert", ["experts/imbalance", "experts/worst_imbalance"]),
+    ("Validation and scores", "Validation", "bits per byte", ["bits_per_byte"]),
+]  # fmt: skip
+_LAST_GROUP = "Validation and scores"
+_STACKS = {  # pictures of parts: by the beginning of the names of the metrics
+    "memory": ("Memory by kind", "bytes on rank 0"),
+    "time": ("Where a step's time goes", "s on rank 0"),
+}
+_NO_CHART = {"step", "tokens", "time", "data_seconds", "checkpoint_seconds"}
+
+
+def write_report(runs: Sequence[str | Path], output: str | Path) -> dict[str, Any]:
+    """Write one HTML file that shows `runs` (run folders), alone or compared; it needs nothing else and no network.
+
+    Returns `output`, its `bytes`, and what is to be said of the runs (`warnings`). Raises `UserError` for what is no run
+    folder, and for a file that cannot be written.
+
+    Example:
+        optimus.report(["demo/run"], "report.html")
+    """
+    path, data = user_path(output), report_data(runs)
+    text = render(data)
+    with naming_disk_errors(path, "Make room, or choose another place for --output"):
+        path.write_text(text, encoding="utf-8")
+    return {"output": str(path), "bytes": len(text.encode()), "warnings": data["warnings"]}
+
+
+def report_data(runs: Sequence[str | Path]) -> dict[str, Any]:
+    """What the page of these runs shows, as JSON can have it: curves by their points, NaN and infinity as text."""
+    if not runs:
+        raise UserError("a report needs a run folder: name one, or several to compare")
+    folders = [read_folder(run) for run in runs]
+    names = _distinct_names(folders)
+    hidden = {"loss"} if has_other_tokenizer(folders) else set()
+    warnings = [
+        f"{name}: left out what cannot be read in {file}: {number:,} line{'s' if number > 1 else ''}"
+        for name, folder in zip(names, folders)
+        for file, number in folder.skipped_lines.items()
+    ]
+    if hidden:
+        warnings.append(
+            "The runs have different tokenizers, so that their losses per token cannot be compared: bits per byte of the "
+            "validation text can, and the losses are not drawn."
+        )
+        if not any(folder.last("bits_per_byte") is not None for folder in folders):
+            warnings.append("None of them has bits per byte: set evaluate.every and evaluate.text to measure them.")
+    return {
+        "title": f"Report of {names[0]}" if len(names) == 1 else f"{len(names)} runs compared",
+        "written": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "warnings": warnings,
+        "runs": [_run(name, folder, hidden) for name, folder in zip(names, folders)],
+        "charts": _charts(folders, hidden),
+        "stacks": {key: {"title": title, "unit": unit} for key, (title, unit) in _STACKS.items()},
+        "differences": differences(folders),
+    }
+
+
+def render(data: Mapping[str, Any], script: str = "report.js", refresh: float = 0.0) -> str:
+    """The page of what `report_data` gives, by a `script` of `static/`; with `refresh` it asks for new data every so many
+    seconds."""
+    text = json.dumps({**data, "refresh": refresh}, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    embedded = text.replace("<", "\\u003c")  # of JSON the same, and no tag of a page
+    return str(_templates().get_template("page.html").render(title=data["title"], data=embedded, script=script))
+
+
+@cache
+def _templates() -> Any:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    return Environment(loader=FileSystemLoader(_STATIC), autoescape=True, undefined=StrictUndefined)
+
+
+def _distinct_names(folders: Sequence[RunFolder]) -> list[str]:
+    """The names of the folders, with those around them where they would be the same."""
+    names = [folder.name for folder in folders]
+    if len(set(names)) == len(names):
+        return names
+    return [str(folder.path) for folder in folders]
+
+
+def _run(name: str, folder: RunFolder, hidden: set[str]) -> dict[str, Any]:
+    state, why = folder.state
+    return {
+        "name": name,
+        "folder": str(folder.path),
+        "state": state,
+        "why": why,
+        "facts": facts(folder),
+        "records": len(folder.records),
+        "superseded": folder.superseded,
+        "skipped_lines": folder.skipped_lines,
+        "clock": _clock(folder),
+        "series": {key: curve(folder, key) for key in _curves(folder) if key not in hidden},
+        "stacks": {kind: stack(folder, kind) for kind in _STACKS},
+        "experts": expert_loads(folder.experts),
+        "events": [{**each, "step": _step_of(each, folder)} for each in map(_event, folder.events)],
+        "timeline": _finite(folder.timeline),
+        "config": yaml.dump(folder.config, Dumper=Dumper, sort_keys=False, width=120) if folder.config else "",
+        "environment": _finite(folder.environment),
+    }
+
+
+def facts(folder: RunFolder) -> dict[str, Any]:
+    """What is said of a run in a line or a few: numbers and texts, None where the files say nothing."""
+    model = folder.setting("model", {})
+    return {
+        "model": " ".join(
+            str(part)
+            for part in (
+                model.get("family"),
+                f"{model['layers']} layers" if "layers" in model else None,
+                f"hidden {model['hidden']}" if "hidden" in model else None,
+                f"{model['experts']} experts" if model.get("experts") else None,
+            )
+            if part is not None
+        )
+        or None,
+        "parameters": folder.described("parameters"),
+        "active_parameters": folder.described("active_parameters"),
+        "step": folder.step,
+        "steps": folder.setting("train.steps"),
+        "tokens": folder.last("tokens"),
+        "loss": plain(folder.last("loss")),
+        "bits_per_byte": plain(folder.last("bits_per_byte")),
+        "tokens_per_second": plain(_median_rate(folder.records)),
+        "ranks": folder.described("ranks"),
+        "device": folder.described("device"),
+    }
+
+
+def _median_rate(records: Sequence[Mapping[str, Any]]) -> float | None:
+    rates = sorted(each["tokens_per_second"] for each in records[-100:] if is_number(each.get("tokens_per_second")))
+    return rates[len(rates) // 2] if rates else None
+
+
+def _curves(folder: RunFolder) -> list[str]:
+    """The metrics that are curves."""
+    names = [key for key in folder.metrics if key not in _NO_CHART and key.split("/")[0] not in _STACKS]
+    return [key for key in names if any(is_number(each.get(key)) for each in folder.records)]
+
+
+def _charts(folders: Sequence[RunFolder], hidden: set[str]) -> list[dict[str, Any]]:
+    there = list(dict.fromkeys(key for folder in folders for key in _curves(folder) if key not in hidden))
+    known = {key for _, _, _, keys in _CHARTS for key in keys}
+    rows = [*_CHARTS, *((_LAST_GROUP, key.replace("_", " "), "", [key]) for key in there if key not in known)]
+    charts = [
+        {"group": group, "title": title, "unit": unit, "keys": [key for key in keys if key in there]}
+        for group, title, unit, keys in rows
+    ]
+    return [chart for chart in charts if chart["keys"]]
+
+
+def curve(folder: RunFolder, key: str) -> dict[str, list[Any]]:
+    """The points of a metric: `step` and `value`; None where a record between two others that have it does not.
+
+    Metrics that few records have, such as those of a validation, have points there alone.
+    """
+    values, there = folder.column(key), range(len(folder.records))
+    if 2 * values.count(None) > len(values):
+        there = [index for index, value in enumerate(values) if value is not None]  # type: ignore[assignment]
+        values = [values[index] for index in there]
+    kept = downsample(values, _POINTS)
+    steps = [folder.records[there[index]]["step"] for index in kept]
+    return {"step": steps, "value": [plain(values[index]) for index in kept]}
+
+
+def _clock(folder: RunFolder) -> dict[str, list[Any]]:
+    """At some steps: the tokens read so far, and the seconds that the steps and checkpoints have taken."""
+    records, columns = folder.records, [folder.column(key) for key in ("step_seconds", "checkpoint_seconds")]
+    sums = list(accumulate((step or 0.0) + (checkpoint or 0.0) for step, checkpoint in zip(*columns)))
+    kept = sorted({round(i * (len(records) - 1) / _STACKED) for i in range(_STACKED + 1)} if records else ())
+    return {
+        "step": [records[index]["step"] for index in kept],
+        "tokens": [records[index].get("tokens") for index in kept],
+        "seconds": [plain(sums[index]) for index in kept],
+    }
+
+
+def stack(folder: RunFolder, kind: str) -> dict[str, Any] | None:
+    """The metrics `kind/...` at the steps that have them, largest first; of each bucket of steps the one with the largest
+    sum."""
+    names = [key for key in folder.metrics if key.startswith(f"{kind}/")]
+    if not names:
+        return None
+    have = [each for each in folder.records if not each.keys().isdisjoint(names)]
+
+    def total(record: Mapping[str, Any]) -> float:
+        return sum(value for key in names if is_number(value := record.get(key)) and math.isfinite(value))
+
+    edges = [len(have) * bucket // _STACKED for bucket in range(_STACKED + 1)]
+    if len(have) > _STACKED:
+        have = [max(have[start:end], key=total) for start, end in pairwise(edges)]
+    parts = {key.split("/", 1)[1]: [plain(each.get(key)) for each in have] for key in names}
+    largest = sorted(parts, key=lambda name: -sum(value for value in parts[name] if is_number(value)))
+    return {"step": [each["step"] for each in have], "parts": {name: parts[name] for name in largest}}
+
+
+def expert_loads(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Tokens of each expert in per cent of its layer's mean: `load[step][layer][expert]`."""
+    records = [each for each in records if isinstance(each.get("load"), dict)]
+    if not records:
+        return None
+    layers = sorted({int(layer) for each in records for layer in each["load"]})
+    cells = max(1, sum(len(records[0]["load"].get(str(layer), ())) for layer in layers))
+    records = records[:: -(-len(records) * cells // _CELLS)]
+    return {
+        "step": [each["step"] for each in records],
+        "layers": layers,
+        "load": [
+            [[round(100 * value) for value in each["load"].get(str(layer), ())] for layer in layers] for each in records
+        ],
+    }
+
+
+def _event(event: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = {key: plain(value) for key in ("time", "step", "seconds") if is_number(value := event.get(key))}
+    return (
+        {"time": None, "step": None, "seconds": None}
+        | numbers
+        | {key: event.get(key) for key in ("kind", "node", "rank", "detail")}
+    )
+
+
+def _finite(tree: Any) -> Any:
+    """What a file holds, as JSON can have it."""
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_finite(value) for value in tree]
+    return plain(tree) if isinstance(tree, float) else tree
+
+
+def _step_of(event: Mapping[str, Any], folder: RunFolder) -> int | None:
+    return event["step"] if event["step"] is not None else folder.step_at(event["time"])

@@ -1,0 +1,64 @@
+"""Reports over HTTP while the runs go on: read anew at every request."""
+
+import json
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from optimus.errors import UserError
+from optimus.report.page import render, report_data
+
+REFRESH = 10.0  # seconds between the page's requests for new data
+_LOCAL = "127.0.0.1"
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """`PORT` on this machine alone, or `ADDRESS:PORT`. Raises `UserError` for what is neither."""
+    address, _, port = text.rpartition(":")
+    if not port.isdecimal() or int(port) > 65535:
+        raise UserError(f"--serve {text}: give a port, such as 8080, or an address and a port, such as 0.0.0.0:8080")
+    return address or _LOCAL, int(port)
+
+
+def report_server(runs: Sequence[str | Path], address: str, port: int) -> ThreadingHTTPServer:
+    """A server of the report of `runs`, listening, whose `serve_forever` is for the caller; port 0 is any free one.
+
+    Raises `UserError` for what is no run folder, and for an address or a port that cannot be had.
+    """
+    report_data(runs)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            try:
+                if self.path == "/":
+                    self._answer("text/html", render(report_data(runs), refresh=REFRESH))
+                elif self.path == "/data.json":
+                    data = {**report_data(runs), "refresh": REFRESH}
+                    self._answer("application/json", json.dumps(data, allow_nan=False))
+                else:
+                    self.send_error(HTTPStatus.NOT_FOUND)
+            except UserError as error:
+                self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, explain=str(error))
+            except (BrokenPipeError, ConnectionResetError):  # the browser is gone
+                self.close_connection = True
+
+        def _answer(self, kind: str, text: str) -> None:
+            content = text.encode()
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing: a line for every request would hide what matters."""
+
+    try:
+        return ThreadingHTTPServer((address, port), Handler)
+    except (OSError, OverflowError) as error:
+        cause = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(
+            f"--serve: cannot listen on {address} port {port}: {cause}; choose another port, or end what listens there"
+        ) from error

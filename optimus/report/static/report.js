@@ -1,0 +1,296 @@
+/* Draws what `report_data` gives. Curves come as points; NaN and infinity come as text, a missing value as null. */
+const RUN_COLOURS = ["#0b57a4", "#b3420c", "#1b7a3d", "#7b3fa0", "#8a6100", "#a3165c", "#00707a", "#4d5768"];
+const KIND_COLOURS = { forward: "#8fb8de", backward: "#f2b880", backward_input: "#f2d479", backward_weights: "#9fce9f",
+  embed: "#c9c9c9", logits: "#c8a2c8", loss: "#a880b8", embed_backward: "#a9a9a9" };
+let axis = "step", smoothing = 0, drawn = [];
+
+/* The axis: steps, or tokens and seconds by the run's clock, between whose points they grow evenly. */
+function along(run, step) {
+  if (axis === "step") return step;
+  const at = run.clock.step, to = run.clock[axis];
+  let low = 0, high = at.length - 1;
+  if (high < 0) return step;
+  while (high - low > 1) { const middle = (low + high) >> 1; if (at[middle] <= step) low = middle; else high = middle; }
+  if (at[high] === at[low]) return to[low];
+  return to[low] + (to[high] - to[low]) * (step - at[low]) / (at[high] - at[low]);
+}
+function finite(values) { return values.map(value => typeof value === "number" ? value : null); }
+function smooth(values) {
+  if (!smoothing) return values;
+  let mean = 0, weight = 0;
+  return values.map(value => {
+    if (value === null) return null;
+    mean = smoothing * mean + (1 - smoothing) * value; weight = smoothing * weight + 1 - smoothing;
+    return mean / weight;
+  });
+}
+
+function controls() {
+  const bar = make("div", { className: "controls" });
+  const select = make("select", { onchange: event => { axis = event.target.value; redraw(); } });
+  for (const [value, label] of [["step", "steps"], ["tokens", "tokens"], ["seconds", "training time"]])
+    select.append(make("option", { value, selected: value === axis }, label));
+  const slider = attributes(make("input", { type: "range", oninput: event => { smoothing = +event.target.value; redraw(); } }),
+    { min: 0, max: 0.98, step: 0.02, value: smoothing });
+  bar.append(make("label", {}, "Along ", select), make("label", {}, "Smoothing ", slider),
+    make("button", { type: "button", onclick: () => drawn.forEach(each => each.reset()) }, "Whole curves"),
+    make("span", { className: "soft" }, "Drag to zoom; or with the keys: Tab to a chart, arrows, + and −, 0 for all."));
+  return bar;
+}
+
+function axes(unit, size, logarithmic) {
+  const font = "12px system-ui, sans-serif", grid = { stroke: "#e6e9ee", width: 1 };
+  return [
+    { stroke: "#4d5768", font, grid, values: (_, ticks) => ticks.map(tick => axis === "seconds" ? duration(tick) : short(tick)), space: 70 },
+    { stroke: "#4d5768", font, grid, size, values: (_, ticks) => ticks.map(tick => tick === null ? "" : short(tick)) },
+  ];
+}
+/* Events, and steps whose value is not finite, over a chart. */
+function marks(runs, bad) {
+  return { hooks: { draw: chart => {
+    const { ctx, bbox } = chart;
+    ctx.save();
+    ctx.lineWidth = 1.5;
+    for (const [run, colour] of runs) for (const event of run.events) {
+      if (event.step === null) continue;
+      const x = chart.valToPos(along(run, event.step), "x", true);
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.strokeStyle = ["failure", "error", "exclusion", "rollback"].includes(event.kind) ? "#a3161a" : colour;
+      ctx.setLineDash(event.kind === "recovered" || event.kind === "restart" ? [4, 4] : []);
+      ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
+    }
+    ctx.setLineDash([]);
+    ctx.fillStyle = "#a3161a";
+    for (const [run, step] of bad) {
+      const x = chart.valToPos(along(run, step), "x", true);
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x - 5, bbox.top - 9); ctx.lineTo(x + 5, bbox.top - 9); ctx.fill();
+    }
+    ctx.restore();
+  } } };
+}
+function plot(box, label, build) {
+  const holder = attributes(make("div", { className: "chart", tabIndex: 0 }), { role: "group", "aria-label": label });
+  box.append(holder);
+  let chart = null, whole = null;
+  const entry = {
+    draw() {
+      const [options, values] = build();
+      if (chart) chart.destroy();
+      chart = new uPlot({ width: Math.max(260, holder.clientWidth), height: 230, cursor: { sync: { key: "step" }, drag: { x: true, y: false } },
+        ...options }, values, holder);
+      whole = [chart.scales.x.min, chart.scales.x.max];
+    },
+    reset() { if (chart) chart.setScale("x", { min: whole[0], max: whole[1] }); },
+    size() { if (chart) chart.setSize({ width: Math.max(260, holder.clientWidth), height: 230 }); },
+  };
+  holder.addEventListener("keydown", event => {
+    const xs = chart.data[0];
+    if (!xs.length) return;
+    const { min, max } = chart.scales.x, middle = chart.cursor.idx ?? xs.findIndex(x => x >= (min + max) / 2);
+    if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
+      const hop = (event.shiftKey ? 20 : 1) * (event.key === "ArrowLeft" ? -1 : 1);
+      const index = Math.min(xs.length - 1, Math.max(0, middle + hop));
+      chart.setCursor({ left: chart.valToPos(xs[index], "x"), top: 10 });
+    } else if (event.key === "+" || event.key === "=" || event.key === "-") {
+      const half = (max - min) * (event.key === "-" ? 1 : 0.25), centre = xs[Math.max(0, middle)];
+      chart.setScale("x", { min: Math.max(whole[0], centre - half), max: Math.min(whole[1], centre + half) });
+    } else if (event.key === "0" || event.key === "Escape") entry.reset();
+    else return;
+    event.preventDefault();
+  });
+  drawn.push(entry);  // to be drawn when the page has its widths
+}
+
+function curves(box, chart) {
+  const several = data.runs.length > 1;
+  plot(box, `${chart.title} of ${data.runs.map(run => run.name).join(", ")}`, () => {
+    const tables = [], series = [{ label: axis === "seconds" ? "time" : axis, value: (_, x) => axis === "seconds" && x !== null ? duration(x) : text(x) }], bad = [];
+    data.runs.forEach((run, number) => chart.keys.forEach((key, part) => {
+      const points = run.series[key];
+      if (!points) return;
+      const colour = RUN_COLOURS[(several ? number : part) % RUN_COLOURS.length];
+      const x = points.step.map(step => along(run, step)), raw = finite(points.value), few = points.step.length < 40;
+      points.value.forEach((value, index) => { if (typeof value === "string") bad.push([run, points.step[index]]); });
+      const names = [...(several ? [run.name] : []), ...(chart.keys.length > 1 || !several ? [key.replace(/^.*\//, "").replaceAll("_", " ")] : [])];
+      const dash = several && part ? [6, 4] : undefined;
+      if (smoothing) {
+        tables.push([x, raw]);
+        series.push({ label: names.join(" ") + " as measured", stroke: colour + "45", width: 1, points: { show: false }, value: (_, value) => text(value) });
+      }
+      tables.push([x, smooth(raw)]);
+      series.push({ label: names.join(" "), stroke: colour, width: 1.75, dash, points: { show: few }, value: (_, value) => text(value) });
+    }));
+    const joined = tables.length ? uPlot.join(tables) : [[], ...tables];
+    return [{ series, scales: { x: { time: false } }, axes: axes(chart.unit, 64), plugins: [marks(data.runs.map((run, number) => [run, RUN_COLOURS[number % RUN_COLOURS.length]]), bad)] }, joined];
+  });
+}
+
+function stacked(box, run, kind) {
+  const { parts, step } = run.stacks[kind], names = Object.keys(parts), seconds = kind === "time";
+  const show = value => value === null ? "-" : seconds ? duration(value) : (value / 2 ** 30 >= 1 ? (value / 2 ** 30).toFixed(2) + " GiB" : (value / 2 ** 20).toFixed(1) + " MiB");
+  const means = names.map(name => { const all = finite(parts[name]).filter(value => value !== null); return all.reduce((a, b) => a + b, 0) / Math.max(1, all.length); });
+  const total = means.reduce((a, b) => a + b, 0) || 1;
+  const bar = attributes(make("div", { className: "bar" }), { role: "img", "aria-label": names.map((name, i) => `${name} ${show(means[i])}`).join(", ") });
+  names.forEach((name, i) => bar.append(make("span", { style: { width: 100 * means[i] / total + "%", background: PART_COLOURS[i % PART_COLOURS.length] } })));
+  box.append(bar, make("ul", { className: "keys" }, ...names.map((name, i) =>
+    make("li", {}, swatch(PART_COLOURS[i % PART_COLOURS.length]), `${name} ${show(means[i])} (${(100 * means[i] / total).toFixed(1)} %)`))));
+  plot(box, `${data.stacks[kind].title} of ${run.name}`, () => {
+    const sums = [];
+    names.forEach((name, i) => sums.push(finite(parts[name]).map((value, at) => (value ?? 0) + (i ? sums[i - 1][at] : 0))));
+    const order = names.map((_, i) => i).reverse();  // the largest sum first, the smaller ones over it
+    const series = [{ label: axis === "seconds" ? "time" : axis }, ...order.map(i => ({ label: names[i], fill: PART_COLOURS[i % PART_COLOURS.length],
+      stroke: PART_COLOURS[i % PART_COLOURS.length], width: 1, points: { show: step.length < 3 }, value: (_, __, ___, at) => at === null ? "-" : show(finite(parts[names[i]])[at]) }))];
+    const both = axes("", 72);
+    both[1].values = (_, ticks) => ticks.map(show);
+    return [{ series, legend: { show: true }, scales: { x: { time: false }, y: { range: (_, __, max) => [0, (max || 1) * 1.05] } }, axes: both, plugins: [marks([[run, "#4d5768"]], [])] },
+      [step.map(each => along(run, each)), ...order.map(i => sums[i])]];
+  });
+}
+
+/* Tokens per expert: rows are experts, columns steps; white at the mean, blue below, red above. */
+function heatColour(percent) {
+  const t = Math.max(-1, Math.min(1, percent <= 100 ? (percent - 100) / 100 : Math.log2(percent / 100) / 2));
+  const end = t < 0 ? [11, 87, 164] : [163, 22, 26], share = Math.abs(t);
+  return end.map(value => Math.round(255 + (value - 255) * share));
+}
+function heat(box, run) {
+  const { step, layers, load } = run.experts, canvas = make("canvas", { className: "heat", tabIndex: 0 });
+  const select = make("select", {}), said = attributes(make("p", { className: "soft" }), { "aria-live": "polite" });
+  layers.forEach((layer, index) => select.append(make("option", { value: index }, "layer " + layer)));
+  let column = step.length - 1, row = 0;
+  const say = () => {
+    const values = load[column][+select.value];
+    said.textContent = `step ${text(step[column])}, expert ${row}: ${(values[row] / 100).toFixed(2)} times the mean (most in this layer ${(Math.max(...values) / 100).toFixed(2)})`;
+  };
+  const draw = () => {
+    const layer = +select.value, experts = Math.max(...load.map(each => each[layer].length)), tall = Math.max(1, Math.ceil(150 / experts));
+    const across = Math.max(1, Math.ceil(600 / step.length)), context = canvas.getContext("2d");
+    canvas.width = across * step.length; canvas.height = tall * experts;
+    const image = context.createImageData(canvas.width, canvas.height);
+    for (let y = 0; y < canvas.height; y++) for (let x = 0; x < canvas.width; x++) {
+      const at = 4 * (y * canvas.width + x), values = load[Math.floor(x / across)][layer], expert = Math.floor(y / tall);
+      const colour = expert < values.length ? heatColour(values[expert]) : [230, 230, 230];
+      image.data[at] = colour[0]; image.data[at + 1] = colour[1]; image.data[at + 2] = colour[2]; image.data[at + 3] = 255;
+    }
+    context.putImageData(image, 0, 0);
+    canvas.style.height = "190px";
+    attributes(canvas, { role: "img", "aria-label": `Tokens of ${experts} experts of layer ${layers[layer]} over steps ${step[0]} to ${step[step.length - 1]}` });
+    row = Math.min(row, experts - 1);
+    say();
+  };
+  canvas.addEventListener("mousemove", event => {
+    const place = canvas.getBoundingClientRect(), experts = load[0][+select.value].length;
+    column = Math.min(step.length - 1, Math.max(0, Math.floor((event.clientX - place.left) / place.width * step.length)));
+    row = Math.min(experts - 1, Math.max(0, Math.floor((event.clientY - place.top) / place.height * experts)));
+    say();
+  });
+  canvas.addEventListener("keydown", event => {
+    const move = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+    if (!move) return;
+    column = Math.min(step.length - 1, Math.max(0, column + move[0]));
+    row = Math.min(load[column][+select.value].length - 1, Math.max(0, row + move[1]));
+    event.preventDefault(); say();
+  });
+  select.onchange = draw;
+  const ramp = attributes(make("canvas", { className: "ramp", width: 320, height: 1 }), { "aria-hidden": "true" }), brush = ramp.getContext("2d");
+  for (let x = 0; x < 320; x++) { brush.fillStyle = `rgb(${heatColour(x < 160 ? x / 1.6 : 100 * 4 ** ((x - 160) / 160))})`; brush.fillRect(x, 0, 1, 1); }
+  box.append(make("p", {}, make("label", {}, "Show ", select)), canvas,
+    make("p", { className: "soft" }, `Steps ${text(step[0])} to ${text(step[step.length - 1])} from left to right, expert 0 at the top.`), said,
+    ramp, make("div", { className: "ends" }, make("span", {}, "0"), make("span", {}, "mean"), make("span", {}, "4 × and more")));
+  draw();
+}
+
+function lanes(box, title, ranks, events) {
+  const NS = "http://www.w3.org/2000/svg", computed = events.filter(event => KIND_COLOURS[event[1]]);
+  const end = Math.max(...computed.map(event => event[5])), tall = 20, left = 56, wide = 1200;
+  const busy = computed.reduce((sum, event) => sum + event[5] - event[4], 0), bubble = (ranks * end - busy) / busy;
+  const svg = attributes(document.createElementNS(NS, "svg"), { class: "lanes", viewBox: `0 0 ${left + wide} ${ranks * tall + 22}`, role: "img",
+    "aria-label": `${title}: ${ranks} ranks, ${duration(end)}, bubble ${(100 * bubble).toFixed(1)} % of the computing time` });
+  const add = (name, given, content) => { const node = attributes(document.createElementNS(NS, name), given); if (content) node.textContent = content; svg.append(node); };
+  for (let rank = 0; rank < ranks; rank++) add("text", { x: 0, y: rank * tall + 14, fill: "#1c2330" }, "rank " + rank);
+  const stages = Array.from({ length: ranks }, () => new Set());
+  computed.forEach(event => stages[event[0]].add(event[2]));
+  for (const [rank, kind, stage, microbatch, start, stop] of computed) {
+    const x = left + start / end * wide, width = Math.max(0.5, (stop - start) / end * wide);
+    const turn = [...stages[rank]].sort((a, b) => a - b).indexOf(stage), of = Math.max(1, stages[rank].size - 1);
+    add("rect", { x, y: rank * tall + 1, width, height: tall - 3, fill: KIND_COLOURS[kind], "fill-opacity": 1 - 0.5 * turn / of, stroke: "#4d5768", "stroke-width": 0.4 });
+    if (width > 14) add("text", { x: x + width / 2, y: rank * tall + 14, "text-anchor": "middle", fill: "#1c2330" }, String(microbatch));
+  }
+  for (let tick = 0; tick <= 4; tick++) add("text", { x: left + tick / 4 * wide, y: ranks * tall + 16, fill: "#4d5768", "text-anchor": tick === 4 ? "end" : "start" }, duration(tick / 4 * end));
+  box.append(make("p", {}, `${title}: ${duration(end)}, bubble ${(100 * bubble).toFixed(1)} % of the computing time`),
+    attributes(make("div", { className: "scroll", tabIndex: 0 }, svg), { role: "region", "aria-label": title }));
+  return new Set(computed.map(event => event[1]));
+}
+
+function overview() {
+  const grid = section("Runs"), box = panel(grid, "", "", true);
+  box.firstChild.remove();
+  const word = name => name.replaceAll("_", " "), names = Object.keys(data.runs[0].facts).filter(name => data.runs.some(run => run.facts[name] !== null));
+  const state = run => make("span", {}, make("span", { className: "state " + run.state }, run.state), run.why ? ": " + run.why : "");
+  const rows = data.runs.map((run, number) => [make("span", {}, swatch(RUN_COLOURS[number % RUN_COLOURS.length]), run.name), state(run), ...names.map(name => text(run.facts[name]))]);
+  if (data.runs.length > 1) box.append(table(["run", "state", ...names.map(word)], rows));
+  else box.append(table(["of the run", data.runs[0].name], [["state", state(data.runs[0])], ...names.map(name => [word(name), text(data.runs[0].facts[name])])]));
+  const again = data.runs.filter(run => run.superseded);
+  again.forEach(run => box.append(make("p", { className: "soft" }, `${run.name}: ${text(run.superseded)} records are of steps that were run again later; the later ones are drawn.`)));
+}
+
+function draw() {
+  drawn = [];
+  page.replaceChildren();
+  document.getElementById("written").textContent = `Written ${data.written}` + (data.refresh ? `, again every ${data.refresh} s` : "");
+  data.warnings.forEach(each => page.append(attributes(make("div", { className: "warning" }, each), { role: "note" })));
+  overview();
+  if (data.differences.length) {
+    const box = panel(section("Differences"), "", "", true);
+    box.firstChild.remove();
+    box.append(table(["key", ...data.runs.map(run => run.name)], data.differences.map(row => [row.key, ...row.values])));
+  }
+  page.append(controls());
+  let group = null, grid = null;
+  data.charts.forEach(chart => {
+    if (chart.group !== group) { group = chart.group; grid = section(group); }
+    curves(panel(grid, chart.title, chart.unit), chart);
+  });
+  for (const kind in data.stacks) {
+    const runs = data.runs.filter(run => run.stacks[kind]);
+    if (!runs.length) continue;
+    const rest = section(data.stacks[kind].title);
+    runs.forEach(run => stacked(panel(rest, run.name, data.stacks[kind].unit), run, kind));
+  }
+  const routed = data.runs.filter(run => run.experts);
+  if (routed.length) { const rest = section("Load of the experts"); routed.forEach(run => heat(panel(rest, run.name, "tokens of an expert, to the mean of its layer"), run)); }
+  data.runs.filter(run => run.timeline && run.timeline.events).forEach(run => {
+    const box = panel(section("Pipeline of " + run.name), "Timeline of a step", "numbers are microbatches; of a rank's stages, the later the paler", true);
+    const kinds = lanes(box, "measured", run.timeline.ranks, run.timeline.events);
+    if (run.timeline.simulated) lanes(box, "simulated, with the measured times of its passes", run.timeline.ranks, run.timeline.simulated);
+    box.append(make("ul", { className: "keys" }, ...[...kinds].map(kind => make("li", {}, swatch(KIND_COLOURS[kind]), kind.replaceAll("_", " ")))));
+  });
+  const eventful = data.runs.filter(run => run.events.length);
+  if (eventful.length) {
+    const box = panel(section("Events"), "", "marked on the curves where the step is known", true);
+    box.append(table(["run", "time", "kind", "step", "node", "rank", "what"], eventful.flatMap(run => run.events.map(event => [run.name,
+      event.time === null ? "-" : new Date(event.time * 1000).toISOString().slice(0, 19).replace("T", " "), event.kind, text(event.step), event.node, text(event.rank), event.detail]))));
+  }
+  const files = section("Configuration and machine");
+  data.runs.forEach(run => {
+    const box = panel(files, run.name, run.folder);
+    const add = (title, content) => box.append(make("details", {}, make("summary", {}, title), attributes(make("pre", { tabIndex: 0 }, content), { role: "region", "aria-label": `${title} of ${run.name}` })));
+    if (run.config) add("Configuration", run.config);
+    run.environment.forEach(each => add(`Machine, versions and git state, from step ${each.step}`, JSON.stringify(each, null, 1)));
+  });
+  redraw();
+}
+function redraw() { drawn.forEach(each => each.draw()); }
+
+draw();
+let width = window.innerWidth;
+window.addEventListener("resize", () => { if (window.innerWidth !== width) { width = window.innerWidth; drawn.forEach(each => each.size()); } });
+if (data.refresh) setInterval(async () => {
+  try {
+    const answer = await fetch("data.json");
+    if (!answer.ok) return;
+    const fresh = await answer.json(), at = window.scrollY;
+    data = fresh; draw(); window.scrollTo(0, at);
+  } catch { document.getElementById("written").textContent = `Written ${data.written}; the server does not answer any more`; }
+}, 1000 * data.refresh);

@@ -1,0 +1,43 @@
+"""What follows the end of a run, whatever ended it: a line in the event log, the report, a notification."""
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from optimus.config import RunConfig
+from optimus.errors import UserError
+from optimus.observe.notify import notify
+from optimus.report.folder import is_run
+from optimus.report.page import write_report
+from optimus.resilience.events import EventLog
+
+
+def conclude(
+    config: RunConfig, began: float, summary: Mapping[str, Any] | None, failure: UserError | None = None
+) -> dict[str, Any]:
+    """The `summary` of a run that has ended, with its `seconds` since `began` (`time.time`) and the path of its `report`.
+
+    What cannot be written or sent is said on stderr: the run's own end is what counts. `failure` is what ended it; a run
+    that failed before it wrote anything leaves nothing.
+    """
+    folder = Path(config.train.output)
+    found = {**(summary or {}), "seconds": time.time() - began, "report": None}
+    if is_run(folder):
+        stopped = summary is not None and summary["step"] < summary["steps"]
+        if failure is not None:
+            EventLog(folder).write("error", detail=str(failure))
+        elif stopped and summary is not None:
+            EventLog(folder).write("stopped", step=summary["step"], detail=summary["stopped_by"] or "at train.stop_at")
+        if config.observe.report:
+            try:
+                found["report"] = write_report([folder], folder / "report.html")["output"]
+            except UserError as error:
+                print(f"no report: {error}", file=sys.stderr)
+    if config.observe.notify is not None:
+        kind = "failed" if failure is not None else "finished" if found["step"] >= found["steps"] else "stopped"
+        message = {"run": str(folder), "event": kind, "detail": str(failure or ""), **found}
+        if wrong := notify(config.observe.notify, message):
+            print(wrong, file=sys.stderr)
+    return found

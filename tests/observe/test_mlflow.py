@@ -1,0 +1,71 @@
+"""MLflow sees one run for a run, however often it is resumed.
+
+The package is not installed for tests: a stand-in has the calls that are used.
+"""
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import optimus
+from optimus.errors import UserError
+
+
+class Mlflow(ModuleType):
+    """Remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__("mlflow")
+        self.__spec__ = SimpleNamespace()  # type: ignore[assignment]  # as found
+        self.calls: list[tuple[str, Any]] = []
+
+    def set_tracking_uri(self, uri: str) -> None:
+        self.calls.append(("uri", uri))
+
+    def set_experiment(self, name: str) -> None:
+        self.calls.append(("experiment", name))
+
+    def start_run(self, *, run_id: str | None, run_name: str | None) -> Any:
+        self.calls.append(("start", (run_id, run_name)))
+        return SimpleNamespace(info=SimpleNamespace(run_id=run_id or "r1"))
+
+    def log_params(self, params: dict[str, str]) -> None:
+        self.calls.append(("params", params))
+
+    def log_metrics(self, metrics: dict[str, float], *, step: int) -> None:
+        self.calls.append(("metrics", (step, metrics)))
+
+    def end_run(self) -> None:
+        self.calls.append(("end", None))
+
+
+def test_one_run(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Mlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    small_run["observe"] |= {"mlflow": "tests"}
+    small_run["train"]["stop_at"] = 2
+    optimus.train(small_run)
+    small_run["train"]["stop_at"] = 3
+    optimus.train(small_run, resume=True)
+    folder = Path(small_run["train"]["output"])
+    kinds = [kind for kind, _ in module.calls]
+    first = ["uri", "experiment", "start", "params", "metrics", "metrics", "end"]
+    assert kinds == [*first, "uri", "experiment", "start", "metrics", "end"]
+    assert module.calls[0] == ("uri", (folder / "mlruns").resolve().as_uri())
+    assert [what for kind, what in module.calls if kind == "start"] == [(None, folder.name), ("r1", None)]
+    steps = [what for kind, what in module.calls if kind == "metrics"]
+    assert [step for step, _ in steps] == [1, 2, 3]
+    assert steps[0][1]["loss"] > 0
+    assert "model_flops_utilization" not in steps[0][1]  # it is null here
+    params = dict(what for what in module.calls if what[0] == "params")["params"]
+    assert params["train.global_batch"] == "8"
+
+
+def test_it_is_missing(small_run: dict[str, Any]) -> None:
+    small_run["observe"] |= {"mlflow": "tests"}
+    with pytest.raises(UserError, match="MLflow is not installed"):
+        optimus.train(small_run)

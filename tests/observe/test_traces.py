@@ -1,0 +1,61 @@
+"""The traces of all ranks in one file, and what of a run has a name in it."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import optimus
+from optimus.observe.traces import merge_traces, rank_trace
+from optimus.pipeline.timeline import read_timeline
+
+UNIT = "blocks.1.attention_norm (RMSNorm) and blocks.1.attention (Attention)"
+
+
+def merged(folder: Path) -> list[dict[str, Any]]:
+    with gzip.open(folder / "trace.json.gz", "rt") as file:
+        return list(json.load(file)["traceEvents"])
+
+
+def test_ranks_are_rows_on_one_clock(tmp_path: Path) -> None:
+    """Equal numbers of processes and flows of two ranks do not meet; a rank whose trace is elsewhere is named."""
+    for rank in (0, 2):
+        events = [
+            {"ph": "X", "name": "f", "pid": 77, "tid": 1, "ts": 5.0, "dur": 1.0},
+            {"ph": "s", "name": "flow", "pid": 77, "tid": 1, "ts": 5.0, "id": 9},
+            {"ph": "X", "name": "k", "pid": 0, "tid": 7, "ts": 6.0, "dur": 1.0},
+            {"ph": "M", "name": "process_labels", "pid": 0, "args": {"labels": "GPU 0"}},
+        ]
+        trace = {"baseTimeNanoseconds": 10**18 + rank * 10**6, "traceEvents": events}
+        rank_trace(tmp_path, rank).write_text(json.dumps(trace))
+    assert merge_traces(tmp_path, 3) == [1]
+    events = merged(tmp_path)
+    assert [(e["pid"], e["ts"]) for e in events if e["ph"] == "X"] == [(0, 5), (1, 6), (2000, 2005), (2001, 2006)]
+    assert [e["id"] for e in events if e["ph"] == "s"] == ["0.9", "2.9"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 0: GPU 0", 2000: "rank 2", 2001: "rank 2: GPU 0"}
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_what_a_step_does_has_names(small_run: dict[str, Any], pipeline: int) -> None:
+    small_run["observe"] |= {"trace": 2} | ({"timeline": 2} if pipeline > 1 else {})
+    small_run["parallel"] = {"pipeline": pipeline}
+    small_run["state"] = {"shard": "none" if pipeline > 1 else "parameters"}
+    small_run["train"]["stop_at"] = 2
+    optimus.train(small_run, ranks=2)
+    folder = Path(small_run["train"]["output"])
+    found: dict[int, set[str]] = {0: set(), 1: set()}
+    for event in merged(folder):
+        if event["ph"] == "X":
+            found[event["pid"] // 1000].add(event["name"])
+    own = {"forward of stage 1, microbatch 0"} if pipeline > 1 else {"forward of stage 0, microbatch 0", "all_gather"}
+    assert own | {"optimizer step", UNIT} <= found[1]
+    if pipeline > 1:
+        assert UNIT not in found[0]
+        content = json.loads((folder / "timeline.json").read_text())
+        measured = read_timeline(folder / "timeline.json")
+        lasting = [sorted(round(end - start, 9) for *_, start, end in content[of]) for of in ("events", "simulated")]
+        assert lasting[0] == pytest.approx(lasting[1], abs=1e-6)
+        assert max(end for *_, end in content["simulated"]) <= measured.makespan * (1 + 1e-6)

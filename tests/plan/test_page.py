@@ -1,0 +1,52 @@
+"""Plans as a page: what is embedded is what is planned."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from optimus.cli import app
+from optimus.errors import UserError
+from optimus.mesh import Mesh
+from optimus.plan.page import placed
+from tests.report.conftest import embedded
+
+ASKED = ["plan", "mula-1b", "--machine", "dgx-h100", "--ranks", "16"]
+
+
+def test_the_page_holds_the_plans(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    result = CliRunner().invoke(app, [*ASKED, "--best", "3", "--report", str(page), "--json"], catch_exceptions=False)
+    plans = json.loads(result.output)["plans"]
+    found = embedded(page.read_text())
+    assert len(plans) == 3
+    assert [{key: each[key] for key in plans[0]} for each in found["plans"]] == plans
+    assert found["memory"] > found["room"] > plans[0]["memory_bytes"]["total"]
+    assert [len(node) for node in found["placement"]["nodes"]] == [8, 8]
+
+
+def test_scaling(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    words = [*ASKED, "--as-is", "--scale", "16,32", "--report", str(page), "--json"]
+    result = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).output)
+    found = embedded(page.read_text())["scaling"]
+    assert [(each["ranks"], each["efficiency"]) for each in found] == [
+        (each["ranks"], each["efficiency"]) for each in result["scaling"]
+    ]
+
+
+def test_placement() -> None:
+    found = placed(Mesh.of(8, pipeline=2, tensor=(2, 1), ranks_per_node=4))
+    assert found["axes"][:3] == ["pp", "dp", "tp"]
+    assert found["nodes"][1][3] == {"rank": 7, "pp": 1, "dp": 1, "tp": 1} | {
+        axis: found["nodes"][1][3][axis] for axis in found["axes"][3:]
+    }
+    assert len(placed(Mesh.of(4096, ranks_per_node=8))["nodes"]) == 64
+
+
+def test_a_place_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--report"):
+        CliRunner().invoke(
+            app, [*ASKED, "--as-is", "--report", str(tmp_path / "no" / "p.html")], catch_exceptions=False
+        )

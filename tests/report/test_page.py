@@ -1,0 +1,135 @@
+"""The page holds what the files hold, whatever state they are in; bad input is one message."""
+
+import json
+import math
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from optimus.errors import UserError
+from optimus.report.folder import read_folder
+from optimus.report.page import report_data, write_report
+from tests.report.conftest import embedded, number
+
+Make = Callable[..., Path]
+
+
+def test_the_page_holds_what_the_files_hold(tmp_path: Path, make_run: Make) -> None:
+    """Each metric of each step, NaN and gaps among them; the load of experts, parts of time and memory, events."""
+    run = make_run(tmp_path / "run", loss=math.nan, grad_norm=None)
+    write_report([run], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    (found,) = embedded(text)["runs"]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for key in ("loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "bits_per_byte"):
+        having = [each for each in records if key in each]
+        assert found["series"][key]["step"] == [each["step"] for each in having]
+        values = zip(found["series"][key]["value"], having, strict=True)
+        assert all(
+            number(shown) == number(each[key]) or each[key] is None or math.isnan(each[key]) for shown, each in values
+        )
+    assert found["series"]["loss"]["value"][20:] == ["nan"] * 20
+    assert found["series"]["grad_norm"]["value"][20:] == [None] * 20
+    assert found["stacks"]["time"] == {"step": [10, 20, 30, 40], "parts": {"computation": [1.5] * 4, "data": [0.5] * 4}}
+    assert found["experts"] == {"step": [10, 20, 30, 40], "layers": [1, 3], "load": [[[50, 150], [100, 100]]] * 4}
+    assert [(each["kind"], each["step"]) for each in found["events"]] == [("failure", 10), ("recovered", 11)]
+    assert found["clock"]["seconds"][-1] == 80
+    assert "model_flops_utilization" not in found["series"]
+    assert text.count("</script>") == 4  # that of an event's text is none
+
+
+def test_a_page_asks_for_nothing(tmp_path: Path, make_run: Make) -> None:
+    write_report([make_run(tmp_path / "run")], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert not re.findall(r"""(?:src|href)=["'](?!data:)|@import|url\((?!data:)""", text)
+    assert "default-src 'none'" in text
+
+
+def test_damaged_and_half_written_lines(tmp_path: Path, make_run: Make) -> None:
+    run = make_run(tmp_path / "run")
+    whole = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_bytes(
+        "\n".join([*whole[:7], "{\xff]", "[1]", '"x"', '{"loss": 1}', *whole[7:], '{"step": 4']).encode()
+    )
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"time": "noon", "kind": "failure", "step": [1]}\n{"kin')
+    data = report_data([run])
+    assert data["runs"][0]["skipped_lines"] == {"metrics.jsonl": 5, "events.jsonl": 1}
+    assert data["runs"][0]["records"] == 40
+    assert len(data["warnings"]) == 2
+    assert data["runs"][0]["events"][-1]["step"] is None
+
+
+def test_steps_that_were_run_again(tmp_path: Path, make_run: Make) -> None:
+    run = make_run(tmp_path / "run", steps=4)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "loss": 9.0}\n')
+    (found,) = report_data([run])["runs"]
+    assert found["superseded"] == 1
+    assert found["series"]["loss"] == {"step": [1, 2, 3, 4], "value": [4.75, 4.5, 9.0, 4.0]}
+
+
+def test_a_hundred_thousand_steps(tmp_path: Path, make_run: Make) -> None:
+    """Under 5 MB, and no peak is lost."""
+    run = make_run(tmp_path / "run", steps=2)
+    draw = random.Random(0)
+    names = ["loss", "lr", "grad_norm", "tokens_per_second", "step_seconds", "balance_loss", "z_loss", "data_seconds"]
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(1, 100_001):
+            values = {name: draw.random() for name in names}
+            if step in (3, 54_321):
+                values["loss"] = 1e6 + step
+            file.write(json.dumps({"step": step, "tokens": step, **values}) + "\n")
+    result = write_report([run], tmp_path / "page.html")
+    assert result["bytes"] == (tmp_path / "page.html").stat().st_size < 5e6
+    loss = embedded((tmp_path / "page.html").read_text())["runs"][0]["series"]["loss"]
+    assert {(3, 1e6 + 3), (54_321, 1e6 + 54_321)} <= set(zip(loss["step"], loss["value"]))
+
+
+def test_comparison(tmp_path: Path, make_run: Make) -> None:
+    data = report_data([make_run(tmp_path / "a"), make_run(tmp_path / "b", steps=20), make_run(tmp_path / "c" / "a")])
+    assert data["differences"] == [{"key": "train.steps", "values": ["40", "20", "40"]}]
+    assert len({run["name"] for run in data["runs"]}) == 3
+    assert not data["warnings"]
+
+
+@pytest.mark.parametrize("other", [{"tokenizer": "xyz"}, {"tokenizer": None, "vocab": 300}])
+def test_losses_of_other_tokenizers_are_not_compared(tmp_path: Path, make_run: Make, other: dict[str, object]) -> None:
+    data = report_data([make_run(tmp_path / "a"), make_run(tmp_path / "b", **other)])
+    assert "different tokenizers" in data["warnings"][0]
+    assert all("loss" not in run["series"] for run in data["runs"])
+    assert [chart["keys"] for chart in data["charts"]].count(["bits_per_byte"]) == 1
+
+
+def test_states(tmp_path: Path, make_run: Make) -> None:
+    """Finished; failed and why; stopped; running, by a lease that is young."""
+    assert read_folder(make_run(tmp_path / "finished")).state == ("finished", "")
+
+    def cut(name: str, *events: dict[str, object]) -> Path:
+        run = make_run(tmp_path / name)
+        lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (run / "metrics.jsonl").write_text("".join(lines[:30]))
+        (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        return run
+
+    assert read_folder(cut("killed")).state[0] == "failed"
+    assert read_folder(cut("error", {"kind": "error", "detail": "no room"})).state == ("failed", "no room")
+    assert read_folder(cut("stopped", {"kind": "stopped", "detail": "SIGTERM"})).state == ("stopped", "SIGTERM")
+    running = cut("running")
+    (running / "lease.json").write_text(json.dumps({"host": "another", "pid": 1}))
+    assert read_folder(running).state == ("running", "")
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no such folder"):
+        report_data([tmp_path / "none"])
+    with pytest.raises(UserError, match=r"neither metrics\.jsonl nor config\.yaml"):
+        report_data([tmp_path])
+    with pytest.raises(UserError, match="a run folder"):
+        report_data([])
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="cannot write"):
+        write_report([tmp_path], tmp_path / "no" / "page.html")

@@ -1,0 +1,48 @@
+"""The report over HTTP: on this machine alone, read anew, ports that are taken."""
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from optimus.errors import UserError
+from optimus.report.serve import parse_address, report_server
+
+
+def test_a_run_that_is_being_written(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    run = make_run(tmp_path / "run")
+    with report_server([run], *parse_address("0")) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        host, port = server.server_address[:2]
+        assert host == "127.0.0.1"
+        url = f"http://127.0.0.1:{port}"
+
+        def step() -> int:
+            with urllib.request.urlopen(f"{url}/data.json") as answer:
+                return int(json.load(answer)["runs"][0]["facts"]["step"])
+
+        assert b"<!doctype html>" in urllib.request.urlopen(f"{url}/").read()
+        assert step() == 40
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 41, "loss": 1.0}\n{"step": 42, "lo')
+        assert step() == 41
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{url}/etc/passwd")
+        with pytest.raises(UserError, match="choose another port"):
+            report_server([run], "127.0.0.1", int(port))
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("text", "found"), [("80", ("127.0.0.1", 80)), ("0.0.0.0:80", ("0.0.0.0", 80))])
+def test_addresses(text: str, found: tuple[str, int]) -> None:
+    assert parse_address(text) == found
+
+
+@pytest.mark.parametrize("text", ["", "x", "host:", "1:99999"])
+def test_bad_addresses(text: str) -> None:
+    with pytest.raises(UserError, match="give a port"):
+        parse_address(text)

@@ -1,0 +1,78 @@
+"""Where time and memory go, and the load of the experts, as a run writes them every `observe.log_every` steps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import optimus
+from optimus.model.moe.router import Router
+from optimus.observe.metrics import read_metrics
+
+
+def loads(run: dict[str, Any]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(run["train"]["output"]) / "experts.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("recompute", [[], ["moe"]])
+def test_the_load_is_that_of_the_routers(
+    small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, recompute: list[str]
+) -> None:
+    """Of every layer in the steps that are written, and cut where the run is resumed."""
+    seen: list[torch.Tensor] = []
+    forward = Router.forward
+
+    def spied(self: Router, *args: Any) -> Any:
+        found = forward(self, *args)
+        seen.append(torch.bincount(found[1].flatten(), minlength=len(self.weight)))
+        return found
+
+    small_run["observe"] |= {"log_every": 3}
+    small_run["recompute"] = recompute
+    small_run["checkpoint"] = {"every": 3}
+    small_run["train"]["stop_at"] = 3
+    optimus.train(small_run)
+    with (Path(small_run["train"]["output"]) / "experts.jsonl").open("a") as file:
+        file.write('{"step": 4, "load": {}}\n{"st')
+    small_run["train"]["stop_at"] = None
+    monkeypatch.setattr(Router, "forward", spied)
+    optimus.train(small_run, resume=True)
+    records = loads(small_run)
+    assert [each["step"] for each in records] == [3, 6]
+    model, train = small_run["model"], small_run["train"]
+    layers, microbatches = model["layers"], train["global_batch"] // train["micro_batch"]
+    of_step = seen[-layers * microbatches * (2 if recompute else 1) :]
+    total = torch.stack(of_step).sum(0).float()
+    written = torch.tensor([records[-1]["load"][str(layer)] for layer in range(layers)])
+    assert written.mean(0).tolist() == pytest.approx((total / total.mean()).tolist(), abs=1e-3)
+    last = read_metrics(Path(train["output"]))[-1]
+    assert last["experts/worst_imbalance"] == pytest.approx(float(written.max()), abs=1e-3)
+    assert "experts/imbalance" not in read_metrics(Path(train["output"]))[-2]
+
+
+def test_uniform_routing_is_balanced_over_ranks_and_stages(small_run: dict[str, Any]) -> None:
+    """Every rank's tokens count, and every stage's layers; time and memory add up."""
+    small_run["observe"] |= {"log_every": 2}
+    small_run["moe"] = {"routing": "uniform"}
+    small_run["parallel"] = {"pipeline": 2}
+    small_run["train"]["stop_at"] = 4
+    optimus.train(small_run, ranks=2)
+    for record in loads(small_run):
+        assert record["load"] == {str(layer): [1.0] * small_run["model"]["experts"] for layer in range(2)}
+    records = read_metrics(Path(small_run["train"]["output"]))
+    assert ["memory/parameters" in each for each in records] == [False, True, False, True]
+    for each in records[1::2]:
+        times = {key: value for key, value in each.items() if key.startswith("time/")}
+        assert {"time/computation", "time/data", "time/checkpoint", "time/exposed_message"} <= times.keys()
+        assert sum(times.values()) - each["checkpoint_seconds"] == pytest.approx(each["step_seconds"], rel=1e-6)
+
+
+def test_layouts_have_one_load(small_run: dict[str, Any], tmp_path: Path) -> None:
+    small_run["observe"] |= {"log_every": 2}
+    small_run["train"] |= {"stop_at": 2, "precision": "float32"}
+    optimus.train(small_run)
+    other = small_run | {"train": small_run["train"] | {"output": str(tmp_path / "other")}, "parallel": {"expert": 2}}
+    optimus.train(other, ranks=2)
+    assert loads(small_run) == loads(other)
