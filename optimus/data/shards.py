@@ -111,11 +111,11 @@ class Shards:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def check_model(self, context: int, vocab_size: int) -> None:
-        """Raises `UserError` unless a model of that context (tokens) and vocabulary can train on this data."""
-        if context != self.context:
+        """Raises `UserError` unless a model of that context (tokens, a part of a row) and vocabulary can train on it."""
+        if self.context % context:
             raise UserError(
                 f"{self.folder} was prepared with context {self.context}, and the run asks for {context}. "
-                f"Set train.sequence_length to {self.context}, or prepare the data with `context={context}`."
+                f"Set train.sequence_length to {self.context} or a divisor, or prepare the data with `context={context}`."
             )
         if self.vocab_size > vocab_size:
             raise UserError(

@@ -156,11 +156,12 @@ class Validation(Hook):
     def _parts(self, run: Run, text: str) -> Iterator[Any]:
         from optimus.evaluate.text import read_parts
 
+        data = run.data.first_folder
         yield from read_parts(
-            tokenizer.load(run.shards.tokenizer_path, parse_special=run.shards.parse_special),
+            tokenizer.load(data.tokenizer_path, parse_special=data.parse_special),
             text,
-            eos_id=run.shards.eos_id,
-            context=run.config.train.sequence_length,
+            eos_id=data.eos_id,
+            context=run.phase.config.train.sequence_length,
             max_bytes=run.config.evaluate.max_bytes,
         )
 
@@ -186,12 +187,12 @@ class Metrics(Hook):
         self._writer = MetricsWriter(run.folder, run.config, run.step)
         self._progress = Progress(every=run.config.observe.log_every)
         self._print_notes(run)
-        self._flops = flops_per_token(run.config.model, run.config.train.sequence_length)
         self._peak = peak_flops(run.device)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        train = run.config.train
-        rate = train.global_batch * train.sequence_length / run.step_seconds
+        phase = run.phase
+        rate = phase.step_tokens / run.step_seconds
+        flops = flops_per_token(run.config.model, phase.config.train.sequence_length)
         self._writer.write(
             {
                 "step": run.step,
@@ -205,10 +206,9 @@ class Metrics(Hook):
                 "step_seconds": run.step_seconds,
                 "data_seconds": run.data_seconds,
                 "checkpoint_seconds": run.checkpoint_seconds,
-                "model_flops_utilization": rate * self._flops / (self._peak * run.groups.world.size)
-                if self._peak
-                else None,
+                "model_flops_utilization": rate * flops / (self._peak * run.groups.world.size) if self._peak else None,
                 "skipped_steps": run.skipped,
+                **_by_source(run),
                 **run.measured,
             }
         )
@@ -229,6 +229,13 @@ class Metrics(Hook):
     def after_training(self, run: Run) -> None:
         self._progress.close()
         self._writer.close()
+
+
+def _by_source(run: Run) -> dict[str, int]:
+    """Tokens read from each source, where there are several; of a run in phases, its phase."""
+    tokens = run.data.tokens_by_source(run.step)
+    phase = {"phase": run.phase.number} if run.phase.name else {}
+    return phase | {f"tokens/{name}": count for name, count in tokens.items() if len(tokens) > 1}
 
 
 class Trace(Hook):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from optimus.comm import CollectiveError
+from optimus.config.phases import phase_at
 from optimus.data.loader import TokenLoader
 from optimus.errors import UserError
 from optimus.train.hooks import Hook
@@ -59,8 +60,10 @@ def _step(run: Run, loader: TokenLoader, hooks: Sequence[Hook]) -> None:
     run.data_seconds = time.perf_counter() - began
     for hook in hooks:
         hook.before_step(run)
-    result = training_step(run.model, run.state, tokens_BS, run.config, run.step + 1, run.loss_limit)
-    run.step += 1
+    step = run.step + 1
+    phase = phase_at(run.phases, step)
+    result = training_step(run.model, run.state, tokens_BS, phase.config, phase.step_of_schedule(step), run.loss_limit)
+    run.step = step
     run.skipped += result.skipped
     run.step_seconds = time.perf_counter() - began
     run.waited_seconds = run.groups.recorder.seconds - waited

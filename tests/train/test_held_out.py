@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from optimus.config import load_config
-from optimus.data.shards import Shards
+from optimus.data.training import TrainingData
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
 from optimus.testing import run_ranks
@@ -68,12 +68,13 @@ def test_only_the_first_rank_is_asked_for_the_text(
 ) -> None:
     """Where a launcher starts every rank with its own checks, a refusal on another node would leave the first waiting."""
     config["evaluate"]["text"] = str(tmp_path / "absent")
-    tree, shards = with_microbatches(load_config(config), 2), Shards(config["data"]["path"])
+    tree = with_microbatches(load_config(config), 2)
+    data = TrainingData(tree)
     monkeypatch.setenv("RANK", "1")
-    check_run(tree, shards, 2, False)
+    check_run(tree, data, 2, False)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match=r"evaluate\.text: .*absent does not exist"):
-        check_run(tree, shards, 2, False)
+        check_run(tree, data, 2, False)
 
 
 def test_data_missing_on_one_node_ends_all(config: dict[str, Any], tmp_path: Path) -> None:
