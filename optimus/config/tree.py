@@ -352,6 +352,27 @@ class EvaluateConfig(Section):
         return self
 
 
+class ValidationConfig(Section):
+    """A set of validation text; its loss and bits per byte are metrics, loss/NAME and bits_per_byte/NAME."""
+
+    name: str = Field(description="Its name in the metrics.")
+    path: PathText | None = Field(None, description="Folder written by `optimus prepare`; or give text.")
+    text: PathText | None = Field(None, description="File, folder or glob of text.")
+    every: int | None = Field(None, gt=0, description="Steps between validations. Default: after the last step only.")
+    tokens: int = Field(1 << 17, gt=0, description="Use only so many tokens, also as 2e6 or 1M.")
+
+    @field_validator("tokens", mode="before")
+    @classmethod
+    def _count(cls, value: Any) -> Any:
+        return token_count(value)
+
+    @model_validator(mode="after")
+    def _text(self) -> "ValidationConfig":
+        if (self.path is None) == (self.text is None):
+            raise ValueError(f"{self.name}: give one of path (prepared data) and text (files)")
+        return self
+
+
 class ResilienceConfig(Section):
     """What to do about non-finite numbers, loss spikes, and hanging or slow ranks."""
 
@@ -441,6 +462,7 @@ class RunConfig(Section):
     Default: nine tenths of the device's free memory after the state."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    validation: list[ValidationConfig] = Field([], description="Further sets that are validated during training.")
     collectives: CollectivesConfig = CollectivesConfig()
     resilience: ResilienceConfig = ResilienceConfig()
     observe: ObserveConfig = ObserveConfig()
@@ -478,6 +500,9 @@ class RunConfig(Section):
             self.train = train.model_copy(update={"steps": steps})
         elif train.steps is None and train.tokens is None and train.epochs is None:
             raise ValueError(f"train: {_length('it is missing')}")
+        names = [each.name for each in self.validation]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"validation: two sets are named {min(twice)}: give each a name of its own")
         check_combinations(self)
         for phase in phases_of(self) if self.phases else ():
             try:

@@ -73,12 +73,16 @@ def open_folders(config: RunConfig) -> dict[str, Shards]:
     folders = {path: Shards(path) for path in dict.fromkeys(paths)}
     one, *others = folders.values()
     for other in others:
-        if other.index["tokenizer"]["sha256"] != one.index["tokenizer"]["sha256"]:
-            raise UserError(
-                f"{other.folder} was prepared with another tokenizer than {one.folder}: their tokens do not mean the same. "
-                f"Prepare it again with `tokenizer={one.folder}`"
-            )
+        _check_same_tokenizer(one, other)
     return folders
+
+
+def _check_same_tokenizer(one: Shards, other: Shards) -> None:
+    if other.index["tokenizer"]["sha256"] != one.index["tokenizer"]["sha256"]:
+        raise UserError(
+            f"{other.folder} was prepared with another tokenizer than {one.folder}: their tokens do not mean the same. "
+            f"Prepare it again with `tokenizer={one.folder}`"
+        )
 
 
 def _sections(config: RunConfig) -> list[DataConfig]:
@@ -136,6 +140,10 @@ class TrainingData:
     def instances(self) -> int:
         """Rows of all sources together."""
         return sum(shards.instances for shards in self.folders.values())
+
+    def check_same_tokenizer(self, other: Shards) -> None:
+        """Raise `UserError` unless `other` was prepared with the tokenizer of this data."""
+        _check_same_tokenizer(self.first_folder, other)
 
     def verify(self) -> None:
         """Read all shards and compare their checksums. Raises `UserError` at the first that differs."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from optimus.comm import Group
 from optimus.data.documents import read_texts
 from optimus.data.files import resolve
+from optimus.data.shards import Shards
 from optimus.data.tokenizer import encoder
 from optimus.errors import UserError
 from optimus.evaluate.score import TOKENS_PER_BATCH, Scored, Window, score
@@ -41,7 +42,7 @@ def bits_per_byte(
     text_field: str = "text",
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """`{"bits_per_byte": float, "bytes": int, "tokens": int}` of a file, folder or glob of text.
+    """`{"loss": float, "bits_per_byte": float, "bytes": int, "tokens": int}` of a file, folder or glob of text.
 
     `tokenizer` is a `tokenizers.Tokenizer`; `context` is the longest input in tokens. With `max_bytes`, the text that
     comes first in reading order, up to so many bytes. The model may be in training: its mode is restored, and gradients
@@ -71,7 +72,8 @@ def measure(
         nats -= sum(found.log_likelihood for found in score(model, part.windows, tokens_per_batch))
         if progress is not None:
             progress(part.bytes)
-    return {"bits_per_byte": nats / math.log(2) / part.bytes, "bytes": part.bytes, "tokens": part.tokens}
+    found = {"loss": nats / part.tokens, "bits_per_byte": nats / math.log(2) / part.bytes}
+    return found | {"bytes": part.bytes, "tokens": part.tokens}
 
 
 def read_parts(
@@ -81,18 +83,24 @@ def read_parts(
     eos_id: int,
     context: int,
     max_bytes: int | None = None,
+    max_tokens: int | None = None,
     text_field: str = "text",
 ) -> Iterator[Part]:
-    """The windows of a text in parts of little memory; see `bits_per_byte`."""
+    """The windows of a text in parts of little memory; see `bits_per_byte`. `max_tokens` may cut the last document."""
     encode = encoder(tokenizer)
     cutter = _Cutter(eos_id, context)
     seen_bytes, tokens, given = 0, 0, 0
     held: list[Window] = []
     for text, ends in _first_bytes(read_texts(resolve([text_path]), text_field, encode), max_bytes):
-        seen_bytes += len(text.encode())
         piece = encode(text)
+        if max_tokens is not None and tokens + len(piece) > max_tokens:
+            piece = piece[: max_tokens - tokens]
+            text = tokenizer.decode(piece, skip_special_tokens=False)
+        seen_bytes += len(text.encode())
         tokens += len(piece)
         held += cutter.cut(piece, ends)
+        if tokens == max_tokens:
+            break
         if tokens - given >= _TOKENS_AT_ONCE:
             yield Part(held, seen_bytes, tokens)
             held, given = [], tokens
@@ -100,6 +108,20 @@ def read_parts(
     if not tokens:
         raise UserError(f"no text in {text_path}: bits per byte needs at least one document that is not empty")
     yield Part(held, seen_bytes, tokens)
+
+
+def read_rows(shards: Shards, max_tokens: int) -> Iterator[Part]:
+    """The first rows of prepared data, up to `max_tokens` but at least one, each as one window, as in training.
+
+    All tokens but the first of a row are predicted. Their bytes are those of the mean token of the data.
+    """
+    bytes_per_token = shards.index["text_bytes"] / (shards.index["tokens"] + shards.index["dropped_tokens"])
+    rows, predicted = min(shards.instances, max(1, max_tokens // shards.context)), shards.context - 1
+    at_once = max(1, _TOKENS_AT_ONCE // shards.context)
+    for start in range(0, rows, at_once):
+        stop = min(rows, start + at_once)
+        windows = [Window(row[:1], row[1:]) for row in shards.rows(start, stop).tolist()]
+        yield Part(windows, round(stop * predicted * bytes_per_token), stop * predicted)
 
 
 class _Cutter:

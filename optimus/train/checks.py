@@ -16,6 +16,8 @@ from optimus.checkpoint.store import check_same_model, check_same_run
 from optimus.checkpoint.writers import bytes_written
 from optimus.config import ModelConfig, RunConfig, load_config
 from optimus.config.phases import longest, phases_of
+from optimus.data import files
+from optimus.data.shards import Shards
 from optimus.data.training import TrainingData
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
@@ -67,8 +69,13 @@ def check_references(config: RunConfig, resume: bool) -> None:
             check_same_model(read_description(path).model, config.model, path)
 
 
-def check_validation(config: RunConfig) -> None:
-    """Raise `UserError` when the validation text is missing on this node, whose first rank reads it."""
+def check_validation(config: RunConfig, data: TrainingData) -> None:
+    """Raise `UserError` when validation text is missing on this node, whose first rank reads it, or of another tokenizer."""
+    for each in config.validation:
+        if each.text is not None:
+            files.resolve([each.text])
+        elif each.path is not None:
+            data.check_same_tokenizer(Shards(each.path))
     if config.evaluate.text is not None and not Path(config.evaluate.text).exists():
         raise UserError(f"evaluate.text: {config.evaluate.text} does not exist: name a file or folder of text")
 

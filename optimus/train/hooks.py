@@ -12,6 +12,7 @@ import torch
 from optimus.checkpoint.lease import BEAT, check_lease
 from optimus.comm import CollectiveError
 from optimus.data import tokenizer
+from optimus.data.shards import Shards
 from optimus.errors import UserError, naming_disk_errors
 from optimus.model.count import flops_per_token
 from optimus.observe.machine import peak_flops
@@ -125,45 +126,51 @@ class NonFinite(Hook):
 
 
 class Validation(Hook):
-    """Measures bits per byte of the validation text every so many steps and at the last one; on all ranks.
+    """Measures loss and bits per byte of each set of validation text, every so many steps and at the last one; on all ranks.
 
     Rank 0 alone reads the text. Where it holds the whole model it measures alone; else all ranks do, each with its part of
     the model. What rank 0 fails to read ends the run on all ranks alike.
     """
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        section = run.config.evaluate
-        if section.every is None or section.text is None:
-            return
-        if run.step % section.every and run.step != run.last_step:
-            return
+        section, last = run.config.evaluate, run.step == run.last_step
         try:
-            run.measured["bits_per_byte"] = self._measure(run, section.text)["bits_per_byte"]
+            if section.every is not None and section.text is not None and (last or run.step % section.every == 0):
+                parts = self._text(run, section.text, max_bytes=section.max_bytes)
+                run.measured["bits_per_byte"] = self._measure(run, parts)["bits_per_byte"]
+            for each in run.config.validation:
+                if last or (each.every is not None and run.step % each.every == 0):
+                    of_text = self._text(run, each.text, max_tokens=each.tokens) if each.text is not None else None
+                    found = self._measure(run, of_text or self._rows(str(each.path), each.tokens))
+                    run.measured |= {f"{name}/{each.name}": found[name] for name in ("loss", "bits_per_byte")}
         except CollectiveError:
             raise
         except UserError as error:
             run.failure = error
 
-    def _measure(self, run: Run, text: str) -> dict[str, Any]:
+    def _measure(self, run: Run, parts: Iterator[Any]) -> dict[str, Any]:
         from optimus.evaluate.text import measure
 
         world = run.groups.world
         with run.state.evaluating():
             if run.forward_is_collective:
-                return measure(run.model, self._parts(run, text), group=world)
-            return world.on_first(lambda: measure(run.model, self._parts(run, text)))
+                return measure(run.model, parts, group=world)
+            return world.on_first(lambda: measure(run.model, parts))
 
-    def _parts(self, run: Run, text: str) -> Iterator[Any]:
+    def _text(self, run: Run, text: str, max_bytes: int | None = None, max_tokens: int | None = None) -> Iterator[Any]:
         from optimus.evaluate.text import read_parts
 
         data = run.data.first_folder
+        context = run.phase.config.train.sequence_length
+        encoder = tokenizer.load(data.tokenizer_path, parse_special=data.parse_special)
         yield from read_parts(
-            tokenizer.load(data.tokenizer_path, parse_special=data.parse_special),
-            text,
-            eos_id=data.eos_id,
-            context=run.phase.config.train.sequence_length,
-            max_bytes=run.config.evaluate.max_bytes,
+            encoder, text, eos_id=data.eos_id, context=context, max_bytes=max_bytes, max_tokens=max_tokens
         )
+
+    def _rows(self, path: str, tokens: int) -> Iterator[Any]:
+        from optimus.evaluate.text import read_rows
+
+        yield from read_rows(Shards(path), tokens)
 
 
 class TimeLeft(Hook):

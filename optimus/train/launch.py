@@ -121,7 +121,7 @@ def check_run(config: RunConfig, data: TrainingData, ranks: int, resume: bool, p
     checks.check_ranks(config, ranks)
     checks.check_references(config, resume)
     if int(os.environ.get("RANK", "0")) == 0:
-        checks.check_validation(config)
+        checks.check_validation(config, data)
         checks.check_output(config, resume, data)
     decided, _ = with_precision(config, device, resume)  # here; the ranks agree on it when they have come together
     checks.check_memory(decided, device, ranks, per_node)
