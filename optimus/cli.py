@@ -66,6 +66,9 @@ def prepare(
         str, Option(help="Field of JSON lines, column of CSV, TSV and Parquet that holds the text.")
     ] = "text",
     parse_special: ParseSpecial = False,
+    pack: Annotated[
+        Literal["concatenate", "best-fit"], Option(help="best-fit: no document shorter than the context is cut.")
+    ] = "concatenate",
     as_json: Json = False,
 ) -> None:
     """Tokenise, shuffle and shard text into training data."""
@@ -87,14 +90,20 @@ def prepare(
             shard_size=parse_size(shard_size),
             text_field=text_field,
             parse_special=parse_special,
+            pack=pack,
             progress=progress.update,
         )
+    rest = f"the last {index['dropped_tokens']} tokens do not fill a sequence and are dropped"
+    if pack == "best-fit":
+        padding = index["padding_tokens"]
+        rest = f"{padding:,} of them padding ({100 * padding / index['tokens']:.2g} %)"
+        rest += f"; {index['cut_documents']:,} documents are "
+        rest += "longer than a sequence and cut"
     _show(
         index,
         as_json,
         f"{output}: {index['tokens']:,} tokens of {index['documents']:,} documents in {index['instances']:,} sequences "
-        f"of {context}, {len(index['shards'])} shard(s); the last {index['dropped_tokens']} tokens do not fill a "
-        f"sequence and are dropped{_left_alone(index)}",
+        f"of {context}, {len(index['shards'])} shard(s); {rest}{_left_alone(index)}",
     )
 
 

@@ -1,7 +1,7 @@
 """Where the training tokens come from."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -50,6 +50,9 @@ class DataConfig(Section):
         None, description="Folder written by `optimus prepare`; the short form of one source."
     )
     sources: list[SourceConfig] = Field([], description="Sources that are mixed.")
+    documents: Literal["ignore", "mask"] = "ignore"
+    """Documents that lie in one sequence. mask: attention and positions stay inside of each, whose first token is not
+    predicted. In a phase the default is that of `data`."""
 
     @model_validator(mode="before")
     @classmethod

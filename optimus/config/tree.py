@@ -296,8 +296,11 @@ def _resolved(phase: PhaseConfig, number: int, run: "RunConfig") -> PhaseConfig:
         )
     if phase.lr_schedule is not None and phase.lr_schedule.branch_from:
         raise ValueError(f"{where}.lr_schedule.branch_from: a run branches at its start: remove it")
-    values = {"sequence_length": length, "global_batch": batch, "steps": steps, "tokens": None}
-    return phase.model_copy(update=values | {"data": phase.data or run.data})
+    data = phase.data or run.data
+    if "documents" not in data.model_fields_set:
+        data = data.model_copy(update={"documents": run.data.documents})
+    values = {"sequence_length": length, "global_batch": batch, "steps": steps, "tokens": None, "data": data}
+    return phase.model_copy(update=values)
 
 
 def _completed(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,22 +10,29 @@ Shapes: B sequences of this rank, S tokens of a sequence, N places.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from optimus.data.packing import documents_BS, padding_BS
 from optimus.data.shards import Shards
 from optimus.data.training import DataPhase
 from optimus.errors import UserError
 
 AHEAD = 4  # batches
 
-TokenBatch = NDArray[np.int64]
+
+class TokenBatch(NamedTuple):
+    """Sequences of tokens and, where the phase has any, what is said of each token; see `model.batch.Batch`."""
+
+    tokens_BS: NDArray[np.int64]
+    target_mask_BS: NDArray[np.bool_] | None = None
+    document_BS: NDArray[np.int32] | None = None
 
 
 class TokenLoader(Iterator[TokenBatch]):
-    """Iterator of `tokens_BS` (int64), the part of `rank` in each global batch from `start_step` on; the last phase has no
-    end.
+    """Iterator of the part of `rank` in each global batch from `start_step` on; the last phase has no end.
 
     Rank r of `ranks` gets the r-th contiguous part of each global batch, which must be divisible by `ranks`. A failure of
     the reading thread (such as a corrupted shard) is raised by `next`. Use it as a context manager, or call `close`.
@@ -74,7 +81,9 @@ class TokenLoader(Iterator[TokenBatch]):
             chosen, source = source_B == number, phase.sources[number]
             row_N, part_N = source.rows(index_B[chosen], self._seed)
             tokens_BS[chosen] = _parts(source.shards, row_N, part_N, phase.sequence_length)
-        return tokens_BS
+        eos_id = phase.sources[0].shards.eos_id
+        mask_BS = ~padding_BS(tokens_BS, eos_id) if phase.padded else None
+        return TokenBatch(tokens_BS, mask_BS, documents_BS(tokens_BS, eos_id) if phase.documents else None)
 
     def close(self) -> None:
         """Ends the reading thread. The iterator is exhausted afterwards."""

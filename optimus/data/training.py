@@ -51,6 +51,12 @@ class DataPhase(NamedTuple):
     global_batch: int  # sequences
     sources: Sequence[MixedSource]
     mixture: Mixture
+    documents: bool = False  # whether attention stays inside of each
+
+    @property
+    def padded(self) -> bool:
+        """Whether sequences may end in padding."""
+        return any(source.shards.padded for source in self.sources)
 
     @classmethod
     def of(cls, shards: Shards, global_batch: int) -> "DataPhase":
@@ -123,7 +129,7 @@ class TrainingData:
             first = -(-read.get(source.path, 0) // length)
             mixed.append(MixedSource(source.label, shards, shards.context // length, first))
         mixture = Mixture(_weights(phase, sources, [source.shards for source in mixed]))
-        return DataPhase(phase.first, train.global_batch, mixed, mixture)
+        return DataPhase(phase.first, train.global_batch, mixed, mixture, phase.config.data.documents == "mask")
 
     def _check_passes(self, phase: Phase, source: SourceConfig, mixed: MixedSource, number: int) -> None:
         """A source with a weight is read once at most, as nobody has asked for more."""

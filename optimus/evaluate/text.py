@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from optimus.comm import Group
 from optimus.data.documents import read_texts
 from optimus.data.files import resolve
+from optimus.data.packing import padding_BS
 from optimus.data.shards import Shards
 from optimus.data.tokenizer import encoder
 from optimus.errors import UserError
@@ -113,15 +116,20 @@ def read_parts(
 def read_rows(shards: Shards, max_tokens: int) -> Iterator[Part]:
     """The first rows of prepared data, up to `max_tokens` but at least one, each as one window, as in training.
 
-    All tokens but the first of a row are predicted. Their bytes are those of the mean token of the data.
+    All tokens but the first of a row and its padding are predicted. Their bytes are those of the mean token of the data.
     """
-    bytes_per_token = shards.index["text_bytes"] / (shards.index["tokens"] + shards.index["dropped_tokens"])
-    rows, predicted = min(shards.instances, max(1, max_tokens // shards.context)), shards.context - 1
+    bytes_per_token = shards.index["text_bytes"] / shards.stream_tokens
+    rows, predicted = min(shards.instances, max(1, max_tokens // shards.context)), 0
     at_once = max(1, _TOKENS_AT_ONCE // shards.context)
     for start in range(0, rows, at_once):
-        stop = min(rows, start + at_once)
-        windows = [Window(row[:1], row[1:]) for row in shards.rows(start, stop).tolist()]
-        yield Part(windows, round(stop * predicted * bytes_per_token), stop * predicted)
+        tokens_BS = shards.rows(start, min(rows, start + at_once)).astype(np.int64)
+        padding_B = (
+            padding_BS(tokens_BS, shards.eos_id).sum(1) if shards.padded else np.zeros(len(tokens_BS), dtype=int)
+        )
+        held = [row[: len(row) - padding] for row, padding in zip(tokens_BS.tolist(), padding_B.tolist())]
+        windows = [Window(row[:1], row[1:]) for row in held if len(row) > 1]
+        predicted += sum(len(window.continuation) for window in windows)
+        yield Part(windows, round(predicted * bytes_per_token), predicted)
 
 
 class _Cutter:

@@ -172,8 +172,16 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> int:
 
 def _numbers(config: dict[str, Any]) -> dict[str, Any]:
     """By `section.key`, what of a configuration decides which numbers a run computes."""
-    sections = {name: config.get(name, {}) for name in ("train", "optimizer", "lr_schedule", "moe")}
-    elsewhere = ["train.output", "train.stop_at", "train.device", "moe.dispatch", "moe.drop_duplicates"]
+    sections = {name: config.get(name, {}) for name in ("data", "train", "optimizer", "lr_schedule", "moe")}
+    elsewhere = [
+        "data.path",
+        "data.sources",
+        "train.output",
+        "train.stop_at",
+        "train.device",
+        "moe.dispatch",
+        "moe.drop_duplicates",
+    ]
     if not config.get("model", {}).get("router_bias"):
         elsewhere.append("moe.bias_rate")
     flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}

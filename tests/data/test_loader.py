@@ -30,7 +30,7 @@ def rows(loader: TokenLoader, step: int) -> np.ndarray:
 
 def take(shards: Shards, count: int, **settings: int) -> list[np.ndarray]:
     with loader_of(shards, **settings) as loader:
-        return list(islice(loader, count))
+        return [batch.tokens_BS for batch in islice(loader, count)]
 
 
 def threads() -> int:
@@ -85,7 +85,7 @@ def test_a_batch_across_the_end_of_an_epoch(prepared: Path) -> None:
     with loader_of(shards, global_batch=size) as loader:
         second = rows(loader, 1)
         next(loader)
-        batch = next(loader)
+        batch = next(loader).tokens_BS
     assert second[:3].tolist() == [size, size + 1, size + 2]
     assert np.array_equal(batch, np.stack([shards.row(int(row)) for row in second]))
 

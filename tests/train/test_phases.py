@@ -1,6 +1,7 @@
 """Mixtures and phases: a run finds its part of the data from any step, on any layout, and says what it has read."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from optimus.data.preparation import prepare
 from optimus.data.shards import Shards
 from optimus.data.training import TrainingData
 from optimus.errors import UserError
+from optimus.model import Transformer
+from optimus.model.init import initialize
 from optimus.observe.metrics import read_metrics
 from optimus.testing import run_ranks
 from optimus.train.checkpoints import build_run
@@ -81,7 +84,7 @@ def test_counts_are_exact_and_no_sequence_is_read_twice(phased: dict[str, Any]) 
         for row in shards.rows(0, shards.instances).astype(np.int64):
             owners |= {bytes(part): name for part in (row, row[:16], row[16:])}
     for step in range(1, 12):
-        whole, *parts = [np.concatenate([next(loader) for loader in loaders]) for loaders in by_rank]
+        whole, *parts = [np.concatenate([next(loader).tokens_BS for loader in loaders]) for loaders in by_rank]
         assert all(np.array_equal(part, whole) for part in parts)
         for sequence in whole:
             seen[owners[bytes(sequence)]].append(bytes(sequence))
@@ -101,10 +104,10 @@ def test_counts_are_exact_and_no_sequence_is_read_twice(phased: dict[str, Any]) 
 def test_a_loader_starts_at_any_step(phased: dict[str, Any]) -> None:
     _, data = read_run(phased)
     with TokenLoader(data.phases) as loader:
-        whole = [next(loader) for _ in range(12)]
+        whole = [next(loader).tokens_BS for _ in range(12)]
     for start in range(11):
         with TokenLoader(data.phases, start_step=start) as loader:
-            assert np.array_equal(next(loader), whole[start])
+            assert np.array_equal(next(loader).tokens_BS, whole[start])
 
 
 def part(config: dict[str, Any], resume: bool) -> None:
@@ -236,3 +239,49 @@ def test_bad_input_is_refused(
         source["path"] = folders.get(source["path"], str(tmp_path / "other"))
     with pytest.raises(UserError, match=expected):
         read_run(small_run | sections)
+
+
+def lined(tmp_path: Path, tokenizer: str, pack: str) -> str:
+    """Prepared documents of a line each, so that many lie in a sequence."""
+    text = (Path(__file__).resolve().parents[2] / "optimus" / "cli.py").read_text().splitlines()
+    (tmp_path / "lines.jsonl").write_text("".join(f"{json.dumps({'text': line})}\n" for line in text))
+    prepare([tmp_path / "lines.jsonl"], tmp_path / pack, tokenizer=tokenizer, context=32, workers=1, pack=pack)  # type: ignore[arg-type]
+    return str(tmp_path / pack)
+
+
+@pytest.mark.parametrize("pack", ["concatenate", "best-fit"])
+def test_documents_in_a_run_are_what_they_are_alone(
+    small_run: dict[str, Any], folders: dict[str, str], tmp_path: Path, pack: str
+) -> None:
+    """The loss of the first step is that of each document by itself; padding has none. Then on other layouts."""
+    small_run["data"] = {"path": lined(tmp_path, folders["model"], pack), "documents": "mask"}
+    small_run["model"] = {k: v for k, v in small_run["model"].items() if "experts" not in k} | {"family": "olmo"}
+    small_run["train"] |= {"precision": "float32", "steps": 3}
+    optimus.train(small_run)
+    shards, tree = Shards(small_run["data"]["path"]), load_config(small_run)
+    one, nats, predicted = Transformer(tree.model), 0.0, 0
+    initialize(one, 0, tree.model.init_std)
+    for row in shards.rows(0, 8).astype(np.int64):
+        for document in np.split(row, np.flatnonzero(row == shards.eos_id) + 1):
+            if len(document) > 1:
+                nats += float(one.losses(torch.from_numpy(document)[None]).cross_entropy.detach()) * (len(document) - 1)
+                predicted += len(document) - 1
+    whole = records(small_run)
+    assert whole[0]["loss"] == pytest.approx(nats / predicted, rel=1e-6)
+    for number, sections in enumerate(({"state": {"shard": "parameters"}}, {"parallel": {"context": 2}})):
+        other = changed(small_run, output=str(tmp_path / f"other-{number}")) | sections
+        run_ranks(part, 2, other, False)
+        assert [each["loss"] for each in records(other)] == pytest.approx([each["loss"] for each in whole], rel=1e-5)
+
+
+def test_packed_rows_without_masks_train_on_all_but_padding(
+    small_run: dict[str, Any], folders: dict[str, str], tmp_path: Path
+) -> None:
+    small_run["data"] = {"path": lined(tmp_path, folders["model"], "best-fit")}
+    small_run["validation"] = [{"name": "rows", "path": small_run["data"]["path"], "tokens": 8 * 32}]
+    small_run["model"] = {k: v for k, v in small_run["model"].items() if "experts" not in k} | {"family": "olmo"}
+    small_run["train"] |= {"precision": "float32", "steps": 1}
+    small_run["lr_schedule"] = {"peak": 1e-30, "minimum": 0.0, "warmup_steps": 0}
+    optimus.train(small_run)
+    (record,) = records(small_run)
+    assert record["loss/rows"] == pytest.approx(record["loss"], rel=1e-5)
