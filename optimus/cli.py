@@ -251,6 +251,27 @@ def import_(
 
 
 @app.command()
+def merge(
+    checkpoints: Annotated[
+        list[str], Argument(metavar="CHECKPOINT[=WEIGHT]...", help="Checkpoints or run folders, each with its weight.")
+    ],
+    output: Annotated[Path, Option(help="Checkpoint folder to make.")],
+    last: Annotated[int | None, Option(help="Average this many of the last checkpoints of the one run.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Average the weights of checkpoints."""
+    from optimus.checkpoint.merging import merge as run
+
+    weighed = [text.rpartition("=") if "=" in text else (text, "=", "1") for text in checkpoints]
+    try:
+        given = {path: float(weight) for path, _, weight in weighed}
+    except ValueError:
+        raise UserError(f"{' '.join(checkpoints)}: give each as CHECKPOINT=WEIGHT, such as runs/web=0.3") from None
+    made = run(given, output, last=last)
+    _show(made, as_json, f"{output}: the average of {len(made['weights'])} checkpoints")
+
+
+@app.command()
 def launch(
     context: typer.Context,
     config: Annotated[Path, Argument(metavar="CONFIG", help="YAML file.")],
