@@ -63,7 +63,10 @@ def prepare(
     workers: Annotated[int | None, Option(help="Processes. Default: one per core.")] = None,
     shard_size: Annotated[str, Option(help="Largest shard.")] = "512MB",
     text_field: Annotated[
-        str, Option(help="Field of JSON lines, column of CSV, TSV and Parquet that holds the text.")
+        str,
+        Option(
+            help="Field or column that holds the text: text, meta.body, or a template such as '{question} {answer}'."
+        ),
     ] = "text",
     parse_special: ParseSpecial = False,
     pack: Annotated[

@@ -31,6 +31,7 @@ import numpy as np
 from optimus.data import files, journal, shards
 from optimus.data import tokenizer as tokenizers
 from optimus.data.documents import DocumentBatch, Encode, Position, read_batches, read_texts
+from optimus.data.fields import field_of
 from optimus.data.helpers import Helpers
 from optimus.data.journal import Counts, Journal, Mark
 from optimus.data.packing import pack as pack_documents
@@ -98,6 +99,8 @@ def prepare(
     `train_tokenizer` (the vocabulary size of one to train on the inputs) is given. `context` is the length of a
     training instance in tokens, `shard_size` is in bytes, `workers` defaults to the cores of this process. Text that
     spells a special token stays text, unless `parse_special` asks for the token.
+    `text_field` is a field of JSON lines or a column of tables; a field inside of others, `meta.body`; or a
+    template of several, `{question}\\n{answer}`.
     `pack` concatenates all documents and cuts them every `context` tokens, or packs them best-fit, so that no document
     shorter than the context is cut; what is left of an instance is padding, which is not trained on.
     `progress(stage, done, total)` is called now and then; `total` may be None.
@@ -124,6 +127,7 @@ def prepare(
 
     if pack not in get_args(Pack):
         raise UserError(f"`pack` is {pack!r}: it must be one of {', '.join(get_args(Pack))}")
+    field_of(text_field)  # that it makes sense
     info = tokenizers.inspect(user_path(tokenizer)) if tokenizer is not None else None
     if info is not None and not parse_special:
         tokenizers.check_text_stays_text(info)
