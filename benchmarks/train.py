@@ -141,7 +141,7 @@ def _trainer(experts: str, precision: str) -> Contestant:
             data_seed=0,
         )
         trainer = Trainer(
-            model=hf, args=arguments, train_dataset=_Dataset(Shards(config.data.path)), callbacks=[Clock()]
+            model=hf, args=arguments, train_dataset=_Dataset(Shards(config.data.mixed[0].path)), callbacks=[Clock()]
         )
         trainer.train()
         return times, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1]

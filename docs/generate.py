@@ -99,7 +99,10 @@ def _section(item: tuple[str, FieldInfo]) -> str:
     section = field.annotation
     head = ["Key", "Type", "Default", "Meaning"]
     if not _is_section(section):
-        return f"### `{name}`\n\n{_table(head, [_row(name, field)])}"
+        rows = [_row(name, field)]
+        for nested in filter(_is_section, typing.get_args(section)):
+            rows += [_row(f"{name}.{key}", inner) for key, inner in nested.model_fields.items()]
+        return f"### `{name}`\n\n{_table(head, rows)}"
     text = " ".join(filter(None, [(section.__doc__ or "").strip(), field.description]))
     rows = [_row(f"{name}.{key}", inner) for key, inner in section.model_fields.items()]
     for key, inner in section.model_fields.items():

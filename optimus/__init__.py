@@ -1,9 +1,9 @@
 """Optimus: pretrain dense and Mixture-of-Experts language models, from raw text to an evaluated checkpoint.
 
 The commands of the shell are functions here: `prepare`, `train`, `evaluate`, `generate`, `export`, `import_folder`,
-`models`; and `load_model` gives a checkpoint's model. `register_experts` and `FastSparseMoEBlock` put the expert kernels
-into models of `transformers`. What the user can mend is a `UserError`. `help(optimus.train)` and so on say more. All load
-on first use, so that importing the package costs nothing.
+`merge`, `models`; and `load_model` gives a checkpoint's model. `register_experts` and `FastSparseMoEBlock` put the expert
+kernels into models of `transformers`. What the user can mend is a `UserError`. `help(optimus.train)` and so on say more.
+All load on first use, so that importing the package costs nothing.
 
 Example:
     import optimus
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from optimus.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from optimus.checkpoint.merging import merge
     from optimus.checkpoint.store import load_model
     from optimus.config.models import models
     from optimus.data.preparation import prepare
@@ -44,6 +45,7 @@ __all__ = [
     "generate",
     "import_folder",
     "load_model",
+    "merge",
     "models",
     "prepare",
     "register_experts",
@@ -59,6 +61,7 @@ __getattr__, __dir__ = lazy_exports(
         "generate": "optimus.evaluate:generate_text",
         "import_folder": "optimus.hub",
         "load_model": "optimus.checkpoint.store",
+        "merge": "optimus.checkpoint.merging",
         "models": "optimus.config.models",
         "prepare": "optimus.data.preparation",
         "register_experts": "optimus.hub",

@@ -88,9 +88,15 @@ def prepare(
     workers: Annotated[int | None, Option(help="Processes. Default: one per core.")] = None,
     shard_size: Annotated[str, Option(help="Largest shard.")] = "512MB",
     text_field: Annotated[
-        str, Option(help="Field of JSON lines, column of CSV, TSV and Parquet that holds the text.")
+        str,
+        Option(
+            help="Field or column that holds the text: text, meta.body, or a template such as '{question} {answer}'."
+        ),
     ] = "text",
     parse_special: ParseSpecial = False,
+    pack: Annotated[
+        Literal["concatenate", "best-fit"], Option(help="best-fit: no document shorter than the context is cut.")
+    ] = "concatenate",
     as_json: Json = False,
 ) -> None:
     """Tokenise, shuffle and shard text into training data."""
@@ -112,14 +118,20 @@ def prepare(
             shard_size=parse_size(shard_size),
             text_field=text_field,
             parse_special=parse_special,
+            pack=pack,
             progress=progress.update,
         )
+    rest = f"the last {index['dropped_tokens']} tokens do not fill a sequence and are dropped"
+    if pack == "best-fit":
+        padding = index["padding_tokens"]
+        rest = f"{padding:,} of them padding ({100 * padding / index['tokens']:.2g} %)"
+        rest += f"; {index['cut_documents']:,} documents are "
+        rest += "longer than a sequence and cut"
     _show(
         index,
         as_json,
         f"{output}: {index['tokens']:,} tokens of {index['documents']:,} documents in {index['instances']:,} sequences "
-        f"of {context}, {len(index['shards'])} shard(s); the last {index['dropped_tokens']} tokens do not fill a "
-        f"sequence and are dropped{_left_alone(index)}",
+        f"of {context}, {len(index['shards'])} shard(s); {rest}{_left_alone(index)}",
     )
 
 
@@ -281,6 +293,27 @@ def import_(
     from optimus.hub import import_folder
 
     _show(import_folder(folder, output), as_json, f"{output}: a checkpoint of weights (checkpoint.initial={output})")
+
+
+@app.command()
+def merge(
+    checkpoints: Annotated[
+        list[str], Argument(metavar="CHECKPOINT[=WEIGHT]...", help="Checkpoints or run folders, each with its weight.")
+    ],
+    output: Annotated[Path, Option(help="Checkpoint folder to make.")],
+    last: Annotated[int | None, Option(help="Average this many of the last checkpoints of the one run.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Average the weights of checkpoints."""
+    from optimus.checkpoint.merging import merge as run
+
+    weighed = [text.rpartition("=") if "=" in text else (text, "=", "1") for text in checkpoints]
+    try:
+        given = {path: float(weight) for path, _, weight in weighed}
+    except ValueError:
+        raise UserError(f"{' '.join(checkpoints)}: give each as CHECKPOINT=WEIGHT, such as runs/web=0.3") from None
+    made = run(given, output, last=last)
+    _show(made, as_json, f"{output}: the average of {len(made['weights'])} checkpoints")
 
 
 @app.command()

@@ -46,6 +46,11 @@ def whole_slices(tensors: Iterable[tuple[str, Tensor]], prefix: str = "model.") 
         yield TensorSlice(prefix + name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
+def tiles(shape: Sequence[int], longest: int = LONGEST) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of the slices that a whole tensor is cut into, none of more than `longest` elements."""
+    return _capped(shape, 0, math.prod(shape), longest)
+
+
 def range_slices(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(offsets, sizes) of the slices that elements `start` to `end` of a row-major block are, in order; none if empty."""
     if start >= end:

@@ -25,7 +25,7 @@ ModelFolderReader = Callable[[Path], dict[str, Any]]
 SomeSection = typing.TypeVar("SomeSection", bound=BaseModel)
 
 
-_RENAMED = {"schedule": "lr_schedule", "train.context": "train.sequence_length"}
+_RENAMED = {"schedule": "lr_schedule", "validate": "validation", "train.context": "train.sequence_length"}
 
 
 def load_config(

@@ -5,24 +5,21 @@ Combinations that cannot work are refused here, by validators that name the fiel
 tree is known to make sense.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from optimus.config.combinations import check_combinations
+from optimus.config.data import DataConfig, token_count
 from optimus.config.parallel import ParallelConfig
-from optimus.config.sizes import parse_count, parse_size
+from optimus.config.phases import phases_of
+from optimus.config.sizes import parse_size
 from optimus.model.architecture import ModelConfig
 from optimus.section import PathText, Section, reported_as_value
 
 _WARMUP_SHARE, _LONGEST_WARMUP = 20, 2500  # of the run, and in steps (the paper)
 _COOLDOWN_SHARE = 5  # of the run (Hägele et al. 2024, section 3)
-
-
-class DataConfig(Section):
-    """Where the training tokens are."""
-
-    path: PathText = Field(description="Folder written by `optimus prepare`.")
 
 
 class ShardRanks(Section):
@@ -252,7 +249,7 @@ class TrainConfig(Section):
     """Length of the run in passes over the data; rounded down to whole steps."""
     global_batch: int = Field(gt=0, description="Sequences per step, over all ranks and microbatches.")
     micro_batch: int = Field(gt=0, description="Sequences per forward pass on one rank.")
-    sequence_length: int = Field(gt=1, description="Tokens per sequence; must equal that of the prepared data.")
+    sequence_length: int = Field(gt=1, description="Tokens per sequence: those of the prepared data, or a divisor.")
     seed: int = Field(0, ge=0)
     """Seed of the initial weights and of the data order after the first pass."""
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -272,18 +269,16 @@ class TrainConfig(Section):
         if self.global_batch % self.micro_batch:
             raise ValueError(f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}")
         given = [name for name in ("steps", "tokens", "epochs") if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = f"{' and '.join(given)} are given" if given else "it is missing"
-            raise ValueError(f"the length of the run is one of steps, tokens and epochs, but {found}: keep one of them")
-        if self.epochs is None and self.stop_at is not None and self.stop_at > self.total_steps:
+        if len(given) > 1:
+            raise ValueError(_length(f"{' and '.join(given)} are given"))
+        if given and self.epochs is None and self.stop_at is not None and self.stop_at > self.total_steps:
             raise ValueError(f"stop_at {self.stop_at} is beyond steps {self.total_steps}")
         return self
 
     @field_validator("tokens", mode="before")
     @classmethod
     def _count(cls, value: Any) -> Any:
-        whole = isinstance(value, float) and value.is_integer()  # 2e9
-        return int(value) if whole else reported_as_value(parse_count, value)
+        return token_count(value)
 
     @property
     def total_steps(self) -> int:
@@ -293,6 +288,68 @@ class TrainConfig(Section):
         if self.tokens is None:
             raise ValueError("the steps of a run in epochs depend on the data")
         return -(-self.tokens // (self.global_batch * self.sequence_length))
+
+
+def _length(found: str) -> str:
+    return f"the length of the run is one of steps, tokens and epochs, but {found}: keep one of them"
+
+
+class PhaseConfig(Section):
+    """A stretch of a run. What it does not give is as in the rest of the configuration."""
+
+    name: str | None = Field(None, description="Name in messages and checkpoints. Default: phase-N.")
+    steps: int | None = Field(None, gt=0, description="Its length in steps; or give tokens.")
+    tokens: int | None = Field(None, gt=0, description="Its length in tokens: whole steps, also as 2e9 or 300B.")
+    data: DataConfig | None = Field(None, description="Its data, as the section or list `data`.")
+    sequence_length: int | None = Field(None, gt=1, description="Tokens per sequence.")
+    global_batch: int | None = Field(None, gt=0, description="Sequences per step.")
+    lr_schedule: LrScheduleConfig | None = None
+    """A schedule of its own over its steps, without a warm-up unless it gives one; its other keys are by default those of
+    the run. Default: the run's schedule goes on."""
+
+    @field_validator("tokens", mode="before")
+    @classmethod
+    def _count(cls, value: Any) -> Any:
+        return token_count(value)
+
+
+def _resolved(phase: PhaseConfig, number: int, run: "RunConfig") -> PhaseConfig:
+    """`phase` with all its values, its length in steps. Raises `ValueError` for those that do not fit."""
+    where, train = f"phases.{number}", run.train
+    if (phase.steps is None) == (phase.tokens is None):
+        raise ValueError(f"{where}: its length is one of steps and tokens: give one of them")
+    length, batch = phase.sequence_length or train.sequence_length, phase.global_batch or train.global_batch
+    if batch % train.micro_batch:
+        raise ValueError(f"{where}.global_batch {batch} is not a multiple of train.micro_batch {train.micro_batch}")
+    steps, left = (phase.steps, 0) if phase.tokens is None else divmod(phase.tokens, batch * length)
+    if left or not steps:
+        raise ValueError(
+            f"{where}.tokens {phase.tokens} ends inside of a step of {batch} x {length} tokens: give "
+            f"{max(1, steps or 0) * batch * length}, or steps"
+        )
+    if phase.lr_schedule is not None and phase.lr_schedule.branch_from:
+        raise ValueError(f"{where}.lr_schedule.branch_from: a run branches at its start: remove it")
+    data = phase.data or run.data
+    if "documents" not in data.model_fields_set:
+        data = data.model_copy(update={"documents": run.data.documents})
+    values = {"sequence_length": length, "global_batch": batch, "steps": steps, "tokens": None, "data": data}
+    return phase.model_copy(update=values)
+
+
+def _completed(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is read with what its phases leave to the run, and the other way round."""
+    phases = raw.get("phases")
+    if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
+        return raw
+    run = {key: value for key, value in (raw.get("lr_schedule") or {}).items() if key != "branch_from"}
+    completed = [
+        phase | {"lr_schedule": run | ({"warmup_steps": 0} if number else {}) | phase["lr_schedule"]}
+        if isinstance(phase.get("lr_schedule"), dict)
+        else phase
+        for number, phase in enumerate(phases)
+    ]
+    data = [phase["data"] for phase in phases[:1] if "data" in phase and "data" not in raw]
+    return {**raw, "phases": completed, **({"data": data[0]} if data else {})}
 
 
 class CheckpointConfig(Section):
@@ -328,6 +385,27 @@ class EvaluateConfig(Section):
     def _text(self) -> "EvaluateConfig":
         if self.every is not None and self.text is None:
             raise ValueError("every is set but text is not: name a file or folder of validation text")
+        return self
+
+
+class ValidationConfig(Section):
+    """A set of validation text; its loss and bits per byte are metrics, loss/NAME and bits_per_byte/NAME."""
+
+    name: str = Field(description="Its name in the metrics.")
+    path: PathText | None = Field(None, description="Folder written by `optimus prepare`; or give text.")
+    text: PathText | None = Field(None, description="File, folder or glob of text.")
+    every: int | None = Field(None, gt=0, description="Steps between validations. Default: after the last step only.")
+    tokens: int = Field(1 << 17, gt=0, description="Use only so many tokens, also as 2e6 or 1M.")
+
+    @field_validator("tokens", mode="before")
+    @classmethod
+    def _count(cls, value: Any) -> Any:
+        return token_count(value)
+
+    @model_validator(mode="after")
+    def _text(self) -> "ValidationConfig":
+        if (self.path is None) == (self.text is None):
+            raise ValueError(f"{self.name}: give one of path (prepared data) and text (files)")
         return self
 
 
@@ -402,8 +480,11 @@ class RunConfig(Section):
     """Everything about a run."""
 
     model: ModelConfig = Field(description="A preset, a Hugging Face folder, or the mapping below.")
-    data: DataConfig
+    data: DataConfig = Field(description="By default that of the first phase.")
     train: TrainConfig
+    phases: list[PhaseConfig] = Field([])
+    """Stretches of the run with other data, lengths, batches or learning rates, one after the other; the run is as long as
+    they are together."""
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_schedule: LrScheduleConfig = LrScheduleConfig()
     moe: MoeConfig = MoeConfig()
@@ -423,6 +504,7 @@ class RunConfig(Section):
     Default: nine tenths of the device's free memory after the state."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    validation: list[ValidationConfig] = Field([], description="Further sets that are validated during training.")
     collectives: CollectivesConfig = CollectivesConfig()
     resilience: ResilienceConfig = ResilienceConfig()
     observe: ObserveConfig = ObserveConfig()
@@ -441,9 +523,34 @@ class RunConfig(Section):
             return 0
         return self.lr_schedule.cooldown_steps or max(1, self.train.total_steps // _COOLDOWN_SHARE)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _phases(cls, raw: Any) -> Any:
+        return _completed(raw) if isinstance(raw, dict) else raw
+
     @model_validator(mode="after")
     def _combinations(self) -> "RunConfig":
+        train = self.train
+        if self.phases:
+            self.phases = [_resolved(phase, number, self) for number, phase in enumerate(self.phases)]
+            steps = sum(phase.steps or 0 for phase in self.phases)
+            said = next((name for name in ("tokens", "epochs", "steps") if getattr(train, name) is not None), None)
+            if said is not None and train.steps != steps:
+                raise ValueError(f"train.{said}: the phases are {steps} steps together: remove it")
+            if train.stop_at is not None and train.stop_at > steps:
+                raise ValueError(f"train.stop_at {train.stop_at} is beyond the {steps} steps of the phases")
+            self.train = train.model_copy(update={"steps": steps})
+        elif train.steps is None and train.tokens is None and train.epochs is None:
+            raise ValueError(f"train: {_length('it is missing')}")
+        names = [each.name for each in self.validation]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"validation: two sets are named {min(twice)}: give each a name of its own")
         check_combinations(self)
+        for phase in phases_of(self) if self.phases else ():
+            try:
+                check_combinations(phase.config)
+            except ValueError as error:
+                raise ValueError(f"phases.{phase.number}: {error}") from None
         return self
 
     @field_validator("recompute", mode="before")

@@ -14,10 +14,11 @@ from typing import Any, BinaryIO, NamedTuple
 from optimus.data import files
 from optimus.data.cutting import LIMIT as PIECE_LIMIT
 from optimus.data.cutting import PIECE, UncuttableError, pieces
+from optimus.data.fields import TextField, field_of
 from optimus.data.files import Source, Sources, open_bytes
 from optimus.data.markup import page_text
-from optimus.data.tables import column
-from optimus.errors import UserError, nearest
+from optimus.data.tables import records
+from optimus.errors import UserError
 
 BLOCK = 1 << 20  # bytes
 # A JSON line is parsed in one piece, which takes several times its size in memory. Text files have no such limit.
@@ -28,7 +29,7 @@ Encode = Callable[[str], list[int]]
 
 
 class Position(NamedTuple):
-    """Before byte `offset` of the decompressed text of file number `file` (before row `offset` of Parquet, CSV or TSV).
+    """Before byte `offset` of the decompressed text of file number `file` (row `offset` of Parquet, Arrow, CSV and TSV).
 
     `line` counts the lines before it, in JSON lines.
     """
@@ -141,9 +142,11 @@ def _read_table(source: Source, start: Position, text_field: str, encode: Encode
     place = str(source.path)
     delimiter = "\t" if files.ends_in(source.path, files.TSV_SUFFIXES) else ","
     with open_bytes(source) as (stream, raw):
-        for row, text in enumerate(column(stream, place, text_field, delimiter), start=1):
+        field = field_of(text_field)
+        for row, record in enumerate(records(stream, place, field, delimiter), start=1):
             if row <= start.offset:
                 continue
+            text = field.of(record, f"{place}: row {row}")
             for piece, last in _checked_pieces(f"{place}: row {row}", _slices(text), encode):
                 yield _Piece(piece, last, Position(start.file, row) if last else None, raw.tell())
 
@@ -248,23 +251,7 @@ def parse_line(line: bytes, place: str, number: int, text_field: str) -> str | N
         raise UserError(f"{place}:{number}: not valid JSON ({error}). Each line must be one JSON object.") from error
     if not isinstance(record, dict):
         raise UserError(f"{place}:{number}: a JSON {type(record).__name__}, where an object with the text is expected")
-    if text_field not in record:
-        raise UserError(
-            f"{place}:{number}: no field '{text_field}' ({nearest(text_field, record)}). "
-            "Name the field that holds the text, `text_field`."
-        )
-    return _checked_text(record[text_field], f"{place}:{number}", text_field)
-
-
-def _checked_text(text: Any, place: str, text_field: str) -> str:
-    if not isinstance(text, str):
-        raise UserError(f"{place}: field '{text_field}' is {type(text).__name__}, not text")
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"{place}: field '{text_field}' is not valid Unicode ({error.reason})") from error
-    return text
+    return field_of(text_field).of(record, f"{place}:{number}")
 
 
 def _read_parquet(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[_Piece]:
@@ -273,11 +260,8 @@ def _read_parquet(source: Source, start: Position, text_field: str, encode: Enco
 
     try:
         with source.path.open("rb") as raw, pq.ParquetFile(raw, buffer_size=files.READ, pre_buffer=False) as file:
-            if text_field not in file.schema_arrow.names:
-                raise UserError(
-                    f"{source.path}: no column '{text_field}' ({nearest(text_field, file.schema_arrow.names)}). "
-                    "Name the column that holds the text, `text_field`."
-                )
+            field = field_of(text_field)
+            columns = field.columns(file.schema_arrow.names, str(source.path))
             row, place = 0, ""
             groups: list[int] = []  # row groups before the position are not read at all
             for group in range(file.num_row_groups):
@@ -286,19 +270,53 @@ def _read_parquet(source: Source, start: Position, text_field: str, encode: Enco
                     row += rows
                 else:
                     groups.append(group)
-            for rows in file.iter_batches(PARQUET_ROWS, row_groups=groups, columns=[text_field], use_threads=False):
-                for value in rows.column(0):
-                    row += 1
-                    if row <= start.offset:
-                        continue
-                    place = f"{source.path}: row {row}"
-                    text = _checked_text(value.as_py(), place, text_field)
-                    for piece, last in _checked_pieces(place, _slices(text), encode):
-                        yield _Piece(piece, last, Position(start.file, row) if last else None, raw.tell())
+            for rows in file.iter_batches(PARQUET_ROWS, row_groups=groups, columns=columns, use_threads=False):
+                for number in range(max(0, start.offset - row), rows.num_rows):
+                    place = f"{source.path}: row {row + number + 1}"
+                    yield from _row_pieces(
+                        rows, number, field, place, Position(start.file, row + number + 1), raw, encode
+                    )
+                row += rows.num_rows
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: not UTF-8 at byte {error.start} of the text ({error.reason})") from error
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{source.path}: not a readable parquet file ({error})") from error
+
+
+def _read_arrow(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[_Piece]:
+    """A file of the Arrow stream format, as `datasets` saves it, or of the Arrow file format."""
+    import pyarrow as pa
+
+    place = ""
+    try:
+        with source.path.open("rb") as raw:
+            is_file = raw.read(6) == b"ARROW1"
+            raw.seek(0)
+            reader = pa.ipc.open_file(raw) if is_file else pa.ipc.open_stream(raw)
+            field, row = field_of(text_field), 0
+            columns = field.columns(reader.schema.names, str(source.path))
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
+            for batch in batches:
+                rows = batch.select(columns)
+                for number in range(max(0, start.offset - row), rows.num_rows):
+                    place = f"{source.path}: row {row + number + 1}"
+                    yield from _row_pieces(
+                        rows, number, field, place, Position(start.file, row + number + 1), raw, encode
+                    )
+                row += rows.num_rows
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: not UTF-8 at byte {error.start} of the text ({error.reason})") from error
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{source.path}: not a readable Arrow file ({error})") from error
+
+
+def _row_pieces(
+    rows: Any, number: int, field: TextField, place: str, after: Position, raw: BinaryIO, encode: Encode
+) -> Iterator[_Piece]:
+    """The text of one row of a record batch."""
+    record = {name: rows.column(name)[number].as_py() for name in rows.schema.names}
+    for piece, last in _checked_pieces(place, _slices(field.of(record, place)), encode):
+        yield _Piece(piece, last, after if last else None, raw.tell())
 
 
 _READERS: dict[tuple[str, ...], Callable[[Source, Position, str, Encode], Iterator[DocumentBatch | _Piece]]] = {
@@ -307,4 +325,5 @@ _READERS: dict[tuple[str, ...], Callable[[Source, Position, str, Encode], Iterat
     files.LINES_SUFFIXES: _read_lines,
     files.TABLE_SUFFIXES: _read_table,
     (".parquet",): _read_parquet,
+    (".arrow",): _read_arrow,
 }

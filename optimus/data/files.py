@@ -28,9 +28,9 @@ HTML_SUFFIXES = (".html", ".htm", ".xhtml")  # the text of the page
 LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json.gz")  # one document per line
 TSV_SUFFIXES = (".tsv", ".tsv.gz", ".tsv.zst")
 TABLE_SUFFIXES = (".csv", ".csv.gz", ".csv.zst", *TSV_SUFFIXES)  # one document per row
-SUFFIXES = (*TEXT_SUFFIXES, *HTML_SUFFIXES, *LINES_SUFFIXES, *TABLE_SUFFIXES, ".parquet")
+SUFFIXES = (*TEXT_SUFFIXES, *HTML_SUFFIXES, *LINES_SUFFIXES, *TABLE_SUFFIXES, ".parquet", ".arrow")
 _SUPPORTED = (
-    ".txt .md .html .jsonl .jsonl.gz .jsonl.zst .json.gz .csv .tsv (and .gz, .zst of both) .parquet, and source code "
+    ".txt .md .html .jsonl .jsonl.gz .jsonl.zst .json.gz .csv .tsv (and .gz, .zst of both) .parquet .arrow, and source code "
     f"({' '.join(CODE_SUFFIXES)})"
 )
 # How many times larger the text is than the file: assumed when free disk space is checked before the work starts.

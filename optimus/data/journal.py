@@ -67,6 +67,7 @@ class Journal:
     file_mark: Mark
     instances: int | None = None  # known once everything is tokenised
     shards: dict[str, str] = field(default_factory=dict)  # finished ones: name and checksum
+    packed: dict[str, int] = field(default_factory=dict)  # what packing has counted, once it is done
 
     def write(self, folder: Path) -> None:
         write_json(folder / FILE, asdict(self))

@@ -1,51 +1,56 @@
-"""Batches of training instances, read ahead on a thread.
+"""Batches of training sequences, read ahead on a thread.
 
 What a step reads is a pure function of the step, so that a run resumes exactly from any step and every rank finds its
-part alone: step s takes the instances s * global_batch and following of an endless sequence, in which epoch 0 is the
-stored (already shuffled) order and every later epoch a permutation of it with the key (seed, epoch). A batch may lie
-across the end of an epoch; within an epoch no instance is repeated.
+part alone: a step of a phase takes the global_batch places that follow those of the steps before. A batch may lie across
+the end of a pass over a source; within a pass no sequence is repeated.
 
-Shapes: B instances of this rank, S tokens of an instance.
+Shapes: B sequences of this rank, S tokens of a sequence, N places.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus.data.permutation import Permutation
+from optimus.data.packing import documents_BS, padding_BS
 from optimus.data.shards import Shards
+from optimus.data.training import DataPhase
 from optimus.errors import UserError
 
 AHEAD = 4  # batches
 
-TokenBatch = NDArray[np.int64]
+
+class TokenBatch(NamedTuple):
+    """Sequences of tokens and, where the phase has any, what is said of each token; see `model.batch.Batch`."""
+
+    tokens_BS: NDArray[np.int64]
+    target_mask_BS: NDArray[np.bool_] | None = None
+    document_BS: NDArray[np.int32] | None = None
 
 
 class TokenLoader(Iterator[TokenBatch]):
-    """Endless iterator of `tokens_BS` (int64), the part of `rank` in each global batch from `start_step` on.
+    """Iterator of the part of `rank` in each global batch from `start_step` on; the last phase has no end.
 
-    Rank r of `ranks` gets the r-th contiguous part of each global batch. `global_batch` is in instances and must be
-    divisible by `ranks`. A failure of the reading thread (such as a corrupted shard) is raised by `next`. Use it as a
-    context manager, or call `close`.
+    Rank r of `ranks` gets the r-th contiguous part of each global batch, which must be divisible by `ranks`. A failure of
+    the reading thread (such as a corrupted shard) is raised by `next`. Use it as a context manager, or call `close`.
     """
 
     def __init__(
-        self, shards: Shards, *, global_batch: int, rank: int = 0, ranks: int = 1, start_step: int = 0, seed: int = 0
+        self, phases: Sequence[DataPhase], *, rank: int = 0, ranks: int = 1, start_step: int = 0, seed: int = 0
     ) -> None:
-        if global_batch < 1 or global_batch % ranks:
-            raise UserError(
-                f"a global batch of {global_batch} cannot be divided evenly among {ranks} data-parallel ranks. "
-                f"Choose a multiple of {ranks}."
-            )
+        for batch in {phase.global_batch for phase in phases}:
+            if batch < 1 or batch % ranks:
+                raise UserError(
+                    f"a global batch of {batch} cannot be divided evenly among {ranks} data-parallel ranks. "
+                    f"Choose a multiple of {ranks}."
+                )
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}")
         self.step = start_step  # of the batch that comes next
-        self._shards, self._seed = shards, seed
-        self._global_batch, self._size = global_batch, global_batch // ranks
-        self._offset = rank * self._size
+        self._phases, self._seed, self._rank, self._ranks = phases, seed, rank, ranks
         self._thread = ThreadPoolExecutor(1, "token-loader")
         self._ready = deque(self._thread.submit(self._read, start_step + ahead) for ahead in range(AHEAD))
 
@@ -61,23 +66,24 @@ class TokenLoader(Iterator[TokenBatch]):
         self.step += 1
         return batch
 
-    def rows(self, step: int) -> NDArray[np.int64]:
-        """The instances of this rank in a step, as row numbers [B] of the shards."""
-        first = step * self._global_batch + self._offset
-        epochs, rows = np.divmod(np.arange(first, first + self._size), self._shards.instances)
-        for epoch in np.unique(epochs[epochs > 0]).tolist():
-            chosen = epochs == epoch
-            rows[chosen] = Permutation(self._shards.instances, "epoch", self._seed, epoch)(rows[chosen])
-        return rows
+    def places(self, step: int) -> tuple[DataPhase, NDArray[np.int64]]:
+        """The phase of a step, and this rank's places [B] in it."""
+        phase = next(phase for phase in reversed(self._phases) if phase.first <= step)
+        size = phase.global_batch // self._ranks
+        first = (step - phase.first) * phase.global_batch + self._rank * size
+        return phase, np.arange(first, first + size)
 
     def _read(self, step: int) -> TokenBatch:
-        rows = self.rows(step)
-        tokens_BS = np.empty((self._size, self._shards.context), dtype=np.int64)
-        # Runs of consecutive rows (all of the first epoch) are copied at once.
-        starts = np.flatnonzero(np.diff(rows, prepend=-2) != 1).tolist()
-        for start, stop in zip(starts, [*starts[1:], len(rows)]):
-            tokens_BS[start:stop] = self._shards.rows(int(rows[start]), int(rows[stop - 1]) + 1)
-        return tokens_BS
+        phase, places_B = self.places(step)
+        source_B, index_B = phase.mixture.locate(places_B)
+        tokens_BS = np.empty((len(places_B), phase.sequence_length), dtype=np.int64)
+        for number in np.unique(source_B).tolist():
+            chosen, source = source_B == number, phase.sources[number]
+            row_N, part_N = source.rows(index_B[chosen], self._seed)
+            tokens_BS[chosen] = _parts(source.shards, row_N, part_N, phase.sequence_length)
+        eos_id = phase.sources[0].shards.eos_id
+        mask_BS = ~padding_BS(tokens_BS, eos_id) if phase.padded else None
+        return TokenBatch(tokens_BS, mask_BS, documents_BS(tokens_BS, eos_id) if phase.documents else None)
 
     def close(self) -> None:
         """Ends the reading thread. The iterator is exhausted afterwards."""
@@ -89,3 +95,13 @@ class TokenLoader(Iterator[TokenBatch]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _parts(shards: Shards, row_N: NDArray[np.int64], part_N: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Parts of rows, each of `length` tokens [N, length]. Every row is read once, runs of consecutive ones together."""
+    unique_R, inverse_N = np.unique(row_N, return_inverse=True)
+    tokens_RC = np.empty((len(unique_R), shards.context), dtype=np.int64)
+    starts = np.flatnonzero(np.diff(unique_R, prepend=-2) != 1).tolist()
+    for start, stop in zip(starts, [*starts[1:], len(unique_R)]):
+        tokens_RC[start:stop] = shards.rows(int(unique_R[start]), int(unique_R[stop - 1]) + 1)
+    return tokens_RC.reshape(len(unique_R), -1, length)[inverse_N, part_N]

@@ -2,6 +2,7 @@
 
 1. Tokenise: helper processes turn batches of text into tokens, which are written in order into one stream,
    `<output>.partial/tokens.bin`, with an end-of-text token after each document.
+   With best-fit packing, whole documents are then packed into instances, one after the other in `packed.bin`.
 2. Shuffle: instance j of the output is instance `permutation(j)` of the stream.
 3. Shard: helper processes gather the instances in that order into shard files.
 
@@ -23,15 +24,17 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal, get_args
 
 import numpy as np
 
 from optimus.data import files, journal, shards
 from optimus.data import tokenizer as tokenizers
 from optimus.data.documents import DocumentBatch, Encode, Position, read_batches, read_texts
+from optimus.data.fields import field_of
 from optimus.data.helpers import Helpers
 from optimus.data.journal import Counts, Journal, Mark
+from optimus.data.packing import pack as pack_documents
 from optimus.data.tokenizer import TokenizerInfo
 from optimus.data.work import SUMS, Encoded, encoder, tokenizer_trainer, write_shard
 from optimus.disk import sync, user_path, write_json
@@ -40,6 +43,9 @@ from optimus.errors import UserError
 Progress = Callable[[str, int, int | None], None]
 
 STREAM = "tokens.bin"
+PACKED = "packed.bin"
+
+Pack = Literal["concatenate", "best-fit"]
 SHARD_SIZE = 512 * 10**6
 COMMIT_SECONDS = 5.0
 # Bytes of text that a tokenizer is trained on: taken evenly from all files, as more text hardly changes the merges.
@@ -64,6 +70,12 @@ class _Run:
     shard_size: int
     text_field: str
     parse_special: bool
+    pack: Pack
+
+    @property
+    def rows(self) -> Path:
+        """The file whose rows are shuffled."""
+        return self.partial / (STREAM if self.pack == "concatenate" else PACKED)
 
 
 def prepare(
@@ -78,6 +90,7 @@ def prepare(
     shard_size: int = SHARD_SIZE,
     text_field: str = "text",
     parse_special: bool = False,
+    pack: Pack = "concatenate",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Tokenises, shuffles and shards `inputs` into the folder `output`, and returns the content of its `index.json`.
@@ -86,6 +99,10 @@ def prepare(
     `train_tokenizer` (the vocabulary size of one to train on the inputs) is given. `context` is the length of a
     training instance in tokens, `shard_size` is in bytes, `workers` defaults to the cores of this process. Text that
     spells a special token stays text, unless `parse_special` asks for the token.
+    `text_field` is a field of JSON lines or a column of tables; a field inside of others, `meta.body`; or a
+    template of several, `{question}\\n{answer}`.
+    `pack` concatenates all documents and cuts them every `context` tokens, or packs them best-fit, so that no document
+    shorter than the context is cut; what is left of an instance is padding, which is not trained on.
     `progress(stage, done, total)` is called now and then; `total` may be None.
 
     An interrupted call goes on where it stopped when it is called again; when `output` is complete already with the
@@ -108,6 +125,9 @@ def prepare(
         if number < 1:
             raise UserError(f"`{name}` must be at least 1, not {number}")
 
+    if pack not in get_args(Pack):
+        raise UserError(f"`pack` is {pack!r}: it must be one of {', '.join(get_args(Pack))}")
+    field_of(text_field)  # that it makes sense
     info = tokenizers.inspect(user_path(tokenizer)) if tokenizer is not None else None
     if info is not None and not parse_special:
         tokenizers.check_text_stays_text(info)
@@ -120,6 +140,7 @@ def prepare(
         "shard_size": shard_size,
         "text_field": text_field,
         "parse_special": parse_special,
+        "pack": pack,
     }
     run = _Run(sources, output, partial, workers, train_tokenizer, progress, **given)
     trained_or_given = info.sha256 if info else f"trained to {train_tokenizer}"
@@ -174,7 +195,9 @@ def _prepare(run: _Run, settings: dict[str, Any], info: TokenizerInfo | None) ->
     for stale in run.partial.glob("*.tmp"):
         stale.unlink()
     info = _install_tokenizer(run, info)
-    instances = state.instances or _tokenise(run, state, info)
+    if state.instances is None:
+        _tokenise(run, state, info)
+    instances = state.instances or _pack(run, state, info)
     _shard(run, state, instances, info)
     _join_sums(run, instances, info)
     index = _index(run, state, instances, info)
@@ -256,8 +279,8 @@ def _training_sample(run: _Run) -> Iterator[str]:
                 break
 
 
-def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> int:
-    """Step 1: from the journal's mark to the end of all inputs. Returns how many instances they make."""
+def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
+    """Step 1: from the journal's mark to the end of all inputs."""
     item = np.dtype(info.dtype).itemsize
     encode = tokenizers.encoder(tokenizers.load(info.path, parse_special=run.parse_special))
     total = sum(source.size for source in run.sources.files)
@@ -279,7 +302,6 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> int:
             writer.commit()
             raise
         writer.commit()
-    return _count_instances(run, state)
 
 
 def _in_order(helpers: Helpers, batches: Iterator[DocumentBatch]) -> Iterator[tuple[DocumentBatch, Encoded]]:
@@ -343,7 +365,8 @@ class _StreamWriter:
         self._committed = time.monotonic()
 
 
-def _count_instances(run: _Run, state: Journal) -> int:
+def _pack(run: _Run, state: Journal, info: TokenizerInfo) -> int:
+    """Returns how many instances the tokens make."""
     tokens = state.mark.tokens
     if tokens < run.context:
         for path in run.partial.iterdir():  # nothing here is of use to a later run
@@ -352,7 +375,16 @@ def _count_instances(run: _Run, state: Journal) -> int:
         what = f"only {tokens} tokens, too few for one instance of {run.context}" if tokens else "no text"
         cure = "Give more text or a smaller `context`." if tokens else "Every document is empty."
         raise UserError(f"the input holds {what}. {cure}")
-    state.instances = tokens // run.context
+    if run.pack == "concatenate":
+        state.instances = tokens // run.context
+    else:
+        run.progress("pack", 0, None)
+        packed = pack_documents(
+            run.partial / STREAM, run.rows, context=run.context, eos_id=info.eos_id, dtype=info.dtype, tokens=tokens
+        )
+        sync(run.partial)
+        state.instances, *_ = packed
+        state.packed = {"padding_tokens": packed.padding_tokens, "cut_documents": packed.cut_documents}
     state.write(run.partial)
     return state.instances
 
@@ -381,7 +413,6 @@ def _check_disk(run: _Run, needed: float) -> None:
 
 def _shard(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> None:
     """Steps 2 and 3: writes the shards that the journal does not list yet."""
-    stream = run.partial / STREAM
     plan = _shard_plan(run, instances, info)
     missing = [
         (name, start, stop)
@@ -390,10 +421,13 @@ def _shard(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> No
     ]
     if not missing:
         return
-    if not stream.exists() or stream.stat().st_size < state.mark.tokens * np.dtype(info.dtype).itemsize:
-        raise UserError(f"{stream} is shorter than its journal says. Delete {run.partial}.")
-    _check_disk(run, 2 * stream.stat().st_size)
-    gathered = stream, run.partial, instances, run.context, info.dtype, run.seed
+    size = instances * run.context * np.dtype(info.dtype).itemsize
+    if not run.rows.exists() or run.rows.stat().st_size < size:
+        raise UserError(f"{run.rows} is shorter than its journal says. Delete {run.partial}.")
+    if run.pack != "concatenate":
+        (run.partial / STREAM).unlink(missing_ok=True)
+    _check_disk(run, 2 * size)
+    gathered = run.rows, run.partial, instances, run.context, info.dtype, run.seed
     done = instances - sum(stop - start for _, start, stop in missing)
     run.progress("shard", done, instances)
     with Helpers(min(run.workers, len(missing)), partial, write_shard, *gathered) as helpers:
@@ -446,7 +480,8 @@ def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> di
         "dtype": info.dtype,
         "instances": instances,
         "tokens": used,
-        "dropped_tokens": state.mark.tokens - used,
+        "dropped_tokens": max(0, state.mark.tokens - used),
+        **state.packed,
         "documents": sum(c.documents for c in counts),
         "empty_documents": sum(c.empty_documents for c in counts),
         "text_bytes": sum(c.text_bytes for c in counts),

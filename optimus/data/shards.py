@@ -23,7 +23,7 @@ SUMS = "sums.npy"  # CRC-32 of the bytes of each instance, an array [instances]
 FORMAT = "optimus-tokens"
 VERSION = 1
 # What `prepare` did before there was a setting for it.
-EARLIER = {"parse_special": True}
+EARLIER = {"parse_special": True, "pack": "concatenate"}
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -78,6 +78,7 @@ class Shards:
         self.vocab_size: int = self.index["tokenizer"]["vocab_size"]
         self.eos_id: int = self.index["tokenizer"]["eos_id"]
         self.parse_special: bool = {**EARLIER, **self.index.get("settings", {})}["parse_special"]
+        self.padded: bool = {**EARLIER, **self.index.get("settings", {})}["pack"] == "best-fit"
         self._check_tokenizer()
         self._arrays = [self._open(entry) for entry in self.index["shards"]]
         self._starts = [0]
@@ -90,6 +91,12 @@ class Shards:
     @property
     def tokenizer_path(self) -> Path:
         return self.folder / tokenizers.FILE
+
+    @property
+    def stream_tokens(self) -> int:
+        """Tokens of all documents and their ends, with those that fill no row, without padding."""
+        index = self.index
+        return int(index["tokens"] + index["dropped_tokens"] - index.get("padding_tokens", 0))
 
     def row(self, i: int) -> NDArray[np.unsignedinteger[Any]]:
         """Instance i: `context` token ids."""
@@ -111,11 +118,11 @@ class Shards:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def check_model(self, context: int, vocab_size: int) -> None:
-        """Raises `UserError` unless a model of that context (tokens) and vocabulary can train on this data."""
-        if context != self.context:
+        """Raises `UserError` unless a model of that context (tokens, a part of a row) and vocabulary can train on it."""
+        if self.context % context:
             raise UserError(
                 f"{self.folder} was prepared with context {self.context}, and the run asks for {context}. "
-                f"Set train.sequence_length to {self.context}, or prepare the data with `context={context}`."
+                f"Set train.sequence_length to {self.context} or a divisor, or prepare the data with `context={context}`."
             )
         if self.vocab_size > vocab_size:
             raise UserError(

@@ -1,4 +1,4 @@
-"""The documents of a CSV or TSV file: the cells of one column, named in the first row.
+"""The documents of a CSV or TSV file: the cells of one or several columns, named in the first row.
 
 Cells may be quoted and then hold anything (RFC 4180). A row that does not fit the first one, or a quote that is never
 closed, is an error: text would be lost or run together without a word.
@@ -9,23 +9,20 @@ import io
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from optimus.errors import UserError, nearest
+from optimus.data.fields import TextField
+from optimus.errors import UserError
 
 LONGEST_CELL = 64 << 20  # characters
 
 
-def column(stream: BinaryIO, place: str, name: str, delimiter: str) -> Iterator[str]:
-    """The cells of the column `name`. Raises `UserError` with the place of what is wrong."""
+def records(stream: BinaryIO, place: str, field: TextField, delimiter: str) -> Iterator[dict[str, str]]:
+    """The cells of the columns that `field` needs, by name, row by row. Raises `UserError` naming the place."""
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_CELL))  # the module's one limit, 128 KB unless it is told
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     rows = csv.reader(_lines(text), delimiter=delimiter, strict=True)
     try:
         header = next(rows, [])
-        if header and name not in header:
-            raise UserError(
-                f"{place}: no column '{name}' ({nearest(name, header)}). Name the column that holds the text with "
-                "`text_field`."
-            )
+        columns = field.columns(header, place) if header else []
         for row in rows:
             if not row:  # a blank line
                 continue
@@ -34,7 +31,7 @@ def column(stream: BinaryIO, place: str, name: str, delimiter: str) -> Iterator[
                     f"{place}:{rows.line_num}: a row of {len(row)} cells, where the first has {len(header)}. A cell that "
                     "holds the delimiter or a line break must be quoted."
                 )
-            yield row[header.index(name)]
+            yield {name: row[header.index(name)] for name in columns}
     except csv.Error as error:
         raise UserError(f"{place}:{rows.line_num}: not readable as a table ({error})") from error
     except UnicodeDecodeError as error:

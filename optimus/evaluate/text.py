@@ -11,9 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from optimus.comm import Group
 from optimus.data.documents import read_texts
 from optimus.data.files import resolve
+from optimus.data.packing import padding_BS
+from optimus.data.shards import Shards
 from optimus.data.tokenizer import encoder
 from optimus.errors import UserError
 from optimus.evaluate.score import TOKENS_PER_BATCH, Scored, Window, score
@@ -41,7 +45,7 @@ def bits_per_byte(
     text_field: str = "text",
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """`{"bits_per_byte": float, "bytes": int, "tokens": int}` of a file, folder or glob of text.
+    """`{"loss": float, "bits_per_byte": float, "bytes": int, "tokens": int}` of a file, folder or glob of text.
 
     `tokenizer` is a `tokenizers.Tokenizer`; `context` is the longest input in tokens. With `max_bytes`, the text that
     comes first in reading order, up to so many bytes. The model may be in training: its mode is restored, and gradients
@@ -71,7 +75,8 @@ def measure(
         nats -= sum(found.log_likelihood for found in score(model, part.windows, tokens_per_batch))
         if progress is not None:
             progress(part.bytes)
-    return {"bits_per_byte": nats / math.log(2) / part.bytes, "bytes": part.bytes, "tokens": part.tokens}
+    found = {"loss": nats / part.tokens, "bits_per_byte": nats / math.log(2) / part.bytes}
+    return found | {"bytes": part.bytes, "tokens": part.tokens}
 
 
 def read_parts(
@@ -81,18 +86,24 @@ def read_parts(
     eos_id: int,
     context: int,
     max_bytes: int | None = None,
+    max_tokens: int | None = None,
     text_field: str = "text",
 ) -> Iterator[Part]:
-    """The windows of a text in parts of little memory; see `bits_per_byte`."""
+    """The windows of a text in parts of little memory; see `bits_per_byte`. `max_tokens` may cut the last document."""
     encode = encoder(tokenizer)
     cutter = _Cutter(eos_id, context)
     seen_bytes, tokens, given = 0, 0, 0
     held: list[Window] = []
     for text, ends in _first_bytes(read_texts(resolve([text_path]), text_field, encode), max_bytes):
-        seen_bytes += len(text.encode())
         piece = encode(text)
+        if max_tokens is not None and tokens + len(piece) > max_tokens:
+            piece = piece[: max_tokens - tokens]
+            text = tokenizer.decode(piece, skip_special_tokens=False)
+        seen_bytes += len(text.encode())
         tokens += len(piece)
         held += cutter.cut(piece, ends)
+        if tokens == max_tokens:
+            break
         if tokens - given >= _TOKENS_AT_ONCE:
             yield Part(held, seen_bytes, tokens)
             held, given = [], tokens
@@ -100,6 +111,25 @@ def read_parts(
     if not tokens:
         raise UserError(f"no text in {text_path}: bits per byte needs at least one document that is not empty")
     yield Part(held, seen_bytes, tokens)
+
+
+def read_rows(shards: Shards, max_tokens: int) -> Iterator[Part]:
+    """The first rows of prepared data, up to `max_tokens` but at least one, each as one window, as in training.
+
+    All tokens but the first of a row and its padding are predicted. Their bytes are those of the mean token of the data.
+    """
+    bytes_per_token = shards.index["text_bytes"] / shards.stream_tokens
+    rows, predicted = min(shards.instances, max(1, max_tokens // shards.context)), 0
+    at_once = max(1, _TOKENS_AT_ONCE // shards.context)
+    for start in range(0, rows, at_once):
+        tokens_BS = shards.rows(start, min(rows, start + at_once)).astype(np.int64)
+        padding_B = (
+            padding_BS(tokens_BS, shards.eos_id).sum(1) if shards.padded else np.zeros(len(tokens_BS), dtype=int)
+        )
+        held = [row[: len(row) - padding] for row, padding in zip(tokens_BS.tolist(), padding_B.tolist())]
+        windows = [Window(row[:1], row[1:]) for row in held if len(row) > 1]
+        predicted += sum(len(window.continuation) for window in windows)
+        yield Part(windows, round(predicted * bytes_per_token), predicted)
 
 
 class _Cutter:

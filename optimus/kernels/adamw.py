@@ -46,7 +46,7 @@ class AdamWFactors(NamedTuple):
 def adamw_in_one_pass(
     weight: Tensor, gradient: Tensor, m: Tensor, v: Tensor, copy: Tensor | None, factors: AdamWFactors
 ) -> None:
-    """Update fp32 `weight`, `m` and `v` in place, and fill `copy`, which may be the memory of `gradient`; flat, on the CPU."""
+    """Update fp32 `weight`, `m` and `v`, flat on the CPU, in place, and fill `copy`, which may be the gradient's memory."""
     same = copy is not None and copy.data_ptr() == gradient.data_ptr()  # then a loop that reads and writes it is slower
     made = torch.empty_like(gradient) if same else copy
     (_compiled() or _update)(weight, gradient, m, v, made, *factors)

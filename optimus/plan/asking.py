@@ -8,6 +8,7 @@ from typing import Any
 
 from optimus.config import RunConfig, load_config, resolve_model
 from optimus.config.load import validated
+from optimus.config.phases import longest, phases_of
 from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
@@ -31,7 +32,8 @@ def configured(model: str, overrides: Iterable[str], ranks: int) -> RunConfig:
     if ranks < 1:
         raise UserError(f"--ranks {ranks or 'is missing'}: say how many ranks the job has, at least 1")
     if Path(model).suffix in (".yaml", ".yml"):
-        return with_microbatches(load_config(model, overrides, read_model_folder), ranks)
+        config = load_config(model, overrides, read_model_folder)
+        return with_microbatches(longest(phases_of(config)) if config.phases else config, ranks)
     batch = _SEQUENCES if ranks <= _SEQUENCES // _PER_RANK else _PER_RANK * ranks
     learned = resolve_model(model, read_model_folder)["model"].get("learned_positions")
     raw: dict[str, Any] = {

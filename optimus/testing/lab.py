@@ -101,9 +101,9 @@ def rehearse(
     `isolated` (whether the nodes were network namespaces). Raises `UserError` before anything is started when the run is
     impossible as configured.
     """
-    tree, shards = read_run(job.config, job.overrides, resume=True)
+    tree, data = read_run(job.config, job.overrides, resume=True)
     tree = with_microbatches(tree, job.ranks)
-    check_run(tree, shards, job.ranks, resume=True)
+    check_run(tree, data, job.ranks, resume=True)
     program = [] if inject is None else rank_program(inject, job.ranks)
     isolated = not plain and namespaces_allowed()
     if inject is not None and any(fault.kind == "cut" for fault in FaultPlan.read(inject).faults) and not isolated:

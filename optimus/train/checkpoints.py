@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from optimus.checkpoint import folder
-from optimus.checkpoint.folder import DamagedError, Description
+from optimus.checkpoint.folder import DamagedError, Description, step_of
 from optimus.checkpoint.loading import load_slices
 from optimus.checkpoint.rollback import ResumePoint, resume_points
 from optimus.checkpoint.saving import Saver, Target
@@ -18,12 +18,13 @@ from optimus.checkpoint.slots import place_of_frozen, set_newer_aside
 from optimus.checkpoint.store import load_state
 from optimus.config import RunConfig
 from optimus.config.load import with_new_names
+from optimus.config.phases import sequences_after
 from optimus.errors import naming_disk_errors
 from optimus.hub import load_weights
 from optimus.model import Transformer
 from optimus.model.parameters import named_tensors
 from optimus.train.hooks import Hook
-from optimus.train.run import Run, fingerprint, new_run
+from optimus.train.run import Run, new_run
 from optimus.train.step import StepResult
 
 
@@ -94,21 +95,22 @@ class Checkpoints(Hook):
 
 def describe(run: Run, *, full: bool) -> Description:
     """The description of a checkpoint of `run` as it is now."""
-    mesh, config = run.groups.mesh, run.config
+    mesh, config, phase = run.groups.mesh, run.config, run.phase
     return Description(
         model=config.model,
-        context=config.train.sequence_length,
+        context=phase.config.train.sequence_length,
         step=run.step,
         full=full,
         precision=config.train.precision,
-        eos_id=run.shards.eos_id,
-        tokenizer=run.shards.tokenizer_path,
-        run=fingerprint(config, run.shards),
+        eos_id=run.data.first_folder.eos_id,
+        tokenizer=run.data.first_folder.tokenizer_path,
+        run=run.data.fingerprint(run.step, config.train.seed),
         progress={
             "updates": run.state.steps,
             **run.state.counters,
             "skipped": run.skipped,
-            "sequences": run.step * config.train.global_batch,  # read of the data, the next one's number
+            "sequences": sequences_after(run.phases, run.step),  # read of the data, the next one's number
+            **({"phase": phase.name} if phase.name else {}),
         },
         config=config.model_dump(mode="json"),
         random=_random_states(run.device),
@@ -126,7 +128,7 @@ def _resume(run: Run, points: Sequence[ResumePoint]) -> None:
     notes = []
     for point in points:
         try:
-            readers = _go_on(run, point.path, full=point.full)
+            readers = _go_on(run, point.path, step_of(point.path), full=point.full)
             break
         except DamagedError as error:
             notes.append(str(error))
@@ -139,13 +141,16 @@ def _resume(run: Run, points: Sequence[ResumePoint]) -> None:
             run.notes += [f"set aside as {path}" for path in set_newer_aside(run.folder, run.step)]
 
 
-def _go_on(run: Run, path: Path, *, full: bool) -> int:
-    """Load state and counters from checkpoint `path` of this run or of one of the same data; how many ranks have read it."""
+def _go_on(run: Run, path: Path, step: int, *, full: bool) -> int:
+    """Load state and counters from checkpoint `path`, after `step`, of this run or of one of the same data.
+
+    Returns how many ranks have read it.
+    """
     description, readers = load_state(
         run.state,
         path,
         model=run.config.model,
-        run=fingerprint(run.config, run.shards),
+        run=run.data.fingerprint(step, run.config.train.seed),
         full=full,
         send=run.config.checkpoint.broadcast,
     )
@@ -167,8 +172,16 @@ def _go_on(run: Run, path: Path, *, full: bool) -> int:
 
 def _numbers(config: dict[str, Any]) -> dict[str, Any]:
     """By `section.key`, what of a configuration decides which numbers a run computes."""
-    sections = {name: config.get(name, {}) for name in ("train", "optimizer", "lr_schedule", "moe")}
-    elsewhere = ["train.output", "train.stop_at", "train.device", "moe.dispatch", "moe.drop_duplicates"]
+    sections = {name: config.get(name, {}) for name in ("data", "train", "optimizer", "lr_schedule", "moe")}
+    elsewhere = [
+        "data.path",
+        "data.sources",
+        "train.output",
+        "train.stop_at",
+        "train.device",
+        "moe.dispatch",
+        "moe.drop_duplicates",
+    ]
     if not config.get("model", {}).get("router_bias"):
         elsewhere.append("moe.bias_rate")
     flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
@@ -181,7 +194,8 @@ def _start(run: Run, resume: bool) -> None:
         run.notes.append(f"nothing to resume in {run.folder}: starting at step 0")
     if (branch := run.config.lr_schedule.branch_from) is not None:
         path = run.groups.world.on_first(lambda: folder.find_checkpoint(branch))
-        readers = _go_on(run, path, full=True)
+        step = run.groups.world.on_first(lambda: folder.read_description(path).step)
+        readers = _go_on(run, path, step, full=True)
         run.notes.append(f"branching from {path} (step {run.step}){_readers(run, readers)}")
         return
     if initial is None:

@@ -15,7 +15,10 @@ from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import check_same_model, check_same_run
 from optimus.checkpoint.writers import bytes_written
 from optimus.config import ModelConfig, RunConfig, load_config
+from optimus.config.phases import longest, phases_of
+from optimus.data import files
 from optimus.data.shards import Shards
+from optimus.data.training import TrainingData
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
 from optimus.mesh import Mesh
@@ -25,20 +28,22 @@ from optimus.observe.mlflow import check_mlflow
 from optimus.observe.wandb import check_wandb
 from optimus.state.plan import ChunkPlan, bytes_by_kind
 from optimus.train.pipeline import schedule_of
-from optimus.train.run import Run, fingerprint, mesh_of, planned_chunks, ranks_per_node, sharers
+from optimus.train.run import Run, mesh_of, planned_chunks, ranks_per_node, sharers
 from optimus.train.step import accumulate_gradients
 
 
 def check_ranks(config: RunConfig, ranks: int) -> None:
     """Raise `UserError` when the ranks cannot share the work as configured."""
     mesh = mesh_of(config, ranks)
-    if config.parallel.pipeline > 1:
-        schedule_of(config, max(1, config.train.global_batch // (mesh.dp * config.train.micro_batch)))
-    if config.train.global_batch % (mesh.dp * config.train.micro_batch):
-        raise UserError(
-            f"train.global_batch {config.train.global_batch} is not a multiple of {mesh.dp} data-parallel ranks times "
-            f"train.micro_batch {config.train.micro_batch}: change one of them"
-        )
+    for phase in phases_of(config) if config.phases else [None]:
+        batch, micro_batch = (phase.config if phase else config).train.global_batch, config.train.micro_batch
+        if config.parallel.pipeline > 1:
+            schedule_of(config, max(1, batch // (mesh.dp * micro_batch)))
+        if batch % (mesh.dp * micro_batch):
+            raise UserError(
+                f"{f'phases.{phase.number}' if phase else 'train'}.global_batch {batch} is not a multiple of {mesh.dp} "
+                f"data-parallel ranks times train.micro_batch {micro_batch}: change one of them"
+            )
 
 
 def check_references(config: RunConfig, resume: bool) -> None:
@@ -66,13 +71,18 @@ def check_references(config: RunConfig, resume: bool) -> None:
             check_same_model(read_description(path).model, config.model, path)
 
 
-def check_validation(config: RunConfig) -> None:
-    """Raise `UserError` when the validation text is missing on this node, whose first rank reads it."""
+def check_validation(config: RunConfig, data: TrainingData) -> None:
+    """Raise `UserError` when validation text is missing on this node, whose first rank reads it, or of another tokenizer."""
+    for each in config.validation:
+        if each.text is not None:
+            files.resolve([each.text])
+        elif each.path is not None:
+            data.check_same_tokenizer(Shards(each.path))
     if config.evaluate.text is not None and not Path(config.evaluate.text).exists():
         raise UserError(f"evaluate.text: {config.evaluate.text} does not exist: name a file or folder of text")
 
 
-def check_output(config: RunConfig, resume: bool, shards: Shards) -> None:
+def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:
     """Raise `UserError` when the run folder is not this run's to write."""
     folder = Path(config.train.output)
     if folder.exists() and not folder.is_dir():
@@ -82,7 +92,7 @@ def check_output(config: RunConfig, resume: bool, shards: Shards) -> None:
         raise UserError(f"train.output: {there} is not yours to write: change its permissions or choose another folder")
     found = list_checkpoints(folder)
     if resume:
-        _check_resumable(config, folder, shards)
+        _check_resumable(config, folder, data)
     elif found or (folder / "metrics.jsonl").exists():
         step = f" (saved at step {step_of(found[-1])})" if found else ""
         raise UserError(
@@ -93,7 +103,7 @@ def check_output(config: RunConfig, resume: bool, shards: Shards) -> None:
         raise UserError(f"train.output: {folder} is not empty and holds no run: choose another train.output")
 
 
-def _check_resumable(config: RunConfig, folder: Path, shards: Shards) -> None:
+def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> None:
     """The newest checkpoint that can be read must be of this run; that it is whole will be seen when it is loaded."""
     saved, points = folder / "config.yaml", resume_points(folder)
     broken = []
@@ -104,7 +114,7 @@ def _check_resumable(config: RunConfig, folder: Path, shards: Shards) -> None:
             broken.append(str(error))
             continue
         check_same_model(description.model, config.model, point.path)
-        check_same_run(description, fingerprint(config, shards), point.path)
+        check_same_run(description, data.fingerprint(description.step, config.train.seed), point.path)
         return
     if broken:
         raise DamagedError("; ".join(broken))
@@ -185,7 +195,7 @@ def dry_run(run: Run) -> str:
     On a CPU, where too much memory kills the process without a message, one sequence is measured first. Gradients are left
     dirty; a step begins by clearing them. Raises `UserError` when a microbatch does not fit.
     """
-    micro_batch, context = run.config.train.micro_batch, run.config.train.sequence_length
+    micro_batch, context = run.config.train.micro_batch, longest(run.phases).train.sequence_length
     tokens = torch.arange(context, device=run.device).remainder(run.config.model.vocab).expand(micro_batch, -1)
     free = free_memory(run.device)
     try:

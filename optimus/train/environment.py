@@ -37,7 +37,7 @@ def record_environment(run: Run) -> None:
         "device": device_name(run.device),
         "parameters": counted.total,
         "active_parameters": counted.active,
-        "tokenizer": run.shards.index["tokenizer"].get("sha256"),
+        "tokenizer": run.data.first_folder.index["tokenizer"].get("sha256"),
         "ranks": mesh.size,
         "layout": asdict(mesh),
     }

@@ -15,6 +15,7 @@ from optimus.checkpoint.lease import BEAT, check_lease
 from optimus.comm import CollectiveError
 from optimus.config.sizes import size_text
 from optimus.data import tokenizer
+from optimus.data.shards import Shards
 from optimus.errors import UserError, naming_disk_errors
 from optimus.model.count import flops_per_token
 from optimus.observe.machine import peak_flops
@@ -131,44 +132,51 @@ class NonFinite(Hook):
 
 
 class Validation(Hook):
-    """Measures bits per byte of the validation text every so many steps and at the last one; on all ranks.
+    """Measures loss and bits per byte of each set of validation text, every so many steps and at the last one; on all ranks.
 
     Rank 0 alone reads the text. Where it holds the whole model it measures alone; else all ranks do, each with its part of
     the model. What rank 0 fails to read ends the run on all ranks alike.
     """
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        section = run.config.evaluate
-        if section.every is None or section.text is None:
-            return
-        if run.step % section.every and run.step != run.last_step:
-            return
+        section, last = run.config.evaluate, run.step == run.last_step
         try:
-            run.measured["bits_per_byte"] = self._measure(run, section.text)["bits_per_byte"]
+            if section.every is not None and section.text is not None and (last or run.step % section.every == 0):
+                parts = self._text(run, section.text, max_bytes=section.max_bytes)
+                run.measured["bits_per_byte"] = self._measure(run, parts)["bits_per_byte"]
+            for each in run.config.validation:
+                if last or (each.every is not None and run.step % each.every == 0):
+                    of_text = self._text(run, each.text, max_tokens=each.tokens) if each.text is not None else None
+                    found = self._measure(run, of_text or self._rows(str(each.path), each.tokens))
+                    run.measured |= {f"{name}/{each.name}": found[name] for name in ("loss", "bits_per_byte")}
         except CollectiveError:
             raise
         except UserError as error:
             run.failure = error
 
-    def _measure(self, run: Run, text: str) -> dict[str, Any]:
+    def _measure(self, run: Run, parts: Iterator[Any]) -> dict[str, Any]:
         from optimus.evaluate.text import measure
 
         world = run.groups.world
         with run.state.evaluating():
             if run.forward_is_collective:
-                return measure(run.model, self._parts(run, text), group=world)
-            return world.on_first(lambda: measure(run.model, self._parts(run, text)))
+                return measure(run.model, parts, group=world)
+            return world.on_first(lambda: measure(run.model, parts))
 
-    def _parts(self, run: Run, text: str) -> Iterator[Any]:
+    def _text(self, run: Run, text: str, max_bytes: int | None = None, max_tokens: int | None = None) -> Iterator[Any]:
         from optimus.evaluate.text import read_parts
 
+        data = run.data.first_folder
+        context = run.phase.config.train.sequence_length
+        encoder = tokenizer.load(data.tokenizer_path, parse_special=data.parse_special)
         yield from read_parts(
-            tokenizer.load(run.shards.tokenizer_path, parse_special=run.shards.parse_special),
-            text,
-            eos_id=run.shards.eos_id,
-            context=run.config.train.sequence_length,
-            max_bytes=run.config.evaluate.max_bytes,
+            encoder, text, eos_id=data.eos_id, context=context, max_bytes=max_bytes, max_tokens=max_tokens
         )
+
+    def _rows(self, path: str, tokens: int) -> Iterator[Any]:
+        from optimus.evaluate.text import read_rows
+
+        yield from read_rows(Shards(path), tokens)
 
 
 class ExpertLoad(Hook):
@@ -213,13 +221,13 @@ class Metrics(Hook):
         self._writer = MetricsWriter(run.folder, run.config, run.step)
         self._progress = Progress(every=run.config.observe.log_every)
         self._print_notes(run)
-        self._flops = flops_per_token(run.config.model, run.config.train.sequence_length)
         self._peak = peak_flops(run.device)
         self._memory: int | None = None  # of this rank, when it was last looked at
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        train = run.config.train
-        rate = train.global_batch * train.sequence_length / run.step_seconds
+        phase = run.phase
+        rate = phase.step_tokens / run.step_seconds
+        flops = flops_per_token(run.config.model, phase.config.train.sequence_length)
         details: dict[str, float] = {}
         if run.step % run.config.observe.log_every == 0:
             memory = memory_by_kind(run)
@@ -239,10 +247,9 @@ class Metrics(Hook):
                 "step_seconds": run.step_seconds,
                 "data_seconds": run.data_seconds,
                 "checkpoint_seconds": run.checkpoint_seconds,
-                "model_flops_utilization": rate * self._flops / (self._peak * run.groups.world.size)
-                if self._peak
-                else None,
+                "model_flops_utilization": rate * flops / (self._peak * run.groups.world.size) if self._peak else None,
                 "skipped_steps": run.skipped,
+                **_by_source(run),
                 **run.measured,
                 **(imbalance(run.expert_load) if run.expert_load else {}),
                 **details,
@@ -268,6 +275,13 @@ class Metrics(Hook):
     def after_training(self, run: Run) -> None:
         self._progress.close()
         self._writer.close()
+
+
+def _by_source(run: Run) -> dict[str, int]:
+    """Tokens read from each source, where there are several; of a run in phases, its phase."""
+    tokens = run.data.tokens_by_source(run.step)
+    phase = {"phase": run.phase.number} if run.phase.name else {}
+    return phase | {f"tokens/{name}": count for name, count in tokens.items() if len(tokens) > 1}
 
 
 class Trace(Hook):

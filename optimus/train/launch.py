@@ -32,7 +32,7 @@ from optimus.checkpoint.lease import Lease, LeaseError, living_holder
 from optimus.checkpoint.rollback import resume_points, rollback
 from optimus.comm import CollectiveError
 from optimus.config import RunConfig, dump_config, load_config
-from optimus.data.shards import Shards
+from optimus.data.training import TrainingData
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
 from optimus.observe.machine import find_device, usable_cores
@@ -63,7 +63,7 @@ from optimus.train.tuning import TuneMatmuls
 
 
 def run_here(
-    tree: RunConfig, shards: Shards, ranks: int | None, *, resume: bool, fresh_optimizer: bool, check: bool
+    tree: RunConfig, data: TrainingData, ranks: int | None, *, resume: bool, fresh_optimizer: bool, check: bool
 ) -> dict[str, Any]:
     """What `train` does with a configuration and data that make sense."""
     launched = "WORLD_SIZE" in os.environ
@@ -73,9 +73,9 @@ def run_here(
     writes = not launched or os.environ.get("RANK", "0") == "0"
     if resume and writes and not check:
         lease.wait()
-    check_run(tree, shards, ranks, resume)
+    check_run(tree, data, ranks, resume)
     if check:
-        return verify_data(tree, shards, ranks, ranks_per_node(ranks), resume)
+        return verify_data(tree, data, ranks, ranks_per_node(ranks), resume)
     began = time.time()
     try:
         with lease if writes else nullcontext():
@@ -101,13 +101,13 @@ def _begin_optimizer(run: Path) -> None:
         rollback(run, step_of(points[0].path), held=True)
 
 
-def verify_data(config: RunConfig, shards: Shards, ranks: int, per_node: int, resume: bool) -> dict[str, Any]:
+def verify_data(config: RunConfig, data: TrainingData, ranks: int, per_node: int, resume: bool) -> dict[str, Any]:
     """Check every checksum of the data, the last that `--check` does; returns what it says of a run that is ready."""
-    shards.verify()
+    data.verify()
     folder = Path(config.train.output)
     holder, mesh = living_holder(folder), mesh_of(config, ranks, per_node)
     config, why = with_precision(config, find_device(config.train.device, "train.device"), resume)
-    about = summarise(config, mesh, shards.instances)
+    about = summarise(config, mesh, data.instances)
     return {
         "ok": True,
         "output": config.train.output,
@@ -118,7 +118,7 @@ def verify_data(config: RunConfig, shards: Shards, ranks: int, per_node: int, re
     }
 
 
-def check_run(config: RunConfig, shards: Shards, ranks: int, resume: bool, per_node: int | None = None) -> None:
+def check_run(config: RunConfig, data: TrainingData, ranks: int, resume: bool, per_node: int | None = None) -> None:
     """Raise `UserError` for whatever would keep `ranks` ranks from running.
 
     `per_node` of them are on each node, where no launcher has said it yet; by default all are on this machine.
@@ -127,8 +127,8 @@ def check_run(config: RunConfig, shards: Shards, ranks: int, resume: bool, per_n
     checks.check_ranks(config, ranks)
     checks.check_references(config, resume)
     if int(os.environ.get("RANK", "0")) == 0:
-        checks.check_validation(config)
-        checks.check_output(config, resume, shards)
+        checks.check_validation(config, data)
+        checks.check_output(config, resume, data)
     decided, _ = with_precision(config, device, resume)  # here; the ranks agree on it when they have come together
     checks.check_memory(decided, device, ranks, per_node)
 

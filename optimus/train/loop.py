@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor
 
 from optimus.comm import CollectiveError
+from optimus.config.phases import phase_at
 from optimus.data.loader import TokenLoader
 from optimus.errors import UserError
+from optimus.model import Batch
 from optimus.train.hooks import Hook
 from optimus.train.run import Run, read_together
 from optimus.train.step import training_step
@@ -54,14 +55,16 @@ def _step(run: Run, loader: TokenLoader, hooks: Sequence[Hook]) -> None:
     """One step and the hooks after it; or none, and `run.failure` set, when its data cannot be read."""
     began, recorder = time.perf_counter(), run.groups.recorder
     waited, by_kind = recorder.seconds, dict(recorder.by_kind)
-    tokens_BS = _next_batch(run, loader)
-    if tokens_BS is None:
+    batch = _next_batch(run, loader)
+    if batch is None:
         return
     run.data_seconds = time.perf_counter() - began
     for hook in hooks:
         hook.before_step(run)
-    result = training_step(run.model, run.state, tokens_BS, run.config, run.step + 1, run.loss_limit)
-    run.step += 1
+    step = run.step + 1
+    phase = phase_at(run.phases, step)
+    result = training_step(run.model, run.state, batch, phase.config, phase.step_of_schedule(step), run.loss_limit)
+    run.step = step
     run.skipped += result.skipped
     run.step_seconds = time.perf_counter() - began
     run.waited_seconds = recorder.seconds - waited
@@ -71,11 +74,16 @@ def _step(run: Run, loader: TokenLoader, hooks: Sequence[Hook]) -> None:
         hook.after_step(run, result)
 
 
-def _next_batch(run: Run, loader: TokenLoader) -> Tensor | None:
+def _next_batch(run: Run, loader: TokenLoader) -> Batch | None:
     """The next batch on the run's device; None where any rank cannot read its part: all have its failure then."""
 
-    def read() -> Tensor:
-        return torch.from_numpy(next(loader)).to(run.device, non_blocking=True)
+    def read() -> Batch:
+        tokens_BS, mask_BS, document_BS = next(loader)
+        return Batch(
+            torch.from_numpy(tokens_BS).to(run.device, non_blocking=True),
+            None if mask_BS is None else torch.from_numpy(mask_BS).to(run.device, non_blocking=True),
+            None if document_BS is None else torch.from_numpy(document_BS),  # its borders are read on the host
+        )
 
     try:
         return read_together(read, run.groups.world, run.device)

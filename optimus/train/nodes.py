@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from optimus.config import RunConfig, dump_config, load_config
-from optimus.data.shards import Shards
+from optimus.data.training import TrainingData
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
 from optimus.observe.signals import ended_by_signals
@@ -60,19 +60,19 @@ def check_launch(job: NodeJob, rendezvous: str, node: str | None = None) -> dict
 
     Returns what `train` does with `check`, `nodes` and `spares`. Raises `UserError` as `launch` does.
     """
-    tree, shards = _check(job, node or platform.node())
+    tree, data = _check(job, node or platform.node())
     own_address(rendezvous)
-    ready = verify_data(tree, shards, job.ranks, job.ranks_per_node, resume=True)
+    ready = verify_data(tree, data, job.ranks, job.ranks_per_node, resume=True)
     return ready | {"nodes": job.nodes, "spares": job.spares}
 
 
-def _check(job: NodeJob, node: str) -> tuple[RunConfig, Shards]:
+def _check(job: NodeJob, node: str) -> tuple[RunConfig, TrainingData]:
     """The configuration and the data of a launch. Raises `UserError` for whatever would keep this node from it."""
-    tree, shards = read_run(job.config, job.overrides, resume=True)
+    tree, data = read_run(job.config, job.overrides, resume=True)
     tree = with_microbatches(tree, job.ranks)
-    check_run(tree, shards, job.ranks, resume=True, per_node=job.ranks_per_node)
+    check_run(tree, data, job.ranks, resume=True, per_node=job.ranks_per_node)
     check_not_excluded(Path(tree.train.output), node)
-    return tree, shards
+    return tree, data
 
 
 def write_batch_script(

@@ -1,13 +1,12 @@
 """A run: its configuration, model, state, data and counters, put together on one rank."""
 
-import hashlib
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,9 +14,10 @@ import torch.distributed as dist
 from optimus.checkpoint.saving import Saver
 from optimus.comm import Group, Groups
 from optimus.config import RunConfig
+from optimus.config.phases import Phase, longest, phase_at, phases_of, tokens_after
 from optimus.config.sizes import count_text
 from optimus.data.loader import TokenLoader
-from optimus.data.shards import Shards
+from optimus.data.training import TrainingData
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.mesh.placement import describe
@@ -52,7 +52,7 @@ class Run:
     groups: Groups
     model: Staged
     state: ModelState
-    shards: Shards
+    data: TrainingData
     step: int = 0  # steps completed
     skipped: int = 0  # of them, without an update
     step_seconds: float = 0.0  # of the last step, waiting for data included
@@ -77,7 +77,17 @@ class Run:
     @property
     def tokens(self) -> int:
         """Tokens read by all completed steps."""
-        return self.step * self.config.train.global_batch * self.config.train.sequence_length
+        return tokens_after(self.phases, self.step)
+
+    @cached_property
+    def phases(self) -> list[Phase]:
+        """Those of the configuration; one where it has none."""
+        return phases_of(self.config)
+
+    @property
+    def phase(self) -> Phase:
+        """That of the last completed step; before the first step, the first one."""
+        return phase_at(self.phases, self.step)
 
     @property
     def forward_is_collective(self) -> bool:
@@ -89,8 +99,7 @@ class Run:
         """This rank's part of every global batch from the next step on."""
         data = self.groups.along("dp")
         return TokenLoader(
-            self.shards,
-            global_batch=self.config.train.global_batch,
+            self.data.phases,
             rank=data.rank,
             ranks=data.size,
             start_step=self.step,
@@ -229,15 +238,15 @@ def new_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     per_node, sums = ranks_per_node(ranks), partial_sums(config)
     groups = Groups(mesh_of(config, ranks, per_node), config.resilience.timeout, [], partial_sums=sums)
-    shards = read_together(lambda: Shards(config.data.path), groups.world, device)
+    data = read_together(lambda: TrainingData(config), groups.world, device)
     config, why = with_precision(config, device, resume, groups.world)
-    notes = summary_lines(summarise(config, groups.mesh, shards.instances), why)
+    notes = summary_lines(summarise(config, groups.mesh, data.instances), why)
     notes += [describe(groups.mesh)] if ranks > 1 else []
     measured, said = measured_collectives(config, per_node, resume, groups.world)
     groups.choose_by(measured)
-    model, state = build_model(config, device, groups, notes)
+    model, state = build_model(longest(phases_of(config)), device, groups, notes)
     notes += said + groups.notes
-    return Run(config, Path(config.train.output), device, groups, model, state, shards, notes=notes)
+    return Run(config, Path(config.train.output), device, groups, model, state, data, notes=notes)
 
 
 def read_together(read: Callable[[], T], world: Group, device: torch.device) -> T:
@@ -248,14 +257,3 @@ def read_together(read: Callable[[], T], world: Group, device: torch.device) -> 
         found, failure = [], error
     world.agree(failure, device)
     return found[0]
-
-
-def fingerprint(config: RunConfig, shards: Shards) -> dict[str, Any]:
-    """What a resumed run must have in common with the one it continues, or its losses would not be the same run's."""
-    index = json.dumps(shards.index, sort_keys=True).encode()
-    return {
-        "data": hashlib.sha256(index).hexdigest(),
-        "context": config.train.sequence_length,
-        "global_batch": config.train.global_batch,
-        "seed": config.train.seed,
-    }

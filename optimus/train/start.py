@@ -10,7 +10,7 @@ from typing import Any, Literal
 from optimus.config import RunConfig, load_config
 from optimus.config.load import with_new_names
 from optimus.config.yaml_text import parse_yaml
-from optimus.data.shards import Shards
+from optimus.data.training import TrainingData, open_folders
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
 
@@ -49,10 +49,10 @@ def train(
         resume = _holds_run(Path(load_config(config, overrides, read_model_folder).train.output))
     elif fresh_optimizer and not resume:
         raise UserError("`fresh_optimizer=True` is about a run that goes on: give `resume=True`, too")
-    tree, shards = read_run(config, overrides, resume=resume)
+    tree, data = read_run(config, overrides, resume=resume)
     from optimus.train.launch import run_here
 
-    return run_here(tree, shards, ranks, resume=resume, fresh_optimizer=fresh_optimizer, check=check)
+    return run_here(tree, data, ranks, resume=resume, fresh_optimizer=fresh_optimizer, check=check)
 
 
 def _holds_run(folder: Path) -> bool:
@@ -61,15 +61,15 @@ def _holds_run(folder: Path) -> bool:
 
 def read_run(
     config: str | Path | Mapping[str, Any] | RunConfig, overrides: Iterable[str] = (), *, resume: bool = False
-) -> tuple[RunConfig, Shards]:
+) -> tuple[RunConfig, TrainingData]:
     """The configuration, with numbers in place of what depends on the data or on its other values, and the data.
 
     Raises `UserError` for a configuration that makes no sense, and for data that is not there or not this model's.
     """
     tree = load_config(config, overrides, read_model_folder)
-    shards = Shards(tree.data.path)
-    shards.check_model(tree.train.sequence_length, tree.model.vocab)
-    return settled(tree, shards.instances, resume), shards
+    folders = open_folders(tree)
+    tree = settled(tree, sum(shards.instances for shards in folders.values()), resume)
+    return tree, TrainingData(tree, folders)
 
 
 def settled(config: RunConfig, instances: int, resume: bool = False) -> RunConfig:
@@ -94,6 +94,10 @@ def _steps(config: RunConfig, instances: int) -> int:
     train = config.train
     if train.epochs is None:
         return train.total_steps
+    if config.data.sources:
+        raise UserError(
+            "train.epochs: with data.sources, each source has passes of its own: give train.steps or train.tokens"
+        )
     steps = int(train.epochs * instances / train.global_batch + 1e-6)
     if not steps:
         raise UserError(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from optimus.config import RunConfig
+from optimus.config.phases import Phase, phases_of, tokens_after
 from optimus.config.sizes import count_text
 from optimus.mesh import Mesh
 from optimus.model.count import count_parameters
@@ -24,9 +25,9 @@ def summarise(config: RunConfig, mesh: Mesh, instances: int) -> dict[str, Any]:
         "active_parameters": counted.active,
         "steps": train.total_steps,
         "last_step": last,
-        "tokens": last * train.global_batch * train.sequence_length,
+        "tokens": tokens_after(phases := phases_of(config), last),
         "data_tokens": instances * train.sequence_length,
-        "epochs": last * train.global_batch / instances,
+        "epochs": tokens_after(phases, last) / (instances * train.sequence_length),
         "warmup_steps": config.warmup_steps,
         "global_batch": train.global_batch,
         "microbatches": train.global_batch // (mesh.dp * train.micro_batch),
@@ -34,6 +35,7 @@ def summarise(config: RunConfig, mesh: Mesh, instances: int) -> dict[str, Any]:
         "context": train.sequence_length,
         "ranks": mesh.size,
         "data_ranks": mesh.dp,
+        "phases": [phase_line(phase) for phase in phases if phase.name],
         "precision": train.precision,
         "warnings": warnings(config, instances),
     }
@@ -49,6 +51,7 @@ def summary_lines(about: Mapping[str, Any], precision_note: str = "") -> list[st
         f"model: {about['family']}, {count_text(parameters)} parameters{active_too}",
         f"length: {steps:,} steps{stops}, {count_text(about['tokens'])} tokens: {about['epochs']:.3g} epochs of the "
         f"{count_text(about['data_tokens'])} in the data",
+        *(f"phase {line}" for line in about["phases"]),
         f"warm-up: {warmup:,} steps, {100 * warmup / steps:.3g} % of the run",
         f"batch: {about['global_batch']:,} sequences of {about['context']:,} tokens, on each data-parallel rank "
         f"{about['microbatches']:,} x {about['micro_batch']:,}",
@@ -58,11 +61,21 @@ def summary_lines(about: Mapping[str, Any], precision_note: str = "") -> list[st
     ]
 
 
+def phase_line(phase: Phase) -> str:
+    """A phase in words."""
+    train = phase.config.train
+    return (
+        f"{phase.name}: steps {phase.first + 1:,} to {phase.last:,}, {train.global_batch:,} sequences of "
+        f"{train.sequence_length:,} tokens of {', '.join(source.label for source in phase.config.data.mixed)}"
+    )
+
+
 def warnings(config: RunConfig, instances: int) -> list[str]:
     """What is possible and most likely not meant, each with the keys that mend it."""
     train, peak = config.train, config.lr_schedule.peak
     steps, warmup, found = train.total_steps, config.warmup_steps, []
-    epochs = (train.stop_at or steps) * train.global_batch / instances
+    mixed = config.phases or config.data.sources  # whose passes are asked for
+    epochs = 0.0 if mixed else (train.stop_at or steps) * train.global_batch / instances
     if epochs > _MOST_EPOCHS:
         found.append(
             f"the run reads its data {epochs:.3g} times: after {_MOST_EPOCHS} times a model learns little from it and "

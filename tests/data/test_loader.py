@@ -11,12 +11,26 @@ import pytest
 
 from optimus.data.loader import TokenLoader
 from optimus.data.shards import Shards
+from optimus.data.training import DataPhase
 from optimus.errors import UserError
 
 
+def loader_of(shards: Shards, global_batch: int, **settings: int) -> TokenLoader:
+    """Of one source from the start."""
+    return TokenLoader([DataPhase.of(shards, global_batch)], **settings)
+
+
+def rows(loader: TokenLoader, step: int) -> np.ndarray:
+    """Those of the one source that a step of `loader_of` reads."""
+    phase, places = loader.places(step)
+    found, parts = phase.sources[0].rows(phase.mixture.locate(places)[1], loader._seed)
+    assert not parts.any()
+    return found
+
+
 def take(shards: Shards, count: int, **settings: int) -> list[np.ndarray]:
-    with TokenLoader(shards, **settings) as loader:  # type: ignore[arg-type]
-        return list(islice(loader, count))
+    with loader_of(shards, **settings) as loader:
+        return [batch.tokens_BS for batch in islice(loader, count)]
 
 
 def threads() -> int:
@@ -52,11 +66,11 @@ def test_resumes_exactly_from_a_step(prepared: Path) -> None:
 def test_every_epoch_holds_every_instance_once_in_a_new_order(prepared: Path) -> None:
     shards = Shards(prepared)
     n = shards.instances
-    with TokenLoader(shards, global_batch=7, seed=2) as loader, TokenLoader(shards, global_batch=7, seed=3) as other:
+    with loader_of(shards, global_batch=7, seed=2) as loader, loader_of(shards, global_batch=7, seed=3) as other:
         steps = 3 * n // 7 + 1
-        rows = np.concatenate([loader.rows(step) for step in range(steps)])
-        others = np.concatenate([other.rows(step) for step in range(steps)])
-    epochs = [rows[epoch * n : (epoch + 1) * n] for epoch in range(3)]
+        found = np.concatenate([rows(loader, step) for step in range(steps)])
+        others = np.concatenate([rows(other, step) for step in range(steps)])
+    epochs = [found[epoch * n : (epoch + 1) * n] for epoch in range(3)]
     assert np.array_equal(epochs[0], np.arange(n))
     for epoch in epochs[1:]:
         assert np.array_equal(np.sort(epoch), np.arange(n))
@@ -68,12 +82,12 @@ def test_every_epoch_holds_every_instance_once_in_a_new_order(prepared: Path) ->
 def test_a_batch_across_the_end_of_an_epoch(prepared: Path) -> None:
     shards = Shards(prepared)
     size = shards.instances - 3
-    with TokenLoader(shards, global_batch=size) as loader:
-        rows = loader.rows(1)
+    with loader_of(shards, global_batch=size) as loader:
+        second = rows(loader, 1)
         next(loader)
-        batch = next(loader)
-    assert rows[:3].tolist() == [size, size + 1, size + 2]
-    assert np.array_equal(batch, np.stack([shards.row(int(row)) for row in rows]))
+        batch = next(loader).tokens_BS
+    assert second[:3].tolist() == [size, size + 1, size + 2]
+    assert np.array_equal(batch, np.stack([shards.row(int(row)) for row in second]))
 
 
 def test_a_batch_larger_than_the_data(prepared: Path) -> None:
@@ -88,7 +102,7 @@ def test_reads_ahead_and_no_further(prepared: Path, monkeypatch: pytest.MonkeyPa
     read: list[int] = []
     original = shards.rows
     monkeypatch.setattr(shards, "rows", lambda start, stop: read.append(start) or original(start, stop))
-    with TokenLoader(shards, global_batch=4) as loader:
+    with loader_of(shards, global_batch=4) as loader:
         next(loader)
         time.sleep(0.3)
         ahead = len(read)
@@ -104,7 +118,7 @@ def test_a_failure_of_the_reader_reaches_the_consumer(copy: Path) -> None:
     path.write_bytes(data)
     shards = Shards(copy)
     good = shards.index["shards"][0]["instances"] // 10
-    loader = TokenLoader(shards, global_batch=10)
+    loader = loader_of(shards, global_batch=10)
     assert len(list(islice(loader, good))) == good
     with pytest.raises(UserError, match=r"shard-00001\.npy is corrupted"):
         next(loader)
@@ -113,13 +127,13 @@ def test_a_failure_of_the_reader_reaches_the_consumer(copy: Path) -> None:
 
 
 def test_threads_end(prepared: Path) -> None:
-    loader = TokenLoader(Shards(prepared), global_batch=4)
+    loader = loader_of(Shards(prepared), global_batch=4)
     next(loader)
     assert threads() == 1
     loader.close()
     assert threads() == 0
     assert list(loader) == []
-    dropped = TokenLoader(Shards(prepared), global_batch=4)
+    dropped = loader_of(Shards(prepared), global_batch=4)
     del dropped
     gc.collect()
     time.sleep(0.6)
@@ -137,4 +151,4 @@ def test_a_later_epoch_begins_without_reading_all_shards(prepared: Path, monkeyp
 
 def test_batch_must_divide(prepared: Path) -> None:
     with pytest.raises(UserError, match="a global batch of 10 cannot be divided evenly among 4 data-parallel ranks"):
-        TokenLoader(Shards(prepared), global_batch=10, ranks=4)
+        loader_of(Shards(prepared), global_batch=10, ranks=4)

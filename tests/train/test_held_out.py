@@ -1,5 +1,6 @@
 """Validation on several ranks: one reads the text, and what it cannot read ends the run on all of them."""
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from optimus import load_model, train
 from optimus.config import load_config
 from optimus.data.shards import Shards
+from optimus.data.training import TrainingData
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
 from optimus.testing import run_ranks
@@ -68,12 +71,13 @@ def test_only_the_first_rank_is_asked_for_the_text(
 ) -> None:
     """Where a launcher starts every rank with its own checks, a refusal on another node would leave the first waiting."""
     config["evaluate"]["text"] = str(tmp_path / "absent")
-    tree, shards = with_microbatches(load_config(config), 2), Shards(config["data"]["path"])
+    tree = with_microbatches(load_config(config), 2)
+    data = TrainingData(tree)
     monkeypatch.setenv("RANK", "1")
-    check_run(tree, shards, 2, False)
+    check_run(tree, data, 2, False)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match=r"evaluate\.text: .*absent does not exist"):
-        check_run(tree, shards, 2, False)
+        check_run(tree, data, 2, False)
 
 
 def test_data_missing_on_one_node_ends_all(config: dict[str, Any], tmp_path: Path) -> None:
@@ -94,3 +98,79 @@ def test_data_damaged_on_one_node_is_named_by_all(config: dict[str, Any], tmp_pa
     assert [text.split(" at instance")[0] for text in ended] == [
         f"{other / 'shard-00000.npy'} is corrupted: its checksum differs from sums.npy"
     ] * 2
+
+
+def validate_rank(config: dict[str, Any]) -> None:
+    """One rank of a run."""
+    run = build_run(with_microbatches(load_config(config), dist.get_world_size()), torch.device("cpu"), False)
+    if run.groups.rank == 0:
+        _claim_folder(run)
+    train_loop(run, _hooks(run))
+    run.state.finish()
+
+
+@pytest.fixture
+def sets(config: dict[str, Any], prepared: Path) -> dict[str, Any]:
+    config["train"]["steps"] = 3
+    config["evaluate"] = {}
+    config["validation"] = [
+        {"name": "files", "text": str(TEXT), "every": 2, "tokens": 500},
+        {"name": "rows", "path": str(prepared), "tokens": "0.1K"},
+    ]
+    return config
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sections"),
+    [
+        (2, {"state": {"shard": "parameters"}}),
+        (2, {"parallel": {"pipeline": 2}}),
+        (2, {"parallel": {"tensor": 2}}),
+        (2, {"parallel": {"context": 2}}),
+        (2, {"parallel": {"expert": 2}}),
+    ],
+    ids=str,
+)
+def test_several_sets_on_every_layout(
+    sets: dict[str, Any], tmp_path: Path, ranks: int, sections: dict[str, Any]
+) -> None:
+    validate = sets | {"moe": {"balance_coefficient": 0.0}}
+    train(validate)
+    other = validate | sections | {"train": validate["train"] | {"output": str(tmp_path / "other")}}
+    run_ranks(validate_rank, ranks, other)
+    one, two = (read_metrics(Path(run["train"]["output"])) for run in (validate, other))
+    measured = [{key: value for key, value in record.items() if "/" in key} for record in one]
+    assert [sorted(each) for each in measured] == [
+        [],
+        ["bits_per_byte/files", "loss/files"],
+        ["bits_per_byte/files", "bits_per_byte/rows", "loss/files", "loss/rows"],
+    ]
+    for mine, theirs in zip(measured, two, strict=True):
+        assert {key: theirs[key] for key in mine} == pytest.approx(mine, rel=1e-4)
+
+
+def test_rows_have_the_loss_that_training_has(sets: dict[str, Any], prepared: Path) -> None:
+    train(sets)
+    model = load_model(sets["train"]["output"])
+    tokens_BS = torch.from_numpy(Shards(prepared).rows(0, 3).astype("int64"))
+    expected = float(model.losses(tokens_BS).cross_entropy)
+    record = read_metrics(Path(sets["train"]["output"]))[-1]
+    assert record["loss/rows"] == pytest.approx(expected, rel=1e-5)
+    index = Shards(prepared).index
+    per_token = index["text_bytes"] / (index["tokens"] + index["dropped_tokens"])
+    assert record["bits_per_byte/rows"] == pytest.approx(expected / math.log(2) / per_token, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"name": "a"}, "validation.0: a: give one of path .* and text"),
+        ({"name": "rows", "text": "absent"}, "validation: two sets are named rows"),
+        ({"name": "a", "text": "absent.txt"}, "input not found: absent.txt"),
+        ({"name": "a", "path": "absent"}, "absent is not a folder of prepared data"),
+    ],
+)
+def test_sets_that_make_no_sense_are_refused(sets: dict[str, Any], wrong: dict[str, Any], expected: str) -> None:
+    sets["validation"] = [wrong, sets["validation"][1]]
+    with pytest.raises(UserError, match=expected):
+        train(sets)

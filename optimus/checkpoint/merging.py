@@ -1,0 +1,111 @@
+"""Weighted averages of the weights of checkpoints: `optimus merge`.
+
+Averages of models that began from one checkpoint predict what a model trained on the mixture would be like, and averages of
+the last checkpoints of a run stand in for a cooldown.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optimus.checkpoint.folder import Description, find_checkpoint, list_checkpoints
+from optimus.checkpoint.format import file_of, write_slices
+from optimus.checkpoint.reader import Reader
+from optimus.checkpoint.saving import complete
+from optimus.checkpoint.slices import LONGEST, TensorSlice, tiles
+from optimus.checkpoint.store import check_same_model
+from optimus.disk import user_path
+from optimus.errors import UserError, naming_disk_errors
+
+_PREFIX = "model."
+
+
+def merge(
+    checkpoints: Mapping[str, float] | Sequence[str | Path], output: str | Path, *, last: int | None = None
+) -> dict[str, Any]:
+    """Write the weighted average of the weights of `checkpoints` (or of the newest of each run) as a checkpoint of weights.
+
+    A mapping gives weights, which are divided by their sum; else all weigh alike. With `last`, the one entry of
+    `checkpoints` is a run, of which the last so many checkpoints are averaged. Sums are in float64, the result is fp32, tile
+    by tile: the same bytes whatever layouts have written the checkpoints, with memory for one tile of each. Returns
+    `output`, `parameters` and `weights`, by path. Raises `UserError` for other models or tokenizers, weights that sum to
+    nothing, and an `output` that exists.
+
+    Example:
+        optimus.merge({"runs/web": 0.3, "runs/math": 0.7}, "merged")
+        optimus.merge(["runs/first"], "averaged", last=5)
+    """
+    output = user_path(output)
+    if output.exists():
+        raise UserError(f"{output} exists already: choose another `output` or remove it")
+    given = dict(checkpoints) if isinstance(checkpoints, Mapping) else dict.fromkeys(map(str, checkpoints), 1.0)
+    weights = _last_of(given, last) if last is not None else {find_checkpoint(path): w for path, w in given.items()}
+    total = math.fsum(weights.values())
+    if len(weights) < 2 or not math.isfinite(total) or total <= 0:
+        raise UserError(f"give at least two checkpoints, with weights whose sum is above 0: {_said(weights)}")
+    readers = [Reader.open(path) for path in weights]
+    first = readers[0].description
+    for reader in readers[1:]:
+        check_same_model(reader.description.model, first.model, reader.path)
+        if _tokenizer(reader.description) != _tokenizer(first):
+            raise UserError(
+                f"{reader.path} has another tokenizer than {readers[0].path}: their models cannot be averaged"
+            )
+    partial = output.with_name(f".{output.name}.partial")
+    averaged = _averaged(readers, [weight / total for weight in weights.values()])
+    description = Description(
+        first.model,
+        min(reader.description.context for reader in readers),
+        max(reader.description.step for reader in readers),
+        full=False,
+        eos_id=first.eos_id,
+        tokenizer=first.tokenizer,
+        written={"merged": {str(path): weight / total for path, weight in weights.items()}},
+    )
+    with naming_disk_errors(output, "Make room or choose another `output`"):
+        partial.mkdir(parents=True, exist_ok=True)
+        with (partial / file_of(0)).open("wb") as file:
+            stored = write_slices(file, file_of(0), averaged)
+        complete(partial, output, stored, description)
+    elements = sum(math.prod(each.sizes) for each in stored)
+    return {"output": str(output), "parameters": elements, "weights": description.written["merged"]}
+
+
+def _last_of(given: Mapping[str, float], last: int) -> dict[Path, float]:
+    """The last checkpoints of the one run of `given`, each step once."""
+    if len(given) != 1 or last < 2:
+        raise UserError(f"`last` {last} averages checkpoints of one run, at least 2: {len(given)} are named")
+    (run,) = given
+    by_step = {path.name.partition("-")[2]: path for path in list_checkpoints(user_path(run), "weights", "step")}
+    paths = [path for _, path in sorted(by_step.items())][-last:]
+    if len(paths) < last:
+        raise UserError(
+            f"{run} holds {len(paths)} checkpoints, of which the last {last} are to be averaged: lower `last`, or keep more "
+            "(checkpoint.keep, checkpoint.weights_every)"
+        )
+    return dict.fromkeys(paths, 1.0)
+
+
+def _averaged(readers: Sequence[Reader], weights: Sequence[float]) -> Iterator[TensorSlice]:
+    """The averages, a tile at a time, in the order of their keys."""
+    stored = readers[0].stored
+    for key in sorted(key for key in stored if key.startswith(_PREFIX)):
+        shape = stored[key][0].shape
+        for offsets, sizes in tiles(shape, LONGEST):
+            total = torch.zeros(sizes, dtype=torch.float64)
+            for reader, weight in zip(readers, weights):
+                tile = torch.empty(sizes, dtype=torch.float32)
+                reader.fill([TensorSlice(key, shape, offsets, tile)])
+                total.add_(tile, alpha=weight)
+            yield TensorSlice(key, shape, offsets, total.float())
+
+
+def _tokenizer(description: Description) -> bytes | None:
+    return None if description.tokenizer is None else description.tokenizer.read_bytes()
+
+
+def _said(weights: Mapping[Path, float]) -> str:
+    return ", ".join(f"{path}={weight:g}" for path, weight in weights.items())

@@ -1,0 +1,85 @@
+"""Where the training tokens come from."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from optimus.config.sizes import parse_count
+from optimus.section import PathText, Section, reported_as_value
+
+
+class SourceConfig(Section):
+    """A source of training tokens. Its share is one of weight, tokens and epochs; by default weight 1."""
+
+    path: PathText = Field(description="Folder written by `optimus prepare`.")
+    name: str | None = Field(None, description="Name in metrics and messages. Default: that of the folder.")
+    weight: float | None = Field(None, ge=0)
+    """Share of what tokens and epochs leave, relative to the other weights; at most one pass over the source."""
+    tokens: int | None = Field(None, gt=0, description="Tokens read from it, also as 2e9 or 300B.")
+    epochs: float | None = Field(None, gt=0, description="Passes over it.")
+
+    @field_validator("tokens", mode="before")
+    @classmethod
+    def _count(cls, value: Any) -> Any:
+        return token_count(value)
+
+    @model_validator(mode="after")
+    def _share(self) -> "SourceConfig":
+        given = [name for name in ("weight", "tokens", "epochs") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given: keep one of them")
+        return self
+
+    @property
+    def label(self) -> str:
+        """Its name, given or that of the folder."""
+        return self.name or Path(self.path).name
+
+    @property
+    def share(self) -> float | None:
+        """Its weight; None where tokens or epochs say how much is read."""
+        return None if self.tokens or self.epochs else 1.0 if self.weight is None else self.weight
+
+
+class DataConfig(Section):
+    """Where the training tokens are: a folder, or several sources, which may also be given as a list in place of the
+    section."""
+
+    path: PathText | None = Field(
+        None, description="Folder written by `optimus prepare`; the short form of one source."
+    )
+    sources: list[SourceConfig] = Field([], description="Sources that are mixed.")
+    documents: Literal["ignore", "mask"] = "ignore"
+    """Documents that lie in one sequence. mask: attention and positions stay inside of each, whose first token is not
+    predicted. In a phase the default is that of `data`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list(cls, value: Any) -> Any:
+        return {"sources": value} if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _sources(self) -> "DataConfig":
+        if (self.path is None) == (not self.sources):
+            raise ValueError(
+                f"path and sources are {'missing' if self.path is None else 'both given'}: give one of them"
+            )
+        labels = [source.label for source in self.sources]
+        if twice := {label for label in labels if labels.count(label) > 1}:
+            raise ValueError(f"sources: two are named {min(twice)}: give each a name of its own")
+        shares = [source.share for source in self.sources if source.share is not None]
+        if shares and not sum(shares):
+            raise ValueError("sources: the weights sum to zero: give one of them a weight above 0")
+        return self
+
+    @property
+    def mixed(self) -> list[SourceConfig]:
+        """The sources, of which the short form is one."""
+        return self.sources or [SourceConfig(path=str(self.path))]
+
+
+def token_count(value: Any) -> Any:
+    """A number of tokens, which people also write as 2e9 or 300B."""
+    whole = isinstance(value, float) and value.is_integer()  # 2e9
+    return int(value) if whole else reported_as_value(parse_count, value)

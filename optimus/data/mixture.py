@@ -1,0 +1,133 @@
+"""Which source each place of a mixture is read from, as a pure function of the place.
+
+The sources are the leaves of a binary tree. Of the first m places of a node, the nearest whole number to m times the
+share of its left child are that child's: one more place adds one to exactly one child, so counts never fall and their sum
+is the number of places. Counts are integers of any size, so nothing drifts; a place is found without those before it.
+A node adds at most half a place to the error that its share hands down, so errors stay small where the tree is balanced.
+
+Legend: N places.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import count
+from math import gcd, lcm
+
+import numpy as np
+from numpy.typing import NDArray
+
+_TOTAL = 1 << 30  # of the weights, so that products of two fit into 62 bits
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A source, or two nodes that share places by their weights."""
+
+    weight: int
+    source: int = -1
+    children: tuple["_Node", ...] = ()
+
+
+class Mixture:
+    """Sources that share places by whole `weights`, of which at least one is above 0.
+
+    Source i has `weights[i] / sum(weights)` of the first n places, within `error` places, for every n.
+    """
+
+    def __init__(self, weights: Sequence[int]) -> None:
+        self.weights = _reduced(weights)
+        leaves = [_Node(weight, source) for source, weight in enumerate(self.weights) if weight]
+        self._root = min((_huffman(leaves), _balanced(sorted(leaves, key=lambda leaf: -leaf.weight))), key=_error)
+
+    @property
+    def error(self) -> float:
+        """The most places by which a source can be off; at most 1 for up to three sources, and for alike ones."""
+        return _error(self._root)
+
+    def counts(self, places: int) -> list[int]:
+        """How many of the first `places` each source has."""
+        found = [0] * len(self.weights)
+        pending = [(self._root, places)]
+        while pending:
+            node, number = pending.pop()
+            if not node.children:
+                found[node.source] = number
+                continue
+            left, right = node.children
+            of_left = (2 * number * left.weight + node.weight) // (2 * node.weight)
+            pending += [(left, of_left), (right, number - of_left)]
+        return found
+
+    def locate(self, places_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The source of each place [N], and how many places before it that source has [N]."""
+        source_N, index_N = np.empty_like(places_N), np.empty_like(places_N)
+        pending = [(self._root, places_N, np.arange(len(places_N)))]
+        while pending:
+            node, numbers, where = pending.pop()
+            if not node.children:
+                source_N[where], index_N[where] = node.source, numbers
+                continue
+            left, right = node.children
+            before, after = _of_left(numbers, left, node), _of_left(numbers + 1, left, node)
+            goes_left = after > before
+            for child, found, chosen in ((left, before, goes_left), (right, numbers - before, ~goes_left)):
+                if chosen.any():
+                    pending.append((child, found[chosen], where[chosen]))
+        return source_N, index_N
+
+
+def whole_weights(weights: Sequence[float | Fraction]) -> list[int]:
+    """Whole numbers in the ratio of `weights`; floats are taken as the decimals that they are written as."""
+    exact = [Fraction(str(weight)) if isinstance(weight, float) else Fraction(weight) for weight in weights]
+    common = lcm(*(weight.denominator for weight in exact))
+    return [int(weight * common) for weight in exact]
+
+
+def _reduced(weights: Sequence[int]) -> list[int]:
+    """In lowest terms; rounded where these are too large to be multiplied."""
+    if min(weights) < 0 or not sum(weights):
+        raise ValueError(f"weights must not be negative, and one must be above 0: {list(weights)}")
+    divisor = gcd(*weights)
+    weights = [weight // divisor for weight in weights]
+    if (total := sum(weights)) >= _TOTAL:
+        weights = [weight and max(1, weight * (_TOTAL - len(weights)) // total) for weight in weights]
+    return list(weights)
+
+
+def _of_left(numbers: NDArray[np.int64], left: _Node, node: _Node) -> NDArray[np.int64]:
+    """As in `Mixture.counts`, in steps that do not overflow."""
+    whole, rest = np.divmod(numbers, node.weight)
+    return whole * left.weight + (2 * rest * left.weight + node.weight) // (2 * node.weight)
+
+
+def _joined(left: _Node, right: _Node) -> _Node:
+    return _Node(left.weight + right.weight, children=(left, right))
+
+
+def _huffman(leaves: Sequence[_Node]) -> _Node:
+    """The two lightest nodes are joined until one is left (Huffman 1952)."""
+    order = count()
+    heap = [(leaf.weight, next(order), leaf) for leaf in leaves]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        joined = _joined(heapq.heappop(heap)[2], heapq.heappop(heap)[2])
+        heapq.heappush(heap, (joined.weight, next(order), joined))
+    return heap[0][2]
+
+
+def _balanced(leaves: Sequence[_Node]) -> _Node:
+    """Split where the halves' weights are nearest to each other, and each half again."""
+    if len(leaves) == 1:
+        return leaves[0]
+    sums = np.cumsum([leaf.weight for leaf in leaves])
+    split = 1 + int(np.abs(2 * sums[:-1] - sums[-1]).argmin())
+    return _joined(_balanced(leaves[:split]), _balanced(leaves[split:]))
+
+
+def _error(node: _Node, handed_down: float = 0.0) -> float:
+    """The largest error of a source below `node`, which has `handed_down`."""
+    if not node.children:
+        return handed_down
+    return max(_error(child, handed_down * child.weight / node.weight + 0.5) for child in node.children)

@@ -1,0 +1,226 @@
+"""What a run reads: its opened sources, and for each phase which source has how many of its places.
+
+Place p of a phase is a pure function of p: the mixture gives its source and the number of places that this source had
+before; a source goes on where the phases before have left it. So every rank of any layout finds its part from any step.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optimus.config import RunConfig
+from optimus.config.data import DataConfig, SourceConfig
+from optimus.config.phases import Phase, phase_at, phases_of
+from optimus.data.mixture import Mixture, whole_weights
+from optimus.data.permutation import Permutation
+from optimus.data.shards import Shards
+from optimus.errors import UserError
+
+
+class MixedSource(NamedTuple):
+    """A source in a phase. Its sequences before `first` have been read; a row of its shards holds `parts` of them."""
+
+    name: str
+    shards: Shards
+    parts: int = 1
+    first: int = 0
+
+    def rows(self, index_N: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where its sequences `index_N` of the phase lie: the row of each, and which part of it.
+
+        Pass 0 over the rows is the stored (already shuffled) order, each later one a permutation of it with the key
+        (seed, pass).
+        """
+        passed_N, part_N = np.divmod(self.first + index_N, self.parts)
+        pass_N, row_N = np.divmod(passed_N, self.shards.instances)
+        for number in np.unique(pass_N[pass_N > 0]).tolist():
+            chosen = pass_N == number
+            row_N[chosen] = Permutation(self.shards.instances, "epoch", seed, number)(row_N[chosen])
+        return row_N, part_N
+
+
+class DataPhase(NamedTuple):
+    """What a phase reads from step `first` (from 0) on."""
+
+    first: int
+    global_batch: int  # sequences
+    sources: Sequence[MixedSource]
+    mixture: Mixture
+    documents: bool = False  # whether attention stays inside of each
+
+    @property
+    def padded(self) -> bool:
+        """Whether sequences may end in padding."""
+        return any(source.shards.padded for source in self.sources)
+
+    @classmethod
+    def of(cls, shards: Shards, global_batch: int) -> "DataPhase":
+        """One source from the start."""
+        return cls(0, global_batch, [MixedSource(shards.folder.name, shards)], Mixture([1]))
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens of a sequence."""
+        return self.sources[0].shards.context // self.sources[0].parts
+
+    def counts(self, step: int) -> list[int]:
+        """Sequences that each source has had in the phase before `step` (from 0)."""
+        return self.mixture.counts((step - self.first) * self.global_batch)
+
+
+def open_folders(config: RunConfig) -> dict[str, Shards]:
+    """The prepared folders of all phases, by path. Raises `UserError` for what cannot be trained on together."""
+    paths = [source.path for data in _sections(config) for source in data.mixed]
+    folders = {path: Shards(path) for path in dict.fromkeys(paths)}
+    one, *others = folders.values()
+    for other in others:
+        _check_same_tokenizer(one, other)
+    return folders
+
+
+def _check_same_tokenizer(one: Shards, other: Shards) -> None:
+    if other.index["tokenizer"]["sha256"] != one.index["tokenizer"]["sha256"]:
+        raise UserError(
+            f"{other.folder} was prepared with another tokenizer than {one.folder}: their tokens do not mean the same. "
+            f"Prepare it again with `tokenizer={one.folder}`"
+        )
+
+
+def _sections(config: RunConfig) -> list[DataConfig]:
+    return [phase.data or config.data for phase in config.phases] or [config.data]
+
+
+class TrainingData:
+    """The data of a run whose length is settled in steps.
+
+    `folders` are its opened sources. Raises `UserError` where they are not this model's or too short for their shares.
+    """
+
+    def __init__(self, config: RunConfig, folders: Mapping[str, Shards] | None = None) -> None:
+        self.folders = open_folders(config) if folders is None else folders
+        self.first_folder = next(iter(self.folders.values()))
+        self.phases: list[DataPhase] = []
+        self._described = phases_of(config)
+        self._passed: list[dict[str, int]] = [{}]  # tokens of each source before a phase, by name
+        read: dict[str, int] = {}  # by path
+        for phase in self._described:
+            phase_data = self._phase(phase, read)
+            self.phases.append(phase_data)
+            passed = dict(self._passed[-1])
+            counts = phase_data.counts(phase.last)
+            for source, mixed, number in zip(phase.config.data.mixed, phase_data.sources, counts):
+                tokens = number * phase_data.sequence_length
+                self._check_passes(phase, source, mixed, number)
+                read[source.path] = mixed.first * phase_data.sequence_length + tokens
+                passed[mixed.name] = passed.get(mixed.name, 0) + tokens
+            self._passed.append(passed)
+
+    def _phase(self, phase: Phase, read: Mapping[str, int]) -> DataPhase:
+        train, sources = phase.config.train, phase.config.data.mixed
+        length, mixed = train.sequence_length, []
+        for source in sources:
+            shards = self.folders[source.path]
+            shards.check_model(length, phase.config.model.vocab)
+            first = -(-read.get(source.path, 0) // length)
+            mixed.append(MixedSource(source.label, shards, shards.context // length, first))
+        mixture = Mixture(_weights(phase, sources, [source.shards for source in mixed]))
+        return DataPhase(phase.first, train.global_batch, mixed, mixture, phase.config.data.documents == "mask")
+
+    def _check_passes(self, phase: Phase, source: SourceConfig, mixed: MixedSource, number: int) -> None:
+        """A source with a weight is read once at most, as nobody has asked for more."""
+        available = mixed.shards.instances * mixed.parts
+        if phase.config.data.sources and source.share is not None and mixed.first + number > available:
+            length = phase.step_tokens // phase.config.train.global_batch
+            raise UserError(
+                f"{_where(phase)}source {mixed.name} has {available * length:,} tokens, of which {mixed.first * length:,} "
+                f"are read before, and its share is {number * length:,}: lower its weight, shorten the run, or give it "
+                f"`epochs` (here {number / available:.3g}) in place of the weight"
+            )
+
+    @property
+    def instances(self) -> int:
+        """Rows of all sources together."""
+        return sum(shards.instances for shards in self.folders.values())
+
+    def check_same_tokenizer(self, other: Shards) -> None:
+        """Raise `UserError` unless `other` was prepared with the tokenizer of this data."""
+        _check_same_tokenizer(self.first_folder, other)
+
+    def verify(self) -> None:
+        """Read all shards and compare their checksums. Raises `UserError` at the first that differs."""
+        for shards in self.folders.values():
+            shards.verify()
+
+    def tokens_by_source(self, steps: int) -> dict[str, int]:
+        """Tokens that the first `steps` have read from each source."""
+        phase = phase_at(self._described, steps)
+        data, found = self.phases[phase.number], dict(self._passed[phase.number])
+        for source, number in zip(data.sources, data.counts(steps)):
+            found[source.name] = found.get(source.name, 0) + number * data.sequence_length
+        return found
+
+    def fingerprint(self, steps: int, seed: int) -> dict[str, Any]:
+        """What has decided what the first `steps` have read: the phases that have begun by then."""
+        number = phase_at(self._described, steps).number
+        begun = [self._digests(phase) for phase in self.phases[: number + 1]]
+        one = len(begun) == 1 and len(begun[0]["sources"]) == 1
+        whole = hashlib.sha256(json.dumps(begun, sort_keys=True).encode()).hexdigest()
+        data = self.phases[number]
+        return {
+            "data": begun[0]["sources"][0] if one else whole,
+            "context": data.sequence_length,
+            "global_batch": data.global_batch,
+            "seed": seed,
+        }
+
+    def _digests(self, phase: DataPhase) -> dict[str, Any]:
+        indices = [json.dumps(source.shards.index, sort_keys=True).encode() for source in phase.sources]
+        return {
+            "first": phase.first,
+            "sources": [hashlib.sha256(index).hexdigest() for index in indices],
+            "weights": phase.mixture.weights,
+            "global_batch": phase.global_batch,
+            "sequence_length": phase.sequence_length,
+        }
+
+
+def _where(phase: Phase) -> str:
+    return f"phase {phase.name}: " if phase.name else ""
+
+
+def _weights(phase: Phase, sources: Sequence[SourceConfig], shards: Sequence[Shards]) -> list[int]:
+    """Whole weights: those given, whatever the length of the phase; or how many of its places each source has."""
+    shares = [source.share for source in sources]
+    if all(share is not None for share in shares):
+        return whole_weights([share or 0.0 for share in shares])
+    length, places = phase.config.train.sequence_length, phase.steps * phase.config.train.global_batch
+    asked = [
+        0 if share is not None else _places(source, each, length)
+        for source, each, share in zip(sources, shards, shares)
+    ]
+    left, batch = places - sum(asked), phase.config.train.global_batch
+    fixed = all(share is None for share in shares)
+    if (fixed and abs(left) >= batch) or (not fixed and left < 0):
+        needed = sum(asked) * length
+        raise UserError(
+            f"{_where(phase)}the tokens and epochs of the sources are {needed:,} tokens, and the phase reads "
+            f"{places * length:,}: make it {max(1, sum(asked) // batch)} steps"
+            + ("" if left < 0 else ", or give a source a weight, which takes what the others leave")
+        )
+    if fixed:
+        return asked
+    given = whole_weights([share or 0.0 for share in shares])
+    total = sum(given) or 1
+    return whole_weights([number + Fraction(left * weight, total) for number, weight in zip(asked, given)])
+
+
+def _places(source: SourceConfig, shards: Shards, length: int) -> int:
+    tokens = (
+        source.tokens if source.tokens is not None else round((source.epochs or 0) * shards.instances * shards.context)
+    )
+    return -(-tokens // length)
