@@ -172,7 +172,7 @@ def held_by_shards(plans: Sequence[ChunkPlan]) -> tuple[float, float]:
         )
         borders = torch.tensor(plan.borders)
         for buffer in plan.buffers:
-            if buffer.residency == "device":
+            if buffer.residency == "device" and buffer.lifetime == "always":
                 shards = plan.shard_count // math.prod(
                     share.ranks for share in plan.shard_steps[: buffer.depth]
                 )  # in its extent
