@@ -34,7 +34,9 @@ function controls() {
     { min: 0, max: 0.98, step: 0.02, value: smoothing });
   bar.append(make("label", {}, "Along ", select), make("label", {}, "Smoothing ", slider),
     make("button", { type: "button", onclick: () => drawn.forEach(each => each.reset()) }, "Whole curves"),
-    make("span", { className: "soft" }, "Drag to zoom; or with the keys: Tab to a chart, arrows, + and −, 0 for all."));
+    make("span", { className: "soft" }, "Drag to zoom; or with the keys: Tab to a chart, arrows, + and −, 0 for all." +
+      (data.runs.some(run => run.events.length) ? " Upright lines: failures, exclusions and rollbacks (red), restarts and recoveries (dashed), other events. " : "") +
+      (data.charts.length ? " Red triangles: values that are not finite." : "")));
   return bar;
 }
 
@@ -127,7 +129,9 @@ function curves(box, chart) {
 }
 
 function stacked(box, run, kind) {
-  const { parts, step } = run.stacks[kind], names = Object.keys(parts), seconds = kind === "time";
+  const { step } = run.stacks[kind], seconds = kind === "time";
+  const parts = Object.fromEntries(Object.entries(run.stacks[kind].parts).map(([name, values]) => [name.replaceAll("_", " "), values]));
+  const names = Object.keys(parts);
   const show = value => value === null ? "-" : seconds ? duration(value) : (value / 2 ** 30 >= 1 ? (value / 2 ** 30).toFixed(2) + " GiB" : (value / 2 ** 20).toFixed(1) + " MiB");
   const means = names.map(name => { const all = finite(parts[name]).filter(value => value !== null); return all.reduce((a, b) => a + b, 0) / Math.max(1, all.length); });
   const total = means.reduce((a, b) => a + b, 0) || 1;
