@@ -145,7 +145,7 @@ function stacked(box, run, kind) {
     const order = names.map((_, i) => i).reverse();  // the largest sum first, the smaller ones over it
     const series = [{ label: axis === "seconds" ? "time" : axis }, ...order.map(i => ({ label: names[i], fill: PART_COLOURS[i % PART_COLOURS.length],
       stroke: PART_COLOURS[i % PART_COLOURS.length], width: 1, points: { show: step.length < 3 }, value: (_, __, ___, at) => at === null ? "-" : show(finite(parts[names[i]])[at]) }))];
-    const both = axes("", 72);
+    const both = axes("", 84);
     both[1].values = (_, ticks) => ticks.map(show);
     return [{ series, legend: { show: true }, scales: { x: { time: false }, y: { range: (_, __, max) => [0, (max || 1) * 1.05] } }, axes: both, plugins: [marks([[run, "#4d5768"]], [])] },
       [step.map(each => along(run, each)), ...order.map(i => sums[i])]];
@@ -256,14 +256,19 @@ function draw() {
     if (chart.group !== group) { group = chart.group; grid = section(group); }
     curves(panel(grid, chart.title, chart.unit), chart);
   });
+  const alone = data.runs.length === 1 ? data.runs[0] : null;
+  let details = null;
   for (const kind in data.stacks) {
     const runs = data.runs.filter(run => run.stacks[kind]);
     if (!runs.length) continue;
-    const rest = section(data.stacks[kind].title);
-    runs.forEach(run => stacked(panel(rest, run.name, data.stacks[kind].unit), run, kind));
+    const { title, unit } = data.stacks[kind];
+    if (alone) stacked(panel(details ??= section("Memory, time and experts"), title, unit), alone, kind);
+    else { const rest = section(title); runs.forEach(run => stacked(panel(rest, run.name, unit), run, kind)); }
   }
   const routed = data.runs.filter(run => run.experts);
-  if (routed.length) { const rest = section("Load of the experts"); routed.forEach(run => heat(panel(rest, run.name, "tokens of an expert, to the mean of its layer"), run)); }
+  const what = "tokens of an expert, to the mean of its layer";
+  if (routed.length && alone) heat(panel(details ??= section("Memory, time and experts"), "Load of the experts", what), alone);
+  else if (routed.length) { const rest = section("Load of the experts"); routed.forEach(run => heat(panel(rest, run.name, what), run)); }
   data.runs.filter(run => run.timeline && run.timeline.events).forEach(run => {
     const box = panel(section("Pipeline of " + run.name), "Timeline of a step", "numbers are microbatches; of a rank's stages, the later the paler", true);
     const kinds = lanes(box, "measured", run.timeline.ranks, run.timeline.events);
