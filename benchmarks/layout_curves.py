@@ -100,18 +100,23 @@ def compare(curves: dict[str, list[float]]) -> list[dict[str, Any]]:
 
 
 def draw(curves: dict[str, list[float]], path: Path) -> None:
-    """All curves in one picture."""
+    """All curves in one panel, and below it their differences from the first."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    figure, (axes, below) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, height_ratios=(3, 2))
+    right = next(iter(curves.values()))
     for number, (name, losses) in enumerate(curves.items()):
-        axes.plot(range(1, len(losses) + 1), losses, label=name, linewidth=8 - number * 0.9, alpha=0.7)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats per token")
+        steps = range(1, len(losses) + 1)
+        axes.plot(steps, losses, label=name, linewidth=8 - number * 0.9, alpha=0.7)
+        if number:
+            difference = [max(abs(a / b - 1), 1e-9) for a, b in zip(losses, right, strict=True)]
+            below.plot(steps, difference, color=f"C{number}", linewidth=1)
+    axes.set(ylabel="loss, nats per token", title="One model and its data in several layouts")
     axes.legend(fontsize=8)
+    below.set(xlabel="step", ylabel=f"relative difference from {next(iter(curves))}", yscale="log")
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 

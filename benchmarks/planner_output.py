@@ -1,5 +1,6 @@
 """What the planner's comparison shows: tables, a file, a picture."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def draw(found: Comparison, path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 7), layout="constrained")
+    figure = Figure(figsize=(11, 7), layout="constrained")
     panel = figure.subplots()
     ends: list[float] = []
     for number, source in enumerate(found.sources()):
@@ -49,14 +50,21 @@ def draw(found: Comparison, path: Path) -> None:
         measured = [each.case.tokens_per_second or 0.0 for each in rows]
         predicted = [each.tokens_per_second or 0.0 for each in rows]
         panel.scatter(
-            measured, predicted, s=14, alpha=0.7, label=source, marker=_MARKS[number // _COLOURS % len(_MARKS)]
+            measured,
+            predicted,
+            s=14,
+            alpha=0.7,
+            label=re.sub(r"[_.]", " ", source),
+            marker=_MARKS[number // _COLOURS % len(_MARKS)],
         )
         ends += measured + predicted
     limits = (0.8 * min(ends), 1.25 * max(ends))
-    panel.plot(limits, limits, color="tab:gray", linewidth=1)
+    panel.plot(limits, limits, color="black", linewidth=1, label="equal")
+    for factor, label in ((0.8, "20 % below and above"), (1.2, None)):
+        panel.plot(limits, [factor * each for each in limits], "--", color="tab:gray", linewidth=1, label=label)
     panel.set(xscale="log", yscale="log", xlim=limits, ylim=limits)
     panel.set_xlabel("measured tokens/s of a rank")
-    panel.set_ylabel("predicted")
-    panel.legend(fontsize="small")
+    panel.set_ylabel("predicted tokens/s of a rank")
+    figure.legend(fontsize="small", loc="outside right upper")
     with naming_disk_errors(path, "Make room, or choose another place."):
         figure.savefig(path, dpi=120)

@@ -14,15 +14,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLOURS = {
-    Kind.FORWARD: "#8fb8de",
-    Kind.BACKWARD: "#f2b880",
-    Kind.BACKWARD_INPUT: "#f2d479",
-    Kind.BACKWARD_WEIGHTS: "#9fce9f",
-    Kind.EMBED: "#c9c9c9",
-    Kind.LOGITS: "#c8a2c8",
-    Kind.LOSS: "#a880b8",
-    Kind.EMBED_BACKWARD: "#a9a9a9",
+    Kind.FORWARD: "#5b9bd5",
+    Kind.BACKWARD: "#ee9336",
+    Kind.BACKWARD_INPUT: "#d9c400",
+    Kind.BACKWARD_WEIGHTS: "#62b162",
+    Kind.EMBED: "#707070",
+    Kind.LOGITS: "#d455b8",
+    Kind.LOSS: "#6a3fb0",
+    Kind.EMBED_BACKWARD: "#c0504d",
 }
+_PALEST = 0.55  # white in the shade of a rank's last stage
+_THINNEST = 0.002  # of the makespan: what takes no time is seen, too
+UNIT = "time, in forward passes of a stage"
 _WIDTH, _ROW, _REST = 14.0, 0.35, 1.3  # inches: the picture's width, a rank's height, and a panel's title and axis
 
 
@@ -49,10 +52,11 @@ def text_timeline(timeline: Timeline, width: int) -> str | None:
     return "\n".join(lines)
 
 
-def draw(timelines: Mapping[str, Timeline], path: Path) -> None:
+def draw(timelines: Mapping[str, Timeline], path: Path, units: Mapping[str, str] | None = None) -> None:
     """Write a PNG with a panel per timeline under its name, simulated or measured, each on its own axis of time.
 
-    Black edges mark all but the first stage of a rank.
+    Of the stages of a rank, the first is dark and each later one paler. `units` names the axes that are not in forward
+    passes of a stage.
 
     Raises `UserError` when the file cannot be written.
     """
@@ -63,24 +67,34 @@ def draw(timelines: Mapping[str, Timeline], path: Path) -> None:
     figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
     panels = figure.subplots(len(timelines), 1, squeeze=False, height_ratios=heights)[:, 0]
     for (name, timeline), panel in zip(timelines.items(), panels):
-        _draw_panel(name, timeline, panel)
+        _draw_panel(name, timeline, panel, (units or {}).get(name, UNIT))
     with naming_disk_errors(path, "Make room, or choose another place."):
         figure.savefig(path, dpi=120)
 
 
-def _draw_panel(name: str, timeline: Timeline, panel: "Axes") -> None:
+def shade(kind: Kind, turn: int, stages: int) -> tuple[float, float, float]:
+    """The colour of a computation (red, green, blue up to 1) of a rank's stage number `turn`, of so many."""
+    white = _PALEST * turn / max(1, stages - 1)
+    dark = (int(_COLOURS[kind][at : at + 2], 16) / 255 for at in (1, 3, 5))
+    red, green, blue = (part + (1 - part) * white for part in dark)
+    return red, green, blue
+
+
+def _draw_panel(name: str, timeline: Timeline, panel: "Axes", unit: str) -> None:
     from matplotlib.patches import Patch
 
     shown = {event.kind for events in timeline.computations for event in events}
+    thinnest = timeline.makespan * _THINNEST
     for rank, events in enumerate(timeline.computations):
+        stages = len(timeline.stages_of[rank])
         bars = panel.barh(
             [rank] * len(events),
-            [event.end - event.start for event in events],
+            [max(event.end - event.start, thinnest) for event in events],
             left=[event.start for event in events],
             height=0.9,
-            color=[_COLOURS[event.kind] for event in events],
-            edgecolor=["black" if _turn(timeline, event) else "white" for event in events],
-            linewidth=0.6,
+            color=[shade(event.kind, _turn(timeline, event), stages) for event in events],
+            edgecolor="#404040",
+            linewidth=0.3,
         )
         room = timeline.makespan * 0.009  # time that two digits take
         numbers = [str(event.microbatch) if event.end - event.start >= room else "" for event in events]
@@ -92,8 +106,15 @@ def _draw_panel(name: str, timeline: Timeline, panel: "Axes") -> None:
     panel.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
     panel.invert_yaxis()
     panel.set_xlim(0, timeline.makespan or 1.0)
-    panel.set_xlabel("time")
+    panel.set_xlabel(unit)
     legend = [Patch(color=colour, label=kind.replace("_", " ")) for kind, colour in _COLOURS.items() if kind in shown]
+    several = max(map(len, timeline.stages_of), default=1)
+    first, last = (shade(Kind.FORWARD, turn, several) for turn in (0, several - 1))
+    if several > 1:
+        legend += [
+            Patch(color=first, label="dark: a rank's first stage"),
+            Patch(color=last, label=f"pale: its stage {several} of {several}"),
+        ]
     panel.legend(handles=legend, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
 
 

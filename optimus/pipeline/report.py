@@ -48,16 +48,17 @@ def run(
     schedule = make_schedule(name, ranks, microbatches, stages_per_rank, warm_up, vocabulary=vocabulary)
     check(schedule)
     timeline = simulate(schedule, _with_output_layer(costs or Costs(), schedule, output_layer))
-    timelines = {f"{schedule.name}, simulated": timeline}
+    timelines, units = {f"{schedule.name}, simulated": timeline}, dict[str, str]()
     if measured is not None:
-        timelines[f"{measured}, measured"] = read_timeline(measured)
+        name = f"{measured}, measured"
+        timelines[name], units[name] = read_timeline(measured), "time, s"
     found = summary(schedule, timeline)
     if output is not None:
         output = user_path(output)
         with naming_disk_errors(output, "Make room, or choose another place."):
             write_json(output, found)
     if plot is not None:
-        draw(timelines, plot)
+        draw(timelines, plot, units)
     width = get_terminal_size(fallback=(_FILE_WIDTH, 24)).columns
     return found, "\n\n".join(describe(title, timeline, width) for title, timeline in timelines.items())
 

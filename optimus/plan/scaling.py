@@ -53,18 +53,22 @@ def draw(points: Sequence[ScalingPoint], path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot(xscale="log", yscale="log", xlabel="ranks", ylabel="tokens per second")
+    job = points[0].plan.job
+    axes.set_title(
+        f"Weak scaling of {job.model.family} on {job.machine.name}, {job.train.sequence_length:,} tokens a sequence"
+    )
     ranks = [point.ranks for point in points]
     rates = [point.plan.tokens_per_second for point in points]
     axes.plot(ranks, [rates[0] / ranks[0] * number for number in ranks], "--", color="grey", label="ideal")
     axes.plot(ranks, rates, "o-", label="predicted")
-    for point, rate in zip(points, rates):
-        axes.annotate(
-            f"{100 * point.efficiency:.0f} %", (point.ranks, rate), textcoords="offset points", xytext=(4, -10)
-        )
+    efficiency = axes.twinx()
+    efficiency.plot(ranks, [100 * point.efficiency for point in points], "s:", color="tab:orange", label="efficiency")
+    efficiency.set(ylim=(0, 109), ylabel="efficiency, per cent of the fewest ranks'")
     axes.set_xticks(ranks, [f"{number:,}" for number in ranks])
     axes.minorticks_off()
-    axes.legend()
+    lines = [*axes.get_lines(), *efficiency.get_lines()]
+    axes.legend(handles=lines, loc="lower right")
     with naming_disk_errors(path, "Make room, or choose another place."):
         figure.savefig(path, dpi=120)

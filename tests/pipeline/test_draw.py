@@ -9,7 +9,7 @@ import pytest
 from optimus import cli
 from optimus.errors import UserError
 from optimus.pipeline import Costs, make_schedule, simulate
-from optimus.pipeline.draw import draw, text_timeline
+from optimus.pipeline.draw import draw, shade, text_timeline
 from optimus.pipeline.schedule import Kind
 from optimus.pipeline.timeline import Event, Timeline, read_timeline, write_timeline
 
@@ -57,6 +57,16 @@ def test_a_picture_of_a_simulated_and_a_measured_timeline(tmp_path: Path) -> Non
     assert alone[:4] == both[:4] == b"\x89PNG"
     heights = [int.from_bytes(content[20:24], "big") for content in (alone, both)]
     assert heights[1] > heights[0] + 100  # a second panel
+
+
+def test_no_two_computations_look_alike() -> None:
+    """Each kind, of a rank's first and last stage; and none is as pale as the paper."""
+    shades = {(kind, turn): shade(kind, turn, 2) for kind in Kind if kind.computes for turn in (0, 1)}
+    for one in shades:
+        assert 1 - min(shades[one]) > 0.15
+        for other in shades:
+            apart = max(abs(a - b) for a, b in zip(shades[one], shades[other]))
+            assert one == other or apart > 0.08, (one, other)
 
 
 def test_a_timeline_is_written_and_read(tmp_path: Path) -> None:

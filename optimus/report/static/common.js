@@ -31,7 +31,7 @@ function text(value) {
   if (size >= 1e12) return (value / 1e12).toPrecision(3) + "T";
   if (size >= 1e9) return (value / 1e9).toPrecision(3) + "G";
   if (size >= 1e6) return (value / 1e6).toPrecision(3) + "M";
-  if (size >= 1e4) return Math.round(value).toLocaleString("en");
+  if (size >= 1e3) return Math.round(value).toLocaleString("en");
   return size > 0 && size < 1e-3 ? value.toExponential(2) : String(+value.toPrecision(4));
 }
 /* For an axis: few digits. */

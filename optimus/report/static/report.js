@@ -34,7 +34,9 @@ function controls() {
     { min: 0, max: 0.98, step: 0.02, value: smoothing });
   bar.append(make("label", {}, "Along ", select), make("label", {}, "Smoothing ", slider),
     make("button", { type: "button", onclick: () => drawn.forEach(each => each.reset()) }, "Whole curves"),
-    make("span", { className: "soft" }, "Drag to zoom; or with the keys: Tab to a chart, arrows, + and −, 0 for all."));
+    make("span", { className: "soft" }, "Drag to zoom; or with the keys: Tab to a chart, arrows, + and −, 0 for all." +
+      (data.runs.some(run => run.events.length) ? " Upright lines: failures, exclusions and rollbacks (red), restarts and recoveries (dashed), other events. " : "") +
+      (data.charts.length ? " Red triangles: values that are not finite." : "")));
   return bar;
 }
 
@@ -127,7 +129,9 @@ function curves(box, chart) {
 }
 
 function stacked(box, run, kind) {
-  const { parts, step } = run.stacks[kind], names = Object.keys(parts), seconds = kind === "time";
+  const { step } = run.stacks[kind], seconds = kind === "time";
+  const parts = Object.fromEntries(Object.entries(run.stacks[kind].parts).map(([name, values]) => [name.replaceAll("_", " "), values]));
+  const names = Object.keys(parts);
   const show = value => value === null ? "-" : seconds ? duration(value) : (value / 2 ** 30 >= 1 ? (value / 2 ** 30).toFixed(2) + " GiB" : (value / 2 ** 20).toFixed(1) + " MiB");
   const means = names.map(name => { const all = finite(parts[name]).filter(value => value !== null); return all.reduce((a, b) => a + b, 0) / Math.max(1, all.length); });
   const total = means.reduce((a, b) => a + b, 0) || 1;
@@ -141,7 +145,7 @@ function stacked(box, run, kind) {
     const order = names.map((_, i) => i).reverse();  // the largest sum first, the smaller ones over it
     const series = [{ label: axis === "seconds" ? "time" : axis }, ...order.map(i => ({ label: names[i], fill: PART_COLOURS[i % PART_COLOURS.length],
       stroke: PART_COLOURS[i % PART_COLOURS.length], width: 1, points: { show: step.length < 3 }, value: (_, __, ___, at) => at === null ? "-" : show(finite(parts[names[i]])[at]) }))];
-    const both = axes("", 72);
+    const both = axes("", 84);
     both[1].values = (_, ticks) => ticks.map(show);
     return [{ series, legend: { show: true }, scales: { x: { time: false }, y: { range: (_, __, max) => [0, (max || 1) * 1.05] } }, axes: both, plugins: [marks([[run, "#4d5768"]], [])] },
       [step.map(each => along(run, each)), ...order.map(i => sums[i])]];
@@ -252,14 +256,19 @@ function draw() {
     if (chart.group !== group) { group = chart.group; grid = section(group); }
     curves(panel(grid, chart.title, chart.unit), chart);
   });
+  const alone = data.runs.length === 1 ? data.runs[0] : null;
+  let details = null;
   for (const kind in data.stacks) {
     const runs = data.runs.filter(run => run.stacks[kind]);
     if (!runs.length) continue;
-    const rest = section(data.stacks[kind].title);
-    runs.forEach(run => stacked(panel(rest, run.name, data.stacks[kind].unit), run, kind));
+    const { title, unit } = data.stacks[kind];
+    if (alone) stacked(panel(details ??= section("Memory, time and experts"), title, unit), alone, kind);
+    else { const rest = section(title); runs.forEach(run => stacked(panel(rest, run.name, unit), run, kind)); }
   }
   const routed = data.runs.filter(run => run.experts);
-  if (routed.length) { const rest = section("Load of the experts"); routed.forEach(run => heat(panel(rest, run.name, "tokens of an expert, to the mean of its layer"), run)); }
+  const what = "tokens of an expert, to the mean of its layer";
+  if (routed.length && alone) heat(panel(details ??= section("Memory, time and experts"), "Load of the experts", what), alone);
+  else if (routed.length) { const rest = section("Load of the experts"); routed.forEach(run => heat(panel(rest, run.name, what), run)); }
   data.runs.filter(run => run.timeline && run.timeline.events).forEach(run => {
     const box = panel(section("Pipeline of " + run.name), "Timeline of a step", "numbers are microbatches; of a rank's stages, the later the paler", true);
     const kinds = lanes(box, "measured", run.timeline.ranks, run.timeline.events);
