@@ -60,7 +60,9 @@ class Chunk:
             each.kind: transfers.make(each, plan.elements(each)) for each in plan.buffers if each.kind not in on_disk
         }
         self.parameter = self._made["parameters"]
-        self._full_parameters = ManagedBuffer(self.parameter, "parameters", stays=plan.keeps_whole, block=block)
+        self._full_parameters = ManagedBuffer(
+            self.parameter, "parameters", stays=plan.keeps_whole, block=block, resize=transfers.resize
+        )
         self._parameter_shard = self._made.get("parameters.shard", self.parameter)  # between its uses
         self._fetched = plan.residency("parameters.shard") != "device"
         self.compute_shard = self._parameter_shard[plan.within(depths.parameters, depths.optimizer)]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optimus.comm import Handle, InTurn
-from optimus.state.buffers import Buffer
+from optimus.state.buffers import Buffer, resize
 
 Job = Callable[[], None]
 
@@ -39,6 +39,10 @@ class Transfers:
     def on_host(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Memory of the host that copies can be made from and to beside the computation, zero."""
         return torch.zeros(elements, dtype=dtype)
+
+    def resize(self, tensor: Tensor, size: int) -> None:
+        """Give memory of the device `size` bytes, or none; what it held is lost."""
+        resize(tensor, size)
 
     def up(self, target: Tensor, source: Tensor) -> Handle:
         """Begin to copy from the host to the device, behind what the device has been told to do."""
@@ -129,6 +133,7 @@ class StreamTransfers(Transfers):
 
     def submit(self, work: Job, elements: int, on: str) -> Handle:
         ready = torch.accelerator.current_stream(self.device).record_event()
+        ended: list[torch.Event] = []  # of this update: others may be enqueued behind it by the time it is waited for
 
         def run() -> None:
             torch.accelerator.set_device_index(self.device.index or 0)
@@ -140,13 +145,14 @@ class StreamTransfers(Transfers):
             if on == "host":
                 for side in self._sides:
                     side.synchronize()
+            ended.extend(side.record_event() for side in self._sides)
 
         enqueued = super().submit(run, elements, on)
 
         def wait() -> None:
             enqueued()
-            for side in self._sides:
-                torch.accelerator.current_stream(self.device).wait_stream(side)
+            for event in ended:
+                torch.accelerator.current_stream(self.device).wait_event(event)
 
         return wait
 
