@@ -113,7 +113,6 @@ class TrainedChunk(Chunk):
         self._reduction = InTurn()
         self._leaving: Handle | None = None  # `reduced` is on its way to the host
         self._square: Tensor | None = None  # of what has left
-        self._updating: Handle | None = None  # an update that nobody has waited for yet
         self._clears = False  # gradients, behind it
         self._reader: Handle = _done  # waits for whoever copies this rank's part beside the training
         self._weights_read = False  # by that, what is computed with, too

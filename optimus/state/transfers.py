@@ -55,7 +55,7 @@ class Transfers:
         return _done
 
     def advance(self, turn: InTurn) -> None:
-        """Let what stands behind a copy in `turn` begin when the copy is made, without waiting for it."""
+        """Let what stands behind a copy, or an update, in `turn` begin when that is done, without waiting for it."""
         turn.advance()
 
     def submit(self, work: Job, elements: int, on: str) -> Handle:
@@ -128,7 +128,8 @@ class StreamTransfers(Transfers):
         return lambda: torch.accelerator.current_stream(self.device).wait_event(done)
 
     def advance(self, turn: InTurn) -> None:
-        with self._up:  # which waits for the copy, and the collective for it
+        self._up.wait_stream(torch.accelerator.current_stream(self.device))
+        with self._up:  # which waits for it, and the next for this stream
             turn.advance()
 
     def submit(self, work: Job, elements: int, on: str) -> Handle:
