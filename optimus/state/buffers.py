@@ -128,8 +128,8 @@ def resize(tensor: Tensor, size: int) -> None:
 class ManagedBuffer:
     """A buffer as it is: a `tensor` of the whole chunk, and where its content is.
 
-    Unless it `stays`, its memory is freed while it is absent, by `resize`; views of it are valid again when it has memory. It
-    is given at least `block` bytes: blocks of one size fit into one another's places.
+    Unless it `stays`, its memory is freed while it is absent (by `resize`); views of it are valid again when it has memory.
+    It is given at least `block` bytes: blocks of one size fit into one another's places.
     """
 
     def __init__(

@@ -25,7 +25,6 @@ from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
 from optimus.model.parameters import Size, declare
 from optimus.optim.adamw import AdamW
-from optimus.state.buffers import Buffer
 from optimus.state.gathering import Gathering
 from optimus.state.model_state import ModelState
 from optimus.state.plan import Recipe
@@ -40,7 +39,7 @@ class Race(Exception):
 
 
 @dataclass
-class Link:
+class CopyLink:
     """One direction of a bus: one copy after the other. `delay` is added to each, in seconds."""
 
     rate: float  # bytes/s
@@ -83,8 +82,8 @@ class SimulatedDevice(Transfers):
 
     def __init__(
         self,
-        up: Link,
-        down: Link,
+        up: CopyLink,
+        down: CopyLink,
         *,
         limit: float = math.inf,
         update_rate: float = math.inf,
@@ -143,7 +142,7 @@ class SimulatedDevice(Transfers):
         ends.append(self.now)
         self.now = began
 
-    def _copy(self, link: Link, target: Tensor, source: Tensor) -> Handle:
+    def _copy(self, link: CopyLink, target: Tensor, source: Tensor) -> Handle:
         self._time_updates(self.now)
         link.copies += 1
         end = link.take(self.now, source.numel() * source.element_size())
@@ -218,7 +217,9 @@ class SimulatedDevice(Transfers):
             with torch.no_grad():
                 update.work()
             if self._carried != [update.elements * each for each in self._update_bytes]:
-                raise RuntimeError(f"an update of {update.elements} elements carries {self._carried} bytes there and back")
+                raise RuntimeError(
+                    f"an update of {update.elements} elements carries {self._carried} bytes there and back"
+                )
             update.made.set_result(None)
         except BaseException as error:
             update.made.set_exception(error)
@@ -341,8 +342,8 @@ class Simulation:
         norm = state.reduce_gradients()
         state.step(1e-2, 1.0)
         now = device.now, up.copies, up.bytes, down.bytes
-        seconds, loads, *carried = (after - before for after, before in zip(now, before))
-        return StepFigures(seconds, loss, norm, int(loads), *carried, device.peak)
+        seconds, loads, carried_up, carried_down = (after - before for after, before in zip(now, before))
+        return StepFigures(seconds, loss, norm, int(loads), carried_up, carried_down, device.peak)
 
     def _pass(self, x: Tensor, microbatches: int) -> float:
         for layer in self.layers:
