@@ -28,7 +28,7 @@ from optimus.state.chunk import Chunk
 T = TypeVar("T", bound=Chunk)
 
 
-class Trace:
+class UseTrace:
     """The uses of chunks in a pass, and in the one before, which is what is expected: of each chunk as many uses in the same
     places, though others may come between."""
 
@@ -87,8 +87,8 @@ class Gathering:
         self._resharding: list[Chunk] = []
         self._frozen: list[Chunk] = []  # of parameters that are sharded
         self._in_backward: Sequence[Chunk] = ()  # those of the unit whose backward pass has begun last
-        self._training, self._evaluation = Trace(), Trace()
-        self._trace: Trace | None = None  # of the pass that is under way
+        self._training, self._evaluation = UseTrace(), UseTrace()
+        self._trace: UseTrace | None = None  # of the pass that is under way
         self._uses = 0
         self._last_use = dict[Chunk, int]()
 
@@ -172,7 +172,7 @@ class Gathering:
                     self._trace.use(chunk)
                     self._gather_ahead(self._trace, chunks)
 
-    def _gather_ahead(self, trace: Trace, chunks: Sequence[Chunk]) -> None:
+    def _gather_ahead(self, trace: UseTrace, chunks: Sequence[Chunk]) -> None:
         """Begin to gather what is used next, as far as there is room for it."""
         ahead, seen = 0, {*chunks}
         for place, following in trace.following():

@@ -217,8 +217,8 @@ Shared = tuple[list[StepFigures], list[tuple[str, int]]]
 
 
 def shared(steps: int, delayed: bool) -> Shared:
-    """Steps of two ranks that share each chunk, if `delayed` with random delays on all links: figures, and the collectives in
-    the order in which this rank began them."""
+    """Steps of two ranks that share each chunk, if `delayed` with random delays on all links: figures, and the
+    collectives in the order in which this rank began them."""
     rank = torch.distributed.get_rank()
     draw = random.Random(rank)
     delay = (lambda: draw.expovariate(1 / FORWARD)) if delayed else (lambda: 0.0)
