@@ -17,6 +17,7 @@ are sharded, and are sharded there as master weights are: each rank brings its p
 Frozen parameters have the first kind alone, sharded as far as it says.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -119,15 +120,28 @@ TRANSITIONS: dict[tuple[BufferStatus, BufferEvent], BufferStatus] = {
 }
 
 
+def resize(tensor: Tensor, size: int) -> None:
+    """Give the memory of a tensor `size` bytes, or none; what it held is lost."""
+    tensor.untyped_storage().resize_(size)
+
+
 class ManagedBuffer:
     """A buffer as it is: a `tensor` of the whole chunk, and where its content is.
 
-    Unless it `stays`, its memory is freed while it is absent; views of it are valid again when it has memory. It is given at
-    least `block` bytes: blocks of one size fit into one another's places.
+    Unless it `stays`, its memory is freed while it is absent (by `resize`); views of it are valid again when it has memory.
+    It is given at least `block` bytes: blocks of one size fit into one another's places.
     """
 
-    def __init__(self, tensor: Tensor, kind: str, *, stays: bool, block: int = 0) -> None:
-        self.tensor, self._kind, self._stays = tensor, kind, stays
+    def __init__(
+        self,
+        tensor: Tensor,
+        kind: str,
+        *,
+        stays: bool,
+        block: int = 0,
+        resize: Callable[[Tensor, int], None] = resize,
+    ) -> None:
+        self.tensor, self._kind, self._stays, self._resize = tensor, kind, stays, resize
         self._bytes = max(tensor.numel() * tensor.element_size(), block)
         self.status: BufferStatus = "here"
 
@@ -137,7 +151,7 @@ class ManagedBuffer:
         if place is None:
             raise RuntimeError(f"{event} of {self._kind} that are {self.status}: a mistake in the order of the calls")
         if not self._stays and (self.status == "absent") != (place == "absent"):
-            self.tensor.untyped_storage().resize_(0 if place == "absent" else self._bytes)
+            self._resize(self.tensor, 0 if place == "absent" else self._bytes)
         if event == "open" and self.status == "absent":
             self.tensor.zero_()
         self.status = place

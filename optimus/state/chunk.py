@@ -60,7 +60,9 @@ class Chunk:
             each.kind: transfers.make(each, plan.elements(each)) for each in plan.buffers if each.kind not in on_disk
         }
         self.parameter = self._made["parameters"]
-        self._full_parameters = ManagedBuffer(self.parameter, "parameters", stays=plan.keeps_whole, block=block)
+        self._full_parameters = ManagedBuffer(
+            self.parameter, "parameters", stays=plan.keeps_whole, block=block, resize=transfers.resize
+        )
         self._parameter_shard = self._made.get("parameters.shard", self.parameter)  # between its uses
         self._fetched = plan.residency("parameters.shard") != "device"
         self.compute_shard = self._parameter_shard[plan.within(depths.parameters, depths.optimizer)]
@@ -69,6 +71,7 @@ class Chunk:
         self.parameters: list[nn.Parameter] = []  # of the module
         self.gradient_buffers: Mapping[nn.Parameter, GradientBuffer] = {}  # of those that are trained
         self._gathering = InTurn()
+        self._updating: Handle | None = None  # an update of this rank's part that nobody has waited for yet
         self._depth = 0  # of the parameters that are here or coming
 
     def _bind(self, states: Mapping[str, Tensor]) -> None:
@@ -157,24 +160,29 @@ class Chunk:
 
     def start_gather(self, depth: int = 0) -> None:
         """Begin to gather what is neither here nor coming of the extent of `depth`, from the host and the parts of other
-        ranks."""
-        self._finish_update()
+        ranks; behind an update that is under way."""
         fetches = self._fetched and depth == 0 and self._full_parameters.status == "absent"
+        gathers = self._depth > depth
+        if not (fetches or gathers):
+            return
+        updating, turn = self._updating, self._gathering
+        if updating is not None:
+            turn.add(lambda: updating)
         if fetches:
             self._full_parameters.go("fetch")
-            self._gathering.add(self._fetch)
-            if self._depth:
-                self._full_parameters.go("gather")
-        elif depth == 0 < self._depth:
+            turn.add(self._fetch)
+        if gathers and depth == 0:
             self._full_parameters.go("gather")
         while self._depth > depth:
             self._depth -= 1
-            self._gathering.add(partial(self._all_gather_async, self._depth))
-        if fetches:
-            self._transfers.advance(self._gathering)
+            turn.add(partial(self._all_gather_async, self._depth))
+        if updating is not None:
+            self._transfers.advance(turn)
+        if fetches and gathers:
+            self._transfers.advance(turn)
 
     def _finish_update(self) -> None:
-        """Wait for an update of this rank's part that is under way."""
+        """Wait for an update that is under way."""
 
     def _fetch(self) -> Handle:
         own = self.parameter.data[self.plan.extent(self.plan.depths.parameters)]

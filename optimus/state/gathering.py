@@ -11,6 +11,7 @@ Nothing is decided by what has arrived by now: all ranks begin the same collecti
 """
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from optimus.step_context import region
 T = TypeVar("T", bound=Chunk)
 
 
-class Trace:
+class UseTrace:
     """The uses of chunks in a pass, and in the one before, which is what is expected: of each chunk as many uses in the same
     places, though others may come between."""
 
@@ -56,9 +57,10 @@ class Trace:
         while self._place < len(self._expected) and self.next_use(self._expected[self._place]) > self._place:
             self._place += 1
 
-    def next_use(self, chunk: Chunk) -> float:
-        """Its place among those that are expected; infinity where there is none."""
-        places, count = self._places.get(chunk, ()), self._counts[chunk]
+    def next_use(self, chunk: Chunk, place: int = 0) -> float:
+        """Its place among those that are expected, from this one on; infinity where there is none."""
+        places = self._places.get(chunk, ())
+        count = bisect_left(places, place, min(self._counts[chunk], len(places)))
         return places[count] if count < len(places) else math.inf
 
     def following(self) -> Iterator[tuple[int, Chunk]]:
@@ -87,8 +89,8 @@ class Gathering:
         self._resharding: list[Chunk] = []
         self._frozen: list[Chunk] = []  # of parameters that are sharded
         self._in_backward: Sequence[Chunk] = ()  # those of the unit whose backward pass has begun last
-        self._training, self._evaluation = Trace(), Trace()
-        self._trace: Trace | None = None  # of the pass that is under way
+        self._training, self._evaluation = UseTrace(), UseTrace()
+        self._trace: UseTrace | None = None  # of the pass that is under way
         self._uses = 0
         self._last_use = dict[Chunk, int]()
 
@@ -183,39 +185,45 @@ class Gathering:
                     self._trace.use(chunk)
                     self._gather_ahead(self._trace, chunks)
 
-    def _gather_ahead(self, trace: Trace, chunks: Sequence[Chunk]) -> None:
+    def _gather_ahead(self, trace: UseTrace, chunks: Sequence[Chunk]) -> None:
         """Begin to gather what is used next, as far as there is room for it."""
         ahead, seen = 0, {*chunks}
         for place, following in trace.following():
             if ahead == self._ahead or len(seen) == len(self._traced):
                 return
             if following not in seen:
+                nearest = len(seen) == len(chunks)
                 seen.add(following)
                 ahead += not following.gathered
-                if not self._make_room(following, chunks, place):
+                if not self._make_room(following, chunks, place, nearest):
                     return
                 following.start_gather()
 
-    def _make_room(self, chunk: Chunk, using: Sequence[Chunk], before: float = math.inf) -> bool:
-        """Drop the chunk that is used last of all if the cache is full, but none that is being used, or is used `before`
-        this place; whether there is room for `chunk`. Raises `UserError` where those in use are too many."""
+    def _make_room(self, chunk: Chunk, using: Sequence[Chunk], place: int = 0, nearest: bool = True) -> bool:
+        """Drop the chunk that is used last of all, from `place` on, if the cache is full; whether there is room for `chunk`.
+
+        None is dropped that is being used, or will be before `place`. If such a one would be dropped there, `chunk` is not
+        gathered ahead, which would cost a fetch more, unless it is the nearest: else its fetch would not be hidden. Raises
+        `UserError` where those in use are too many.
+        """
         if self._cache is None or chunk.plan.keeps_whole or chunk.holds_block:
             return True
         held = [each for each in self._traced if each.holds_block and not each.plan.keeps_whole]
         if len(held) < self._cache:
             return True
-        next_use = self._trace.next_use if self._trace is not None else lambda each: math.inf
-        dropped = max(
-            (each for each in held if each not in using),
-            key=lambda each: (next_use(each), -self._last_use.get(each, 0)),
-            default=None,
-        )
-        if dropped is None and before == math.inf:
+        next_use = self._trace.next_use if self._trace is not None else lambda each, place=0: math.inf
+
+        def order(each: Chunk) -> tuple[float, int]:
+            return next_use(each, place), -self._last_use.get(each, 0)
+
+        free = [each for each in held if each not in using and next_use(each) >= place]
+        if not free and not place:
             raise UserError(
                 f"state.cache {self._cache}: a module uses parameters of {len(using)} chunks at a time: raise it to "
                 f"{len(using)}"
             )
-        if dropped is None or (before < math.inf and next_use(dropped) <= before):
+        dropped = max(free if nearest else held, key=order, default=None)
+        if dropped is None or dropped not in free:
             return False
         dropped.reshard()
         return True

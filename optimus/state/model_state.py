@@ -69,7 +69,14 @@ class ModelState:
 
         known: dict[tuple[tuple[str, ...], bool], list[Group]] = {}  # to divide thousands of ranks takes long
 
+        self._parameters = dict[str, nn.Parameter]()
+
         def make(plan: ChunkPlan) -> Chunk:
+            chunk = make_chunk(plan)
+            self._parameters.update(chunk.make_parameters())  # which frees what is not kept, before the next has memory
+            return chunk
+
+        def make_chunk(plan: ChunkPlan) -> Chunk:
             key = plan.partial_axes, plan.rule.trains
             if key not in known:
                 found = divisions(groups.mesh, plan.partial_axes, sharding_of(plan.rule, options))
@@ -101,7 +108,6 @@ class ModelState:
             file.reserve()
         self.trained = _trained(self.chunks)
         self.buffers = _place_buffers(module, device)  # trained by rules of their own; whole on all ranks of `team`
-        self._parameters = dict(made for chunk in self.chunks for made in chunk.make_parameters())
         _replace_parameters(module, self._parameters)
         # Else every rank has every gradient, and finds the same norm by itself.
         self._parted = any(chunk.plan.replica_count < groups.world.size for chunk in self.chunks)

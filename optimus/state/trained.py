@@ -94,11 +94,15 @@ class TrainedChunk(Chunk):
         self._update_on = update_on
         depths = plan.depths
         self.gradient = self._made["gradients"]
-        self._gradients = ManagedBuffer(self.gradient, "gradients", stays=plan.stays("gradients"))
+        self._gradients = ManagedBuffer(
+            self.gradient, "gradients", stays=plan.stays("gradients"), resize=transfers.resize
+        )
         self._gradient_shard = self._made.get("gradients.shard", self.gradient)  # between its uses
         self._accumulated = self._gradients
         if depths.gradients:
-            self._accumulated = ManagedBuffer(self._gradient_shard, "gradients", stays=plan.stays("gradients.shard"))
+            self._accumulated = ManagedBuffer(
+                self._gradient_shard, "gradients", stays=plan.stays("gradients.shard"), resize=transfers.resize
+            )
         self.reduced = self._gradient_shard[plan.within(depths.gradients, depths.optimizer)]
         self.leaves = not plan.stays("gradients.shard" if depths.gradients else "gradients")
         self.waiting = self._made.get("gradients.host", self.compute_shard) if self.leaves else self.reduced
@@ -109,7 +113,6 @@ class TrainedChunk(Chunk):
         self._reduction = InTurn()
         self._leaving: Handle | None = None  # `reduced` is on its way to the host
         self._square: Tensor | None = None  # of what has left
-        self._updating: Handle | None = None  # an update that nobody has waited for yet
         self._clears = False  # gradients, behind it
         self._reader: Handle = _done  # waits for whoever copies this rank's part beside the training
         self._weights_read = False  # by that, what is computed with, too

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optimus.comm import Handle, InTurn
-from optimus.state.buffers import Buffer
+from optimus.state.buffers import Buffer, resize
 
 Job = Callable[[], None]
 
@@ -40,6 +40,10 @@ class Transfers:
         """Memory of the host that copies can be made from and to beside the computation, zero."""
         return torch.zeros(elements, dtype=dtype)
 
+    def resize(self, tensor: Tensor, size: int) -> None:
+        """Give memory of the device `size` bytes, or none; what it held is lost."""
+        resize(tensor, size)
+
     def up(self, target: Tensor, source: Tensor) -> Handle:
         """Begin to copy from the host to the device, behind what the device has been told to do."""
         target.copy_(source)
@@ -51,7 +55,7 @@ class Transfers:
         return _done
 
     def advance(self, turn: InTurn) -> None:
-        """Let what stands behind a copy in `turn` begin when the copy is made, without waiting for it."""
+        """Let what stands behind a copy, or an update, in `turn` begin when that is done, without waiting for it."""
         turn.advance()
 
     def submit(self, work: Job, elements: int, on: str) -> Handle:
@@ -124,11 +128,13 @@ class StreamTransfers(Transfers):
         return lambda: torch.accelerator.current_stream(self.device).wait_event(done)
 
     def advance(self, turn: InTurn) -> None:
-        with self._up:  # which waits for the copy, and the collective for it
+        self._up.wait_stream(torch.accelerator.current_stream(self.device))
+        with self._up:  # which waits for it, and the next for this stream
             turn.advance()
 
     def submit(self, work: Job, elements: int, on: str) -> Handle:
         ready = torch.accelerator.current_stream(self.device).record_event()
+        ended: list[torch.Event] = []  # of this update: others may be enqueued behind it by the time it is waited for
 
         def run() -> None:
             torch.accelerator.set_device_index(self.device.index or 0)
@@ -140,13 +146,14 @@ class StreamTransfers(Transfers):
             if on == "host":
                 for side in self._sides:
                     side.synchronize()
+            ended.extend(side.record_event() for side in self._sides)
 
         enqueued = super().submit(run, elements, on)
 
         def wait() -> None:
             enqueued()
-            for side in self._sides:
-                torch.accelerator.current_stream(self.device).wait_stream(side)
+            for event in ended:
+                torch.accelerator.current_stream(self.device).wait_event(event)
 
         return wait
 

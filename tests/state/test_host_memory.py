@@ -1,0 +1,337 @@
+"""State beside the device, on a simulated one: fetches, bytes, memory and overlap as the equations say; planted mistakes.
+
+L chunks of S elements, C blocks, M microbatches, n ranks, g bytes of a gradient element; F, B, A: seconds of all forward
+passes, backward passes and updates (design: Elixir, ZeRO-Offload).
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from optimus.comm import Group
+from optimus.pipeline import make_schedule
+from optimus.pipeline.schedule import Kind
+from optimus.state.chunk import Chunk
+from optimus.state.gathering import Gathering
+from optimus.testing import run_ranks
+from optimus.testing.simulated_device import CopyLink, Race, SimulatedDevice, Simulation, StepFigures
+
+S = 256  # a layer of 16 x 16, which stands for 64 M elements
+SCALE = 64e6 / S
+LINK, UPDATES = 25e9 / SCALE, 2.2e9 / SCALE  # bytes/s, elements/s
+FORWARD, BACKWARD = 20e-3, 40e-3
+G = 2
+# Bytes of an element that an update takes there and back: states, gradients on the host, weights to compute with.
+CARRIED = {
+    ("all", "host"): (0, 0),
+    ("all", "device"): (12 + G, 12 + 2),
+    ("optimizer", "host"): (G, 2),
+    ("optimizer", "device"): (12, 12),
+    ("device", "auto"): (0, 0),
+}
+
+
+def simulation(
+    layers: int = 24,
+    residency: str = "all",
+    update_on: str = "host",
+    updates: float = UPDATES,
+    limit: float = math.inf,
+    delay: Callable[[], float] = lambda: 0.0,
+    **options: Any,
+) -> Simulation:
+    links = [CopyLink(LINK, 20e-6, delay) for _ in range(2)]
+    device = SimulatedDevice(*links, limit=limit, update_rate=updates, update_bytes=CARRIED[residency, update_on])
+    return Simulation(device, layers=layers, residency=residency, update_on=update_on, **options)
+
+
+def on_device(**options: Any) -> Simulation:
+    return simulation(residency="device", update_on="auto", **options)
+
+
+# ---- Which block makes room ----
+
+
+class CountedChunk:
+    """What `Gathering` asks of a chunk; counts its fetches."""
+
+    def __init__(self) -> None:
+        rule = SimpleNamespace(trains=True)
+        self.plan = SimpleNamespace(shard_steps=(), offloaded=True, keeps_whole=False, lifetime="cache", rule=rule)
+        self.parameters = [nn.Parameter(torch.zeros(1))]
+        self.gradient_buffers: dict[nn.Parameter, Any] = {}
+        self.gathered, self.loads = False, 0
+
+    @property
+    def holds_block(self) -> bool:
+        return self.gathered
+
+    def start_gather(self) -> None:
+        self.loads += not self.gathered
+        self.gathered = True
+
+    gather = start_gather
+
+    def reshard(self) -> None:
+        self.gathered = False
+
+
+def fetches(trace: Sequence[int], cache: int, ahead: int = 0) -> int:
+    """Of the second step with this trace, whose uses are known by then."""
+    chunks = [CountedChunk() for _ in range(max(trace) + 1)]
+    modules = [nn.ParameterList(chunk.parameters) for chunk in chunks]
+    gathering = Gathering()
+    gathering.hold(cast(Sequence[Chunk], chunks), ahead, cache)
+    for _ in range(2):
+        for chunk in chunks:
+            chunk.reshard()
+            chunk.loads = 0
+        gathering.begin_step()
+        for number in trace:
+            gathering.unit((modules[number],), lambda x: x, torch.zeros(1, dtype=torch.int64))
+            assert chunks[number].gathered
+            assert sum(chunk.gathered for chunk in chunks) <= cache
+    return sum(chunk.loads for chunk in chunks)
+
+
+def fewest(trace: Sequence[int], cache: int, ahead: int = 0) -> int:
+    """By trying all that may be dropped; each chunk shares the cache with so many that are used next."""
+    found = {frozenset[int](): 0}
+    for place in range(len(trace)):
+        needed = frozenset([*dict.fromkeys(trace[place:])][: 1 + ahead])
+        now = dict[frozenset[int], int]()
+        for held, loads in found.items():
+            over, count = max(0, len(held | needed) - cache), loads + len(needed - held)
+            for dropped in combinations(held - needed, over):
+                blocks = (held | needed) - {*dropped}
+                now[blocks] = min(count, now.get(blocks, count))
+        found = now
+    return min(found.values())
+
+
+def least_recently_used(trace: Sequence[int], cache: int) -> int:
+    held, loads = dict[int, None](), 0
+    for chunk in trace:
+        if chunk in held:
+            del held[chunk]
+        else:
+            loads += 1
+            if len(held) == cache:
+                del held[next(iter(held))]
+        held[chunk] = None
+    return loads
+
+
+def test_fetches_equal_those_of_brute_force() -> None:
+    for seed in range(1000):
+        draw = random.Random(seed)
+        chunks = draw.randint(2, 6)
+        trace = [draw.randrange(chunks) for _ in range(draw.randint(4, 18))]
+        cache = draw.randint(1, chunks)
+        assert fetches(trace, cache) == fewest(trace, cache), (trace, cache)
+
+
+def uses_of_pipeline(stage: int, stages: int, microbatches: int, layers: int) -> list[int]:
+    """Of the chunks of a stage by 1F1B."""
+    schedule = make_schedule("1f1b", stages, microbatches, transfers=False)
+    passes = {Kind.FORWARD: range(layers), Kind.BACKWARD: range(layers)[::-1]}
+    return [chunk for action in schedule.actions[stage] for chunk in passes[action.kind]]
+
+
+@pytest.mark.parametrize(("cache", "least"), [(4, 1.3), (6, 1.9)])
+def test_a_pipeline_fetches_less_than_least_recently_used(cache: int, least: float) -> None:
+    trace = uses_of_pipeline(0, 4, 8, 8)
+    assert fetches(trace, cache) == fewest(trace, cache)
+    assert least_recently_used(trace, cache) >= least * fetches(trace, cache)
+    assert least_recently_used(trace, cache) >= 1.2 * fetches(trace, cache, ahead=1)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("cache", [3, 4, 6])
+def test_gathering_ahead_costs_no_more_fetches_than_it_must(stage: int, cache: int) -> None:
+    """Those of brute force where every chunk shares the cache with the next one."""
+    trace = uses_of_pipeline(stage, 4, 4, 7)
+    assert fetches(trace, cache, ahead=1) == fewest(trace, cache, ahead=1)
+
+
+# ---- Fetches, bytes and memory of the model state itself ----
+
+
+@pytest.mark.parametrize(("cache", "microbatches"), [(3, 1), (5, 1), (12, 1), (3, 4), (5, 4), (12, 4)])
+def test_fetches_and_bytes_of_a_step(cache: int, microbatches: int) -> None:
+    """2 M L - (2 M - 1) C fetches of 2 S bytes; gradients of g S bytes each; weights stay where they are."""
+    for made in simulation(12, cache=cache).run(3, microbatches)[1:]:
+        loads = 2 * microbatches * 12 - (2 * microbatches - 1) * cache
+        assert (made.loads, made.up, made.down) == (loads, loads * 2 * S, 12 * G * S)
+
+
+@pytest.mark.parametrize(("residency", "update_on"), [each for each in CARRIED if each[0] != "device"])
+def test_bytes_of_updates(residency: str, update_on: str) -> None:
+    """Through the device, 12 bytes of an element each way; and gradients that wait on the host, and new weights."""
+    made = simulation(6, residency, update_on, cache=3 if residency == "all" else None).run(3)[-1]
+    fetched, left = (9 * 2 * S, 6 * G * S) if residency == "all" else (0, 0)
+    there, back = CARRIED[residency, update_on]
+    up, down = (there, back) if update_on == "device" else (back, there)
+    assert (made.up, made.down) == (fetched + 6 * S * up, left + 6 * S * down)
+
+
+@pytest.mark.parametrize("cache", [3, 5, 12])
+def test_memory_of_the_device(cache: int) -> None:
+    """2 S C and three gradients of g S: one that is made, two that leave; making the state takes no more."""
+    made = simulation(12, cache=cache)
+    assert made.device.peak <= (2 + G) * S
+    assert made.run(3)[-1].peak == 2 * S * cache + 3 * G * S
+
+
+def test_memory_of_the_host() -> None:
+    assert simulation(12, cache=3).device.host == 14 * 12 * S
+
+
+def test_a_device_that_is_too_small() -> None:
+    simulation(8, cache=3, limit=12 * S).run(2)
+    with pytest.raises(MemoryError, match="on a device of 3,071"):
+        simulation(8, cache=3, limit=12 * S - 1).run(2)
+
+
+@pytest.mark.parametrize("residency", ["optimizer", "all"])
+@pytest.mark.parametrize("update_on", ["host", "device"])
+def test_numbers_are_those_of_the_device(residency: str, update_on: str) -> None:
+    """Bit for bit, whatever is where."""
+    right = on_device(layers=6)
+    losses = [each[1:3] for each in right.run(4, 2)]
+    for options in ({}, {"device_states": 0.4}, {"prefetch": 0}, {"prefetch": 3}):
+        cache = {"cache": 4} if residency == "all" else {}
+        found = simulation(6, residency, update_on, **options, **cache)
+        assert [each[1:3] for each in found.run(4, 2)] == losses
+        assert all(map(torch.equal, found.weights(), right.weights()))
+
+
+Shared = tuple[list[StepFigures], list[tuple[str, int]]]
+
+
+def shared(steps: int, delayed: bool) -> Shared:
+    """Steps of two ranks that share each chunk, if `delayed` with random delays on all links: figures, and the
+    collectives in the order in which this rank began them."""
+    rank = torch.distributed.get_rank()
+    draw = random.Random(rank)
+    delay = (lambda: draw.expovariate(1 / FORWARD)) if delayed else (lambda: 0.0)
+    made = simulation(4, delay=delay, cache=3, ranks=2, rank=rank, shard="parameters")
+    numbers = {
+        each.untyped_storage().data_ptr(): number
+        for number, chunk in enumerate(made.state.trained)
+        for each in (chunk.parameter, chunk.gradient, chunk.reduced)
+    }
+    begun = list[tuple[str, int]]()
+
+    def note(name: str) -> None:
+        original = getattr(Group, name)
+
+        def noted(group: Group, tensor: Tensor, *args: Any) -> Any:
+            begun.append((name, numbers[tensor.untyped_storage().data_ptr()]))
+            return original(group, tensor, *args)
+
+        patch.setattr(Group, name, noted)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather_async", "reduce_scatter_async"):
+            note(name)
+        return made.run(steps), begun
+
+
+def with_delays(steps: int) -> tuple[Shared, Shared]:
+    return shared(steps // 4, False), shared(steps, True)
+
+
+def test_delays_change_neither_order_nor_numbers() -> None:
+    """100 draws of all delays: each step has its own."""
+    found = run_ranks(with_delays, 2, 100)
+    order = found[0][1][1]
+    assert len(order) == 100 * (5 + 4)
+    for (figures, its_order), (others, other_order) in found:
+        assert other_order == order
+        assert its_order == order[: len(its_order)]
+        assert [each[1:3] for each in others[:25]] == [each[1:3] for each in figures]
+        for each in others[1:]:
+            assert (each.loads, each.up, each.down) == (5, 5 * 2 * S / 2, 4 * G * S / 2)
+    assert len({each.seconds for _, (others, _) in found for each in others}) == 200
+
+
+# ---- Time ----
+
+
+def step_seconds(made: Simulation, microbatches: int = 1) -> float:
+    return made.run(3, microbatches)[-1].seconds
+
+
+@pytest.mark.parametrize("updates", [1.1e9, 2.2e9, 4.4e9])
+@pytest.mark.parametrize("cache", [3, 8])
+def test_updates_hide_behind_the_forward_pass(updates: float, cache: int) -> None:
+    """B + max(F, A), and F + B where the first (1 - F / A) L chunks have their states on the device."""
+    seconds = 24 * 64e6 / updates
+    made = step_seconds(simulation(updates=updates / SCALE, cache=cache))
+    assert made == pytest.approx(24 * BACKWARD + max(24 * FORWARD, seconds), rel=0.03)
+    here = max(0.0, 1 - 24 * FORWARD / seconds)
+    made = step_seconds(simulation(updates=updates / SCALE, cache=cache, device_states=math.ceil(24 * here) / 24))
+    assert made == pytest.approx(24 * (FORWARD + BACKWARD), rel=0.03)
+
+
+@pytest.mark.parametrize(("residency", "bytes_up"), [("optimizer", 12), ("all", 12 + G + 2)])
+def test_updates_through_the_device_hide_as_well(residency: str, bytes_up: int) -> None:
+    """A: what goes up, the weights that the forward pass fetches included."""
+    seconds = 24 * 64e6 * bytes_up / 25e9
+    made = step_seconds(simulation(residency=residency, update_on="device", cache=3 if residency == "all" else None))
+    assert made == pytest.approx(24 * BACKWARD + max(24 * FORWARD, seconds), rel=0.03)
+
+
+def test_a_model_of_three_times_the_device() -> None:
+    """At the rates of the page: links of 25 GB/s, 2.2 G elements/s (0.84 in Elixir's paper)."""
+    layers = 24
+    whole = on_device(layers=layers)
+    whole.run(1)
+    limit = whole.device.peak / 3
+    made = simulation(layers, limit=limit, cache=3, device_states=7 / layers)
+    assert step_seconds(whole) / step_seconds(made) >= 0.90
+
+
+# ---- Planted mistakes ----
+
+
+def test_a_gradient_that_changes_on_its_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = simulation(6, cache=3)
+    reduce = made.state.reduce_gradients
+
+    def changed() -> float:
+        next(chunk for chunk in made.state.trained if chunk.left and not chunk.reduced.isnan().any()).reduced.add_(1)
+        return reduce()
+
+    monkeypatch.setattr(made.state, "reduce_gradients", changed)
+    with pytest.raises(Race, match="source"):
+        made.run(1)
+
+
+def test_use_after_eviction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = simulation(6, cache=3)
+    monkeypatch.setattr(Gathering, "_before_backward", lambda *args: None)
+    assert math.isnan(made.run(1)[0].norm)
+
+
+def test_a_missing_wait_for_a_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = simulation(6, cache=3)
+    monkeypatch.setattr(made.state.chunks[2]._gathering, "finish", lambda: None)
+    assert math.isnan(made.run(1)[0].loss)
+
+
+def test_a_missing_wait_for_an_update_is_found() -> None:
+    made = simulation(6, cache=3)
+    right = made.run(2)[1].loss
+    made = simulation(6, cache=3)
+    made.run(1)
+    made.state.trained[2]._updating = None
+    assert made.run(1)[0].loss != right
