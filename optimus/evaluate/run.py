@@ -44,10 +44,11 @@ def evaluate(
     """Scores a checkpoint (or the newest of a run) on tasks, with `task_data` the folder of their data, and on `text`.
 
     Returns, and writes to the JSON file `output`, which appears complete or not at all:
-    `{"tasks": {name: {"acc", "acc_norm", "n"}}, "bits_per_byte": float or None}`, and beside it what was measured and
-    how. `limit` is the number of documents per task (per subject for mmlu), `fewshot` that of examples in each prompt
-    (none by default), `max_bytes` that of bytes of text. Text that spells a special token is text, and with `parse_special`
-    that token. The computation is in fp32.
+    `{"tasks": {name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}, "bits_per_byte": float or None}`, and beside it
+    what was measured and how. Of a task, `bits_per_byte` is that of the right answer, and `margin` by how much it is below
+    the best wrong one's. `limit` is the number of documents per task (per subject for mmlu), `fewshot` that of examples in
+    each prompt (none by default), `max_bytes` that of bytes of text. Text that spells a special token is text, and with
+    `parse_special` that token. The computation is in fp32.
     Raises `UserError` before the model is loaded for whatever can be known by then.
 
     Example:
