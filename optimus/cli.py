@@ -207,13 +207,14 @@ def train(
 
 @app.command()
 def evaluate(
-    checkpoint: Annotated[Path, Argument(metavar="CHECKPOINT", help="Checkpoint or run folder.")],
+    checkpoint: Annotated[list[Path], Argument(metavar="CHECKPOINT...", help="Checkpoint or run folder.")],
     tasks: Annotated[list[str] | None, Option(help="Tasks, repeated or separated by commas.")] = None,
     task_data: Annotated[Path | None, Option(help="Folder of local task data.")] = None,
     text: Annotated[Path | None, Option(help="File or folder of text for bits per byte.")] = None,
     limit: Annotated[int | None, Option(help="Most documents per task.")] = None,
     fewshot: Annotated[int | None, Option(help="Examples in each prompt.")] = None,
     parse_special: ParseSpecial = False,
+    ensemble: Annotated[bool, Option("--ensemble", help="Score the mean logits of several checkpoints.")] = False,
     device: Annotated[str, Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
     output: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
     as_json: Json = False,
@@ -221,6 +222,9 @@ def evaluate(
     """Score a checkpoint on tasks (lm-eval) and on bits per byte of text."""
     from optimus.evaluate import evaluate as run
 
+    if ensemble != (len(checkpoint) > 1):
+        cure = "name several checkpoints" if ensemble else "evaluate them one by one, or together with --ensemble"
+        raise UserError(f"{len(checkpoint)} checkpoint(s){' with --ensemble' if ensemble else ''}: {cure}")
     names = [name for group in tasks or [] for name in group.split(",") if name]
     results = run(
         checkpoint,
@@ -237,7 +241,7 @@ def evaluate(
     if rows and not as_json:
         from optimus.observe.table import print_table
 
-        print_table(rows, str(checkpoint))
+        print_table(rows, ", ".join(map(str, checkpoint)))
     bits = results["bits_per_byte"]
     _show(results, as_json, f"bits per byte: {bits:.4f}" if bits is not None else "")
 

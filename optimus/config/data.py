@@ -68,6 +68,9 @@ class DataConfig(Section):
         labels = [source.label for source in self.sources]
         if twice := {label for label in labels if labels.count(label) > 1}:
             raise ValueError(f"sources: two are named {min(twice)}: give each a name of its own")
+        paths = [source.path for source in self.sources]
+        if same := {path for path in paths if paths.count(path) > 1}:
+            raise ValueError(f"sources: {min(same)} is there twice: its shares would be the same rows: give it once")
         shares = [source.share for source in self.sources if source.share is not None]
         if shares and not sum(shares):
             raise ValueError("sources: the weights sum to zero: give one of them a weight above 0")

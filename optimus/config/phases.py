@@ -26,6 +26,11 @@ class Phase(NamedTuple):
         """Tokens of a step."""
         return self.config.train.global_batch * self.config.train.sequence_length
 
+    @property
+    def replay(self) -> float:
+        """Share of its places that are read again from the phases before."""
+        return (self.config.phases[self.number].replay or 0.0) if self.config.phases else 0.0
+
     def step_of_schedule(self, step: int) -> int:
         """The step of the run `step`, as the phase's learning-rate schedule counts."""
         own = self.config.phases and self.config.phases[self.number].lr_schedule is not None

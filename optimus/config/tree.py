@@ -301,6 +301,8 @@ class PhaseConfig(Section):
     steps: int | None = Field(None, gt=0, description="Its length in steps; or give tokens.")
     tokens: int | None = Field(None, gt=0, description="Its length in tokens: whole steps, also as 2e9 or 300B.")
     data: DataConfig | None = Field(None, description="Its data, as the section or list `data`.")
+    replay: float | None = Field(None, gt=0, lt=1)
+    """Share of the phase that is read again from what the phases before have read of each source, in proportion to it."""
     sequence_length: int | None = Field(None, gt=1, description="Tokens per sequence.")
     global_batch: int | None = Field(None, gt=0, description="Sequences per step.")
     lr_schedule: LrScheduleConfig | None = None
@@ -327,6 +329,8 @@ def _resolved(phase: PhaseConfig, number: int, run: "RunConfig") -> PhaseConfig:
             f"{where}.tokens {phase.tokens} ends inside of a step of {batch} x {length} tokens: give "
             f"{max(1, steps or 0) * batch * length}, or steps"
         )
+    if phase.replay is not None and not number:
+        raise ValueError(f"{where}.replay: nothing has been read before the first phase: remove it")
     if phase.lr_schedule is not None and phase.lr_schedule.branch_from:
         raise ValueError(f"{where}.lr_schedule.branch_from: a run branches at its start: remove it")
     data = phase.data or run.data

@@ -23,12 +23,21 @@ from optimus.errors import UserError
 
 
 class MixedSource(NamedTuple):
-    """A source in a phase. Its sequences before `first` have been read; a row of its shards holds `parts` of them."""
+    """A source in a phase. Its sequences before `first` have been read; a row of its shards holds `parts` of them.
+
+    Of a source that is replayed only the first `seen` rows are read.
+    """
 
     name: str
     shards: Shards
     parts: int = 1
     first: int = 0
+    seen: int | None = None
+
+    @property
+    def instances(self) -> int:
+        """Rows of a pass."""
+        return self.seen or self.shards.instances
 
     def rows(self, index_N: NDArray[np.int64], seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where its sequences `index_N` of the phase lie: the row of each, and which part of it.
@@ -37,10 +46,10 @@ class MixedSource(NamedTuple):
         (seed, pass).
         """
         passed_N, part_N = np.divmod(self.first + index_N, self.parts)
-        pass_N, row_N = np.divmod(passed_N, self.shards.instances)
+        pass_N, row_N = np.divmod(passed_N, self.instances)
         for number in np.unique(pass_N[pass_N > 0]).tolist():
             chosen = pass_N == number
-            row_N[chosen] = Permutation(self.shards.instances, "epoch", seed, number)(row_N[chosen])
+            row_N[chosen] = Permutation(self.instances, "epoch", seed, number)(row_N[chosen])
         return row_N, part_N
 
 
@@ -114,10 +123,10 @@ class TrainingData:
             passed = dict(self._passed[-1])
             counts = phase_data.counts(phase.last)
             for source, mixed, number in zip(phase.config.data.mixed, phase_data.sources, counts):
-                tokens = number * phase_data.sequence_length
                 self._check_passes(phase, source, mixed, number)
-                read[source.path] = mixed.first * phase_data.sequence_length + tokens
-                passed[mixed.name] = passed.get(mixed.name, 0) + tokens
+                read[source.path] = (mixed.first + number) * phase_data.sequence_length
+            for mixed, number in zip(phase_data.sources, counts):
+                passed[mixed.name] = passed.get(mixed.name, 0) + number * phase_data.sequence_length
             self._passed.append(passed)
 
     def _phase(self, phase: Phase, read: Mapping[str, int]) -> DataPhase:
@@ -128,8 +137,20 @@ class TrainingData:
             shards.check_model(length, phase.config.model.vocab)
             first = -(-read.get(source.path, 0) // length)
             mixed.append(MixedSource(source.label, shards, shards.context // length, first))
-        mixture = Mixture(_weights(phase, sources, [source.shards for source in mixed]))
+        weights = _weights(phase, sources, [source.shards for source in mixed])
+        if phase.replay:
+            weights = _with_replay(weights, Fraction(str(phase.replay)), list(read.values()))
+            names = {source.path: source.label for each in self._described for source in each.config.data.mixed}
+            mixed += [self._replayed(phase, path, names[path], tokens) for path, tokens in read.items()]
+        mixture = Mixture(weights)
         return DataPhase(phase.first, train.global_batch, mixed, mixture, phase.config.data.documents == "mask")
+
+    def _replayed(self, phase: Phase, path: str, name: str, tokens: int) -> MixedSource:
+        """What has been read of a source, in an order of this phase."""
+        shards = self.folders[path]
+        parts = shards.context // phase.config.train.sequence_length
+        seen = min(shards.instances, max(1, tokens // shards.context))
+        return MixedSource(name, shards, parts, phase.number * seen * parts, seen)
 
     def _check_passes(self, phase: Phase, source: SourceConfig, mixed: MixedSource, number: int) -> None:
         """A source with a weight is read once at most, as nobody has asked for more."""
@@ -193,12 +214,21 @@ def _where(phase: Phase) -> str:
     return f"phase {phase.name}: " if phase.name else ""
 
 
+def _with_replay(weights: Sequence[int], share: Fraction, read: Sequence[int]) -> list[int]:
+    """`weights` for all but `share`, which sources have in proportion to the tokens `read` of each."""
+    own = [weight * (1 - share) / sum(weights) for weight in weights]
+    return whole_weights([*own, *(share * tokens / sum(read) for tokens in read)])
+
+
 def _weights(phase: Phase, sources: Sequence[SourceConfig], shards: Sequence[Shards]) -> list[int]:
     """Whole weights: those given, whatever the length of the phase; or how many of its places each source has."""
     shares = [source.share for source in sources]
     if all(share is not None for share in shares):
         return whole_weights([share or 0.0 for share in shares])
-    length, places = phase.config.train.sequence_length, phase.steps * phase.config.train.global_batch
+    length, places = (
+        phase.config.train.sequence_length,
+        round(phase.steps * phase.config.train.global_batch * (1 - phase.replay)),
+    )
     asked = [
         0 if share is not None else _places(source, each, length)
         for source, each, share in zip(sources, shards, shares)

@@ -15,6 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from optimus.data.tokenizer import encoder
 from optimus.errors import UserError
+from optimus.evaluate.ensemble import Ensemble
 from optimus.evaluate.generation import decode, generate_tokens
 from optimus.evaluate.score import TOKENS_PER_BATCH, Window, score, split_long
 from optimus.model import Transformer
@@ -30,7 +31,7 @@ class HarnessModel(TemplateLM):
 
     def __init__(
         self,
-        model: Transformer,
+        model: Transformer | Ensemble,
         tokenizer: Any,
         *,
         eos_id: int,
@@ -81,6 +82,8 @@ class HarnessModel(TemplateLM):
         prompt_ids = self.tok_encode(prompt) or [self._eos]
         tokens: list[int] = []
         text = ""
+        if isinstance(self.model, Ensemble):
+            raise UserError("tasks that generate text cannot be run with an ensemble: evaluate its members one by one")
         for token in generate_tokens(
             self.model,
             prompt_ids,

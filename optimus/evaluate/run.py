@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from optimus.data.tokenizer import inspect, load
 from optimus.disk import user_path, write_json
 from optimus.errors import UserError
 from optimus.evaluate import TASKS
+from optimus.evaluate.ensemble import Ensemble
 from optimus.evaluate.generation import generate
 from optimus.evaluate.tasks import check_lm_eval, load_tasks, run_tasks
 from optimus.evaluate.text import bits_per_byte
@@ -23,13 +24,13 @@ from optimus.observe.progress import Progress
 @dataclass(frozen=True)
 class _Loaded:
     description: Description
-    model: Transformer
+    model: Transformer | Ensemble
     tokenizer: Any
     eos_id: int
 
 
 def evaluate(
-    checkpoint: str | Path,
+    checkpoint: str | Path | Sequence[str | Path],
     *,
     tasks: Sequence[str] = (),
     task_data: str | Path | None = None,
@@ -44,21 +45,27 @@ def evaluate(
     """Scores a checkpoint (or the newest of a run) on tasks, with `task_data` the folder of their data, and on `text`.
 
     Returns, and writes to the JSON file `output`, which appears complete or not at all:
-    `{"tasks": {name: {"acc", "acc_norm", "n"}}, "bits_per_byte": float or None}`, and beside it what was measured and
-    how. `limit` is the number of documents per task (per subject for mmlu), `fewshot` that of examples in each prompt
+    `{"tasks": {name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}, "bits_per_byte": float or None}`, and beside it
+    what was measured and how. Of a task, `bits_per_byte` is that of the right answer, and `margin` by how much it is below
+    the best wrong one's. Several checkpoints of one tokenizer are an ensemble: the mean of their logits is scored.
+    `limit` is the number of documents per task (per subject for mmlu), `fewshot` that of examples in each prompt
     (none by default), `max_bytes` that of bytes of text. Text that spells a special token is text, and with `parse_special`
     that token. The computation is in fp32.
     Raises `UserError` before the model is loaded for whatever can be known by then.
 
     Example:
         optimus.evaluate("runs/first", text="held-out/")["bits_per_byte"]
+        optimus.evaluate(["runs/a", "runs/b"], text="held-out/")["bits_per_byte"]
         optimus.evaluate("runs/first", tasks=["sciq"], task_data="tasks/")["tasks"]["sciq"]["acc"]
     """
     _check_request(tasks, task_data, text, limit, fewshot, max_bytes)
     target = _check_output(output)
-    path = find_checkpoint(checkpoint)
+    paths = [find_checkpoint(each) for each in ([checkpoint] if isinstance(checkpoint, str | Path) else checkpoint)]
+    if not paths:
+        raise UserError("no checkpoint to evaluate: name one, or several as an ensemble")
+    path = paths[0]
     local_tasks = load_tasks(tasks, user_path(task_data), fewshot or 0) if tasks and task_data is not None else []
-    loaded = _load(path, device, parse_special)
+    loaded = _load_together(paths, device, parse_special)
     results: dict[str, Any] = {"tasks": {}, "bits_per_byte": None}
     with Progress() as progress:
         if local_tasks:
@@ -94,6 +101,8 @@ def evaluate(
         "parse_special": parse_special,
     }
     results["checkpoint"] = {"path": str(path), "step": loaded.description.step, "context": loaded.description.context}
+    if len(paths) > 1:
+        results["checkpoint"]["ensemble"] = [str(each) for each in paths]
     results["model"] = loaded.description.model.model_dump()
     results["versions"] = versions("tokenizers", *(["lm-eval", "datasets"] if local_tasks else []))
     if target is not None:
@@ -121,6 +130,7 @@ def generate_text(
         optimus.generate("runs/first", "Once upon a time", max_tokens=40, temperature=0.8, seed=1)
     """
     loaded = _load(find_checkpoint(checkpoint), device, parse_special)
+    assert isinstance(loaded.model, Transformer)
     return generate(
         loaded.model,
         loaded.tokenizer,
@@ -171,6 +181,22 @@ def _check_output(output: str | Path | None) -> Path | None:
     except OSError as error:
         raise UserError(f"output {path} cannot be written: {error.strerror or error}") from error
     return path
+
+
+def _load_together(paths: Sequence[Path], device: str, parse_special: bool) -> _Loaded:
+    """One checkpoint, or the ensemble of several."""
+    first, *others = [_load(path, device, parse_special) for path in paths]
+    for path, other in zip(paths[1:], others):
+        same = first.tokenizer.to_str() == other.tokenizer.to_str()
+        if not same or first.description.model.vocab != other.description.model.vocab:
+            raise UserError(
+                f"{path} has another {'vocabulary' if same else 'tokenizer'} than {paths[0]}: they are no ensemble"
+            )
+    if not others:
+        return first
+    context = min(each.description.context for each in (first, *others))
+    model = Ensemble([each.model for each in (first, *others) if isinstance(each.model, Transformer)])
+    return replace(first, description=replace(first.description, context=context), model=model)
 
 
 def _load(path: Path, device: str, parse_special: bool) -> _Loaded:

@@ -5,6 +5,10 @@ Results compare with published ones as far as the documents do: a task is run on
 validation) where the folder holds it, otherwise on the other one. `acc_norm`, the accuracy by log-likelihood per
 character of the choice, is computed for every task, also where lm-eval's definition lists `acc` alone.
 
+Small models and early checkpoints guess, so accuracies say little of them. Beside them stand numbers that move from the
+first steps on: `bits_per_byte` of the right answer, given the question, and `margin`, by how much fewer bits per byte the
+right answer has than the best wrong one; means over the documents.
+
 Few-shot examples come from the split that lm-eval names (train; dev for mmlu) where the folder holds it, else from the
 documents of the run's own split, never the one that is asked.
 """
@@ -12,8 +16,10 @@ documents of the run's own split, never the one that is asked.
 import contextlib
 import importlib.util
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -65,7 +71,9 @@ def load_tasks(names: Sequence[str], folder: Path, fewshot: int = 0) -> list[Loc
 def run_tasks(
     tasks: Sequence[LocalTask], model: Any, *, fewshot: int = 0, limit: int | None = None
 ) -> dict[str, dict[str, Any]]:
-    """`{name: {"acc", "acc_norm", "n"}}`, n documents each; for mmlu over all subjects, weighted by their size.
+    """`{name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}`, n documents each.
+
+    For mmlu over all subjects, weighted by their size.
 
     `model` is an `lm_eval` model. `limit` is the number of documents of each task, of each subject for mmlu.
     """
@@ -74,14 +82,27 @@ def run_tasks(
     with _quiet_harness():
         built = {task.name: _build(task, fewshot) for task in tasks}
         every = {name: part for parts in built.values() for name, part in parts.items()}
-        found: Any = evaluate(model, {"tasks": every}, limit=limit, bootstrap_iters=0, log_samples=False)
+        found: Any = evaluate(model, {"tasks": every}, limit=limit, bootstrap_iters=0, log_samples=True)
     results = {}
     for name, parts in built.items():
         counts = {part: found["n-samples"][part]["effective"] for part in parts}
         n = sum(counts.values())
         means = {m: sum(found["results"][part][f"{m},none"] * counts[part] for part in parts) / n for m in _METRICS}
-        results[name] = {**means, "n": n}
+        answers = [_answer(task, sample) for part, task in parts.items() for sample in found["samples"][part]]
+        bits, margins = zip(*answers)
+        results[name] = {**means, "bits_per_byte": fmean(bits), "margin": fmean(margins), "n": n}
     return results
+
+
+def _answer(task: Any, sample: dict[str, Any]) -> tuple[float, float]:
+    """Bits per byte of the right answer to a document, and its margin to the best wrong one."""
+    right = (task.doc_to_text if task.multiple_input else task.doc_to_target)(sample["doc"])  # as lm-eval finds it
+    right = task.doc_to_choice(sample["doc"]).index(right) if isinstance(right, str) else right
+    bits = [
+        -log_likelihood / math.log(2) / len(continuation.encode())
+        for (_, continuation), (log_likelihood, _) in zip(sample["arguments"], sample["filtered_resps"])
+    ]
+    return bits[right], min(each for number, each in enumerate(bits) if number != right) - bits[right]
 
 
 def _load(name: str, folder: Path, fewshot: int) -> LocalTask:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import random
 import socket
 from collections.abc import Iterator
@@ -125,12 +126,33 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     return
 
 
+def accuracies(scores: dict[str, Any]) -> dict[str, Any]:
+    """Scores of a task without those of the answers' bits."""
+    return {name: value for name, value in scores.items() if name not in ("bits_per_byte", "margin")}
+
+
+def test_bits_of_the_right_answer_and_its_margin(folder: Path) -> None:
+    """By hand: the right answer has 10 nats and the others 50, over the bytes of ` yes` and ` no`, or of an ending."""
+    found = run_tasks(load_tasks(["boolq", "winogrande", "mmlu"], folder), Oracle())
+    yes, no = 4 * math.log(2), 3 * math.log(2)
+    assert found["boolq"]["bits_per_byte"] == pytest.approx((2 * 10 / yes + 10 / no) / 3)
+    assert found["boolq"]["margin"] == pytest.approx((2 * (50 / no - 10 / yes) + 50 / yes - 10 / no) / 3)
+    early, late = (len(f" left {when}.") * math.log(2) for when in ("early", "late"))
+    assert found["winogrande"]["bits_per_byte"] == pytest.approx((10 / early + 10 / late) / 2)
+    assert found["winogrande"]["margin"] == pytest.approx((40 / early + 40 / late) / 2)
+    assert found["mmlu"]["margin"] == pytest.approx(40 / (2 * math.log(2)))
+    (wrong,) = run_tasks(load_tasks(["boolq"], folder), Oracle(-40.0)).values()
+    assert wrong["margin"] < 0 < wrong["bits_per_byte"]
+
+
 def test_all_tasks(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Every label, prompt and choice is understood: who knows the right answers gets 1, who avoids them 0."""
     local = load_tasks(TASKS, folder)
     found = run_tasks(local, Oracle())
     counts = {"openbookqa": 1, "sciq": 1, "boolq": 3, "mmlu": 3}
-    assert found == {name: {"acc": 1.0, "acc_norm": 1.0, "n": counts.get(name, 2)} for name in TASKS}
+    assert {name: accuracies(scores) for name, scores in found.items()} == {
+        name: {"acc": 1.0, "acc_norm": 1.0, "n": counts.get(name, 2)} for name in TASKS
+    }
     assert {task.name: task.split for task in local} == {
         n: "test" if n == "arc_challenge" else "validation" for n in TASKS
     }
@@ -141,7 +163,7 @@ def test_all_tasks(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_acc_norm_is_per_character(folder: Path) -> None:
     """Equal log-likelihoods: per character, the longer choice is the better one."""
     found = run_tasks(load_tasks(["arc_easy"], folder), Oracle(0.0))
-    assert found["arc_easy"] == {"acc": 0.5, "acc_norm": 1.0, "n": 2}
+    assert accuracies(found["arc_easy"]) == {"acc": 0.5, "acc_norm": 1.0, "n": 2}
 
 
 def test_mmlu_is_weighted_by_subject_size(folder: Path) -> None:
@@ -149,7 +171,7 @@ def test_mmlu_is_weighted_by_subject_size(folder: Path) -> None:
     write_lines(folder / "datasets" / "mmlu.validation.jsonl", [{**rows[0], "answer": 0}, *rows[1:]])
     (folder / "datasets" / "mmlu.validation.jsonl.gz").unlink(missing_ok=True)
     found = run_tasks(load_tasks(["mmlu"], folder), Oracle())["mmlu"]
-    assert found == {"acc": pytest.approx(2 / 3), "acc_norm": pytest.approx(2 / 3), "n": 3}
+    assert accuracies(found) == {"acc": pytest.approx(2 / 3), "acc_norm": pytest.approx(2 / 3), "n": 3}
     assert run_tasks(load_tasks(["mmlu"], folder), Oracle(), limit=1)["mmlu"]["n"] == 2  # of each subject
 
 
@@ -168,7 +190,8 @@ def test_raw_hellaswag(folder: Path) -> None:
     }
     write_lines(folder / "datasets" / "hellaswag.validation.jsonl", [{**row, "ind": 1}])
     oracle = Oracle()
-    assert run_tasks(load_tasks(["hellaswag"], folder), oracle)["hellaswag"] == {"acc": 1.0, "acc_norm": 1.0, "n": 1}
+    found = run_tasks(load_tasks(["hellaswag"], folder), oracle)["hellaswag"]
+    assert accuracies(found) == {"acc": 1.0, "acc_norm": 1.0, "n": 1}
     assert oracle.asked == [("Cook: He", " eats it."), ("Cook: He", " boils it.")]
 
 

@@ -285,3 +285,29 @@ def test_packed_rows_without_masks_train_on_all_but_padding(
     optimus.train(small_run)
     (record,) = records(small_run)
     assert record["loss/rows"] == pytest.approx(record["loss"], rel=1e-5)
+
+
+def test_replay_reads_again_what_was_read(small_run: dict[str, Any], folders: dict[str, str]) -> None:
+    """A quarter of a phase, from each source in proportion to what the phases before have read of it, and only that."""
+    run = copy.deepcopy(small_run)
+    del run["data"], run["train"]["steps"]
+    first = [{"path": folders["model"], "weight": 3}, {"path": folders["data"], "weight": 1}]
+    new = [{"path": folders["train"]}]
+    run["phases"] = [{"steps": 8, "data": first}, {"steps": 16, "data": new, "replay": 0.25}]
+    run["phases"].append({"steps": 16, "data": new, "replay": 0.5, "sequence_length": 16})
+    _, data = read_run(run)
+    with TokenLoader(data.phases) as loader:
+        batches = [next(loader).tokens_BS for _ in range(40)]
+    before = {bytes(row) for batch in batches[:8] for row in batch}
+    assert len(before) == 64
+    second = [bytes(row) for batch in batches[8:24] for row in batch]
+    assert sum(row in before for row in second) == 32
+    assert len(set(second)) == len(second)
+    assert data.tokens_by_source(8) == {"model": 48 * 32, "data": 16 * 32}
+    assert data.tokens_by_source(24) == {"model": (48 + 24) * 32, "data": (16 + 8) * 32, "train": 96 * 32}
+    halves = {bytes(half) for batch in batches[:24] for row in batch for half in (row[:16], row[16:])}
+    third = [bytes(row) for batch in batches[24:] for row in batch]
+    assert sum(row in halves for row in third) == pytest.approx(64, abs=1)
+    run["phases"][0]["replay"] = 0.1
+    with pytest.raises(UserError, match=r"phases.0.replay: nothing has been read before"):
+        read_run(run)

@@ -1,0 +1,57 @@
+"""Several models as one whose logits are the mean of theirs (Pre-training under infinite compute, section 4).
+
+Legend: B rows, S positions, H hidden states of all members side by side, N tokens, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from optimus.config import ModelConfig
+from optimus.model import Transformer
+
+
+class Ensemble:
+    """`members` of one vocabulary, scored together: a `Scored` model."""
+
+    def __init__(self, members: Sequence[Transformer]) -> None:
+        self._members = members
+        self.training = members[0].training
+
+    @property
+    def config(self) -> ModelConfig:
+        """That of the first member; all have its vocabulary."""
+        return self._members[0].config
+
+    @property
+    def embedding(self) -> nn.Module:
+        """That of the first member, which says on which device all are."""
+        return self._members[0].embedding
+
+    def head(self, hidden_NH: Tensor) -> Tensor:
+        """The mean logits [N, V] in fp32."""
+        parts = hidden_NH.split([member.config.hidden for member in self._members], dim=-1)
+        logits = [member.head(part).float() for member, part in zip(self._members, parts)]
+        return torch.stack(logits).mean(0)
+
+    def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
+        """What `find` makes of the members' hidden states of the tokens `at_N`."""
+        return find(torch.cat([member.at_tokens(tokens_BS, at_N, lambda x_NH: x_NH) for member in self._members], -1))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Of all members."""
+        return chain.from_iterable(member.parameters() for member in self._members)
+
+    def eval(self) -> Any:
+        """All members in evaluation mode."""
+        return self.train(False)
+
+    def train(self, mode: bool) -> Any:
+        """All members in training mode or out of it."""
+        for member in self._members:
+            member.train(mode)
+        self.training = mode
+        return self
