@@ -7,12 +7,13 @@ Left out beforehand:
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
+from optimus.pipeline.estimates import stages_of_ranks
 from optimus.pipeline.schedules import DEFAULT, Row, schedules
 from optimus.plan.job import Job
 from optimus.plan.step import stage_sizes
@@ -125,26 +126,35 @@ def _expert_groups(job: Job, tp: int) -> list[tuple[int, int]]:
     ]
 
 
+class _RankBlocks(NamedTuple):
+    """Blocks of a rank, whether it has the embedding and the output layer, and blocks in the stages before its first one."""
+
+    blocks: int
+    first: bool
+    last: bool
+    before: int
+
+
 class _Order(NamedTuple):
-    """A schedule, and blocks: of the model, on the rank with most, in the last stage, and in all stages that a microbatch
-    passes before the last rank has any. `lent`: what a rank leaves idle the others use."""
+    """A schedule, and the ranks that can be the slowest one. `lent`: the bubble of a rank makes the others faster."""
 
     row: Row
     pp: int
     stages_per_rank: int
-    blocks: int
-    max_blocks: int
-    last: int
-    before: int
+    ranks: Sequence[_RankBlocks]
     lent: bool
 
     def bound(self, division: Division, microbatches: int) -> float:
-        """A step takes no less: the slowest rank's microbatches, and what a pipeline leaves idle at its ends."""
-        block, end = division.block, self.last * division.block + division.head
-        if self.pp == 1 or self.lent:
-            return microbatches * (self.blocks * block + division.head + division.embedding) / self.pp
-        before = self.before * self.row.idle(sum(division.forward), block)
-        return max(microbatches * max(self.max_blocks * block, end), microbatches * end + before)
+        """A step takes no less: the slowest rank's microbatches, and the bubble before them (`least_seconds`)."""
+        block, ends = division.block, (division.embedding, division.head)
+        if self.lent:
+            blocks = sum(rank.blocks for rank in self.ranks)
+            return microbatches * (blocks * block + sum(ends)) / self.pp
+        idle = self.row.idle(sum(division.forward), block)
+        return max(
+            microbatches * (blocks * block + first * ends[0] + last * ends[1]) + before * idle
+            for blocks, first, last, before in self.ranks
+        )
 
 
 def _orders(job: Job, pp: int) -> Iterator[_Order]:
@@ -153,8 +163,18 @@ def _orders(job: Job, pp: int) -> Iterator[_Order]:
     for row in sorted(rows, key=lambda row: (row.name != DEFAULT, row.any_stages)):
         for per_rank in range(row.stages, (_MOST_STAGES_PER_RANK if row.any_stages else row.stages) + 1):
             if per_rank * pp <= layers:
-                cut = stage_sizes(job.model, pp * per_rank)
-                yield _Order(row, pp, per_rank, layers, -(-layers // pp), cut[-1], sum(cut[: pp - 1]), lent)
+                ranks = _blocks_of_ranks(row, pp, stage_sizes(job.model, pp * per_rank))
+                slowest = {rank[:3]: rank for rank in ranks}  # of those alike, the last waits longest
+                yield _Order(row, pp, per_rank, ranks if lent else [*slowest.values()], lent)
+
+
+def _blocks_of_ranks(row: Row, pp: int, sizes: Sequence[int]) -> list[_RankBlocks]:
+    """Of each rank of a pipeline whose stages have so many blocks."""
+    owned = stages_of_ranks(row.name, pp, len(sizes) // pp)
+    return [
+        _RankBlocks(sum(sizes[stage] for stage in own), 0 in own, len(sizes) - 1 in own, sum(sizes[:rank]))
+        for rank, own in enumerate(owned)
+    ]
 
 
 def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int) -> Iterator[Division]:
