@@ -9,7 +9,7 @@ Left out beforehand:
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
@@ -29,7 +29,7 @@ class Division(NamedTuple):
 
     work: Work  # of a job of one stage and as few replicas as can be
     block: float  # forward and backward
-    forward: tuple[float, float, float]  # of that, the forward passes of norms, attention and the feed-forward part
+    forward: float  # of that
     head: float
     embedding: float
 
@@ -85,7 +85,7 @@ def candidates(job: Job) -> Iterator[Candidate]:
 def _divisions(job: Job) -> Iterator[Division]:
     """Ways to divide a block that the model and the node allow, timed."""
     model, ranks, batch = job.model, job.mesh.size, job.train.global_batch
-    node = min(ranks, job.machine.ranks_per_node)
+    node, known = min(ranks, job.machine.ranks_per_node), dict[Any, Any]()
     within = [size for size in divisors(node) if ranks % size == 0]
     for out in (n for n in within if not model.kv_heads % n and n <= model.vocab and _columns(model, n)):
         for inner in (n for n in within if not node % (out * n) and not model.hidden % n):
@@ -94,7 +94,7 @@ def _divisions(job: Job) -> Iterator[Division]:
                     continue
                 for micro_batch in (size for size in _MICROBATCHES if batch % size == 0):
                     if micro_batch * job.train.sequence_length // cp % (out * inner) == 0:
-                        yield from _timed(job, out, inner, cp, micro_batch)
+                        yield from _timed(job, out, inner, cp, micro_batch, known)
 
 
 def _parts(job: Job, out: int, cp: int) -> bool:
@@ -150,7 +150,7 @@ class _Order(NamedTuple):
         if self.lent:
             blocks = sum(rank.blocks for rank in self.ranks)
             return microbatches * (blocks * block + sum(ends)) / self.pp
-        idle = self.row.idle(sum(division.forward), block)
+        idle = self.row.idle(division.forward, block)
         return max(
             microbatches * (blocks * block + first * ends[0] + last * ends[1]) + before * idle
             for blocks, first, last, before in self.ranks
@@ -177,7 +177,9 @@ def _blocks_of_ranks(row: Row, pp: int, sizes: Sequence[int]) -> list[_RankBlock
     ]
 
 
-def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int) -> Iterator[Division]:
+def _timed(
+    job: Job, out: int, inner: int, cp: int, micro_batch: int, known: dict[Any, Any]
+) -> Iterator[Division]:
     """With each way to divide the experts; the rest of a block takes as long in all of them."""
     tp, rest = out * inner, None
     for ep, etp in _expert_groups(job, tp):
@@ -185,13 +187,13 @@ def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int) -> Iterato
         mesh = Mesh(dp=data, cp=cp, tp=tp, ep=ep, etp=etp, tp_in=inner, ranks_per_node=job.machine.ranks_per_node)
         divided = job.changed(mesh, train={"micro_batch": micro_batch})
         if rest is None:
-            rest = Work(divided)
+            rest = Work(divided, known)
             attention = min(rest.attention.values(), key=_seconds)  # of the quickest kind of block
             shared = [rest.norm, rest.norm, attention]
             besides, ends = sum(map(_seconds, shared)), (_seconds(rest.head), _seconds(rest.embedding))
         work = rest.like(divided)
         feed_forward = min(work.feed_forward.values(), key=_seconds)
-        forward = 2 * work.norm.forward.compute, attention.forward.compute, feed_forward.forward.compute
+        forward = sum(passes.forward.compute for passes in (*shared, feed_forward))
         block = besides + _seconds(feed_forward)
         yield Division(work, block, forward, *ends)
 
