@@ -18,6 +18,8 @@ from typing import Literal, NamedTuple
 from optimus.state.buffers import RESIDENCES
 
 UpdatePlace = Literal["device", "host"]
+_TILES = 4  # of a chunk that goes through the device, about: while one comes, the one before goes
+_BUFFERS = 3  # of a disk: while one is read, one is updated and one written
 _MASTER_AND_MOMENTS = 12  # bytes of an element: AdamW's
 
 
@@ -87,13 +89,11 @@ def loads(chunks: int, cache: int, microbatches: int) -> int:
 
 
 def update_seconds(shape: StepShape, rates: Rates, on: UpdatePlace) -> float:
-    """Of one chunk, among others: the slowest of what is done at the same time."""
+    """Of one chunk, among others: the slowest of what is done at the same time, but for writing, which nobody waits for."""
     part, link = shape.elements / shape.shards, update_bytes(shape, on)
     work = rates.host_update if on == "host" else rates.device_update
     disk = _MASTER_AND_MOMENTS if RESIDENCES[shape.residency][2] == "disk" else 0
-    return part * max(
-        link.up / rates.up, link.down / rates.down, 1 / work, disk / rates.read, disk / rates.write
-    )
+    return part * max(link.up / rates.up, link.down / rates.down, 1 / work, disk / rates.read)
 
 
 def serial_seconds(shape: StepShape, rates: Rates, choice: Choice) -> float:
@@ -114,6 +114,8 @@ def pass_seconds(shape: StepShape, rates: Rates, choice: Choice, computing: floa
     """
     fetch, gather, missing, ahead = _fetching(shape, rates, choice)
     there = (shape.chunks - missing) * computing
+    if not missing:
+        return there
     if not ahead:
         return there + missing * (fetch + gather + computing)
     each = max(fetch, gather, (fetch + gather) / ahead)
@@ -135,8 +137,13 @@ def first_pass_seconds(shape: StepShape, rates: Rates, choice: Choice) -> float:
         leaving = part * shape.gradient / rates.down
         arriving = max(0.0 if choice.device else leaving, away * leaving - shape.chunks * shape.backward)
     each = max(update, part * link.up / rates.up + fetch, (fetch + gather) / ahead if ahead else fetch + gather + f)
-    first = arriving + update + fetch + gather
-    return max(computing, first + away * f, first + (away - 1) * each + f)
+    disk = part * _MASTER_AND_MOMENTS / rates.read if RESIDENCES[shape.residency][2] == "disk" else 0.0
+    work = rates.host_update if on == "host" else rates.device_update
+    stages = part * link.up / rates.up, part * link.down / rates.down, part / work
+    alone = sum(stages) if on == "host" else max(stages) + sum(stages) / _TILES
+    writing = part * _MASTER_AND_MOMENTS / rates.write * (away - _BUFFERS) if disk else 0.0
+    first = arriving + disk + alone + fetch + gather
+    return max(computing, first + away * f, first + (away - 1) * each + f, first + writing + f)
 
 
 def step_seconds(shape: StepShape, rates: Rates, choice: Choice) -> float:
@@ -178,13 +185,7 @@ def choose(
     fetches = RESIDENCES[shape.residency][0] != "device"
     caches = [cache] if cache is not None else range(1, shape.chunks + 1) if fetches else [0]
     devices = [device] if device is not None else range(shape.chunks + 1)
-    fitting = (
-        Choice(c, d, place)
-        for c in caches
-        for d in devices
-        if c * block + kept[d] <= free
-        for place in places
-    )
+    fitting = (Choice(c, d, place) for c in caches for d in devices if c * block + kept[d] <= free for place in places)
     return min(
         fitting,
         key=lambda each: (float(f"{step_seconds(shape, rates, each):.4g}"), -each.device, -each.cache),

@@ -2,7 +2,6 @@
 
 import heapq
 import random
-from itertools import pairwise
 
 import pytest
 
@@ -20,7 +19,7 @@ from optimus.state.offload_times import (
     update_seconds,
 )
 
-_TILES, _STEPS = 4, 3
+_TILES, _STEPS, _BUFFERS = 4, 3, 3  # tiles of a chunk, buffers of a disk
 
 
 class Events:
@@ -42,18 +41,19 @@ class Events:
             for each in after:
                 behind[each].append(number)
         ends, free = [0.0] * len(self.tasks), dict[str, float]()
-        ready = [(0.0, number) for number, count in enumerate(waiting) if not count]
+        ready = [(0.0, 0.0, number) for number, count in enumerate(waiting) if not count]
         while ready:
-            at, number = heapq.heappop(ready)
+            at, since, number = heapq.heappop(ready)
             resource, seconds, _ = self.tasks[number]
-            if free.get(resource, 0.0) > at:  # whoever is ready when it is free
-                heapq.heappush(ready, (free[resource], number))
+            if free.get(resource, 0.0) > at:  # whoever has been ready longest when it is free
+                heapq.heappush(ready, (free[resource], since, number))
                 continue
             ends[number] = free[resource] = at + seconds
             for each in behind[number]:
                 waiting[each] -= 1
                 if not waiting[each]:
-                    heapq.heappush(ready, (max(ends[i] for i in self.tasks[each][2]), each))
+                    now = max(ends[i] for i in self.tasks[each][2])
+                    heapq.heappush(ready, (now, now, each))
         return ends
 
 
@@ -69,7 +69,7 @@ class Cache:
         return next((i for i in range(behind + 1, len(self._uses)) if self._uses[i] == chunk), len(self._uses))
 
     def make_room(self, place: int, now: int, *, ahead: bool) -> bool:
-        """For what is used at `place`, at the use `now`: drop what is used last of all, ahead of use only if that is later."""
+        """For what is used at `place`, at the use `now`: drop what is used last, ahead of use only if that is later."""
         if len(self.held) < self._blocks:
             return True
         others = [each for each in self.held if each != self._uses[now]]
@@ -84,11 +84,13 @@ class Cache:
 def simulated(shape: StepShape, rates: Rates, choice: Choice) -> tuple[float, int]:
     """(seconds, chunks fetched) of a step, event by event."""
     chunks, n, part = shape.chunks, shape.shards, shape.elements / shape.shards
+    record = 12 * part if shape.residency == "disk" else 0.0
     fetches, link = shape.residency != "optimizer", update_bytes(shape, choice.update_on)
     fetch, gather = shape.itemsize * part / rates.up, shape.itemsize * shape.elements * (n - 1) / n / rates.gather
     events, uses = Events(), [*range(chunks), *reversed(range(chunks))] * shape.microbatches
     updated: dict[int, int] = {}  # the task that a chunk's parameters come behind
     before: int | None = None
+    written: list[int | None] = [None] * _BUFFERS
     ends, fetched = [], 0
     for _ in range(_STEPS):
         cache, fetched, arrived = Cache(uses, choice.cache), 0, dict[int, int]()
@@ -124,7 +126,7 @@ def simulated(shape: StepShape, rates: Rates, choice: Choice) -> tuple[float, in
         last: int | None = None
         for chunk in range(choice.device, chunks):
             ready = before, arrived.get(chunk)
-            disk = events.add("read", part * 12 / rates.read, *ready)
+            disk = events.add("read", record / rates.read, *written[-_BUFFERS:][:1], *ready)
             if choice.update_on == "host":
                 down = events.add("down", part * link.down / rates.down, *ready)
                 last = events.add("host", part / rates.host_update, down, disk, last)
@@ -133,7 +135,7 @@ def simulated(shape: StepShape, rates: Rates, choice: Choice) -> tuple[float, in
                 last = events.add("up", part / _TILES * link.up / rates.up, last, disk, *ready)
                 side = events.add("side", part / _TILES / rates.device_update, last)
                 updated[chunk] = events.add("down", part / _TILES * link.down / rates.down, side)
-            events.add("write", part * 12 / rates.write, updated[chunk])
+            written.append(events.add("write", record / rates.write, updated[chunk]))
     times = [events.run()[each] for each in ends]
     return times[-1] - times[-2], fetched
 
@@ -191,7 +193,7 @@ def machine(seed: int) -> tuple[StepShape, Rates, float, float, list[float]]:
     )
     forward = between(2e-3, 5e-2)
     given = StepShape(
-        draw.randint(6, 9),
+        draw.randint(5, 8),
         elements,
         forward,
         2 * forward,
@@ -219,19 +221,22 @@ def choices(given: StepShape, free: float, block: float, kept: list[float]) -> l
 
 
 def test_the_choice_is_within_3_percent_of_the_best() -> None:
-    """Of all (C, D, place) by the simulation, on 50 random machines; Elixir's own rule is beside it."""
-    worst, elixirs = 1.0, []
+    """Of all (C, D, place) by the simulation, on 50 random machines; Elixir's rule, where nothing overlaps, does not."""
+    elixirs = []
     for seed in range(50):
         given, rates, free, block, kept = machine(seed)
         seconds = {each: simulated(given, rates, each)[0] for each in choices(given, free, block, kept)}
         found = choose(given, rates, free, block, kept)
         assert found is not None
-        worst = max(worst, seconds[found] / min(seconds.values()))
-        if given.residency == "all":
-            rule = elixir_choice(given, rates, free, block)
-            elixirs.append(seconds.get(rule, float("inf")) / min(seconds.values()))
-    print(worst, sorted(elixirs))
-    assert worst <= 1.03
+        assert seconds[found] <= 1.03 * min(seconds.values()), seed
+        assert step_seconds(given, rates, found) == pytest.approx(
+            seconds[found], rel=0.11 if given.residency == "disk" else 0.04
+        )
+        rule = elixir_choice(given, rates, free, block)
+        if given.residency == "all" and rule in seconds:
+            elixirs.append(seconds[rule] / min(seconds.values()))
+    assert len(elixirs) > 10
+    assert max(elixirs) > 1.3
 
 
 def test_nothing_fits() -> None:
