@@ -12,7 +12,7 @@ Elixir chooses by what a byte of the device saves where nothing overlaps (its co
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from optimus.state.buffers import RESIDENCES
@@ -171,21 +171,18 @@ def choose(
     free: float,
     block: float,
     kept: Sequence[float],
-    places: Sequence[UpdatePlace] = ("device", "host"),
     *,
-    cache: int | None = None,
-    device: int | None = None,
+    caches: Iterable[int],
+    devices: Iterable[int],
+    places: Sequence[UpdatePlace] = ("device", "host"),
 ) -> Choice | None:
-    """The fastest of all choices that `free` bytes of the device have room for; None if none fits.
+    """The fastest of all these choices that `free` bytes of the device have room for; None if none fits.
 
-    `block` is what a block of parameters takes, `kept[D]` the state of the first D chunks. `cache` and `device` are given
-    where they are not to be chosen. Of choices that are as fast, the one with most state on the device, then with most
-    blocks.
+    `block` is what a block of parameters takes, `kept[D]` the state of the first D chunks. Of choices that are as fast, the
+    one with most state on the device, then with most blocks.
     """
-    fetches = RESIDENCES[shape.residency][0] != "device"
-    caches = [cache] if cache is not None else range(1, shape.chunks + 1) if fetches else [0]
-    devices = [device] if device is not None else range(shape.chunks + 1)
-    fitting = (Choice(c, d, place) for c in caches for d in devices if c * block + kept[d] <= free for place in places)
+    counts = [*devices]
+    fitting = (Choice(c, d, on) for c in caches for d in counts if c * block + kept[d] <= free for on in places)
     return min(
         fitting,
         key=lambda each: (float(f"{step_seconds(shape, rates, each):.4g}"), -each.device, -each.cache),
