@@ -17,7 +17,7 @@ from typing import NamedTuple
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
 from optimus.parallel.build import StageOptions
-from optimus.parallel.module_bytes import ModuleBytes, ModuleSetting, block_bytes, end_bytes
+from optimus.parallel.module_bytes import ModuleBytes, ModuleSetting, Place, block_bytes, end_bytes
 from optimus.parallel.recompute import Recomputation
 
 Row = Sequence[tuple[ModuleBytes, ModuleBytes | None]]  # modules as they are, and run again with results cached
@@ -93,11 +93,15 @@ def _groups(numbers: Sequence[int], chosen: Recomputation) -> Iterator[tuple[tup
 @lru_cache(maxsize=4096)
 def _blocks(setting: ModuleSetting, sequences: int, numbers: tuple[int, ...], kinds: tuple[str, ...]) -> _Part:
     """Of blocks that stand together, alike to these."""
-    caching, rows = kinds and setting.options.keep_collectives and setting.mesh.size > 1, list[Row]()
+    cached = kinds if setting.options.keep_collectives and setting.mesh.size > 1 else ()
+    rows = list[Row]()
     for number in numbers:
-        block = block_bytes(setting, number, sequences)
-        again = block_bytes(setting, number, sequences, True) if caching else {}
-        for _, row in groupby(block.items(), lambda at: at[0][0]):
+        block, again = dict[Place, ModuleBytes](), dict[Place, ModuleBytes]()
+        for experts, others in ((False, {"moe"}), (True, {"norm", "attention", "mlp"})):
+            block |= block_bytes(setting, number, sequences, experts=experts)
+            if set(cached) - others:
+                again |= block_bytes(setting, number, sequences, experts=experts, again=True)
+        for _, row in groupby(sorted(block.items()), lambda at: at[0][0]):
             rows.append([(module, again.get(place)) for place, module in row])
     stream = setting.stream(sequences).nbytes
     if "block" in kinds:

@@ -92,19 +92,23 @@ class ModuleBytes(NamedTuple):
 
 
 @lru_cache(maxsize=16384)
-def block_bytes(setting: ModuleSetting, layer: int, sequences: int, again: bool = False) -> dict[Place, ModuleBytes]:
-    """Those of the modules of block `layer` with so many sequences, in their order.
+def block_bytes(
+    setting: ModuleSetting, layer: int, sequences: int, *, experts: bool, again: bool = False
+) -> dict[Place, ModuleBytes]:
+    """Those of the experts of block `layer` with so many sequences, if it has any, or of its other modules, in their order.
 
     `again`: each is run again in the backward pass, and what its collectives gave is cached.
     """
-    # What does not depend on how experts are divided is measured once.
-    found = _grown(partial(_block_bytes, setting.without_experts, layer, False, again), 1, sequences)
-    config, mesh = setting.model, setting.mesh
-    if experts := config.experts_of(layer):
+    config, mesh, least = setting.model, setting.mesh, 1
+    if not experts:  # what does not depend on how they are divided is measured once
+        setting = setting.without_experts
+    elif number := config.experts_of(layer):
         rows = setting.context * mesh.ep * (config.experts_per_token or 1) / (mesh.cp * mesh.tp)
-        least = ceil(_ROWS * experts / rows)
-        found = found | _grown(partial(_block_bytes, setting, layer, True, again), least, sequences)
-    return {place: module.summed_up for place, module in sorted(found.items())}
+        least = ceil(_ROWS * number / rows)
+    else:
+        return {}
+    found = _grown(partial(_block_bytes, setting, layer, experts, again), least, sequences)
+    return {place: module.summed_up for place, module in found.items()}
 
 
 @lru_cache(maxsize=4096)

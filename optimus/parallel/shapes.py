@@ -140,14 +140,21 @@ class Shapes(TorchDispatchMode):
         self.alive -= size
 
     def _drawn(self, columns: int, shape: tuple[int, ...]) -> Tensor:
-        """Distinct columns for each row (weighted sampling: Efraimidis and Spirakis 2006)."""
+        """Distinct columns for each row."""
         rows = -(-shape[0] // self._repeats)
-        generator = torch.Generator().manual_seed(0)
-        keys = torch.rand(rows, columns, generator=generator).log_()
-        if self._load != 1 and self._busy < columns:
-            rest = max(columns - self._load * self._busy, 1e-3)
-            keys[:, : self._busy] /= self._load * (columns - self._busy) / rest
-        return keys.topk(shape[-1])[1].repeat(self._repeats, 1)[: shape[0]].contiguous()
+        load = self._load if self._busy < columns else 1.0
+        drawn = _drawn(rows, columns, shape[-1], load, self._busy if load != 1 else columns)
+        return drawn.repeat(self._repeats, 1)[: shape[0]].contiguous()
+
+
+@lru_cache(maxsize=64)
+def _drawn(rows: int, columns: int, count: int, load: float, busy: int) -> Tensor:
+    """So many distinct columns for each row (weighted sampling: Efraimidis and Spirakis 2006). Always the same."""
+    keys = torch.rand(rows, columns, generator=torch.Generator().manual_seed(0)).log_()
+    if load != 1:
+        rest = max(columns - load * busy, 1e-3)
+        keys[:, :busy] /= load * (columns - busy) / rest
+    return keys.topk(count)[1]
 
 
 class _Specification(NamedTuple):

@@ -7,12 +7,13 @@ Left out beforehand:
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
+from optimus.pipeline.estimates import stages_of_ranks
 from optimus.pipeline.schedules import DEFAULT, Row, schedules
 from optimus.plan.job import Job
 from optimus.plan.step import stage_sizes
@@ -28,7 +29,7 @@ class Division(NamedTuple):
 
     work: Work  # of a job of one stage and as few replicas as can be
     block: float  # forward and backward
-    forward: tuple[float, float, float]  # of that, the forward passes of norms, attention and the feed-forward part
+    forward: float  # of that
     head: float
     embedding: float
 
@@ -84,7 +85,7 @@ def candidates(job: Job) -> Iterator[Candidate]:
 def _divisions(job: Job) -> Iterator[Division]:
     """Ways to divide a block that the model and the node allow, timed."""
     model, ranks, batch = job.model, job.mesh.size, job.train.global_batch
-    node = min(ranks, job.machine.ranks_per_node)
+    node, known = min(ranks, job.machine.ranks_per_node), dict[Any, Any]()
     within = [size for size in divisors(node) if ranks % size == 0]
     for out in (n for n in within if not model.kv_heads % n and n <= model.vocab and _columns(model, n)):
         for inner in (n for n in within if not node % (out * n) and not model.hidden % n):
@@ -93,7 +94,7 @@ def _divisions(job: Job) -> Iterator[Division]:
                     continue
                 for micro_batch in (size for size in _MICROBATCHES if batch % size == 0):
                     if micro_batch * job.train.sequence_length // cp % (out * inner) == 0:
-                        yield from _timed(job, out, inner, cp, micro_batch)
+                        yield from _timed(job, out, inner, cp, micro_batch, known)
 
 
 def _parts(job: Job, out: int, cp: int) -> bool:
@@ -125,26 +126,35 @@ def _expert_groups(job: Job, tp: int) -> list[tuple[int, int]]:
     ]
 
 
+class _RankBlocks(NamedTuple):
+    """Blocks of a rank, whether it has the embedding and the output layer, and blocks in the stages before its first one."""
+
+    blocks: int
+    first: bool
+    last: bool
+    before: int
+
+
 class _Order(NamedTuple):
-    """A schedule, and blocks: of the model, on the rank with most, in the last stage, and in all stages that a microbatch
-    passes before the last rank has any. `lent`: what a rank leaves idle the others use."""
+    """A schedule, and the ranks that can be the slowest one. `lent`: the bubble of a rank makes the others faster."""
 
     row: Row
     pp: int
     stages_per_rank: int
-    blocks: int
-    max_blocks: int
-    last: int
-    before: int
+    ranks: Sequence[_RankBlocks]
     lent: bool
 
     def bound(self, division: Division, microbatches: int) -> float:
-        """A step takes no less: the slowest rank's microbatches, and what a pipeline leaves idle at its ends."""
-        block, end = division.block, self.last * division.block + division.head
-        if self.pp == 1 or self.lent:
-            return microbatches * (self.blocks * block + division.head + division.embedding) / self.pp
-        before = self.before * self.row.idle(sum(division.forward), block)
-        return max(microbatches * max(self.max_blocks * block, end), microbatches * end + before)
+        """A step takes no less: the slowest rank's microbatches, and the bubble before them (`least_seconds`)."""
+        block, ends = division.block, (division.embedding, division.head)
+        if self.lent:
+            blocks = sum(rank.blocks for rank in self.ranks)
+            return microbatches * (blocks * block + sum(ends)) / self.pp
+        idle = self.row.idle(division.forward, block)
+        return max(
+            microbatches * (blocks * block + first * ends[0] + last * ends[1]) + before * idle
+            for blocks, first, last, before in self.ranks
+        )
 
 
 def _orders(job: Job, pp: int) -> Iterator[_Order]:
@@ -153,11 +163,23 @@ def _orders(job: Job, pp: int) -> Iterator[_Order]:
     for row in sorted(rows, key=lambda row: (row.name != DEFAULT, row.any_stages)):
         for per_rank in range(row.stages, (_MOST_STAGES_PER_RANK if row.any_stages else row.stages) + 1):
             if per_rank * pp <= layers:
-                cut = stage_sizes(job.model, pp * per_rank)
-                yield _Order(row, pp, per_rank, layers, -(-layers // pp), cut[-1], sum(cut[: pp - 1]), lent)
+                ranks = _blocks_of_ranks(row, pp, stage_sizes(job.model, pp * per_rank))
+                slowest = {rank[:3]: rank for rank in ranks}  # of those alike, the last waits longest
+                yield _Order(row, pp, per_rank, ranks if lent else [*slowest.values()], lent)
 
 
-def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int) -> Iterator[Division]:
+def _blocks_of_ranks(row: Row, pp: int, sizes: Sequence[int]) -> list[_RankBlocks]:
+    """Of each rank of a pipeline whose stages have so many blocks."""
+    owned = stages_of_ranks(row.name, pp, len(sizes) // pp)
+    return [
+        _RankBlocks(sum(sizes[stage] for stage in own), 0 in own, len(sizes) - 1 in own, sum(sizes[:rank]))
+        for rank, own in enumerate(owned)
+    ]
+
+
+def _timed(
+    job: Job, out: int, inner: int, cp: int, micro_batch: int, known: dict[Any, Any]
+) -> Iterator[Division]:
     """With each way to divide the experts; the rest of a block takes as long in all of them."""
     tp, rest = out * inner, None
     for ep, etp in _expert_groups(job, tp):
@@ -165,13 +187,13 @@ def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int) -> Iterato
         mesh = Mesh(dp=data, cp=cp, tp=tp, ep=ep, etp=etp, tp_in=inner, ranks_per_node=job.machine.ranks_per_node)
         divided = job.changed(mesh, train={"micro_batch": micro_batch})
         if rest is None:
-            rest = Work(divided)
+            rest = Work(divided, known)
             attention = min(rest.attention.values(), key=_seconds)  # of the quickest kind of block
             shared = [rest.norm, rest.norm, attention]
             besides, ends = sum(map(_seconds, shared)), (_seconds(rest.head), _seconds(rest.embedding))
         work = rest.like(divided)
         feed_forward = min(work.feed_forward.values(), key=_seconds)
-        forward = 2 * work.norm.forward.compute, attention.forward.compute, feed_forward.forward.compute
+        forward = sum(passes.forward.compute for passes in (*shared, feed_forward))
         block = besides + _seconds(feed_forward)
         yield Division(work, block, forward, *ends)
 

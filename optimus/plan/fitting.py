@@ -1,8 +1,9 @@
 """Of a way to divide the work: how the state is held, where the stages lie and what is recomputed so that it fits."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import combinations
 
 from optimus.config import ModelConfig
@@ -30,10 +31,15 @@ class Fitting:
         self._ranks: dict[tuple[int | str, ...], list[Rank]] = {}
         self._states: dict[tuple[object, ...], list[float]] = {}
         self._kept: dict[tuple[Division, frozenset[str]], RunActivations] = {}
-        self._modules = recomputable(job.model)
         self._sets = recomputations(job.model)
         profile = job.profile
         self._hides = profile.overlap_data >= profile.overlap_gather and not profile.broadcast
+
+    def least(self, candidate: Candidate) -> float:
+        """Seconds that a step takes at least, however the state is held, if nothing is recomputed."""
+        job, work = candidate.job, candidate.division.work
+        ways = ((shard, width) for shard, width in sharded(job) if not self._is_slower(shard, width))
+        return min(least_time(placed, work) for way in ways for placed in placements(held(job, *way)))
 
     def fastest(self, candidate: Candidate, limit: float) -> Plan | None:
         """The fastest sharding, placement of stages and recomputation with which `candidate` fits, if a step takes less than
@@ -41,22 +47,32 @@ class Fitting:
         best = None
         job = replace(candidate.job, machine=self._machine, nodes=self._nodes)
         work = candidate.division.work if self._machine.network.links is None else None  # that knows no links
-        taken: dict[frozenset[str], list[float]] = {}
+        sizes = cache(partial(self._activation_sizes, candidate, job))
+        too_slow = set[int | ShardRanks | None]()  # widths of the optimizer's state alone
         enough: dict[int | ShardRanks | None, frozenset[str]] = {}  # of what less sharding recomputed, by width
+
+        def in_time(places: Iterable[Job]) -> list[Job]:
+            return [placed for placed in places if least_time(placed, work) < limit]
+
         for shard, width in sharded(job):
-            recompute = self._least(candidate, job, self._room(job, shard, width), taken)
-            if recompute is None or (shard in _FINER and self._hides and enough.get(width) == recompute):
+            slower = self._is_slower(shard, width)
+            places = [] if slower and width in too_slow else in_time(placements(held(job, shard, width)))
+            if not places:
+                too_slow |= {width} if shard == "optimizer" else set()
+                continue
+            recompute = self._least(places, self._room(job, shard, width), sizes, in_time)
+            if recompute is None or (slower and enough.get(width) == recompute):
                 continue
             enough[width] = recompute
-            if candidate.bound + self._again(candidate, job, recompute) >= limit:
-                continue
-            fitting = held(job, shard, width).changed(recompute=[kind for kind in KINDS if kind in recompute])
-            for placed in placements(fitting):
-                if least_time(placed, work) < limit:
-                    plan = predict(placed, work)
-                    if plan.step.seconds < limit:
-                        best, limit = plan, plan.step.seconds
+            for placed in in_time(recomputed(placed, recompute) for placed in places):
+                plan = predict(placed, work)
+                if plan.step.seconds < limit:
+                    best, limit = plan, plan.step.seconds
         return best
+
+    def _is_slower(self, shard: Shard, width: int | ShardRanks | None) -> bool:
+        """Whether sharding the optimizer's state alone over as many ranks is as fast, if no more is recomputed then."""
+        return self._hides and shard in _FINER and not isinstance(width, ShardRanks)
 
     def _room(self, job: Job, shard: Shard, width: int | ShardRanks | None) -> list[float]:
         """Bytes that its state leaves of each rank of `_ranks_of`."""
@@ -81,38 +97,41 @@ class Fitting:
             self._ranks[key] = list(merged.values())
         return self._ranks[key]
 
-    def _again(self, candidate: Candidate, job: Job, recompute: frozenset[str]) -> float:
-        """What recomputation adds to the bound, as no rank has fewer blocks than that."""
-        times = zip(self._modules, candidate.division.forward, strict=True)
-        seconds = sum(time for kinds, time in times if "block" in recompute or kinds <= recompute)
-        fewest = min(rank.counts["blocks"] for rank in self._ranks_of(job))
-        return candidate.microbatches * fewest * seconds
-
     def _least(
-        self, candidate: Candidate, job: Job, room: Sequence[float], taken: dict[frozenset[str], list[float]]
+        self,
+        places: Sequence[Job],
+        room: Sequence[float],
+        sizes: Callable[[frozenset[str]], list[float]],
+        in_time: Callable[[Iterable[Job]], list[Job]],
     ) -> frozenset[str] | None:
-        """What to recompute, the cheapest, so that activations take no more than `room` of each rank; None if too little."""
+        """What to recompute, the cheapest that leaves one of `places` in time and whose activations take no more than `room`
+        of each rank; None if nothing does. `sizes` takes longest to say."""
+        slow: list[frozenset[str]] = []
+        for recompute in self._sets if min(room) > 0 else ():
+            if any(less <= recompute or "block" in recompute for less in slow):
+                continue
+            if not in_time(recomputed(placed, recompute) for placed in places):
+                slow.append(recompute)
+            elif all(size <= free for size, free in zip(sizes(recompute), room)):
+                return recompute
+        return None
 
-        def fits(recompute: frozenset[str]) -> bool:
-            if recompute not in taken:
-                parts = activations_of(self._ranks_of(job), self._activations(candidate, job, recompute))
-                taken[recompute] = [sum(each.values()) for each in parts]
-            return all(size <= free for size, free in zip(taken[recompute], room))
-
-        if min(room) <= 0 or not any(map(fits, self._sets[-2:])):  # those that leave least
-            return None
-        return next(filter(fits, self._sets))
-
-    def _activations(self, candidate: Candidate, job: Job, recompute: frozenset[str]) -> RunActivations:
+    def _activation_sizes(self, candidate: Candidate, job: Job, recompute: frozenset[str]) -> list[float]:
+        """Bytes on each rank of `_ranks_of`."""
         key = candidate.division, recompute
         if key not in self._kept:
             self._kept[key] = RunActivations(job.changed(recompute=[*recompute]))
-        return self._kept[key]
+        return [sum(parts.values()) for parts in activations_of(self._ranks_of(job), self._kept[key])]
 
 
 def held(job: Job, shard: Shard, width: int | ShardRanks | None) -> Job:
     """The job with its state sharded so."""
     return job.changed(state={"shard": shard, "shard_ranks": width})
+
+
+def recomputed(job: Job, recompute: frozenset[str]) -> Job:
+    """The job with that recomputed."""
+    return job.changed(recompute=[kind for kind in KINDS if kind in recompute])
 
 
 def sharded(job: Job) -> Iterator[tuple[Shard, int | ShardRanks | None]]:

@@ -12,6 +12,7 @@ of neighbours, and for the layouts found pairs of them change places while that 
 
 from collections.abc import Sequence
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
 
 from optimus.errors import UserError
 from optimus.pipeline.schedules import DEFAULT
@@ -34,7 +35,7 @@ def search(job: Job, best: int = 10) -> list[Plan]:
     job = job.checked().undivided
     links = job.machine.network.links is not None
     ideal = replace(job, machine=even(job.machine)) if links else job
-    ways = sorted(candidates(ideal), key=lambda candidate: candidate.bound)
+    ways = list(candidates(ideal))
     if not ways:
         raise UserError(
             f"no layout divides a global batch of {job.train.global_batch} sequences over {job.mesh.size} ranks: with a "
@@ -44,13 +45,19 @@ def search(job: Job, best: int = 10) -> list[Plan]:
     found: dict[tuple[int, ...], Plan] = {}
     fitting = Fitting(job)
     limit = float("inf")  # what a plan must be faster than to be among the best
-    for candidate in ways:
-        if candidate.bound >= limit:
+    queue = [(candidate.bound, number, False) for number, candidate in enumerate(ways)]
+    heapify(queue)
+    while queue:
+        bound, number, refined = heappop(queue)
+        if bound >= limit:
             break
-        mesh = candidate.division.mesh
+        candidate, mesh = ways[number], ways[number].division.mesh
+        if not refined:
+            heappush(queue, (fitting.least(candidate), number, True))
+            continue
         key = (candidate.pp, mesh.tp, mesh.tp_in, mesh.cp, mesh.ep, mesh.etp)
         most = min(limit, found[key].step.seconds) if key in found else limit
-        plan = fitting.fastest(candidate, most) if candidate.bound < most else None
+        plan = fitting.fastest(candidate, most) if bound < most else None
         if plan is not None:
             found[key] = plan
             times = sorted(plan.step.seconds for plan in found.values())

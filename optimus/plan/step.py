@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import islice
 from typing import Any, NamedTuple
 
 from optimus.config import ModelConfig
@@ -64,6 +64,7 @@ class _Passes(NamedTuple):
     """Forward and backward passes of a step."""
 
     stages: Sequence[_Stage]  # of the slowest rank
+    own: Sequence[StageTimes]  # of these
     times: tuple[StageTimes, ...]  # of all stages
     counts: Mapping[Where, int]  # of the slowest rank
     least: float  # seconds of all microbatches, if ranks share no cores
@@ -104,9 +105,9 @@ def _passes(work: Work) -> _Passes:
 def _all_passes(work: Work, inside: tuple[Any, ...]) -> _Passes:
     """`inside` is what a stage's time depends on besides its blocks and what is gathered."""
     job, pp, parallel = work.job, work.job.mesh.pp, work.job.parallel
-    counts = counts_of(work.model, blocks_of_stages(job))
+    counts = counts_of(job.model, blocks_of_stages(job))
     vocabulary = parallel.stages_per_rank if parallel.vocabulary else None
-    alike: dict[int, _Stage] = {}
+    alike: dict[int, tuple[_Stage, StageTimes]] = {}
     for each in {id(each): each for each in counts}.values():
         key = inside, vocabulary, *each.values()
         if key not in work.known:
@@ -114,16 +115,15 @@ def _all_passes(work: Work, inside: tuple[Any, ...]) -> _Passes:
         stage: _Stage = work.known[key]
         if job.state.shard == "parameters":
             passes = stage.forward, add([stage.backward, stage.weights])
-            gathers = _gathering(work, _held(work, each), *passes, max(1, work.profile.gathers * each["blocks"]))
-            stage = stage._replace(gathers=gathers)
-        alike[id(each)] = stage
-    stages = [alike[id(each)] for each in counts]
-    times = tuple(each.times for each in stages)
+            stage = stage._replace(gathers=_gathering(work, each, *passes))
+        alike[id(each)] = stage, stage.times
+    stages, times = zip(*(alike[id(each)] for each in counts))
     ranks = stages_of_ranks(parallel.schedule, pp, parallel.stages_per_rank)
-    slowest = max(ranks, key=lambda own: sum(times[number].seconds for number in own))
+    seconds = [each.seconds for each in times]
+    slowest = max(ranks, key=lambda own: sum(seconds[number] for number in own))
     least = least_seconds(parallel.schedule, pp, job.microbatches, times)
     own = together([counts[number] for number in slowest])
-    return _Passes([stages[number] for number in slowest], times, own, least)
+    return _Passes([stages[number] for number in slowest], [times[number] for number in slowest], times, own, least)
 
 
 def _lent(work: Work, times: Sequence[StageTimes], seconds: float) -> float:
@@ -136,19 +136,13 @@ def _lent(work: Work, times: Sequence[StageTimes], seconds: float) -> float:
 
 def _ends(work: Work, passes: _Passes, seconds: float) -> dict[str, float]:
     """What comes after the passes, or is not hidden beside them."""
-    job = work.job
-    held = _held(work, passes.counts)
-    trained = [each for each in held if each.rule.trains]
+    job, moved = work.job, _state_seconds(work, passes.counts)
     ends = {
-        "data_parallel": _reduction(work, trained, [stage.times for stage in passes.stages]),
-        "optimizer": _update(work, trained),
+        "data_parallel": _reduction(work, moved, passes.own),
+        "optimizer": moved.update,
         "data": job.tokens / job.mesh.dp * _TOKEN / work.machine.host.link,
     }
-    return ends | {"checkpoint": _saving(work, held, seconds + sum(ends.values()))}
-
-
-def _held(work: Work, counts: Mapping[Where, int]) -> list[ParameterGroup]:
-    return parameter_groups(kinds_of(work.job), work.job, counts)
+    return ends | {"checkpoint": _saving(work, moved.written, seconds + sum(ends.values()))}
 
 
 @lru_cache(maxsize=1024)
@@ -157,26 +151,26 @@ def stage_sizes(model: ModelConfig, stages: int, *, divided: bool = False) -> tu
     return tuple(len(blocks) for blocks in pipeline.blocks_of_stages(model, stages, divided=divided))
 
 
-def blocks_of_stages(job: Job) -> tuple[range, ...]:
-    """Blocks of each stage: as configured, or as a run divides them.
+def blocks_of_stages(job: Job) -> tuple[int, ...]:
+    """How many blocks each stage has: as configured, or as a run divides them.
 
     Raises `UserError` where this library would have fewer blocks than stages.
     """
-    blocks = job.parallel.blocks or stage_sizes(job.model, job.stages, divided=job.parallel.vocabulary)
-    return tuple(range(start, end) for start, end in pairwise(accumulate(blocks, initial=0)))
+    return tuple(job.parallel.blocks or stage_sizes(job.model, job.stages, divided=job.parallel.vocabulary))
 
 
 @lru_cache(maxsize=1024)
-def counts_of(model: ModelConfig, blocks: tuple[range, ...]) -> tuple[Mapping[Where, int], ...]:
-    """Of each stage: blocks of each kind, and whether it has the first and the last part. Equal ones are the same object."""
-    alike = model.alike
+def counts_of(model: ModelConfig, sizes: tuple[int, ...]) -> tuple[Mapping[Where, int], ...]:
+    """Of stages of so many blocks: blocks of each kind, and whether it has the first and the last part. Equal ones are the
+    same object."""
+    alike, kinds = iter(model.alike), sorted(set(model.alike))
     found: dict[tuple[int, ...], Mapping[Where, int]] = {}
     stages = []
-    for stage, own in enumerate(blocks):
-        kinds = Counter(alike[own.start : own.stop])
-        first, last = int(stage == 0), int(stage == len(blocks) - 1)
-        counts: dict[Where, int] = {layer: kinds[layer] for layer in sorted(set(alike))}
-        counts |= {"blocks": len(own), "first": first, "last": last, "tied": max(first, last), "every": 1}
+    for stage, size in enumerate(sizes):
+        number = Counter(islice(alike, size))
+        first, last = int(stage == 0), int(stage == len(sizes) - 1)
+        counts: dict[Where, int] = {layer: number[layer] for layer in kinds}
+        counts |= {"blocks": size, "first": first, "last": last, "tied": max(first, last), "every": 1}
         stages.append(found.setdefault(tuple(counts.values()), counts))
     return tuple(stages)
 
@@ -226,18 +220,26 @@ def _scaled(terms: Terms, times: float) -> Terms:
     return Terms(*(time * times for time in terms))
 
 
-def _gathering(work: Work, held: Sequence[ParameterGroup], forward: Terms, backward: Terms, parts: int) -> float:
-    """Of a microbatch's parameters, forward and backward, and reducing their gradients: what computing does not hide. All
-    are sent in so many `parts`."""
+def _gathering(work: Work, counts: Mapping[Where, int], forward: Terms, backward: Terms) -> float:
+    """Of a stage's microbatch: parameters, forward and backward, and reducing their gradients: what computing does not hide."""
     profile = work.profile
-    gather = reduce = 0.0
-    for each in held:
-        gather += _moving(work, "all_gather", each.moved(0, each.depths.parameters), work.e, parts)
-        if each.rule.trains:
-            reduce += _moving(work, "reduce_scatter", each.moved(0, each.depths.gradients), profile.reduced, parts)
+    gather, reduce = work.remembered(("gathers", *counts.values()), lambda: _gathers(work, counts))
     second = (gather if work.job.state.reshard_after_forward else 0.0) + reduce
     share = profile.overlap_gather * work.machine.overlap
     return _beside(gather, share * forward.compute) + _beside(second, share * backward.compute)
+
+
+def _gathers(work: Work, counts: Mapping[Where, int]) -> tuple[float, float]:
+    """Seconds of all-gathering the parameters of a stage, and of reduce-scattering their gradients."""
+    parts = max(1, work.profile.gathers * counts["blocks"])
+    held = parameter_groups(kinds_of(work.job), work.job, counts)
+    gather = (_moving(work, "all_gather", each.moved(0, each.depths.parameters), work.e, parts) for each in held)
+    reduce = (
+        _moving(work, "reduce_scatter", each.moved(0, each.depths.gradients), work.profile.reduced, parts)
+        for each in held
+        if each.rule.trains
+    )
+    return sum(gather), sum(reduce)
 
 
 def _moving(
@@ -255,24 +257,53 @@ def _beside(moving: float, computing: float) -> float:
 # ---- At the end of a step ----
 
 
-def _reduction(work: Work, held: Sequence[ParameterGroup], times: Sequence[StageTimes]) -> float:
-    """What is not hidden of reducing gradients beside the backward pass, and of gathering what has been updated beside the
-    next forward pass; `times` are those of the rank's stages."""
-    job, profile = work.job, work.profile
-    reduce = gather = turns = 0.0
+class _StateSeconds(NamedTuple):
+    """Of what a rank does with its parameters and their state in a step, whatever it computes."""
+
+    reduce_each: float  # gradients of every microbatch
+    reduce: float  # of the step
+    gather: float  # updated parameters
+    turns: float  # of broadcasts
+    update: float
+    written: Sequence[tuple[int, float]]  # into checkpoints: every how many steps, and bytes
+
+
+def _state_seconds(work: Work, counts: Mapping[Where, int]) -> _StateSeconds:
+    return work.remembered(("state", *counts.values()), lambda: _find_state_seconds(work, counts))
+
+
+def _find_state_seconds(work: Work, counts: Mapping[Where, int]) -> _StateSeconds:
+    profile, saving = work.profile, work.job.config.checkpoint
+    every = parameter_groups(kinds_of(work.job), work.job, counts)
+    held = [each for each in every if each.rule.trains]
+    reduce_each = reduce = gather = turns = 0.0
     for each in held:
         parameters, gradients, optimizer = each.depths
         if not parameters:  # else it is beside every microbatch, with what is gathered there
-            reduce += job.microbatches * _moving(work, "reduce_scatter", each.moved(0, gradients), profile.reduced)
+            reduce_each += _moving(work, "reduce_scatter", each.moved(0, gradients), profile.reduced)
             turns += profile.broadcast * each.shards(optimizer) if optimizer else 0.0
         reduce += _moving(work, "reduce_scatter", each.moved(gradients, optimizer), profile.reduced)
         reduce += work.collective("all_reduce", each.updated * profile.reduced, each.replica_group)
         gather += _moving(work, "all_gather", each.moved(parameters, optimizer), work.e)
+
+    def weight(rule: Rule) -> float:  # as `Chunk.weights` has it
+        return 4.0 if rule.averages else work.e
+
+    kinds = (saving.every, profile.state_bytes), (saving.weights_every, weight)
+    files = [(steps, written(every, size, scattered=saving.scattered)) for steps, size in kinds if steps is not None]
+    return _StateSeconds(reduce_each, reduce, gather, turns, _update(work, held), files)
+
+
+def _reduction(work: Work, moved: _StateSeconds, times: Sequence[StageTimes]) -> float:
+    """What is not hidden of reducing gradients beside the backward pass, and of gathering what has been updated beside the
+    next forward pass; `times` are those of the rank's stages."""
+    job, profile = work.job, work.profile
     hidden, ahead = sum(each.backward + each.weights for each in times), sum(each.forward for each in times)
     if job.state.shard == "gradients":
         hidden *= job.microbatches
     hidden, ahead = (work.machine.overlap * seconds for seconds in (hidden, ahead))
-    return _beside(reduce, profile.overlap_data * hidden) + turns + _beside(gather, profile.overlap_gather * ahead)
+    reduced = _beside(job.microbatches * moved.reduce_each + moved.reduce, profile.overlap_data * hidden)
+    return reduced + moved.turns + _beside(moved.gather, profile.overlap_gather * ahead)
 
 
 def _update(work: Work, held: Sequence[ParameterGroup]) -> float:
@@ -303,21 +334,15 @@ def _orthogonalising(work: Work, held: ParameterGroup) -> float:
     return max_load(each, ranks)
 
 
-def _saving(work: Work, held: Sequence[ParameterGroup], step: float) -> float:
+def _saving(work: Work, files: Iterable[tuple[int, float]], step: float) -> float:
     """Of a step's share in checkpoints: training waits for copies in host memory and, unless they are written beside it, for
-    the file system; at the latest when the next is due (`checkpoint.saving`)."""
-    saving, machine = work.job.config.checkpoint, work.machine
+    the file system; at the latest when the next is due (`checkpoint.saving`). `files`: every how many steps, and bytes."""
+    machine, asynchronous = work.machine, work.job.config.checkpoint.asynchronous
     seconds = 0.0
-
-    def weight(rule: Rule) -> float:  # as `Chunk.weights` has it
-        return 4.0 if rule.averages else work.e
-
-    for every, size in ((saving.every, work.profile.state_bytes), (saving.weights_every, weight)):
-        if every is not None:
-            own = written(held, size, scattered=saving.scattered)
-            writing = own * machine.ranks_per_node / machine.host.storage
-            beside = every * step if saving.asynchronous else 0.0
-            seconds += (own / machine.host.link + max(0.0, writing - beside)) / every
+    for every, own in files:
+        writing = own * machine.ranks_per_node / machine.host.storage
+        beside = every * step if asynchronous else 0.0
+        seconds += (own / machine.host.link + max(0.0, writing - beside)) / every
     return seconds
 
 

@@ -4,10 +4,10 @@ Legend: T tokens of a rank's sequences, R rows of its residual stream, e bytes o
 what it is spent on; collectives are what is not hidden behind computation.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from optimus.mesh.strided import StridedGroup
 from optimus.optim.muon import STEPS
@@ -19,6 +19,8 @@ from optimus.plan.job import Job
 _ATTENTION_BACKWARD = 2.5  # products of the backward pass of fused attention, to those of the forward pass
 _STEP = 32  # columns of a head in which attention kernels come
 _SCORES = 7  # times that kept scores are read or written in a forward pass: product, mask and softmax, dropout, product
+
+T = TypeVar("T")
 
 
 class Terms(NamedTuple):
@@ -58,7 +60,8 @@ class Passes(NamedTuple):
 class Work:
     """The modules of a job's model on one of its ranks."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, shared: dict[Any, Any] | None = None) -> None:
+        """`shared`: what is known of jobs that hold the same model on the same machine, whatever a microbatch is."""
         self.job, self.model, self.machine, self.profile = job, job.model, job.placed, job.profile
         model, profile, mesh = job.model, job.profile, job.mesh
         self.T = job.rows
@@ -68,6 +71,7 @@ class Work:
         self._chosen = model.experts_per_token or 0
         self._expert_passes = profile.passes_experts or profile.passes
         self.known: dict[Any, Any] = {}  # what `step` has found out with it
+        self._shared: dict[Any, Any] = {} if shared is None else shared
         self.collectives: dict[tuple[StridedGroup, Collective], float] = {}  # bytes of the largest that was asked for
         self._plain = job.precision if job.precision in ("fp16", "fp32") else "bf16"  # where nothing is cast
 
@@ -77,6 +81,15 @@ class Work:
         other = copy(self)
         other.job = job
         return other
+
+    def remembered(self, key: Hashable, find: Callable[[], T]) -> T:
+        """What `find` says of the job's mesh and the way its state is held, and `key`: found once."""
+        state = self.job.state
+        key = key, self.job.mesh, state.shard, state.shard_ranks, state.shard_over
+        if key not in self._shared:
+            self._shared[key] = find()
+        found: T = self._shared[key]
+        return found
 
     def collective(self, kind: Collective, whole: float, place: StridedGroup) -> float:
         """Seconds of a collective by the profile's algorithm."""

@@ -154,8 +154,9 @@ def test_many_sequences_follow_from_few(mesh: Mesh, again: bool) -> None:
     """As many measured themselves."""
     config = ModelConfig(**EXPERTS | {"hidden": 32, "intermediate": 32, "vocab": 8192})
     setting = ModuleSetting.of(config, mesh, StageOptions(sequence=mesh.tp > 1), CONTEXT, 2, 1.3)
-    followed, direct = module_bytes.block_bytes(setting, 0, 24, again), {}
+    followed, direct = {}, {}
     for experts, own in ((False, setting.without_experts), (True, setting)):
+        followed |= module_bytes.block_bytes(setting, 0, 24, experts=experts, again=again)
         direct |= module_bytes._block_bytes(own, 0, experts, again, 24)
     assert len(direct) == len(followed) == 4
     for place, exact in direct.items():

@@ -130,9 +130,7 @@ def test_more_work_takes_longer(change: dict[str, Any]) -> None:
 
 def lengths(layers: int, stages: int, blocks: tuple[int, ...] | None = None) -> list[int]:
     asked = changed(JOB, mesh=Mesh(pp=stages), blocks=blocks)
-    return [
-        len(blocks) for blocks in blocks_of_stages(asked.changed(model=DENSE.model_copy(update={"layers": layers})))
-    ]
+    return list(blocks_of_stages(asked.changed(model=DENSE.model_copy(update={"layers": layers}))))
 
 
 def even(layers: int, stages: int, *, counted: bool = False) -> list[int]:
