@@ -177,9 +177,7 @@ def _blocks_of_ranks(row: Row, pp: int, sizes: Sequence[int]) -> list[_RankBlock
     ]
 
 
-def _timed(
-    job: Job, out: int, inner: int, cp: int, micro_batch: int, known: dict[Any, Any]
-) -> Iterator[Division]:
+def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int, known: dict[Any, Any]) -> Iterator[Division]:
     """With each way to divide the experts; the rest of a block takes as long in all of them."""
     tp, rest = out * inner, None
     for ep, etp in _expert_groups(job, tp):

@@ -137,7 +137,8 @@ def _room(
     cached = [plan for plan in elsewhere if plan.lifetime == "cache"]
     largest = max((plan.size for plan in cached), default=0)
     gradient = getattr(torch, config.state.gradient_dtype).itemsize
-    waiting = gradient * (sum(plan.updated for plan in cached) + _GRADIENTS * largest)
+    accumulated = sum(plan.updated for plan in cached) if _microbatches(config, groups) > 1 else 0
+    waiting = gradient * (accumulated + _GRADIENTS * largest)
     free = int(free * _SHARE) - activations.peak * config.parallel.pipeline - waiting
     free -= sum(bytes_by_kind(elsewhere).values())
     kept = [0]
@@ -158,7 +159,7 @@ def _shape(config: RunConfig, groups: Groups, plans: Sequence[ChunkPlan], room: 
         sum(plan.size for plan in plans) // chunks,
         forward / chunks,
         (2 + recomputed) * forward / chunks,
-        max(1, train.global_batch // (mesh.dp * train.micro_batch)),
+        _microbatches(config, groups),
         max((plan.shard_count for plan in plans), default=1),
         state.residency,
         torch.finfo(getattr(torch, train.precision)).bits // 8,
@@ -166,6 +167,10 @@ def _shape(config: RunConfig, groups: Groups, plans: Sequence[ChunkPlan], room: 
         state.prefetch,
         room.whole,
     )
+
+
+def _microbatches(config: RunConfig, groups: Groups) -> int:
+    return max(1, config.train.global_batch // (groups.mesh.dp * config.train.micro_batch))
 
 
 def _measured(moves: Transfers, dtype: torch.dtype) -> tuple[float, ...]:
