@@ -166,5 +166,5 @@ def framework_ranks(job: Job, profile: FrameworkProfile, offload: frozenset[str]
             parts["optimizer"] = 0.0
         if "parameters" in offload:
             parts["parameters"] -= sum(job.itemsize * each.after(each.depths.parameters) for each in sharded)
-        found.append(Memory(memory.rank, parts))
+        found.append(Memory(memory.rank, parts, memory.elsewhere))
     return found

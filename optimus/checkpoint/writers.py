@@ -1,12 +1,13 @@
 """Who writes what of a state into a checkpoint: arithmetic on plans of chunks, which every rank does alike."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from optimus.config.tree import StateConfig
 from optimus.mesh import Layout, Mesh
+from optimus.state.buffers import Residency
 from optimus.state.chunk import Chunk
 from optimus.state.model_state import ModelState
 from optimus.state.plan import ChunkPlan, divisions, sharding_of
@@ -43,10 +44,11 @@ def writers(plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateCon
     return found
 
 
-def bytes_written(
+def bytes_copied(
     plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, *, scattered: bool
 ) -> Counter[int]:
-    """Bytes that each rank of the stage of `rank`, whose chunks are `plans`, writes into every full checkpoint."""
+    """Bytes that each rank of the stage of `rank`, whose chunks are `plans`, copies for a full checkpoint that is written
+    beside the training: what the device has; the rest is written from where it lies."""
     stage = mesh.coordinate(rank, "pp")
     _, of_rank = _shared_writing(plans, mesh, rank, options, scattered)
     return Counter({each: size for each, size in of_rank.items() if mesh.coordinate(each, "pp") == stage})
@@ -55,18 +57,24 @@ def bytes_written(
 def saved_bytes(plan: ChunkPlan) -> int:
     """Bytes of a rank's part of a chunk as checkpoints have it: fp32 weights and what the update rule keeps; of what is
     frozen, the weights in the type of computation."""
+    return plan.length * sum(size for size, _ in _saved(plan))
+
+
+def _saved(plan: ChunkPlan) -> Iterator[tuple[int, Residency]]:
+    """(bytes of an element, where it is) of the weights and of what the update rule keeps."""
+    apart = any(buffer.kind == "master" for buffer in plan.buffers)
     weights = torch.float32 if plan.rule.trains else plan.buffers[0].dtype
-    kept = [buffer.dtype for buffer in plan.buffers if buffer.reported == "moments"]
-    return plan.length * sum(dtype.itemsize for dtype in (weights, *kept))
+    yield weights.itemsize, plan.residency("master" if apart else "parameters.shard")
+    yield from ((each.dtype.itemsize, each.residency) for each in plan.buffers if each.reported == "moments")
 
 
 def _shared_writing(
     plans: Sequence[ChunkPlan], mesh: Mesh, rank: int, options: StateConfig, scattered: bool
 ) -> tuple[list[int], Counter[int]]:
-    """(the writer of each chunk of `rank`, the bytes that each rank of its stage writes of those that are trained)."""
+    """(the writer of each chunk of `rank`, the bytes that each rank of its stage copies of those that are trained)."""
     stage, found = mesh.coordinate(rank, "pp"), [0] * len(plans)
     known: dict[tuple[tuple[str, ...], tuple[str, ...], bool], list[list[int]]] = {}
-    of_node, of_rank, trained = Counter[int](), Counter[int](), Counter[int]()  # bytes to write
+    of_node, of_rank, copied = Counter[int](), Counter[int](), Counter[int]()  # bytes to write, and to copy first
     for number, plan in sorted(enumerate(plans), key=lambda each: -saved_bytes(each[1])):
         layout = plan.slots[0].layout
         axes = layout.partial_axes, layout.replicated_axes, plan.rule.trains
@@ -82,10 +90,11 @@ def _shared_writing(
                 writer = min(ranks, key=lambda each: (of_node[mesh.node(each)], of_rank[each], each))
             of_node[mesh.node(writer)] += saved_bytes(plan)
             of_rank[writer] += saved_bytes(plan)
-            trained[writer] += saved_bytes(plan) * plan.rule.trains
+            here = sum(size for size, residency in _saved(plan) if residency == "device")
+            copied[writer] += plan.length * here * plan.rule.trains
             if rank in ranks:
                 found[number] = writer
-    return found, trained
+    return found, copied
 
 
 def _on_stage(mesh: Mesh, ranks: Sequence[int], stage: int) -> bool:

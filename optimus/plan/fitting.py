@@ -1,7 +1,7 @@
 """Of a way to divide the work: how the state is held, where the stages lie and what is recomputed so that it fits."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import combinations
@@ -11,12 +11,24 @@ from optimus.config.tree import ShardRanks
 from optimus.pipeline.estimates import largest
 from optimus.plan.divisions import Candidate, Division
 from optimus.plan.job import Job
-from optimus.plan.memory import KINDS, Rank, RunActivations, activations_of, ranks_of, room_of, stages_of_each, state_of
-from optimus.plan.parameter_groups import kinds_of
+from optimus.plan.memory import (
+    KINDS,
+    Rank,
+    RunActivations,
+    activations_of,
+    memory_of_ranks,
+    ranks_of,
+    room_of,
+    stages_of_each,
+    state_of,
+)
+from optimus.plan.offloading import elsewhere_of, host_room
+from optimus.plan.parameter_groups import Where, kinds_of, parameter_groups
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.step import least_time, together
 from optimus.state.plan import Shard
 
+_SHARES = 16  # of the chunks, whose state may be on the device
 # What these reduce or gather for every microbatch, sharding the optimizer's state alone moves once: beside the last backward
 # pass and the next forward pass, which are as long as those beside which it would be moved for a microbatch.
 _FINER = ("gradients", "parameters")
@@ -80,13 +92,11 @@ class Fitting:
 
     def _room(self, job: Job, shard: Shard, width: int | ShardRanks | None) -> list[float]:
         """Bytes that its state leaves of each rank of `_ranks_of`."""
-        key = job.mesh, job.parallel.stages_per_rank, job.ends_apart, shard, width
+        key = job.mesh, job.parallel.stages_per_rank, job.ends_apart, job.microbatches > 1, shard, width
         if key not in self._states:
             sharding = held(job, shard, width)
             unlike = {tuple(map(id, stages)): stages for stages in stages_of_each(sharding)}
-            states = state_of([together(stages) for stages in unlike.values()], kinds_of(sharding), sharding)
-            room = room_of(job.machine)
-            self._states[key] = [room - sum(parts.values()) for parts in states]
+            self._states[key] = state_room([together(stages) for stages in unlike.values()], sharding)
         return self._states[key]
 
     def _ranks_of(self, job: Job) -> list[Rank]:
@@ -127,6 +137,40 @@ class Fitting:
         if key not in self._kept:
             self._kept[key] = RunActivations(job.changed(recompute=[*recompute]))
         return [sum(parts.values()) for parts in activations_of(self._ranks_of(job), self._kept[key])]
+
+
+def state_room(ranks: Sequence[Mapping[Where, int]], job: Job) -> list[float]:
+    """Bytes that its state leaves of the device of each of `ranks`; none where the host has no room for it."""
+    kinds, room, machine = kinds_of(job), room_of(job.machine), job.machine
+    left = [room - sum(parts.values()) for parts in state_of(ranks, kinds, job)]
+    if job.state.residency == "device":
+        return left
+    beside = [elsewhere_of(job, parameter_groups(kinds, job, counts)) for counts in ranks]
+    return [free if each.host <= host_room(machine) else -math.inf for free, each in zip(left, beside)]
+
+
+def with_device_states(plan: Plan) -> Plan:
+    """With the state of as many first chunks on the device as there is room for, where the others' is elsewhere."""
+    job = plan.job
+    if job.state.device_states != "auto":
+        return plan
+    ranks = ranks_of(job)
+    taken = [sum(memory.parts[kind] for kind in ("activations", "working")) for memory in memory_of_ranks(job)]
+    for share in (number / _SHARES for number in reversed(range(1, _SHARES + 1))):
+        placed = job.changed(state={"device_states": share})
+        if all(size <= left for size, left in zip(taken, state_room([rank.counts for rank in ranks], placed))):
+            return min(predict(placed), plan, key=lambda each: each.step.seconds)
+    return plan
+
+
+def residencies(job: Job) -> Iterator[Job]:
+    """The job with its state where it may be, what is fastest first: on the device, then on the host of a machine whose host
+    is known to have memory, then on its disks; as configured, where that is elsewhere than on the device."""
+    yield job
+    host = job.machine.host
+    if job.state.residency == "device" and host.bandwidth is not None and not host.shared:
+        for residency in ("optimizer", "all", "disk") if host.read is not None else ("optimizer", "all"):
+            yield job.changed(state={"residency": residency, "device_states": "auto"})
 
 
 def held(job: Job, shard: Shard, width: int | ShardRanks | None) -> Job:

@@ -160,7 +160,11 @@ class Host(Section):
     memory: float = Field(gt=0, description="Bytes of a node.")
     shared: bool = False
     """Whether the ranks' memory is a part of this one: they compute on the host's processors."""
-    link: float = Field(gt=0, description="Between a rank and its host, bytes/s.")
+    link: float = Field(gt=0, description="Between a rank and its host, bytes/s each way, all of a node at once.")
+    bandwidth: float | None = Field(None, gt=0)
+    """Of a node's host memory, bytes/s. None: not known, and state is not planned to be on the host."""
+    read: float | None = Field(None, gt=0, description="Of a node's own disks, bytes/s; None: it has none.")
+    write: float | None = Field(None, gt=0)
     storage: float = Field(1e9, gt=0)
     """What a node writes to the file system, bytes/s, all nodes at once; by default a guess."""
 

@@ -5,6 +5,7 @@ For this library activations are what `parallel.activations` measures of its own
 measurements, what `benchmarks.published.activations` counts.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -15,8 +16,10 @@ from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.estimates import Live, live_microbatches, stages_of_ranks
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine
+from optimus.plan.offloading import GRADIENTS, Elsewhere, cache_blocks, chunk_elements, device_share, elsewhere_of
 from optimus.plan.parameter_groups import Kinds, ParameterGroup, Where, kinds_of, parameter_groups, written
 from optimus.plan.step import blocks_of_stages, counts_of, together
+from optimus.state.buffers import RESIDENCES
 from optimus.train.collectives import with_dispatcher
 from optimus.train.recomputation import activation_shapes
 
@@ -37,10 +40,11 @@ class ActivationSizes(Protocol):
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the fullest rank of the pipeline, by kind."""
+    """Bytes of the fullest rank of the pipeline: on the device by kind, and elsewhere."""
 
     rank: int
     parts: Mapping[str, float]
+    elsewhere: Elsewhere
 
     @property
     def total(self) -> float:
@@ -66,7 +70,11 @@ def memory_of_ranks(job: Job, kept: ActivationSizes | None = None) -> list[Memor
     ranks = ranks_of(job)
     states = state_of([rank.counts for rank in ranks], kinds_of(job), job)
     activations = activations_of(ranks, kept or RunActivations(job))
-    return [Memory(rank, state | parts) for rank, (state, parts) in enumerate(zip(states, activations))]
+    beside = [elsewhere_of(job, parameter_groups(kinds_of(job), job, rank.counts)) for rank in ranks]
+    return [
+        Memory(rank, state | parts, there)
+        for rank, (state, parts, there) in enumerate(zip(states, activations, beside))
+    ]
 
 
 def ranks_of(job: Job) -> list[Rank]:
@@ -108,14 +116,26 @@ def state_parts(held: Sequence[ParameterGroup], job: Job, counts: Mapping[Where,
     blocks, profile, saving = max(1, counts["blocks"]), job.profile, job.config.checkpoint
     here = job.machine.host.shared and saving.asynchronous  # copies lie in the ranks' own memory
     copied = written(held, profile.state_bytes, scattered=saving.scattered) if here else 0.0
-    parts = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "gathered": 0.0, "copies": copied}
+    home, waiting, _ = RESIDENCES[job.state.residency]
+    share = device_share(job)
+    parts = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "gathered": 0.0, "copies": share * copied}
+    if home != "device":
+        chunk = chunk_elements(held, job)
+        whole = sum(each.elements for each in held)
+        parts["parameters"] = job.itemsize * share * whole
+        parts["gathered"] = job.itemsize * min(whole, chunk * cache_blocks(job, math.ceil(whole / chunk)))
+    if waiting != "device":  # gradients of a chunk leave after its last microbatch
+        parts["gathered"] += profile.gradient * min(GRADIENTS * chunk, whole)
     for each in held:
         block = each.elements / blocks * min(_AHEAD, blocks)
         if each.rule.trains:
             same = job.precision == "fp32" and not each.rule.averages  # parameters are then the master weights
             state = profile.state_bytes(each.rule) - (4.0 if same else 0.0)
-            parts["optimizer"] += state * each.updated
-            parts["gradients"] += profile.gradient * each.after(each.depths.gradients)
+            parts["optimizer"] += share * state * each.updated
+            if waiting == "device" or job.microbatches > 1:
+                parts["gradients"] += profile.gradient * each.after(each.depths.gradients)
+        if home != "device":
+            continue
         parts["parameters"] += job.itemsize * each.after(each.depths.parameters)
         if each.depths.parameters:
             parts["gathered"] += job.itemsize * (block if job.state.reshard_after_forward else each.elements)

@@ -16,6 +16,7 @@ from optimus.plan.collectives import algorithm_named
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine
 from optimus.plan.memory import room_of
+from optimus.plan.offloading import device_share
 from optimus.plan.prediction import Plan
 from optimus.plan.scaling import ScalingPoint
 from optimus.plan.step import step_time
@@ -31,7 +32,7 @@ _ALGORITHMS = {  # those that are no names of `comm.algorithms`
     "hierarchical": "node by node",
     "pccl": "PCCL",
 }
-_SHARDING = {"shard", "shard_ranks", "shard_over", "reshard_after_forward"}
+_SHARDING = {"shard", "shard_ranks", "shard_over", "reshard_after_forward", "residency", "device_states"}
 
 
 def layout_of(job: Job) -> dict[str, Any]:
@@ -74,6 +75,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "model_flops_utilization": plan.utilisation,
         "memory_bytes": {"total": plan.memory.total, **plan.memory.parts},
         "memory_rank": plan.memory.rank,
+        "host_bytes": plan.memory.elsewhere.host,
+        "disk_bytes": plan.memory.elsewhere.disk,
         "communicators": {
             "total": sum(each.number for each in connected),
             "buffer_bytes": buffers,
@@ -157,6 +160,7 @@ def explained(plan: Plan) -> str:
     for name, value in _largest_first(plan.memory.parts):
         if value > 0:
             lines.append(f"  {name:<22}{value / 1e9:>10.2f} GB{100 * value / room:>6.1f} %")
+    lines += _elsewhere(plan)
     connected, buffers = communicators_of(job)
     number = sum(each.number for each in connected)
     lines.append(f"a rank has up to {number} communicators, with {buffers / 1e9:.2f} GB of buffers besides:")
@@ -167,6 +171,24 @@ def explained(plan: Plan) -> str:
         nodes = " ".join(map(str, job.nodes))
         lines.append(f"nodes, as the matrix counts them from 0, in this order: {nodes}")
     return "\n".join(lines)
+
+
+def _elsewhere(plan: Plan) -> Iterator[str]:
+    """What is not on the devices, where it is updated, and what it costs."""
+    job, state, host = plan.job, plan.job.state, plan.job.machine.host
+    if state.residency == "device":
+        return
+    beside, terms = plan.memory.elsewhere, plan.step.terms
+    ranks = min(job.mesh.size, job.machine.ranks_per_node)
+    yield (
+        f"state.residency {state.residency}: the state of {device_share(job):.0%} of the chunks is on the device; the host "
+        f"of a node has {ranks * beside.host / 1e9:.2f} of {host.memory / 1e9:.1f} GB"
+        + (f", its disks {ranks * beside.disk / 1e9:.2f} GB" if beside.disk else "")
+    )
+    yield (
+        f"  updates add {terms['optimizer']:.3f} s to the passes, fetching parameters {terms['fetching']:.3f} s "
+        f"(link {host.link / 1e9:.3g} GB/s)"
+    )
 
 
 def _collectives(job: Job) -> Iterator[str]:

@@ -17,7 +17,7 @@ from heapq import heapify, heappop, heappush
 from optimus.errors import UserError
 from optimus.pipeline.schedules import DEFAULT
 from optimus.plan.divisions import Candidate, candidates
-from optimus.plan.fitting import Fitting
+from optimus.plan.fitting import Fitting, residencies, with_device_states
 from optimus.plan.job import Job
 from optimus.plan.links import even, exchanged
 from optimus.plan.machine import load_machine, machine_names
@@ -28,11 +28,27 @@ from optimus.plan.step import step_time
 
 def search(job: Job, best: int = 10) -> list[Plan]:
     """The `best` divisions of the job's ranks, the fastest first, each with the fastest schedule, microbatch, sharding and
-    recomputation that fit; whatever else its configuration says stays.
+    recomputation that fit; whatever else its configuration says stays. State is on the host, or a disk, where the devices
+    alone have no room for it.
 
     Raises `UserError` when nothing divides the batch, or fits: it then says what the smallest machine would be.
     """
-    job = job.checked().undivided
+    failure = None
+    for each in residencies(job.checked().undivided):
+        try:
+            plans = map(with_device_states, _search(each, best))
+            return sorted(plans, key=lambda plan: plan.step.seconds)
+        except _NothingFits as error:
+            failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+class _NothingFits(UserError):
+    """With the state where it is asked for."""
+
+
+def _search(job: Job, best: int) -> list[Plan]:
     links = job.machine.network.links is not None
     ideal = replace(job, machine=even(job.machine)) if links else job
     ways = list(candidates(ideal))
@@ -92,7 +108,7 @@ def _too_large(job: Job, ways: Sequence[Candidate]) -> UserError:
     rooms = sorted({(load_machine(name).memory, name) for name in machine_names()})
     enough = [f"{name} ({size / 1e9:.0f} GB)" for size, name in rooms if least.total <= size * 0.92]
     cure = f"the smallest machine that has it is {enough[0]}" if enough else "no known machine has it"
-    return UserError(
+    return _NothingFits(
         f"nothing fits: a rank of {job.machine.name} has {job.machine.memory / 1e9:.1f} GB, and the least that "
         f"any layout of {job.mesh.size} ranks takes is {least.total / 1e9:.1f} GB: {cure}; or take more ranks"
     )

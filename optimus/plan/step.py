@@ -18,6 +18,7 @@ from optimus.optim.rule import Rule
 from optimus.pipeline.estimates import StageTimes, least_seconds, pipeline_seconds, stages_of_ranks
 from optimus.plan.collectives import Collective, transfer_seconds
 from optimus.plan.job import Job
+from optimus.plan.offloading import OffloadSeconds, offload_seconds
 from optimus.plan.parameter_groups import ParameterGroup, Where, kinds_of, max_load, parameter_groups, written
 from optimus.plan.work import Passes, Terms, Work, add
 from optimus.train import pipeline
@@ -137,9 +138,15 @@ def _lent(work: Work, times: Sequence[StageTimes], seconds: float) -> float:
 def _ends(work: Work, passes: _Passes, seconds: float) -> dict[str, float]:
     """What comes after the passes, or is not hidden beside them."""
     job, moved = work.job, _state_seconds(work, passes.counts)
+    beside = OffloadSeconds(moved.update, 0.0)
+    if job.state.residency != "device":
+        held = parameter_groups(kinds_of(job), job, passes.counts)
+        forward, backward = (sum(times) for times in zip(*((t.forward, t.backward + t.weights) for t in passes.own)))
+        beside = offload_seconds(job, held, forward, backward)
     ends = {
         "data_parallel": _reduction(work, moved, passes.own),
-        "optimizer": moved.update,
+        "optimizer": beside.update,
+        "fetching": beside.fetching,
         "data": job.tokens / job.mesh.dp * _TOKEN / work.machine.host.link,
     }
     return ends | {"checkpoint": _saving(work, moved.written, seconds + sum(ends.values()))}
@@ -221,8 +228,7 @@ def _scaled(terms: Terms, times: float) -> Terms:
 
 
 def _gathering(work: Work, counts: Mapping[Where, int], forward: Terms, backward: Terms) -> float:
-    """Of a stage's microbatch: all-gathering parameters, forward and backward, and reducing their gradients, as far as
-    computing does not hide it."""
+    """Of a stage's microbatch: parameters, forward and backward, and reducing their gradients: what is not hidden."""
     profile = work.profile
     gather, reduce = work.remembered(("gathers", *counts.values()), lambda: _gathers(work, counts))
     second = (gather if work.job.state.reshard_after_forward else 0.0) + reduce

@@ -13,7 +13,7 @@ from optimus.checkpoint.lease import LEASE
 from optimus.checkpoint.manifest import read_checked_description
 from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import check_same_model, check_same_run
-from optimus.checkpoint.writers import bytes_written
+from optimus.checkpoint.writers import bytes_copied
 from optimus.config import ModelConfig, RunConfig, load_config
 from optimus.config.phases import longest, phases_of
 from optimus.data import files
@@ -26,6 +26,7 @@ from optimus.model.count import count_parameters
 from optimus.observe.machine import free_memory
 from optimus.observe.mlflow import check_mlflow
 from optimus.observe.wandb import check_wandb
+from optimus.state.buffers import Residency
 from optimus.state.plan import ChunkPlan, bytes_by_kind
 from optimus.train.pipeline import schedule_of
 from optimus.train.run import Run, mesh_of, planned_chunks, ranks_per_node, sharers
@@ -135,36 +136,55 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
 def check_memory(config: RunConfig, device: torch.device, ranks: int, per_node: int | None = None) -> None:
     """Raise `UserError` when parameters, gradients and optimizer state alone do not fit into the free memory.
 
-    On an accelerator those of the fullest stage; on a CPU those of all ranks of the fullest node. `per_node`: ranks of a
-    node where the launcher has not said it yet; by default all are on this machine.
+    On an accelerator what is there of the fullest stage, and what is on the host, with the copies for checkpoints, of all
+    ranks of the fullest node; on a CPU both together. `per_node`: ranks of a node where the launcher has not said it yet; by
+    default all are on this machine.
     """
     mesh = mesh_of(config, ranks, per_node or ranks_per_node(ranks))
     stages = planned_chunks(config, mesh, mesh.group(0, ("pp",)))
-    held = [held_by_shards(plans) for plans in stages]
-    together, copies = sharers(mesh, device), 0.0
+    copied = Counter[int]()  # bytes that each rank copies, as each part has one writer
+    for rank, plans in zip(mesh.group(0, ("pp",)), stages if config.checkpoint.asynchronous else ()):
+        copied += bytes_copied(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)
+    on_host: Sequence[Residency] = ("device", "host") if device.type == "cpu" else ("host",)
+    means = [held_by_shards(plans, on_host)[1] for plans in stages]
+    each, copies = max(_of_nodes(mesh, means, copied), key=sum)
+    together = min(mesh.size, mesh.ranks_per_node or mesh.size)
     if device.type == "cpu":
-        written = Counter[int]()  # bytes of state that each rank writes, as each part has one writer
-        for rank, plans in zip(mesh.group(0, ("pp",)), stages if config.checkpoint.asynchronous else ()):
-            written += bytes_written(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)
-        each, copies = max(_of_nodes(mesh, [mean for _, mean in held], written), key=sum)
-    else:
-        each = max(most for most, _ in held)
+        _check_room(config, each, copies, device, together)
+        return
+    _check_room(config, max(held_by_shards(plans)[0] for plans in stages), 0, device, 1, elsewhere=ranks > 1)
+    if each + copies > 0:
+        _check_room(config, each, copies, torch.device("cpu"), together)
+
+
+def _check_room(
+    config: RunConfig, each: float, copies: float, device: torch.device, together: int, *, elsewhere: bool = False
+) -> None:
     total, needed, free = count_parameters(config.model).total, each + copies, free_memory(device)
-    if needed > free:
-        where = f", {together} ranks" if together > 1 else ", on the fullest rank" if ranks > 1 else ""
-        raise UserError(
-            f"the state of this model ({total / 1e9:.2f} B parameters, {each / together / total:.3g} bytes each"
-            f"{where}{f', and {copies / total:.3g} to be copied for checkpoints' if copies else ''}) "
-            f"needs {_gib(needed)}, but {device} has {_gib(free)} free: "
-            f"{'set checkpoint.asynchronous=false, ' if copies else ''}"
-            "choose a smaller model, state.gradient_dtype=bfloat16, a state.shard over more ranks, more stages "
-            "(parallel.pipeline), or another machine"
-        )
+    if needed <= free:
+        return
+    beside = config.state.residency != "device" and device.type == "cpu"
+    where = f", {together} ranks" if together > 1 else ", on the fullest rank" if elsewhere else ""
+    and_copies = f", and {copies / total:.3g} to be copied for checkpoints" if copies else ""
+    cures = ["set checkpoint.asynchronous=false"] if copies else []
+    cures += ["set state.residency=disk"] if beside and config.state.residency != "disk" else []
+    cures += (
+        ["set state.residency=all"]
+        if device.type != "cpu" and config.state.residency in ("device", "optimizer")
+        else []
+    )
+    cures += ["choose a smaller model"]
+    raise UserError(
+        f"the state of this model ({total / 1e9:.2f} B parameters, {each / together / total:.3g} bytes each"
+        f"{' on the host' if beside else ''}{where}{and_copies}) "
+        f"needs {_gib(needed)}, but {device} has {_gib(free)} free: {', '.join(cures)}, "
+        "state.gradient_dtype=bfloat16, a state.shard over more ranks, more stages (parallel.pipeline), or another machine"
+    )
 
 
-def held_by_shards(plans: Sequence[ChunkPlan]) -> tuple[float, float]:
-    """Bytes at rest of the rank that has most of such chunks, and in the mean of the ranks that share them out: shards of a
-    rule of matrices are of unlike length."""
+def held_by_shards(plans: Sequence[ChunkPlan], residencies: Sequence[Residency] = ("device",)) -> tuple[float, float]:
+    """Bytes at rest, in such places, of the rank that has most of such chunks, and in the mean of the ranks that share them
+    out: shards of a rule of matrices are of unlike length."""
     found: dict[tuple[object, ...], torch.Tensor] = {}
     for plan in plans:
         of_shards = found.setdefault(
@@ -172,7 +192,7 @@ def held_by_shards(plans: Sequence[ChunkPlan]) -> tuple[float, float]:
         )
         borders = torch.tensor(plan.borders)
         for buffer in plan.buffers:
-            if buffer.residency == "device" and buffer.lifetime == "always":
+            if buffer.residency in residencies and buffer.lifetime == "always":
                 shards = plan.shard_count // math.prod(
                     share.ranks for share in plan.shard_steps[: buffer.depth]
                 )  # in its extent

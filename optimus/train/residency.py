@@ -1,17 +1,25 @@
-"""What of the state is on the device where most is not: as configured, or what there is room for (`auto`)."""
+"""What of the state is on the device where most is not: as configured, or the fastest that there is room for (`auto`).
 
+On an accelerator the equations of `state.offload_times` choose by what is measured of its link and of updates, by all ranks
+at once. On a processor, which has no link, there is nothing to wait for: memory alone decides.
+"""
+
+import math
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from optimus.comm import Groups
 from optimus.config import RunConfig
+from optimus.model.count import flops_per_token
 from optimus.optim.adamw import AdamW
 from optimus.optim.rule import OptimizerStep, Tile
 from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.state.buffers import RESIDENCES
+from optimus.state.offload_times import Choice, Rates, StepShape, UpdatePlace, choose, step_seconds
 from optimus.state.plan import ChunkPlan, bytes_by_kind
 from optimus.state.transfers import Transfers, transfers
 from optimus.train.recomputation import activation_shapes
@@ -19,9 +27,23 @@ from optimus.train.recomputation import activation_shapes
 _SHARE = 0.9  # of the free memory
 _BLOCKS = 3  # of parameters at least, besides those that come ahead of use: in use, arriving, and kept for its next use
 _GRADIENTS = 3  # whole gradient buffers: one that is filled, two on their way to the host
-_MEASURED = 1 << 22  # elements of an update that is timed
+_MEASURED = 1 << 22  # elements of an update and of a copy that are timed
+_SQUARE = 4096  # rows and columns of a product that is timed
+_NO_LINK = Rates(math.inf, math.inf, math.inf, math.inf)  # all choices take as long
 
 Plans = Callable[[RunConfig], Sequence[ChunkPlan]]
+
+
+class _Room(NamedTuple):
+    """Bytes of the device that chunks may take, of a block of parameters, and of the state of the first chunks by their
+    number; how many chunks take turns in the blocks, and those that do at least."""
+
+    free: int
+    block: int
+    kept: Sequence[int]
+    cached: int
+    least: int
+    whole: bool  # chunks whose state is on the device need no block
 
 
 def with_residency(
@@ -35,34 +57,76 @@ def with_residency(
     state = config.state
     if state.residency == "device" and state.cache != "auto":
         return config, None
-    fetches, note = RESIDENCES[state.residency][0] != "device", None
-    chosen: dict[str, object] = {"cache": "auto" if state.cache is None and fetches else state.cache}
-    if state.residency == "disk":
-        chosen["disk"] = state.disk or config.train.output
-    if state.update_on == "auto" and state.residency != "device":
-        chosen["update_on"] = groups.world.on_first(lambda: faster_place(transfers(device)))
-    config = _with_state(config, **chosen)
-    if "auto" in (config.state.cache, config.state.device_states):
-        share, cache = map(min, zip(*groups.world.all_gather_object(_room(config, groups, free, plans))))
-        config = _with_state(
-            config,
-            device_states=share if config.state.device_states == "auto" else config.state.device_states,
-            cache=cache if config.state.cache == "auto" else config.state.cache,
-        )
-        held = f"{config.state.cache} chunks of parameters at a time and " if config.state.cache else ""
-        note = f"state.residency {state.residency}: the device has {held}{share:.0%} of the optimizer state"
-    return config, note
+    fetches = RESIDENCES[state.residency][0] != "device"
+    cache = "auto" if state.cache is None and fetches else state.cache
+    given = {"cache": cache, "disk": state.disk or config.train.output if state.residency == "disk" else None}
+    config = _with_state(config, **given)
+    open_places = state.update_on == "auto" and state.residency != "device"
+    if not open_places and "auto" not in (cache, state.device_states):
+        return config, None
+    elsewhere, here = (plans(_with_state(config, device_states=fraction)) for fraction in (0.0, 1.0))
+    room = _room(config, groups, free, elsewhere, here)
+    rates, compute = _NO_LINK, math.inf
+    if device.type != "cpu":
+        measured = groups.world.all_gather_object(_measured(transfers(device), getattr(torch, config.train.precision)))
+        *slowest, compute = map(min, zip(*measured))
+        rates = Rates(*slowest)
+    shape = _shape(config, groups, here, room, compute)
+    places: tuple[UpdatePlace, ...] = ("device", "host") if device.type != "cpu" else ("host",)
+    if state.residency == "device":
+        devices = [len(here)]
+    elif state.device_states == "auto":
+        devices = [*range(len(here) + 1)]
+    else:
+        devices = [round(state.device_states * len(here))]
+    least = room.least if cache == "auto" else int(cache or 0)
+    found = choose(
+        shape,
+        rates,
+        room.free,
+        room.block,
+        room.kept,
+        caches=range(room.least, room.cached + 1) if cache == "auto" else [least],
+        devices=devices,
+        places=places if state.update_on == "auto" else (state.update_on,),
+    ) or Choice(least, devices[0], places[-1])
+    share = sum(plan.size for plan in here[: found.device]) / max(1, sum(plan.size for plan in here))
+    answers = groups.world.all_gather_object((share, found.cache, found.update_on))
+    share, blocks = min(each[0] for each in answers), min(each[1] for each in answers)
+    share = share if state.device_states == "auto" else state.device_states
+    config = _with_state(
+        config,
+        device_states=share,
+        cache=max(1, blocks) if cache == "auto" else cache,
+        update_on=answers[0][2] if state.residency != "device" else state.update_on,
+    )
+    return config, _said(config, rates, shape, found)
+
+
+def _said(config: RunConfig, rates: Rates, shape: StepShape, found: Choice) -> str:
+    state = config.state
+    held = f"{state.cache} chunks of parameters at a time and " if state.cache else ""
+    note = f"state.residency {state.residency}: the device has {held}{state.device_states:.0%} of the optimizer state"
+    if math.isinf(rates.up):
+        return note
+    update = rates.host_update if found.update_on == "host" else min(rates.up, rates.down) / 12
+    step = step_seconds(shape, rates, found)
+    computing = shape.microbatches * shape.chunks * (shape.forward + shape.backward)
+    return (
+        f"{note}, the rest is updated on the {found.update_on} (measured: link {rates.up / 1e9:.3g} GB/s up and "
+        f"{rates.down / 1e9:.3g} down, {update / 1e9:.3g} G elements/s); a step is expected to take {step / computing:.2f} "
+        "times its computation"
+    )
 
 
 def _with_state(config: RunConfig, **values: object) -> RunConfig:
     return config.model_copy(update={"state": config.state.model_copy(update=values)})
 
 
-def _room(config: RunConfig, groups: Groups, free: int, plans: Plans) -> tuple[float, int]:
-    """(fraction of the chunks whose state the device has room for, blocks of parameters).
-
-    First comes the least cache, then states of the first chunks, then more cache.
-    """
+def _room(
+    config: RunConfig, groups: Groups, free: int, elsewhere: Sequence[ChunkPlan], here: Sequence[ChunkPlan]
+) -> _Room:
+    """For chunks with their state `elsewhere` or `here`: beside activations, gradients and what is always there."""
     itemsize = torch.finfo(getattr(torch, config.train.precision)).bits // 8
     given = (
         Recomputation()
@@ -70,55 +134,71 @@ def _room(config: RunConfig, groups: Groups, free: int, plans: Plans) -> tuple[f
         else Recomputation(tuple(config.recompute), config.recompute_every)
     )
     activations = activation_bytes(config.model, given, **activation_shapes(config, groups.mesh, itemsize))
-    elsewhere, here = (plans(_with_state(config, device_states=fraction)) for fraction in (0.0, 1.0))
     cached = [plan for plan in elsewhere if plan.lifetime == "cache"]
-    block = max((plan.size * itemsize for plan in cached), default=0)
+    largest = max((plan.size for plan in cached), default=0)
     gradient = getattr(torch, config.state.gradient_dtype).itemsize
-    waiting = sum(plan.updated * gradient for plan in cached) + _GRADIENTS * gradient * max(
-        (plan.size for plan in cached), default=0
-    )
-    left = int(free * _SHARE) - activations.peak * config.parallel.pipeline - waiting
-    left -= sum(bytes_by_kind(elsewhere).values())
+    accumulated = sum(plan.updated for plan in cached) if _microbatches(config, groups) > 1 else 0
+    waiting = gradient * (accumulated + _GRADIENTS * largest)
+    free = int(free * _SHARE) - activations.peak * config.parallel.pipeline - waiting
+    free -= sum(bytes_by_kind(elsewhere).values())
+    kept = [0]
+    for one, other in zip(here, elsewhere):
+        kept.append(kept[-1] + sum(one.bytes_by_kind().values()) - sum(other.bytes_by_kind().values()))
     least = min(len(cached), _BLOCKS + config.state.prefetch)
-    blocks = least if config.state.cache in ("auto", None) else int(config.state.cache)
-    left -= blocks * block
-    fraction = 0.0 if config.state.device_states == "auto" else config.state.device_states
-    if config.state.device_states == "auto":
-        total, size = sum(plan.size for plan in here), 0
-        for plan, other in zip(here, elsewhere):
-            left -= sum(plan.bytes_by_kind().values()) - sum(other.bytes_by_kind().values())
-            if left < 0:
-                break
-            size += plan.size
-        fraction = size / total
-    return fraction, max(1, min(len(cached), blocks + max(0, left) // block)) if block else 1
+    return _Room(free, largest * itemsize, kept, len(cached), least, all(plan.keeps_whole for plan in here))
 
 
-def faster_place(moves: Transfers) -> str:
-    """Where AdamW updates state of the host in less time: on the host, or through the device."""
-    return min(("host", "device"), key=lambda on: _seconds(moves, on))
+def _shape(config: RunConfig, groups: Groups, plans: Sequence[ChunkPlan], room: _Room, compute: float) -> StepShape:
+    """Of a step on this rank, where it computes so many FLOP/s."""
+    mesh, train, state = groups.mesh, config.train, config.state
+    tokens = train.micro_batch * train.sequence_length / mesh.cp
+    forward = flops_per_token(config.model, train.sequence_length) / 3 * tokens / (mesh.pp * mesh.tp) / compute
+    chunks, recomputed = max(1, len(plans)), bool(config.recompute)
+    return StepShape(
+        chunks,
+        sum(plan.size for plan in plans) // chunks,
+        forward / chunks,
+        (2 + recomputed) * forward / chunks,
+        _microbatches(config, groups),
+        max((plan.shard_count for plan in plans), default=1),
+        state.residency,
+        torch.finfo(getattr(torch, train.precision)).bits // 8,
+        getattr(torch, state.gradient_dtype).itemsize,
+        state.prefetch,
+        room.whole,
+    )
 
 
-def _seconds(moves: Transfers, on: str) -> float:
-    if on == "device" and moves.device.type == "cpu":  # the same processor, and copies besides
-        return float("inf")
+def _microbatches(config: RunConfig, groups: Groups) -> int:
+    return max(1, config.train.global_batch // (groups.mesh.dp * config.train.micro_batch))
+
+
+def _measured(moves: Transfers, dtype: torch.dtype) -> tuple[float, ...]:
+    """(bytes/s up, down, elements/s of AdamW on the host and on the device, FLOP/s), of an accelerator."""
+    host, there = moves.on_host(_MEASURED, torch.float32), moves.on_device(_MEASURED, torch.float32)
+    square = moves.on_device(_SQUARE * _SQUARE, dtype).view(_SQUARE, _SQUARE)
+    up, down = _seconds(moves, lambda: moves.up(there, host)()), _seconds(moves, lambda: moves.down(host, there)())
     rule = AdamW(weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8)
-    state = [moves.on_host(_MEASURED, torch.float32) for _ in range(4)]
 
-    def update() -> None:
-        with moves.tile(0):
-            weight, gradient, *moments = (
-                [moves.staged(i, part, on, filled=True) for i, part in enumerate(state)] if on == "device" else state
-            )
-            rule.update(OptimizerStep(1, 1e-4), Tile(weight, gradient, moments))
-            if on == "device":
-                for part, staged in zip(state, (weight, gradient, *moments)):
-                    moves.put_back(part, staged)
+    def update(state: Sequence[torch.Tensor]) -> float:
+        weight, gradient, *moments = state
+        return _seconds(moves, lambda: rule.update(OptimizerStep(1, 1e-4), Tile(weight, gradient, moments)))
 
-    best = float("inf")
-    for _ in range(2):
+    updates = (update([make(_MEASURED, torch.float32) for _ in range(4)]) for make in (moves.on_host, moves.on_device))
+    product = _seconds(moves, lambda: torch.mm(square, square))
+    return (
+        *(_MEASURED * 4 / seconds for seconds in (up, down)),
+        *(_MEASURED / seconds for seconds in updates),
+        2 * _SQUARE**3 / product,
+    )
+
+
+def _seconds(moves: Transfers, work: Callable[[], object]) -> float:
+    best = math.inf
+    for _ in range(3):
+        moves.synchronize()
         began = time.perf_counter()
-        moves.submit(update, _MEASURED, on)()
+        work()
         moves.synchronize()
         best = min(best, time.perf_counter() - began)
     return best

@@ -484,6 +484,52 @@ def test_a_node_needs_room_for_its_own_ranks_and_their_copies(
     assert least_free(monkeypatch, plain, cpu, 8) == 4 * one
 
 
+def test_device_and_host_need_room_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of each parameter: 2 bytes on the device and 12 on the host, where only the optimizer's are there; 14 on the host with
+    all; 2 and none where they are on a disk. A processor needs both together. Copies are of what the device has."""
+    cpu, elements = torch.device("cpu"), MATRICES + REST
+    found = dict[str, list[float]]()
+    for residency in ("optimizer", "all", "disk"):
+        for asynchronous in (False, True):
+            config = staged_config(
+                tmp_path,
+                state={"residency": residency, "gradient_dtype": "bfloat16", "shard": "optimizer"},
+                checkpoint={"asynchronous": asynchronous},
+            )
+            with monkeypatch.context() as patch:
+                patch.setattr(checks, "free_memory", lambda device: 0 if device.type == "meta" else 1 << 40)
+                there = message_of_check(config, ACCELERATOR, 2) if residency == "optimizer" else ""
+                patch.setattr(checks, "free_memory", lambda device: 0 if device.type == "cpu" else 1 << 40)
+                said = message_of_check(config, ACCELERATOR, 2)
+            assert "bytes each on the host, 2 ranks) needs" in said
+            assert ("set state.residency=disk" in said) == (residency != "disk")
+            assert "set state.residency=all" in there or residency != "optimizer"
+            together = least_free(monkeypatch, config, cpu, 2)
+            found.setdefault(residency, []).append(together / elements)
+    assert found["optimizer"] == pytest.approx([2 * (2 + 2) + 12] * 2, rel=0.01)
+    assert found["all"] == pytest.approx([14] * 2, rel=0.01)
+    assert found["disk"] == pytest.approx([2] * 2, rel=0.01)
+
+
+def message_of_check(config: Any, device: torch.device, ranks: int) -> str:
+    with pytest.raises(optimus.UserError) as caught:
+        checks.check_memory(config, device, ranks)
+    return str(caught.value)
+
+
+def test_only_what_the_device_has_is_copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """State on the host is written from where it lies; of the chunks whose state is on the device there are copies."""
+
+    def copied(**state: Any) -> int:
+        plain, copying = (staged_config(tmp_path, state=state, checkpoint={"asynchronous": on}) for on in (False, True))
+        least = [least_free(monkeypatch, config, torch.device("cpu"), 1) for config in (plain, copying)]
+        return least[1] - least[0]
+
+    whole = copied()
+    assert copied(residency="optimizer") == copied(residency="all") == copied(residency="disk") == 0
+    assert 0.2 * whole < copied(residency="all", device_states=0.5, chunk=1 << 20) <= 0.5 * whole
+
+
 MATRICES, REST = 8 * (4 * 256 * 256 + 3 * 256 * 1024), 2 * 1024 * 256  # elements of that model
 
 

@@ -1,0 +1,128 @@
+"""State that is on the host or a disk: what the run's equations (`state.offload_times`) say of it on a machine."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from optimus.plan.job import Job
+from optimus.plan.machine import Machine
+from optimus.plan.parameter_groups import ParameterGroup
+from optimus.state.buffers import RESIDENCES
+from optimus.state.offload_times import (
+    Choice,
+    Rates,
+    StepShape,
+    UpdatePlace,
+    first_pass_seconds,
+    pass_seconds,
+    step_seconds,
+)
+from optimus.state.plan import chunk_limit
+
+_UPDATE = (
+    28  # bytes of an element that an update of AdamW reads and writes: state, and gradient and parameter in 16 bits
+)
+BLOCKS = 3  # besides those that come ahead of use: the least that a run's `state.cache: auto` takes
+GRADIENTS = 3  # whole gradient buffers on their way to the host
+
+
+class OffloadSeconds(NamedTuple):
+    """What a step takes longer than its passes: for updates, and for parameters that are fetched."""
+
+    update: float
+    fetching: float
+
+
+def rates_of(machine: Machine) -> Rates:
+    """Of a rank, all of its node at work."""
+    host, ranks = machine.host, machine.ranks_per_node
+    memory = (host.bandwidth or math.inf) / ranks
+    link = min(host.link, memory / 2)  # what goes up is read there while what comes down is written
+    disks = ((each or math.inf) / ranks for each in (host.read, host.write))
+    return Rates(link, link, memory / _UPDATE, machine.memory_bandwidth / _UPDATE, machine.node.bandwidth, *disks)
+
+
+def device_share(job: Job) -> float:
+    """Fraction of the chunks whose state is on the device."""
+    share = job.state.device_states
+    if job.state.residency == "device":
+        return 1.0
+    return 0.0 if share == "auto" else share  # what there is room for is added when a layout has been found
+
+
+def chunk_elements(held: Sequence[ParameterGroup], job: Job) -> float:
+    """Of a chunk of what a rank has."""
+    total = sum(each.elements for each in held)
+    return min(total, chunk_limit([[round(total)]], job.state.chunk) if job.state.chunk is None else job.state.chunk)
+
+
+def cache_blocks(job: Job, chunks: int) -> int:
+    """Of parameters on the device."""
+    cache = job.state.cache
+    return min(chunks, cache if isinstance(cache, int) else BLOCKS + job.state.prefetch)
+
+
+def shape_of(job: Job, held: Sequence[ParameterGroup], forward: float, backward: float) -> StepShape:
+    """Of a rank that has `held`, whose microbatch takes so many seconds."""
+    total, updated = (sum(sizes) for sizes in zip(*((each.elements, each.updated) for each in held)))
+    elements = chunk_elements(held, job)
+    chunks = max(1, math.ceil(total / elements))
+    return StepShape(
+        chunks,
+        round(total / chunks),
+        forward / chunks,
+        backward / chunks,
+        job.microbatches,
+        max(1, round(total / updated)),
+        job.state.residency,
+        int(job.itemsize),
+        int(job.profile.gradient),
+        job.state.prefetch,
+        job.state.shard != "parameters",
+    )
+
+
+def choice_of(job: Job, shape: StepShape, rates: Rates) -> Choice:
+    """As it is configured; the faster place of the update, where that is left open."""
+    asked = job.state.update_on
+    places: Sequence[UpdatePlace] = ("device", "host") if asked == "auto" else (asked,)
+    cache, device = cache_blocks(job, shape.chunks), round(device_share(job) * shape.chunks)
+    return min((Choice(cache, device, on) for on in places), key=lambda each: step_seconds(shape, rates, each))
+
+
+def offload_seconds(job: Job, held: Sequence[ParameterGroup], forward: float, backward: float) -> OffloadSeconds:
+    """Of a step on a rank that has `held`, whose microbatch takes so many seconds."""
+    rates, shape = rates_of(job.machine), shape_of(job, held, forward, backward)
+    if job.state.shard == "parameters":  # gathered as they are everywhere
+        rates = rates._replace(gather=math.inf)
+    choice = choice_of(job, shape, rates)
+    there = choice.device * shape.elements / shape.shards / rates.device_update
+    update = first_pass_seconds(shape, rates, choice) - forward + there
+    passes = (shape.microbatches - 1) * (pass_seconds(shape, rates, choice, shape.forward) - forward)
+    passes += shape.microbatches * (pass_seconds(shape, rates, choice, shape.backward) - backward)
+    return OffloadSeconds(max(0.0, update), max(0.0, passes))
+
+
+class Elsewhere(NamedTuple):
+    """Bytes of a rank on the host, and on a disk."""
+
+    host: float
+    disk: float
+
+
+def elsewhere_of(job: Job, held: Sequence[ParameterGroup]) -> Elsewhere:
+    """What a rank that has `held` keeps of it beside its device."""
+    home, waiting, optimizer = RESIDENCES[job.state.residency]
+    away, found = 1 - device_share(job), {"device": 0.0, "host": 0.0, "disk": 0.0}
+    for each in held:
+        found[home] += away * job.itemsize * each.updated
+        if each.rule.trains:
+            found[optimizer] += away * job.profile.state_bytes(each.rule) * each.updated
+            if job.profile.gradient != job.itemsize:  # else gradients wait in the parameters' place
+                found[waiting] += away * job.profile.gradient * each.updated
+    return Elsewhere(found["host"], found["disk"])
+
+
+def host_room(machine: Machine) -> float:
+    """Bytes of a rank's part of the host's memory that state may take."""
+    return 0.9 * machine.host.memory / machine.ranks_per_node

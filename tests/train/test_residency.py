@@ -1,0 +1,95 @@
+"""What `auto` makes of the keys about residency, with made-up free memory and rates."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from optimus.comm import Groups
+from optimus.config import RunConfig, load_config
+from optimus.testing import run_ranks
+from optimus.train import residency
+from optimus.train.run import _planned_chunks, layouts_of, mesh_of, recipe_of, whole_model
+
+MIB = 2**20
+
+
+def config_of(**state: Any) -> dict[str, Any]:
+    model = {"family": "olmo", "hidden": 64, "layers": 8, "heads": 2, "intermediate": 128, "vocab": 128}
+    train = {"output": "run", "steps": 1, "global_batch": 8, "micro_batch": 2, "sequence_length": 32}
+    return {
+        "model": model,
+        "data": {"path": "data"},
+        "train": {**train, "precision": "bfloat16"},
+        "state": {"chunk": 50_000, "gradient_dtype": "bfloat16", **state},
+    }
+
+
+def decided(raw: dict[str, Any], free: int, rates: list[float] | None = None, ranks: int = 1) -> tuple[RunConfig, str]:
+    """What a rank decides with so many bytes free; on an accelerator, if it is given rates."""
+    config = load_config(copy.deepcopy(raw))
+    groups = Groups(mesh_of(config, ranks))
+    whole = whole_model(config)
+    layouts, recipe = layouts_of(whole, config), recipe_of(config, whole)
+    device = torch.device("meta" if rates else "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(residency, "transfers", lambda device: None)
+        patch.setattr(residency, "_measured", lambda *given: tuple(rates or ()))
+        free -= groups.rank * MIB
+        found, note = residency.with_residency(
+            config,
+            groups,
+            device,
+            free,
+            lambda each: _planned_chunks(each, groups.mesh, [groups.rank], layouts, recipe)[0],
+        )
+    return found, note or ""
+
+
+def test_memory_alone_decides_on_a_processor() -> None:
+    """First the least cache, then state of the first chunks, then more cache; never more than there is room for."""
+    before = -1.0, 0
+    for free in (0, 4, 6, 8, 12, 1000):
+        found, note = decided(config_of(residency="all", device_states="auto"), free * MIB)
+        assert isinstance(found.state.device_states, float)
+        assert isinstance(found.state.cache, int)
+        assert (found.state.device_states, found.state.cache) >= before
+        assert found.state.update_on == "host"
+        assert f"{found.state.cache} chunks of parameters" in note
+        before = found.state.device_states, found.state.cache
+    assert before == (1.0, 8)  # all chunks
+    assert decided(config_of(residency="all", device_states="auto"), 0)[0].state.device_states == 0
+
+
+def test_rates_decide_on_an_accelerator() -> None:
+    """A fast link streams updates; a slow one leaves them to the host."""
+    raw, room = config_of(residency="all", device_states="auto"), 6 * MIB
+    fast, note = decided(raw, room, [4e11, 4e11, 1e9, 5e10, 1e12])
+    assert fast.state.update_on == "device"
+    assert "link 400 GB/s" in note
+    assert "times its computation" in note
+    slow, _ = decided(raw, room, [4e9, 4e9, 2e9, 5e10, 1e12])
+    assert slow.state.update_on == "host"
+    assert decided(config_of(residency="optimizer", update_on="device"), room)[0].state.update_on == "device"
+
+
+def test_what_is_given_stays() -> None:
+    found, _ = decided(config_of(residency="all", device_states=0.5, cache=5), 0, [1e10, 1e10, 1e9, 5e10, 1e12])
+    assert (found.state.device_states, found.state.cache) == (0.5, 5)
+    found, _ = decided(config_of(residency="disk"), 0)
+    assert found.state.disk == "run"
+    assert decided(config_of(), 0)[1] == ""
+
+
+def _on_ranks(raw: dict[str, Any], free: int) -> list[Any]:
+    ranks = torch.distributed.get_world_size()
+    state = decided(raw, free, [2e10, 2e10, 1e9, 5e10, 1e12], ranks)[0].state
+    return [state.device_states, state.cache, state.update_on]
+
+
+def test_ranks_agree() -> None:
+    """On the least that any of them has room for, with other chunks in each stage."""
+    raw = config_of(residency="all", device_states="auto", shard="optimizer") | {"parallel": {"pipeline": 2}}
+    first, *others = run_ranks(_on_ranks, 4, raw, 7 * MIB)
+    assert all(other == first for other in others)
