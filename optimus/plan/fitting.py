@@ -124,7 +124,7 @@ class Fitting:
         for recompute in self._sets:
             if any(less <= recompute or "block" in recompute for less in slow):
                 continue
-            fast = in_time(recomputed(placed, recompute) for placed in places) if recompute else places
+            fast = in_time(recomputed(placed, recompute) for placed in places) if recompute else [*places]
             if not fast:
                 slow.append(recompute)
             elif all(size <= free for size, free in zip(sizes(recompute), room)):
