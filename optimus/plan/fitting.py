@@ -72,7 +72,7 @@ class Fitting:
             room, slower = self._room(job, shard, width), self._is_slower(shard, width)
             if min(room) <= 0 or (slower and width in too_slow):
                 continue
-            places = in_time(placements(held(job, shard, width)))
+            places: Sequence[Job] = in_time(placements(held(job, shard, width)))
             if not places:
                 too_slow |= {width} if shard == "optimizer" else set()
                 continue
@@ -117,7 +117,7 @@ class Fitting:
         room: Sequence[float],
         sizes: Callable[[frozenset[str]], list[float]],
         in_time: Callable[[Iterable[Job]], list[Job]],
-    ) -> tuple[frozenset[str], list[Job]]:
+    ) -> tuple[frozenset[str], Sequence[Job]]:
         """(what to recompute, those of `places` that are in time with it): the cheapest with which activations take no more
         than `room` of each rank; no places if nothing is. `sizes` takes longest to say."""
         slow: list[frozenset[str]] = []
