@@ -31,7 +31,10 @@ def report_server(runs: Sequence[str | Path], address: str, port: int) -> Thread
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             try:
-                if self.path == "/":
+                host = self.headers.get("Host", "").rpartition(":")[0]
+                if address == _LOCAL and host not in (_LOCAL, "localhost"):  # another site's name for this machine
+                    self.send_error(HTTPStatus.FORBIDDEN)
+                elif self.path == "/":
                     self._answer("text/html", render(report_data(runs), refresh=REFRESH))
                 elif self.path == "/data.json":
                     data = {**report_data(runs), "refresh": REFRESH}

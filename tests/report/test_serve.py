@@ -32,6 +32,9 @@ def test_a_run_that_is_being_written(tmp_path: Path, make_run: Callable[..., Pat
         assert step() == 41
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"{url}/etc/passwd")
+        other = urllib.request.Request(url, headers={"Host": f"elsewhere.example:{port}"})
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(other)
         with pytest.raises(UserError, match="choose another port"):
             report_server([run], "127.0.0.1", int(port))
         server.shutdown()
