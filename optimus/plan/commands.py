@@ -55,6 +55,10 @@ def plan(
     ] = None,
     wide: Annotated[bool, typer.Option("--wide", help="A table with all columns, wider than 100 characters.")] = False,
     dry_run: Annotated[int | None, typer.Option(help="Build this rank's part without memory, and count it.")] = None,
+    largest: Annotated[
+        bool,
+        typer.Option("--largest", help="The deepest model of such layers that fits, with its state here and there."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Choose how to divide a model over a machine, and predict its speed and memory."""
@@ -69,6 +73,7 @@ def plan(
     from optimus.observe.table import print_table
     from optimus.plan import report, scaling
     from optimus.plan.asking import as_configured, asked, configured
+    from optimus.plan.largest import largest as deepest
     from optimus.plan.prediction import predict
     from optimus.plan.search import search
 
@@ -87,7 +92,7 @@ def plan(
         points = scaling.scale(job, numbers, given)
         plans = [point.plan for point in points]
     else:
-        plans = [given] if given else search(job, best)
+        plans = [given] if given else deepest(job) if largest else search(job, best)
     if output is not None:
         report.write_config(plans[0], output)
     if plot is not None:
@@ -103,6 +108,8 @@ def plan(
         print(json.dumps(result, indent=2))
         return
     rows = report.scaled_rows(points, wide=wide) if numbers else report.rows_of(plans, wide=wide)
+    if largest:
+        rows = [report.largest_row(plan) | row for plan, row in zip(plans, rows)]
     batch = f"{job.train.global_batch:,} sequences of {job.train.sequence_length:,} tokens"
     title = f"{ranks:,} ranks of {job.machine.name}, {batch}, {job.precision}"
     print_table(rows, title, None if wide else _WIDTH)

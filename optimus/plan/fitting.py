@@ -141,12 +141,12 @@ class Fitting:
 
 def state_room(ranks: Sequence[Mapping[Where, int]], job: Job) -> list[float]:
     """Bytes that its state leaves of the device of each of `ranks`; none where the host has no room for it."""
-    kinds, room, machine = kinds_of(job), room_of(job.machine), job.machine
+    kinds, room = kinds_of(job), room_of(job.machine)
     left = [room - sum(parts.values()) for parts in state_of(ranks, kinds, job)]
     if job.state.residency == "device":
         return left
     beside = [elsewhere_of(job, parameter_groups(kinds, job, counts)) for counts in ranks]
-    return [free if each.host <= host_room(machine) else -math.inf for free, each in zip(left, beside)]
+    return [free if each.host <= host_room(job) else -math.inf for free, each in zip(left, beside)]
 
 
 def with_device_states(plan: Plan) -> Plan:

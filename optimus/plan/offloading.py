@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from optimus.plan.job import Job
-from optimus.plan.machine import Machine
 from optimus.plan.parameter_groups import ParameterGroup
 from optimus.state.buffers import RESIDENCES
 from optimus.state.offload_times import (
@@ -33,9 +32,14 @@ class OffloadSeconds(NamedTuple):
     fetching: float
 
 
-def rates_of(machine: Machine) -> Rates:
+def ranks_of_node(job: Job) -> int:
+    """Ranks of the job that share a host."""
+    return min(job.mesh.size, job.machine.ranks_per_node)
+
+
+def rates_of(job: Job) -> Rates:
     """Of a rank, all of its node at work."""
-    host, ranks = machine.host, machine.ranks_per_node
+    machine, host, ranks = job.machine, job.machine.host, ranks_of_node(job)
     memory = (host.bandwidth or math.inf) / ranks
     link = min(host.link, memory / 2)  # what goes up is read there while what comes down is written
     disks = ((each or math.inf) / ranks for each in (host.read, host.write))
@@ -92,7 +96,7 @@ def choice_of(job: Job, shape: StepShape, rates: Rates) -> Choice:
 
 def offload_seconds(job: Job, held: Sequence[ParameterGroup], forward: float, backward: float) -> OffloadSeconds:
     """Of a step on a rank that has `held`, whose microbatch takes so many seconds."""
-    rates, shape = rates_of(job.machine), shape_of(job, held, forward, backward)
+    rates, shape = rates_of(job), shape_of(job, held, forward, backward)
     if job.state.shard == "parameters":  # gathered as they are everywhere
         rates = rates._replace(gather=math.inf)
     choice = choice_of(job, shape, rates)
@@ -123,6 +127,6 @@ def elsewhere_of(job: Job, held: Sequence[ParameterGroup]) -> Elsewhere:
     return Elsewhere(found["host"], found["disk"])
 
 
-def host_room(machine: Machine) -> float:
+def host_room(job: Job) -> float:
     """Bytes of a rank's part of the host's memory that state may take."""
-    return 0.9 * machine.host.memory / machine.ranks_per_node
+    return 0.9 * job.machine.host.memory / ranks_of_node(job)

@@ -12,11 +12,12 @@ from optimus.disk import user_path
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
 from optimus.mesh.strided import StridedGroup
+from optimus.model.count import count_parameters
 from optimus.plan.collectives import algorithm_named
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine
 from optimus.plan.memory import room_of
-from optimus.plan.offloading import device_share
+from optimus.plan.offloading import device_share, ranks_of_node
 from optimus.plan.prediction import Plan
 from optimus.plan.scaling import ScalingPoint
 from optimus.plan.step import step_time
@@ -90,6 +91,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def rows_of(plans: Sequence[Plan], *, wide: bool = False) -> list[dict[str, Any]]:
     """One row per plan: the layout by the axes that are longer than 1, or with `wide` a column for everything."""
     return [{"": str(number), **_row(plan, wide)} for number, plan in enumerate(plans, start=1)]
+
+
+def largest_row(plan: Plan) -> dict[str, Any]:
+    """The first columns of a plan of the largest model."""
+    model = plan.job.model
+    parameters = f"{count_parameters(model).total / 1e9:.3g} B"
+    return {"": "", "state on": plan.job.state.residency, "layers": f"{model.layers:,}", "parameters": parameters}
 
 
 def scaled_rows(points: Sequence[ScalingPoint], *, wide: bool = False) -> list[dict[str, Any]]:
@@ -179,7 +187,7 @@ def _elsewhere(plan: Plan) -> Iterator[str]:
     if state.residency == "device":
         return
     beside, terms = plan.memory.elsewhere, plan.step.terms
-    ranks = min(job.mesh.size, job.machine.ranks_per_node)
+    ranks = ranks_of_node(job)
     yield (
         f"state.residency {state.residency}: the state of {device_share(job):.0%} of the chunks is on the device; the host "
         f"of a node has {ranks * beside.host / 1e9:.2f} of {host.memory / 1e9:.1f} GB"

@@ -38,16 +38,21 @@ def search(job: Job, best: int = 10) -> list[Plan]:
     failure = None
     for each in residencies(job.checked().undivided):
         try:
-            plans = map(with_device_states, _search(each, best))
-            return sorted(plans, key=lambda plan: plan.step.seconds)
-        except _NothingFits as error:
+            return search_residency(each, best)
+        except NothingFitsError as error:
             failure = failure or error
     assert failure is not None
     raise failure
 
 
-class _NothingFits(UserError):
+class NothingFitsError(UserError):
     """With the state where it is asked for."""
+
+
+def search_residency(job: Job, best: int) -> list[Plan]:
+    """As `search`, with the state where the job has it. Raises `NothingFitsError`."""
+    plans = map(with_device_states, _search(job, best))
+    return sorted(plans, key=lambda plan: plan.step.seconds)
 
 
 def _search(job: Job, best: int) -> list[Plan]:
@@ -110,7 +115,7 @@ def _too_large(job: Job, ways: Sequence[Candidate]) -> UserError:
     rooms = sorted({(load_machine(name).memory, name) for name in machine_names()})
     enough = [f"{name} ({size / 1e9:.0f} GB)" for size, name in rooms if least.total <= size * 0.92]
     cure = f"the smallest machine that has it is {enough[0]}" if enough else "no known machine has it"
-    return _NothingFits(
+    return NothingFitsError(
         f"nothing fits: a rank of {job.machine.name} has {job.machine.memory / 1e9:.1f} GB, and the least that "
         f"any layout of {job.mesh.size} ranks takes is {least.total / 1e9:.1f} GB: {cure}; or take more ranks"
     )

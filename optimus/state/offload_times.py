@@ -102,6 +102,13 @@ def serial_seconds(shape: StepShape, rates: Rates, choice: Choice) -> float:
     return passes + (shape.chunks - choice.device) * update_seconds(shape, rates, choice.update_on)
 
 
+def unhidden_seconds(shape: StepShape, rates: Rates, choice: Choice) -> float:
+    """Where nothing overlaps: besides F + B + A every upload, and every gradient on its way down. So Elixir counts."""
+    part, away = shape.elements / shape.shards, shape.chunks - choice.device
+    up = loads(away, choice.cache, shape.microbatches) * shape.itemsize * part / rates.up
+    return serial_seconds(shape, rates, choice) + up + away * shape.gradient * part / rates.down
+
+
 def hidden_share(forward: float, update: float) -> float:
     """D / L with which the updates of the rest, `update` seconds of all, hide behind a forward pass."""
     return max(0.0, 1 - forward / update)

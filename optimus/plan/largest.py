@@ -1,0 +1,50 @@
+"""The largest model that a machine trains: the given one, with more layers, with its state on the devices or beside them."""
+
+from collections.abc import Iterator
+
+from optimus.errors import UserError
+from optimus.plan.fitting import residencies
+from optimus.plan.job import Job
+from optimus.plan.prediction import Plan
+from optimus.plan.search import NothingFitsError, search_residency
+
+_MOST = 1 << 14  # layers
+
+
+def largest(job: Job) -> list[Plan]:
+    """Of each residency that the machine has, the deepest model of which a layout fits, in its fastest layout.
+
+    Raises `UserError` where not even the given model does anywhere, or where its layers are not all alike.
+    """
+    if len(set(job.model.alike)) > 1:
+        raise UserError(
+            "--largest adds layers that are like the others, but the layers of this model are of several kinds"
+        )
+    found = [plan for each in residencies(job.checked().undivided) for plan in _deepest(each)]
+    if not found:
+        raise UserError(f"--largest: on {job.mesh.size} ranks of {job.machine.name} no model of such layers fits")
+    return found
+
+
+def _deepest(job: Job) -> Iterator[Plan]:
+    """By doubling, and then halving what is between, until a sixteenth is not known."""
+    best, least, layers = None, 0, max(1, job.model.layers)
+    most = None
+    while layers <= _MOST and (most is None or most - least > max(1, least // 16)):
+        plan = _fitting(job, layers)
+        if plan is None:
+            most = layers
+        else:
+            best, least = plan, layers
+        layers = 2 * least if most is None else (least + most) // 2
+        if not layers:
+            return
+    if best is not None:
+        yield best
+
+
+def _fitting(job: Job, layers: int) -> Plan | None:
+    try:
+        return search_residency(job.changed(model={"layers": layers}), best=1)[0]
+    except NothingFitsError:
+        return None
