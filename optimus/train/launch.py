@@ -208,7 +208,7 @@ def _run_rank(
     `node` is the name of the node where a launcher watches nodes. `holder` is the token of the lease by which the run holds
     its folder. `more` hooks come before all others but that for the lease.
     """
-    config = load_config(yaml.safe_load(config_text))
+    began, config = time.time(), load_config(yaml.safe_load(config_text))
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = find_device(config.train.device, "train.device", local_rank)
     if device.type != "cpu":
@@ -236,6 +236,7 @@ def _run_rank(
                 run.groups.world.any(False, device)
         if node is not None and run.groups.rank == 0 and run.step >= run.last_step:
             EventLog(run.folder).write("finished", node=node, step=run.step)
+            conclude(run.config, began, _summary(run.config, 0))
     return run.stopped_by
 
 
