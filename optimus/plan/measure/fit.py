@@ -96,7 +96,14 @@ def _start(seen: Observations, name: str, source: str, memory_bandwidth: float) 
         overlap=_round(seen.overlap),
         node=Node(bandwidth=bandwidth, latency=_round(seen.tiny)),
         network=Network(bandwidth=bandwidth, latency=_round(seen.tiny)),
-        host=Host(memory=_round(seen.host_memory), shared=bool(seen.threads), link=_round(seen.link or bandwidth)),
+        host=Host(
+            memory=_round(seen.host_memory),
+            shared=bool(seen.threads),
+            link=_round(seen.link or bandwidth),
+            bandwidth=seen.host_bandwidth and _round(seen.host_bandwidth),
+            read=seen.read and _round(seen.read),
+            write=seen.write and _round(seen.write),
+        ),
     )
 
 

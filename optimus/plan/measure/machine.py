@@ -144,6 +144,8 @@ def _source(seen: Observations, peak: float | None) -> str:
         said += "No links: with one rank, those of node and network are written as fast as its memory. "
     elif seen.nodes == 1:
         said += "The network was not measured: its figures are those of the node. "
+    if seen.read:
+        said += "Disks: of the folder in which it ran. "
     if seen.threads:
         said += "Device and host are one: memory is the host's, shared out, and the link as fast as memory. "
     return said.strip()

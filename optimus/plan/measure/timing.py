@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import psutil
@@ -27,6 +28,8 @@ from optimus.mesh import Mesh
 from optimus.mesh.strided import StridedGroup
 from optimus.observe.machine import device_name, find_device
 from optimus.plan.collectives import Collective
+from optimus.state.disk import PAGE, StateFile
+from optimus.state.transfers import Transfers
 
 Talk = Collective | Literal["shift"]
 """`shift`: every rank sends to the one a stride further, and receives."""
@@ -118,6 +121,9 @@ class Observations:
     tiny: float = 0.0  # a kernel that has nothing to do
     moved: list[Moved] = field(default_factory=list)
     link: float | None = None  # bytes/s between host and device, where they are two
+    host_bandwidth: float | None = None  # of a node, where the host's memory is not the ranks'
+    read: float | None = None  # of a node's disks, bytes/s
+    write: float | None = None
     attended: list[Attended] = field(default_factory=list)
     alone: float = 1.0  # how much faster a rank of a CPU computes while the others wait
     overlap: float = 1.0  # share of computing beside which a collective goes on
@@ -144,6 +150,9 @@ def observe_rank(ranks_per_node: int, extent: Extent | None) -> Observations:
         seen.tiny = _tiny(clock, device)
         seen.moved = list(_moved(clock, extent, device))
         seen.link = _link(clock, extent, device)
+        if device.type != "cpu":
+            seen.host_bandwidth = ranks_per_node * host_bandwidth(clock, extent.memory)
+            seen.read, seen.write = (ranks_per_node * each for each in disk_rates(clock, extent.memory, Path.cwd()))
     seen.attended = list(_attended(clock, extent, device))
     if device.type == "cpu":
         seen.alone = _alone(clock, device)
@@ -284,6 +293,24 @@ def _link(clock: Clock, extent: Extent, device: torch.device) -> float | None:
     host = torch.empty(x.shape, dtype=torch.uint8, pin_memory=True)
     ways = [clock.seconds(lambda: host.copy_(x, non_blocking=True)), clock.seconds(lambda: x.copy_(host))]
     return 2 * x.nbytes / sum(ways)
+
+
+def host_bandwidth(clock: Clock, size: int) -> float:
+    """Bytes/s of a rank's part of the host's memory, as an update there takes it: two tensors of so many bytes are read, one
+    is written."""
+    x, y, z = (torch.ones(size // 4) for _ in range(3))
+    return 3 * x.nbytes / clock.seconds(lambda: torch.add(x, y, out=z))
+
+
+def disk_rates(clock: Clock, size: int, folder: Path) -> tuple[float, float]:
+    """Bytes/s that a rank reads and writes of a file in `folder`, as state on a disk is."""
+    file = StateFile(folder, Transfers(torch.device("cpu")))
+    size = -(-size // PAGE) * PAGE
+    file.place(size)
+    file.reserve()
+    buffer = file.take()
+    write = size / clock.seconds(lambda: file.write_async(buffer, 0)())
+    return size / clock.seconds(lambda: file.read_async(buffer, 0)()), write
 
 
 def _attended(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Attended]:

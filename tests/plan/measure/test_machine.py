@@ -1,5 +1,6 @@
 """Measuring a machine: times made up from a known machine give it back; a real one's file is read again and is possible."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -23,7 +24,9 @@ from optimus.plan.measure.timing import (
     Observations,
     Talk,
     Talked,
+    disk_rates,
     groups_of,
+    host_bandwidth,
     places,
 )
 from optimus.plan.profile import Profile
@@ -123,6 +126,23 @@ def test_the_network_of_several_nodes_is_found_and_that_of_one_is_the_nodes() ->
     assert found.latency == pytest.approx(machine.network.latency, rel=0.05)
     alone = fit(made_up(machine), name="mine", source="made up")
     assert (alone.network.bandwidth, alone.network.latency) == (alone.node.bandwidth, alone.node.latency)
+
+
+def test_host_memory_and_disks_of_an_accelerators_node(tmp_path: Path) -> None:
+    """What is seen of them is in the file, and their measurements are rates of what was moved."""
+    seen = made_up(load_machine("dgx-h100"))
+    assert bench.fit_machine(seen, "mine").host.bandwidth is None
+    seen.host_bandwidth, seen.read, seen.write = 6e11, 4e10, 2e10
+    found = bench.fit_machine(seen, "mine").host
+    assert (found.bandwidth, found.read, found.write) == (6e11, 4e10, 2e10)
+
+    class Second:
+        def seconds(self, call: Callable[[], object]) -> float:
+            call()
+            return 1.0
+
+    assert host_bandwidth(Second(), 1 << 20) == 3 << 20  # type: ignore[arg-type]
+    assert disk_rates(Second(), (1 << 20) + 1, tmp_path) == ((1 << 20) + 4096,) * 2  # type: ignore[arg-type]
 
 
 def test_one_rank_has_no_links(tmp_path: Path) -> None:
