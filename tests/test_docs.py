@@ -219,8 +219,8 @@ def test_tutorial(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
     write, pressed = MetricsWriter.write, []
 
-    def write_and_press(writer: MetricsWriter, record: dict[str, Any]) -> None:
-        write(writer, record)
+    def write_and_press(writer: MetricsWriter, record: dict[str, Any], *more: Any) -> None:
+        write(writer, record, *more)
         if record["step"] == STOPPED and not pressed:
             pressed.append(True)
             signal.raise_signal(signal.SIGINT)
