@@ -166,12 +166,14 @@ class TrainedChunk(Chunk):
     def start_reduction(self) -> None:
         """No gradient of this step will come any more: begin to reduce them, where that has not begun on arrival."""
         self._last = True
+        self._finish_update()  # of parameters that this step has not used
         if not self._begun and not self.plan.depths.gradients:
             self._start_reduction()
 
     def reduce_gradients(self) -> None:
         """Sum the gradients over the replicas into `reduced`: finish what began on arrival, or do all of it now."""
         self._last = True
+        self._finish_update()
         if not self._begun and (self._gradients.status == "here" or not self.plan.depths.gradients):
             self._start_reduction()
         self.finish_reduction()
@@ -216,8 +218,10 @@ class TrainedChunk(Chunk):
         """The gradients are reduced: begin to bring them to the host."""
         self.finish_reduction()
         self._square = self._gradient_square_sum(tile)
-        if self.waiting is self.compute_shard and self._weights_read:
-            self._reader()
+        if self.waiting is self.compute_shard:
+            self.settle()  # parameters that have been fetched for nothing
+            if self._weights_read:
+                self._reader()
         self._leaving = self._transfers.down(self.waiting, self.reduced)
 
     def leave(self) -> None:

@@ -136,11 +136,12 @@ class SimulatedDevice(Transfers):
 
     def advance(self, turn: InTurn) -> None:
         """As `Transfers`: the clock stands still, and whoever waits for `turn` waits for the copy as well."""
-        began, ends = self.now, list[float]()
-        turn.add(lambda: lambda: self._reach(max(ends)))
+        began = self.now
         turn.advance()
-        ends.append(self.now)
-        self.now = began
+        if not turn:
+            raise RuntimeError("nothing stands behind a copy: so no computation would wait for it")
+        ended, self.now = self.now, began
+        turn.add(lambda: lambda: self._reach(ended))
 
     def _copy(self, link: CopyLink, target: Tensor, source: Tensor) -> Handle:
         self._time_updates(self.now)
@@ -323,11 +324,16 @@ class Simulation:
         self.state.initialize(1, 0.3)
         self._steps = 0
 
-    def run(self, steps: int, microbatches: int = 1) -> list[StepFigures]:
-        """So many steps; each ends when its updates have been submitted."""
-        return [self._step(microbatches) for _ in range(steps)]
+    def run(self, steps: int, microbatches: int = 1, *, applied: bool = True) -> list[StepFigures]:
+        """So many steps; each ends when its updates have been submitted, or it is skipped."""
+        return [self._step(microbatches, applied) for _ in range(steps)]
 
-    def _step(self, microbatches: int) -> StepFigures:
+    def evaluate(self) -> float:
+        """The loss of a forward pass alone."""
+        with torch.no_grad(), self.state.evaluating():
+            return self._loss(torch.ones(4, self._width)).item()
+
+    def _step(self, microbatches: int, applied: bool) -> StepFigures:
         device, state, loss = self.device, self.state, 0.0
         up, down = device.up_link, device.down_link
         before = device.now, up.copies, up.bytes, down.bytes
@@ -337,20 +343,23 @@ class Simulation:
         for number in range(microbatches):
             if number + 1 == microbatches:
                 state.reduce_on_arrival(0)
-            x = torch.randn(4, self._width, generator=generator)
-            loss += self._pass(x.to(state.chunks[0].parameter.dtype), microbatches)
+            found = self._loss(torch.randn(4, self._width, generator=generator)) / microbatches
+            found.backward()
+            loss += found.item()
         norm = state.reduce_gradients()
-        state.step(1e-2, 1.0)
+        if applied:
+            state.step(1e-2, 1.0)
+        else:
+            state.skip()
         now = device.now, up.copies, up.bytes, down.bytes
         seconds, loads, carried_up, carried_down = (after - before for after, before in zip(now, before))
         return StepFigures(seconds, loss, norm, int(loads), carried_up, carried_down, device.peak)
 
-    def _pass(self, x: Tensor, microbatches: int) -> float:
+    def _loss(self, x: Tensor) -> Tensor:
+        x = x.to(self.state.chunks[0].parameter.dtype)
         for layer in self.layers:
             x = self.gathering.unit((layer,), layer, x)
-        loss = x.float().square().mean() / microbatches
-        loss.backward()
-        return loss.item()
+        return x.float().square().mean()
 
     def weights(self) -> list[Tensor]:
         """Master weights of this rank, behind all updates."""

@@ -263,6 +263,31 @@ def test_delays_change_neither_order_nor_numbers() -> None:
     assert len({each.seconds for _, (others, _) in found for each in others}) == 200
 
 
+@pytest.mark.parametrize(("residency", "update_on"), [each for each in CARRIED if each[0] != "device"])
+def test_skipped_steps_and_evaluations(residency: str, update_on: str) -> None:
+    """Between steps whose updates are under way."""
+    found = []
+    for made in (on_device(layers=6), simulation(6, residency, update_on, cache=4 if residency == "all" else None)):
+        seen: list[Any] = [each[1:3] for each in made.run(2)]
+        seen += [made.evaluate(), *(each[1:3] for each in made.run(1, applied=False))]
+        seen += [made.evaluate(), *(each[1:3] for each in made.run(2, 2)), made.evaluate()]
+        found.append((seen, made.weights()))
+    assert found[0][0] == found[1][0]
+    assert all(map(torch.equal, found[0][1], found[1][1]))
+
+
+@pytest.mark.parametrize("residency", ["optimizer", "all"])
+@pytest.mark.parametrize("shard", ["none", "gradients"])
+def test_what_a_step_does_not_use_has_no_gradient(residency: str, shard: str) -> None:
+    """Nor that of the step before, which its update may still read."""
+    found = []
+    for made in (on_device(layers=4), simulation(4, residency, cache=3 if residency == "all" else None, shard=shard)):
+        made.run(1)
+        del made.layers[-1]
+        found.append([each[1:3] for each in made.run(2)])
+    assert found[0] == found[1]
+
+
 # ---- Time ----
 
 
