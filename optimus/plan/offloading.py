@@ -8,7 +8,7 @@ from optimus.plan.job import Job
 from optimus.plan.parameter_groups import ParameterGroup
 from optimus.state.buffers import RESIDENCES
 from optimus.state.offload_times import (
-    Choice,
+    OffloadChoice,
     Rates,
     StepShape,
     UpdatePlace,
@@ -86,12 +86,12 @@ def shape_of(job: Job, held: Sequence[ParameterGroup], forward: float, backward:
     )
 
 
-def choice_of(job: Job, shape: StepShape, rates: Rates) -> Choice:
+def choice_of(job: Job, shape: StepShape, rates: Rates) -> OffloadChoice:
     """As it is configured; the faster place of the update, where that is left open."""
     asked = job.state.update_on
     places: Sequence[UpdatePlace] = ("device", "host") if asked == "auto" else (asked,)
     cache, device = cache_blocks(job, shape.chunks), round(device_share(job) * shape.chunks)
-    return min((Choice(cache, device, on) for on in places), key=lambda each: step_seconds(shape, rates, each))
+    return min((OffloadChoice(cache, device, on) for on in places), key=lambda each: step_seconds(shape, rates, each))
 
 
 def offload_seconds(job: Job, held: Sequence[ParameterGroup], forward: float, backward: float) -> OffloadSeconds:

@@ -52,7 +52,7 @@ class StepShape(NamedTuple):
     whole: bool = True  # chunks whose state is on the device are whole there, and need no block
 
 
-class Choice(NamedTuple):
+class OffloadChoice(NamedTuple):
     """Blocks of parameters, chunks whose state is on the device, and where the others are updated."""
 
     cache: int
@@ -96,13 +96,13 @@ def update_seconds(shape: StepShape, rates: Rates, on: UpdatePlace) -> float:
     return part * max(link.up / rates.up, link.down / rates.down, 1 / work, disk / rates.read)
 
 
-def serial_seconds(shape: StepShape, rates: Rates, choice: Choice) -> float:
+def serial_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
     """F + B + A: everything waits for the update."""
     passes = shape.microbatches * shape.chunks * (shape.forward + shape.backward)
     return passes + (shape.chunks - choice.device) * update_seconds(shape, rates, choice.update_on)
 
 
-def unhidden_seconds(shape: StepShape, rates: Rates, choice: Choice) -> float:
+def unhidden_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
     """Where nothing overlaps: besides F + B + A every upload, and every gradient on its way down. So Elixir counts."""
     part, away = shape.elements / shape.shards, shape.chunks - choice.device
     up = loads(away, choice.cache, shape.microbatches) * shape.itemsize * part / rates.up
@@ -114,7 +114,7 @@ def hidden_share(forward: float, update: float) -> float:
     return max(0.0, 1 - forward / update)
 
 
-def pass_seconds(shape: StepShape, rates: Rates, choice: Choice, computing: float) -> float:
+def pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice, computing: float) -> float:
     """Of a pass over all chunks, each of so many seconds, that fetches what the one before has dropped.
 
     As many chunks as are prefetched are on their way at a time; beside those that the cache still has no others come.
@@ -130,7 +130,7 @@ def pass_seconds(shape: StepShape, rates: Rates, choice: Choice, computing: floa
     return max(shape.chunks * computing, there + missing * each - early + computing)
 
 
-def first_pass_seconds(shape: StepShape, rates: Rates, choice: Choice) -> float:
+def first_pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
     """Of the forward pass beside which the step before is updated, from the last gradient on."""
     f, away, on = shape.forward, shape.chunks - choice.device, choice.update_on
     computing = shape.chunks * f
@@ -153,7 +153,7 @@ def first_pass_seconds(shape: StepShape, rates: Rates, choice: Choice) -> float:
     return max(computing, first + away * f, first + (away - 1) * each + f, first + writing + f)
 
 
-def step_seconds(shape: StepShape, rates: Rates, choice: Choice) -> float:
+def step_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
     """Of a step, updates in the order of use."""
     backward = pass_seconds(shape, rates, choice, shape.backward)
     others = (shape.microbatches - 1) * (pass_seconds(shape, rates, choice, shape.forward) + backward)
@@ -161,7 +161,7 @@ def step_seconds(shape: StepShape, rates: Rates, choice: Choice) -> float:
     return first_pass_seconds(shape, rates, choice) + backward + others + there
 
 
-def _fetching(shape: StepShape, rates: Rates, choice: Choice) -> tuple[float, float, int, int]:
+def _fetching(shape: StepShape, rates: Rates, choice: OffloadChoice) -> tuple[float, float, int, int]:
     """Seconds of a chunk over the link and of gathering it, chunks that a pass lacks, and how many come ahead of use."""
     if RESIDENCES[shape.residency][0] == "device":
         return 0.0, 0.0, 0, shape.prefetch
@@ -182,14 +182,14 @@ def choose(
     caches: Iterable[int],
     devices: Iterable[int],
     places: Sequence[UpdatePlace] = ("device", "host"),
-) -> Choice | None:
+) -> OffloadChoice | None:
     """The fastest of all these choices that `free` bytes of the device have room for; None if none fits.
 
     `block` is what a block of parameters takes, `kept[D]` the state of the first D chunks. Of choices that are as fast, the
     one with most state on the device, then with most blocks.
     """
     counts = [*devices]
-    fitting = (Choice(c, d, on) for c in caches for d in counts if c * block + kept[d] <= free for on in places)
+    fitting = (OffloadChoice(c, d, on) for c in caches for d in counts if c * block + kept[d] <= free for on in places)
     return min(
         fitting,
         key=lambda each: (float(f"{step_seconds(shape, rates, each):.4g}"), -each.device, -each.cache),
@@ -197,7 +197,7 @@ def choose(
     )
 
 
-def elixir_choice(shape: StepShape, rates: Rates, free: float, block: float, least: int = 4) -> Choice:
+def elixir_choice(shape: StepShape, rates: Rates, free: float, block: float, least: int = 4) -> OffloadChoice:
     """Elixir's: blocks first or states first, by which saves more seconds per element of the device's memory.
 
     Its states are a part's parameter and three numbers in fp32: 7 elements in 16 bits. It updates on the host.
@@ -211,8 +211,8 @@ def elixir_choice(shape: StepShape, rates: Rates, free: float, block: float, lea
     state = per_state * block / n
     if blocks_save > states_save:
         cache = min(shape.chunks, int(free // block))
-        return Choice(cache, min(shape.chunks, int((free - cache * block) // state)), "host")
+        return OffloadChoice(cache, min(shape.chunks, int((free - cache * block) // state)), "host")
     cache = min(shape.chunks, least)
     device = min(shape.chunks, max(0, int((free - cache * block) // state)))
     more = max(0, int((free - cache * block - device * state) // block))
-    return Choice(min(shape.chunks, cache + more), device, "host")
+    return OffloadChoice(min(shape.chunks, cache + more), device, "host")

@@ -19,7 +19,7 @@ from optimus.optim.rule import OptimizerStep, Tile
 from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.state.buffers import RESIDENCES
-from optimus.state.offload_times import Choice, Rates, StepShape, UpdatePlace, choose, step_seconds
+from optimus.state.offload_times import OffloadChoice, Rates, StepShape, UpdatePlace, choose, step_seconds
 from optimus.state.plan import ChunkPlan, bytes_by_kind
 from optimus.state.transfers import Transfers, transfers
 from optimus.train.recomputation import activation_shapes
@@ -89,7 +89,7 @@ def with_residency(
         caches=range(room.least, room.cached + 1) if cache == "auto" else [least],
         devices=devices,
         places=places if state.update_on == "auto" else (state.update_on,),
-    ) or Choice(least, devices[0], places[-1])
+    ) or OffloadChoice(least, devices[0], places[-1])
     share = sum(plan.size for plan in here[: found.device]) / max(1, sum(plan.size for plan in here))
     answers = groups.world.all_gather_object((share, found.cache, found.update_on))
     share, blocks = min(each[0] for each in answers), min(each[1] for each in answers)
@@ -103,7 +103,7 @@ def with_residency(
     return config, _said(config, rates, shape, found)
 
 
-def _said(config: RunConfig, rates: Rates, shape: StepShape, found: Choice) -> str:
+def _said(config: RunConfig, rates: Rates, shape: StepShape, found: OffloadChoice) -> str:
     state = config.state
     held = f"{state.cache} chunks of parameters at a time and " if state.cache else ""
     note = f"state.residency {state.residency}: the device has {held}{state.device_states:.0%} of the optimizer state"

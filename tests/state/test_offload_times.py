@@ -6,7 +6,7 @@ import random
 import pytest
 
 from optimus.state.offload_times import (
-    Choice,
+    OffloadChoice,
     Rates,
     StepShape,
     choose,
@@ -81,7 +81,7 @@ class Cache:
         return True
 
 
-def simulated(shape: StepShape, rates: Rates, choice: Choice) -> tuple[float, int]:
+def simulated(shape: StepShape, rates: Rates, choice: OffloadChoice) -> tuple[float, int]:
     """(seconds, chunks fetched) of a step, event by event."""
     chunks, n, part = shape.chunks, shape.shards, shape.elements / shape.shards
     record = 12 * part if shape.residency == "disk" else 0.0
@@ -150,7 +150,7 @@ def shape(**values: object) -> StepShape:
 @pytest.mark.parametrize("device", [0, 4, 8, 12])
 def test_the_step_of_the_reference_rates(device: int) -> None:
     """B + max(F, A) and one upload and forward pass; F + B from D / L = 1 - F / A on."""
-    given, choice = shape(), Choice(4, device, "host")
+    given, choice = shape(), OffloadChoice(4, device, "host")
     seconds, _ = simulated(given, REFERENCE, choice)
     assert step_seconds(given, REFERENCE, choice) == pytest.approx(seconds, rel=0.03)
     update = (24 - device) * update_seconds(given, REFERENCE, "host")
@@ -162,7 +162,7 @@ def test_states_on_the_device_that_make_the_rest_free() -> None:
     update = 24 * update_seconds(shape(), REFERENCE, "host")
     device = round(24 * hidden_share(24 * 0.020, update)) + 1
     assert device == 9
-    assert step_seconds(shape(), REFERENCE, Choice(4, device, "host")) == pytest.approx(24 * 0.060, rel=0.03)
+    assert step_seconds(shape(), REFERENCE, OffloadChoice(4, device, "host")) == pytest.approx(24 * 0.060, rel=0.03)
     assert hidden_share(2.0, 1.0) == 0
 
 
@@ -170,7 +170,7 @@ def test_states_on_the_device_that_make_the_rest_free() -> None:
 @pytest.mark.parametrize("cache", [3, 4, 8, 24])
 def test_loads(cache: int, microbatches: int) -> None:
     given = shape(microbatches=microbatches)
-    _, fetched = simulated(given, REFERENCE, Choice(cache, 0, "host"))
+    _, fetched = simulated(given, REFERENCE, OffloadChoice(cache, 0, "host"))
     assert fetched == loads(24, cache, microbatches)
 
 
@@ -209,15 +209,15 @@ def machine(seed: int) -> tuple[StepShape, Rates, float, float, list[float]]:
     return given, rates, free, block, kept
 
 
-def chosen(given: StepShape, rates: Rates, free: float, block: float, kept: list[float]) -> Choice | None:
+def chosen(given: StepShape, rates: Rates, free: float, block: float, kept: list[float]) -> OffloadChoice | None:
     caches = range(1, given.chunks + 1) if given.residency != "optimizer" else [0]
     return choose(given, rates, free, block, kept, caches=caches, devices=range(given.chunks + 1))
 
 
-def choices(given: StepShape, free: float, block: float, kept: list[float]) -> list[Choice]:
+def choices(given: StepShape, free: float, block: float, kept: list[float]) -> list[OffloadChoice]:
     blocks = range(1, given.chunks + 1) if given.residency != "optimizer" else [0]
     return [
-        Choice(cache, device, place)
+        OffloadChoice(cache, device, place)
         for cache in blocks
         for device in range(given.chunks + 1)
         if cache * block + kept[device] <= free
