@@ -5,7 +5,8 @@ destination are looked at once more then: whoever has changed them meanwhile has
 freed, or new, holds NaN too. So reading too early, or too late, shows in the numbers. Time is computed, never measured: the
 same figures on any machine, whatever else runs there.
 
-`ModelState` runs on it as on any device (`moves`); what computes beside it moves the clock (`Timed`). Collectives are those
+`ModelState` runs on it as on any device (`moves`); what computes beside it moves the clock (`compute`).
+`Simulation` trains a row of matrices so. Collectives are those
 of the process group, and take no time.
 """
 
@@ -74,8 +75,8 @@ class _Update:
 
 class SimulatedDevice(Transfers):
     """`up` and `down` are the links. The device has `limit` bytes; more end in `MemoryError`. The host updates `update_rate`
-    elements/s; an update takes `update_bytes` of an element (first where its result comes from) through the links, there and
-    back, wherever it is computed; None: any, which take no time. The device computes updates at once.
+    elements/s, the device any number at once. `update_bytes` of an element go through the links for an update, to where it is
+    computed and back; an update that moves others raises. None: any, which take no time.
 
     `now` is the clock; `used` and `peak` are bytes of the device, `host` those of the host.
     """
