@@ -6,8 +6,7 @@ freed, or new, holds NaN too. So reading too early, or too late, shows in the nu
 same figures on any machine, whatever else runs there.
 
 `ModelState` runs on it as on any device (`moves`); what computes beside it moves the clock (`compute`).
-`Simulation` trains a row of matrices so. Collectives are those
-of the process group, and take no time.
+`Simulation` trains a row of matrices so. Collectives are those of the process group, and take no time.
 """
 
 import math
@@ -75,8 +74,8 @@ class _Update:
 
 class SimulatedDevice(Transfers):
     """`up` and `down` are the links. The device has `limit` bytes; more end in `MemoryError`. The host updates `update_rate`
-    elements/s, the device any number at once. `update_bytes` of an element go through the links for an update, to where it is
-    computed and back; an update that moves others raises. None: any, which take no time.
+    elements/s, the device any number at once. `update_bytes` of an element go through the links for an update, there
+    and back; an update that moves others raises. None: any, which take no time.
 
     `now` is the clock; `used` and `peak` are bytes of the device, `host` those of the host.
     """
