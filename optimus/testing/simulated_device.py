@@ -5,8 +5,8 @@ destination are looked at once more then: whoever has changed them meanwhile has
 freed, or new, holds NaN too. So reading too early, or too late, shows in the numbers. Time is computed, never measured: the
 same figures on any machine, whatever else runs there.
 
-`ModelState` runs on it as on any device (`moves`); what computes beside it moves the clock (`Timed`). Collectives are those
-of the process group, and take no time.
+`ModelState` runs on it as on any device (`moves`); what computes beside it moves the clock (`compute`).
+`Simulation` trains a row of matrices so. Collectives are those of the process group, and take no time.
 """
 
 import math
@@ -74,8 +74,8 @@ class _Update:
 
 class SimulatedDevice(Transfers):
     """`up` and `down` are the links. The device has `limit` bytes; more end in `MemoryError`. The host updates `update_rate`
-    elements/s; an update takes `update_bytes` of an element (first where its result comes from) through the links, there and
-    back, wherever it is computed. The device computes updates at once.
+    elements/s, the device any number at once. `update_bytes` of an element go through the links for an update, there
+    and back; an update that moves others raises. None: any, which take no time.
 
     `now` is the clock; `used` and `peak` are bytes of the device, `host` those of the host.
     """
@@ -87,7 +87,7 @@ class SimulatedDevice(Transfers):
         *,
         limit: float = math.inf,
         update_rate: float = math.inf,
-        update_bytes: tuple[int, int] = (0, 0),
+        update_bytes: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(torch.device("cpu"))
         self.up_link, self.down_link, self.limit = up, down, limit
@@ -199,7 +199,7 @@ class SimulatedDevice(Transfers):
         if at > until:
             return False
         size = min(update.piece, update.left)
-        there, back = (size * each for each in self._update_bytes)
+        there, back = (size * each for each in self._update_bytes or (0, 0))
         ways = (self.up_link, self.down_link) if update.on == "device" else (self.down_link, self.up_link)
         at = ways[0].take(at, there)
         if update.on == "host":
@@ -217,7 +217,7 @@ class SimulatedDevice(Transfers):
         try:
             with torch.no_grad():
                 update.work()
-            if self._carried != [update.elements * each for each in self._update_bytes]:
+            if self._update_bytes and self._carried != [update.elements * each for each in self._update_bytes]:
                 raise RuntimeError(
                     f"an update of {update.elements} elements carries {self._carried} bytes there and back"
                 )

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from itertools import combinations
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,9 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.drawing import config_of
+from helpers.equality import Trained, train_steps
 from optimus.comm import Group
+from optimus.config import load_config
 from optimus.pipeline import make_schedule
 from optimus.pipeline.schedule import Kind
+from optimus.state import model_state
 from optimus.state.chunk import Chunk
 from optimus.state.gathering import Gathering
 from optimus.testing import run_ranks
@@ -286,6 +291,47 @@ def test_what_a_step_does_not_use_has_no_gradient(residency: str, shard: str) ->
         del made.layers[-1]
         found.append([each[1:3] for each in made.run(2)])
     assert found[0] == found[1]
+
+
+MODELS = [
+    ("moe", 1, ["optimizer.name=muon"], ["residency=optimizer", "update_on=host"]),
+    ("moe", 2, ["parallel.expert=2", "state.shard=gradients"], ["residency=all", "cache=6", "device_states=0.3"]),
+    ("tied dense", 2, ["state.shard=parameters", "train.precision=bfloat16"], ["residency=disk", "cache=6"]),
+    (
+        "tied",
+        4,
+        ["parallel.pipeline=2", "parallel.schedule=zb-h1", "train.micro_batch=4", "state.gradient_dtype=bfloat16"],
+        ["residency=all", "cache=5", "prefetch=2", "update_on=host"],
+    ),
+]
+
+
+def train_delayed(config: dict[str, Any], steps: int) -> tuple[Trained, float]:
+    """A run on a simulated device with random delays, and when it ended."""
+    draw = random.Random(torch.distributed.get_rank())
+    links = [CopyLink(1e6, 0.0, lambda: draw.expovariate(10)) for _ in range(2)]
+    device = SimulatedDevice(*links, update_rate=1e4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_state, "transfers", lambda _: device)
+        return train_steps(config, steps), device.now
+
+
+@pytest.mark.parametrize(("model", "ranks", "layout", "state"), MODELS, ids=str)
+def test_models_give_the_numbers_of_the_device(
+    tmp_path: Path, model: str, ranks: int, layout: list[str], state: list[str]
+) -> None:
+    """Bit for bit, whatever arrives when: a missing wait would give NaN, a change under a copy `Race`."""
+    elsewhere = [f"state.{each}" for each in state] + [f"state.disk={tmp_path}"] * ("residency=disk" in state)
+    given, other = (
+        load_config(config_of(model), ["state.chunk=500", *layout, *more]).model_dump(exclude_unset=True)
+        for more in ([], elsewhere)
+    )
+    right, found = run_ranks(train_steps, ranks, given, 4), run_ranks(train_delayed, ranks, other, 4)
+    for expected, (result, ended) in zip(right, found):
+        assert ended > 0
+        assert result.steps == expected.steps
+        for name, tensor in expected.tensors.items():
+            assert torch.equal(result.tensors[name], tensor), name
 
 
 # ---- Time ----
