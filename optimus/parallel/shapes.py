@@ -75,6 +75,11 @@ class Shapes(TorchDispatchMode):
     among them as others are on average; every `repeats`-th part of the rows draws the same.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled within, and to say so to the compiler takes time in every operation."""
+        return False
+
     def __init__(self, load: float = 1.0, busy: int = 1, repeats: int = 1) -> None:
         super().__init__()
         self.alive = 0

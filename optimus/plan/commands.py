@@ -57,6 +57,8 @@ def plan(
 
     if Path(model).suffix in (".yaml", ".yml"):  # before torch is imported: a mistake costs no waiting
         load_config(model, overrides or [], read_model_folder)
+    import torch
+
     from optimus.observe.table import print_table
     from optimus.plan import report, scaling
     from optimus.plan.asking import as_configured, asked, configured
@@ -64,6 +66,7 @@ def plan(
     from optimus.plan.prediction import predict
     from optimus.plan.search import search
 
+    torch.set_num_threads(1)  # shapes leave them nothing to do but wait for each other
     job = asked(configured(model, overrides or [], ranks), machine, ranks, what_if or [], imbalance, links)
     if dry_run is not None:
         _dry_run(as_configured(job) if as_is else search(job, best=1)[0].job, dry_run, as_json)

@@ -48,10 +48,12 @@ class Fitting:
         self._hides = profile.overlap_data >= profile.overlap_gather and not profile.broadcast
 
     def least(self, candidate: Candidate) -> float:
-        """Seconds that a step takes at least, however the state is held, if nothing is recomputed."""
+        """Seconds that a step takes at least, if nothing is recomputed, in the ways to hold the state that leave memory."""
         job, work = candidate.job, candidate.division.work
-        ways = ((shard, width) for shard, width in sharded(job) if not self._is_slower(shard, width))
-        return min(least_time(placed, work) for way in ways for placed in placements(held(job, *way)))
+        ways = [way for way in sharded(job) if min(self._room(job, *way)) > 0]
+        ways = [way for way in ways if not self._is_slower(*way) or ("optimizer", way[1]) not in ways]
+        places = (placed for way in ways for placed in placements(held(job, *way)))
+        return min((least_time(placed, work) for placed in places), default=math.inf)
 
     def fastest(self, candidate: Candidate, limit: float) -> Plan | None:
         """The fastest sharding, placement of stages and recomputation with which `candidate` fits, if a step takes less than
@@ -67,16 +69,18 @@ class Fitting:
             return [placed for placed in places if least_time(placed, work) < limit]
 
         for shard, width in sharded(job):
-            slower = self._is_slower(shard, width)
-            places = [] if slower and width in too_slow else in_time(placements(held(job, shard, width)))
+            room, slower = self._room(job, shard, width), self._is_slower(shard, width)
+            if min(room) <= 0 or (slower and width in too_slow):
+                continue
+            places: Sequence[Job] = in_time(placements(held(job, shard, width)))
             if not places:
                 too_slow |= {width} if shard == "optimizer" else set()
                 continue
-            recompute = self._least(places, self._room(job, shard, width), sizes, in_time)
-            if recompute is None or (slower and enough.get(width) == recompute):
+            recompute, places = self._least(places, room, sizes, in_time)
+            if not places or (slower and enough.get(width) == recompute):
                 continue
             enough[width] = recompute
-            for placed in in_time(recomputed(placed, recompute) for placed in places):
+            for placed in places:
                 plan = predict(placed, work)
                 if plan.step.seconds < limit:
                     best, limit = plan, plan.step.seconds
@@ -113,18 +117,19 @@ class Fitting:
         room: Sequence[float],
         sizes: Callable[[frozenset[str]], list[float]],
         in_time: Callable[[Iterable[Job]], list[Job]],
-    ) -> frozenset[str] | None:
-        """What to recompute, the cheapest that leaves one of `places` in time and whose activations take no more than `room`
-        of each rank; None if nothing does. `sizes` takes longest to say."""
+    ) -> tuple[frozenset[str], Sequence[Job]]:
+        """(what to recompute, those of `places` that are in time with it): the cheapest with which activations take no more
+        than `room` of each rank; no places if nothing is. `sizes` takes longest to say."""
         slow: list[frozenset[str]] = []
-        for recompute in self._sets if min(room) > 0 else ():
+        for recompute in self._sets:
             if any(less <= recompute or "block" in recompute for less in slow):
                 continue
-            if not in_time(recomputed(placed, recompute) for placed in places):
+            fast = in_time(recomputed(placed, recompute) for placed in places) if recompute else places
+            if not fast:
                 slow.append(recompute)
             elif all(size <= free for size, free in zip(sizes(recompute), room)):
-                return recompute
-        return None
+                return recompute, fast
+        return frozenset(), []
 
     def _activation_sizes(self, candidate: Candidate, job: Job, recompute: frozenset[str]) -> list[float]:
         """Bytes on each rank of `_ranks_of`."""

@@ -1,10 +1,12 @@
 """All layouts that a model, a machine and a number of ranks allow, and the fastest of those that fit.
 
-A block's time depends on how it is divided (tensor, context and expert ranks, microbatch), not on the pipeline or on how the
-state is held. So every such division is timed once, and a step in any pipeline is bounded from below by arithmetic: the
-slowest stage, as often as there are microbatches, and what the schedule leaves idle (`divisions`). Layouts are then taken
-in the order of that bound, and for each the least recomputation, the sharding and the place of its stages are found that
-fit (`fitting`), until no bound is below the best found: what is left out could not be among them.
+A block's time depends on how it is divided (tensor, context and expert ranks, microbatch), not on the pipeline or on
+how the state is held. So every such division is timed once, and a step in any pipeline is bounded from below by
+arithmetic: the slowest rank, as often as there are microbatches, and the bubble before it (`divisions`). Layouts wait
+in a queue in the order of that bound. The first one is timed without recomputation, with its state held in the ways
+that leave memory, and waits again with that bound; when it is first once more, the sharding, the place of its stages
+and the least recomputation that fit are found (`fitting`), for which activations are measured. The search ends when no
+bound is below the best found: what is left out could not be among them.
 
 Where nodes are not equally near, bounds are those of nodes that all are as near as the nearest; the nodes stand in a chain
 of neighbours, and for the layouts found pairs of them change places while that helps.
