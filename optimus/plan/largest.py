@@ -6,7 +6,7 @@ from optimus.errors import UserError
 from optimus.plan.fitting import residencies
 from optimus.plan.job import Job
 from optimus.plan.prediction import Plan
-from optimus.plan.search import NothingFitsError, search_residency
+from optimus.plan.search import fits, search_residency
 
 _MOST = 1 << 14  # layers
 
@@ -27,24 +27,13 @@ def largest(job: Job) -> list[Plan]:
 
 
 def _deepest(job: Job) -> Iterator[Plan]:
-    """By doubling, and then halving what is between, until a sixteenth is not known."""
-    best, least, layers = None, 0, max(1, job.model.layers)
-    most = None
-    while layers <= _MOST and (most is None or most - least > max(1, least // 16)):
-        plan = _fitting(job, layers)
-        if plan is None:
-            most = layers
+    """By doubling, and then halving what is between, until less than a sixteenth is not known."""
+    least, most, layers = 0, None, job.model.layers
+    while 0 < layers <= _MOST and (most is None or most - least > max(1, least // 16)):
+        if fits(job.changed(model={"layers": layers})):
+            least = layers
         else:
-            best, least = plan, layers
+            most = layers
         layers = 2 * least if most is None else (least + most) // 2
-        if not layers:
-            return
-    if best is not None:
-        yield best
-
-
-def _fitting(job: Job, layers: int) -> Plan | None:
-    try:
-        return search_residency(job.changed(model={"layers": layers}), best=1)[0]
-    except NothingFitsError:
-        return None
+    if least:
+        yield search_residency(job.changed(model={"layers": least}), best=1)[0]

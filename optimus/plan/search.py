@@ -12,7 +12,7 @@ Where nodes are not equally near, bounds are those of nodes that all are as near
 of neighbours, and for the layouts found pairs of them change places while that helps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
@@ -23,7 +23,8 @@ from optimus.plan.fitting import Fitting, residencies, with_device_states
 from optimus.plan.job import Job
 from optimus.plan.links import even, exchanged
 from optimus.plan.machine import load_machine, machine_names
-from optimus.plan.memory import memory_of
+from optimus.plan.memory import memory_of, room_of
+from optimus.plan.offloading import host_room
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.step import step_time
 
@@ -103,15 +104,27 @@ def _rearranged(plan: Plan) -> Plan:
     return predict(replace(job, nodes=tuple(exchanged(job.nodes, len(links), seconds))))
 
 
+def fits(job: Job) -> bool:
+    """Whether the tightest of its layouts do."""
+    jobs = _tightest(list(candidates(job)))
+    return any(
+        memory.total <= room_of(each.machine) and memory.elsewhere.host <= host_room(each)
+        for each in jobs
+        for memory in [memory_of(each)]
+    )
+
+
+def _tightest(ways: Sequence[Candidate]) -> Iterator[Job]:
+    """Of each division the layout that takes least."""
+    smallest = min((candidate.division.micro_batch for candidate in ways), default=0)
+    for candidate in ways:  # no order keeps less than the usual one
+        if candidate.division.micro_batch == smallest and candidate.schedule == DEFAULT:
+            yield candidate.job.changed(state={"shard": "parameters"}, recompute=["block"])
+
+
 def _too_large(job: Job, ways: Sequence[Candidate]) -> UserError:
     """Where nothing fits: names the least memory, and the smallest machine of those that are known."""
-    smallest = min(candidate.division.micro_batch for candidate in ways)  # and no order keeps less than the usual one
-    tightest = [
-        candidate.job.changed(state={"shard": "parameters"}, recompute=["block"])
-        for candidate in ways
-        if candidate.division.micro_batch == smallest and candidate.schedule == DEFAULT
-    ]
-    least = min(map(memory_of, tightest), key=lambda memory: memory.total)
+    least = min(map(memory_of, _tightest(ways)), key=lambda memory: memory.total)
     rooms = sorted({(load_machine(name).memory, name) for name in machine_names()})
     enough = [f"{name} ({size / 1e9:.0f} GB)" for size, name in rooms if least.total <= size * 0.92]
     cure = f"the smallest machine that has it is {enough[0]}" if enough else "no known machine has it"

@@ -228,7 +228,8 @@ def _scaled(terms: Terms, times: float) -> Terms:
 
 
 def _gathering(work: Work, counts: Mapping[Where, int], forward: Terms, backward: Terms) -> float:
-    """Of a stage's microbatch: parameters, forward and backward, and reducing their gradients: what is not hidden."""
+    """Of a stage's microbatch: all-gathering parameters, forward and backward, and reducing their gradients, as far as
+    computing does not hide it."""
     profile = work.profile
     gather, reduce = work.remembered(("gathers", *counts.values()), lambda: _gathers(work, counts))
     second = (gather if work.job.state.reshard_after_forward else 0.0) + reduce
