@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from optimus.checkpoint.folder import DamagedError
 from optimus.config import RunConfig
 from optimus.errors import UserError
 from optimus.observe.notify import notify
@@ -20,11 +21,11 @@ def conclude(
     """The `summary` of a run that has ended, with its `seconds` since `began` (`time.time`) and the path of its `report`.
 
     What cannot be written or sent is said on stderr: the run's own end is what counts. `failure` is what ended it; a run
-    that failed before it wrote anything leaves nothing.
+    that failed before it wrote anything leaves nothing, and one whose checkpoints are damaged stays as it is.
     """
     folder = Path(config.train.output)
     found = {**(summary or {}), "seconds": time.time() - began, "report": None}
-    if is_run(folder):
+    if is_run(folder) and not isinstance(failure, DamagedError):
         stopped = summary is not None and summary["step"] < summary["steps"]
         if failure is not None:
             EventLog(folder).write("error", detail=str(failure))
