@@ -8,6 +8,7 @@ import torch
 
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
+from optimus.state.transfers import transfers
 from optimus.testing import run_ranks
 from optimus.train import residency
 from optimus.train.run import _planned_chunks, layouts_of, mesh_of, recipe_of, whole_model
@@ -93,3 +94,12 @@ def test_ranks_agree() -> None:
     raw = config_of(residency="all", device_states="auto", shard="optimizer") | {"parallel": {"pipeline": 2}}
     first, *others = run_ranks(_on_ranks, 4, raw, 7 * MIB)
     assert all(other == first for other in others)
+
+
+def test_what_is_measured_are_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the link both ways, updates on host and device, and products; here of a device that is the host."""
+    monkeypatch.setattr(residency, "_SQUARE", 256)
+    monkeypatch.setattr(residency, "_MEASURED", 1 << 16)
+    found = residency._measured(transfers(torch.device("cpu")), torch.float32)
+    assert len(found) == 5
+    assert all(0 < rate < float("inf") for rate in found)
