@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
 
 class WaitingWork:
-    """A `Work` that waits as long as a computation takes. Its messages are empty."""
+    """A `StageWork` that waits as long as a computation takes. Its messages are empty."""
 
     def __init__(self, job: Job) -> None:
         schedule = job.who.schedule

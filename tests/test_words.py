@@ -35,6 +35,8 @@ NAMES = {  # whole identifiers, to the ones to use
     "Places": "AttentionPositions",
     "Share": "ShardStep",
     "Whole": "MatrixGroup",
+    "Division": "BlockTiming",
+    "Work": "RankCosts",
     "as_they_are": "local_matrices",
     "exchange_rows": "all_to_all_rows",
     "collect_on_first": "gather_object",

@@ -10,7 +10,7 @@ from optimus.errors import UserError
 _MORE = 1 + 1e-9  # a limit that is met exactly is met
 
 
-class _Division(NamedTuple):
+class _Split(NamedTuple):
     largest: float
     summed: float
     ends: tuple[int, ...]
@@ -60,17 +60,17 @@ def _sums(weights: Weights, stages: int) -> Callable[[int, int, int], float]:
     return lambda stage, start, end: sums[end] - sums[start] + besides.get(stage, 0.0)
 
 
-def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[float, float]]) -> _Division:
+def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[float, float]]) -> _Split:
     """The division whose largest cost is smallest, and of those with no larger one on the way, whose sum is smallest.
 
     `cost` of a stage from block `start` to `end` is a pair: the cost, which does not fall with more blocks and is infinite
     where a stage may not have them, and what is summed.
     """
-    best: list[_Division | None] = [_Division(0.0, 0.0, ()), *([None] * blocks)]  # of the first stages
+    best: list[_Split | None] = [_Split(0.0, 0.0, ()), *([None] * blocks)]  # of the first stages
     for stage in range(stages):
-        following: list[_Division | None] = [None] * (blocks + 1)
+        following: list[_Split | None] = [None] * (blocks + 1)
         for end in range(stage + 1, blocks - (stages - stage - 1) + 1):
-            chosen: _Division | None = None
+            chosen: _Split | None = None
             for start in range(end - 1, stage - 1, -1):
                 before = best[start]
                 if before is None:
@@ -80,7 +80,7 @@ def _search(blocks: int, stages: int, cost: Callable[[int, int, int], tuple[floa
                     break  # so it is with more blocks
                 least = max(before.largest, own), before.summed + summed
                 if chosen is None or (*least, before.ends) < (chosen.largest, chosen.summed, chosen.ends[:-1]):
-                    chosen = _Division(*least, (*before.ends, end))
+                    chosen = _Split(*least, (*before.ends, end))
             following[end] = chosen
         best = following
     found = best[blocks]

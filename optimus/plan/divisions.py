@@ -16,18 +16,18 @@ from optimus.mesh import Mesh
 from optimus.pipeline.estimates import stages_of_ranks
 from optimus.pipeline.schedules import DEFAULT, Row, schedules
 from optimus.plan.job import Job
+from optimus.plan.rank_costs import Passes, RankCosts
 from optimus.plan.step import stage_sizes
-from optimus.plan.work import Passes, Work
 
 _SMALLEST_PART = 512  # tokens of a sequence on a context-parallel rank
 _MICROBATCHES = (1, 2, 4, 8, 16)
 _MOST_STAGES_PER_RANK = 4
 
 
-class Division(NamedTuple):
+class BlockTiming(NamedTuple):
     """How a block is divided, and the seconds of a microbatch in its parts."""
 
-    work: Work  # of a job of one stage and as few replicas as can be
+    work: RankCosts  # of a job of one stage and as few replicas as can be
     block: float  # forward and backward
     forward: float  # of that
     head: float
@@ -48,7 +48,7 @@ class Candidate(NamedTuple):
     """A division in a pipeline. A step takes `bound` seconds at least."""
 
     bound: float
-    division: Division
+    division: BlockTiming
     pp: int
     dp: int
     microbatches: int
@@ -82,7 +82,7 @@ def candidates(job: Job) -> Iterator[Candidate]:
                     yield Candidate(bound, division, pp, data, microbatches, order.row.name, order.stages_per_rank)
 
 
-def _divisions(job: Job) -> Iterator[Division]:
+def _divisions(job: Job) -> Iterator[BlockTiming]:
     """Ways to divide a block that the model and the node allow, timed."""
     model, ranks, batch = job.model, job.mesh.size, job.train.global_batch
     node, known = min(ranks, job.machine.ranks_per_node), dict[Any, Any]()
@@ -144,7 +144,7 @@ class _Order(NamedTuple):
     ranks: Sequence[_RankBlocks]
     lent: bool
 
-    def bound(self, division: Division, microbatches: int) -> float:
+    def bound(self, division: BlockTiming, microbatches: int) -> float:
         """A step takes no less: the slowest rank's microbatches, and the bubble before them (`least_seconds`)."""
         block, ends = division.block, (division.embedding, division.head)
         if self.lent:
@@ -177,7 +177,7 @@ def _blocks_of_ranks(row: Row, pp: int, sizes: Sequence[int]) -> list[_RankBlock
     ]
 
 
-def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int, known: dict[Any, Any]) -> Iterator[Division]:
+def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int, known: dict[Any, Any]) -> Iterator[BlockTiming]:
     """With each way to divide the experts; the rest of a block takes as long in all of them."""
     tp, rest = out * inner, None
     for ep, etp in _expert_groups(job, tp):
@@ -185,7 +185,7 @@ def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int, known: dic
         mesh = Mesh(dp=data, cp=cp, tp=tp, ep=ep, etp=etp, tp_in=inner, ranks_per_node=job.machine.ranks_per_node)
         divided = job.changed(mesh, train={"micro_batch": micro_batch})
         if rest is None:
-            rest = Work(divided, known)
+            rest = RankCosts(divided, known)
             attention = min(rest.attention.values(), key=_seconds)  # of the quickest kind of block
             shared = [rest.norm, rest.norm, attention]
             besides, ends = sum(map(_seconds, shared)), (_seconds(rest.head), _seconds(rest.embedding))
@@ -193,7 +193,7 @@ def _timed(job: Job, out: int, inner: int, cp: int, micro_batch: int, known: dic
         feed_forward = min(work.feed_forward.values(), key=_seconds)
         forward = sum(passes.forward.compute for passes in (*shared, feed_forward))
         block = besides + _seconds(feed_forward)
-        yield Division(work, block, forward, *ends)
+        yield BlockTiming(work, block, forward, *ends)
 
 
 def _seconds(passes: Passes) -> float:

@@ -9,7 +9,7 @@ from itertools import combinations
 from optimus.config import ModelConfig
 from optimus.config.tree import ShardRanks
 from optimus.pipeline.estimates import largest
-from optimus.plan.divisions import Candidate, Division
+from optimus.plan.divisions import BlockTiming, Candidate
 from optimus.plan.job import Job
 from optimus.plan.memory import (
     KINDS,
@@ -42,7 +42,7 @@ class Fitting:
         self._nodes = job.nodes
         self._ranks: dict[tuple[int | str, ...], list[Rank]] = {}
         self._states: dict[tuple[object, ...], list[float]] = {}
-        self._kept: dict[tuple[Division, frozenset[str]], RunActivations] = {}
+        self._kept: dict[tuple[BlockTiming, frozenset[str]], RunActivations] = {}
         self._sets = recomputations(job.model)
         profile = job.profile
         self._hides = profile.overlap_data >= profile.overlap_gather and not profile.broadcast

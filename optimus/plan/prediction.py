@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from optimus.model.count import flops_per_token
 from optimus.plan.job import Job
 from optimus.plan.memory import Memory, memory_of
+from optimus.plan.rank_costs import RankCosts
 from optimus.plan.step import StepTime, step_time
-from optimus.plan.work import Work
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,6 @@ class Plan:
         return flops * self.tokens_per_second / job.mesh.size / job.machine.rates(job.precision).peak
 
 
-def predict(job: Job, work: Work | None = None) -> Plan:
+def predict(job: Job, work: RankCosts | None = None) -> Plan:
     """What a step of `job` takes, and its memory. `work` knows another job that divides a block likewise."""
     return Plan(job, step_time(job, work), memory_of(job))

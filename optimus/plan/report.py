@@ -19,9 +19,9 @@ from optimus.plan.machine import Machine
 from optimus.plan.memory import room_of
 from optimus.plan.offloading import device_share, ranks_of_node
 from optimus.plan.prediction import Plan
+from optimus.plan.rank_costs import RankCosts
 from optimus.plan.scaling import ScalingPoint
 from optimus.plan.step import step_time
-from optimus.plan.work import Work
 from optimus.train.groups import Communicators, communicators
 from optimus.train.run import layouts_of, whole_model
 
@@ -201,7 +201,7 @@ def _elsewhere(plan: Plan) -> Iterator[str]:
 
 def _collectives(job: Job) -> Iterator[str]:
     """A line for each kind of group, smallest first."""
-    work, machine = Work(job), job.placed
+    work, machine = RankCosts(job), job.placed
     step_time(job, work)
     used: dict[StridedGroup, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for (place, kind), whole in sorted(work.collectives.items()):

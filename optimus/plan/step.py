@@ -20,7 +20,7 @@ from optimus.plan.collectives import Collective, transfer_seconds
 from optimus.plan.job import Job
 from optimus.plan.offloading import OffloadSeconds, offload_seconds
 from optimus.plan.parameter_groups import ParameterGroup, Where, kinds_of, max_load, parameter_groups, written
-from optimus.plan.work import Passes, Terms, Work, add
+from optimus.plan.rank_costs import Passes, RankCosts, Terms, add
 from optimus.train import pipeline
 
 # Share that collectives take from the computing that hides them: 16 to 24 of a GPU's 108 to 148 cores, and memory traffic.
@@ -71,9 +71,9 @@ class _Passes(NamedTuple):
     least: float  # seconds of all microbatches, if ranks share no cores
 
 
-def step_time(job: Job, work: Work | None = None) -> StepTime:
+def step_time(job: Job, work: RankCosts | None = None) -> StepTime:
     """A step of a job. `work` knows the modules of another that divides a block likewise."""
-    work = work.like(job) if work else Work(job)
+    work = work.like(job) if work else RankCosts(job)
     passes, mesh = _passes(work), job.mesh
     order = job.parallel.schedule, mesh.pp, job.microbatches, passes.times
     link = 0.0 if mesh.pp == 1 else transfer_seconds(work.R * work.H * work.e, job.group("pp"), work.machine)
@@ -81,15 +81,15 @@ def step_time(job: Job, work: Work | None = None) -> StepTime:
     return _sum(work, passes.stages, seconds, _ends(work, passes, seconds))
 
 
-def least_time(job: Job, work: Work | None = None) -> float:
+def least_time(job: Job, work: RankCosts | None = None) -> float:
     """Seconds that `step_time` is no less than, found sooner: what the pipeline's order costs is left out."""
-    work = work.like(job) if work else Work(job)
+    work = work.like(job) if work else RankCosts(job)
     passes = _passes(work)
     least = _lent(work, passes.times, passes.least)
     return least + sum(_ends(work, passes, least).values())
 
 
-def _passes(work: Work) -> _Passes:
+def _passes(work: RankCosts) -> _Passes:
     """`work` remembers them, however the state is held and the pipeline lies, unless parameters are gathered."""
     job, mesh, state, parallel = work.job, work.job.mesh, work.job.state, work.job.parallel
     release = state.reshard_after_forward
@@ -103,7 +103,7 @@ def _passes(work: Work) -> _Passes:
     return found
 
 
-def _all_passes(work: Work, inside: tuple[Any, ...]) -> _Passes:
+def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
     """`inside` is what a stage's time depends on besides its blocks and what is gathered."""
     job, pp, parallel = work.job, work.job.mesh.pp, work.job.parallel
     counts = counts_of(job.model, blocks_of_stages(job))
@@ -127,7 +127,7 @@ def _all_passes(work: Work, inside: tuple[Any, ...]) -> _Passes:
     return _Passes([stages[number] for number in slowest], [times[number] for number in slowest], times, own, least)
 
 
-def _lent(work: Work, times: Sequence[StageTimes], seconds: float) -> float:
+def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float:
     """Seconds of a pipeline, where what a rank leaves idle makes those faster that share its cores."""
     job, machine = work.job, work.machine
     if machine.alone == 1 or job.group("pp").nodes(machine.ranks_per_node) > 1:
@@ -135,7 +135,7 @@ def _lent(work: Work, times: Sequence[StageTimes], seconds: float) -> float:
     return max(sum(each.seconds for each in times) * job.microbatches / job.mesh.pp, seconds / machine.alone)
 
 
-def _ends(work: Work, passes: _Passes, seconds: float) -> dict[str, float]:
+def _ends(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, float]:
     """What comes after the passes, or is not hidden beside them."""
     job, moved = work.job, _state_seconds(work, passes.counts)
     beside = OffloadSeconds(moved.update, 0.0)
@@ -193,7 +193,7 @@ def together(counts: Sequence[Mapping[Where, int]]) -> Mapping[Where, int]:
 # ---- A microbatch in a stage ----
 
 
-def _stage(work: Work, counts: Mapping[Where, int]) -> _Stage:
+def _stage(work: RankCosts, counts: Mapping[Where, int]) -> _Stage:
     job, recompute, parallel = work.job, work.job.recompute, work.job.parallel
     parts: list[tuple[Passes, float]] = []
     again: list[Terms] = []
@@ -227,7 +227,7 @@ def _scaled(terms: Terms, times: float) -> Terms:
     return Terms(*(time * times for time in terms))
 
 
-def _gathering(work: Work, counts: Mapping[Where, int], forward: Terms, backward: Terms) -> float:
+def _gathering(work: RankCosts, counts: Mapping[Where, int], forward: Terms, backward: Terms) -> float:
     """Of a stage's microbatch: all-gathering parameters, forward and backward, and reducing their gradients, as far as
     computing does not hide it."""
     profile = work.profile
@@ -237,7 +237,7 @@ def _gathering(work: Work, counts: Mapping[Where, int], forward: Terms, backward
     return _beside(gather, share * forward.compute) + _beside(second, share * backward.compute)
 
 
-def _gathers(work: Work, counts: Mapping[Where, int]) -> tuple[float, float]:
+def _gathers(work: RankCosts, counts: Mapping[Where, int]) -> tuple[float, float]:
     """Seconds of all-gathering the parameters of a stage, and of reduce-scattering their gradients."""
     parts = max(1, work.profile.gathers * counts["blocks"])
     held = parameter_groups(kinds_of(work.job), work.job, counts)
@@ -251,7 +251,7 @@ def _gathers(work: Work, counts: Mapping[Where, int]) -> tuple[float, float]:
 
 
 def _moving(
-    work: Work, kind: Collective, moved: Iterable[tuple[float, StridedGroup]], size: float, parts: int = 1
+    work: RankCosts, kind: Collective, moved: Iterable[tuple[float, StridedGroup]], size: float, parts: int = 1
 ) -> float:
     """Collectives one after the other, of elements of so many bytes, each in so many equal parts."""
     return sum(parts * work.collective(kind, elements * size / parts, place) for elements, place in moved)
@@ -276,11 +276,11 @@ class _StateSeconds(NamedTuple):
     written: Sequence[tuple[int, float]]  # into checkpoints: every how many steps, and bytes
 
 
-def _state_seconds(work: Work, counts: Mapping[Where, int]) -> _StateSeconds:
+def _state_seconds(work: RankCosts, counts: Mapping[Where, int]) -> _StateSeconds:
     return work.remembered(("state", *counts.values()), lambda: _find_state_seconds(work, counts))
 
 
-def _find_state_seconds(work: Work, counts: Mapping[Where, int]) -> _StateSeconds:
+def _find_state_seconds(work: RankCosts, counts: Mapping[Where, int]) -> _StateSeconds:
     profile, saving = work.profile, work.job.config.checkpoint
     every = parameter_groups(kinds_of(work.job), work.job, counts)
     held = [each for each in every if each.rule.trains]
@@ -302,7 +302,7 @@ def _find_state_seconds(work: Work, counts: Mapping[Where, int]) -> _StateSecond
     return _StateSeconds(reduce_each, reduce, gather, turns, _update(work, held), files)
 
 
-def _reduction(work: Work, moved: _StateSeconds, times: Sequence[StageTimes]) -> float:
+def _reduction(work: RankCosts, moved: _StateSeconds, times: Sequence[StageTimes]) -> float:
     """What is not hidden of reducing gradients beside the backward pass, and of gathering what has been updated beside the
     next forward pass; `times` are those of the rank's stages."""
     job, profile = work.job, work.profile
@@ -314,7 +314,7 @@ def _reduction(work: Work, moved: _StateSeconds, times: Sequence[StageTimes]) ->
     return reduced + moved.turns + _beside(moved.gather, profile.overlap_gather * ahead)
 
 
-def _update(work: Work, held: Sequence[ParameterGroup]) -> float:
+def _update(work: RankCosts, held: Sequence[ParameterGroup]) -> float:
     """Measuring the norm and the update, as fast as memory is, and the products of rules of matrices."""
     profile = work.profile
     kept = defaultdict[float, float](float)  # elements, by the bytes of their state
@@ -327,7 +327,7 @@ def _update(work: Work, held: Sequence[ParameterGroup]) -> float:
     return ways + products + work.machine.memory_seconds(moved + own * profile.gradient, kernels=10)
 
 
-def _orthogonalising(work: Work, held: ParameterGroup) -> float:
+def _orthogonalising(work: RankCosts, held: ParameterGroup) -> float:
     """On the rank with most matrices to make orthogonal; those of which ranks have blocks they exchange (`OverBlocks`)."""
     ranks, each = held.shards(held.depths.optimizer), list[tuple[float, float]]()
     here = -(-round(sum(number for number, *_ in held.matrices)) // ranks)
@@ -342,7 +342,7 @@ def _orthogonalising(work: Work, held: ParameterGroup) -> float:
     return max_load(each, ranks)
 
 
-def _saving(work: Work, files: Iterable[tuple[int, float]], step: float) -> float:
+def _saving(work: RankCosts, files: Iterable[tuple[int, float]], step: float) -> float:
     """Of a step's share in checkpoints: training waits for copies in host memory and, unless they are written beside it, for
     the file system; at the latest when the next is due (`checkpoint.saving`). `files`: every how many steps, and bytes."""
     machine, asynchronous = work.machine, work.job.config.checkpoint.asynchronous
@@ -354,7 +354,7 @@ def _saving(work: Work, files: Iterable[tuple[int, float]], step: float) -> floa
     return seconds
 
 
-def _sum(work: Work, stages: Sequence[_Stage], passes: float, ends: Mapping[str, float]) -> StepTime:
+def _sum(work: RankCosts, stages: Sequence[_Stage], passes: float, ends: Mapping[str, float]) -> StepTime:
     m = work.job.microbatches
     every = add(_scaled(terms, m) for each in stages for terms in (each.forward, each.backward, each.weights))
     again = add(_scaled(each.again, m) for each in stages)

@@ -12,9 +12,9 @@ from optimus.model.count import count_parameters, flops_per_token
 from optimus.plan.blocks import Projection, blocks_of
 from optimus.plan.machine import load_machine
 from optimus.plan.parameter_groups import kinds_of, parameter_groups
+from optimus.plan.rank_costs import RankCosts
 from optimus.plan.search import search
 from optimus.plan.step import counts_of, step_time
-from optimus.plan.work import Work
 
 SIZES = {"hidden": 64, "layers": 4, "heads": 4, "intermediate": 96, "vocab": 128}
 LATENT = {
@@ -100,7 +100,7 @@ def test_blocks_are_counted_by_their_shapes() -> None:
 def test_scores_inside_a_window() -> None:
     """Of four windows half the square is 8 of theirs: half of each one's own, and half of the one before."""
     model = MODELS["gemma-2-2b"].model_copy(update={"window": 512})
-    found = Work(job(model, MACHINE, Mesh(), 2048, 1, 8, PLAIN)).scores
+    found = RankCosts(job(model, MACHINE, Mesh(), 2048, 1, 8, PLAIN)).scores
     inside, whole = (found[layer].forward.attention - MACHINE.kernel_latency for layer in (0, 1))
     assert inside / whole == pytest.approx((4 * 0.5 + 3 * 0.5) / 8)
 

@@ -19,7 +19,7 @@ from optimus.plan.collectives import collective_seconds, reduce_scatter_seconds,
 from optimus.plan.job import Job, plain_run
 from optimus.plan.machine import Arithmetic, Host, Machine, Matmul, Network, Node, Pace
 from optimus.plan.measure.timing import Attended, MatmulTime, Observations, Talk, Talked
-from optimus.plan.work import Work
+from optimus.plan.rank_costs import RankCosts
 
 Floats = NDArray[np.float64]
 
@@ -186,7 +186,7 @@ def _attended(machine: Machine, each: Attended) -> float:
     """With this library's own kernel, as that is what was measured."""
     hidden = each.heads * each.head
     model = ModelConfig(family="olmo", layers=1, hidden=hidden, heads=each.heads, intermediate=1, vocab=1)
-    passes = Work(Job(plain_run(model, each.context, each.sequences), Mesh(), machine)).scores[0]
+    passes = RankCosts(Job(plain_run(model, each.context, each.sequences), Mesh(), machine)).scores[0]
     return passes.forward.attention + passes.backward.attention
 
 

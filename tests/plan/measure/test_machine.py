@@ -30,7 +30,7 @@ from optimus.plan.measure.timing import (
     places,
 )
 from optimus.plan.profile import Profile
-from optimus.plan.work import Work
+from optimus.plan.rank_costs import RankCosts
 
 KINDS: tuple[Talk, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -50,7 +50,7 @@ def made_up(machine: Machine, *, nodes: int = 1, cores: int | None = None) -> Ob
     seen.moved = [Moved("copy", 1 << 31, machine.memory_seconds(1 << 31))]
     for b, s, n, d in extent.attention:
         model = ModelConfig(family="olmo", layers=1, hidden=n * d, heads=n, intermediate=1, vocab=1)
-        scores = Work(Job(plain_run(model, s, b), Mesh(), machine)).scores[0]
+        scores = RankCosts(Job(plain_run(model, s, b), Mesh(), machine)).scores[0]
         speed = Profile().speed
         seconds = speed * (scores.forward.attention + scores.backward.attention)
         seen.attended.append(Attended(b, s, n, d, seconds))

@@ -57,7 +57,7 @@ class Passes(NamedTuple):
     weights: Terms = Terms()
 
 
-class Work:
+class RankCosts:
     """The modules of a job's model on one of its ranks."""
 
     def __init__(self, job: Job, shared: dict[Any, Any] | None = None) -> None:
@@ -75,7 +75,7 @@ class Work:
         self.collectives: dict[tuple[StridedGroup, Collective], float] = {}  # bytes of the largest that was asked for
         self._plain = job.precision if job.precision in ("fp16", "fp32") else "bf16"  # where nothing is cast
 
-    def like(self, job: Job) -> "Work":
+    def like(self, job: Job) -> "RankCosts":
         """The same modules, with what is known of their times, in a job that divides likewise what they have been asked for:
         it differs in the pipeline, in how the state is held and in what is recomputed."""
         other = copy(self)
