@@ -250,10 +250,10 @@ class TrainedChunk(Chunk):
 
     def _start_reduction(self) -> None:
         """Sum each rank's part over the groups, as far as parts of gradients are kept; further, if no more will come."""
-        if self._watch is not None:
-            self._watch.leaves(self.gradient, f"reduction of the gradients of {self.plan.slots[0].name} ...")
         if self._gradients.status == "absent":  # none has come
             self._gradients.go("open")
+        if self._watch is not None:
+            self._watch.leaves(self.gradient, f"reduction of the gradients of {self.plan.slots[0].name} ...")
         self._gradients.go("reduce")
         for depth in range(self.plan.depths.gradients):
             self._reduction.add(partial(self._reduce_scatter_async, self.gradient, 0, depth))
