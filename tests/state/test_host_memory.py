@@ -69,7 +69,9 @@ class CountedChunk:
 
     def __init__(self) -> None:
         rule = SimpleNamespace(trains=True)
-        self.plan = SimpleNamespace(shard_steps=(), offloaded=True, keeps_whole=False, lifetime="cache", rule=rule)
+        self.plan = SimpleNamespace(
+            slots=(), shard_steps=(), offloaded=True, keeps_whole=False, lifetime="cache", rule=rule
+        )
         self.parameters = [nn.Parameter(torch.zeros(1))]
         self.gradient_buffers: dict[nn.Parameter, Any] = {}
         self.gathered, self.loads = False, 0
