@@ -3,12 +3,14 @@
 import re
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.sweep import part_of
 from optimus.comm import Groups
 from optimus.config import ModelConfig, load_config
 from optimus.errors import UserError
@@ -87,10 +89,12 @@ def measured_all(sources: list[dict[str, Any]], ranks: int) -> list[tuple[int, A
     return [measured(source, ranks) for source in sources]
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kinds", SETS, ids="+".join)
-@pytest.mark.parametrize(("model", "feed_forward"), [(DENSE, "mlp"), (EXPERTS, "moe")], ids=["dense", "experts"])
-def test_computed_is_measured(model: dict[str, Any], feed_forward: str, kinds: list[str], precision: str) -> None:
+IN_ONE_PROCESS = [*product(((DENSE, "mlp"), (EXPERTS, "moe")), SETS, ("float32", "bfloat16"))]
+
+
+@pytest.mark.parametrize(("made_of", "kinds", "precision"), part_of(IN_ONE_PROCESS, 3), ids=str)
+def test_computed_is_measured(made_of: tuple[dict[str, Any], str], kinds: list[str], precision: str) -> None:
+    model, feed_forward = made_of
     named = [feed_forward if kind == "FF" else kind for kind in kinds]
     for every in (1, 2) if precision == "float32" and len(kinds) in (1, 3) else (1,):
         source = tree(model, recompute=named, recompute_every=every, precision=precision)
@@ -182,23 +186,22 @@ SHARED = DENSE | GROUPED["shared keys"]
 UNIFORM = {"routing": "uniform"}
 
 
-@pytest.mark.parametrize(
-    ("model", "ranks", "sections"),
-    [
-        (DENSE, 2, {"parallel": {"tensor": 2}}),
-        (DENSE, 4, {"parallel": {"tensor": [2, 2]}}),
-        (DENSE, 2, {"parallel": {"context": 2}}),
-        (SHARED, 2, {"parallel": {"tensor": 2}}),
-        (SHARED, 2, {"parallel": {"context": 2, "context_method": "ulysses"}}),
-        (EXPERTS, 2, {"parallel": {"context": 2, "context_method": "ulysses"}}),
-        (EXPERTS, 2, {"parallel": {"tensor": 2, "sequence": False}}),
-        (EXPERTS, 2, {"parallel": {"tensor": [1, 2]}}),
-        (EXPERTS, 2, {"parallel": {"expert": 2}, "moe": {**UNIFORM, "dispatch": "allgather"}}),
-        (ONE_EACH, 4, {"parallel": {"expert": 4}, "moe": UNIFORM}),
-        (ONE_EACH, 4, {"parallel": {"tensor": 2, "expert": 2, "expert_tensor": 2}, "moe": UNIFORM}),
-    ],
-    ids=str,
-)
+ON_RANKS: list[tuple[dict[str, Any], int, dict[str, Any]]] = [
+    (DENSE, 2, {"parallel": {"tensor": 2}}),
+    (DENSE, 4, {"parallel": {"tensor": [2, 2]}}),
+    (DENSE, 2, {"parallel": {"context": 2}}),
+    (SHARED, 2, {"parallel": {"tensor": 2}}),
+    (SHARED, 2, {"parallel": {"context": 2, "context_method": "ulysses"}}),
+    (EXPERTS, 2, {"parallel": {"context": 2, "context_method": "ulysses"}}),
+    (EXPERTS, 2, {"parallel": {"tensor": 2, "sequence": False}}),
+    (EXPERTS, 2, {"parallel": {"tensor": [1, 2]}}),
+    (EXPERTS, 2, {"parallel": {"expert": 2}, "moe": {**UNIFORM, "dispatch": "allgather"}}),
+    (ONE_EACH, 4, {"parallel": {"expert": 4}, "moe": UNIFORM}),
+    (ONE_EACH, 4, {"parallel": {"tensor": 2, "expert": 2, "expert_tensor": 2}, "moe": UNIFORM}),
+]
+
+
+@pytest.mark.parametrize(("model", "ranks", "sections"), part_of(ON_RANKS, 4), ids=str)
 def test_computed_is_measured_on_ranks(model: dict[str, Any], ranks: int, sections: dict[str, Any]) -> None:
     """What is kept of collectives is part of it. Their own buffers, which last a moment or two, are not: see the peak."""
     modules = ["norm", "attention", "moe" if "experts" in model else "mlp"]
