@@ -41,8 +41,8 @@ def check(monkeypatch: pytest.MonkeyPatch, config: RunConfig, job: Job) -> None:
     ranks, machine = job.mesh.size, job.machine
     node = min(ranks, machine.ranks_per_node)
     device = torch.device("cpu" if machine.host.shared else "meta")  # any that is no CPU
-    free = machine.memory * (node if machine.host.shared else 1)
-    monkeypatch.setattr(checks, "free_memory", lambda _: int(free))
+    free = {device.type: machine.memory * (node if machine.host.shared else 1)}
+    monkeypatch.setattr(checks, "free_memory", lambda asked: int(free.get(asked.type, machine.host.memory)))
     checks.check_ranks(config, ranks)
     checks.check_memory(config, device, ranks, node)
 
