@@ -11,12 +11,13 @@ from optimus.checkpoint.folder import list_checkpoints
 from optimus.checkpoint.reader import Reader
 from optimus.observe.metrics import read_metrics
 from optimus.resilience.events import EventLog
-from optimus.train import step
+from optimus.train import launch, step
 from optimus.train.start import train
 
 
 def spiking(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
     """Let the loss of these calls of a training step be ten times what it is."""
+    assert launch.checks  # imported before it is replaced: its dry run is no step
     right, calls = step.accumulate_gradients, iter(range(1000))
 
     def accumulate(*inputs: Any) -> torch.Tensor:
@@ -68,7 +69,7 @@ def test_going_back(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> 
             optimus.UserError, match=r"step 26: the loss .* Gone back to the weights of step 20: run again"
         ):
             train(config)
-    assert [event["kind"] for event in events.read()] == ["failure", "rollback"]
+    assert [event["kind"] for event in events.read()] == ["failure", "rollback", "error"]
     with monkeypatch.context() as patch:
         spiking(patch, {17})  # calls from step 21 on
         train(config, ["train.stop_at=29"], resume=True)
