@@ -97,6 +97,14 @@ def prepare(
     pack: Annotated[
         Literal["concatenate", "best-fit"], Option(help="best-fit: no document shorter than the context is cut.")
     ] = "concatenate",
+    min_characters: Annotated[int, Option(help="Leave out shorter documents.")] = 0,
+    max_characters: Annotated[int | None, Option(help="Leave out longer documents.")] = None,
+    min_tokens: Annotated[int, Option(help="Leave out documents of fewer tokens, with the end of text.")] = 0,
+    max_tokens: Annotated[int | None, Option(help="Leave out documents of more tokens, with the end of text.")] = None,
+    dedup: Annotated[
+        Literal["none", "exact", "minhash"],
+        Option(help="Keep the first of documents that are the same (exact) or nearly so (minhash)."),
+    ] = "none",
     as_json: Json = False,
 ) -> None:
     """Tokenise, shuffle and shard text into training data."""
@@ -119,6 +127,11 @@ def prepare(
             text_field=text_field,
             parse_special=parse_special,
             pack=pack,
+            min_characters=min_characters,
+            max_characters=max_characters,
+            min_tokens=min_tokens,
+            max_tokens=max_tokens,
+            dedup=dedup,
             progress=progress.update,
         )
     rest = f"the last {index['dropped_tokens']} tokens do not fill a sequence and are dropped"
@@ -136,12 +149,15 @@ def prepare(
 
 
 def _left_alone(index: dict[str, Any]) -> str:
-    """A line about the files that were skipped because of their endings."""
+    """Lines about documents that were left out, and about files that were skipped because of their endings."""
+    reasons = ("too_short", "too_long", "duplicates")
+    left_out = ", ".join(f"{index[why]:,} {why.replace('_', ' ')}" for why in reasons if index.get(why))
+    said = f"\nleft out: documents {left_out}" if left_out else ""
     by_ending = index.get("skipped_by_ending", {})
     if not by_ending:
-        return ""
+        return said
     counts = ", ".join(f"{count:,} {ending}" for ending, count in sorted(by_ending.items(), key=lambda one: -one[1]))
-    return f"\nskipped: {index['skipped_files']:,} file(s) of other kinds ({counts})"
+    return f"{said}\nskipped: {index['skipped_files']:,} file(s) of other kinds ({counts})"
 
 
 @app.command()

@@ -8,6 +8,7 @@ import json
 import threading
 import zlib
 from bisect import bisect_right
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus.data import tokenizer as tokenizers
+from optimus.data.selection import Selection
 from optimus.disk import user_path
 from optimus.errors import UserError, naming_read_errors
 
@@ -23,7 +25,7 @@ SUMS = "sums.npy"  # CRC-32 of the bytes of each instance, an array [instances]
 FORMAT = "optimus-tokens"
 VERSION = 1
 # What `prepare` did before there was a setting for it.
-EARLIER = {"parse_special": True, "pack": "concatenate"}
+EARLIER = {"parse_special": True, "pack": "concatenate", **asdict(Selection())}
 
 
 def read_index(folder: Path) -> dict[str, Any]:
