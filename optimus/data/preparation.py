@@ -102,10 +102,10 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenises, shuffles and shards `inputs` into the folder `output`, and returns the content of its `index.json`.
 
-    `inputs` are files, folders and globs. Exactly one of `tokenizer` (a tokenizer.json or a folder that holds one) and
-    `train_tokenizer` (the vocabulary size of one to train on the inputs) is given. `context` is the length of a
-    training instance in tokens, `shard_size` is in bytes, `workers` defaults to the cores of this process. Text that
-    spells a special token stays text, unless `parse_special` asks for the token.
+    `inputs` are files, folders and globs, also as URLs that fsspec reads. Exactly one of `tokenizer` (a tokenizer.json
+    or a folder that holds one) and `train_tokenizer` (the vocabulary size of one to train on the inputs) is given.
+    `context` is the length of a training instance in tokens, `shard_size` is in bytes, `workers` defaults to the cores
+    of this process. Text that spells a special token stays text, unless `parse_special` asks for the token.
     `text_field` is a field of JSON lines or a column of tables; a field inside of others, `meta.body`; or a
     template of several, `{question}\\n{answer}`.
     `pack` concatenates all documents and cuts them every `context` tokens, or packs them best-fit, so that no document
