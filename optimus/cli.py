@@ -90,7 +90,8 @@ def prepare(
     text_field: Annotated[
         str,
         Option(
-            help="Field or column that holds the text: text, meta.body, or a template such as '{question} {answer}'."
+            help="Field or column that holds the text: text, meta.body, a template such as '{question} {answer}', or "
+            "chat:messages for conversations of which the answers are predicted."
         ),
     ] = "text",
     parse_special: ParseSpecial = False,

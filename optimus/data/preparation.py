@@ -31,7 +31,7 @@ import numpy as np
 from optimus.data import files, journal, shards
 from optimus.data import tokenizer as tokenizers
 from optimus.data.documents import DocumentBatch, Encode, Position, read_batches, read_texts
-from optimus.data.fields import field_of
+from optimus.data.fields import CHAT, field_of
 from optimus.data.helpers import Helpers
 from optimus.data.journal import LEFT_OUT, Counts, Journal, Mark
 from optimus.data.packing import pack as pack_documents
@@ -75,6 +75,11 @@ class _Run:
     selection: Selection
 
     @property
+    def masked(self) -> bool:
+        """Whether some tokens are not predicted."""
+        return self.text_field.startswith(CHAT)
+
+    @property
     def rows(self) -> Path:
         """The file whose rows are shuffled."""
         return self.partial / (STREAM if self.pack == "concatenate" else PACKED)
@@ -106,8 +111,9 @@ def prepare(
     or a folder that holds one) and `train_tokenizer` (the vocabulary size of one to train on the inputs) is given.
     `context` is the length of a training instance in tokens, `shard_size` is in bytes, `workers` defaults to the cores
     of this process. Text that spells a special token stays text, unless `parse_special` asks for the token.
-    `text_field` is a field of JSON lines or a column of tables; a field inside of others, `meta.body`; or a
-    template of several, `{question}\\n{answer}`.
+    `text_field` is a field of JSON lines or a column of tables; a field inside of others, `meta.body`; a
+    template of several, `{question}\\n{answer}`; or `chat:messages`, a field of JSON lines that holds conversations, of
+    which only the answers are predicted.
     `pack` concatenates all documents and cuts them every `context` tokens, or packs them best-fit, so that no document
     shorter than the context is cut; what is left of an instance is padding, which is not trained on.
     Documents with less than `min_characters` or `min_tokens` (with the end of text), or more than the largest numbers, are
@@ -260,8 +266,8 @@ def _install_tokenizer(run: _Run, info: TokenizerInfo | None) -> TokenizerInfo:
         else:
             _train_tokenizer(run, path)
     if info is None:
-        return tokenizers.inspect(path)
-    return replace(info, path=path)
+        info = tokenizers.inspect(path)
+    return replace(info, path=path, masked=run.masked)
 
 
 def _train_tokenizer(run: _Run, path: Path) -> None:
@@ -516,6 +522,7 @@ def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> di
         "context": run.context,
         "seed": run.seed,
         "dtype": info.dtype,
+        **({"masked": True} if run.masked else {}),
         "instances": instances,
         "tokens": used,
         "dropped_tokens": max(0, state.mark.tokens - used),

@@ -62,7 +62,7 @@ class Selection:
         return "too_long" if too_long or (self.max_tokens is not None and document.tokens > self.max_tokens) else None
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """What the selection needs of a piece of a document; `tokens` count the end of text too."""
 
     tokens: int
@@ -81,7 +81,7 @@ class Document:
     text_bytes: int = 0
     signature: str = ""
 
-    def add(self, piece: Piece, dedup: Dedup) -> None:
+    def add(self, piece: DocumentPiece, dedup: Dedup) -> None:
         """Join the next piece to it."""
         signature = piece.signature
         if self.signature and signature:

@@ -15,7 +15,7 @@ import pytest
 from optimus.data import cutting, documents
 from optimus.data.permutation import Permutation
 from optimus.data.preparation import prepare
-from optimus.data.selection import Document, Piece, Selection, signer
+from optimus.data.selection import Document, DocumentPiece, Selection, signer
 from optimus.data.shards import Shards
 from optimus.errors import UserError
 
@@ -143,7 +143,7 @@ def test_minhashes_of_pieces_join() -> None:
     whole = np.frombuffer(sign(" ".join(words)), "<u4")
     document = Document()
     for part in (words[:1000], words[1000:]):
-        document.add(Piece(0, 0, 0, False, sign(" ".join(part))), "minhash")
+        document.add(DocumentPiece(0, 0, 0, False, sign(" ".join(part))), "minhash")
     assert (np.frombuffer(bytes.fromhex(document.signature), "<u4") == whole).mean() > 0.98
 
 
