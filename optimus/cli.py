@@ -232,6 +232,10 @@ def evaluate(
     fewshot: Annotated[int | None, Option(help="Examples in each prompt.")] = None,
     parse_special: ParseSpecial = False,
     ensemble: Annotated[bool, Option("--ensemble", help="Score the mean logits of several checkpoints.")] = False,
+    signal: Annotated[
+        bool, Option("--signal", help="How surely the tasks that runs measured while they trained tell them apart.")
+    ] = False,
+    plot: Annotated[Path | None, Option(help="Draw the tasks of --signal into this PNG file.")] = None,
     device: Annotated[str, Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
     output: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
     as_json: Json = False,
@@ -239,6 +243,13 @@ def evaluate(
     """Score a checkpoint on tasks (lm-eval) and on bits per byte of text."""
     from optimus.evaluate import evaluate as run
 
+    if signal:
+        if tasks or text or ensemble or output or limit or fewshot:
+            raise UserError("--signal reads runs and evaluates nothing: give it with --plot and --json alone")
+        _signals(checkpoint, plot, as_json)
+        return
+    if plot is not None:
+        raise UserError("--plot draws what --signal reads of runs: give --signal too")
     if ensemble != (len(checkpoint) > 1):
         cure = "name several checkpoints" if ensemble else "evaluate them one by one, or together with --ensemble"
         raise UserError(f"{len(checkpoint)} checkpoint(s){' with --ensemble' if ensemble else ''}: {cure}")
@@ -261,6 +272,21 @@ def evaluate(
         print_table(rows, ", ".join(map(str, checkpoint)))
     bits = results["bits_per_byte"]
     _show(results, as_json, f"bits per byte: {bits:.4f}" if bits is not None else "")
+
+
+def _signals(runs: list[Path], plot: Path | None, as_json: bool) -> None:
+    from optimus.disk import check_plot
+    from optimus.evaluate.signals import draw, read_curves, signals
+    from optimus.observe.table import print_table
+
+    target = check_plot(plot) if plot is not None else None
+    curves = read_curves(runs)
+    rows = signals(curves)
+    if target is not None:
+        draw(curves, runs, target)
+    if not as_json:
+        print_table(rows, ", ".join(map(str, runs)))
+    _show({"signals": rows}, as_json, "")
 
 
 @app.command()
