@@ -23,19 +23,19 @@ _LOWER_IS_BETTER = ("bits_per_byte",)
 _LEAST = 3  # measurements
 
 
-class Curve(NamedTuple):
+class TaskCurve(NamedTuple):
     """A metric of a task in one run."""
 
     step_N: NDArray[np.int64]
     value_N: NDArray[np.float64]
 
 
-Curves = dict[tuple[str, str], list[Curve]]  # by task and metric, one of each run
+TaskCurves = dict[tuple[str, str], list[TaskCurve]]  # by task and metric, one of each run
 
 
-def read_curves(runs: Sequence[str | Path]) -> Curves:
+def read_curves(runs: Sequence[str | Path]) -> TaskCurves:
     """The tasks' metrics that all `runs` have. Raises `UserError` where a run has measured none, or too few times."""
-    found: list[dict[tuple[str, str], Curve]] = []
+    found: list[dict[tuple[str, str], TaskCurve]] = []
     for given in runs:
         folder = user_path(given)
         if not (folder / "metrics.jsonl").is_file():
@@ -51,14 +51,14 @@ def read_curves(runs: Sequence[str | Path]) -> Curves:
                 f"{folder} has measured tasks at fewer than {_LEAST} steps: set evaluate.tasks, task_data and a smaller "
                 "tasks_every"
             )
-        found.append({key: Curve(*map(np.array, zip(*each))) for key, each in points.items()})
+        found.append({key: TaskCurve(*map(np.array, zip(*each))) for key, each in points.items()})
     shared = [key for key in found[0] if all(key in each for each in found)]
     if not shared:
         raise UserError("the runs have no task in common: give runs with the same evaluate.tasks")
     return {key: [each[key] for each in found] for key in shared}
 
 
-def signals(curves: Curves) -> list[dict[str, Any]]:
+def signals(curves: TaskCurves) -> list[dict[str, Any]]:
     """A row per task and metric: `spearman` with the step (1: every measurement is better than those before it), `noise`
     (standard deviation of a measurement, in units of the metric), both means over the runs, and `kendall` (agreement of the
     order of the runs with the last one, mean over the steps before; None for one run)."""
@@ -88,7 +88,7 @@ def kendall(x_R: NDArray[Any], y_R: NDArray[Any]) -> float:
     return float((x_sign * y_sign).sum()) / size if size else 0.0
 
 
-def noise(curve: Curve) -> float:
+def noise(curve: TaskCurve) -> float:
     """The standard deviation of a measurement, from its distance to the line between its neighbours.
 
     Independent errors of deviation s give distances of deviation s * sqrt(3 / 2); a trend that is straight gives none.
@@ -100,7 +100,7 @@ def noise(curve: Curve) -> float:
     return float(np.sqrt(np.mean(distance**2 / (1 + part**2 + (1 - part) ** 2)))) if len(distance) else 0.0
 
 
-def draw(curves: Curves, runs: Sequence[str | Path], path: Path) -> None:
+def draw(curves: TaskCurves, runs: Sequence[str | Path], path: Path) -> None:
     """Write a PNG: a row per task, a column per metric, a line per run. Raises `UserError` where it cannot be written."""
     from matplotlib.figure import Figure
 
@@ -125,7 +125,7 @@ def _ranks(values_N: NDArray[Any]) -> NDArray[np.float64]:
     return ranks
 
 
-def _agreement(curves: Sequence[Curve]) -> float | None:
+def _agreement(curves: Sequence[TaskCurve]) -> float | None:
     steps = sorted(set.intersection(*(set(curve.step_N.tolist()) for curve in curves)))
     if len(curves) < 2 or len(steps) < 2:
         return None

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from optimus.cli import app
 from optimus.errors import UserError
-from optimus.evaluate.signals import Curve, kendall, noise, read_curves, signals, spearman
+from optimus.evaluate.signals import TaskCurve, kendall, noise, read_curves, signals, spearman
 
 
 def test_rank_statistics_are_those_of_scipy() -> None:
@@ -28,8 +28,8 @@ def test_noise_is_the_deviation_of_a_measurement() -> None:
     generator = np.random.default_rng(1)
     step_N = np.cumsum(generator.integers(5, 15, 4000))
     value_N = 3 - 0.01 * step_N + generator.normal(0, 0.2, len(step_N))
-    assert noise(Curve(step_N, value_N)) == pytest.approx(0.2, rel=0.05)
-    assert noise(Curve(step_N, 3 - 0.01 * step_N)) == pytest.approx(0, abs=1e-9)
+    assert noise(TaskCurve(step_N, value_N)) == pytest.approx(0.2, rel=0.05)
+    assert noise(TaskCurve(step_N, 3 - 0.01 * step_N)) == pytest.approx(0, abs=1e-9)
 
 
 def written(folder: Path, better: float, seed: int, measured: int = 20) -> Path:
