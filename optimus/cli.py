@@ -79,7 +79,7 @@ def _options(
 
 @app.command()
 def prepare(
-    inputs: Annotated[list[str], Argument(metavar="INPUT...", help="Files, folders or globs of text.")],
+    inputs: Annotated[list[str], Argument(metavar="INPUT...", help="Files, folders or globs of text, or their URLs.")],
     output: Annotated[Path, Option(help="Folder to make.")],
     tokenizer: Annotated[Path | None, Option(help="tokenizer.json, or a folder that holds one.")] = None,
     train_tokenizer: Annotated[int | None, Option(help="Train a tokenizer of this many entries.")] = None,
@@ -90,13 +90,22 @@ def prepare(
     text_field: Annotated[
         str,
         Option(
-            help="Field or column that holds the text: text, meta.body, or a template such as '{question} {answer}'."
+            help="Field or column that holds the text: text, meta.body, a template such as '{question} {answer}', or "
+            "chat:messages for conversations of which the answers are predicted."
         ),
     ] = "text",
     parse_special: ParseSpecial = False,
     pack: Annotated[
         Literal["concatenate", "best-fit"], Option(help="best-fit: no document shorter than the context is cut.")
     ] = "concatenate",
+    min_characters: Annotated[int, Option(help="Leave out shorter documents.")] = 0,
+    max_characters: Annotated[int | None, Option(help="Leave out longer documents.")] = None,
+    min_tokens: Annotated[int, Option(help="Leave out documents of fewer tokens, with the end of text.")] = 0,
+    max_tokens: Annotated[int | None, Option(help="Leave out documents of more tokens, with the end of text.")] = None,
+    dedup: Annotated[
+        Literal["none", "exact", "minhash"],
+        Option(help="Keep the first of documents that are the same (exact) or nearly so (minhash)."),
+    ] = "none",
     as_json: Json = False,
 ) -> None:
     """Tokenise, shuffle and shard text into training data."""
@@ -119,6 +128,11 @@ def prepare(
             text_field=text_field,
             parse_special=parse_special,
             pack=pack,
+            min_characters=min_characters,
+            max_characters=max_characters,
+            min_tokens=min_tokens,
+            max_tokens=max_tokens,
+            dedup=dedup,
             progress=progress.update,
         )
     rest = f"the last {index['dropped_tokens']} tokens do not fill a sequence and are dropped"
@@ -136,12 +150,15 @@ def prepare(
 
 
 def _left_alone(index: dict[str, Any]) -> str:
-    """A line about the files that were skipped because of their endings."""
+    """Lines about documents that were left out, and about files that were skipped because of their endings."""
+    reasons = ("too_short", "too_long", "duplicates")
+    left_out = ", ".join(f"{index[why]:,} {why.replace('_', ' ')}" for why in reasons if index.get(why))
+    said = f"\nleft out: documents {left_out}" if left_out else ""
     by_ending = index.get("skipped_by_ending", {})
     if not by_ending:
-        return ""
+        return said
     counts = ", ".join(f"{count:,} {ending}" for ending, count in sorted(by_ending.items(), key=lambda one: -one[1]))
-    return f"\nskipped: {index['skipped_files']:,} file(s) of other kinds ({counts})"
+    return f"{said}\nskipped: {index['skipped_files']:,} file(s) of other kinds ({counts})"
 
 
 @app.command()
@@ -215,6 +232,10 @@ def evaluate(
     fewshot: Annotated[int | None, Option(help="Examples in each prompt.")] = None,
     parse_special: ParseSpecial = False,
     ensemble: Annotated[bool, Option("--ensemble", help="Score the mean logits of several checkpoints.")] = False,
+    signal: Annotated[
+        bool, Option("--signal", help="How surely the tasks that runs measured while they trained tell them apart.")
+    ] = False,
+    plot: Annotated[Path | None, Option(help="Draw the tasks of --signal into this PNG file.")] = None,
     device: Annotated[str, Option(help="auto, cpu, cuda, xpu, ...")] = "auto",
     output: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
     as_json: Json = False,
@@ -222,6 +243,13 @@ def evaluate(
     """Score a checkpoint on tasks (lm-eval) and on bits per byte of text."""
     from optimus.evaluate import evaluate as run
 
+    if signal:
+        if tasks or text or ensemble or output or limit or fewshot:
+            raise UserError("--signal reads runs and evaluates nothing: give it with --plot and --json alone")
+        _signals(checkpoint, plot, as_json)
+        return
+    if plot is not None:
+        raise UserError("--plot draws what --signal reads of runs: give --signal too")
     if ensemble != (len(checkpoint) > 1):
         cure = "name several checkpoints" if ensemble else "evaluate them one by one, or together with --ensemble"
         raise UserError(f"{len(checkpoint)} checkpoint(s){' with --ensemble' if ensemble else ''}: {cure}")
@@ -244,6 +272,21 @@ def evaluate(
         print_table(rows, ", ".join(map(str, checkpoint)))
     bits = results["bits_per_byte"]
     _show(results, as_json, f"bits per byte: {bits:.4f}" if bits is not None else "")
+
+
+def _signals(runs: list[Path], plot: Path | None, as_json: bool) -> None:
+    from optimus.disk import check_plot
+    from optimus.evaluate.signals import draw, read_curves, signals
+    from optimus.observe.table import print_table
+
+    target = check_plot(plot) if plot is not None else None
+    curves = read_curves(runs)
+    rows = signals(curves)
+    if target is not None:
+        draw(curves, runs, target)
+    if not as_json:
+        print_table(rows, ", ".join(map(str, runs)))
+    _show({"signals": rows}, as_json, "")
 
 
 @app.command()

@@ -108,6 +108,7 @@ def test_what_is_imported_is_installed() -> None:
     installed = declared("dependencies") | {"optimus", "triton", *sys.stdlib_module_names}  # torch brings its triton
     extras = {
         "evaluate": "evaluate", "hub/drop_in.py": "evaluate", "observe/wandb.py": "wandb", "observe/mlflow.py": "mlflow",
+        "data/selection.py": "dedup", "data/remote.py": "remote",
     }  # fmt: skip
     missing = []
     for file in files():

@@ -379,16 +379,22 @@ class CheckpointConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """Validation during training."""
+    """Validation and tasks during training."""
 
     every: int | None = Field(None, gt=0, description="Steps between validations (bits per byte).")
     text: PathText | None = Field(None, description="Folder or file of validation text.")
     max_bytes: int = Field(262_144, gt=0, description="Use only this many bytes of the text.")
+    tasks: list[str] = Field([], description="Tasks that are run during training, as `optimus evaluate --tasks`.")
+    task_data: PathText | None = Field(None, description="Folder of their data.")
+    tasks_every: int | None = Field(None, gt=0, description="Steps between them; they also run at the last step.")
+    tasks_limit: int = Field(200, gt=0, description="Most documents per task.")
 
     @model_validator(mode="after")
     def _text(self) -> "EvaluateConfig":
         if self.every is not None and self.text is None:
             raise ValueError("every is set but text is not: name a file or folder of validation text")
+        if len({bool(self.tasks), self.task_data is not None, self.tasks_every is not None}) > 1:
+            raise ValueError("tasks, task_data and tasks_every go together: set all of them or none")
         return self
 
 

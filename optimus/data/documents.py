@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 from optimus.data import files
 from optimus.data.cutting import LIMIT as PIECE_LIMIT
 from optimus.data.cutting import PIECE, UncuttableError, pieces
-from optimus.data.fields import TextField, field_of
+from optimus.data.fields import Segment, TextField, field_of
 from optimus.data.files import Source, Sources, open_bytes
 from optimus.data.markup import page_text
 from optimus.data.tables import records
@@ -118,7 +118,8 @@ def read_texts(sources: Sources, text_field: str, encode: Encode = lambda text: 
     for batch in read_batches(sources, Position(0), text_field, encode):
         yield from zip(batch.texts, batch.ends)
         if batch.lines:
-            yield from ((text, True) for text in parse_lines(batch, text_field))
+            for segments in parse_lines(batch, text_field):
+                yield "".join(segment.text for segment in segments), True
 
 
 def _read_text(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[_Piece]:
@@ -201,8 +202,10 @@ def _read_lines(source: Source, start: Position, text_field: str, encode: Encode
             if len(block) <= 2 * BLOCK:
                 yield DocumentBatch(source.input, block, place, first_line, after=after, read=raw.tell())
                 continue
-            text = parse_line(block, place, first_line, text_field)
-            for piece, last in _checked_pieces(f"{place}:{first_line}", _slices(text or ""), encode):
+            segments = parse_line(block, place, first_line, text_field) or [Segment("")]
+            if len(segments) > 1:
+                raise UserError(f"{place}:{first_line}: a conversation of more than {2 * BLOCK >> 20} MB. Split it.")
+            for piece, last in _checked_pieces(f"{place}:{first_line}", _slices(segments[0].text), encode):
                 yield _Piece(piece, last, after if last else None, raw.tell())
 
 
@@ -229,16 +232,16 @@ def _line_blocks(place: str, stream: BinaryIO, line: int) -> Iterator[bytes]:
         yield b"".join(carried)
 
 
-def parse_lines(batch: DocumentBatch, text_field: str) -> Iterator[str]:
+def parse_lines(batch: DocumentBatch, text_field: str) -> Iterator[list[Segment]]:
     """The documents in the JSON lines of a batch. Raises `UserError` with file and line number."""
     # Only b"\n" ends a line: str.splitlines would also split at characters that a JSON text may hold.
     lines = enumerate(batch.lines.removesuffix(b"\n").split(b"\n"), start=batch.first_line)
     parsed = (parse_line(line, batch.place, number, text_field) for number, line in lines)
-    return (text for text in parsed if text is not None)
+    return (segments for segments in parsed if segments is not None)
 
 
-def parse_line(line: bytes, place: str, number: int, text_field: str) -> str | None:
-    """The text of the document in one JSON line, None for a blank line. Raises `UserError` naming file and line."""
+def parse_line(line: bytes, place: str, number: int, text_field: str) -> list[Segment] | None:
+    """The segments of the document in one JSON line, None for a blank line. Raises `UserError` naming file and line."""
     try:
         decoded = line.decode()
     except UnicodeDecodeError as error:
@@ -251,7 +254,7 @@ def parse_line(line: bytes, place: str, number: int, text_field: str) -> str | N
         raise UserError(f"{place}:{number}: not valid JSON ({error}). Each line must be one JSON object.") from error
     if not isinstance(record, dict):
         raise UserError(f"{place}:{number}: a JSON {type(record).__name__}, where an object with the text is expected")
-    return field_of(text_field).of(record, f"{place}:{number}")
+    return field_of(text_field).segments(record, f"{place}:{number}")
 
 
 def _read_parquet(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[_Piece]:

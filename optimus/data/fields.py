@@ -1,11 +1,25 @@
-"""The text of a record: a field, a field inside of others (`meta.body`), or several fields in a template."""
+"""The text of a record: a field, a field inside of others (`meta.body`), several fields in a template, or a conversation.
+
+Of a conversation (`chat:messages`) only the answers are predicted. It is written as by Tülu (Wang et al. 2023, "How Far Can
+Camels Go?", section 4.1): `<|user|>`, a line break, what is said, a line break. What is predicted is what the assistant says
+and what ends it: the heading of the next turn, or the end of text.
+"""
 
 import string
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from optimus.errors import UserError, nearest
+
+CHAT = "chat:"
+
+
+class Segment(NamedTuple):
+    """A stretch of a document, and whether its tokens are predicted."""
+
+    text: str
+    predicted: bool = True
 
 
 class TextField:
@@ -46,8 +60,59 @@ class TextField:
             return _value(record, self.said, place)
         return "".join(before + ("" if name is None else _value(record, name, place)) for before, name in self._parts)
 
+    def segments(self, record: Mapping[str, Any], place: str) -> list[Segment]:
+        """The text as `of` gives it, in stretches that are predicted or not."""
+        return [Segment(self.of(record, place))]
+
+
+class ChatField(TextField):
+    """A list of messages, each with a role and its content, as chats are published."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(said.removeprefix(CHAT))
+
+    def columns(self, known: Sequence[str], place: str) -> list[str]:
+        """Tables hold texts only."""
+        raise UserError(f"{place}: conversations (`text_field` {CHAT}...) are read from JSON lines: convert it")
+
+    def of(self, record: Mapping[str, Any], place: str) -> str:
+        """The whole conversation as text."""
+        return "".join(segment.text for segment in self.segments(record, place))
+
+    def segments(self, record: Mapping[str, Any], place: str) -> list[Segment]:
+        """Prompts and answers in turn. Raises `UserError` where it is no conversation, or has no answer."""
+        messages = _found(record, self.said, place)
+        good = isinstance(messages, list) and all(
+            isinstance(message, Mapping) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+            for message in messages
+        )
+        if not good:
+            raise UserError(
+                f"{place}: field '{self.said}' is no conversation: give a list of objects with `role` and `content`"
+            )
+        if not any(message["role"] == "assistant" for message in messages):
+            raise UserError(f"{place}: no message has the role 'assistant', so nothing of it would be predicted")
+        found, prompt = list[Segment](), ""
+        for number, message in enumerate(messages):
+            heading = f"<|{message['role']}|>"
+            prompt += f"{'' if number and messages[number - 1]['role'] == 'assistant' else heading}\n"
+            if message["role"] == "assistant":
+                ends = f"\n<|{messages[number + 1]['role']}|>" if number + 1 < len(messages) else ""
+                found += [Segment(prompt, False), Segment(_checked(message["content"] + ends, self.said, place))]
+                prompt = ""
+            else:
+                prompt += f"{_checked(message['content'], self.said, place)}\n"
+        return [*found, Segment(prompt, False)] if prompt else found
+
 
 def _value(record: Mapping[str, Any], name: str, place: str) -> str:
+    found = _found(record, name, place)
+    if not isinstance(found, str):
+        raise UserError(f"{place}: field '{name}' is {type(found).__name__}, not text")
+    return _checked(found, name, place)
+
+
+def _found(record: Mapping[str, Any], name: str, place: str) -> Any:
     found: Any = record
     for part in [name] if name in record else name.split("."):
         if not isinstance(found, Mapping) or part not in found:
@@ -56,8 +121,10 @@ def _value(record: Mapping[str, Any], name: str, place: str) -> str:
                 f"{place}: no field '{name}' ({nearest(part, known)}). Name the field that holds the text, `text_field`."
             )
         found = found[part]
-    if not isinstance(found, str):
-        raise UserError(f"{place}: field '{name}' is {type(found).__name__}, not text")
+    return found
+
+
+def _checked(found: str, name: str, place: str) -> str:
     if not found.isascii():
         try:
             found.encode()
@@ -69,4 +136,4 @@ def _value(record: Mapping[str, Any], name: str, place: str) -> str:
 @cache
 def field_of(said: str) -> TextField:
     """The field that `said` names, read once."""
-    return TextField(said)
+    return ChatField(said) if said.startswith(CHAT) else TextField(said)

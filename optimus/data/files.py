@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from optimus.data import remote
+from optimus.data.remote import RemoteFile
 from optimus.disk import user_path
 from optimus.errors import UserError, naming_read_errors
 
@@ -42,7 +44,7 @@ READ = 1 << 20
 class Source:
     """One input file. `name` is its path below the input that it came from, which is number `input`."""
 
-    path: Path
+    path: Path | RemoteFile
     input: int
     name: str
     size: int
@@ -82,25 +84,29 @@ def _digest(rows: Iterable[tuple[object, ...]]) -> str:
 
 
 def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> Sources:
-    """Files, folders (walked in sorted order, hidden names left out) and globs, each file once. Raises `UserError`.
+    """Files, folders (walked in sorted order, hidden names left out) and globs, also of fsspec's URLs, each file once.
+
+    Raises `UserError`.
 
     What lies in the folders `leave_out` does not exist here: an output may lie in an input folder.
     """
     hidden = [folder.resolve() for folder in leave_out]
-    found: dict[Path, Source] = {}
-    skipped: set[Path] = set()
+    found: dict[Path | RemoteFile, Source] = {}
+    skipped: set[Path | RemoteFile] = set()
     for number, given in enumerate(inputs):
         matches = 0
         with naming_read_errors(Path(given)):
-            for path, root in _expand(given):
+            for path, name in _expand(given):
                 if any(path.resolve().is_relative_to(folder) for folder in hidden):
                     continue
                 if not ends_in(path, SUFFIXES):
                     skipped.add(path.resolve())
                     continue
                 matches += 1
-                stat = path.stat()
-                source = Source(path, number, path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns)
+                if isinstance(path, RemoteFile):
+                    source = Source(path, number, name, path.size, path.version)
+                else:
+                    source = Source(path, number, name, path.stat().st_size, path.stat().st_mtime_ns)
                 found.setdefault(path.resolve(), source)
         if not matches:
             raise UserError(f"no input files in {given}: nothing there ends in {_SUPPORTED}")
@@ -110,27 +116,30 @@ def resolve(inputs: Sequence[str | Path], leave_out: Sequence[Path] = ()) -> Sou
     return Sources(tuple(Path(given).name for given in inputs), tuple(found.values()), dict(sorted(by_ending.items())))
 
 
-def ends_in(path: Path, suffixes: tuple[str, ...]) -> bool:
+def ends_in(path: Path | RemoteFile, suffixes: tuple[str, ...]) -> bool:
     return path.name.lower().endswith(suffixes)
 
 
-def _ending(path: Path) -> str:
+def _ending(path: Path | RemoteFile) -> str:
     """What a file's name ends in; of a compressed one, what it held too."""
     last = path.suffix.lower()
     within = Path(path.stem).suffix.lower() if last in (".gz", ".zst", ".bz2", ".xz") else ""
     return f"{within}{last}" or "no ending"
 
 
-def _expand(given: str | Path) -> Iterator[tuple[Path, Path]]:
-    """The files that one input stands for, each with the folder that its name is relative to."""
+def _expand(given: str | Path) -> Iterator[tuple[Path | RemoteFile, str]]:
+    """The files that one input stands for, each with its name below that."""
+    if remote.is_remote(given):
+        yield from remote.expand(str(given), SUFFIXES)
+        return
     path = user_path(given)
     if path.is_file():
         if not ends_in(path, SUFFIXES):
             raise UserError(f"unsupported file type: {path}. Supported: {_SUPPORTED}")
-        yield path, path.parent
+        yield path, path.name
     elif path.is_dir():
         for file in _walk(path):
-            yield file, path
+            yield file, file.relative_to(path).as_posix()
     else:
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
         if not matches:
@@ -138,7 +147,7 @@ def _expand(given: str | Path) -> Iterator[tuple[Path, Path]]:
         root = _fixed_part(path)
         for match in matches:
             for file in _walk(match) if match.is_dir() else filter(Path.is_file, [match]):
-                yield file, root
+                yield file, file.relative_to(root).as_posix()
 
 
 def _fixed_part(pattern: Path) -> Path:

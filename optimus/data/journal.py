@@ -16,12 +16,14 @@ from typing import Any
 
 from optimus.data.documents import Position
 from optimus.data.files import Sources
+from optimus.data.selection import Document
 from optimus.data.shards import EARLIER
 from optimus.disk import write_json
 from optimus.errors import UserError
 
 FILE = "journal.json"
 LOCK = ".lock"
+LEFT_OUT = ("too_short", "too_long", "duplicates")  # why documents are: names of `Counts`
 
 
 @dataclass
@@ -32,22 +34,31 @@ class Counts:
     empty_documents: int = 0
     text_bytes: int = 0
     tokens: int = 0
+    too_short: int = 0  # documents left out, as the next two
+    too_long: int = 0
+    duplicates: int = 0
 
 
 @dataclass
 class Mark:
     """A place that reading can resume from: everything before `position` gave the first `tokens` of the stream.
 
-    `files` says which files were read, wholly or partly, up to here.
+    `files` says which files were read, wholly or partly, up to here, and `document` what is known of one that goes on there.
     """
 
     position: Position
     counts: list[Counts]  # per input
     files: str = ""
+    document: Document = field(default_factory=Document)
 
     @property
     def tokens(self) -> int:
-        return sum(counts.tokens for counts in self.counts)
+        return sum(counts.tokens for counts in self.counts) + self.document.tokens
+
+    @property
+    def documents(self) -> int:
+        """That are kept."""
+        return sum(counts.documents for counts in self.counts)
 
     def holds(self, sources: Sources) -> bool:
         """Whether the files read up to here are still the same."""
@@ -83,7 +94,8 @@ def read(folder: Path) -> Journal | None:
         for name in ("mark", "file_mark"):
             mark = stored[name]
             counts = [Counts(**count) for count in mark["counts"]]
-            stored[name] = Mark(Position(*mark["position"]), counts, mark["files"])
+            document = Document(**mark.get("document", {}))
+            stored[name] = Mark(Position(*mark["position"]), counts, mark["files"], document)
         return Journal(**stored)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} is damaged ({error}). Delete {folder} and run again.") from error

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus.data.packing import documents_BS, padding_BS
-from optimus.data.shards import Shards
+from optimus.data.shards import NOT_PREDICTED, Shards
 from optimus.data.training import DataPhase
 from optimus.errors import UserError
 
@@ -82,7 +82,11 @@ class TokenLoader(Iterator[TokenBatch]):
             row_N, part_N = source.rows(index_B[chosen], self._seed)
             tokens_BS[chosen] = _parts(source.shards, row_N, part_N, phase.sequence_length)
         eos_id = phase.sources[0].shards.eos_id
-        mask_BS = ~padding_BS(tokens_BS, eos_id) if phase.padded else None
+        mask_BS = None
+        if phase.masked or phase.padded:
+            mask_BS = tokens_BS < NOT_PREDICTED
+            tokens_BS &= NOT_PREDICTED - 1
+            mask_BS &= ~padding_BS(tokens_BS, eos_id) if phase.padded else True
         return TokenBatch(tokens_BS, mask_BS, documents_BS(tokens_BS, eos_id) if phase.documents else None)
 
     def close(self) -> None:
@@ -103,5 +107,5 @@ def _parts(shards: Shards, row_N: NDArray[np.int64], part_N: NDArray[np.int64], 
     tokens_RC = np.empty((len(unique_R), shards.context), dtype=np.int64)
     starts = np.flatnonzero(np.diff(unique_R, prepend=-2) != 1).tolist()
     for start, stop in zip(starts, [*starts[1:], len(unique_R)]):
-        tokens_RC[start:stop] = shards.rows(int(unique_R[start]), int(unique_R[stop - 1]) + 1)
+        tokens_RC[start:stop] = shards.stored_rows(int(unique_R[start]), int(unique_R[stop - 1]) + 1)
     return tokens_RC.reshape(len(unique_R), -1, length)[inverse_N, part_N]

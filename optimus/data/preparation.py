@@ -31,10 +31,11 @@ import numpy as np
 from optimus.data import files, journal, shards
 from optimus.data import tokenizer as tokenizers
 from optimus.data.documents import DocumentBatch, Encode, Position, read_batches, read_texts
-from optimus.data.fields import field_of
+from optimus.data.fields import CHAT, field_of
 from optimus.data.helpers import Helpers
-from optimus.data.journal import Counts, Journal, Mark
+from optimus.data.journal import LEFT_OUT, Counts, Journal, Mark
 from optimus.data.packing import pack as pack_documents
+from optimus.data.selection import Dedup, Document, Selection, Signatures
 from optimus.data.tokenizer import TokenizerInfo
 from optimus.data.work import SUMS, Encoded, encoder, tokenizer_trainer, write_shard
 from optimus.disk import sync, user_path, write_json
@@ -71,6 +72,12 @@ class _Run:
     text_field: str
     parse_special: bool
     pack: Pack
+    selection: Selection
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens are not predicted."""
+        return self.text_field.startswith(CHAT)
 
     @property
     def rows(self) -> Path:
@@ -91,18 +98,26 @@ def prepare(
     text_field: str = "text",
     parse_special: bool = False,
     pack: Pack = "concatenate",
+    min_characters: int = 0,
+    max_characters: int | None = None,
+    min_tokens: int = 0,
+    max_tokens: int | None = None,
+    dedup: Dedup = "none",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Tokenises, shuffles and shards `inputs` into the folder `output`, and returns the content of its `index.json`.
 
-    `inputs` are files, folders and globs. Exactly one of `tokenizer` (a tokenizer.json or a folder that holds one) and
-    `train_tokenizer` (the vocabulary size of one to train on the inputs) is given. `context` is the length of a
-    training instance in tokens, `shard_size` is in bytes, `workers` defaults to the cores of this process. Text that
-    spells a special token stays text, unless `parse_special` asks for the token.
-    `text_field` is a field of JSON lines or a column of tables; a field inside of others, `meta.body`; or a
-    template of several, `{question}\\n{answer}`.
+    `inputs` are files, folders and globs, also as URLs that fsspec reads. Exactly one of `tokenizer` (a tokenizer.json
+    or a folder that holds one) and `train_tokenizer` (the vocabulary size of one to train on the inputs) is given.
+    `context` is the length of a training instance in tokens, `shard_size` is in bytes, `workers` defaults to the cores
+    of this process. Text that spells a special token stays text, unless `parse_special` asks for the token.
+    `text_field` is a field of JSON lines or a column of tables; a field inside of others, `meta.body`; a
+    template of several, `{question}\\n{answer}`; or `chat:messages`, a field of JSON lines that holds conversations, of
+    which only the answers are predicted.
     `pack` concatenates all documents and cuts them every `context` tokens, or packs them best-fit, so that no document
     shorter than the context is cut; what is left of an instance is padding, which is not trained on.
+    Documents with less than `min_characters` or `min_tokens` (with the end of text), or more than the largest numbers, are
+    left out and counted. Of documents that are the same (`dedup` exact) or nearly so (minhash) the first is kept.
     `progress(stage, done, total)` is called now and then; `total` may be None.
 
     An interrupted call goes on where it stopped when it is called again; when `output` is complete already with the
@@ -127,6 +142,8 @@ def prepare(
 
     if pack not in get_args(Pack):
         raise UserError(f"`pack` is {pack!r}: it must be one of {', '.join(get_args(Pack))}")
+    selection = Selection(min_characters, max_characters, min_tokens, max_tokens, dedup)
+    selection.check()
     field_of(text_field)  # that it makes sense
     info = tokenizers.inspect(user_path(tokenizer)) if tokenizer is not None else None
     if info is not None and not parse_special:
@@ -142,9 +159,9 @@ def prepare(
         "parse_special": parse_special,
         "pack": pack,
     }
-    run = _Run(sources, output, partial, workers, train_tokenizer, progress, **given)
+    run = _Run(sources, output, partial, workers, train_tokenizer, progress, **given, selection=selection)
     trained_or_given = info.sha256 if info else f"trained to {train_tokenizer}"
-    settings = {"inputs": sources.content_digest(), "tokenizer": trained_or_given, **given}
+    settings = {"inputs": sources.content_digest(), "tokenizer": trained_or_given, **given, **asdict(selection)}
     with _disk_errors(run):
         if output.exists() and not (output.is_dir() and not any(output.iterdir())):
             return _finished_before(run, settings)
@@ -249,8 +266,8 @@ def _install_tokenizer(run: _Run, info: TokenizerInfo | None) -> TokenizerInfo:
         else:
             _train_tokenizer(run, path)
     if info is None:
-        return tokenizers.inspect(path)
-    return replace(info, path=path)
+        info = tokenizers.inspect(path)
+    return replace(info, path=path, masked=run.masked)
 
 
 def _train_tokenizer(run: _Run, path: Path) -> None:
@@ -294,14 +311,16 @@ def _tokenise(run: _Run, state: Journal, info: TokenizerInfo) -> None:
         writer = _StreamWriter(run, state, stream, item)
         batches = read_batches(run.sources, state.mark.position, run.text_field, encode)
         try:
-            with Helpers(run.workers, encoder, info, run.text_field, run.parse_special) as helpers:
+            with Helpers(run.workers, encoder, info, run.text_field, run.parse_special, run.selection.dedup) as helpers:
                 for batch, encoded in _in_order(helpers, batches):
                     writer.write(batch, encoded)
                     run.progress("tokenise", batch.read, total)
+            writer.commit()
         except (UserError, KeyboardInterrupt):
             writer.commit()
             raise
-        writer.commit()
+        finally:
+            writer.close()
 
 
 def _in_order(helpers: Helpers, batches: Iterator[DocumentBatch]) -> Iterator[tuple[DocumentBatch, Encoded]]:
@@ -339,25 +358,50 @@ class _StreamWriter:
         self._stream = stream
         self._item = item
         self._counts = [replace(counts) for counts in state.mark.counts]
+        self._document = replace(state.mark.document)
+        self._signatures = Signatures(run.partial, run.selection.dedup, state.mark.documents)
         self._reached = (state.mark, state.file_mark)
         self._committed = time.monotonic()
 
     def write(self, batch: DocumentBatch, encoded: Encoded) -> None:
-        self._stream.write(encoded.tokens)
-        counts = self._counts[batch.input]
-        counts.documents += encoded.documents
-        counts.empty_documents += encoded.empty
-        counts.text_bytes += encoded.text_bytes
-        counts.tokens += len(encoded.tokens) // self._item
+        tokens, start = memoryview(encoded.tokens), 0
+        for piece in encoded.pieces:
+            stop = start + piece.tokens * self._item
+            self._stream.write(tokens[start:stop])
+            self._document.add(piece, self._run.selection.dedup)
+            start = stop
+            if piece.ends:
+                self._end_document(self._counts[batch.input])
         if batch.after is None:
             return
         files_read = self._run.sources.identity_digests[batch.after.files_read]
-        mark = Mark(batch.after, [replace(counts) for counts in self._counts], files_read)
+        mark = Mark(batch.after, [replace(counts) for counts in self._counts], files_read, replace(self._document))
         self._reached = (mark, mark if batch.after.offset == 0 else self._reached[1])
         if time.monotonic() - self._committed >= COMMIT_SECONDS:
             self.commit()
 
+    def _end_document(self, counts: Counts) -> None:
+        """Counts the document that ends; takes it off the stream again where it is left out."""
+        document, self._document = self._document, Document()
+        if not document.text_bytes:
+            counts.empty_documents += 1
+            return
+        misfit = self._run.selection.misfit(document)
+        if misfit is None and self._signatures.is_new(bytes.fromhex(document.signature)):
+            counts.documents += 1
+            counts.text_bytes += document.text_bytes
+            counts.tokens += document.tokens
+            return
+        why = misfit or "duplicates"
+        setattr(counts, why, getattr(counts, why) + 1)
+        self._stream.seek(-document.tokens * self._item, os.SEEK_END)
+        self._stream.truncate()
+
+    def close(self) -> None:
+        self._signatures.close()
+
     def commit(self) -> None:
+        self._signatures.sync()
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._state.mark, self._state.file_mark = self._reached
@@ -373,7 +417,7 @@ def _pack(run: _Run, state: Journal, info: TokenizerInfo) -> int:
             path.unlink()
         run.partial.rmdir()
         what = f"only {tokens} tokens, too few for one instance of {run.context}" if tokens else "no text"
-        cure = "Give more text or a smaller `context`." if tokens else "Every document is empty."
+        cure = "Give more text or a smaller `context`." if tokens else "Every document is empty or left out."
         raise UserError(f"the input holds {what}. {cure}")
     if run.pack == "concatenate":
         state.instances = tokens // run.context
@@ -478,12 +522,14 @@ def _index(run: _Run, state: Journal, instances: int, info: TokenizerInfo) -> di
         "context": run.context,
         "seed": run.seed,
         "dtype": info.dtype,
+        **({"masked": True} if run.masked else {}),
         "instances": instances,
         "tokens": used,
         "dropped_tokens": max(0, state.mark.tokens - used),
         **state.packed,
         "documents": sum(c.documents for c in counts),
         "empty_documents": sum(c.empty_documents for c in counts),
+        **{name: sum(getattr(c, name) for c in counts) for name in LEFT_OUT},
         "text_bytes": sum(c.text_bytes for c in counts),
         "skipped_files": sum(run.sources.skipped.values()),
         "skipped_by_ending": run.sources.skipped,

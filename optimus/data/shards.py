@@ -8,6 +8,7 @@ import json
 import threading
 import zlib
 from bisect import bisect_right
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus.data import tokenizer as tokenizers
+from optimus.data.selection import Selection
 from optimus.disk import user_path
 from optimus.errors import UserError, naming_read_errors
 
 INDEX = "index.json"
 SUMS = "sums.npy"  # CRC-32 of the bytes of each instance, an array [instances]
+NOT_PREDICTED = 1 << 31  # a bit of a stored token, in data of conversations
 FORMAT = "optimus-tokens"
 VERSION = 1
 # What `prepare` did before there was a setting for it.
-EARLIER = {"parse_special": True, "pack": "concatenate"}
+EARLIER = {"parse_special": True, "pack": "concatenate", **asdict(Selection())}
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -79,6 +82,7 @@ class Shards:
         self.eos_id: int = self.index["tokenizer"]["eos_id"]
         self.parse_special: bool = {**EARLIER, **self.index.get("settings", {})}["parse_special"]
         self.padded: bool = {**EARLIER, **self.index.get("settings", {})}["pack"] == "best-fit"
+        self.masked: bool = self.index.get("masked", False)  # whether some tokens are not predicted
         self._check_tokenizer()
         self._arrays = [self._open(entry) for entry in self.index["shards"]]
         self._starts = [0]
@@ -104,6 +108,11 @@ class Shards:
 
     def rows(self, start: int, stop: int) -> NDArray[np.unsignedinteger[Any]]:
         """Instances `start` to `stop`, as an array [stop - start, context]; a view where they lie in one shard."""
+        stored = self.stored_rows(start, stop)
+        return np.bitwise_and(stored, NOT_PREDICTED - 1, dtype=stored.dtype) if self.masked else stored
+
+    def stored_rows(self, start: int, stop: int) -> NDArray[np.unsignedinteger[Any]]:
+        """As `rows`; the bit `NOT_PREDICTED` is set in tokens that are not predicted."""
         if not 0 <= start < stop <= self.instances:
             raise IndexError(f"rows {start} to {stop} of {self.instances}")
         parts = []

@@ -24,11 +24,13 @@ class TokenizerInfo:
     vocab_size: int
     eos_id: int
     eos_token: str
+    masked: bool = False
+    """Whether stored tokens have a bit that says that they are not predicted."""
 
     @property
     def dtype(self) -> str:
         """The smallest NumPy type that holds every token: little-endian uint16 or uint32."""
-        return "<u2" if self.vocab_size <= 1 << 16 else "<u4"
+        return "<u2" if self.vocab_size <= 1 << 16 and not self.masked else "<u4"
 
 
 def load(path: Path, *, parse_special: bool = False) -> Any:

@@ -67,6 +67,11 @@ class DataPhase(NamedTuple):
         """Whether sequences may end in padding."""
         return any(source.shards.padded for source in self.sources)
 
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens of documents are not predicted."""
+        return any(source.shards.masked for source in self.sources)
+
     @classmethod
     def of(cls, shards: Shards, global_batch: int) -> "DataPhase":
         """One source from the start."""

@@ -11,7 +11,10 @@ import numpy as np
 
 from optimus.data import tokenizer as tokenizers
 from optimus.data.documents import DocumentBatch, parse_lines
+from optimus.data.fields import Segment
 from optimus.data.permutation import Permutation
+from optimus.data.selection import Dedup, DocumentPiece, signer
+from optimus.data.shards import NOT_PREDICTED
 from optimus.data.tokenizer import TokenizerInfo
 
 GATHER = 32 << 20  # bytes gathered at once
@@ -20,31 +23,37 @@ SUMS = ".crc32"
 
 @dataclass(frozen=True)
 class Encoded:
-    """A tokenised batch: the bytes of its tokens, and what it held. Documents without text are `empty`."""
+    """A tokenised batch: the bytes of its tokens, and the pieces of documents that they are of."""
 
     tokens: bytes
-    documents: int
-    empty: int
-    text_bytes: int
+    pieces: list[DocumentPiece]
 
 
-def encoder(info: TokenizerInfo, text_field: str, parse_special: bool) -> Callable[[DocumentBatch], Encoded]:
+def encoder(
+    info: TokenizerInfo, text_field: str, parse_special: bool, dedup: Dedup
+) -> Callable[[DocumentBatch], Encoded]:
     """What tokenises batches, each document followed by the end-of-text token."""
     tokenizer = tokenizers.load(info.path, parse_special=parse_special)
+    sign = signer(dedup)
 
     def encode(batch: DocumentBatch) -> Encoded:
-        texts, ends = batch.texts, batch.ends
+        pieces, ends = [[Segment(text)] for text in batch.texts], batch.ends
         if batch.lines:
-            texts = list(parse_lines(batch, text_field))
-            ends = [True] * len(texts)
+            pieces = list(parse_lines(batch, text_field))
+            ends = [True] * len(pieces)
+        stretches = [segment.text for segments in pieces for segment in segments]
+        encodings = iter(tokenizer.encode_batch_fast(stretches, add_special_tokens=False))
         tokens: list[int] = []
-        for text, end, encoding in zip(texts, ends, tokenizer.encode_batch_fast(texts, add_special_tokens=False)):
-            tokens += encoding.ids
+        found: list[DocumentPiece] = []
+        for segments, end in zip(pieces, ends):
+            before, text = len(tokens), "".join(segment.text for segment in segments)
+            for segment in segments:
+                ids = next(encodings).ids
+                tokens += ids if segment.predicted else [id | NOT_PREDICTED for id in ids]
             if end and text:
                 tokens.append(info.eos_id)
-        empty = texts.count("")
-        text_bytes = sum(len(text.encode()) for text in texts)
-        return Encoded(np.array(tokens, dtype=info.dtype).tobytes(), sum(ends) - empty, empty, text_bytes)
+            found.append(DocumentPiece(len(tokens) - before, len(text), len(text.encode()), end, sign(text)))
+        return Encoded(np.array(tokens, dtype=info.dtype).tobytes(), found)
 
     return encode
 

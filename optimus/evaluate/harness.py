@@ -6,7 +6,8 @@ from `optimus.evaluate.score`, generated text from `optimus.evaluate.generation`
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
@@ -15,9 +16,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from optimus.data.tokenizer import encoder
 from optimus.errors import UserError
-from optimus.evaluate.ensemble import Ensemble
 from optimus.evaluate.generation import decode, generate_tokens
-from optimus.evaluate.score import TOKENS_PER_BATCH, Window, score, split_long
+from optimus.evaluate.score import TOKENS_PER_BATCH, Score, Scored, Window, split_long
+from optimus.evaluate.score import score as score_windows
 from optimus.model import Transformer
 
 _SCORED_AT_ONCE = 512  # requests between two reports of progress
@@ -26,22 +27,24 @@ _SCORED_AT_ONCE = 512  # requests between two reports of progress
 class HarnessModel(TemplateLM):
     """`model` with `tokenizer` (a `tokenizers.Tokenizer`), for inputs of at most `context` tokens.
 
-    `progress`, when given, is called with (requests done, requests in all).
+    `progress`, when given, is called with (requests done, requests in all). `score` takes windows and the tokens of a batch
+    in place of `optimus.evaluate.score`.
     """
 
     def __init__(
         self,
-        model: Transformer | Ensemble,
+        model: Scored,
         tokenizer: Any,
         *,
         eos_id: int,
         context: int,
         tokens_per_batch: int = TOKENS_PER_BATCH,
         progress: Callable[[int, int], None] | None = None,
+        score: Callable[[Sequence[Window], int], list[Score]] | None = None,
     ) -> None:
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
-        self._device = model.embedding.weight.device
+        self._score_windows = score or partial(score_windows, model)
         self._eos, self._context = eos_id, context
         self._tokens_per_batch = tokens_per_batch
         self._report = progress or (lambda done, total: None)
@@ -82,7 +85,7 @@ class HarnessModel(TemplateLM):
         prompt_ids = self.tok_encode(prompt) or [self._eos]
         tokens: list[int] = []
         text = ""
-        if isinstance(self.model, Ensemble):
+        if not isinstance(self.model, Transformer):
             raise UserError("tasks that generate text cannot be run with an ensemble: evaluate its members one by one")
         for token in generate_tokens(
             self.model,
@@ -122,7 +125,7 @@ class HarnessModel(TemplateLM):
         for start in range(0, len(order), _SCORED_AT_ONCE):
             part = order[start : start + _SCORED_AT_ONCE]
             windows = [window for index in part for window in windows_per_request[index]]
-            scores = iter(score(self.model, windows, self._tokens_per_batch))
+            scores = iter(self._score_windows(windows, self._tokens_per_batch))
             for index in part:
                 found = [next(scores) for _ in windows_per_request[index]]
                 results[index] = sum(s.log_likelihood for s in found), all(s.greedy for s in found)

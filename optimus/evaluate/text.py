@@ -17,7 +17,7 @@ from optimus.comm import Group
 from optimus.data.documents import read_texts
 from optimus.data.files import resolve
 from optimus.data.packing import padding_BS
-from optimus.data.shards import Shards
+from optimus.data.shards import NOT_PREDICTED, Shards
 from optimus.data.tokenizer import encoder
 from optimus.errors import UserError
 from optimus.evaluate.score import TOKENS_PER_BATCH, Scored, Window, score
@@ -116,18 +116,23 @@ def read_parts(
 def read_rows(shards: Shards, max_tokens: int) -> Iterator[Part]:
     """The first rows of prepared data, up to `max_tokens` but at least one, each as one window, as in training.
 
-    All tokens but the first of a row and its padding are predicted. Their bytes are those of the mean token of the data.
+    All tokens are predicted but the first of a row, its padding and, in conversations, the prompts. Their bytes are those
+    of the mean token of the data.
     """
     bytes_per_token = shards.index["text_bytes"] / shards.stream_tokens
     rows, predicted = min(shards.instances, max(1, max_tokens // shards.context)), 0
     at_once = max(1, _TOKENS_AT_ONCE // shards.context)
     for start in range(0, rows, at_once):
-        tokens_BS = shards.rows(start, min(rows, start + at_once)).astype(np.int64)
-        padding_B = (
-            padding_BS(tokens_BS, shards.eos_id).sum(1) if shards.padded else np.zeros(len(tokens_BS), dtype=int)
-        )
-        held = [row[: len(row) - padding] for row, padding in zip(tokens_BS.tolist(), padding_B.tolist())]
-        windows = [Window(row[:1], row[1:]) for row in held if len(row) > 1]
+        stored_BS = shards.stored_rows(start, min(rows, start + at_once)).astype(np.int64)
+        tokens_BS = stored_BS & (NOT_PREDICTED - 1)
+        predicted_BS = stored_BS < NOT_PREDICTED
+        if shards.padded:
+            predicted_BS &= ~padding_BS(tokens_BS, shards.eos_id)
+        predicted_BS[:, 0] = False
+        windows = []
+        for row, chosen_S in zip(tokens_BS.tolist(), predicted_BS):
+            borders = np.flatnonzero(np.diff(chosen_S, append=False)) + 1  # of each stretch that is predicted
+            windows += [Window(row[:first], row[first:end]) for first, end in borders.reshape(-1, 2).tolist()]
         predicted += sum(len(window.continuation) for window in windows)
         yield Part(windows, round(predicted * bytes_per_token), predicted)
 

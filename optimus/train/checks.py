@@ -73,7 +73,8 @@ def check_references(config: RunConfig, resume: bool) -> None:
 
 
 def check_validation(config: RunConfig, data: TrainingData) -> None:
-    """Raise `UserError` when validation text is missing on this node, whose first rank reads it, or of another tokenizer."""
+    """Raise `UserError` when validation text or tasks are missing on this node, whose first rank reads them, or text is of
+    another tokenizer."""
     for each in config.validation:
         if each.text is not None:
             files.resolve([each.text])
@@ -81,6 +82,11 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
             data.check_same_tokenizer(Shards(each.path))
     if config.evaluate.text is not None and not Path(config.evaluate.text).exists():
         raise UserError(f"evaluate.text: {config.evaluate.text} does not exist: name a file or folder of text")
+    if config.evaluate.tasks:
+        from optimus.evaluate.tasks import check_lm_eval, load_tasks
+
+        check_lm_eval()
+        load_tasks(config.evaluate.tasks, Path(str(config.evaluate.task_data)))
 
 
 def check_output(config: RunConfig, resume: bool, data: TrainingData) -> None:

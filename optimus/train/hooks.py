@@ -5,6 +5,8 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -132,10 +134,11 @@ class NonFinite(Hook):
 
 
 class Validation(Hook):
-    """Measures loss and bits per byte of each set of validation text, every so many steps and at the last one; on all ranks.
+    """Measures loss and bits per byte of each set of validation text, and tasks, every so many steps and at the last one; on
+    all ranks.
 
-    Rank 0 alone reads the text. Where it holds the whole model it measures alone; else all ranks do, each with its part of
-    the model. What rank 0 fails to read ends the run on all ranks alike.
+    Rank 0 alone reads the text and the tasks. Where it holds the whole model it measures alone; else all ranks do, each with
+    its part of the model. What rank 0 fails to read ends the run on all ranks alike.
     """
 
     def after_step(self, run: Run, result: StepResult) -> None:
@@ -149,6 +152,8 @@ class Validation(Hook):
                     of_text = self._text(run, each.text, max_tokens=each.tokens) if each.text is not None else None
                     found = self._measure(run, of_text or self._rows(str(each.path), each.tokens))
                     run.measured |= {f"{name}/{each.name}": found[name] for name in ("loss", "bits_per_byte")}
+            if section.tasks_every is not None and (last or run.step % section.tasks_every == 0):
+                run.measured |= self._tasks(run)
         except CollectiveError:
             raise
         except UserError as error:
@@ -162,6 +167,48 @@ class Validation(Hook):
             if run.forward_is_collective:
                 return measure(run.model, parts, group=world)
             return world.on_first(lambda: measure(run.model, parts))
+
+    def _tasks(self, run: Run) -> dict[str, float]:
+        """`tasks/NAME/METRIC` of each task. Where ranks have parts of the model, all score what rank 0 asks."""
+        from optimus.evaluate.score import score
+
+        model, world = run.model, run.groups.world
+        with run.state.evaluating():
+            if not run.forward_is_collective:
+                return world.on_first(lambda: self._ask(run, partial(score, model)))
+            if world.rank > 0:
+                windows: Any
+                while (windows := world.broadcast_object(None)) is not None:
+                    score(model, windows)
+                return world.on_first(dict)
+
+            def together(windows: Any, tokens_per_batch: int) -> Any:
+                return score(model, world.broadcast_object(windows), tokens_per_batch)
+
+            def asked() -> dict[str, float]:
+                try:
+                    return self._ask(run, together)
+                finally:
+                    world.broadcast_object(None)
+
+            return world.on_first(asked)
+
+    def _ask(self, run: Run, score: Any) -> dict[str, float]:
+        from optimus.evaluate.harness import HarnessModel
+        from optimus.evaluate.tasks import load_tasks, run_tasks
+
+        section, data = run.config.evaluate, run.data.first_folder
+        encoder = tokenizer.load(data.tokenizer_path, parse_special=data.parse_special)
+        context = run.phase.config.train.sequence_length
+        asking = HarnessModel(run.model, encoder, eos_id=data.eos_id, context=context, score=score)
+        tasks = load_tasks(section.tasks, Path(str(section.task_data)))
+        found = run_tasks(tasks, asking, limit=section.tasks_limit)
+        return {
+            f"tasks/{name}/{metric}": value
+            for name, scores in found.items()
+            for metric, value in scores.items()
+            if metric != "n"
+        }
 
     def _text(self, run: Run, text: str, max_bytes: int | None = None, max_tokens: int | None = None) -> Iterator[Any]:
         from optimus.evaluate.text import read_parts

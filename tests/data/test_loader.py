@@ -100,8 +100,8 @@ def test_a_batch_larger_than_the_data(prepared: Path) -> None:
 def test_reads_ahead_and_no_further(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = Shards(prepared)
     read: list[int] = []
-    original = shards.rows
-    monkeypatch.setattr(shards, "rows", lambda start, stop: read.append(start) or original(start, stop))
+    original = shards.stored_rows
+    monkeypatch.setattr(shards, "stored_rows", lambda start, stop: read.append(start) or original(start, stop))
     with loader_of(shards, global_batch=4) as loader:
         next(loader)
         time.sleep(0.3)

@@ -31,11 +31,14 @@ NAMES = ["model", "data", "comm", "train", "kernels"]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Five prepared folders with one tokenizer, context 32."""
+    """Five prepared folders with one tokenizer, context 32. Every word says its source: no two share a sequence."""
     place, root = tmp_path_factory.mktemp("sources"), Path(__file__).resolve().parents[2] / "optimus"
-    prepare([root / NAMES[0]], place / NAMES[0], train_tokenizer=300, context=32, workers=1)
+    for name, mark in zip(NAMES, "ABCDE"):
+        text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((root / name).rglob("*.py")))
+        (place / f"{name}.txt").write_text(" ".join(f"{mark}{word}" for word in text.split()), encoding="utf-8")
+    prepare([place / f"{NAMES[0]}.txt"], place / NAMES[0], train_tokenizer=300, context=32, workers=1)
     for name in NAMES[1:]:
-        prepare([root / name], place / name, tokenizer=place / NAMES[0], context=32, workers=1)
+        prepare([place / f"{name}.txt"], place / name, tokenizer=place / NAMES[0], context=32, workers=1)
     return {name: str(place / name) for name in NAMES}
 
 
@@ -61,9 +64,16 @@ def phased(small_run: dict[str, Any], folders: dict[str, str]) -> dict[str, Any]
 
 
 def records(run: dict[str, Any]) -> list[dict[str, Any]]:
-    timed = {"tokens_per_second", "step_seconds", "data_seconds", "checkpoint_seconds", "model_flops_utilization"}
+    timed = {
+        "time",
+        "tokens_per_second",
+        "step_seconds",
+        "data_seconds",
+        "checkpoint_seconds",
+        "model_flops_utilization",
+    }
     return [
-        {key: value for key, value in record.items() if key not in timed}
+        {key: value for key, value in record.items() if key not in timed and not key.startswith(("time/", "memory/"))}
         for record in read_metrics(Path(run["train"]["output"]))
     ]
 

@@ -1,0 +1,114 @@
+"""Conversations: prompts are read and not predicted, answers are; the same in batches, in validation and in a loss."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from optimus.data.fields import Segment, field_of
+from optimus.data.loader import TokenLoader
+from optimus.data.preparation import prepare
+from optimus.data.shards import Shards
+from optimus.data.training import DataPhase
+from optimus.errors import UserError
+from optimus.evaluate.text import read_rows
+
+CONTEXT = 256
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> tuple[Path, list[list[dict[str, str]]]]:
+    generator = random.Random(0)
+    found = []
+    for _ in range(40):
+        turns = [message("system", "be brief")] if generator.random() < 0.5 else []
+        for number in range(generator.randint(1, 3)):
+            turns += [message("user", f"what is {number}?"), message("assistant", f"it is\n{generator.random()}")]
+        found.append(turns)
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"id": 1, "messages": chat}) + "\n" for chat in found))
+    return path, found
+
+
+def test_a_conversation_is_prompts_and_answers() -> None:
+    chat = [message("user", "hi"), message("assistant", "yes?"), message("user", "2+2"), message("assistant", "4")]
+    segments = field_of("chat:messages").segments({"messages": chat}, "here")
+    assert segments == [
+        Segment("<|user|>\nhi\n<|assistant|>\n", False),
+        Segment("yes?\n<|user|>", True),
+        Segment("\n2+2\n<|assistant|>\n", False),
+        Segment("4", True),
+    ]
+    open_end = field_of("chat:messages").segments({"messages": [*chat, message("user", "thanks")]}, "here")
+    assert open_end[3:] == [Segment("4\n<|user|>", True), Segment("\nthanks\n", False)]
+
+
+@pytest.mark.parametrize("pack", ["concatenate", "best-fit"])
+def test_answers_alone_are_predicted(
+    tmp_path: Path,
+    chats: tuple[Path, list[list[dict[str, str]]]],
+    tokenizer_file: Path,
+    encode: Callable[[str], list[int]],
+    pack: Any,
+) -> None:
+    path, conversations = chats
+    given: dict[str, Any] = {"tokenizer": tokenizer_file, "context": CONTEXT, "text_field": "chat:messages"}
+    index = prepare([path], tmp_path / "data", pack=pack, workers=2, **given)
+    shards = Shards(tmp_path / "data")
+    assert (index["dtype"], index["masked"], shards.masked) == ("<u4", True, True)
+    wanted: dict[tuple[int, ...], int] = {}  # times that a stretch is predicted
+    for chat in conversations:
+        for number, turn in enumerate(chat):
+            if turn["role"] == "assistant":
+                last = number + 1 == len(chat)
+                ids = [*encode(turn["content"] + ("" if last else "\n<|user|>")), *([shards.eos_id] if last else [])]
+                wanted[tuple(ids)] = wanted.get(tuple(ids), 0) + 1
+    tokens_BS = shards.rows(0, shards.instances)
+    assert tokens_BS.max() < 600
+    with TokenLoader([DataPhase.of(shards, shards.instances)]) as loader:
+        batch = next(loader)
+    assert batch.target_mask_BS is not None
+    assert np.array_equal(batch.tokens_BS, tokens_BS)
+    windows = [window for part in read_rows(shards, 10**9) for window in part.windows]
+    assert sum(len(window.continuation) for window in windows) == batch.target_mask_BS[:, 1:].sum()
+    if pack == "best-fit":  # conversations are whole, so every answer is
+        found: dict[tuple[int, ...], int] = {}
+        for window in windows:
+            found[tuple(window.continuation)] = found.get(tuple(window.continuation), 0) + 1
+        assert found == wanted
+        masked = batch.tokens_BS[batch.target_mask_BS].size
+        assert masked == sum(len(ids) * times for ids, times in wanted.items())
+
+
+def test_a_tokenizer_is_trained_on_all_of_it(tmp_path: Path, chats: tuple[Path, Any]) -> None:
+    index = prepare([chats[0]], tmp_path / "data", train_tokenizer=300, context=16, text_field="chat:messages")
+    assert index["documents"] == 40
+    assert index["text_bytes"] == sum(len(field_of("chat:messages").of({"messages": chat}, "")) for chat in chats[1])
+
+
+def test_bad_input(tmp_path: Path, tokenizer_file: Path) -> None:
+    for chat, message_ in (
+        ("hi", "in.jsonl:1: field 'messages' is no conversation: give a list of objects"),
+        ([{"role": "user"}], "is no conversation"),
+        ([message("user", "hi")], "in.jsonl:1: no message has the role 'assistant'"),
+        ([message("assistant", "\ud800")], "not valid Unicode"),
+    ):
+        path = tmp_path / "in.jsonl"
+        path.write_text(json.dumps({"messages": chat}) + "\n")
+        with pytest.raises(UserError, match=message_):
+            prepare(
+                [path], tmp_path / "out", tokenizer=tokenizer_file, context=8, workers=1, text_field="chat:messages"
+            )
+    (tmp_path / "in.csv").write_text("messages\nhi\n")
+    with pytest.raises(UserError, match=r"conversations .* are read from JSON lines"):
+        prepare(
+            [tmp_path / "in.csv"], tmp_path / "out2", tokenizer=tokenizer_file, context=8, text_field="chat:messages"
+        )
