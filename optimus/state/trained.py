@@ -28,7 +28,7 @@ from optimus.state.chunk import ON_DISK, Chunk
 from optimus.state.disk import StateFile
 from optimus.state.matrices import OverBlocks
 from optimus.state.plan import ChunkPlan
-from optimus.state.transfers import Transfers
+from optimus.state.transfers import Transfers, done_already
 from optimus.step_context import StepContext
 
 _PIECE = 1024  # numbers whose squares are added up one after the other
@@ -114,7 +114,7 @@ class TrainedChunk(Chunk):
         self._leaving: Handle | None = None  # `reduced` is on its way to the host
         self._square: Tensor | None = None  # of what has left
         self._clears = False  # gradients, behind it
-        self._reader: Handle = _done  # waits for whoever copies this rank's part beside the training
+        self._reader: Handle = done_already  # waits for whoever copies this rank's part beside the training
         self._weights_read = False  # by that, what is computed with, too
 
     def hold(self, until: Handle, weights: bool = False) -> None:
@@ -313,7 +313,7 @@ class TrainedChunk(Chunk):
         """
         self.settle()
         update = partial(self._update, now, tile, following, self._reader)
-        self._reader, self._weights_read = _done, False
+        self._reader, self._weights_read = done_already, False
         if self.plan.offloaded and not self.update_is_collective:
             self._updating = self._transfers.submit(update, self.plan.updated, self._update_on)
         else:
@@ -329,7 +329,7 @@ class TrainedChunk(Chunk):
 
     @property
     def updated(self) -> Handle:
-        updating = self._updating or _done
+        updating = self._updating or done_already
 
         def wait() -> None:
             updating()
@@ -383,10 +383,6 @@ class TrainedChunk(Chunk):
                         transfers.put_back(part, here[i])
                 if self._blocks:
                     transfers.synchronize()
-
-
-def _done() -> None:
-    """Nothing is to be waited for."""
 
 
 def _before_accumulation(own: "weakref.ref[TrainedChunk]", gradient: Tensor | None) -> None:

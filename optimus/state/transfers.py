@@ -47,12 +47,12 @@ class Transfers:
     def up(self, target: Tensor, source: Tensor) -> Handle:
         """Begin to copy from the host to the device, behind what the device has been told to do."""
         target.copy_(source)
-        return _done
+        return done_already
 
     def down(self, target: Tensor, source: Tensor) -> Handle:
         """Begin to copy from the device to the host, behind what the device has been told to do."""
         target.copy_(source)
-        return _done
+        return done_already
 
     def advance(self, turn: InTurn) -> None:
         """Let what stands behind a copy, or an update, in `turn` begin when that is done, without waiting for it."""
@@ -96,7 +96,7 @@ class Transfers:
         return self._scratch[key][: part.numel()].view(part.shape)
 
 
-def _done() -> None:
+def done_already() -> None:
     """Nothing is to be waited for."""
 
 
