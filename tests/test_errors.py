@@ -26,4 +26,5 @@ def test_the_make_targets_that_errors_name_are_there() -> None:
         for line in (root / "Makefile").read_text(encoding="utf-8").splitlines()
         if line.startswith(".PHONY: install-e")
     )
-    assert targets.split()[1:] == [f"install-{extra}" for extra in ("evaluate", "wandb", "mlflow", "bench")]
+    extras = ("evaluate", "wandb", "mlflow", "dedup", "remote", "bench")
+    assert targets.split()[1:] == [f"install-{extra}" for extra in extras]
