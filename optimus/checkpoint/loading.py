@@ -18,6 +18,18 @@ Send = Literal["broadcast", "allreduce", "none"]
 Read = Callable[[Iterable[TensorSlice]], None]
 
 
+def _check_pruned(chunk: Chunk, whole: Tensor, first: int) -> None:
+    """Raise `UserError` where weights, from element `first` of the chunk on, are not zero though they are pruned."""
+    assert chunk.mask is not None
+    extent = chunk.plan.shard if len(whole) < chunk.plan.size else slice(0, chunk.mask.plan.unpruned)
+    left = chunk.mask.take(whole, extent.start, extent.stop, first)
+    if int(whole.count_nonzero()) != int(left.count_nonzero()):
+        raise UserError(
+            f"weights of {chunk.plan.slots[0].name} ... are not zero where the masks beside them prune them: these are of "
+            "another checkpoint, use one as it was written"
+        )
+
+
 class _Transfer(NamedTuple):
     """One kind of buffer of a chunk on its way from the rank of `group` that reads it."""
 
@@ -25,24 +37,31 @@ class _Transfer(NamedTuple):
     kind: str
     group: Group
     reader: int
+    pruned: bool
 
     @property
     def reads(self) -> bool:
         return self.group.rank == self.reader
 
+    def fill(self, whole: Tensor, read: Read, first: int = 0) -> None:
+        """Read what `whole` has of the chunk, from element `first` on."""
+        read(slices(self.chunk.plan, self.kind, whole, first=first))
+        if self.pruned and self.kind == "model" and self.chunk.mask is not None:
+            _check_pruned(self.chunk, whole, first)
 
-def load_slices(state: ModelState, read: Read, *, full: bool, send: Send = "broadcast") -> int:
+
+def load_slices(state: ModelState, read: Read, *, full: bool, send: Send = "broadcast", pruned: bool = False) -> int:
     """Fill the weights, and with `full` what the update rules keep, which else begins anew; make the compute copies anew.
 
     All ranks must call. Of those that hold the same parameters, one reads each chunk, in turns, and sends it to the others,
     by broadcast or by all-reduce (the Optimus paper, section 4: model broadcasting). With "none" every rank reads its own
-    part. `read` fills the tensors of slices.
+    part. `read` fills the tensors of slices. `pruned`: the weights must be zero where the state has them pruned.
 
     Returns how many ranks have read anything. Raises what `read` raises, of type `UserError`, on all ranks alike; the
     state is of no use then.
     """
     device, world = state.chunks[0].parameter.device, state.groups.world
-    transfers = _transfers(state, full)
+    transfers = _transfers(state, full, pruned)
     failure = _read_own(transfers, read) if send == "none" else _read_and_send(transfers, read, send)
     world.agree(_read_buffers(state, read, send) or failure, device)
     for chunk in state.chunks:
@@ -54,7 +73,7 @@ def load_slices(state: ModelState, read: Read, *, full: bool, send: Send = "broa
     return int(readers)
 
 
-def _transfers(state: ModelState, full: bool) -> list[_Transfer]:
+def _transfers(state: ModelState, full: bool, pruned: bool) -> list[_Transfer]:
     turns: Counter[tuple[str, ...]] = Counter()
     found = []
     for chunk in state.chunks:
@@ -62,7 +81,7 @@ def _transfers(state: ModelState, full: bool) -> list[_Transfer]:
         reader = turns[chunk.plan.partial_axes] % replicas.size
         turns[chunk.plan.partial_axes] += 1
         kinds = ["model", *(chunk.moments if full else ())]
-        found += [_Transfer(chunk, kind, replicas, reader) for kind in kinds]
+        found += [_Transfer(chunk, kind, replicas, reader, pruned) for kind in kinds]
     return found
 
 
@@ -70,7 +89,10 @@ def _read_own(transfers: Sequence[_Transfer], read: Read) -> UserError | None:
     try:
         for each in transfers:
             with each.chunk.states(change=True) as parts:
-                read(slices(each.chunk.plan, each.kind, parts[each.kind]))
+                part = parts[each.kind]
+                whole = each.chunk.whole_part(part)
+                each.fill(whole, read, each.chunk.whole_extent.start)
+                each.chunk.fill_part(part, whole)
     except UserError as error:
         return error
     return None
@@ -106,7 +128,7 @@ def _read_and_send(transfers: Sequence[_Transfer], read: Read, send: Send) -> Us
             else:
                 each.group.all_reduce(whole.view(torch.int32))  # a sum of floats would lose the sign of zeros
             with each.chunk.states(change=True) as parts:
-                parts[each.kind].copy_(whole[each.chunk.plan.shard])
+                each.chunk.fill_part(parts[each.kind], whole)
     return failure
 
 
@@ -130,7 +152,7 @@ def _whole(each: _Transfer) -> Tensor:
 
 def _read_whole(each: _Transfer, whole: Tensor, read: Read) -> UserError | None:
     try:
-        read(slices(each.chunk.plan, each.kind, whole))
+        each.fill(whole, read)
     except UserError as error:
         return error
     return None

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -25,7 +26,8 @@ from torch import Tensor
 from optimus.checkpoint.folder import METADATA, Description, write_description
 from optimus.checkpoint.format import StoredSlice, file_of, pack_metadata, write_slices
 from optimus.checkpoint.manifest import write_manifest
-from optimus.checkpoint.slices import TensorSlice, slices, whole_slices
+from optimus.checkpoint.masks import mask_slices
+from optimus.checkpoint.slices import TensorSlice, part_slices, whole_slices
 from optimus.checkpoint.slots import clear_leftovers, remove, retire, retire_frozen, retire_weights
 from optimus.checkpoint.staging import Staging
 from optimus.checkpoint.writers import written_here
@@ -96,6 +98,7 @@ class Saver:
         self._file = file_of(state.groups.rank)
         self._buffers = state.buffers if state.buffers and state.team.rank == 0 else {}
         self._short: list[tuple[str, Tensor]] = []  # copies of the buffers
+        self._masks = partial(mask_slices, state)
         self._staging = Staging()
         self._updates: dict[Chunk, Handle] = {}  # under way when the checkpoint was asked for
         self._written: dict[Chunk, threading.Event] = {}  # of those that are written from where they lie
@@ -205,21 +208,22 @@ class Saver:
                 self._stored.append(self._write_file(target, held))
 
     def _write_file(self, target: Target, held: Callable[[Tensor], Tensor]) -> list[StoredSlice]:
-        short = [] if target.frozen else self._short
+        short = [] if target.frozen else [*whole_slices(self._short), *self._masks()]
         chunks = [chunk for chunk in self._chunks if target.prefixes(chunk)]
         if not short and not chunks:
             return []
 
         def found() -> Iterator[TensorSlice]:
-            yield from whole_slices(short)
+            yield from short
             for chunk in chunks:
                 self._updates[chunk]()
                 with chunk.states() as states:
                     for prefix in target.prefixes(chunk):
                         buffer = target.buffer(chunk, prefix, states)
-                        for slice_ in slices(
-                            chunk.plan, prefix, held(buffer) if target.copied(chunk, prefix) else buffer
-                        ):
+                        part = held(buffer) if target.copied(chunk, prefix) else buffer
+                        if not target.description.full:
+                            part = part.to(chunk.weights_dtype)
+                        for slice_ in part_slices(chunk, prefix, part):
                             if self._abandoned.is_set():
                                 raise UserError(f"{target.folder} was abandoned, as the run ended")
                             yield slice_

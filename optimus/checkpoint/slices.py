@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from optimus.state.chunk import Chunk
 from optimus.state.plan import ChunkPlan
 
 LONGEST = 1 << 23  # elements of a slice: a reader must take the whole of each slice that it needs anything of
@@ -24,12 +25,18 @@ class TensorSlice(NamedTuple):
     tensor: Tensor  # a view of a flat buffer
 
 
-def slices(plan: ChunkPlan, kind: str, buffer: Tensor, longest: int = LONGEST) -> Iterator[TensorSlice]:
-    """The slices of a flat `buffer` [plan.length or plan.size] of a chunk: this rank's part of it, or the whole of it.
+def part_slices(chunk: Chunk, kind: str, part: Tensor) -> Iterator[TensorSlice]:
+    """The slices of this rank's part of a chunk, or a copy of it; zero where it is pruned."""
+    return slices(chunk.plan, kind, chunk.whole_part(part), first=chunk.whole_extent.start)
+
+
+def slices(
+    plan: ChunkPlan, kind: str, buffer: Tensor, longest: int = LONGEST, *, first: int = 0
+) -> Iterator[TensorSlice]:
+    """The slices of a flat `buffer`, which has the elements of a chunk from `first` on.
 
     `kind` is the prefix of their keys. The padding between parameters is in no slice.
     """
-    first = plan.shard.start if len(buffer) < plan.size else 0
     for slot in plan.slots:
         start, end = max(slot.start, first), min(slot.end, first + len(buffer))
         for offsets, sizes in _capped(slot.shape, start - slot.start, end - slot.start, longest):

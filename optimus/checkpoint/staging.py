@@ -43,6 +43,9 @@ class Staging:
 
             self._plan.append((chunk.updated, list(those), copied))
             chunk.hold(until, weights)
+        there = {id(buffer): buffer.shape for those in buffers.values() for buffer in those}
+        # Of buffers that are no more others may have the identity.
+        self._copies = {key: copy for key, copy in self._copies.items() if there.get(key) == copy.shape}
         first = next(iter(buffers), None)
         on_device = first is not None and first.parameter.device.type != "cpu"
         self._ready = torch.accelerator.current_stream().record_event() if on_device else None

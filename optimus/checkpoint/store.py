@@ -9,6 +9,7 @@ import torch
 from optimus.checkpoint.folder import Description, differences, find_checkpoint
 from optimus.checkpoint.format import file_of, write_slices
 from optimus.checkpoint.loading import Send, load_slices
+from optimus.checkpoint.masks import follow_masks
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import complete
 from optimus.checkpoint.slices import whole_slices
@@ -48,6 +49,7 @@ def load_state(
     run: dict[str, Any] | None = None,
     full: bool = True,
     send: Send = "broadcast",
+    masks: bool = True,
     reader_type: type[Reader] = Reader,
 ) -> tuple[Description, int]:
     """Fill `state` from checkpoint `path`; returns the description and how many ranks have read files of tensors.
@@ -55,8 +57,9 @@ def load_state(
     All ranks must call. Rank 0 reads everything but the tensors and tells the others; these are read as `load_slices` does.
 
     `model` is the architecture that `state` was made for. With `run`, the checkpoint must agree with it in every key (it is
-    continued). Without `full`, the weights alone are loaded, and what the update rules keep begins anew. `reader_type` may
-    count what is read. Raises `UserError` on all ranks alike, `DamagedError` where another checkpoint may do.
+    continued). Without `full`, the weights alone are loaded, and what the update rules keep begins anew. `state` is pruned
+    as the checkpoint is; without `masks` it stays as it is. `reader_type` may count what is read. Raises `UserError` on all
+    ranks alike, `DamagedError` where another checkpoint may do.
     """
 
     def open_it() -> Reader:
@@ -71,7 +74,8 @@ def load_state(
         return reader
 
     reader = state.groups.world.on_first(open_it)
-    readers = load_slices(state, reader.fill, full=full, send=send)
+    pruned = masks and follow_masks(state, reader)
+    readers = load_slices(state, reader.fill, full=full, send=send, pruned=pruned)
     return reader.description, readers
 
 

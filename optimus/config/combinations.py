@@ -14,7 +14,14 @@ def check_combinations(config: "RunConfig") -> None:
         raise ValueError("moe: the model is dense: remove the section moe")
     if not config.model.router_bias and config.moe.bias_rate != type(config.moe).model_fields["bias_rate"].default:
         raise ValueError("moe.bias_rate: the routers of the model have no bias: remove it")
-    for check in (_check_schedule, _check_recomputation, _check_experts, _check_shapes, _check_pipeline):
+    for check in (
+        _check_schedule,
+        _check_pruning,
+        _check_recomputation,
+        _check_experts,
+        _check_shapes,
+        _check_pipeline,
+    ):
         check(config)
     data, train = config.parallel.data, config.train
     if data != "auto" and train.global_batch % (data * train.micro_batch):
@@ -40,6 +47,21 @@ def _check_schedule(config: "RunConfig") -> None:
         )
     if lr_schedule.branch_from and config.checkpoint.initial:
         raise ValueError("lr_schedule.branch_from and checkpoint.initial exclude each other: remove one of them")
+
+
+def _check_pruning(config: "RunConfig") -> None:
+    """Raise where the run has not the steps that pruning names, or keeps no weights of the step that it goes back to."""
+    pruning, known = config.pruning, config.train.epochs is None
+    if pruning is None:
+        return
+    if known and pruning.at[-1] >= config.train.total_steps:
+        raise ValueError(f"pruning.at {pruning.at[-1]}: the run ends after step {config.train.total_steps}: lower it")
+    every, keep = config.checkpoint.weights_every, config.checkpoint.weights_keep
+    if pruning.rewind and (every is None or pruning.rewind % (every * keep)):
+        raise ValueError(
+            f"pruning.rewind {pruning.rewind}: the weights of that step are not kept: set checkpoint.weights_every to it, "
+            "or rewind to 0"
+        )
 
 
 def _check_recomputation(config: "RunConfig") -> None:

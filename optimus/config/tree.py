@@ -14,6 +14,7 @@ from optimus.config.combinations import check_combinations
 from optimus.config.data import DataConfig, token_count
 from optimus.config.parallel import ParallelConfig
 from optimus.config.phases import phases_of
+from optimus.config.pruning import PruningConfig
 from optimus.config.sizes import parse_size
 from optimus.model.architecture import ModelConfig
 from optimus.section import PathText, Section, reported_as_value
@@ -500,6 +501,7 @@ class RunConfig(Section):
     moe: MoeConfig = MoeConfig()
     parallel: ParallelConfig = ParallelConfig()
     state: StateConfig = StateConfig()
+    pruning: PruningConfig | None = None
     recompute: list[Recomputable] = Field([])
     """Activation recomputation (checkpointing) in the backward pass: any of norm, attention, mlp and moe; or block, whole
     blocks; or auto, the least that fits recompute_budget."""

@@ -15,6 +15,9 @@ Where these are kept is `RESIDENCES`. Parameters on the host have memory on the 
 are sharded, and are sharded there as master weights are: each rank brings its part, and they are gathered on the device.
 
 Frozen parameters have the first kind alone, sharded as far as it says.
+
+Of pruned parameters only the unpruned elements are kept, reduced and sent (SAMO: `masks.py`). Modules compute with whole
+parameters, and give whole gradients, which are packed when the last one of a microbatch is there; all else is packed.
 """
 
 from collections.abc import Callable
@@ -30,6 +33,10 @@ Residency = Literal["device", "host", "disk"]
 Lifetime = Literal["always", "step", "use", "cache"]
 BufferStatus = Literal["absent", "fetching", "coming", "here", "leaving"]
 BufferEvent = Literal["open", "fetch", "gather", "arrive", "reduce", "free"]
+# Of a pruned chunk: all elements, the unpruned ones, or the numbers that say which these are.
+Extent = Literal["whole", "packed", "mask"]
+
+KINDS = ("parameters", "gradients", "master", "moments", "mask")  # of buffers, as memory reports count them
 
 # By `state.residency`: of parameters, of gradients between their reduction and the update, of the optimizer's buffers.
 RESIDENCES: dict[str, tuple[Residency, Residency, Residency]] = {
@@ -44,7 +51,7 @@ ALIGN = 32  # elements: 64 bytes in bf16, as vector units like it
 
 class Buffer(NamedTuple):
     """One buffer of a chunk, as planned. Kinds: parameters, gradients, master, those that an update rule keeps; with .shard,
-    what is kept of absent ones; gradients.host, those that wait for the update on the host."""
+    what is kept of absent ones; gradients.host, those that wait for the update on the host; mask."""
 
     kind: str
     dtype: torch.dtype
@@ -52,12 +59,13 @@ class Buffer(NamedTuple):
     residency: Residency = "device"
     lifetime: Lifetime = "always"
     align: int = ALIGN  # parameters, shards and tiles of it begin at multiples of so many elements
+    extent: Extent = "packed"  # of a chunk that is not pruned all elements, too
 
     @property
     def reported(self) -> str:
         """As what memory reports count it."""
         kind = self.kind.removesuffix(".shard").removesuffix(".host")
-        return kind if kind in ("parameters", "gradients", "master") else "moments"
+        return kind if kind in KINDS else "moments"
 
 
 def aligned(elements: int, align: int = ALIGN) -> int:
@@ -81,6 +89,7 @@ def buffers(
     *,
     lifetime: Lifetime = "use",
     residency: str = "device",
+    pruned: bool = False,
 ) -> tuple[Buffer, ...]:
     """Those of a chunk that `rule` updates; of one that it does not, nothing but the parameters.
 
@@ -90,14 +99,16 @@ def buffers(
     """
     home, waiting, optimizer = RESIDENCES[residency]
     kept_whole = not depths.parameters and home == "device"
-    rows = [Buffer("parameters", compute, 0, lifetime="always" if kept_whole else lifetime)]
+    rows = [Buffer("parameters", compute, 0, lifetime="always" if kept_whole else lifetime, extent="whole")]
     rows += [] if kept_whole else [Buffer("parameters.shard", compute, depths.parameters, home)]
     if not rule.trains:
         return tuple(rows)
-    apart = compute != torch.float32 or rule.averages
+    rows += [Buffer("mask", torch.int32, 0, align=1, extent="mask")] if pruned else []
+    apart = compute != torch.float32 or rule.averages or pruned
     lasting: Lifetime = "always" if waiting == "device" else "step"
-    rows += [Buffer("gradients", gradient, 0, lifetime="use" if depths.gradients else lasting)]
-    rows += [Buffer("gradients.shard", gradient, depths.gradients, lifetime=lasting)] if depths.gradients else []
+    added = pruned or depths.gradients > 0  # those of each microbatch to what is kept of them
+    rows += [Buffer("gradients", gradient, 0, lifetime="use" if added else lasting, extent="whole")]
+    rows += [Buffer("gradients.shard", gradient, depths.gradients, lifetime=lasting)] if added else []
     if waiting != "device" and not (apart and gradient == compute):
         rows += [Buffer("gradients.host", gradient, depths.optimizer, waiting)]
     kinds = (*(["master"] if apart else []), *rule.kinds)

@@ -9,7 +9,8 @@ gathered in the steps in which they are sharded, backwards; first those parts th
 chunks are updated and the next forward pass begins, and the rest when they are used. What the host keeps of them is fetched
 before.
 
-A chunk of frozen parameters is this and nothing more; what training adds is in `trained.py`.
+A chunk of frozen parameters is this and nothing more; what training adds is in `trained.py`. Of a pruned one (`masks.py`)
+parts are packed elements, and whole parameters are unpacked, in place, when they have been gathered.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from optimus.model.init import initialize_parameter
 from optimus.model.parameters import Initial
 from optimus.state.buffers import ManagedBuffer, Residency
 from optimus.state.disk import DiskStates, StateFile
+from optimus.state.masks import LocalMask, Mask, unpacked_bits
 from optimus.state.plan import ChunkPlan
 from optimus.state.transfers import Transfers
 
@@ -41,7 +43,7 @@ class Chunk:
     What the rule keeps and master weights that are on a disk are in memory inside `states`.
 
     `groups` are those of the steps in which the chunk is sharded; `file` is the one on the disk. Whole parameters are given
-    `block` bytes.
+    `block` bytes. `masks` are those of the parameters of a pruned chunk, which is packed by tiles of so many elements.
     """
 
     def __init__(
@@ -51,28 +53,46 @@ class Chunk:
         transfers: Transfers,
         file: StateFile | None = None,
         block: int = 0,
+        masks: Mapping[str, LocalMask] | None = None,
+        tile: int | None = None,
     ) -> None:
-        self.plan = plan
         self.groups = [group.unwatched for group in groups]  # what is gathered here may be of others
-        self._transfers = transfers
-        depths, on_disk = plan.depths, [each.kind for each in plan.buffers if each.residency == "disk"]
-        self._made = {
-            each.kind: transfers.make(each, plan.elements(each)) for each in plan.buffers if each.kind not in on_disk
+        self._transfers, self._tile = transfers, tile
+        self._disk: DiskStates | None = None
+        self._whole = {
+            each.kind: transfers.make(each, plan.elements(each)) for each in plan.buffers if each.extent == "whole"
         }
-        self.parameter = self._made["parameters"]
+        self.parameter = self._whole["parameters"]
         self._full_parameters = ManagedBuffer(
             self.parameter, "parameters", stays=plan.keeps_whole, block=block, resize=transfers.resize
         )
-        self._parameter_shard = self._made.get("parameters.shard", self.parameter)  # between its uses
-        self._fetched = plan.residency("parameters.shard") != "device"
-        self.compute_shard = self._parameter_shard[plan.within(depths.parameters, depths.optimizer)]
-        self._disk = DiskStates(file, on_disk, plan.updated) if file is not None and on_disk else None
-        self._bind(dict.fromkeys(on_disk, ON_DISK))
+        self._plan_parts(plan, file, masks or {})
         self.parameters: list[nn.Parameter] = []  # of the module
         self.gradient_buffers: Mapping[nn.Parameter, GradientBuffer] = {}  # of those that are trained
         self._gathering = InTurn()
         self._updating: Handle | None = None  # an update of this rank's part that nobody has waited for yet
         self._depth = 0  # of the parameters that are here or coming
+
+    def _plan_parts(self, plan: ChunkPlan, file: StateFile | None, masks: Mapping[str, LocalMask]) -> None:
+        """Make all buffers of `plan` but those of the whole chunk."""
+        self.plan = plan
+        depths, on_disk = plan.depths, [each.kind for each in plan.buffers if each.residency == "disk"]
+        self._made = self._whole | {
+            each.kind: self._transfers.make(each, plan.elements(each))
+            for each in plan.buffers
+            if each.kind not in on_disk and each.kind not in self._whole
+        }
+        self.mask = (
+            None if plan.mask is None else Mask(plan.mask, _positions(plan, masks), self._made["mask"], self._tile)
+        )
+        self._parameter_shard = self._made.get("parameters.shard", self.parameter)  # between its uses
+        self._fetched = plan.residency("parameters.shard") != "device"
+        self.compute_shard = self._parameter_shard[plan.within(depths.parameters, depths.optimizer)]
+        if on_disk and self._disk is not None:
+            self._disk.shorten(plan.updated)
+        elif on_disk and file is not None:
+            self._disk = DiskStates(file, on_disk, plan.updated)
+        self._bind(dict.fromkeys(on_disk, ON_DISK))
 
     def _bind(self, states: Mapping[str, Tensor]) -> None:
         made = {**self._made, **states}
@@ -100,7 +120,8 @@ class Chunk:
         if prefix != "model":
             return self.plan.residency(prefix)
         apart = self.master is not self.compute_shard
-        return self.plan.residency("master" if apart and (averages or not weights) else "parameters.shard")
+        apart = apart and (averages or not weights or self.mask is not None)
+        return self.plan.residency("master" if apart else "parameters.shard")
 
     @property
     def updated(self) -> Handle:
@@ -109,9 +130,14 @@ class Chunk:
 
     @property
     def weights(self) -> Tensor:
-        """This rank's part of the weights, as a checkpoint of them alone holds it: in the type of computation, if that is
-        what is computed with."""
-        return self.master if self.plan.rule.averages else self.compute_shard
+        """This rank's part of the weights, which a checkpoint of them alone takes: what is computed with, unless that is
+        something else or whole."""
+        return self.master if self.plan.rule.averages or self.mask is not None else self.compute_shard
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """The type in which a checkpoint of weights alone has them."""
+        return self.master.dtype if self.plan.rule.averages else self.compute_shard.dtype
 
     def hold(self, until: Handle, weights: bool = False) -> None:
         """Call `until`, once, before the next update changes this rank's part: it returns when that has been copied or
@@ -130,14 +156,16 @@ class Chunk:
 
     def initialize(self, initial: Mapping[str, Initial], seed: int, std: float) -> None:
         """Initial weights, of the kind that `initial` names, by name and position: each rank makes its own part."""
-        part = self.plan.shard
+        part = self.whole_extent
         with self.states(change=True):
+            weights = self.whole_part(self.master)
             for slot in self.plan.slots:
                 start, end = max(slot.start, part.start), min(slot.end, part.stop)
                 if start < end:
-                    here = self.master[start - part.start : end - part.start]
+                    here = weights[start - part.start : end - part.start]
                     begin = start - slot.start
                     initialize_parameter(slot.name, here, initial[slot.name], seed, std, begin, slot.global_positions)
+            self.fill_part(self.master, weights)
         self.begin()
         self.publish()
 
@@ -145,6 +173,63 @@ class Chunk:
         """Make what the update rule keeps as it is before the first update."""
         with self.states(change=True):
             self.plan.rule.begin(self.master, [*self.moments.values()])
+
+    # ---- The whole form of what is packed ----
+
+    @property
+    def whole_extent(self) -> slice:
+        """What of the whole chunk this rank's part is, pruned elements included; those of all parts are the chunk."""
+        if self.mask is None:
+            return self.plan.shard
+        borders = self.mask.borders(self.plan.borders)
+        first, number = self.plan.shards(self.plan.depths.optimizer)
+        return slice(borders[first], borders[first + number])
+
+    def whole_part(self, part: Tensor) -> Tensor:
+        """Of one of this rank's buffers, or a copy on the host: itself, or its whole form, zero where it is pruned."""
+        if self.mask is None:
+            return part
+        extent = self.whole_extent
+        return self.mask.whole_part(part, self.plan.shard.start, extent.start, extent.stop)
+
+    def fill_part(self, part: Tensor, whole: Tensor) -> None:
+        """Put into one of this rank's buffers what `whole` has: its whole form, or that of the chunk."""
+        if self.mask is None:
+            source = whole if len(whole) == len(part) else whole[self.plan.shard]
+        else:
+            shard, first = self.plan.shard, 0 if len(whole) == self.plan.size else self.whole_extent.start
+            source = self.mask.take(whole, shard.start, shard.stop, first)
+        if source is not part:
+            part.copy_(source)
+
+    def gathered_state(self, prefix: str) -> Tensor:
+        """The whole chunk's state with this prefix of a checkpoint, fp32 on the device. All ranks of its groups call."""
+        whole = torch.zeros(self.plan.size, dtype=torch.float32, device=self.parameter.device)
+        with self.states() as states:
+            whole[self.plan.shard] = states[prefix].to(whole.device)
+        for depth in reversed(range(self.plan.depths.optimizer)):
+            outer, inner = whole[self.plan.extent(depth)], whole[self.plan.extent(depth + 1)]
+            self.groups[depth].all_gather_async(outer, inner, self.plan.lengths(depth))()
+        if self.mask is not None:
+            self.mask.unpack(whole, self.plan.borders[-1], fresh=False)
+        return whole
+
+    def prune(self, plan: ChunkPlan, masks: Mapping[str, LocalMask], *, empty: bool = False) -> None:
+        """Go on with `plan`, of the same parameters, of which some are pruned by `masks`. Between steps; all ranks of the
+        groups must call. The state of the unpruned elements stays; none is there if `empty`."""
+        self.settle()
+        with self.states() as states:
+            prefixes = [] if empty else [*states]
+        positions = _positions(plan, masks)[plan.shard]
+        parts = {prefix: self.gathered_state(prefix)[positions.to(self.parameter.device)] for prefix in prefixes}
+        self._plan_parts(plan, None, masks)
+        with self.states(change=True) as states:
+            for prefix, part in parts.items():
+                states[prefix][: len(part)] = part.to(states[prefix].device)
+        if plan.keeps_whole:
+            self.parameter.zero_()
+        if not empty:
+            self.publish()
 
     # ---- Whole parameters ----
 
@@ -163,6 +248,8 @@ class Chunk:
         ranks; behind an update that is under way."""
         fetches = self._fetched and depth == 0 and self._full_parameters.status == "absent"
         gathers = self._depth > depth
+        unpacks = self.mask is not None and depth == 0 and self._full_parameters.status == "absent"
+        gathers = gathers or (unpacks and not fetches)
         if not (fetches or gathers):
             return
         updating, turn = self._updating, self._gathering
@@ -218,6 +305,9 @@ class Chunk:
         self._gathering.finish()
         if self._full_parameters.status in ("fetching", "coming"):
             self._full_parameters.go("arrive")
+            if self.mask is not None:
+                # By way of `data`: autograd must not take this for a change of what it has saved.
+                self.mask.unpack(self.parameter.data, self.plan.borders[-1], fresh=not self.plan.keeps_whole)
 
     def publish(self) -> None:
         """Make the compute copies anew after the master weights have changed; begin to gather those that are kept."""
@@ -241,8 +331,18 @@ class Chunk:
 
     def _invalidate_gathered(self) -> None:
         """This rank's part has changed: what others have of it, and this rank of theirs, is out of date."""
-        if self.plan.shard_steps or self._fetched:
+        if self.plan.shard_steps or self._fetched or self.mask is not None:
             self._full_parameters.go("free")
             self._depth = self.plan.depths.optimizer
             if not self.plan.offloaded:  # else by whoever uses them, behind the update
                 self.start_gather(self.plan.depths.parameters)
+
+
+def _positions(plan: ChunkPlan, masks: Mapping[str, LocalMask]) -> Tensor:
+    """Where in the whole chunk its unpruned elements are, int64."""
+    found = []
+    for slot in plan.slots:
+        bits = masks[slot.name]
+        assert isinstance(bits, Tensor), "the mask itself"
+        found.append(unpacked_bits(bits, slot.shape.numel()).nonzero().flatten() + slot.start)
+    return torch.cat(found)

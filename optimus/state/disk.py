@@ -161,6 +161,11 @@ class DiskStates:
         self._read: tuple[Tensor, Handle] | None = None  # ahead of its update
         self._written: Handle = lambda: None
 
+    def shorten(self, elements: int) -> None:
+        """There are so many `elements` from now on, no more than before; what was there is lost."""
+        self._written()
+        self._elements, self._bytes = elements, 4 * elements * len(self._kinds)
+
     @contextmanager
     def loaded(self, change: bool) -> Iterator[Mapping[str, Tensor]]:
         """Inside, the buffers are in memory of their own, and are written back behind it if they may `change`."""

@@ -98,10 +98,11 @@ class Gathering:
         """Take over `chunks`, whose parameters the modules have; gather `ahead` chunks ahead of their use, and keep as many
         as `cache`."""
         self._ahead, self._cache = ahead, cache
+        self._units.clear()
         for chunk in chunks:
             self.gradient_buffers |= chunk.gradient_buffers
             self._names |= {each: slot.name for slot, each in zip(chunk.plan.slots, chunk.parameters)}
-            if chunk.plan.shard_steps or chunk.plan.offloaded:
+            if chunk.plan.shard_steps or chunk.plan.offloaded or chunk.mask is not None:
                 self._chunks |= dict.fromkeys(chunk.parameters, chunk)
         self._traced = {chunk: None for chunk in chunks if not chunk.plan.keeps_whole or chunk.plan.offloaded}
         self._resharding = [chunk for chunk in chunks if chunk.plan.lifetime == "use"]

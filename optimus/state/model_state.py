@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from optimus.state.disk import StateFile
 from optimus.state.gathering import Gathering
 from optimus.state.matrices import OverBlocks
 from optimus.state.plan import ChunkPlan, Recipe, divisions, plan_stages, sharding_of
-from optimus.state.trained import TrainedChunk
+from optimus.state.trained import TrainedChunk, square_dtype
 from optimus.state.transfers import Transfers, transfers
 
 _REDUCING = 2  # chunks whose long gradient buffers may be on their way to the other ranks at once, or to the host
@@ -67,6 +68,7 @@ class ModelState:
         file = StateFile(Path(options.disk or "."), moves) if "disk" in RESIDENCES[options.residency] else None
         piece = options.coarsening and options.coarsening * options.tile
 
+        tile = None if device.type != "cpu" else options.tile  # of packing
         known: dict[tuple[tuple[str, ...], bool], list[Group]] = {}  # to divide thousands of ranks takes long
 
         self._parameters = dict[str, nn.Parameter]()
@@ -97,9 +99,13 @@ class ModelState:
                 piece=piece,
                 started=self._limit_reductions,
                 step=groups.step,
+                masks=recipe.masks,
+                tile=tile,
             )
 
-        stages = plan_stages(layouts, groups.mesh, groups.rank, options, stage_of, recipe)
+        self.recipe = recipe
+        self._plan = partial(plan_stages, layouts, groups.mesh, groups.rank, options, stage_of)
+        stages = self._plan(recipe)
         cached = [plan for plans in stages.values() for plan in plans if plan.lifetime == "cache"]
         block = max((plan.size * plan.buffers[0].dtype.itemsize for plan in cached), default=0)
         self._of_stage = {stage: [make(plan) for plan in plans] for stage, plans in stages.items()}
@@ -114,6 +120,18 @@ class ModelState:
         self._gathering = gathering or Gathering()
         assert options.cache != "auto", "chosen before"
         self._gathering.hold(self.chunks, options.prefetch, options.cache)
+
+    def prune(self, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
+        """Go on with the parameters that `masks` prune: by name, packed bits of this rank's part of those that the recipe
+        has a place for. Between steps; all ranks must call. The state of unpruned elements stays, but for one that is
+        `empty`, whose parameters will be given values."""
+        self.recipe = self.recipe._replace(masks={name: masks.get(name) for name in self.recipe.masks})
+        for stage, plans in self._plan(self.recipe).items():
+            for chunk, plan in zip(self._of_stage[stage], plans, strict=True):
+                if plan.mask is not None or chunk.mask is not None:
+                    chunk.prune(plan, self.recipe.masks, empty=empty)
+        assert self.options.cache != "auto", "chosen before"
+        self._gathering.hold(self.chunks, self.options.prefetch, self.options.cache)
 
     @property
     def team(self) -> Group:
@@ -166,7 +184,8 @@ class ModelState:
         It is not finite when any gradient is not. While one chunk is measured, others are still on their way.
         """
         self._gathering.end_passes()
-        square = torch.zeros((), device=self.chunks[0].parameter.device)
+        device = self.chunks[0].parameter.device
+        square = torch.zeros((), device=device, dtype=square_dtype(device))
         for chunk in self.trained:
             chunk.reduce_gradients()
             if "embedding" in chunk.plan.slots[0].layout.replicated_axes:
@@ -178,7 +197,7 @@ class ModelState:
             self._leaving.popleft().leave()
         if self._parted:
             self.groups.world.unwatched.all_reduce(square)
-        return float(square.sqrt())
+        return float(square.sqrt().float())
 
     def step(self, lr: float, gradient_scale: float) -> None:
         """One optimizer step on every chunk; while one is updated, the parameters of those before it are gathered.
@@ -229,7 +248,7 @@ class ModelState:
         """A reduction has begun: let no more than a few hold their long buffers at once, or none be under way."""
         if not self._overlap:
             chunk.finish_reduction()
-        elif chunk.plan.depths.gradients or (chunk.leaves and not chunk.alone):
+        elif chunk.plan.adds_gradients or (chunk.leaves and not chunk.alone):
             self._reducing.append(chunk)
             if len(self._reducing) <= _REDUCING:
                 return

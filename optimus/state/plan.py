@@ -16,7 +16,8 @@ from optimus.config.tree import StateConfig, shard_widths
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.optim.rule import Rule
-from optimus.state.buffers import ALIGN, RESIDENCES, Buffer, Depths, Lifetime, Residency, aligned, buffers
+from optimus.state.buffers import ALIGN, KINDS, RESIDENCES, Buffer, Depths, Lifetime, Residency, aligned, buffers
+from optimus.state.masks import LocalMask, MaskForm, MaskPlan, unpruned_of
 from optimus.state.tiling import TILINGS, Tiling
 
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
@@ -74,7 +75,10 @@ class ShardStep(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """A chunk: parameters of the same replicas and rule, sharded in steps; `replica_count` ranks keep one part of it."""
+    """A chunk: parameters of the same replicas and rule, sharded in steps; `replica_count` ranks keep one part of it.
+
+    Extents, lengths and borders are of its packed elements where it is pruned: then it has a `mask`.
+    """
 
     slots: tuple[Slot, ...]
     partial_axes: tuple[str, ...]
@@ -84,11 +88,12 @@ class ChunkPlan:
     replica_count: int
     depths: Depths
     buffers: tuple[Buffer, ...]  # as `buffers.py` has them for these depths
+    mask: MaskPlan | None = None
 
     @property
     def size(self) -> int:
         """Elements of the whole chunk, the padding of the last part included."""
-        return self.borders[-1]
+        return self.borders[-1] if self.mask is None else self.mask.size
 
     @property
     def shard_count(self) -> int:
@@ -98,20 +103,20 @@ class ChunkPlan:
     @property
     def length(self) -> int:
         """Elements of such a shard; in the mean, where shards differ."""
-        return self.size // self.shard_count
+        return self.borders[-1] // self.shard_count
 
     def extent(self, depth: int) -> slice:
         """What this rank has of the chunk after `depth` steps."""
-        first, number = self._shards(depth)
+        first, number = self.shards(depth)
         return slice(self.borders[first], self.borders[first + number])
 
     def lengths(self, depth: int) -> list[int]:
         """Elements that the ranks of step `depth` have after it, of what they have before."""
-        first, number = self._shards(depth)
+        first, number = self.shards(depth)
         ends = self.borders[first : first + number + 1 : number // self.shard_steps[depth].ranks]
         return [end - start for start, end in pairwise(ends)]
 
-    def _shards(self, depth: int) -> tuple[int, int]:
+    def shards(self, depth: int) -> tuple[int, int]:
         """The first shard of the extent of `depth`, and how many it is."""
         first, number = 0, self.shard_count
         for share in self.shard_steps[:depth]:
@@ -126,6 +131,8 @@ class ChunkPlan:
 
     def elements(self, buffer: Buffer) -> int:
         """Of a buffer of this chunk."""
+        if self.mask is not None and buffer.extent != "packed":
+            return self.mask.size if buffer.extent == "whole" else self.mask.elements
         extent = self.extent(buffer.depth)
         return extent.stop - extent.start
 
@@ -158,6 +165,11 @@ class ChunkPlan:
         return any(buffer.kind == kind and buffer.lifetime == "always" for buffer in self.buffers)
 
     @property
+    def adds_gradients(self) -> bool:
+        """Whether the gradients of each microbatch are added to a buffer that keeps less of them."""
+        return any(buffer.kind == "gradients.shard" for buffer in self.buffers)
+
+    @property
     def offloaded(self) -> bool:
         """Whether the device has not all of it at rest."""
         return any(buffer.residency != "device" for buffer in self.buffers)
@@ -174,7 +186,7 @@ class ChunkPlan:
 
     def bytes_by_kind(self, residency: Residency = "device") -> dict[str, int]:
         """Bytes of this rank's buffers at rest; `master` is zero where the parameters serve as master weights."""
-        found = dict.fromkeys(("parameters", "gradients", "master", "moments"), 0)
+        found = dict.fromkeys(KINDS, 0)
         for buffer in self.buffers:
             if buffer.residency == residency and buffer.lifetime == "always":
                 found[buffer.reported] += self.elements(buffer) * buffer.dtype.itemsize
@@ -186,6 +198,8 @@ class Recipe(NamedTuple):
 
     compute: torch.dtype
     rules: Mapping[str, Rule]
+    masks: Mapping[str, LocalMask] = {}  # of parameters that are, or will be, pruned
+    mask_form: MaskForm = "int32"
 
 
 def plan_chunks(
@@ -198,16 +212,18 @@ def plan_chunks(
     regions = {name: layout.region(mesh, rank) for name, layout in layouts.items()}
     room = {name: math.prod(layout.local_shape(mesh)) for name, layout in layouts.items()}
     replicas: dict[tuple[str, ...], tuple[int, ...]] = {}  # axes to ranks: two sets of axes may be the same ranks
-    # By these, who has the same besides, and the rule.
-    groups: dict[tuple[tuple[int, ...], tuple[str, ...], Rule], list[str]] = {}
+    # By these, who has the same besides, the rule, and whether they are pruned.
+    groups: dict[tuple[tuple[int, ...], tuple[str, ...], Rule, bool], list[str]] = {}
     for name, layout in layouts.items():
         if layout.partial_axes not in replicas:
             replicas[layout.partial_axes] = tuple(mesh.group(rank, layout.partial_axes))
         same = tuple(axis for axis in layout.replicated_axes if mesh.axis_size(axis) > 1)
-        groups.setdefault((replicas[layout.partial_axes], same, recipe.rules[name]), []).append(name)
+        rule = recipe.rules[name]
+        pruned = rule.trains and name in recipe.masks
+        groups.setdefault((replicas[layout.partial_axes], same, rule, pruned), []).append(name)
     limit = chunk_limit([[room[name] for name in names] for names in groups.values()], options.chunk)
     plans = list[tuple[ChunkPlan, tuple[Buffer, ...]]]()
-    for (ranks, same, rule), names in groups.items():
+    for (ranks, same, rule, pruned), names in groups.items():
         axes, sharding = layouts[names[0]].partial_axes, sharding_of(rule, options)
         own = next(part for part in shard_groups(mesh, ranks, sharding) if rank in part)
         steps, depths = sharing_steps(shard_widths(sharding.shard, sharding.shard_ranks), len(own))
@@ -216,6 +232,7 @@ def plan_chunks(
             shard_steps.append(ShardStep(step, place % step))
             place //= step
         gradient = getattr(torch, options.gradient_dtype)
+        pruned = pruned and recipe.masks[names[0]] is not None
         kept = [
             buffers(
                 placed(depths, residency),
@@ -224,6 +241,7 @@ def plan_chunks(
                 rule,
                 lifetime=lifetime(options),
                 residency=residency,
+                pruned=pruned,
             )
             for residency in ("device", options.residency)
         ]
@@ -231,10 +249,18 @@ def plan_chunks(
         pieces = [Piece(room[name], _shape(regions[name]), layouts[name].shape) for name in names]
         for chunk, ends in divide(pieces, rule, limit, math.prod(steps), max(each.align for each in kept[0])):
             slots = tuple(Slot(names[i], layouts[names[i]], regions[names[i]], start, end) for i, start, end in chunk)
-            plans.append((ChunkPlan(slots, axes, rule, ends, tuple(shard_steps), copies, depths, kept[0]), kept[1]))
+            plan = ChunkPlan(slots, axes, rule, ends, tuple(shard_steps), copies, depths, kept[0])
+            plans.append((_packed(plan, recipe) if pruned else plan, kept[1]))
     first = {name: i for i, name in enumerate(layouts)}
     plans.sort(key=lambda each: first[each[0].slots[0].name])
     return _with_residency(plans, options)
+
+
+def _packed(plan: ChunkPlan, recipe: Recipe) -> ChunkPlan:
+    """The plan with shards, equally long, of its unpruned elements."""
+    unpruned = sum(unpruned_of(recipe.masks, slot.name, slot.shape.numel()) for slot in plan.slots)
+    borders = plan.tiling.borders([], aligned(unpruned, plan.align), [0] * plan.shard_count, plan.align)
+    return replace(plan, borders=borders, mask=MaskPlan(plan.size, unpruned, recipe.mask_form))
 
 
 def _with_residency(plans: Sequence[tuple[ChunkPlan, tuple[Buffer, ...]]], options: StateConfig) -> list[ChunkPlan]:

@@ -33,7 +33,7 @@ class Tiling:
         """Where the shards of a chunk begin and end, one for each of `loads`, what it has to compute already: these are
         raised. The `contents` fill `size` elements."""
         length = aligned(-(-size // len(loads)), align)
-        return tuple(range(0, length * len(loads) + 1, length))
+        return tuple(length * number for number in range(len(loads) + 1))
 
     def tiles(
         self, plan: "ChunkPlan", blocks: Mapping[str, OverBlocks], buffers: Sequence[Tensor], size: int

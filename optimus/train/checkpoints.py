@@ -1,7 +1,9 @@
 """The checkpoints of a run: what a new or resumed run begins with, and the hook that writes them."""
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +13,66 @@ from torch import Tensor
 from optimus.checkpoint import folder
 from optimus.checkpoint.folder import DamagedError, Description, step_of
 from optimus.checkpoint.loading import load_slices
+from optimus.checkpoint.masks import masks_in
+from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.rollback import ResumePoint, resume_points
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.slices import TensorSlice
 from optimus.checkpoint.slots import place_of_frozen, set_newer_aside
 from optimus.checkpoint.store import load_state
+from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.config.load import with_new_names
 from optimus.config.phases import sequences_after
 from optimus.errors import naming_disk_errors
 from optimus.hub import load_weights
+from optimus.mesh import Layout
 from optimus.model import Transformer
 from optimus.model.parameters import named_tensors
 from optimus.train.hooks import Hook
-from optimus.train.run import Run, new_run
+from optimus.train.run import Run, new_run, read_together
 from optimus.train.step import StepResult
+
+_DECIDING = ("data", "train", "optimizer", "lr_schedule", "moe", "pruning")  # sections, which numbers a run computes
 
 
 def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
     """Make model and state on `device`, initialised, or loaded from the newest checkpoint that is whole when `resume`."""
-    run = new_run(config, device, resume)
+    run = new_run(config, device, resume, partial(_masks, config, resume, device))
     points = run.groups.world.on_first(lambda: resume_points(run.folder)) if resume else []
     if points:
         _resume(run, points)
     else:
         _start(run, resume)
     return run
+
+
+def _masks(
+    config: RunConfig, resume: bool, device: torch.device, groups: Groups, layouts: Mapping[str, Layout]
+) -> Mapping[str, Tensor]:
+    """Masks of what the run will begin with: so it never has state for what is pruned."""
+    reader = groups.world.on_first(lambda: _first_whole(begins_with(config, resume)))
+    if reader is None:
+        return {}
+    return read_together(lambda: masks_in(reader, layouts, groups.mesh, groups.rank), groups.world, device)
+
+
+def begins_with(config: RunConfig, resume: bool) -> list[Path]:
+    """The checkpoints that a run may begin with, the first that is whole."""
+    points = resume_points(Path(config.train.output)) if resume else []
+    initial = config.lr_schedule.branch_from or config.checkpoint.initial
+    if points:
+        return [point.path for point in points]
+    if initial is None or (Path(initial) / "config.json").is_file():
+        return []
+    return [folder.find_checkpoint(initial)]
+
+
+def _first_whole(paths: Iterable[Path]) -> Reader | None:
+    for path in paths:
+        with suppress(DamagedError):  # said when it is loaded
+            return Reader.open(path)
+    return None
 
 
 class Checkpoints(Hook):
@@ -111,6 +147,7 @@ def describe(run: Run, *, full: bool) -> Description:
             "skipped": run.skipped,
             "sequences": sequences_after(run.phases, run.step),  # read of the data, the next one's number
             **({"phase": phase.name} if phase.name else {}),
+            **({"unpruned": run.unpruned} if run.unpruned < 1 else {}),
         },
         config=config.model_dump(mode="json"),
         random=_random_states(run.device),
@@ -157,7 +194,7 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> int:
     run.step, progress = description.step, description.progress
     run.state.steps = progress["updates"] if full else 0
     run.state.counters = {name: progress.get(name, 0.0) if full else 0.0 for name in run.state.counters}
-    run.skipped = progress["skipped"]
+    run.skipped, run.unpruned = progress["skipped"], progress.get("unpruned", 1.0)
     if (
         path.parent == run.folder / "checkpoints"
         and description.config.get("train", {}).get("freeze") == run.config.train.freeze
@@ -172,7 +209,7 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> int:
 
 def _numbers(config: dict[str, Any]) -> dict[str, Any]:
     """By `section.key`, what of a configuration decides which numbers a run computes."""
-    sections = {name: config.get(name, {}) for name in ("data", "train", "optimizer", "lr_schedule", "moe")}
+    sections = {name: config.get(name) or {} for name in _DECIDING}
     elsewhere = [
         "data.path",
         "data.sources",
@@ -206,7 +243,8 @@ def _start(run: Run, resume: bool) -> None:
         readers = _load_folder(run, Path(initial))
     else:
         path = run.groups.world.on_first(lambda: folder.find_checkpoint(initial))
-        _, readers = load_state(run.state, path, model=run.config.model, full=False, send=send)
+        description, readers = load_state(run.state, path, model=run.config.model, full=False, send=send)
+        run.unpruned = description.progress.get("unpruned", 1.0)
     run.notes.append(f"starting from the weights of {initial}{_readers(run, readers)}")
 
 

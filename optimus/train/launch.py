@@ -55,6 +55,7 @@ from optimus.train.loop import naming_collectives, train_loop
 from optimus.train.oversubscription import Oversubscription
 from optimus.train.pipeline import with_microbatches
 from optimus.train.precision import with_precision
+from optimus.train.pruning import Pruning
 from optimus.train.run import Run, mesh_of, ranks_per_node
 from optimus.train.soft_failures import SoftFailures
 from optimus.train.spikes import Spikes
@@ -308,6 +309,7 @@ def _hooks(run: Run, node: str | None = None) -> list[Hook]:
         Hangs(node) if node is not None else None,
         SoftFailures(node) if node is not None else None,
         hooks.Interrupt(),
+        Pruning() if run.config.pruning is not None else None,
         TuneMatmuls() if run.config.tuning.matmul else None,
         hooks.Validation(),
         hooks.ExpertLoad() if run.config.model.experts else None,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 from torch import nn
 
+from optimus.config.pruning import PruningConfig
 from optimus.config.tree import OptimizerConfig, RuleName
 from optimus.errors import UserError, nearest
 from optimus.model.parameters import Role, declarations
@@ -63,11 +64,48 @@ def rules_of(config: OptimizerConfig, model: nn.Module, freeze: Sequence[str] = 
     roles = {name: declared.role for name, declared in declarations(model)}
     for number, group in enumerate(config.groups):
         _check_matches(f"optimizer.groups.{number}.match", group.matches, roles)
-    _check_matches("train.freeze", freeze, roles)
-    frozen = {name for name, role in roles.items() if any(_matches(match, name, role) for match in freeze)}
+    frozen = {*matching("train.freeze", freeze, roles)}
     if len(frozen) == len(roles):
         raise UserError("train.freeze matches every parameter of the model: leave out what is to be trained")
     return {name: Frozen() if name in frozen else _rule(config, name, role) for name, role in roles.items()}
+
+
+def matching(where: str, matches: Sequence[str], roles: Mapping[str, Role]) -> list[str]:
+    """The parameters, by name with their `roles`, that roles or shell patterns of names match. Raises `UserError`, which
+    names the key `where`, for one that matches none."""
+    _check_matches(where, matches, roles)
+    return [name for name, role in roles.items() if any(_matches(match, name, role) for match in matches)]
+
+
+def pruned_by(
+    pruning: PruningConfig | None, model: nn.Module, rules: Mapping[str, Rule], *, tied: bool = False
+) -> list[str]:
+    """The parameters of the whole `model`, its embedding `tied` to the head or not, that will be pruned.
+
+    Raises `UserError` for those that cannot be.
+    """
+    if pruning is None:
+        return []
+    roles = {name: declared.role for name, declared in declarations(model)}
+    if pruning.targets is None:
+        found = [name for name, role in roles.items() if role in ("matrix", "expert")]
+    else:
+        if "head" in pruning.targets and tied:
+            raise UserError(
+                "pruning.targets: the head is tied to the embedding: name embedding, and both are pruned, or neither"
+            )
+        found = matching("pruning.targets", pruning.targets, roles)
+    for name in found:
+        if not rules[name].trains:
+            raise UserError(
+                f"pruning.targets: {name} is frozen (train.freeze), and keeps no state: leave it out of one"
+            )
+        if rules[name].tiling != "flat":
+            raise UserError(
+                f"pruning.targets: {name} is updated by {type(rules[name]).__name__.lower()}, which needs whole matrices, "
+                "and of pruned ones only what is left is kept: choose another rule for it (optimizer.groups)"
+            )
+    return found
 
 
 def default_rule() -> Rule:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from optimus.checkpoint.saving import Saver
 from optimus.comm import Group, Groups
@@ -27,18 +28,21 @@ from optimus.parallel.build import build_stage
 from optimus.parallel.layouts import parameter_layouts
 from optimus.pipeline.staged import Staged, select_stages
 from optimus.state.gathering import Gathering
+from optimus.state.masks import LocalMask
 from optimus.state.model_state import ModelState
 from optimus.state.plan import ChunkPlan, Recipe, bytes_by_kind, check_shard_ranks, plan_stages
+from optimus.state.pruning import check_blocks
 from optimus.train.collectives import measured_collectives, partial_sums, with_dispatcher
 from optimus.train.groups import run_divisions
 from optimus.train.pipeline import partition_of, placement_of, stages_of, tied_embeddings
 from optimus.train.precision import with_precision
 from optimus.train.recomputation import find_recomputation, stage_options
 from optimus.train.residency import with_residency
-from optimus.train.rules import rules_of
+from optimus.train.rules import pruned_by, rules_of
 from optimus.train.summary import summarise, summary_lines
 
 T = TypeVar("T")
+MasksOf = Callable[[Groups, Mapping[str, Layout]], Mapping[str, Tensor]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -53,8 +57,10 @@ class Run:
     model: Staged
     state: ModelState
     data: TrainingData
+    targets: Mapping[str, int] = field(default_factory=dict)  # elements of the parameters of the model that are pruned
     step: int = 0  # steps completed
     skipped: int = 0  # of them, without an update
+    unpruned: float = 1.0  # share of the pruned parameters that is left
     step_seconds: float = 0.0  # of the last step, waiting for data included
     waited_seconds: float = 0.0  # of them, in collectives, waiting for other ranks
     waited_by_kind: dict[str, float] = field(default_factory=dict)  # the same by kind of collective
@@ -68,6 +74,11 @@ class Run:
     measured: dict[str, float] = field(default_factory=dict)  # by hooks after this step, for its record of metrics
     expert_load: dict[int, list[float]] | None = None  # by layer, of this step: tokens of each expert, to the mean
     notes: list[str] = field(default_factory=list)  # what the user should read next
+
+    @property
+    def pruned(self) -> bool:
+        """Whether any of its parameters are."""
+        return any(mask is not None for mask in self.state.recipe.masks.values())
 
     @property
     def last_step(self) -> int:
@@ -150,9 +161,12 @@ def sharers(mesh: Mesh, device: torch.device) -> int:
     return min(mesh.size, mesh.ranks_per_node or mesh.size) if device.type == "cpu" else 1
 
 
-def recipe_of(config: RunConfig, model: Transformer) -> Recipe:
-    """What the run keeps of the parameters of `model`, which holds them whole."""
-    return Recipe(DTYPES[config.train.precision], rules_of(config.optimizer, model, config.train.freeze))
+def recipe_of(config: RunConfig, model: Transformer, masks: Mapping[str, LocalMask] | None = None) -> Recipe:
+    """What the run keeps of the parameters of `model`, which holds them whole, when it begins with these `masks`."""
+    rules = rules_of(config.optimizer, model, config.train.freeze)
+    targets = pruned_by(config.pruning, model, rules, tied=config.model.tie_embeddings)
+    form = config.pruning.indices if config.pruning is not None else "int32"
+    return Recipe(DTYPES[config.train.precision], rules, dict.fromkeys(targets) | dict(masks or {}), form)
 
 
 def planned_chunks(config: RunConfig, mesh: Mesh, ranks: Sequence[int]) -> list[list[ChunkPlan]]:
@@ -179,19 +193,34 @@ def _planned_chunks(
     return list(map(of, ranks))
 
 
+def unpruned(groups: Groups, layouts: Mapping[str, Layout]) -> Mapping[str, Tensor]:
+    """No parameter is pruned."""
+    return {}
+
+
 def build_model(
-    config: RunConfig, device: torch.device, groups: Groups, notes: list[str] | None = None
+    config: RunConfig,
+    device: torch.device,
+    groups: Groups,
+    notes: list[str] | None = None,
+    masks_of: MasksOf = unpruned,
 ) -> tuple[Staged, ModelState]:
     """The stages of the model on this rank, with this rank's parts of its parameters, and their state, without values yet.
 
-    What has been chosen for the user is added to `notes`. All ranks must call. Raises `UserError` when the parameters cannot
-    be divided as configured, or their activations do not fit the budget.
+    `masks_of` gives the packed bits of this rank's parts of parameters that are pruned, of those with such layouts. What has
+    been chosen for the user is added to `notes`. All ranks must call. Raises `UserError` when the parameters cannot be
+    divided as configured, or their activations do not fit the budget.
     """
     free = free_memory(device) // sharers(groups.mesh, device)
     compute = DTYPES[config.train.precision]
     left_open, config = config.moe.dispatch == "auto", with_dispatcher(config, groups.mesh, groups.measured)
     whole = whole_model(config)
-    layouts, recipe = layouts_of(whole, config), recipe_of(config, whole)
+    layouts = layouts_of(whole, config)
+    partition, tied = partition_of(config, groups.mesh, groups.rank), config.model.tie_embeddings
+    here = {name: each for name, each in layouts.items() if partition.keeps(name, tied)}
+    recipe = recipe_of(config, whole, masks_of(groups, here))
+    if config.pruning is not None and config.pruning.scope.startswith("block"):
+        check_blocks({name: layouts[name] for name in recipe.masks}, groups.mesh)
     config, said = with_residency(
         config, groups, device, free, lambda each: _planned_chunks(each, groups.mesh, [groups.rank], layouts, recipe)[0]
     )
@@ -233,8 +262,11 @@ def _frozen_line(layouts: Mapping[str, Layout], trained: Sequence[str]) -> str:
     return f"train.freeze: {count_text(frozen)} of {count_text(total)} parameters are not trained"
 
 
-def new_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
-    """A run on `device` whose state has no values yet, and whose notes say what it will do; all ranks must call."""
+def new_run(config: RunConfig, device: torch.device, resume: bool, masks_of: MasksOf = unpruned) -> Run:
+    """A run on `device` whose state has no values yet, and whose notes say what it will do; all ranks must call.
+
+    `masks_of` is as `build_model` has it.
+    """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     per_node, sums = ranks_per_node(ranks), partial_sums(config)
     groups = Groups(mesh_of(config, ranks, per_node), config.resilience.timeout, [], partial_sums=sums)
@@ -244,9 +276,11 @@ def new_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
     notes += [describe(groups.mesh)] if ranks > 1 else []
     measured, said = measured_collectives(config, per_node, resume, groups.world)
     groups.choose_by(measured)
-    model, state = build_model(longest(phases_of(config)), device, groups, notes)
+    model, state = build_model(longest(phases_of(config)), device, groups, notes, masks_of)
     notes += said + groups.notes
-    return Run(config, Path(config.train.output), device, groups, model, state, data, notes=notes)
+    shapes = {name: math.prod(layout.shape) for name, layout in layouts_of(whole_model(config), config).items()}
+    targets = {name: shapes[name] for name in recipe_of(config, whole_model(config)).masks}
+    return Run(config, Path(config.train.output), device, groups, model, state, data, targets, notes=notes)
 
 
 def read_together(read: Callable[[], T], world: Group, device: torch.device) -> T:

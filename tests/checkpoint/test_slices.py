@@ -107,7 +107,7 @@ def test_parts_tile_every_tensor(mesh: Mesh, options: dict[str, object]) -> None
     kept = {name: torch.zeros(layout.shape, dtype=torch.int) for name, layout in LAYOUTS.items()}
     for rank in range(mesh.size):
         for plan in plan_chunks(LAYOUTS, mesh, rank, state, recipe()):
-            for slice_ in slices(plan, "model", filled(plan)[plan.shard]):
+            for slice_ in slices(plan, "model", filled(plan)[plan.shard], first=plan.shard.start):
                 put(slice_, counted)
             whole = {name: torch.zeros(layout.shape, dtype=torch.int) for name, layout in LAYOUTS.items()}
             for slice_ in slices(plan, "model", filled(plan)):  # a buffer of the whole chunk
@@ -129,7 +129,7 @@ def test_slices_are_capped(longest: int) -> None:
     for rank in range(mesh.size):
         for plan in plan_chunks(LAYOUTS, mesh, rank, state, recipe()):
             part = filled(plan)[plan.shard]
-            found = [*slices(plan, "model", part, longest)]
+            found = [*slices(plan, "model", part, longest, first=plan.shard.start)]
             assert all(0 < slice_.tensor.numel() <= longest for slice_ in found)
             together = torch.cat([torch.arange(0), *(slice_.tensor.flatten() for slice_ in found)])
             assert torch.equal(together, part[part >= 0])  # in order, and nothing of the padding

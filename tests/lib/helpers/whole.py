@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.slices import slices, whole_slices
+from optimus.checkpoint.slices import part_slices, whole_slices
 from optimus.checkpoint.writers import written_here
 from optimus.state.model_state import ModelState
 
@@ -18,7 +18,7 @@ def whole_state(state: ModelState, *, everywhere: bool = True) -> dict[str, Tens
         chunk.updated()
         with chunk.states() as parts:
             for kind, part in parts.items():
-                for slice_ in slices(chunk.plan, kind, part):
+                for slice_ in part_slices(chunk, kind, part):
                     own.append(slice_._replace(tensor=slice_.tensor.detach().cpu().clone()))
     if state.buffers and state.team.rank == 0:
         own += whole_slices((name, buffer.cpu().clone()) for name, buffer in state.buffers.items())

@@ -1,0 +1,125 @@
+"""Masks of pruned parameters in checkpoints: `mask.NAME`, a bit for each weight, beside dense weights with zeros.
+
+Bits are packed along the last dim, eight to a byte, the first in the lowest bit. Where ranks have parts of rows that do not
+begin at whole bytes, a mask is written with a byte for each weight instead. So whatever layout has written them, any other
+reads them, and who knows nothing of masks reads the weights.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from optimus.checkpoint.reader import Reader
+from optimus.checkpoint.slices import TensorSlice
+from optimus.errors import UserError
+from optimus.mesh import Layout, Mesh
+from optimus.state.masks import packed_bits, unpacked_bits
+from optimus.state.model_state import ModelState
+
+PREFIX = "mask."
+_BYTE = 8
+
+
+def mask_slices(state: ModelState) -> Iterator[TensorSlice]:
+    """Those that this rank writes: it is the first of those that have the same part."""
+    mesh, rank = state.groups.mesh, state.groups.rank
+    for chunk in state.chunks:
+        for slot in chunk.plan.slots:
+            bits, layout = state.recipe.masks.get(slot.name), slot.layout
+            if isinstance(bits, Tensor) and rank == min(
+                mesh.group(rank, (*layout.partial_axes, *layout.replicated_axes))
+            ):
+                mask = unpacked_bits(bits, slot.shape.numel()).view(slot.shape)
+                yield _slice(
+                    PREFIX + slot.name, layout.shape, tuple(part.start for part in slot.region), mask, mesh, layout
+                )
+
+
+def _slice(
+    key: str, shape: tuple[int, ...], offsets: tuple[int, ...], mask: Tensor, mesh: Mesh, layout: Layout
+) -> TensorSlice:
+    if mask.shape[-1] != shape[-1] and layout.local_shape(mesh)[-1] % _BYTE:
+        return TensorSlice(key, shape, offsets, mask.to(torch.uint8))
+    packed = (*shape[:-1], -(-shape[-1] // _BYTE))
+    return TensorSlice(key, packed, (*offsets[:-1], offsets[-1] // _BYTE), packed_bits(mask))
+
+
+def masks_in(reader: Reader, layouts: Mapping[str, Layout], mesh: Mesh, rank: int) -> dict[str, Tensor]:
+    """Packed bits of the parts of `rank` of the masks of a checkpoint, in row-major order, by the parameter's name: of those
+    with `layouts`, the parameters that it has of the model's.
+
+    Raises `UserError` for a mask that is of no parameter, or of one of another shape.
+    """
+    found: dict[str, Tensor] = {}
+    for key in reader.stored:
+        if not key.startswith(PREFIX):
+            continue
+        name = key.removeprefix(PREFIX)
+        if name not in layouts and f"model.{name}" in reader.stored:
+            continue  # on other ranks
+        shape = tuple(reader.stored[key][0].shape)
+        whole = tuple(layouts[name].shape) if name in layouts else ()
+        packed = (*whole[:-1], -(-whole[-1] // _BYTE)) if whole else ()
+        if shape not in (whole, packed) or not whole:
+            raise UserError(
+                f"{reader.path}: {key} has the shape {shape}, and does not fit a parameter of this model"
+                f"{f' of shape {whole}' if whole else ''}: use a checkpoint as it was written"
+            )
+        region = layouts[name].region(mesh, rank)
+        columns = region[-1]
+        by_byte = slice(columns.start // _BYTE, -(-columns.stop // _BYTE)) if shape == packed != whole else columns
+        parts = (*region[:-1], by_byte)
+        sizes = [part.stop - part.start for part in parts]
+        tensor = torch.zeros(sizes, dtype=torch.uint8)
+        reader.fill([TensorSlice(key, shape, tuple(part.start for part in parts), tensor)])
+        if by_byte is not columns:
+            first = columns.start - by_byte.start * _BYTE
+            count = first + columns.stop - columns.start
+            tensor = unpacked_bits(tensor, count)[..., first:]
+        found[name] = packed_bits(tensor.bool().flatten())
+    return found
+
+
+def same_masks(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    """Whether two sets of masks of this rank's parts, in which None is no mask, are equal."""
+
+    def there(masks: Mapping[str, object]) -> dict[str, Tensor]:
+        return {name: mask for name, mask in masks.items() if isinstance(mask, Tensor)}
+
+    a, b = there(one), there(other)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def follow_masks(state: ModelState, reader: Reader) -> bool:
+    """Let `state`, which has no values yet, be pruned as the checkpoint is; whether that is pruned. All ranks must call.
+
+    Raises `UserError` on all of them for masks that do not fit.
+    """
+    there = any(key.startswith(PREFIX) for key in reader.stored)
+    if not (there or any(isinstance(mask, Tensor) for mask in state.recipe.masks.values())):
+        return False
+    layouts = {slot.name: slot.layout for chunk in state.chunks for slot in chunk.plan.slots}
+    masks, failure = dict[str, Tensor](), None
+    try:
+        masks = masks_in(reader, layouts, state.groups.mesh, state.groups.rank)
+        if others := masks.keys() - state.recipe.masks.keys():
+            raise UserError(
+                f"{reader.path}: {min(others)} is pruned in it, and not in what this run began to load: resume from another "
+                "checkpoint"
+            )
+    except UserError as error:
+        failure = error
+    world, device = state.groups.world, state.chunks[0].parameter.device
+    world.agree(failure, device)
+    if world.any(not same_masks(masks, state.recipe.masks), device):
+        state.prune(masks, empty=True)
+    return there
+
+
+def shares_in(path: Path) -> dict[str, float]:
+    """About the share of each pruned parameter of a checkpoint that is unpruned."""
+    reader = Reader.open(path)
+    share = reader.description.progress.get("unpruned", 1.0)
+    return {key.removeprefix(PREFIX): share for key in reader.stored if key.startswith(PREFIX)}

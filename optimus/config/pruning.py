@@ -1,0 +1,58 @@
+"""The section `pruning`."""
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from optimus.section import Section
+
+
+class PruningConfig(Section):
+    """Parameters that are pruned during the run: only the others keep gradients and optimizer state, and are sent (SAMO)."""
+
+    sparsity: float = Field(gt=0, lt=1, description="Share of the targets that is pruned in the end.")
+    at: list[int] = Field(min_length=1)
+    """Step after which it is done (0: before the first), or several: iterative pruning. With early-bird the first step at
+    which masks are compared."""
+    method: Literal["magnitude", "random", "early-bird"] = "magnitude"
+    """What is pruned: the smallest weights; any, by the seed; or the smallest, as soon as those hardly change any more
+    (early-bird tickets)."""
+    schedule: Literal["geometric", "cubic"] = "geometric"
+    """With several steps. geometric: the same share of what is left each time; cubic: most of it early."""
+    scope: Literal["global", "layer", "block 16x16"] = "global"
+    """Weights are compared over all targets, within each tensor, or as blocks of 16 x 16 over all targets, which are pruned
+    as a whole."""
+    targets: list[str] | None = None
+    """Roles (matrix, expert) or shell patterns of names, as in optimizer.groups. Default: all matrices and experts."""
+    rewind: int | None = Field(None, ge=0)
+    """Step whose weights the unpruned ones get back, with fresh optimizer state: 0, or one whose weights are kept
+    (checkpoint.weights_every). Default: they stay as they are."""
+    every: int = Field(25, gt=0, description="With early-bird: steps between the masks that are compared.")
+    distance: float = Field(0.1, gt=0, lt=1)
+    """With early-bird: prune when the last five distances between masks, as shares of what they leave, are below this."""
+    indices: Literal["int32", "bits"] = "int32"
+    """How masks are held: 4 bytes for each unpruned parameter, or one bit for each parameter, which takes longer on CPUs."""
+
+    @field_validator("at", mode="before")
+    @classmethod
+    def _one(cls, value: Any) -> Any:
+        return [value] if isinstance(value, int) else value
+
+    @model_validator(mode="after")
+    def _steps(self) -> "PruningConfig":
+        if self.at != sorted({*self.at}) or self.at[0] < 0:
+            raise ValueError(f"at {self.at}: give steps in ascending order, each once, from 0 on")
+        if self.method == "early-bird" and len(self.at) > 1:
+            raise ValueError("at: method early-bird finds the step itself: give the first one at which it may")
+        if self.rewind is not None and self.rewind > self.at[0]:
+            raise ValueError(
+                f"rewind {self.rewind} is behind the first pruning, at step {self.at[0]}: give an earlier step"
+            )
+        return self
+
+    def unpruned(self, event: int) -> float:
+        """The share of the targets that is left after the pruning number `event`, from 0 on."""
+        done = (event + 1) / len(self.at)
+        if self.schedule == "geometric":
+            return float((1 - self.sparsity) ** done)
+        return float(1 - self.sparsity * (1 - (1 - done) ** 3))

@@ -1,0 +1,182 @@
+"""Which parameters are pruned: exact thresholds over all ranks, so that every layout finds the same masks.
+
+Scores are non-negative fp32 numbers, whose bits, taken as integers, are in the same order. So the k-th largest of all ranks'
+scores is found by two histograms that are summed over the ranks: of the upper 16 bits, and of the lower 16 where the
+upper ones are those of the k-th. All scores that are no less are kept: equal ones may be a few more.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optimus.comm import Group
+from optimus.errors import UserError
+from optimus.mesh import Layout, Mesh
+from optimus.model.init import initialize_parameter
+from optimus.state.masks import packed_bits
+from optimus.state.model_state import ModelState
+from optimus.state.plan import Slot
+from optimus.state.trained import TrainedChunk
+
+Score = Callable[[Slot, Tensor], Tensor]  # of this rank's part of a parameter, fp32: the scores of its elements
+
+_HALF = 1 << 16
+_BLOCK = 16  # rows and columns of a block that is pruned as a whole
+
+
+def magnitudes(slot: Slot, weights: Tensor) -> Tensor:
+    """The magnitude of each weight."""
+    return weights.abs()
+
+
+def block_norms(slot: Slot, weights: Tensor) -> Tensor:
+    """For each weight, the root of the mean square of the weights of its block of 16 x 16."""
+    rows, columns = weights.shape[-2:]
+    square = weights.reshape(-1, 1, rows, columns).square()
+    # Blocks at the edges have fewer weights.
+    means = F.avg_pool2d(square, _BLOCK, ceil_mode=True, count_include_pad=False)
+    norms = means.sqrt().repeat_interleave(_BLOCK, 2).repeat_interleave(_BLOCK, 3)
+    return norms[:, :, :rows, :columns].reshape(weights.shape)
+
+
+def random_scores(seed: int) -> Score:
+    """Scores by name and position: whatever the layout, the same elements are pruned."""
+
+    def scores(slot: Slot, weights: Tensor) -> Tensor:
+        found = torch.empty(weights.numel(), device=weights.device)
+        initialize_parameter(f"{slot.name}.mask", found, "normal", seed, 1.0, positions=slot.global_positions)
+        return found.abs_().view(weights.shape)
+
+    return scores
+
+
+def check_blocks(layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    """Raise `UserError` where blocks of 16 x 16 of these parameters would lie on several ranks, or a parameter has none."""
+    for name, layout in layouts.items():
+        parts = layout.local_shape(mesh)[-2:]
+        if len(layout.shape) < 2:
+            raise UserError(f"pruning.scope block 16x16: {name} is no matrix: leave it out of pruning.targets")
+        if any(part != whole and part % _BLOCK for part, whole in zip(parts, layout.shape[-2:])):
+            raise UserError(
+                f"pruning.scope block 16x16: ranks have {' x '.join(map(str, parts))} of {name}, so that blocks lie on two "
+                "of them: choose another parallel.tensor, or scope global"
+            )
+
+
+def prune(
+    state: ModelState, unpruned: float, sizes: Mapping[str, int], score: Score, *, per_tensor: bool = False
+) -> dict[str, Tensor]:
+    """Masks of this rank's parts that leave the share `unpruned` of the parameters with `sizes`, those of the whole model.
+
+    What has been pruned before stays so. Without `per_tensor` scores are compared over all of them. All ranks must call.
+    Raises `UserError` on all of them where weights are not finite.
+    """
+    masks: dict[str, Tensor] = {}
+    scores = _Scores(state, score)
+    for names in [[name] for name in sizes] if per_tensor else [[*sizes]]:
+        kept = max(1, round(unpruned * sum(sizes[name] for name in names)))
+        threshold = kth_largest(state.groups.world, partial(scores.of, names), kept, scores.device)
+        for _, slot, found in scores.by_slot(names):
+            bits = packed_bits(found.flatten().view(torch.int32) >= threshold)
+            before = state.recipe.masks[slot.name]
+            masks[slot.name] = bits & before if isinstance(before, Tensor) else bits
+    return masks
+
+
+def kth_largest(world: Group, parts: Callable[[], Iterator[tuple[Tensor, int]]], k: int, device: torch.device) -> int:
+    """The bits of the k-th largest of all ranks' scores, exact. `parts` gives this rank's scores, and how many ranks have
+    the same; it is asked twice."""
+
+    def counts(of: Callable[[Tensor], Tensor]) -> Tensor:
+        # In float64, which is exact here and which every backend sums; largest first.
+        found = torch.zeros(_HALF, dtype=torch.float64, device=device)
+        for scores, holders in parts():
+            bits = of(scores.flatten().view(torch.int32))
+            found += torch.bincount(bits, minlength=_HALF) * (world.size // holders)
+        world.all_reduce(found)
+        return (found / world.size).flip(0).cumsum(0)
+
+    def first(totals: Tensor, wanted: float) -> tuple[int, float]:
+        place = int((totals >= wanted).nonzero()[0])
+        return _HALF - 1 - place, float(totals[place - 1]) if place else 0.0
+
+    upper, above = first(counts(lambda bits: bits >> 16), k)
+    lower, _ = first(counts(lambda bits: bits[bits >> 16 == upper] & (_HALF - 1)), k - above)
+    return upper << 16 | lower
+
+
+def distance(before: Mapping[str, Tensor], now: Mapping[str, Tensor], state: ModelState) -> float:
+    """What of the masks `now` was pruned by those `before`, as a share of what they leave: over the whole model.
+
+    You et al. count differing elements as a share of all of them, which is small at a high sparsity whatever the masks.
+    """
+    new = _total(state, {name: bits & ~before[name] for name, bits in now.items()})
+    return new / _total(state, now)
+
+
+def share_left(state: ModelState, sizes: Mapping[str, int]) -> float:
+    """Of the pruned parameters, with `sizes` in the whole model, the share that is unpruned. All ranks must call."""
+    left = {name: bits for name, bits in state.recipe.masks.items() if isinstance(bits, Tensor)}
+    return _total(state, left) / sum(sizes.values())
+
+
+def _total(state: ModelState, masks: Mapping[str, Tensor]) -> float:
+    """Elements that masks of this rank's parts leave, over the whole model."""
+    holders = {slot.name: _holders(chunk) for chunk in state.trained for slot in chunk.plan.slots}
+    world = state.groups.world
+    counted = sum(_count(bits) * (world.size // holders[name]) for name, bits in masks.items())
+    total = torch.tensor(float(counted), dtype=torch.float64, device=state.chunks[0].parameter.device)
+    world.all_reduce(total)
+    return float(total) / world.size
+
+
+_ONES = torch.tensor([bin(byte).count("1") for byte in range(256)])
+
+
+def _count(bits: Tensor) -> int:
+    return int(_ONES[bits.int()].sum())
+
+
+def _holders(chunk: TrainedChunk) -> int:
+    """Ranks that have this part of the parameters."""
+    return chunk.plan.shard_count * chunk.plan.replica_count
+
+
+class _Scores:
+    """Scores of the parameters that a state has a place for in its masks; of one chunk at a time."""
+
+    def __init__(self, state: ModelState, score: Score) -> None:
+        self._state, self._score = state, score
+        self._held: tuple[TrainedChunk, Tensor] | None = None
+        self.device = state.chunks[0].parameter.device
+
+    def of(self, names: Sequence[str]) -> Iterator[tuple[Tensor, int]]:
+        """(scores, ranks that have the same)."""
+        for chunk, _, scores in self.by_slot(names):
+            yield scores, _holders(chunk)
+
+    def by_slot(self, names: Sequence[str]) -> Iterator[tuple[TrainedChunk, Slot, Tensor]]:
+        """(chunk, slot, scores)."""
+        wanted = {*names}
+        for chunk in self._state.trained:
+            slots = [slot for slot in chunk.plan.slots if slot.name in wanted]
+            if not slots:
+                continue
+            whole = self._weights(chunk)
+            for slot in slots:
+                yield chunk, slot, self._score(slot, whole[slot.start : slot.end].view(slot.shape))
+
+    def _weights(self, chunk: TrainedChunk) -> Tensor:
+        if self._held is None or self._held[0] is not chunk:
+            self._held = None
+            whole = chunk.gathered_state("model")
+            finite = bool(torch.isfinite(whole).all())
+            self._held = chunk, whole
+            if not finite:
+                raise UserError(
+                    f"pruning: weights of {chunk.plan.slots[0].name} ... are not finite: resume from an earlier checkpoint"
+                )
+        return self._held[1]

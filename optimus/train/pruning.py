@@ -1,0 +1,71 @@
+"""Pruning as an event of a run: when it happens, by what, and what becomes of the weights that are left."""
+
+from collections import deque
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from optimus.checkpoint.folder import weights_folder
+from optimus.checkpoint.store import load_state
+from optimus.config.pruning import PruningConfig
+from optimus.state.pruning import Score, block_norms, distance, magnitudes, prune, random_scores, share_left
+from optimus.train.hooks import Hook
+from optimus.train.run import Run
+from optimus.train.step import StepResult
+
+_DRAWS = 5  # distances between masks in a row that must be small (You et al., section 4)
+
+
+class Pruning(Hook):
+    """Prunes parameters after the steps that the configuration names; on all ranks, before checkpoints are written."""
+
+    def __init__(self) -> None:
+        self._drawn: dict[str, Tensor] | None = None
+        self._distances: deque[float] = deque(maxlen=_DRAWS)
+
+    def before_training(self, run: Run) -> None:
+        pruning = run.config.pruning
+        if pruning is not None and run.step == 0 and pruning.at[0] == 0 and not run.pruned:
+            self._at_step(run, pruning)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if run.config.pruning is not None:
+            self._at_step(run, run.config.pruning)
+
+    def _at_step(self, run: Run, pruning: PruningConfig) -> None:
+        if pruning.method == "early-bird":
+            if not run.pruned and run.step >= pruning.at[0] and (run.step - pruning.at[0]) % pruning.every == 0:
+                self._draw(run, pruning)
+        elif run.step in pruning.at:
+            event = pruning.at.index(run.step)
+            self._apply(run, pruning, self._masks(run, pruning, pruning.unpruned(event)))
+
+    def _masks(self, run: Run, pruning: PruningConfig, unpruned: float) -> dict[str, Tensor]:
+        of_blocks: Score = block_norms if pruning.scope.startswith("block") else magnitudes
+        score = random_scores(run.config.train.seed) if pruning.method == "random" else of_blocks
+        return prune(run.state, unpruned, run.targets, score, per_tensor=pruning.scope == "layer")
+
+    def _draw(self, run: Run, pruning: PruningConfig) -> None:
+        masks = self._masks(run, pruning, 1 - pruning.sparsity)
+        if self._drawn is not None:
+            self._distances.append(distance(self._drawn, masks, run.state))
+            run.notes.append(f"step {run.step}: mask distance {self._distances[-1]:.3f} of what is left")
+        self._drawn = masks
+        if len(self._distances) == _DRAWS and max(self._distances) < pruning.distance:
+            self._apply(run, pruning, masks)
+
+    def _apply(self, run: Run, pruning: PruningConfig, masks: Mapping[str, Tensor]) -> None:
+        if run.saver is not None:
+            run.saver.finish()
+        run.state.prune(masks)
+        run.unpruned = share_left(run.state, run.targets)
+        run.notes.append(f"step {run.step}: pruned: {run.unpruned:.2%} of the targets are left")
+        if pruning.rewind is None:
+            return
+        if pruning.rewind == 0:
+            run.state.initialize(run.config.train.seed, run.config.model.init_std)
+        else:
+            path = weights_folder(run.folder, pruning.rewind)
+            load_state(run.state, path, model=run.config.model, full=False, masks=False)
+        run.state.steps, run.state.counters = 0, dict.fromkeys(run.state.counters, 0.0)
+        run.notes.append(f"step {run.step}: the weights that are left are those of step {pruning.rewind}")

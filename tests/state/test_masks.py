@@ -1,0 +1,166 @@
+"""Pruned chunks compute what dense ones with masks do, to the bit; the two forms of their buffers."""
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.drawing import config_of
+from helpers.equality import Trained
+from helpers.whole import whole_state
+from optimus.config import load_config
+from optimus.state.masks import Mask, MaskForm, MaskPlan, packed_bits, unpacked_bits
+from optimus.state.model_state import ModelState
+from optimus.state.plan import Slot
+from optimus.state.pruning import magnitudes, prune
+from optimus.state.trained import TrainedChunk
+from optimus.testing import run_ranks
+from optimus.testing.steps import Steps
+from optimus.train.run import layouts_of, whole_model
+
+IN_BF16 = ["train.precision=bfloat16"]
+PRUNED = ["pruning.sparsity=0.9", "pruning.at=0", "state.chunk=500"]
+
+# ---- The two forms ----
+
+
+@pytest.mark.parametrize("form", ["int32", "bits"])
+@pytest.mark.parametrize("tile", [7, 1 << 12, None])
+@pytest.mark.parametrize("left", [0.0, 1.0, 0.1, "one"])
+def test_pack_and_unpack(form: MaskForm, tile: int | None, left: float | str) -> None:
+    size = 3 * 4096 + 640  # blocks of which the last is not full
+    mask = torch.rand(size, generator=torch.Generator().manual_seed(0)) < (0.0 if left == "one" else left)
+    if left == "one":
+        mask[5000] = True
+    else:
+        mask[4096:8192] = left == 1.0  # a block of which nothing is left
+    positions = mask.nonzero().flatten()
+    plan = MaskPlan(size, len(positions), form)
+    made = Mask(plan, positions, torch.zeros(plan.elements, dtype=torch.int32), tile)
+    length = -(-len(positions) // 32) * 32
+    values = torch.randn(size)
+    whole = values.clone()
+    packed = made.pack(whole, length)
+    assert torch.equal(packed[: len(positions)], values[mask])
+    assert not packed[len(positions) :].any()
+    assert torch.equal(made.take(values, 3, 40), torch.cat([values[mask], torch.zeros(40)])[3:40])
+    whole[length:] = torch.where(mask, 7.0, 0.0)[length:]  # what is pruned stays zero
+    made.unpack(whole, length, fresh=False)
+    assert torch.equal(whole, values * mask)
+    made.pack(whole, length)
+    whole[length:] = torch.nan
+    made.unpack(whole, length, fresh=True)
+    assert torch.equal(whole, values * mask)
+    for start in (0, 5, len(positions)):
+        end = min(len(positions), start + 9000)
+        assert torch.equal(made.positions(start, end).long(), positions[start:end])
+    borders = made.borders([0, length // 2, length])
+    assert borders[0] == 0
+    assert borders[-1] == size
+    part = torch.zeros(length - length // 2)
+    part[: max(0, len(positions) - length // 2)] = values[mask][length // 2 :]
+    assert torch.equal(made.whole_part(part, length // 2, borders[1], size), (values * mask)[borders[1] :])
+
+
+def test_bits_of_rows() -> None:
+    mask = torch.rand(3, 13) < 0.5
+    assert torch.equal(unpacked_bits(packed_bits(mask), 13), mask)
+
+
+# ---- Equality with dense state and masks ----
+
+
+def one_of_each_kind(slot: Slot, weights: Tensor) -> Tensor:
+    """Scores by which of some parameters nothing is left, of some everything, of one a single element."""
+    scores = torch.zeros(weights.shape)
+    if "q_" in slot.name or "qkv" in slot.name or "stack" in slot.name:
+        return scores + 2.0
+    if "out" in slot.name and slot.start == 0:
+        scores.view(-1)[3] = 2.0
+    return scores
+
+
+def trained(config: dict[str, Any], steps: int, dense: bool, score: str) -> Trained:
+    """Some steps of a pruned model; `dense`: by masks on the state of a model that is not pruned."""
+    made = Steps(config)
+    made.train()
+    layouts = layouts_of(whole_model(made.config), made.config)
+    sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.masks}
+    masks = prune(made.state, 0.1, sizes, magnitudes if score == "magnitude" else one_of_each_kind)
+    if score == "some":  # what is below the threshold by one part alone
+        masks = {
+            name: bits if number % 3 else torch.full_like(bits, 255 * (number % 2))
+            for number, (name, bits) in enumerate(masks.items())
+        }
+    if dense:
+        _mask_dense(made.state, masks)
+    else:
+        made.state.prune(masks)
+    results = [made.train() for _ in range(steps)]
+    made.state.finish()
+    computed = (
+        {name: each.detach().clone() for name, each in made.state._module.named_parameters()}
+        if not made.state.gathers_on_use
+        else {}
+    )
+    whole = whole_state(made.state, everywhere=False)
+    return Trained(results, {**whole, **{f"computed.{name}": each for name, each in computed.items()}})
+
+
+def _mask_dense(state: ModelState, masks: dict[str, Tensor]) -> None:
+    for chunk in state.trained:
+        mask = torch.ones(chunk.plan.size)
+        for slot in chunk.plan.slots:
+            if slot.name in masks:
+                mask[slot.start : slot.end] = unpacked_bits(masks[slot.name], slot.shape.numel())
+        mask = mask[chunk.plan.shard]
+        with chunk.states(change=True) as parts:
+            for part in parts.values():
+                part.mul_(mask)
+        chunk.publish()
+        chunk.reduce_gradients = partial(_reduce_and_mask, chunk, mask)  # type: ignore[method-assign]
+
+
+def _reduce_and_mask(chunk: TrainedChunk, mask: Tensor) -> None:
+    TrainedChunk.reduce_gradients(chunk)
+    chunk.reduced.mul_(mask)
+
+
+# Where dense gradients are added up in place, several microbatches may be rounded otherwise than one by one.
+@pytest.mark.parametrize(
+    ("model", "ranks", "overrides", "score"),
+    [
+        ("dense", 1, [], "magnitude"),
+        ("dense", 1, ["pruning.indices=bits", *IN_BF16], "some"),
+        ("moe", 1, ["train.micro_batch=16", "state.tile=32", *IN_BF16], "some"),
+        ("dense", 2, ["state.shard=optimizer"], "magnitude"),
+        ("moe", 2, ["state.shard=gradients", "parallel.expert=2"], "some"),
+        ("tied dense", 2, ["state.shard=parameters", *IN_BF16], "some"),
+        ("dense", 2, ["state.shard=parameters", "state.reshard_after_forward=false", "state.tile=64"], "magnitude"),
+        (
+            "tied",
+            2,
+            ["parallel.pipeline=2", "parallel.schedule=zb-h1", "pruning.targets=[matrix,expert,embedding]"],
+            "some",
+        ),
+        ("moe", 2, ["parallel.tensor=2", "train.micro_batch=16"], "magnitude"),
+        ("dense", 1, ["optimizer.name=schedule-free", "state.residency=all", "state.cache=8"], "magnitude"),
+        ("moe", 4, ["state.shard=parameters", "state.shard_ranks={parameters: 2}", "parallel.expert=2"], "magnitude"),
+        (
+            "dense",
+            4,
+            ["parallel.tensor=2", "train.micro_batch=8", "state.shard=optimizer", "state.residency=optimizer"],
+            "some",
+        ),
+    ],
+)
+def test_the_bits_of_masks_on_dense_state(model: str, ranks: int, overrides: list[str], score: str) -> None:
+    tree = load_config(config_of(model), [*PRUNED, "train.steps=40", *overrides]).model_dump(exclude_unset=True)
+    for a, b in zip(*(run_ranks(trained, ranks, tree, 20, dense, score) for dense in (False, True))):
+        for number, (x, y) in enumerate(zip(a.steps, b.steps), start=1):
+            assert x == y, number
+        for key, tensor in b.tensors.items():
+            assert torch.equal(a.tensors[key], tensor), key
