@@ -9,6 +9,7 @@ from torch import Tensor
 
 from optimus.checkpoint.folder import DESCRIPTION, all_folders, find_checkpoint, step_of
 from optimus.checkpoint.manifest import SLICES, read_checked_description, read_manifest
+from optimus.checkpoint.masks import whole_masks
 from optimus.checkpoint.reader import Reader, verify
 from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.slices import whole_slices
@@ -96,7 +97,7 @@ def convert(path: str | Path, output: str | Path, to: To = "weights", dtype: str
         type_ = getattr(torch, dtype or about.precision)
         model = Transformer(about.model).to(type_)
         reader.fill(whole_slices(named_tensors(model)))
-        write_model(model, output, about.weights_only(str(type_).removeprefix("torch.")))
+        write_model(model, output, about.weights_only(str(type_).removeprefix("torch.")), whole_masks(reader))
         count = len(list(model.parameters()))
     else:
         tensors = _tensors(reader, dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from optimus.checkpoint.reader import Reader
-from optimus.checkpoint.slices import TensorSlice
+from optimus.checkpoint.slices import TensorSlice, whole_slices
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.state.masks import packed_bits, unpacked_bits
@@ -80,6 +80,17 @@ def masks_in(reader: Reader, layouts: Mapping[str, Layout], mesh: Mesh, rank: in
             tensor = unpacked_bits(tensor, count)[..., first:]
         found[name] = packed_bits(tensor.bool().flatten())
     return found
+
+
+def whole_masks(reader: Reader) -> dict[str, Tensor]:
+    """All masks of a checkpoint as it has them, by key; none where nothing is pruned."""
+    masks = {
+        key: torch.zeros(stored[0].shape, dtype=torch.uint8)
+        for key, stored in reader.stored.items()
+        if key.startswith(PREFIX)
+    }
+    reader.fill(whole_slices(masks.items(), prefix=""))
+    return masks
 
 
 def same_masks(one: Mapping[str, object], other: Mapping[str, object]) -> bool:

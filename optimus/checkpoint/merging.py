@@ -13,9 +13,10 @@ import torch
 
 from optimus.checkpoint.folder import Description, find_checkpoint, list_checkpoints
 from optimus.checkpoint.format import file_of, write_slices
+from optimus.checkpoint.masks import PREFIX, whole_masks
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import complete
-from optimus.checkpoint.slices import LONGEST, TensorSlice, tiles
+from optimus.checkpoint.slices import LONGEST, TensorSlice, tiles, whole_slices
 from optimus.checkpoint.store import check_same_model
 from optimus.disk import user_path
 from optimus.errors import UserError, naming_disk_errors
@@ -70,7 +71,7 @@ def merge(
         with (partial / file_of(0)).open("wb") as file:
             stored = write_slices(file, file_of(0), averaged)
         complete(partial, output, stored, description)
-    elements = sum(math.prod(each.sizes) for each in stored)
+    elements = sum(math.prod(each.sizes) for each in stored if not each.key.startswith(PREFIX))
     return {"output": str(output), "parameters": elements, "weights": description.written["merged"]}
 
 
@@ -90,7 +91,7 @@ def _last_of(given: Mapping[str, float], last: int) -> dict[Path, float]:
 
 
 def _averaged(readers: Sequence[Reader], weights: Sequence[float]) -> Iterator[TensorSlice]:
-    """The averages, a tile at a time, in the order of their keys."""
+    """The averages, a tile at a time, in the order of their keys; and masks, where all have been pruned alike."""
     stored = readers[0].stored
     for key in sorted(key for key in stored if key.startswith(_PREFIX)):
         shape = stored[key][0].shape
@@ -101,6 +102,9 @@ def _averaged(readers: Sequence[Reader], weights: Sequence[float]) -> Iterator[T
                 reader.fill([TensorSlice(key, shape, offsets, tile)])
                 total.add_(tile, alpha=weight)
             yield TensorSlice(key, shape, offsets, total.float())
+    masks, *others = map(whole_masks, readers)
+    if all(each.keys() == masks.keys() and all(torch.equal(each[key], masks[key]) for key in masks) for each in others):
+        yield from whole_slices(masks.items(), prefix="")
 
 
 def _tokenizer(description: Description) -> bytes | None:

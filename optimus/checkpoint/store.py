@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from optimus.checkpoint.folder import Description, differences, find_checkpoint
 from optimus.checkpoint.format import file_of, write_slices
@@ -21,19 +22,29 @@ from optimus.optim.rule import Rule
 from optimus.state.model_state import ModelState
 
 
-def save_model(model: Transformer, folder: Path, *, context: int, tokenizer: Path | None, eos_id: int | None) -> None:
-    """Write a checkpoint of weights only. Raises `UserError` when `folder` exists or the disk refuses."""
+def save_model(
+    model: Transformer,
+    folder: Path,
+    *,
+    context: int,
+    tokenizer: Path | None,
+    eos_id: int | None,
+    masks: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write a checkpoint of weights, and `masks` by key. Raises `UserError` when `folder` exists or the disk refuses."""
     precision = str(next(model.parameters()).dtype).removeprefix("torch.")
     description = Description(model.config, context, 0, False, precision, eos_id, tokenizer)
-    write_model(model, folder, description)
+    write_model(model, folder, description, masks)
 
 
-def write_model(model: Transformer, folder: Path, description: Description) -> None:
-    """Write the parameters of `model`, as they are, with a description. Raises as `save_model`."""
+def write_model(
+    model: Transformer, folder: Path, description: Description, masks: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write the parameters of `model`, as they are, with a description and `masks`. Raises as `save_model`."""
     if folder.exists():
         raise UserError(f"{folder} exists already: choose another output folder or remove it")
     partial = folder.with_name(f".{folder.name}.partial")
-    slices = whole_slices(named_tensors(model))
+    slices = [*whole_slices(named_tensors(model)), *whole_slices((masks or {}).items(), prefix="")]
     with naming_disk_errors(folder, "Make room or choose another output folder"):
         partial.mkdir(parents=True, exist_ok=True)
         with (partial / file_of(0)).open("wb") as file:

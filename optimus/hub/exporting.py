@@ -5,19 +5,23 @@ The folder is written as `.NAME.partial` beside its place and renamed when it is
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 
 from optimus.checkpoint.folder import find_checkpoint, read_description
+from optimus.checkpoint.masks import whole_masks
+from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.store import load_model
 from optimus.config.sizes import size_text
 from optimus.disk import user_path
 from optimus.errors import UserError, nearest
 from optimus.hub.config_json import write_config
 from optimus.hub.keys import published
-from optimus.hub.tensors import OutputTensor, stored_bytes, write_tensors
+from optimus.hub.tensors import MASKS, OutputTensor, stored_bytes, write_tensors
 from optimus.model import Transformer
 from optimus.model.families import families
 from optimus.model.parameters import named_tensors
@@ -41,7 +45,7 @@ def export_checkpoint(checkpoint: str | Path, output: str | Path, dtype: str = "
     output = user_path(output)
     _check_free(output)
     path = find_checkpoint(checkpoint)
-    about = read_description(path)
+    about, reader = read_description(path), Reader.open(path)
     return export_model(
         load_model(path),
         output,
@@ -49,6 +53,7 @@ def export_checkpoint(checkpoint: str | Path, output: str | Path, dtype: str = "
         tokenizer=about.tokenizer,
         eos_id=about.eos_id,
         dtype=_DTYPES[dtype],
+        masks=whole_masks(reader),
     )
 
 
@@ -61,12 +66,14 @@ def export_model(
     eos_id: int | None,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = _MAX_FILE,
+    masks: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
     """Write `model` as a Hugging Face folder: config, tokenizer (a tokenizer.json, if given) and safetensors.
 
-    `context` becomes max_position_embeddings. With `dtype` None the weights are written as they are. Returns `output`,
-    `files` (name to bytes), `bytes`, `tensors`, `parameters` and `dtype`. Raises `UserError` when `output` holds
-    anything, the disk is too small or the architecture has no equal in `transformers`.
+    `context` becomes max_position_embeddings. With `dtype` None the weights are written as they are. `masks` of pruned
+    parameters go into a file of their own, which `optimus import` reads. Returns `output`, `files` (name to bytes), `bytes`,
+    `tensors`, `parameters` and `dtype`. Raises `UserError` when `output` holds anything, the disk is too small or the
+    architecture has no equal in `transformers`.
     """
     output = output.absolute()
     _check_free(output)
@@ -86,6 +93,8 @@ def export_model(
         if tokenizer is not None:
             _write_tokenizer(tokenizer, special, partial, context)
         write_tensors(tensors, partial, max_file_bytes)
+        if masks:
+            save_file(dict(masks), partial / MASKS)
         partial.rename(output)
     except OSError as error:
         raise UserError(

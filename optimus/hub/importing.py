@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from optimus.checkpoint.store import check_same_model, save_model
 from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub.config_json import FILE, read_config, read_model, whole_number
 from optimus.hub.keys import Published, fused, published
-from optimus.hub.tensors import FolderTensors
+from optimus.hub.tensors import MASKS, FolderTensors
 from optimus.model import Transformer
 from optimus.model.families import families
 from optimus.model.parameters import named_tensors
@@ -40,7 +41,8 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
     context = model_config.learned_positions or whole_number(raw, "max_position_embeddings", path / FILE)
     eos_id = _eos_id(raw, model_config.vocab)
     tokenizer = file if (file := path / "tokenizer.json").is_file() else None
-    save_model(model, output, context=context, tokenizer=tokenizer, eos_id=eos_id)
+    masks = load_file(path / MASKS) if (path / MASKS).is_file() else None
+    save_model(model, output, context=context, tokenizer=tokenizer, eos_id=eos_id, masks=masks)
     return {
         "checkpoint": str(output),
         "family": model_config.family,

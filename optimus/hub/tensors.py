@@ -16,6 +16,7 @@ from torch import Tensor
 from optimus.errors import UserError
 from optimus.hub.config_json import has_weights
 
+MASKS = "masks.safetensors"  # of pruned parameters, beside the weights
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}

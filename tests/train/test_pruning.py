@@ -1,0 +1,287 @@
+"""Pruning as an event of a run: the same masks on every layout, in checkpoints, exports and resumed runs."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import optimus
+from helpers.drawing import config_of
+from helpers.whole import whole_state
+from optimus.checkpoint.masks import whole_masks
+from optimus.checkpoint.reader import Reader
+from optimus.checkpoint.store import load_model
+from optimus.config import load_config
+from optimus.errors import UserError
+from optimus.observe.metrics import read_metrics
+from optimus.state.masks import unpacked_bits
+from optimus.state.pruning import block_norms, kth_largest, magnitudes, prune, random_scores, share_left
+from optimus.testing import run_ranks
+from optimus.testing.steps import Steps
+from optimus.train.run import layouts_of, whole_model
+
+ITERATIVE = {"sparsity": 0.9, "at": [2, 4]}
+
+
+def changed(config: dict[str, Any], output: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    config = copy.deepcopy(config)
+    config["train"] |= {"output": str(output), "precision": "float32", "steps": 8}
+    config["checkpoint"] = {"every": 3, "keep": None}
+    for name, section in sections.items():
+        config[name] = config.get(name, {}) | section
+    return config
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in read_metrics(folder)]
+
+
+def tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(weights, masks as booleans) of a checkpoint."""
+    reader = Reader.open(path)
+    weights = dict(load_model(path).named_parameters())
+    masks = {}
+    for key, bits in whole_masks(reader).items():
+        name = key.removeprefix("mask.")
+        masks[name] = unpacked_bits(bits, weights[name].shape[-1])
+    return weights, masks
+
+
+def check_pruned(path: Path, share: float) -> None:
+    weights, masks = tensors(path)
+    assert masks
+    kept = sum(int(mask.sum()) for mask in masks.values())
+    size = sum(mask.numel() for mask in masks.values())
+    assert kept / size == pytest.approx(share, abs=1 / size)
+    for name, mask in masks.items():
+        assert not weights[name][~mask].any(), name
+        assert weights[name][mask].count_nonzero() > 0.99 * int(mask.sum()), name
+
+
+def test_a_run_and_its_checkpoints(small_run: dict[str, Any], tmp_path: Path) -> None:
+    """Resumed bit for bit between two prunings and behind them; within rounding on other layouts."""
+    whole, parted = (changed(small_run, tmp_path / name, pruning=ITERATIVE) for name in ("whole", "parted"))
+    optimus.train(whole)
+    for stop in (3, 5):
+        optimus.train(parted, [f"train.stop_at={stop}"], resume="auto")
+    optimus.train(parted, resume=True)
+    assert losses(tmp_path / "parted") == losses(tmp_path / "whole")
+    paths = [tmp_path / run / "checkpoints" for run in ("whole", "parted")]
+    check_pruned(paths[0] / "step-00000003", 0.1**0.5)
+    check_pruned(paths[0] / "step-00000008", 0.1)
+    (a, mask_a), (b, mask_b) = (tensors(path / "step-00000008") for path in paths)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert all(torch.equal(mask_a[name], mask_b[name]) for name in mask_a)
+    spread = changed(small_run, tmp_path / "spread", pruning=ITERATIVE, train={"micro_batch": 2})
+    sharded = ["state.shard=parameters", "state.chunk=3000", "parallel.expert=2"]
+    optimus.train(spread, ["train.stop_at=3", "checkpoint.asynchronous=true", *sharded], ranks=2)
+    optimus.train(spread, ["parallel.tensor=2", "state.chunk=5000", "checkpoint.broadcast=none"], ranks=2, resume=True)
+    assert losses(tmp_path / "spread") == pytest.approx(losses(tmp_path / "whole"), rel=1e-3)
+    check_pruned(tmp_path / "spread" / "checkpoints" / "step-00000008", 0.1)
+
+
+def test_masks_survive_export_import_and_conversion(small_run: dict[str, Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    config = changed(small_run, run, pruning={"sparsity": 0.8, "at": 0}, checkpoint={"weights_every": 4})
+    optimus.train(config, ["train.precision=bfloat16"])
+    weights, masks = tensors(run / "checkpoints" / "weights-00000008")
+    check_pruned(run / "checkpoints" / "weights-00000008", 0.2)
+    optimus.export(run, tmp_path / "exported")
+    optimus.import_folder(tmp_path / "exported", tmp_path / "imported")
+    _, there = tensors(tmp_path / "imported")
+    check_pruned(tmp_path / "imported", 0.2)
+    assert all(torch.equal(there[name], mask) for name, mask in masks.items())
+    # A run that begins with it is pruned from its beginning; norms and the head alone are retrained (PERP).
+    retrained = changed(
+        small_run,
+        tmp_path / "retrained",
+        train={"freeze": ["matrix", "expert", "embedding", "router"]},
+        checkpoint={"initial": str(tmp_path / "imported")},
+    )
+    optimus.train(retrained)
+    last = tmp_path / "retrained" / "checkpoints" / "step-00000008"
+    check_pruned(last, 0.2)
+    found, kept = tensors(last)
+    assert all(torch.equal(kept[name], mask) for name, mask in masks.items())
+    assert not torch.equal(found["final_norm.weight"], weights["final_norm.weight"])
+    # Nothing is frozen: what is pruned stays so all the same.
+    tuned = changed(small_run, tmp_path / "tuned", checkpoint={"initial": str(tmp_path / "imported")})
+    optimus.train(tuned, ["state.shard=optimizer", "parallel.pipeline=2"], ranks=2)
+    check_pruned(tmp_path / "tuned" / "checkpoints" / "step-00000008", 0.2)
+
+
+@pytest.mark.parametrize("rewind", [0, 2])
+def test_rewinding(small_run: dict[str, Any], tmp_path: Path, rewind: int) -> None:
+    """What is left has the weights of that step, and fresh moments."""
+    run = tmp_path / "run"
+    config = changed(
+        small_run,
+        run,
+        pruning={"sparsity": 0.5, "at": 5, "rewind": rewind},
+        checkpoint={"weights_every": 2, "every": 5},
+    )
+    optimus.train(config)
+    weights, masks = tensors(run / "checkpoints" / "step-00000005")
+    if rewind:
+        early = dict(load_model(run / "checkpoints" / "weights-00000002").named_parameters())
+    else:
+        fresh = whole_model(load_config(config)).to_empty(device="cpu")
+        from optimus.model.init import initialize
+
+        initialize(fresh, 0, load_config(config).model.init_std)
+        early = dict(fresh.named_parameters())
+    for name, weight in weights.items():
+        assert torch.equal(weight, early[name] * masks.get(name, torch.ones(()))), name
+    assert Reader.open(run / "checkpoints" / "step-00000005").description.progress["updates"] == 0
+
+
+def test_early_bird_tickets(small_run: dict[str, Any], tmp_path: Path) -> None:
+    """Drawn every so often; pruned when five distances in a row are small."""
+    run = tmp_path / "run"
+    pruning = {"method": "early-bird", "sparsity": 0.5, "at": 1, "every": 1, "distance": 0.9}
+    optimus.train(changed(small_run, run, pruning=pruning))
+    assert not whole_masks(Reader.open(run / "checkpoints" / "step-00000003"))
+    check_pruned(run / "checkpoints" / "step-00000008", 0.5)
+
+
+# ---- Thresholds ----
+
+
+def scored(overrides: list[str], kind: str, share: float) -> dict[str, Any]:
+    tree = load_config(config_of("moe"), ["pruning.sparsity=0.9", "pruning.at=0", "state.chunk=500", *overrides])
+    made = Steps(tree.model_dump(exclude_unset=True))
+    layouts = layouts_of(whole_model(made.config), made.config)
+    sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.masks}
+    before = whole_state(made.state)
+    score = {"random": random_scores(3), "block": block_norms}.get(kind, magnitudes)
+    masks = prune(made.state, share, sizes, score, per_tensor=kind == "layer")
+    made.state.prune(masks)
+    left = share_left(made.state, sizes)
+    return {"before": before, "after": whole_state(made.state), "left": left, "targets": list(sizes)}
+
+
+LAYOUTS = [
+    (1, []),
+    (2, ["state.shard=parameters"]),
+    (2, ["parallel.tensor=2"]),
+    (2, ["parallel.pipeline=2", "parallel.schedule=1f1b"]),
+    (4, ["parallel.expert=2", "state.shard=optimizer", "parallel.tensor=[1,2]"]),
+]
+
+
+@pytest.mark.parametrize(("ranks", "overrides"), LAYOUTS)
+def test_the_threshold_is_exact(ranks: int, overrides: list[str]) -> None:
+    for found in run_ranks(scored, ranks, overrides, "global", 0.1):
+        weights = torch.cat([found["before"][f"model.{name}"].flatten().abs() for name in found["targets"]])
+        kept = round(0.1 * len(weights))
+        threshold = weights.kthvalue(len(weights) - kept + 1).values
+        for name in found["targets"]:
+            before, after = (found[when][f"model.{name}"] for when in ("before", "after"))
+            assert torch.equal(after, before * (before.abs() >= threshold)), name
+        assert found["left"] == pytest.approx(kept / len(weights))
+
+
+@pytest.mark.parametrize("kind", ["layer", "random", "block"])
+def test_other_scores_on_every_layout(kind: str) -> None:
+    layouts = LAYOUTS if kind != "block" else LAYOUTS[:2]
+    results = [run_ranks(scored, ranks, overrides, kind, 0.25)[0] for ranks, overrides in layouts]
+    for name in results[0]["targets"]:
+        expected = results[0]["after"][f"model.{name}"]
+        if kind == "layer":
+            assert expected.count_nonzero() == round(0.25 * expected.numel())
+        for other in results[1:]:
+            assert torch.equal(other["after"][f"model.{name}"], expected), name
+
+
+def test_a_block_is_pruned_as_a_whole() -> None:
+    weights = torch.randn(2, 40, 24, generator=torch.Generator().manual_seed(0))
+    scores = block_norms(None, weights)  # type: ignore[arg-type]
+    for expert in range(2):
+        for row in range(0, 40, 16):
+            for column in range(0, 24, 16):
+                block = weights[expert, row : row + 16, column : column + 16]
+                here = scores[expert, row : row + 16, column : column + 16]
+                assert torch.allclose(here, block.square().mean().sqrt().expand_as(here))
+
+
+def test_ties_and_signed_zeros() -> None:
+    made = Steps(load_config(config_of("dense")).model_dump(exclude_unset=True))
+    scores = torch.tensor([3.0, 2.0, 2.0, 2.0, 0.0]).abs()
+    for k, expected in ((1, 3.0), (2, 2.0), (4, 2.0), (5, 0.0)):
+        bits = kth_largest(made.groups.world, lambda: iter([(scores, 1)]), k, torch.device("cpu"))
+        assert torch.tensor([bits], dtype=torch.int32).view(torch.float32).item() == expected
+    assert magnitudes(None, torch.tensor([-0.0])).view(torch.int32).item() == 0  # type: ignore[arg-type]
+
+
+# ---- What cannot be ----
+
+
+@pytest.mark.parametrize(
+    ("pruning", "sections", "message"),
+    [
+        ({"sparsity": 1.0, "at": 1}, {}, "pruning.sparsity.*less than 1"),
+        ({"sparsity": 0.0, "at": 1}, {}, "pruning.sparsity.*greater than 0"),
+        ({"sparsity": 0.5, "at": 8}, {}, "pruning.at 8: the run ends after step 8"),
+        ({"sparsity": 0.5, "at": [4, 2]}, {}, r"at \[4, 2\]: give steps in ascending order"),
+        ({"sparsity": 0.5, "at": [1, 2], "method": "early-bird"}, {}, "early-bird finds the step itself"),
+        ({"sparsity": 0.5, "at": 2, "rewind": 3}, {}, "rewind 3 is behind the first pruning"),
+        ({"sparsity": 0.5, "at": 4, "rewind": 2}, {}, "pruning.rewind 2: the weights of that step are not kept"),
+        (
+            {"sparsity": 0.5, "at": 4, "targets": ["nothing"]},
+            {},
+            "pruning.targets: the model has no parameter 'nothing'",
+        ),
+        ({"sparsity": 0.5, "at": 4}, {"train": {"freeze": ["matrix"]}}, "is frozen .train.freeze."),
+        ({"sparsity": 0.5, "at": 4}, {"optimizer": {"name": "muon"}}, "is updated by muon, which needs whole matrices"),
+        (
+            {"sparsity": 0.5, "at": 4, "targets": ["head"]},
+            {"model": {"tie_embeddings": True}},
+            "the head is tied to the embedding: name embedding",
+        ),
+        (
+            {"sparsity": 0.5, "at": 4, "scope": "block 16x16", "targets": ["vector"]},
+            {},
+            "is no matrix: leave it out of pruning.targets",
+        ),
+    ],
+)
+def test_bad_input(
+    small_run: dict[str, Any], tmp_path: Path, pruning: dict[str, Any], sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        optimus.train(changed(small_run, tmp_path / "run", pruning=pruning, **sections))
+
+
+def test_weights_that_are_not_finite(small_run: dict[str, Any], tmp_path: Path) -> None:
+    made = Steps(
+        load_config(config_of("dense"), ["pruning.sparsity=0.5", "pruning.at=0"]).model_dump(exclude_unset=True)
+    )
+    chunk = next(chunk for chunk in made.state.trained if chunk.plan.slots[0].name in made.state.recipe.masks)
+    chunk.master[0] = torch.nan
+    with pytest.raises(UserError, match=r"pruning: weights of blocks.* are not finite"):
+        prune(made.state, 0.5, dict.fromkeys(made.state.recipe.masks, 10), magnitudes)
+
+
+def test_masks_of_another_checkpoint(small_run: dict[str, Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    optimus.train(changed(small_run, run, pruning={"sparsity": 0.5, "at": 0}))
+    model = load_model(run)
+    from optimus.checkpoint.store import save_model
+
+    masks = whole_masks(Reader.open(run / "checkpoints" / "step-00000008"))
+    for name, parameter in model.named_parameters():
+        if f"mask.{name}" in masks:
+            parameter.data.add_(1.0)
+    save_model(model, tmp_path / "damaged", context=32, tokenizer=None, eos_id=None, masks=masks)
+    begun = changed(small_run, tmp_path / "begun", checkpoint={"initial": str(tmp_path / "damaged")})
+    with pytest.raises(UserError, match="are not zero where the masks beside them prune them"):
+        optimus.train(begun)
+    key = next(iter(masks))
+    save_model(model, tmp_path / "short", context=32, tokenizer=None, eos_id=None, masks={key: masks[key][:1]})
+    begun["checkpoint"]["initial"] = str(tmp_path / "short")
+    with pytest.raises(UserError, match=f"{key} has the shape .* and does not fit a parameter of this model"):
+        optimus.train(begun)
