@@ -10,16 +10,20 @@ from torch import Tensor
 
 from helpers.drawing import config_of
 from helpers.equality import Trained
+from helpers.traffic import counting
 from helpers.whole import whole_state
 from optimus.config import load_config
+from optimus.state.buffers import ManagedBuffer
 from optimus.state.masks import Mask, MaskForm, MaskPlan, packed_bits, unpacked_bits
 from optimus.state.model_state import ModelState
 from optimus.state.plan import Slot
 from optimus.state.pruning import magnitudes, prune
 from optimus.state.trained import TrainedChunk
 from optimus.testing import run_ranks
-from optimus.testing.steps import Steps
+from optimus.testing.memory import allocated
+from optimus.testing.steps import Steps, random_batch
 from optimus.train.run import layouts_of, whole_model
+from optimus.train.step import training_step
 
 IN_BF16 = ["train.precision=bfloat16"]
 PRUNED = ["pruning.sparsity=0.9", "pruning.at=0", "state.chunk=500"]
@@ -164,3 +168,106 @@ def test_the_bits_of_masks_on_dense_state(model: str, ranks: int, overrides: lis
             assert x == y, number
         for key, tensor in b.tensors.items():
             assert torch.equal(a.tensors[key], tensor), key
+
+
+# ---- Bytes ----
+
+
+def pruned_steps(*overrides: str, model: str = "dense", share: float = 0.1) -> Steps:
+    made = Steps(load_config(config_of(model), [*PRUNED, *overrides]).model_dump(exclude_unset=True))
+    layouts = layouts_of(whole_model(made.config), made.config)
+    sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.masks}
+    made.state.prune(prune(made.state, share, sizes, magnitudes))
+    return made
+
+
+@pytest.mark.parametrize("form", ["int32", "bits"])
+def test_bytes_at_rest(form: str) -> None:
+    """2 P + f (g + 12 + i) P, and rounding to whole vectors, is what is allocated."""
+    steps = pruned_steps(*IN_BF16, f"pruning.indices={form}", "state.chunk=20000")
+    chunks = [chunk for chunk in steps.state.trained if chunk.mask is not None]
+    assert chunks
+    for chunk in chunks:
+        assert chunk.mask is not None
+        whole, left = chunk.mask.plan.size, chunk.mask.plan.unpruned
+        index = 4 * left if form == "int32" else whole / 8 + 4 * math.ceil(whole / 4096)
+        expected = 2 * whole + (4 + 12) * left + index
+        found = sum(chunk.plan.bytes_by_kind().values())
+        assert expected <= found <= expected + 16 * 31 + 4
+        assert sum(allocated([chunk]).values()) + 4 * chunk.plan.mask.elements == found  # type: ignore[union-attr]
+        assert not chunk.gradient.untyped_storage().nbytes()
+
+
+def sent(shard: str, pruned: bool) -> tuple[int, list[tuple[int, int]]]:
+    """(bytes that this rank sends in a step, (elements of the whole, packed ones) of each pruned chunk)."""
+    overrides = [f"state.shard={shard}", "train.micro_batch=8", *IN_BF16]
+    made = pruned_steps(*overrides)
+    sizes = [(chunk.plan.size, chunk.plan.borders[-1]) for chunk in made.state.trained if chunk.mask is not None]
+    if not pruned:
+        made = Steps(load_config(config_of("dense"), [*PRUNED, *overrides]).model_dump(exclude_unset=True))
+    made.train()
+    made.state.finish()
+    with counting() as traffic:
+        made.train()
+        made.state.finish()
+    # Of a sum that Gloo makes itself each of two ranks sends as much as it is long.
+    return sum(traffic.sent_to.values()) + traffic.bytes["all_reduce"], sizes
+
+
+@pytest.mark.parametrize(("shard", "each"), [("none", 4 + 4), ("optimizer", 4 + 2), ("parameters", 4 + 2 + 2)])
+def test_bytes_sent(shard: str, each: int) -> None:
+    """Of two ranks each sends half of what is reduced and of what is gathered: of unpruned elements alone."""
+    dense, _ = run_ranks(sent, 2, shard, False)[0]
+    pruned, sizes = run_ranks(sent, 2, shard, True)[0]
+    assert dense - pruned == sum(whole - packed for whole, packed in sizes) * each / 2
+    assert all(packed < 0.2 * whole for whole, packed in sizes if whole > 1000)
+
+
+def test_long_gradients_of_three_chunks_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = pruned_steps("state.chunk=300")
+    right, most = ManagedBuffer.go, 0
+
+    def go(buffer: ManagedBuffer, event: Any) -> None:
+        nonlocal most
+        right(buffer, event)
+        most = max(most, sum(chunk.gradient.untyped_storage().nbytes() for chunk in pruned))
+
+    monkeypatch.setattr(ManagedBuffer, "go", go)
+    pruned = [chunk for chunk in steps.state.trained if chunk.mask is not None]
+    assert len(pruned) > 4
+    steps.train()
+    assert 0 < most <= 3 * max(4 * chunk.plan.size for chunk in pruned)
+
+
+def test_a_step_changes_what_is_computed_with() -> None:
+    """Of what is left; what is pruned is exactly zero (the public implementation changes neither)."""
+    steps = pruned_steps(*IN_BF16)
+    steps.train()
+    before = {name: each.detach().clone() for name, each in steps.state._module.named_parameters()}
+    for _ in range(20):
+        steps.train()
+    steps.state.finish()
+    for name, mask in steps.state.recipe.masks.items():
+        assert isinstance(mask, Tensor)
+        now, left = steps.state._module.get_parameter(name), unpacked_bits(mask, before[name].numel())
+        assert not now.flatten()[~left].any()
+        moved = (now != before[name]).flatten()[left]
+        assert moved.float().mean() > 0.5 or not left.any()
+
+
+def test_a_skipped_step_and_an_evaluation() -> None:
+    found = []
+    for between in (False, True):
+        steps = pruned_steps("state.residency=all", "state.cache=8", *IN_BF16)
+        steps.train()
+        if between:
+            skipped = training_step(
+                steps.model, steps.state, random_batch(steps.config, 7), steps.config, 2, loss_limit=0.0
+            )
+            assert skipped.skipped
+            with steps.state.evaluating():
+                steps.state.finish()
+        found.append([steps.train(), whole_state(steps.state)])
+    (a, states), (b, expected) = found
+    assert a == b
+    assert all(torch.equal(states[key], tensor) for key, tensor in expected.items())
