@@ -98,17 +98,17 @@ def _step(state: ModelState) -> tuple[float, float]:
     state.begin_step()
     for chunk in state.trained:
         chunk.gradient.fill_(1e-3)
-    began = _together()
+    began = together()
     state.reduce_gradients()
-    reduced = _together()
+    reduced = together()
     state.step(_LR, _GRADIENT_SCALE)
     for each in state.chunks:
         each.gather()
-    ended = _together()
+    ended = together()
     return ended - reduced, ended - began
 
 
-def _together() -> float:
+def together() -> float:
     """The time when all ranks have come here."""
     dist.barrier()
     return time.perf_counter()

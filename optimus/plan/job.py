@@ -23,7 +23,9 @@ from optimus.train.run import recipe_of, whole_model
 
 # Of each parameter of `blocks.examples`, in their order: its update rule, and the share of the blocks alike in which it has
 # that; several, where the rules differ.
-Rules = tuple[tuple[tuple[Rule, float], ...], ...]
+Rules = tuple[
+    tuple[tuple[Rule, float, float], ...], ...
+]  # of each parameter: rule, share of those alike, unpruned share
 
 _PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
 _GRADIENT = {"float32": 4.0, "bfloat16": 2.0}  # bytes
@@ -239,15 +241,22 @@ def profile_of(config: RunConfig) -> Profile:
 
 def _rules(config: RunConfig) -> Rules:
     """The update rules of a run's parameters, counted over the blocks that are alike."""
-    rules, alike = recipe_of(config, whole_model(config)).rules, config.model.alike
+    recipe, alike = recipe_of(config, whole_model(config)), config.model.alike
     made, layers = examples(config.model)
+    left = 1.0 if config.pruning is None else 1 - config.pruning.sparsity  # in the end
 
-    def of(name: str) -> Counter[Rule]:
+    def rule(name: str) -> tuple[Rule, float]:
+        return recipe.rules[name], left if name in recipe.masks else 1.0
+
+    def of(name: str) -> Counter[tuple[Rule, float]]:
         part, _, rest = name.partition(".")
         if part != "blocks":
-            return Counter([rules[name]])
+            return Counter([rule(name)])
         number, _, rest = rest.partition(".")
-        return Counter(rules[f"blocks.{i}.{rest}"] for i, kind in enumerate(alike) if kind == layers[int(number)])
+        return Counter(rule(f"blocks.{i}.{rest}") for i, kind in enumerate(alike) if kind == layers[int(number)])
 
     counts = (of(name) for name, _ in declarations(made))
-    return tuple(tuple((rule, number / found.total()) for rule, number in found.items()) for found in counts)
+    return tuple(
+        tuple((rule, number / found.total(), unpruned) for (rule, unpruned), number in found.items())
+        for found in counts
+    )

@@ -20,6 +20,7 @@ from optimus.plan.offloading import GRADIENTS, Elsewhere, cache_blocks, chunk_el
 from optimus.plan.parameter_groups import Kinds, ParameterGroup, Where, kinds_of, parameter_groups, written
 from optimus.plan.step import blocks_of_stages, counts_of, together
 from optimus.state.buffers import RESIDENCES
+from optimus.state.masks import MaskPlan
 from optimus.train.collectives import with_dispatcher
 from optimus.train.recomputation import activation_shapes
 
@@ -127,21 +128,33 @@ def state_parts(held: Sequence[ParameterGroup], job: Job, counts: Mapping[Where,
     if waiting != "device":  # gradients of a chunk leave after its last microbatch
         parts["gathered"] += profile.gradient * min(GRADIENTS * chunk, whole)
     for each in held:
+        if each.pruned and each.rule.trains:
+            parts["optimizer"] += index_bytes(job, each)
         block = each.elements / blocks * min(_AHEAD, blocks)
         if each.rule.trains:
-            same = job.precision == "fp32" and not each.rule.averages  # parameters are then the master weights
+            # Parameters are then the master weights.
+            same = job.precision == "fp32" and not (each.rule.averages or each.pruned)
             state = profile.state_bytes(each.rule) - (4.0 if same else 0.0)
             parts["optimizer"] += share * state * each.updated
             if waiting == "device" or job.microbatches > 1:
                 parts["gradients"] += profile.gradient * each.after(each.depths.gradients)
         if home != "device":
             continue
-        parts["parameters"] += job.itemsize * each.after(each.depths.parameters)
+        parts["parameters"] += job.itemsize * (
+            each.after(each.depths.parameters) if each.depths.parameters else each.elements
+        )
         if each.depths.parameters:
             parts["gathered"] += job.itemsize * (block if job.state.reshard_after_forward else each.elements)
-        if each.depths.gradients and each.rule.trains:
+        if each.rule.trains and (each.depths.gradients or each.pruned):
             parts["gathered"] += profile.gradient * block / _AHEAD
     return parts
+
+
+def index_bytes(job: Job, group: ParameterGroup) -> float:
+    """Bytes of the masks of a group of which some are pruned: on every rank that has whole gradients of it."""
+    assert job.config.pruning is not None
+    elements = round(group.elements)
+    return float(4 * MaskPlan(elements, round(group.unpruned * elements), job.config.pruning.indices).elements)
 
 
 class RunActivations:

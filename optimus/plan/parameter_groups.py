@@ -21,21 +21,23 @@ from optimus.state.plan import Piece, chunk_limit, divide, sharing_steps
 from optimus.state.tiling import TILINGS
 from optimus.train.rules import default_rule
 
-_DEFAULT = ((default_rule(), 1.0),)
+_DEFAULT = ((default_rule(), 1.0, 1.0),)
 
 # In blocks like that layer, in all blocks, before the blocks, after them, or in both places: a table that embedding and
 # output layer share.
 Where = int | Literal["blocks", "first", "last", "tied", "every"]
-_Key = tuple[tuple[str, ...], Rule]  # the axes of those that hold the same, and the update rule
+_Key = tuple[tuple[str, ...], Rule, float]  # the axes of those that hold the same, the update rule, the unpruned share
 
 
 class ParameterKind(NamedTuple):
-    """A parameter of this layout, and where it is; `share` of those that are alike have this update rule."""
+    """A parameter of this layout, and where it is; `share` of those that are alike have this update rule, and of these the
+    share `unpruned` is left."""
 
     where: Where
     layout: Layout
     rule: Rule
     share: float
+    unpruned: float
 
 
 class Kinds(tuple[ParameterKind, ...]):
@@ -76,11 +78,17 @@ class ParameterGroup(NamedTuple):
     depths: Depths
     runs: tuple[tuple[Piece, ...], ...] = ()  # of a rule of matrices: what is laid end to end, in order
     limit: int = 0  # elements of a chunk of it
+    unpruned: float = 1.0  # share of them that has state, and is sent
+
+    @property
+    def pruned(self) -> bool:
+        """Whether some are: whole parameters are dense all the same, and zero where they are pruned."""
+        return self.unpruned < 1
 
     def after(self, depth: int) -> float:
-        """Elements that a rank has after so many steps; of a rule of matrices, the rank that has most."""
+        """Unpruned elements that a rank has after so many steps; of a rule of matrices, the rank that has most."""
         if not self.matrices:
-            return self.elements / self.shards(depth)
+            return self.unpruned * self.elements / self.shards(depth)
         shards, ways = self.shards(len(self.steps)), self.shards(depth)
         return sum(max(_parts(run, self.rule, self.limit, shards, ways)) for run in self.runs)
 
@@ -165,8 +173,16 @@ def parameter_groups(kinds: Kinds, job: Job, counts: Mapping[Where, int]) -> lis
     if any(matrices for _, matrices in found.values()):
         runs, limit = _runs(kinds, job.mesh, tuple(counts.items()), state.chunk)
     return [
-        ParameterGroup(elements, rule, tuple(matrices), *_places(axes, *over), runs.get((axes, rule), ()), limit)
-        for (axes, rule), (elements, matrices) in found.items()
+        ParameterGroup(
+            elements,
+            rule,
+            tuple(matrices),
+            *_places(axes, *over),
+            runs.get((axes, rule, unpruned), ()),
+            limit,
+            unpruned,
+        )
+        for (axes, rule, unpruned), (elements, matrices) in found.items()
     ]
 
 
@@ -175,7 +191,8 @@ def written(held: Iterable[ParameterGroup], size: Callable[[Rule], float], *, sc
     take turns."""
     found = defaultdict[float, float](float)
     for each in held:
-        found[size(each.rule)] += each.elements / each.replicas.size if scattered else each.updated
+        shards = each.replicas.size if scattered else each.shards(each.depths.optimizer)
+        found[size(each.rule)] += each.elements / shards  # dense, whatever is pruned
     return sum(bytes_each * elements for bytes_each, elements in found.items())
 
 
@@ -184,9 +201,9 @@ def _keys(kinds: Kinds, mesh: Mesh) -> list[_Key]:
     """Of each of `kinds`; two sets of axes may be the same ranks."""
     known: dict[StridedGroup, tuple[str, ...]] = {}
     found = []
-    for _, layout, rule, _ in kinds:
+    for _, layout, rule, _, unpruned in kinds:
         axes = tuple(axis for axis in layout.partial_axes if mesh.axis_size(axis) > 1)
-        found.append((known.setdefault(group_along(mesh, axes) if axes else StridedGroup(1), axes), rule))
+        found.append((known.setdefault(group_along(mesh, axes) if axes else StridedGroup(1), axes), rule, unpruned))
     return found
 
 
@@ -203,7 +220,7 @@ def _runs(
     for where, alike in groupby(zip(kinds, _keys(kinds, mesh)), key=lambda each: each[0].where):
         number, those = numbers.get(where, 0), list(alike)
         for block in range(number):
-            for (_, layout, _, share), key in those:
+            for (_, layout, _, share, _), key in those:
                 if block < round(share * number):
                     same = tuple(axis for axis in layout.replicated_axes if mesh.axis_size(axis) > 1)
                     local = layout.local_shape(mesh)
@@ -224,7 +241,7 @@ def _limit(sizes: tuple[tuple[int, ...], ...]) -> int:
 def _sums(kinds: Kinds, mesh: Mesh) -> list[tuple[tuple[Where, _Key], tuple[float, list[MatrixGroup]]]]:
     """Elements of a rank, and those that are matrices to their rule, by where they are, who else has them, and the rule."""
     found: dict[tuple[Where, _Key], tuple[float, list[MatrixGroup]]] = {}
-    for (where, layout, rule, share), alike in zip(kinds, _keys(kinds, mesh)):
+    for (where, layout, rule, share, _), alike in zip(kinds, _keys(kinds, mesh)):
         key = where, alike
         elements = math.prod(layout.shape) / math.prod(mesh.axis_size(axis) for _, axis in layout.sharded_dims)
         before, matrices = found.get(key, (0.0, []))

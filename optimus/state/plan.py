@@ -449,7 +449,7 @@ def divisions(mesh: Mesh, replicas: Sequence[str], options: StateConfig) -> list
 def bytes_by_kind(plans: Sequence[ChunkPlan], residency: Residency = "device") -> dict[str, int]:
     """Bytes at rest of all chunks of a rank, by kind."""
     counts = [plan.bytes_by_kind(residency) for plan in plans]
-    return {kind: sum(count[kind] for count in counts) for kind in ("parameters", "gradients", "master", "moments")}
+    return {kind: sum(count[kind] for count in counts) for kind in KINDS}
 
 
 def sharing_steps(widths: Sequence[int | None], ranks: int) -> tuple[list[int], Depths]:

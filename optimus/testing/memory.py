@@ -149,4 +149,5 @@ def allocated(chunks: Iterable[Chunk]) -> dict[str, int]:
         total["gradients"] += count(chunk.gradient, chunk.reduced) if isinstance(chunk, TrainedChunk) else 0
         total["master"] += count(chunk.master)
         total["moments"] += count(*chunk.moments.values())
+        total["mask"] += count(*(buffer for kind, buffer in chunk._made.items() if kind == "mask"))
     return dict(total)

@@ -29,6 +29,7 @@ from optimus.hub import load_weights
 from optimus.mesh import Layout
 from optimus.model import Transformer
 from optimus.model.parameters import named_tensors
+from optimus.train.checks import begins_with
 from optimus.train.hooks import Hook
 from optimus.train.run import Run, new_run, read_together
 from optimus.train.step import StepResult
@@ -55,17 +56,6 @@ def _masks(
     if reader is None:
         return {}
     return read_together(lambda: masks_in(reader, layouts, groups.mesh, groups.rank), groups.world, device)
-
-
-def begins_with(config: RunConfig, resume: bool) -> list[Path]:
-    """The checkpoints that a run may begin with, the first that is whole."""
-    points = resume_points(Path(config.train.output)) if resume else []
-    initial = config.lr_schedule.branch_from or config.checkpoint.initial
-    if points:
-        return [point.path for point in points]
-    if initial is None or (Path(initial) / "config.json").is_file():
-        return []
-    return [folder.find_checkpoint(initial)]
 
 
 def _first_whole(paths: Iterable[Path]) -> Reader | None:

@@ -11,6 +11,7 @@ import torch
 from optimus.checkpoint.folder import DamagedError, find_checkpoint, list_checkpoints, read_description, step_of
 from optimus.checkpoint.lease import LEASE
 from optimus.checkpoint.manifest import read_checked_description
+from optimus.checkpoint.masks import shares_in
 from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import check_same_model, check_same_run
 from optimus.checkpoint.writers import bytes_copied
@@ -139,7 +140,20 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
         raise UserError(f"train.output: {folder} is the folder of a run of another model: choose another train.output")
 
 
-def check_memory(config: RunConfig, device: torch.device, ranks: int, per_node: int | None = None) -> None:
+def begins_with(config: RunConfig, resume: bool) -> list[Path]:
+    """The checkpoints that a run may begin with, the first that is whole."""
+    points = resume_points(Path(config.train.output)) if resume else []
+    initial = config.lr_schedule.branch_from or config.checkpoint.initial
+    if points:
+        return [point.path for point in points]
+    if initial is None or (Path(initial) / "config.json").is_file():
+        return []
+    return [find_checkpoint(initial)]
+
+
+def check_memory(
+    config: RunConfig, device: torch.device, ranks: int, per_node: int | None = None, resume: bool = False
+) -> None:
     """Raise `UserError` when parameters, gradients and optimizer state alone do not fit into the free memory.
 
     On an accelerator what is there of the fullest stage, and what is on the host, with the copies for checkpoints, of all
@@ -147,7 +161,8 @@ def check_memory(config: RunConfig, device: torch.device, ranks: int, per_node: 
     default all are on this machine.
     """
     mesh = mesh_of(config, ranks, per_node or ranks_per_node(ranks))
-    stages = planned_chunks(config, mesh, mesh.group(0, ("pp",)))
+    begun = begins_with(config, resume)
+    stages = planned_chunks(config, mesh, mesh.group(0, ("pp",)), shares_in(begun[0]) if begun else {})
     copied = Counter[int]()  # bytes that each rank copies, as each part has one writer
     for rank, plans in zip(mesh.group(0, ("pp",)), stages if config.checkpoint.asynchronous else ()):
         copied += bytes_copied(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)

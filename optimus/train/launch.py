@@ -131,7 +131,7 @@ def check_run(config: RunConfig, data: TrainingData, ranks: int, resume: bool, p
         checks.check_validation(config, data)
         checks.check_output(config, resume, data)
     decided, _ = with_precision(config, device, resume)  # here; the ranks agree on it when they have come together
-    checks.check_memory(decided, device, ranks, per_node)
+    checks.check_memory(decided, device, ranks, per_node, resume)
 
 
 def _launch(config: str, resume: bool, ranks: int, holder: str) -> int:

@@ -169,13 +169,22 @@ def recipe_of(config: RunConfig, model: Transformer, masks: Mapping[str, LocalMa
     return Recipe(DTYPES[config.train.precision], rules, dict.fromkeys(targets) | dict(masks or {}), form)
 
 
-def planned_chunks(config: RunConfig, mesh: Mesh, ranks: Sequence[int]) -> list[list[ChunkPlan]]:
+def masks_in_the_end(config: RunConfig) -> dict[str, LocalMask]:
+    """Of each parameter that will be pruned the share that is left."""
+    left = 1.0 if config.pruning is None else 1 - config.pruning.sparsity
+    return dict.fromkeys(recipe_of(config, whole_model(config)).masks, left)
+
+
+def planned_chunks(
+    config: RunConfig, mesh: Mesh, ranks: Sequence[int], masks: Mapping[str, LocalMask] | None = None
+) -> list[list[ChunkPlan]]:
     """The chunks that `build_model` makes on each of `ranks`, of its stages alone; without memory or a process group.
 
-    Raises `UserError` when the parameters cannot be divided as configured.
+    `masks` are the shares of pruned parameters that are unpruned. Raises `UserError` when the parameters cannot be divided
+    as configured.
     """
     model = whole_model(config)
-    return _planned_chunks(config, mesh, ranks, layouts_of(model, config), recipe_of(config, model))
+    return _planned_chunks(config, mesh, ranks, layouts_of(model, config), recipe_of(config, model, masks))
 
 
 def _planned_chunks(

@@ -36,6 +36,7 @@ def test_bytes_by_kind(compute: torch.dtype, gradient: torch.dtype) -> None:
         "parameters": p * (2 if compute == BF16 else 4),
         "gradients": p * (2 if gradient == BF16 else 4),
         "moments": 8 * p,
+        "mask": 0,
         "master": 4 * p if compute == BF16 else 0,
     }
     assert allocated([chunk]) == chunk.plan.bytes_by_kind()

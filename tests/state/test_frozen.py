@@ -126,7 +126,7 @@ def test_two_bytes_and_no_traffic(ranks: int) -> None:
         for shard, (at_rest, size, traffic, without) in zip(LEVELS, levels, strict=True):
             parts = ranks if shard == "parameters" else 1
             own = -(-size // (32 * parts)) * 32  # whole vectors
-            assert at_rest == {"parameters": 2 * own, "gradients": 0, "master": 0, "moments": 0}, shard
+            assert at_rest == {"parameters": 2 * own, "gradients": 0, "master": 0, "moments": 0, "mask": 0}, shard
             assert traffic == without, shard
 
 

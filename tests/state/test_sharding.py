@@ -141,6 +141,7 @@ def test_bytes_per_rank(ranks: int) -> None:
         "gradients": 2 * size,
         "master": 4 * own,
         "moments": 8 * own,
+        "mask": 0,
     }
 
 
@@ -242,7 +243,7 @@ def nested_step(ranks: int, widths: dict[str, int]) -> tuple[dict[int, int], dic
 def test_only_what_the_optimizer_shares_crosses_nodes() -> None:
     """Of 8 ranks, with (2, 4, all): parameters are gathered on cards of 2, gradients scattered on nodes of 4."""
     for found, at_rest, p in run_ranks(nested_step, 8, 8, {"parameters": 2, "gradients": 4}):
-        assert at_rest == {"parameters": p, "gradients": p // 2, "master": p // 2, "moments": p}
+        assert at_rest == {"parameters": p, "gradients": p // 2, "master": p // 2, "moments": p, "mask": 0}
         # Bytes of bf16. On a card: gathered for two microbatches, once each, as all is one chunk; and scattered.
         assert found[2] == 2 * (2 * p // 2 + 2 * p // 2)
         # On a node: of the half that the card has, a half of each microbatch; after the step, given back.

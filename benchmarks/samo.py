@@ -1,0 +1,165 @@
+"""Pruned chunks against dense ones (SAMO, chapter 4 of the dissertation on AxoNN): bytes, traffic and the time of an update.
+
+Both are the state of one model on the same ranks, of which nine tenths of the matrices are pruned at random, with ZeRO-1 on
+several ranks. Gradients are made up. They take turns step by step, in the same processes. Times are medians, from a common
+start to the end on all ranks: of the reduction, which packs the gradients first, of the update, and of gathering, which
+unpacks the parameters. Bytes at rest are those allocated, of the pruned matrices alone; bytes sent, what a rank hands to
+collectives in a step for them.
+"""
+
+import math
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typer import Option
+
+from benchmarks.harness import Result, Row, take_turns
+from benchmarks.optimizer import together
+from benchmarks.training import configuration
+from optimus.comm import Group, Groups
+from optimus.config import RunConfig
+from optimus.model.architecture import ModelConfig
+from optimus.plan.measure.ranks import run_fresh
+from optimus.state.model_state import ModelState
+from optimus.state.pruning import prune, random_scores
+from optimus.state.trained import TrainedChunk
+from optimus.testing.memory import allocated
+from optimus.train.run import build_model, layouts_of, mesh_of, whole_model
+
+_WARM_UP = 2  # steps that are not counted
+_SPARSITY = 0.9
+_MODEL = ModelConfig(family="olmo", hidden=768, layers=6, heads=8, intermediate=2048, vocab=1024)
+_PARTS = ("reduce_ms", "update_ms", "gather_ms")
+
+
+class Measured(NamedTuple):
+    """One rank's view of one form of state."""
+
+    seconds: list[float]  # of each part of a step
+    parameters: int  # that are, or would be, pruned
+    bytes_at_rest: int
+    bytes_sent: int
+
+
+def run(
+    ranks: Annotated[int, Option(help="Data-parallel ranks at most; a power of two.")] = 4,
+    steps: Annotated[int, Option(help="Timed steps of either form.")] = 9,
+    model: ModelConfig = _MODEL,
+) -> Result:
+    """Two rows, dense and pruned, for 1, 2, 4 ... ranks.
+
+    Ratios: `samo.bytes_per_parameter_at_90` on one rank; `samo.sent_vs_dense_at_90`, ours over dense bytes on most ranks;
+    `samo.update_vs_dense_at_90`, dense seconds of reduction, update and gathering together over ours, on one rank.
+    """
+    rows: list[Row] = []
+    for number in (2**i for i in range(ranks.bit_length())):
+        shard = {"shard": "optimizer"} if number > 1 else {}
+        config = configuration(
+            model.model_dump(), number, 2, micro_batch=1, state=shard, pruning={"sparsity": _SPARSITY, "at": 0}
+        )
+        rows += _rows(number, run_fresh(_measure, number, config, steps))
+    dense, pruned, *_ = rows
+    *_, most_dense, most_pruned = rows
+    sent = most_pruned["sent_mib"] / most_dense["sent_mib"] if ranks > 1 else None
+    return Result(
+        rows,
+        {
+            "samo.bytes_per_parameter_at_90": pruned["bytes_per_parameter"],
+            "samo.sent_vs_dense_at_90": sent,
+            "samo.update_vs_dense_at_90": sum(dense[part] for part in _PARTS) / sum(pruned[part] for part in _PARTS),
+        },
+    )
+
+
+def _measure(config: RunConfig, steps: int) -> list[Measured]:
+    """On one rank: dense and pruned state in turns."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    groups = Groups(mesh_of(config, ranks))
+    states = [build_model(config, torch.device("cpu"), groups)[1] for _ in range(2)]
+    layouts = layouts_of(whole_model(config), config)
+    sizes = {name: math.prod(layouts[name].shape) for name in states[1].recipe.masks}
+    for state in states:
+        state.initialize(0, 0.02)
+    states[1].prune(prune(states[1], 1 - _SPARSITY, sizes, random_scores(0)))
+    of = [[chunk for chunk in state.trained if chunk.plan.slots[0].name in sizes] for state in states]
+    sent = [_sent(state, chunks) for state, chunks in zip(states, of)]
+    times = take_turns(
+        {number: partial(_step, state, chunks) for number, (state, chunks) in enumerate(zip(states, of))},
+        steps,
+        warm_up=_WARM_UP,
+    )
+    parameters = sum(slot.shape.numel() for chunk in of[0] for slot in chunk.plan.slots)
+    return [
+        Measured(
+            [statistics.median(column) for column in zip(*times[number])],
+            parameters,
+            sum(allocated(chunks).values()),
+            sent[number],
+        )
+        for number, chunks in enumerate(of)
+    ]
+
+
+def _step(state: ModelState, chunks: Sequence[TrainedChunk]) -> tuple[float, float, float]:
+    """Seconds of reduction, update and gathering."""
+    state.begin_step()
+    for chunk in chunks:
+        for buffer in chunk.gradient_buffers.values():
+            with_gradient(buffer.open())
+    began = together()
+    state.reduce_gradients()
+    reduced = together()
+    state.step(1e-4, 0.5)
+    updated = together()
+    for each in state.chunks:
+        each.gather()
+    ended = together()
+    return reduced - began, updated - reduced, ended - updated
+
+
+def with_gradient(buffer: Tensor) -> None:
+    """Gradients that are not all alike."""
+    buffer.fill_(1e-3)
+    buffer.view(-1)[::7] = -2e-3
+
+
+def _sent(state: ModelState, chunks: Sequence[TrainedChunk]) -> int:
+    """Bytes that collectives of a step are handed for these chunks."""
+    counted, rights = (
+        0,
+        {name: getattr(Group, name) for name in ("reduce_scatter_async", "all_gather_async", "all_reduce_async")},
+    )
+    groups = {id(group) for chunk in chunks for group in (*chunk.groups, chunk.replica_group)}
+
+    def noted(name: str, group: Group, tensor: Tensor, *args: Any) -> Any:
+        nonlocal counted
+        counted += tensor.nbytes * (id(group) in groups and group.size > 1)
+        return rights[name](group, tensor, *args)
+
+    for name in rights:
+        setattr(Group, name, lambda group, tensor, *args, name=name: noted(name, group, tensor, *args))
+    try:
+        _step(state, chunks)
+    finally:
+        for name, right in rights.items():
+            setattr(Group, name, right)
+    return counted
+
+
+def _rows(ranks: int, by_rank: list[list[Measured]]) -> list[Row]:
+    """The slowest and the fullest rank of each form."""
+    return [
+        {
+            "ranks": ranks,
+            "form": form,
+            "bytes_per_parameter": max(one.bytes_at_rest for one in seen) / seen[0].parameters,
+            "sent_mib": max(one.bytes_sent for one in seen) / 2**20,
+            **{part: 1000 * max(one.seconds[i] for one in seen) for i, part in enumerate(_PARTS)},
+        }
+        for form, seen in zip(("dense", "pruned"), zip(*by_rank))
+    ]
