@@ -4,7 +4,7 @@ Published: masking changes the loss little and saves time where documents are sh
 causal pairs of a sequence of 2,048 tokens are of two documents.
 """
 
-from benchmarks.experiments.harness import Experiment, command, mean_rows, validation
+from benchmarks.experiments.harness import Experiment, command, mean_rows
 from benchmarks.harness import Result
 
 _CONTEXT, _BATCH, _TOKENS = 512, 4, 1_000_000

@@ -107,7 +107,7 @@ class Experiment:
             files = [_written(place / f"{name}-{kind}.jsonl", part) for kind, part in zip(("train", "held-out"), parts)]
             for file in files:
                 prepare([file], file.with_suffix(""), tokenizer=tokenizer, **settings)
-            found[name] = Prepared(*(file.with_suffix("") for file in files), files[1])
+            found[name] = Prepared(files[0].with_suffix(""), files[1].with_suffix(""), files[1])
         return found
 
     def train(self, name: str, seed: int, config: Mapping[str, Any], steps: int, **train_keys: Any) -> Trained:

@@ -14,7 +14,8 @@ def check_combinations(config: "RunConfig") -> None:
         raise ValueError("moe: the model is dense: remove the section moe")
     if not config.model.router_bias and config.moe.bias_rate != type(config.moe).model_fields["bias_rate"].default:
         raise ValueError("moe.bias_rate: the routers of the model have no bias: remove it")
-    for check in (_check_schedule, _check_recomputation, _check_experts, _check_shapes, _check_pipeline):
+    checks = (_check_teacher, _check_schedule, _check_recomputation, _check_experts, _check_shapes, _check_pipeline)
+    for check in checks:
         check(config)
     data, train = config.parallel.data, config.train
     if data != "auto" and train.global_batch % (data * train.micro_batch):
@@ -27,6 +28,16 @@ def check_combinations(config: "RunConfig") -> None:
 def _check_multiple(name: str, size: int, axis: str, parts: int, cure: str = ": choose a divisor") -> None:
     if size % parts:
         raise ValueError(f"{name} {size} is not a multiple of {axis} {parts}{cure}")
+
+
+def _check_teacher(config: "RunConfig") -> None:
+    """Raise where no rank has whole logits to compare."""
+    outputs, inputs = config.parallel.grid
+    key = "tensor" if outputs * inputs > 1 else "vocabulary" if config.parallel.vocabulary else None
+    if config.train.teacher is not None and key is not None:
+        raise ValueError(
+            f"train.teacher: parallel.{key} divides the vocabulary, and a teacher needs whole logits: remove one of them"
+        )
 
 
 def _check_schedule(config: "RunConfig") -> None:

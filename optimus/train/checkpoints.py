@@ -26,6 +26,7 @@ from optimus.model.parameters import named_tensors
 from optimus.train.hooks import Hook
 from optimus.train.run import Run, new_run
 from optimus.train.step import StepResult
+from optimus.train.teacher import add_teacher
 
 
 def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
@@ -36,6 +37,7 @@ def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
         _resume(run, points)
     else:
         _start(run, resume)
+    add_teacher(run)
     return run
 
 
