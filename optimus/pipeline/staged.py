@@ -32,8 +32,11 @@ class Objective(Protocol):
 
     count: float  # by which the sum of a microbatch's cross-entropies is divided
     scale: float  # the gradient of what is minimised with respect to the cross-entropy
-    # Called with a microbatch, its targets and the cross-entropy of each; not where the vocabulary is divided over stages.
-    add_rows: Callable[[Batch, Tensor, Tensor], None] | None
+
+    @property
+    def add_rows(self) -> Callable[[Batch, Tensor, Tensor], None] | None:
+        """What is called with a microbatch, its targets and the cross-entropy of each, if anything; not where the vocabulary is
+        divided over the stages."""
 
     def __call__(self, losses: Losses) -> tuple[Tensor, Tensor]:
         """What is minimised of a microbatch, and what is reported."""
