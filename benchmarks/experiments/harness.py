@@ -62,7 +62,7 @@ class Experiment:
 
     corpus: Path
     folder: Path
-    seeds: Sequence[int] = range(3)
+    seeds: Sequence[int] = range(2)
     quick: bool = False
 
     def steps(self, tokens: float) -> int:
@@ -110,6 +110,11 @@ class Experiment:
             found[name] = Prepared(files[0].with_suffix(""), files[1].with_suffix(""), files[1])
         return found
 
+    def validation(self, held_out: Mapping[str, Prepared], tokens: int = 1 << 15) -> list[dict[str, Any]]:
+        """The section `validation` for the parts of corpora that are held out."""
+        tokens = 1 << 10 if self.quick else tokens
+        return [{"name": name, "path": str(each.held_out), "tokens": tokens} for name, each in held_out.items()]
+
     def train(self, name: str, seed: int, config: Mapping[str, Any], steps: int, **train_keys: Any) -> Trained:
         """A run of `steps` with these sections of a configuration, beside what all runs have in common."""
         section = {"steps": steps} | {**_TRAIN, "seed": seed} | train_keys | dict(config.get("train", {}))
@@ -150,11 +155,6 @@ _SECTIONS: Mapping[str, Any] = {
 }
 
 
-def validation(held_out: Mapping[str, Prepared], tokens: int = 1 << 15) -> list[dict[str, Any]]:
-    """The section `validation` for the parts of corpora that are held out."""
-    return [{"name": name, "path": str(each.held_out), "tokens": tokens} for name, each in held_out.items()]
-
-
 def mean_rows(found: Mapping[str, Sequence[Trained]], names: Sequence[str]) -> list[Row]:
     """A row per configuration: the mean over the seeds of each validation loss, and the standard deviation of one seed."""
     rows = []
@@ -177,7 +177,7 @@ def command(name: str, function: Callable[[Experiment], Result]) -> None:
     def main(
         corpus: Annotated[Path, typer.Option(help="Folder of corpora, NAME.jsonl.gz or NAME.jsonl.")],
         folder: Annotated[Path, typer.Option(help="Where data and runs are kept.")] = Path("experiments"),
-        seeds: Annotated[int, typer.Option(help="Seeds of every configuration.")] = 3,
+        seeds: Annotated[int, typer.Option(help="Seeds of every configuration.")] = 2,
         quick: Annotated[bool, typer.Option("--quick", help="A few steps, to see that it works.")] = False,
         output: Annotated[Path | None, typer.Option(help="Also write the result to this JSON file.")] = None,
     ) -> None:

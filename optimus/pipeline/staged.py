@@ -35,8 +35,8 @@ class Objective(Protocol):
 
     @property
     def add_rows(self) -> Callable[[Batch, Tensor, Tensor], None] | None:
-        """What is called with a microbatch, its targets and the cross-entropy of each, if anything; not where the vocabulary is
-        divided over the stages."""
+        """What is called with a microbatch, its targets and the cross-entropy of each, if anything; not where the vocabulary
+        is divided over the stages."""
 
     def __call__(self, losses: Losses) -> tuple[Tensor, Tensor]:
         """What is minimised of a microbatch, and what is reported."""
