@@ -15,7 +15,7 @@ from optimus.checkpoint.merging import merge
 
 _PARTS = ("books", "wiki", "math", "speeches", "multilingual", "reviews")
 _SETS = ("books", "math", "speeches", "reviews")  # that are held out
-_TRUNK, _TOKENS = 400_000, 120_000
+_TRUNK, _TOKENS = 300_000, 80_000
 
 
 def run(experiment: Experiment) -> Result:

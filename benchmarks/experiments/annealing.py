@@ -7,7 +7,7 @@ by 0.1 nats, at 0.02 nats on the rest.
 from benchmarks.experiments.harness import Experiment, command, mean_rows
 from benchmarks.harness import Result
 
-_TOKENS = 500_000
+_TOKENS = 400_000
 _SHARES = {"same mixture": 0.1, "annealed": 0.4}  # of math, in the last tenth
 
 

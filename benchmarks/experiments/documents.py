@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from benchmarks.experiments.harness import Experiment, command, mean_rows
 from benchmarks.harness import Result
 
-_CONTEXT, _BATCH, _TOKENS = 512, 4, 500_000
+_CONTEXT, _BATCH, _TOKENS = 512, 4, 300_000
 
 
 def run(experiment: Experiment) -> Result:

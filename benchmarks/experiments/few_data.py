@@ -13,7 +13,7 @@ from optimus.data.tokenizer import load
 from optimus.evaluate.ensemble import Ensemble
 from optimus.evaluate.text import bits_per_byte
 
-_PIECES = 90  # of 2,000 characters, some 50 k tokens
+_PIECES = 45  # of 2,000 characters, some 25 k tokens
 _DECAYS, _EPOCHS, _MEMBERS = (0.1, 0.8, 3.2), (4, 8, 16), 4
 
 

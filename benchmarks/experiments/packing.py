@@ -8,7 +8,7 @@ from benchmarks.experiments.documents import of_documents
 from benchmarks.experiments.harness import Experiment, command, mean_rows
 from benchmarks.harness import Result
 
-_CONTEXT, _BATCH, _TOKENS = 256, 8, 500_000
+_CONTEXT, _BATCH, _TOKENS = 256, 8, 300_000
 
 
 def run(experiment: Experiment) -> Result:

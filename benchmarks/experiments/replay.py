@@ -7,7 +7,7 @@ Published: 25 to 50 % of replay prevents forgetting over 3 to 5 languages, and m
 from benchmarks.experiments.harness import STEP_TOKENS, Experiment, command, mean_rows
 from benchmarks.harness import Result
 
-_TOKENS = 300_000  # of each phase
+_TOKENS = 200_000  # of each phase
 
 
 def run(experiment: Experiment) -> Result:
