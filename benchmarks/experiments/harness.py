@@ -122,11 +122,13 @@ class Experiment:
             del section["steps"]
         tree = {**_SECTIONS, "model": MODEL, **config, "train": section}
         folder = self.folder / "runs" / f"{name}-{seed}-{digest(tree)}"
-        records = read_json_lines(folder / "metrics.jsonl") if (folder / "finished").exists() else []
-        if not records:
+        path = folder / "metrics.jsonl"
+        records = read_json_lines(path) if path.exists() else []
+        if not records or records[-1]["step"] < steps:
             train({**tree, "train": section | {"output": str(folder)}}, resume="auto")
-            records = read_json_lines(folder / "metrics.jsonl")
-            (folder / "finished").touch()
+            records = read_json_lines(path)
+            if records[-1]["step"] < steps:
+                raise UserError(f"{name} was stopped after step {records[-1]['step']}: run the experiment again")
             losses = "  ".join(f"{k} {v:.4f}" for k, v in records[-1].items() if k.startswith("loss/"))
             print(f"{name}, seed {seed}: {losses or format(records[-1]['loss'], '.4f')}", flush=True)
         return Trained(folder, records[-1])

@@ -294,6 +294,8 @@ class TrainConfig(Section):
     teacher: TeacherConfig | None = None
     """Checkpoint, or several as an ensemble, whose probabilities the model learns, too (distillation). Ranks with the last
     stage hold it whole, in the type of the computation."""
+    data_cache: PathText = Field("~/.cache/optimus/data", validate_default=True)
+    """Folder into which prepared data at URLs is copied, file by file, when it is used."""
     stop_at: int | None = Field(
         None, gt=0, description="Stop after this step; the learning-rate schedule still spans the whole run."
     )

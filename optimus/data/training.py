@@ -97,7 +97,7 @@ class DataPhase(NamedTuple):
 def open_folders(config: RunConfig) -> dict[str, Shards]:
     """The prepared folders of all phases, by path. Raises `UserError` for what cannot be trained on together."""
     paths = [source.path for data in _sections(config) for source in data.mixed]
-    folders = {path: Shards(path) for path in dict.fromkeys(paths)}
+    folders = {path: Shards(path, config.train.data_cache) for path in dict.fromkeys(paths)}
     one, *others = folders.values()
     for other in others:
         _check_same_tokenizer(one, other)

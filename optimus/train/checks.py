@@ -79,7 +79,7 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
         if each.text is not None:
             files.resolve([each.text])
         elif each.path is not None:
-            data.check_same_tokenizer(Shards(each.path))
+            data.check_same_tokenizer(Shards(each.path, config.train.data_cache))
     if config.evaluate.text is not None and not Path(config.evaluate.text).exists():
         raise UserError(f"evaluate.text: {config.evaluate.text} does not exist: name a file or folder of text")
     if config.evaluate.tasks:

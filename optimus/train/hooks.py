@@ -150,7 +150,7 @@ class Validation(Hook):
             for each in run.config.validation:
                 if last or (each.every is not None and run.step % each.every == 0):
                     of_text = self._text(run, each.text, max_tokens=each.tokens) if each.text is not None else None
-                    found = self._measure(run, of_text or self._rows(str(each.path), each.tokens))
+                    found = self._measure(run, of_text or self._rows(run, str(each.path), each.tokens))
                     run.measured |= {f"{name}/{each.name}": found[name] for name in ("loss", "bits_per_byte")}
             if section.tasks_every is not None and (last or run.step % section.tasks_every == 0):
                 run.measured |= self._tasks(run)
@@ -220,10 +220,10 @@ class Validation(Hook):
             encoder, text, eos_id=data.eos_id, context=context, max_bytes=max_bytes, max_tokens=max_tokens
         )
 
-    def _rows(self, path: str, tokens: int) -> Iterator[Any]:
+    def _rows(self, run: Run, path: str, tokens: int) -> Iterator[Any]:
         from optimus.evaluate.text import read_rows
 
-        yield from read_rows(Shards(path), tokens)
+        yield from read_rows(Shards(path, run.config.train.data_cache), tokens)
 
 
 class ExpertLoad(Hook):
