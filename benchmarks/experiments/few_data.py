@@ -13,8 +13,8 @@ from optimus.data.tokenizer import load
 from optimus.evaluate.ensemble import Ensemble
 from optimus.evaluate.text import bits_per_byte
 
-_PIECES = 45  # of 2,000 characters, some 25 k tokens
-_DECAYS, _EPOCHS, _MEMBERS = (0.1, 0.8, 3.2), (4, 8, 16), 4
+_PIECES, _HELD_OUT = 20, 60  # of 2,000 characters, some 11 k tokens to train on
+_DECAYS, _EPOCHS, _MEMBERS = (0.1, 0.8, 3.2), (16, 32, 64), 4
 
 
 def run(experiment: Experiment) -> Result:
@@ -23,7 +23,7 @@ def run(experiment: Experiment) -> Result:
     pieces = [
         text[start : start + 2000] for text in experiment.documents("wiki") for start in range(0, len(text), 2000)
     ]
-    texts = {"wiki": (pieces[:number], pieces[number : 2 * number])}
+    texts = {"wiki": (pieces[:number], pieces[number : number + _HELD_OUT])}
     prepared = experiment.prepared_texts(texts)
     data = prepared["wiki"]
     shards = Shards(data.train)

@@ -28,7 +28,7 @@ _BOUNDS = np.linspace(0.5, 1.3, 14).tolist()  # of the error, that trees are bui
 _TOTAL = 1 << 30  # of the weights, so that products of two fit into 62 bits
 _LONGEST = 1 << 14  # period of a table, which takes 30 ms to make
 
-Places = NDArray[np.int64]
+IndexArray = NDArray[np.int64]
 
 
 class _Order(Protocol):
@@ -37,7 +37,7 @@ class _Order(Protocol):
     @property
     def error(self) -> float: ...
     def counts(self, places: int) -> list[int]: ...
-    def locate(self, places_N: Places) -> tuple[Places, Places]: ...
+    def locate(self, places_N: IndexArray) -> tuple[IndexArray, IndexArray]: ...
 
 
 class Mixture:
@@ -62,7 +62,7 @@ class Mixture:
         """How many of the first `places` each source has."""
         return self._order.counts(places)
 
-    def locate(self, places_N: Places) -> tuple[Places, Places]:
+    def locate(self, places_N: IndexArray) -> tuple[IndexArray, IndexArray]:
         """The source of each place [N], and how many places before it that source has [N]."""
         return self._order.locate(places_N)
 
@@ -100,7 +100,7 @@ class _Table:
         within = np.bincount(self._source_P[:rest], minlength=len(self._weights))
         return [periods * weight + number for weight, number in zip(self._weights.tolist(), within.tolist())]
 
-    def locate(self, places_N: Places) -> tuple[Places, Places]:
+    def locate(self, places_N: IndexArray) -> tuple[IndexArray, IndexArray]:
         """As `Mixture.locate`."""
         period_N, rest_N = np.divmod(places_N, len(self._source_P))
         source_N = self._source_P[rest_N]
@@ -147,7 +147,7 @@ class _Tree:
             pending += [(left, of_left), (right, number - of_left)]
         return found
 
-    def locate(self, places_N: Places) -> tuple[Places, Places]:
+    def locate(self, places_N: IndexArray) -> tuple[IndexArray, IndexArray]:
         """As `Mixture.locate`."""
         source_N, index_N = np.empty_like(places_N), np.empty_like(places_N)
         pending = [(self._root, places_N, np.arange(len(places_N)))]
@@ -183,7 +183,7 @@ def _reduced(weights: Sequence[int]) -> list[int]:
     return list(weights)
 
 
-def _of_left(numbers: Places, left: _Node, node: _Node) -> Places:
+def _of_left(numbers: IndexArray, left: _Node, node: _Node) -> IndexArray:
     """As in `_Tree.counts`, in steps that do not overflow."""
     whole, rest = np.divmod(numbers, node.weight)
     return whole * left.weight + (2 * rest * left.weight + node.weight) // (2 * node.weight)

@@ -8,12 +8,15 @@ import pytest
 import torch
 
 import optimus
+from helpers.drawing import config_of
+from helpers.equality import compare, train_steps
 from optimus.checkpoint.store import load_model
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
 from optimus.optim.lion import Lion
 from optimus.optim.reptile import Reptile
 from optimus.optim.rule import OptimizerStep, Tile
+from optimus.testing import run_ranks
 
 
 def test_every_third_update_goes_back_to_a_share_of_the_way() -> None:
@@ -71,6 +74,15 @@ def test_a_run_resumes_within_a_period_bit_for_bit(small_run: dict[str, Any], tm
     optimus.train(parted, resume=True)
     whole, two = (read_metrics(Path(each["train"]["output"])) for each in (small_run, parted))
     assert [each["loss"] for each in whole] == [each["loss"] for each in two]
+
+
+@pytest.mark.parametrize(
+    "sections", [{"state": {"shard": "parameters", "chunk": 500}}, {"parallel": {"tensor": 2}}], ids=str
+)
+def test_layouts_equal_one_process(sections: dict[str, Any]) -> None:
+    config = config_of("dense") | {"optimizer": {"name": "muon", "reptile_every": 2, "reptile_step": 0.5}}
+    for found in run_ranks(train_steps, 2, config | sections, 4):
+        compare(found, train_steps(config, 4), str(sections), 2e-5)
 
 
 def test_what_makes_no_sense_is_refused(small_run: dict[str, Any]) -> None:
