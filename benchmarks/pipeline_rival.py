@@ -77,6 +77,8 @@ def ours(staged: Staged, config: RunConfig) -> Step:
 class _CrossEntropy:
     """The mean over the microbatches, an `Objective`."""
 
+    add_rows = None
+
     def __init__(self, microbatches: int, count: int) -> None:
         self.scale, self.count = 1 / microbatches, float(count)
 

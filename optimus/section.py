@@ -20,10 +20,10 @@ def reported_as_value(read: Callable[[str], Result], value: Any) -> Any:
 
 
 def _expanded(text: str) -> Any:
-    return str(reported_as_value(user_path, text))
+    return text if "://" in text else str(reported_as_value(user_path, text))
 
 
-PathText = Annotated[str, AfterValidator(_expanded)]  # ~ and $NAME are expanded when the tree is read
+PathText = Annotated[str, AfterValidator(_expanded)]  # ~ and $NAME are expanded when the tree is read; URLs stay
 
 
 class Section(BaseModel):

@@ -15,6 +15,7 @@ def check_combinations(config: "RunConfig") -> None:
     if not config.model.router_bias and config.moe.bias_rate != type(config.moe).model_fields["bias_rate"].default:
         raise ValueError("moe.bias_rate: the routers of the model have no bias: remove it")
     for check in (
+        _check_teacher,
         _check_schedule,
         _check_pruning,
         _check_recomputation,
@@ -34,6 +35,16 @@ def check_combinations(config: "RunConfig") -> None:
 def _check_multiple(name: str, size: int, axis: str, parts: int, cure: str = ": choose a divisor") -> None:
     if size % parts:
         raise ValueError(f"{name} {size} is not a multiple of {axis} {parts}{cure}")
+
+
+def _check_teacher(config: "RunConfig") -> None:
+    """Raise where no rank has whole logits to compare."""
+    outputs, inputs = config.parallel.grid
+    key = "tensor" if outputs * inputs > 1 else "vocabulary" if config.parallel.vocabulary else None
+    if config.train.teacher is not None and key is not None:
+        raise ValueError(
+            f"train.teacher: parallel.{key} divides the vocabulary, and a teacher needs whole logits: remove one of them"
+        )
 
 
 def _check_schedule(config: "RunConfig") -> None:

@@ -12,7 +12,7 @@ from optimus.section import PathText, Section, reported_as_value
 class SourceConfig(Section):
     """A source of training tokens. Its share is one of weight, tokens and epochs; by default weight 1."""
 
-    path: PathText = Field(description="Folder written by `optimus prepare`.")
+    path: PathText = Field(description="Folder written by `optimus prepare`, also at a URL that fsspec reads.")
     name: str | None = Field(None, description="Name in metrics and messages. Default: that of the folder.")
     weight: float | None = Field(None, ge=0)
     """Share of what tokens and epochs leave, relative to the other weights; at most one pass over the source."""
@@ -47,7 +47,7 @@ class DataConfig(Section):
     section."""
 
     path: PathText | None = Field(
-        None, description="Folder written by `optimus prepare`; the short form of one source."
+        None, description="Folder written by `optimus prepare`, also at a URL; the short form of one source."
     )
     sources: list[SourceConfig] = Field([], description="Sources that are mixed.")
     documents: Literal["ignore", "mask"] = "ignore"

@@ -173,10 +173,23 @@ class OptimizerConfig(Section):
     """Largest global gradient norm after the warm-up; null disables clipping."""
     clip_during_warmup: bool = Field(False, description="Clip in the warm-up as well (the paper clips only after it).")
 
+    reptile_every: int | None = Field(None, gt=0)
+    """Every so many steps, go back to a share of the way since the last time (Reptile), which with replay keeps more of what
+    was learned before. Costs 4 bytes per parameter. Default: never."""
+    reptile_step: float = Field(0.1, gt=0, le=1, description="With reptile_every: the share of the way that is kept.")
+
     @model_validator(mode="after")
     def _betas(self) -> "OptimizerConfig":
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas {self.betas} must lie in [0, 1)")
+        return self
+
+    @model_validator(mode="after")
+    def _reptile(self) -> "OptimizerConfig":
+        if self.reptile_every is None and self.reptile_step != type(self).model_fields["reptile_step"].default:
+            raise ValueError("reptile_step applies to reptile_every: set that, or remove it")
+        if self.reptile_every is not None and "schedule-free" in {self.name, *(group.name for group in self.groups)}:
+            raise ValueError("reptile_every: schedule-free averages its weights already: choose another rule")
         return self
 
     @model_validator(mode="after")
@@ -238,6 +251,25 @@ class MoeConfig(Section):
     global costs one more forward pass if there are several microbatches."""
 
 
+class TeacherConfig(Section):
+    """Frozen models that the model also learns from; a checkpoint, or a list of them, may be given in place of the
+    section."""
+
+    checkpoints: list[PathText] = Field(min_length=1)
+    """Checkpoints or runs with the tokenizer and vocabulary of this one. Of several, an ensemble, the logits are
+    averaged."""
+    weight: float = Field(1.0, gt=0)
+    """Weight of the divergence KL(teacher || model) per predicted token, times the square of the temperature, that is added
+    to the loss."""
+    temperature: float = Field(1.0, gt=0, description="By which the logits of both are divided.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        named = [value] if isinstance(value, str) else value
+        return {"checkpoints": named} if isinstance(named, list) else named
+
+
 class TrainConfig(Section):
     """The run: its length, batches and numbers."""
 
@@ -260,6 +292,11 @@ class TrainConfig(Section):
     """Parameters that are not trained: roles (embedding) or shell patterns of names (blocks.0.*), as in
     optimizer.groups. They have no gradients and no optimizer state, are written once per run, and keep their initial
     values, rounded to the type of the computation."""
+    teacher: TeacherConfig | None = None
+    """Checkpoint, or several as an ensemble, whose probabilities the model learns, too (distillation). Ranks with the last
+    stage hold it whole, in the type of the computation."""
+    data_cache: PathText = Field("~/.cache/optimus/data", validate_default=True)
+    """Folder into which prepared data at URLs is copied, file by file, when it is used."""
     stop_at: int | None = Field(
         None, gt=0, description="Stop after this step; the learning-rate schedule still spans the whole run."
     )

@@ -29,6 +29,7 @@ class TokenBatch(NamedTuple):
     tokens_BS: NDArray[np.int64]
     target_mask_BS: NDArray[np.bool_] | None = None
     document_BS: NDArray[np.int32] | None = None
+    source_B: NDArray[np.int64] | None = None  # among the names of the phase, of which there are several
 
 
 class TokenLoader(Iterator[TokenBatch]):
@@ -87,7 +88,10 @@ class TokenLoader(Iterator[TokenBatch]):
             mask_BS = tokens_BS < NOT_PREDICTED
             tokens_BS &= NOT_PREDICTED - 1
             mask_BS &= ~padding_BS(tokens_BS, eos_id) if phase.padded else True
-        return TokenBatch(tokens_BS, mask_BS, documents_BS(tokens_BS, eos_id) if phase.documents else None)
+        document_BS = documents_BS(tokens_BS, eos_id) if phase.documents else None
+        names = phase.names
+        name_K = np.array([names.index(source.name) for source in phase.sources])
+        return TokenBatch(tokens_BS, mask_BS, document_BS, name_K[source_B] if len(names) > 1 else None)
 
     def close(self) -> None:
         """Ends the reading thread. The iterator is exhausted afterwards."""

@@ -5,21 +5,106 @@ share of its left child are that child's: one more place adds one to exactly one
 is the number of places. Counts are integers of any size, so nothing drifts; a place is found without those before it.
 A node adds at most half a place to the error that its share hands down, so the tree is chosen for the smallest sum of these.
 
-Legend: N places.
+Where no tree is off by at most one place and the counts are exact again after few places, these few are a table instead.
+It is made by earliest deadlines, which are off by less than one place whatever the weights are (Pfair scheduling on one
+processor, Baruah et al. 1996; Tijdeman 1980).
+
+Legend: N places, P those of a period.
 """
 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from itertools import count
 from math import gcd, lcm
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 _BOUNDS = np.linspace(0.5, 1.3, 14).tolist()  # of the error, that trees are built for; the best one is taken
 _TOTAL = 1 << 30  # of the weights, so that products of two fit into 62 bits
+_LONGEST = 1 << 14  # period of a table, which takes 30 ms to make
+
+IndexArray = NDArray[np.int64]
+
+
+class _Order(Protocol):
+    """Which source each place has; see `Mixture`."""
+
+    @property
+    def error(self) -> float: ...
+    def counts(self, places: int) -> list[int]: ...
+    def locate(self, places_N: IndexArray) -> tuple[IndexArray, IndexArray]: ...
+
+
+class Mixture:
+    """Sources that share places by whole `weights`, of which at least one is above 0.
+
+    Source i has `weights[i] / sum(weights)` of the first n places, within `error` places, for every n.
+    """
+
+    def __init__(self, weights: Sequence[int]) -> None:
+        self.weights = _reduced(weights)
+        self._order: _Order = _Tree(self.weights)
+        if self._order.error > 1 and sum(self.weights) <= _LONGEST:
+            self._order = _Table(self.weights)
+
+    @property
+    def error(self) -> float:
+        """The most places by which a source can be off: at most 1 for up to three sources and for weights whose sum, in
+        lowest terms, is at most 16,384; for others, too, mostly, and 1.22 is the largest known."""
+        return self._order.error
+
+    def counts(self, places: int) -> list[int]:
+        """How many of the first `places` each source has."""
+        return self._order.counts(places)
+
+    def locate(self, places_N: IndexArray) -> tuple[IndexArray, IndexArray]:
+        """The source of each place [N], and how many places before it that source has [N]."""
+        return self._order.locate(places_N)
+
+
+class _Table:
+    """The sources of a period after which all counts are exact."""
+
+    def __init__(self, weights: Sequence[int]) -> None:
+        self._weights = np.array(weights)
+        period = sum(weights)
+        released: list[list[tuple[int, int]]] = [[] for _ in range(period)]  # by place, with deadlines
+        for source, weight in enumerate(weights):
+            for number in range(weight):
+                released[number * period // weight].append((-(-(number + 1) * period // weight), source))
+        waiting, order = list[tuple[int, int]](), list[int]()
+        for due in released:
+            for each in due:
+                heapq.heappush(waiting, each)
+            order.append(heapq.heappop(waiting)[1])
+        self._source_P = np.array(order)
+        self._index_P = np.empty_like(self._source_P)
+        for source, weight in enumerate(weights):
+            self._index_P[self._source_P == source] = np.arange(weight)
+
+    @cached_property
+    def error(self) -> float:
+        """That of all places: a source falls behind until its place, and is ahead after it."""
+        share_P = self._weights[self._source_P] / len(self._source_P)
+        behind_P = np.arange(len(share_P)) * share_P - self._index_P
+        return float(max(behind_P.max(), (1 - share_P - behind_P).max()))
+
+    def counts(self, places: int) -> list[int]:
+        """As `Mixture.counts`."""
+        periods, rest = divmod(places, len(self._source_P))
+        within = np.bincount(self._source_P[:rest], minlength=len(self._weights))
+        return [periods * weight + number for weight, number in zip(self._weights.tolist(), within.tolist())]
+
+    def locate(self, places_N: IndexArray) -> tuple[IndexArray, IndexArray]:
+        """As `Mixture.locate`."""
+        period_N, rest_N = np.divmod(places_N, len(self._source_P))
+        source_N = self._source_P[rest_N]
+        return source_N, period_N * self._weights[source_N] + self._index_P[rest_N]
 
 
 @dataclass(frozen=True)
@@ -31,15 +116,12 @@ class _Node:
     children: tuple["_Node", ...] = ()
 
 
-class Mixture:
-    """Sources that share places by whole `weights`, of which at least one is above 0.
-
-    Source i has `weights[i] / sum(weights)` of the first n places, within `error` places, for every n.
-    """
+class _Tree:
+    """A binary tree of the sources."""
 
     def __init__(self, weights: Sequence[int]) -> None:
-        self.weights = _reduced(weights)
-        leaves = [_Node(weight, source) for source, weight in enumerate(self.weights) if weight]
+        self._sources = len(weights)
+        leaves = [_Node(weight, source) for source, weight in enumerate(weights) if weight]
         candidates = [
             _balanced(sorted(leaves, key=lambda leaf: -leaf.weight)),
             *(_urgent(leaves, by) for by in _BOUNDS),
@@ -48,13 +130,12 @@ class Mixture:
 
     @property
     def error(self) -> float:
-        """The most places by which a source can be off: at most 1 for up to three sources, often for more; 1.22 is the
-        largest known."""
+        """A bound of it."""
         return _error(self._root)
 
     def counts(self, places: int) -> list[int]:
-        """How many of the first `places` each source has."""
-        found = [0] * len(self.weights)
+        """As `Mixture.counts`."""
+        found = [0] * self._sources
         pending = [(self._root, places)]
         while pending:
             node, number = pending.pop()
@@ -66,8 +147,8 @@ class Mixture:
             pending += [(left, of_left), (right, number - of_left)]
         return found
 
-    def locate(self, places_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The source of each place [N], and how many places before it that source has [N]."""
+    def locate(self, places_N: IndexArray) -> tuple[IndexArray, IndexArray]:
+        """As `Mixture.locate`."""
         source_N, index_N = np.empty_like(places_N), np.empty_like(places_N)
         pending = [(self._root, places_N, np.arange(len(places_N)))]
         while pending:
@@ -102,8 +183,8 @@ def _reduced(weights: Sequence[int]) -> list[int]:
     return list(weights)
 
 
-def _of_left(numbers: NDArray[np.int64], left: _Node, node: _Node) -> NDArray[np.int64]:
-    """As in `Mixture.counts`, in steps that do not overflow."""
+def _of_left(numbers: IndexArray, left: _Node, node: _Node) -> IndexArray:
+    """As in `_Tree.counts`, in steps that do not overflow."""
     whole, rest = np.divmod(numbers, node.weight)
     return whole * left.weight + (2 * rest * left.weight + node.weight) // (2 * node.weight)
 

@@ -1,14 +1,17 @@
-"""Inputs of `prepare` on other machines: s3://, gs://, hf://, https:// and whatever else fsspec reads."""
+"""Inputs of `prepare`, and prepared data, at URLs: s3://, gs://, hf://, https:// and whatever else fsspec reads."""
 
+import fcntl
 import hashlib
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from optimus.errors import UserError, how_to_install
+from optimus.disk import user_path
+from optimus.errors import UserError, how_to_install, naming_disk_errors
 
 _READ = 8 << 20  # bytes fetched at once
 
@@ -68,7 +71,7 @@ def expand(url: str, suffixes: tuple[str, ...]) -> Iterator[tuple[RemoteFile, st
 
     Raises `UserError` where it cannot be reached, or its package is missing.
     """
-    try:
+    with _reading(url):
         import fsspec
 
         system, path = fsspec.core.url_to_fs(url)
@@ -87,6 +90,55 @@ def expand(url: str, suffixes: tuple[str, ...]) -> Iterator[tuple[RemoteFile, st
                 yield RemoteFile(system.unstrip_protocol(name), system, info.get("size") or 0, version), below
         if not found:
             raise FileNotFoundError("nothing is there")
+
+
+class RemoteFolder:
+    """A folder of prepared data at a URL. Its files are copied to this machine, into a folder `local` of `cache`, when they
+    are asked for; once for all processes. Another content has another folder.
+
+    Raises `UserError` where it cannot be reached, holds no prepared data, or its package is missing.
+    """
+
+    def __init__(self, url: str, cache: str | Path, first: str) -> None:
+        self.url = url.rstrip("/")
+        with _reading(f"{self.url}/{first}"):
+            import fsspec
+
+            self._system, self._path = fsspec.core.url_to_fs(self.url)
+            content = self._system.cat_file(f"{self._path}/{first}")
+        digest = hashlib.sha256(self.url.encode() + content).hexdigest()[:16]
+        self.local = user_path(cache) / f"{PurePosixPath(self.url).name}-{digest}"
+        self._put(self.local / first, lambda path: path.write_bytes(content))
+
+    def fetch(self, name: str) -> Path:
+        """Its copy of a file."""
+
+        def get(path: Path) -> None:
+            with _reading(f"{self.url}/{name}"):
+                self._system.get_file(f"{self._path}/{name}", str(path))
+
+        return self._put(self.local / name, get)
+
+    def _put(self, path: Path, write: Callable[[Path], object]) -> Path:
+        """`path`, which appears complete; one process writes, others wait for it."""
+        if path.exists():
+            return path
+        with naming_disk_errors(path, "Make room, or set train.data_cache to another folder"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.with_name(f".{path.name}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not path.exists():
+                    partial = path.with_name(f".{path.name}.partial")
+                    write(partial)
+                    os.replace(partial, path)
+        return path
+
+
+@contextmanager
+def _reading(url: str) -> Iterator[None]:
+    """Name in one message what goes wrong below."""
+    try:
+        yield
     except ImportError as error:
         raise UserError(f"{url}: {error}. For http and https: {how_to_install('remote')}") from error
     except Exception as error:  # each file system has its own

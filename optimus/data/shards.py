@@ -8,7 +8,9 @@ import json
 import threading
 import zlib
 from bisect import bisect_right
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optimus.data import tokenizer as tokenizers
+from optimus.data.remote import RemoteFolder, is_remote
 from optimus.data.selection import Selection
 from optimus.disk import user_path
 from optimus.errors import UserError, naming_read_errors
@@ -23,6 +26,7 @@ from optimus.errors import UserError, naming_read_errors
 INDEX = "index.json"
 SUMS = "sums.npy"  # CRC-32 of the bytes of each instance, an array [instances]
 NOT_PREDICTED = 1 << 31  # a bit of a stored token, in data of conversations
+CACHE = "~/.cache/optimus/data"  # copies of what lies at URLs
 FORMAT = "optimus-tokens"
 VERSION = 1
 # What `prepare` did before there was a setting for it.
@@ -71,10 +75,14 @@ class Shards:
     Opening checks the index, the tokenizer and the presence, shape and size of every shard; the checksum of an instance is
     checked whenever it is handed out. In data without sums of instances, from before there were any, a shard is read whole
     before its first tokens are handed out. Each failure is a `UserError`. Threads may share one object.
+
+    Of a folder at a URL the files are copied into `cache`, a shard before its first tokens are handed out, and the next one
+    beside that.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = user_path(folder)
+    def __init__(self, folder: str | Path, cache: str | Path = CACHE) -> None:
+        self._remote = RemoteFolder(str(folder), cache, INDEX) if is_remote(folder) else None
+        self.folder = user_path(folder) if self._remote is None else self._remote.local
         self.index = read_index(self.folder)
         self.instances: int = self.index["instances"]
         self.context: int = self.index["context"]
@@ -83,14 +91,15 @@ class Shards:
         self.parse_special: bool = {**EARLIER, **self.index.get("settings", {})}["parse_special"]
         self.padded: bool = {**EARLIER, **self.index.get("settings", {})}["pack"] == "best-fit"
         self.masked: bool = self.index.get("masked", False)  # whether some tokens are not predicted
+        self._lock = threading.Lock()
         self._check_tokenizer()
-        self._arrays = [self._open(entry) for entry in self.index["shards"]]
-        self._starts = [0]
-        for array in self._arrays:
-            self._starts.append(self._starts[-1] + len(array))
+        entries = self.index["shards"]
+        self._starts = [0, *accumulate(entry["instances"] for entry in entries)]
+        self._fetcher = None if self._remote is None else ThreadPoolExecutor(1, "shard-fetcher")
+        self._fetched: dict[int, Future[NDArray[np.unsignedinteger[Any]]]] = {}
+        self._arrays = {} if self._fetcher is not None else {i: self._open(i) for i in range(len(entries))}
         self._sums = self._load(SUMS, (self.instances,), "<u4") if "sums" in self.index else None
         self._verified: set[int] = set()
-        self._lock = threading.Lock()
 
     @property
     def tokenizer_path(self) -> Path:
@@ -120,7 +129,7 @@ class Shards:
             shard = bisect_right(self._starts, start) - 1
             first = self._starts[shard]
             end = min(stop, self._starts[shard + 1])
-            part = self._arrays[shard][start - first : end - first]
+            part = self._array(shard)[start - first : end - first]
             self._check(shard, part, start)
             parts.append(part)
             start = end
@@ -141,7 +150,8 @@ class Shards:
 
     def verify(self) -> None:
         """Reads every shard and compares its checksum with the index. Raises `UserError` at the first that differs."""
-        for shard, array in enumerate(self._arrays):
+        for shard in range(len(self.index["shards"])):
+            array = self._array(shard)
             self._verify(shard)
             self._check(shard, array, self._starts[shard])
 
@@ -164,10 +174,13 @@ class Shards:
         with naming_read_errors(path):
             found = tokenizers.file_sha256(path)
         if found != entry["sha256"]:
+            if self._remote is not None:
+                path.unlink()
+                raise UserError(f"{self._remote.url}/{entry['file']} is corrupted: its checksum differs from {INDEX}")
             raise _damaged(path, f"is corrupted: its checksum differs from {INDEX}")
 
     def _check_tokenizer(self) -> None:
-        path = self.tokenizer_path
+        path = self._path(tokenizers.FILE)
         if not path.is_file():
             raise UserError(f"{path} is missing. Restore the tokenizer that the data was prepared with.")
         with naming_read_errors(path):
@@ -178,11 +191,30 @@ class Shards:
                 "Restore it, or prepare the data again."
             )
 
-    def _open(self, entry: dict[str, Any]) -> NDArray[np.unsignedinteger[Any]]:
-        return self._load(entry["file"], (entry["instances"], self.context), self.index["dtype"])
+    def _array(self, shard: int) -> NDArray[np.unsignedinteger[Any]]:
+        """A shard; of a remote folder it is fetched, and then the next one."""
+        if self._fetcher is None:
+            return self._arrays[shard]
+        with self._lock:
+            for each in (shard, (shard + 1) % len(self.index["shards"])):
+                if each not in self._fetched:
+                    self._fetched[each] = self._fetcher.submit(self._open, each)
+        return self._fetched[shard].result()
+
+    def _open(self, shard: int) -> NDArray[np.unsignedinteger[Any]]:
+        entry = self.index["shards"][shard]
+        fetched = self._remote is not None and not (self.folder / entry["file"]).exists()
+        array = self._load(entry["file"], (entry["instances"], self.context), self.index["dtype"])
+        if fetched:
+            self._verify(shard)
+        return array
+
+    def _path(self, name: str) -> Path:
+        """Where a file of the folder is on this machine."""
+        return self.folder / name if self._remote is None else self._remote.fetch(name)
 
     def _load(self, name: str, shape: tuple[int, ...], dtype: str) -> NDArray[np.unsignedinteger[Any]]:
-        path = self.folder / name
+        path = self._path(name)
         if not path.is_file():
             raise _damaged(path, f"is missing, though {INDEX} lists it")
         try:

@@ -21,6 +21,8 @@ from optimus.data.permutation import Permutation
 from optimus.data.shards import Shards
 from optimus.errors import UserError
 
+_DESCRIBED = 4096  # places whose sources are in a fingerprint
+
 
 class MixedSource(NamedTuple):
     """A source in a phase. Its sequences before `first` have been read; a row of its shards holds `parts` of them.
@@ -63,6 +65,11 @@ class DataPhase(NamedTuple):
     documents: bool = False  # whether attention stays inside of each
 
     @property
+    def names(self) -> list[str]:
+        """Of its sources; one that is also replayed is there once."""
+        return list(dict.fromkeys(source.name for source in self.sources))
+
+    @property
     def padded(self) -> bool:
         """Whether sequences may end in padding."""
         return any(source.shards.padded for source in self.sources)
@@ -90,7 +97,7 @@ class DataPhase(NamedTuple):
 def open_folders(config: RunConfig) -> dict[str, Shards]:
     """The prepared folders of all phases, by path. Raises `UserError` for what cannot be trained on together."""
     paths = [source.path for data in _sections(config) for source in data.mixed]
-    folders = {path: Shards(path) for path in dict.fromkeys(paths)}
+    folders = {path: Shards(path, config.train.data_cache) for path in dict.fromkeys(paths)}
     one, *others = folders.values()
     for other in others:
         _check_same_tokenizer(one, other)
@@ -210,6 +217,7 @@ class TrainingData:
             "first": phase.first,
             "sources": [hashlib.sha256(index).hexdigest() for index in indices],
             "weights": phase.mixture.weights,
+            "order": hashlib.sha256(phase.mixture.locate(np.arange(_DESCRIBED))[0].tobytes()).hexdigest(),
             "global_batch": phase.global_batch,
             "sequence_length": phase.sequence_length,
         }

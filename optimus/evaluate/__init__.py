@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from optimus.evaluate.run import evaluate, generate_text
     from optimus.evaluate.text import bits_per_byte
 
-TASKS = ("arc_easy", "arc_challenge", "hellaswag", "piqa", "boolq", "sciq", "winogrande", "openbookqa", "mmlu")
+TASKS = (
+    "arc_easy", "arc_challenge", "hellaswag", "piqa", "boolq", "sciq", "winogrande", "openbookqa", "mmlu",
+    "mmlu_continuation",
+)  # fmt: skip
 
 __all__ = ["TASKS", "bits_per_byte", "evaluate", "generate", "generate_text"]
 

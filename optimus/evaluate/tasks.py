@@ -9,6 +9,8 @@ Small models and early checkpoints guess, so accuracies say little of them. Besi
 first steps on: `bits_per_byte` of the right answer, given the question, and `margin`, by how much fewer bits per byte the
 right answer has than the best wrong one; means over the documents.
 
+mmlu_continuation is mmlu with the text of the answers in place of their letters, which small models cannot yet choose by.
+
 Few-shot examples come from the split that lm-eval names (train; dev for mmlu) where the folder holds it, else from the
 documents of the run's own split, never the one that is asked.
 """
@@ -29,7 +31,14 @@ from optimus.evaluate.task_data import Document
 
 # Where lm-eval defines a task, below its folder `tasks`, if not in one of the task's name; only these are indexed, all of
 # them would take seconds.
-_DEFINITIONS = {"arc_easy": "arc", "arc_challenge": "arc", "boolq": "super_glue/boolq", "mmlu": "mmlu/default"}
+_DEFINITIONS = {
+    "arc_easy": "arc",
+    "arc_challenge": "arc",
+    "boolq": "super_glue/boolq",
+    "mmlu": "mmlu/default",
+    "mmlu_continuation": "mmlu/continuation",
+}
+_OF_SUBJECTS = {"mmlu": "mmlu_{}", "mmlu_continuation": "mmlu_{}_continuation"}  # names of their parts; one data set
 _SPLITS = ("test", "validation")  # in lm-eval's order
 _VALIDATION_ONLY = ("hellaswag", "piqa", "boolq", "winogrande")  # their test labels are not published
 _METRICS = ("acc", "acc_norm")
@@ -73,7 +82,7 @@ def run_tasks(
 ) -> dict[str, dict[str, Any]]:
     """`{name: {"acc", "acc_norm", "bits_per_byte", "margin", "n"}}`, n documents each.
 
-    For mmlu over all subjects, weighted by their size.
+    For mmlu and mmlu_continuation over all subjects, weighted by their size.
 
     `model` is an `lm_eval` model. `limit` is the number of documents of each task, of each subject for mmlu.
     """
@@ -108,21 +117,22 @@ def _answer(task: Any, sample: dict[str, Any]) -> tuple[float, float]:
 def _load(name: str, folder: Path, fewshot: int) -> LocalTask:
     splits = _SPLITS[1:] if name in _VALIDATION_ONLY else _SPLITS
     overrides: dict[str, Any] = {}
+    data = "mmlu" if name in _OF_SUBJECTS else name
     for split in splits:
-        if path := task_data.find_dataset(folder, name, split):
+        if path := task_data.find_dataset(folder, data, split):
             documents = task_data.read_dataset(path, name)
             break
     else:
         requests = task_data.find_hellaswag_requests(folder) if name == "hellaswag" else None
         if requests is None:
-            raise task_data.missing(folder, name, splits)
+            raise task_data.missing(folder, data, splits)
         split, documents = "validation", task_data.read_hellaswag_requests(requests)
         overrides["process_docs"] = None  # has been done to these
-    shots_split = "dev" if name == "mmlu" else "train"
+    shots_split = "dev" if name in _OF_SUBJECTS else "train"
     # Ready-made HellaSwag documents have another form than raw training examples.
-    shots_path = task_data.find_dataset(folder, name, shots_split) if fewshot and not overrides else None
-    if shots_path is None and fewshot and name == "mmlu":
-        raise task_data.missing(folder, name, (shots_split,))
+    shots_path = task_data.find_dataset(folder, data, shots_split) if fewshot and not overrides else None
+    if shots_path is None and fewshot and name in _OF_SUBJECTS:
+        raise task_data.missing(folder, data, (shots_split,))
     shots = task_data.read_dataset(shots_path, name) if shots_path else None
     return LocalTask(name, split, documents, shots, overrides)
 
@@ -136,12 +146,16 @@ def _check_shots(task: LocalTask, fewshot: int, folder: Path) -> None:
 
 def _parts(task: LocalTask) -> Iterator[tuple[str, list[Document], list[Document] | None]]:
     """(lm-eval's name, documents, shots) of what lm-eval runs as one task each: mmlu is one task per subject."""
-    if task.name != "mmlu":
+    if task.name not in _OF_SUBJECTS:
         yield task.name, task.documents, task.shots
         return
     for subject in dict.fromkeys(document["subject"] for document in task.documents):
         shots = None if task.shots is None else [shot for shot in task.shots if shot["subject"] == subject]
-        yield f"mmlu_{subject}", [document for document in task.documents if document["subject"] == subject], shots
+        yield (
+            _OF_SUBJECTS[task.name].format(subject),
+            [document for document in task.documents if document["subject"] == subject],
+            shots,
+        )
 
 
 def _build(task: LocalTask, fewshot: int) -> dict[str, Any]:

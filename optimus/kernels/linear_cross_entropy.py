@@ -50,20 +50,22 @@ def linear_cross_entropy(
     part: VocabularyPart | None = None,
     forms: Forms | None = None,
     cap: float | None = None,
+    rows_T: Tensor | None = None,
 ) -> Tensor:
     """Sum of the cross-entropies of `x_TH @ w_VH.T` against `target_T`, over `count` (by default T); an fp32 scalar.
 
     Rows with a target below 0 are left out. Softmax and loss are computed in fp32. Gradients flow to `x_TH` and `w_VH`. With
     a `part` the loss is that of the whole vocabulary, and x gets what the gradient owes to this part. `forms` says
-    in which form to make a product. With a `cap` the cross-entropies are those of `soft_capped` logits.
+    in which form to make a product. With a `cap` the cross-entropies are those of `soft_capped` logits. `rows_T` (fp32) is
+    filled with the cross-entropy of each row.
     """
     count = float(len(x_TH)) if count is None else count
-    find = partial(_in_blocks, target_T=target_T, count=count, part=part, forms=forms, cap=cap)
+    find = partial(_in_blocks, target_T=target_T, count=count, part=part, forms=forms, cap=cap, rows_T=rows_T)
     if part is None and backend.use_triton(x_TH):
         from optimus.kernels.triton import linear_cross_entropy as kernels
 
-        find = partial(kernels.in_blocks, target_T=target_T, count=count, cap=cap)
-    return _LinearCrossEntropy.apply(x_TH, w_VH, find, torch.is_grad_enabled())
+        find = partial(kernels.in_blocks, target_T=target_T, count=count, cap=cap, rows_T=rows_T)
+    return LinearLoss.apply(x_TH, w_VH, find, torch.is_grad_enabled())
 
 
 def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
@@ -87,8 +89,8 @@ def block_rows(vocab: int) -> int:
     return max(_LEAST_ROWS, _BLOCK_ELEMENTS // vocab)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """`find` gives the loss and fills the gradients of x and w, as far as it gets them."""
+class LinearLoss(torch.autograd.Function):
+    """A loss of x and w: `find` gives the loss and fills the gradients of x and w, as far as it gets them."""
 
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, w_VH: Tensor, find: Callable[..., Tensor], with_gradients: bool) -> Tensor:
@@ -114,7 +116,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _in_blocks(
     x_TH: Tensor, w_VH: Tensor, gradients: Gradients | None, target_T: Tensor, count: float,
-    part: VocabularyPart | None, forms: Forms | None, cap: float | None,
+    part: VocabularyPart | None, forms: Forms | None, cap: float | None, rows_T: Tensor | None,
 ) -> Tensor:  # fmt: skip
     wide = compute_dtype(x_TH.dtype)
     block = block_rows(len(w_VH) if part is None else part.largest)  # the parts meet after every block
@@ -126,7 +128,10 @@ def _in_blocks(
         x, target = x_TH[start : start + block], target_T[start : start + block]
         logits, p = logits_scratch[: len(x)], p_scratch[: len(x)]
         matmul(x, w_VH.T, out=logits, forms=forms)
-        total += _softmax_gradient(logits, target, p, part, cap).sum()
+        losses = _softmax_gradient(logits, target, p, part, cap)
+        total += losses.sum()
+        if rows_T is not None:
+            rows_T[start : start + block] = losses
         if gradients is not None:
             logits.copy_(p.div_(count))
             if gradients[0] is not None:

@@ -25,6 +25,8 @@ class Batch(NamedTuple):
     is one document. Attention stays inside of a document, its positions count from 0, and its first token is not predicted.
     Best on the host, as that is where its borders are read."""
 
+    source_B: Tensor | None = None  # int64: the number of each sequence's source, where losses are asked for by source
+
     @classmethod
     def of(cls, given: "Tensor | Batch") -> "Batch":
         """A plain tensor of tokens as a batch; a batch as it is. Raises `UserError` where its documents do not fit."""
@@ -36,15 +38,7 @@ class Batch(NamedTuple):
     def split(self, sequences: int) -> list["Batch"]:
         """Batches of so many sequences; the last one has what is left."""
         parts = [slice(start, start + sequences) for start in range(0, len(self.tokens_BS), sequences)]
-        mask_BS, document_BS = self.target_mask_BS, self.document_BS
-        return [
-            Batch(
-                self.tokens_BS[part],
-                None if mask_BS is None else mask_BS[part],
-                None if document_BS is None else document_BS[part],
-            )
-            for part in parts
-        ]
+        return [Batch(*(None if each is None else each[part] for each in self)) for part in parts]  # type: ignore[arg-type]
 
     @property
     def target_BS(self) -> Tensor:

@@ -5,7 +5,7 @@ Legend: B batch, S sequence, H hidden, V vocabulary, T = B * S tokens.
 
 import math
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from optimus.errors import UserError
 from optimus.kernels.linear_cross_entropy import soft_capped
+from optimus.kernels.linear_divergence import SoftTargets, linear_divergence
 from optimus.model.architecture import ModelConfig
 from optimus.model.attention import Attention, AttentionPositions, LayerCache
 from optimus.model.batch import Batch
@@ -31,6 +32,7 @@ class Losses(NamedTuple):
 
     cross_entropy: Tensor  # nats, summed over predicted tokens and divided by a count of them
     router: RouterStats | None
+    divergence: Tensor | None = None  # from a teacher, summed and divided alike
 
     @property
     def balance(self) -> Tensor:
@@ -167,13 +169,26 @@ class Head(nn.Module):
         self.weight = declare(self, "weight", *own, role="head") if tied is None else tied
         self.vocabulary, self.cap = parts.vocabulary, cap
 
-    def forward(self, x: Tensor, target_T: Tensor | None = None, count: float = 1.0, part: bool = False) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        target_T: Tensor | None = None,
+        count: float = 1.0,
+        part: bool = False,
+        rows_T: Tensor | None = None,
+        soft: SoftTargets | None = None,
+    ) -> Tensor:
         """[..., H] to [..., V]; with `target_T`, x [T, H] to an fp32 scalar, their summed cross-entropy over `count`.
 
-        With `part`, the residual stream [T, H] as the blocks hold it to the logits of the tokens that are here.
+        `rows_T` is filled with the cross-entropy of each row. With `soft`, to two [2], the other one being the divergence
+        from these: where the vocabulary is whole. With `part`, the residual stream [T, H] as the blocks hold it to the
+        logits of the tokens that are here.
         """
         if target_T is not None:
-            return self.vocabulary.loss(x, self.weight, target_T, count, self.cap)
+            loss = self.vocabulary.loss(x, self.weight, target_T, count, self.cap, rows_T)
+            if soft is None:
+                return loss
+            return torch.stack([loss, linear_divergence(x, self.weight, soft, target_T, count, self.cap)])
         logits = self.vocabulary.part_logits if part else self.vocabulary.logits
         return soft_capped(logits(x, self.weight), self.cap)
 
@@ -255,12 +270,26 @@ class Transformer(nn.Module):
         return self.losses_of(x_TH, stats, batch, positions_S, count)
 
     def losses_of(
-        self, x_TH: Tensor, stats: RouterStats | None, batch: Batch, positions_S: Tensor, count: float | None = None
+        self,
+        x_TH: Tensor,
+        stats: RouterStats | None,
+        batch: Batch,
+        positions_S: Tensor,
+        count: float | None = None,
+        rows_T: Tensor | None = None,
+        soft: SoftTargets | None = None,
     ) -> Losses:
-        """`losses` from the output of the blocks at these positions of the sequences."""
+        """`losses` from the output of the blocks at these positions of the sequences; see `Head` for the others."""
         count = max(1, batch.predicted()) / self.sequence.parts if count is None else count
         x_TH = self.run(self.final_norm, x_TH)
-        return Losses(self.run(self.head, x_TH, self.targets(batch, positions_S), count), stats)
+        found = self.run(self.head, x_TH, self.targets(batch, positions_S), count, False, rows_T, soft)
+        return Losses(found, stats) if soft is None else Losses(found[0], stats, found[1])
+
+    def outputs(self, batch: Batch) -> Tensor:
+        """Output of the final norm [B, S, H], of each document by itself; of a model on one device."""
+        _, places = self.places(batch)
+        x_TH, _ = self.blocks(self.embedded(batch.tokens_BS.flatten(), places), places)
+        return cast(Tensor, self.run(self.final_norm, x_TH).unflatten(0, batch.tokens_BS.shape))
 
     def targets(self, batch: Batch, positions_S: Tensor) -> Tensor:
         """What is to be predicted at these positions [T], -1 where nothing is."""

@@ -35,11 +35,12 @@ class Vocabulary(Protocol):
         """The logits of the tokens whose rows of the weight are here, of all rows of the residual stream."""
 
     def loss(
-        self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float, cap: float | None = None
-    ) -> Tensor:
+        self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float, cap: float | None = None,
+        rows_T: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Sum of the cross-entropies of the residual stream against targets, over `count`; targets below 0 are left out.
 
-        With a `cap`, of `soft_capped` logits.
+        With a `cap`, of `soft_capped` logits. `rows_T` is filled with that of each target.
         """
 
 
@@ -68,6 +69,7 @@ class LocalVocabulary:
     part_logits = logits
 
     def loss(
-        self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float, cap: float | None = None
-    ) -> Tensor:
-        return linear_cross_entropy(x_TH, weight, target_T, count, forms=self._step.forms, cap=cap)
+        self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float, cap: float | None = None,
+        rows_T: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return linear_cross_entropy(x_TH, weight, target_T, count, forms=self._step.forms, cap=cap, rows_T=rows_T)

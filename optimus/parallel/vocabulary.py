@@ -77,10 +77,11 @@ class SplitVocabulary(Vocabulary):
         return reduce_from_group(linear(rows_TH, weight, product=self._product), self.columns)
 
     def loss(
-        self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float, cap: float | None = None
-    ) -> Tensor:
+        self, x_TH: Tensor, weight: nn.Parameter, target_T: Tensor, count: float, cap: float | None = None,
+        rows_T: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         rows_TH = all_gather_rows(x_TH, self.parts) if self.sequence else copy_to_group(x_TH, self.parts)
-        return linear_cross_entropy(rows_TH, weight, target_T, count, self, self._step.forms, cap)
+        return linear_cross_entropy(rows_TH, weight, target_T, count, self, self._step.forms, cap, rows_T)
 
     def complete(self, logits_TV: Tensor) -> None:
         self.columns.all_reduce(logits_TV)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from optimus.comm import Group
 from optimus.kernels.backend import compute_dtype
+from optimus.kernels.linear_divergence import SoftTargets
 from optimus.model import Batch, Losses, Transformer
 from optimus.model.architecture import ModelConfig
 from optimus.model.attention import AttentionPositions
@@ -31,6 +32,11 @@ class Objective(Protocol):
 
     count: float  # by which the sum of a microbatch's cross-entropies is divided
     scale: float  # the gradient of what is minimised with respect to the cross-entropy
+
+    @property
+    def add_rows(self) -> Callable[[Batch, Tensor, Tensor], None] | None:
+        """What is called with a microbatch, its targets and the cross-entropy of each, if anything; not where the vocabulary
+        is divided over the stages."""
 
     def __call__(self, losses: Losses) -> tuple[Tensor, Tensor]:
         """What is minimised of a microbatch, and what is reported."""
@@ -129,6 +135,8 @@ class Staged(nn.Module):
         self.partition, self.share, self.dtype = partition, share, dtype
         self.execute, self.pipeline, self.last, self.multiple, self.links = execute, pipeline, last, multiple, links
         self.trace: list[Executed] = []  # in the last step
+        # What a teacher says of the tokens at these positions, on the last stage's rank.
+        self.teacher: Callable[[Batch, Tensor], SoftTargets] | None = None
         self.stages = {
             stage: Blocks((model.blocks[i] for i in partition.blocks[stage]), model.parts) for stage in partition.here
         }
@@ -303,7 +311,14 @@ class _Training(_Forward):
             self._router[microbatch] = stats
             self._vocabulary.send_output(microbatch, x_TH.detach())
             return (x_TH,)
-        losses = model.losses_of(x_TH, stats, batch, self._positions, self._objective.count)
+        teacher, add_rows, rows_T = self._staged.teacher, self._objective.add_rows, None
+        if add_rows is not None:
+            target_T = model.targets(batch, self._positions)
+            rows_T = torch.empty(target_T.shape, dtype=torch.float32, device=target_T.device)
+        soft = None if teacher is None else teacher(batch, self._positions)
+        losses = model.losses_of(x_TH, stats, batch, self._positions, self._objective.count, rows_T, soft)
+        if add_rows is not None and rows_T is not None:
+            add_rows(batch, target_T, rows_T)
         minimised, reported = self._objective(losses)
         self.reported.append(reported)
         return (minimised,)

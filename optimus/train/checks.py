@@ -80,7 +80,7 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
         if each.text is not None:
             files.resolve([each.text])
         elif each.path is not None:
-            data.check_same_tokenizer(Shards(each.path))
+            data.check_same_tokenizer(Shards(each.path, config.train.data_cache))
     if config.evaluate.text is not None and not Path(config.evaluate.text).exists():
         raise UserError(f"evaluate.text: {config.evaluate.text} does not exist: name a file or folder of text")
     if config.evaluate.tasks:
@@ -152,13 +152,19 @@ def begins_with(config: RunConfig, resume: bool) -> list[Path]:
 
 
 def check_memory(
-    config: RunConfig, device: torch.device, ranks: int, per_node: int | None = None, resume: bool = False
+    config: RunConfig,
+    device: torch.device,
+    ranks: int,
+    per_node: int | None = None,
+    *,
+    resume: bool = False,
+    teacher: int = 0,
 ) -> None:
     """Raise `UserError` when parameters, gradients and optimizer state alone do not fit into the free memory.
 
     On an accelerator what is there of the fullest stage, and what is on the host, with the copies for checkpoints, of all
     ranks of the fullest node; on a CPU both together. `per_node`: ranks of a node where the launcher has not said it yet; by
-    default all are on this machine.
+    default all are on this machine. `teacher`: bytes of a teacher, which ranks with the last stage hold beside.
     """
     mesh = mesh_of(config, ranks, per_node or ranks_per_node(ranks))
     begun = begins_with(config, resume)
@@ -171,22 +177,25 @@ def check_memory(
     each, copies = max(_of_nodes(mesh, means, copied), key=sum)
     together = min(mesh.size, mesh.ranks_per_node or mesh.size)
     if device.type == "cpu":
-        _check_room(config, each, copies, device, together)
+        _check_room(config, each, copies, device, together, teacher=teacher * max(1, together // mesh.pp))
         return
-    _check_room(config, max(held_by_shards(plans)[0] for plans in stages), 0, device, 1, elsewhere=ranks > 1)
+    fullest = max(held_by_shards(plans)[0] for plans in stages)
+    _check_room(config, fullest, 0, device, 1, elsewhere=ranks > 1, teacher=teacher)
     if each + copies > 0:
         _check_room(config, each, copies, torch.device("cpu"), together)
 
 
 def _check_room(
-    config: RunConfig, each: float, copies: float, device: torch.device, together: int, *, elsewhere: bool = False
-) -> None:
-    total, needed, free = count_parameters(config.model).total, each + copies, free_memory(device)
+    config: RunConfig, each: float, copies: float, device: torch.device, together: int, *, elsewhere: bool = False,
+    teacher: int = 0,
+) -> None:  # fmt: skip
+    total, needed, free = count_parameters(config.model).total, each + copies + teacher, free_memory(device)
     if needed <= free:
         return
     beside = config.state.residency != "device" and device.type == "cpu"
     where = f", {together} ranks" if together > 1 else ", on the fullest rank" if elsewhere else ""
     and_copies = f", and {copies / total:.3g} to be copied for checkpoints" if copies else ""
+    and_copies += f", and {_gib(teacher)} of train.teacher" if teacher else ""
     cures = ["set checkpoint.asynchronous=false"] if copies else []
     cures += ["set state.residency=disk"] if beside and config.state.residency != "disk" else []
     cures += (

@@ -150,7 +150,7 @@ class Validation(Hook):
             for each in run.config.validation:
                 if last or (each.every is not None and run.step % each.every == 0):
                     of_text = self._text(run, each.text, max_tokens=each.tokens) if each.text is not None else None
-                    found = self._measure(run, of_text or self._rows(str(each.path), each.tokens))
+                    found = self._measure(run, of_text or self._rows(run, str(each.path), each.tokens))
                     run.measured |= {f"{name}/{each.name}": found[name] for name in ("loss", "bits_per_byte")}
             if section.tasks_every is not None and (last or run.step % section.tasks_every == 0):
                 run.measured |= self._tasks(run)
@@ -220,10 +220,10 @@ class Validation(Hook):
             encoder, text, eos_id=data.eos_id, context=context, max_bytes=max_bytes, max_tokens=max_tokens
         )
 
-    def _rows(self, path: str, tokens: int) -> Iterator[Any]:
+    def _rows(self, run: Run, path: str, tokens: int) -> Iterator[Any]:
         from optimus.evaluate.text import read_rows
 
-        yield from read_rows(Shards(path), tokens)
+        yield from read_rows(Shards(path, run.config.train.data_cache), tokens)
 
 
 class ExpertLoad(Hook):
@@ -288,6 +288,7 @@ class Metrics(Hook):
                 "loss": result.loss,
                 "balance_loss": result.balance_loss,
                 "z_loss": result.z_loss,
+                **({} if run.config.train.teacher is None else {"teacher_divergence": result.divergence}),
                 "lr": result.lr,
                 "grad_norm": result.grad_norm,
                 "tokens_per_second": rate,
@@ -296,7 +297,7 @@ class Metrics(Hook):
                 "checkpoint_seconds": run.checkpoint_seconds,
                 "model_flops_utilization": rate * flops / (self._peak * run.groups.world.size) if self._peak else None,
                 "skipped_steps": run.skipped,
-                **_by_source(run),
+                **_by_source(run, result),
                 **run.measured,
                 **(imbalance(run.expert_load) if run.expert_load else {}),
                 **details,
@@ -324,11 +325,13 @@ class Metrics(Hook):
         self._writer.close()
 
 
-def _by_source(run: Run) -> dict[str, int]:
-    """Tokens read from each source, where there are several; of a run in phases, its phase."""
+def _by_source(run: Run, result: StepResult) -> dict[str, float]:
+    """Tokens read from each source and its loss in this step, where there are several; of a run in phases, its phase."""
     tokens = run.data.tokens_by_source(run.step)
     phase = {"phase": run.phase.number} if run.phase.name else {}
-    return phase | {f"tokens/{name}": count for name, count in tokens.items() if len(tokens) > 1}
+    read = {f"tokens/{name}": count for name, count in tokens.items() if len(tokens) > 1}
+    losses = zip(run.data.phases[run.phase.number].names, result.source_losses)
+    return phase | read | {f"train_loss/{name}": loss for name, loss in losses if loss is not None}
 
 
 class Trace(Hook):

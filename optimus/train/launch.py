@@ -60,6 +60,7 @@ from optimus.train.run import Run, mesh_of, ranks_per_node
 from optimus.train.soft_failures import SoftFailures
 from optimus.train.spikes import Spikes
 from optimus.train.summary import summarise, summary_lines
+from optimus.train.teacher import check_teacher, teacher_bytes
 from optimus.train.tuning import TuneMatmuls
 
 
@@ -129,9 +130,10 @@ def check_run(config: RunConfig, data: TrainingData, ranks: int, resume: bool, p
     checks.check_references(config, resume)
     if int(os.environ.get("RANK", "0")) == 0:
         checks.check_validation(config, data)
+        check_teacher(config, data)
         checks.check_output(config, resume, data)
     decided, _ = with_precision(config, device, resume)  # here; the ranks agree on it when they have come together
-    checks.check_memory(decided, device, ranks, per_node, resume)
+    checks.check_memory(decided, device, ranks, per_node, resume=resume, teacher=teacher_bytes(decided))
 
 
 def _launch(config: str, resume: bool, ranks: int, holder: str) -> int:

@@ -63,7 +63,9 @@ def _step(run: Run, loader: TokenLoader, hooks: Sequence[Hook]) -> None:
         hook.before_step(run)
     step = run.step + 1
     phase = phase_at(run.phases, step)
-    result = training_step(run.model, run.state, batch, phase.config, phase.step_of_schedule(step), run.loss_limit)
+    sources = len(run.data.phases[phase.number].names) if batch.source_B is not None else 0
+    schedule_step = phase.step_of_schedule(step)
+    result = training_step(run.model, run.state, batch, phase.config, schedule_step, run.loss_limit, sources)
     run.step = step
     run.skipped += result.skipped
     run.step_seconds = time.perf_counter() - began
@@ -77,12 +79,15 @@ def _step(run: Run, loader: TokenLoader, hooks: Sequence[Hook]) -> None:
 def _next_batch(run: Run, loader: TokenLoader) -> Batch | None:
     """The next batch on the run's device; None where any rank cannot read its part: all have its failure then."""
 
+    reports = (run.step + 1) % run.config.observe.log_every == 0
+
     def read() -> Batch:
-        tokens_BS, mask_BS, document_BS = next(loader)
+        tokens_BS, mask_BS, document_BS, source_B = next(loader)
         return Batch(
             torch.from_numpy(tokens_BS).to(run.device, non_blocking=True),
             None if mask_BS is None else torch.from_numpy(mask_BS).to(run.device, non_blocking=True),
             None if document_BS is None else torch.from_numpy(document_BS),  # its borders are read on the host
+            torch.from_numpy(source_B).to(run.device, non_blocking=True) if reports and source_B is not None else None,
         )
 
     try:

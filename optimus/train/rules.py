@@ -15,6 +15,7 @@ from optimus.optim.adamw import AdamW
 from optimus.optim.frozen import Frozen
 from optimus.optim.lion import Lion
 from optimus.optim.muon import Muon
+from optimus.optim.reptile import Reptile
 from optimus.optim.rule import Rule, UpdateRule
 from optimus.optim.schedule_free import ScheduleFree
 from optimus.state.tiling import TILINGS, Tiling
@@ -125,7 +126,11 @@ def _rule(config: OptimizerConfig, name: str, role: Role) -> Rule:
         )
     decay, _ = _last([(each.weight_decay, number) for number, each in numbered], (config.weight_decay, None))
     scale, _ = _last([(each.lr_scale, number) for number, each in numbered], (1.0, None))
-    return kind(weight_decay=decay, lr_scale=scale, **own(config))
+    rule = kind(weight_decay=decay, lr_scale=scale, **own(config))
+    if config.reptile_every is None:
+        return rule
+    every, share = config.reptile_every, config.reptile_step
+    return Reptile(inner=rule, weight_decay=decay, lr_scale=scale, every=every, share=share)
 
 
 def _last(said: Sequence[tuple[T | None, int]], otherwise: tuple[T, int | None]) -> tuple[T, int | None]:

@@ -28,6 +28,8 @@ class StepResult(NamedTuple):
     grad_norm: float
     lr: float
     skipped: bool
+    divergence: float = 0.0  # from the teacher, nats per predicted token, times the square of the temperature
+    source_losses: Sequence[float | None] = ()  # as `loss`, by source, where asked for; None where nothing is predicted
 
 
 def training_step(
@@ -37,8 +39,11 @@ def training_step(
     config: RunConfig,
     step: int,
     loss_limit: float = math.inf,
+    sources: int = 0,
 ) -> StepResult:
     """Train on this rank's part of a global batch; `step` counts from 1. Above `loss_limit` nothing is applied.
+
+    With so many `sources`, which a batch then names, their losses are found, too.
 
     Every rank has as many sequences. Where any rank has a mask or documents, all must.
     """
@@ -46,13 +51,13 @@ def training_step(
     watch = state.groups.watch
     watch.begin()
     with watch.on(), region(lambda: "forward and backward passes"):
-        losses = accumulate_gradients(model, state, batch, config)
+        losses = accumulate_gradients(model, state, batch, config, sources)
         # Over all ranks, also those of a grid, which find the same: bit by bit, as each decides by it what is applied.
         finish = state.groups.world.all_reduce_async(losses)
         norm = state.reduce_gradients()
     finish()
     with_losses = state.groups.world.size // state.groups.mesh.pp  # one stage of a pipeline has them
-    loss, balance, z = (losses / with_losses).tolist()
+    loss, balance, z, divergence, *of_sources = (losses / with_losses).tolist()
     lr = step_learning_rate(config, step)
     skipped = not (math.isfinite(norm) and math.isfinite(loss)) or loss > loss_limit
     with region(lambda: "optimizer step"):
@@ -63,11 +68,15 @@ def training_step(
     if config.model.router_bias:
         routers = [module for module in model.modules() if isinstance(module, Router)]
         move_biases(routers, 0 if skipped else config.moe.bias_rate, state.team.all_reduce)
-    return StepResult(loss, balance, z, norm, lr, skipped)
+    by_source = [nats / count if count else None for nats, count in zip(of_sources[::2], of_sources[1::2])]
+    return StepResult(loss, balance, z, norm, lr, skipped, divergence, by_source)
 
 
-def accumulate_gradients(model: Staged, state: ModelState, given: Tensor | Batch, config: RunConfig) -> Tensor:
-    """Forward and backward over this rank's microbatches; their mean losses [3] (cross-entropy, balance, z), fp32.
+def accumulate_gradients(
+    model: Staged, state: ModelState, given: Tensor | Batch, config: RunConfig, sources: int = 0
+) -> Tensor:
+    """Forward and backward over this rank's microbatches; their mean losses [4] (see `terms`), fp32. Behind these, of each
+    of so many `sources`, the sum of its cross-entropies and the number of its predicted tokens.
 
     The losses are zero but on the ranks of the last stage.
 
@@ -77,12 +86,13 @@ def accumulate_gradients(model: Staged, state: ModelState, given: Tensor | Batch
     """
     batch = Batch.of(given)
     microbatches = batch.split(config.train.micro_batch)
-    objective = _Objective(config, state, len(microbatches), predicted_tokens(batch, state.groups.along("dp")))
+    predicted = predicted_tokens(batch, state.groups.along("dp"))
+    objective = _Objective(config, state, len(microbatches), predicted, batch.tokens_BS.new_zeros(sources, 2).float())
     if objective.counts_beforehand:
         objective.count_choices(model.router_statistics(microbatches))
     reported = model.train_microbatches(microbatches, objective, state)
-    total = torch.stack(reported).sum(0) if reported else torch.zeros(3, device=batch.tokens_BS.device)
-    return (total / len(microbatches)).float()
+    total = torch.stack(reported).sum(0) if reported else torch.zeros(4, device=batch.tokens_BS.device)
+    return torch.cat([(total / len(microbatches)).float(), objective.sources_K2.flatten()])
 
 
 def predicted_tokens(batch: Batch, data: Group) -> int:
@@ -103,10 +113,14 @@ class _Objective:
     predicted.
 
     Called with the losses of a microbatch, whose cross-entropies are divided by `count`; returns what is minimised, which is
-    `scale` times the losses, and the losses themselves [3].
+    `scale` times the losses, and the losses themselves [4]. Sums of cross-entropies, and numbers of targets, are added to
+    `sources_K2`.
     """
 
-    def __init__(self, config: RunConfig, state: ModelState, microbatches: int, predicted: int) -> None:
+    def __init__(
+        self, config: RunConfig, state: ModelState, microbatches: int, predicted: int, sources_K2: Tensor
+    ) -> None:
+        self.sources_K2, self.add_rows = sources_K2, self._add_rows if len(sources_K2) else None
         parts = microbatches * state.groups.along(*DATA).size  # whose mean are the losses of the global batch
         self.count, self.scale = predicted / parts, 1 / parts
         self._config, self._data = config, state.groups.along("dp")
@@ -121,6 +135,12 @@ class _Objective:
         parts = terms(losses, self._choices_E)
         return objective(parts, self._config) * self.scale, parts.detach()
 
+    def _add_rows(self, batch: Batch, target_T: Tensor, rows_T: Tensor) -> None:
+        """The cross-entropies of a microbatch."""
+        assert batch.source_B is not None
+        source_T = batch.source_B.repeat_interleave(len(rows_T) // len(batch.source_B))
+        self.sources_K2.index_add_(0, source_T, torch.stack([rows_T, (target_T >= 0).float()], 1))
+
     def count_choices(self, counted: Sequence[RouterStats | None]) -> None:
         """How often each expert is chosen per token of the global batch: over these microbatches of all data ranks."""
         routers = [router for router in counted if router is not None]
@@ -132,15 +152,19 @@ class _Objective:
 
 
 def terms(losses: Losses, choices_E: Tensor | None = None) -> Tensor:
-    """The three losses [3] of a microbatch: cross-entropy, balance (with the given choices per token, if any), z."""
+    """The losses [4] of a microbatch: cross-entropy, balance (with the given choices per token, if any), z, and the
+    divergence from a teacher, if any."""
     balance = losses.balance if losses.router is None else losses.router.balance_loss(choices_E)
-    return torch.stack([losses.cross_entropy, balance, losses.z])
+    divergence = torch.zeros_like(losses.cross_entropy) if losses.divergence is None else losses.divergence
+    return torch.stack([losses.cross_entropy, balance, losses.z, divergence])
 
 
-def objective(terms_3: Tensor, config: RunConfig) -> Tensor:
-    """What is minimised: cross-entropy plus the weighted losses of the router."""
-    cross_entropy, balance, z = terms_3
-    return cross_entropy + config.moe.balance_coefficient * balance + config.moe.z_coefficient * z
+def objective(terms_4: Tensor, config: RunConfig) -> Tensor:
+    """What is minimised: cross-entropy plus the weighted losses of the router and of the teacher."""
+    cross_entropy, balance, z, divergence = terms_4
+    router = config.moe.balance_coefficient * balance + config.moe.z_coefficient * z
+    teacher = config.train.teacher
+    return cross_entropy + router + (teacher.weight * divergence if teacher is not None else 0.0)
 
 
 def clip_scale(config: RunConfig, step: int, norm: float) -> float:

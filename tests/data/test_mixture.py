@@ -38,6 +38,7 @@ def test_the_error_is_bounded_for_any_weights() -> None:
             weights = [int(10 * generator.uniform(1.02, 2.5) ** power) for power in range(min(size, 18))]
         mixture = Mixture(weights)
         assert mixture.error <= (1 if size < 4 else 1.25)
+        assert mixture.error <= 1 or sum(mixture.weights) > 1 << 14
         for places in generator.integers(0, 10**9, 20).tolist():
             counts = mixture.counts(places)
             assert sum(counts) == places
@@ -82,10 +83,35 @@ def test_neighbouring_places_alternate() -> None:
     assert all(a != b for a, b in pairwise(source_N.tolist()))
 
 
-def test_equal_sources_are_off_by_one_at_most_up_to_36() -> None:
-    errors = [Mixture([1] * size).error for size in range(1, 65)]
-    assert max(errors[:36]) <= 1
-    assert max(errors) < 1.01
+# Trees are off by more than one here: equal sources, ratios near the golden section, one source beside many.
+OFF_WITH_TREES = [[1] * 45, [1, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89], [3, 5, 8, 13, 19, 29, 44, 66, 99, 149, 224, 337]]
+
+
+@pytest.mark.parametrize("weights", [*OFF_WITH_TREES, *MIXTURES], ids=str)
+def test_earliest_deadlines_are_off_by_less_than_one(weights: list[int]) -> None:
+    """There is a schedule that is off by 1 - 1 / (2 n - 2) at most (Tijdeman 1980); the error of ours is found exactly."""
+    table, period = module._Table(weights), sum(weights)
+    source_N, index_N = table.locate(np.arange(2 * period))
+    counts_NK = np.cumsum(source_N[:, None] == np.arange(len(weights)), axis=0)
+    off_NK = counts_NK - np.arange(1, 2 * period + 1)[:, None] * np.array(weights) / period
+    assert np.abs(off_NK).max() < 1
+    assert table.error == pytest.approx(np.abs(off_NK).max())
+    for place in range(0, 2 * period, 1 + period // 7):
+        assert table.counts(place + 1) == counts_NK[place].tolist()
+        assert index_N[place] == counts_NK[place, source_N[place]] - 1
+
+
+def test_a_table_is_taken_where_trees_are_off_by_more_than_one() -> None:
+    for size in range(1, 65):
+        assert Mixture([1] * size).error <= 1
+    weights = OFF_WITH_TREES[0]
+    assert module._Tree(weights).error > 1 > Mixture(weights).error
+    far = np.arange(10**12, 10**12 + 100)
+    source_N, index_N = Mixture(weights).locate(far)
+    assert (np.array(Mixture(weights).counts(10**12 + 100)) - Mixture(weights).counts(10**12)).tolist() == np.bincount(
+        source_N, minlength=len(weights)
+    ).tolist()
+    assert index_N[0] == Mixture(weights).counts(10**12)[source_N[0]]
 
 
 def test_the_bound_is_that_of_what_happens() -> None:

@@ -70,6 +70,7 @@ RIGHT = (
     *("Ann met Bo and Bo left early.", "Ann met Bo and Ann left late."),
     *("Bone?\nA. w\nB. x\nC. y\nD. z\nAnswer: D", "Virus?\nA. w\nB. x\nC. y\nD. z\nAnswer: A"),
     *("Cell?\nA. w\nB. x\nC. y\nD. z\nAnswer: B", "Cook: He boils it.", "Cook: She fries it."),
+    *("Question: Bone?\nAnswer: z", "Question: Virus?\nAnswer: w", "Question: Cell?\nAnswer: x"),
 )
 
 
@@ -149,7 +150,7 @@ def test_all_tasks(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Every label, prompt and choice is understood: who knows the right answers gets 1, who avoids them 0."""
     local = load_tasks(TASKS, folder)
     found = run_tasks(local, Oracle())
-    counts = {"openbookqa": 1, "sciq": 1, "boolq": 3, "mmlu": 3}
+    counts = {"openbookqa": 1, "sciq": 1, "boolq": 3, "mmlu": 3, "mmlu_continuation": 3}
     assert {name: accuracies(scores) for name, scores in found.items()} == {
         name: {"acc": 1.0, "acc_norm": 1.0, "n": counts.get(name, 2)} for name in TASKS
     }
@@ -197,9 +198,11 @@ def test_raw_hellaswag(folder: Path) -> None:
 
 def test_fewshot_from_dev(folder: Path) -> None:
     oracle = Oracle()
-    run_tasks(load_tasks(["mmlu"], folder, 2), oracle, fewshot=2)
-    context, _ = next(asked for asked in oracle.asked if "Bone?" in asked[0])
+    run_tasks(load_tasks(["mmlu", "mmlu_continuation"], folder, 2), oracle, fewshot=2)
+    asked = [context for context, _ in oracle.asked if "Bone?" in context]
+    context = next(each for each in asked if "A. w" in each)
     assert context.count("Answer: C\n\n") == 2
+    assert next(each for each in asked if "A. w" not in each).count("Answer: y\n\n") == 2
     assert context.index("anatomy 0") < context.index("anatomy 1") < context.index("Bone?")
     assert "virology" not in context
 

@@ -32,7 +32,7 @@ def test_parts_of_a_batch_have_what_is_said_of_their_tokens() -> None:
     first, second = Batch(TOKENS_BS, mask_BS, DOCUMENT_BS).split(1)
     assert all(a.equal(b) for a, b in zip(first, (TOKENS_BS[:1], mask_BS[:1], DOCUMENT_BS[:1]), strict=True))
     assert all(a.equal(b) for a, b in zip(second, (TOKENS_BS[1:], mask_BS[1:], DOCUMENT_BS[1:]), strict=True))
-    assert Batch(TOKENS_BS).split(1)[1][1:] == (None, None)
+    assert Batch(TOKENS_BS).split(1)[1][1:] == (None, None, None)
 
 
 @pytest.mark.parametrize(

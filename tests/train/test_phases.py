@@ -13,6 +13,7 @@ import optimus
 from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.config import load_config
 from optimus.data.loader import TokenLoader
+from optimus.data.mixture import Mixture
 from optimus.data.preparation import prepare
 from optimus.data.shards import Shards
 from optimus.data.training import TrainingData
@@ -175,6 +176,48 @@ def test_the_saved_configuration_is_the_same_run(phased: dict[str, Any], tmp_pat
     again = tmp_path / "again"
     optimus.train(Path(phased["train"]["output"]) / "config.yaml", [f"train.output={again}"])
     assert records(phased) == records({"train": {"output": str(again)}})
+
+
+@pytest.mark.parametrize("sections", [{"state": {"shard": "parameters"}}, {"parallel": {"pipeline": 2}}], ids=str)
+def test_the_loss_of_each_source_is_that_of_its_sequences(
+    phased: dict[str, Any], tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    """Of the first step, by hand; the mean over the sources is the loss; in steps that are logged, on every layout."""
+    phased["observe"] |= {"log_every": 2}
+    optimus.train(phased)
+    tree, data = read_run(phased)
+    with TokenLoader(data.phases) as loader:
+        batches = [next(loader) for _ in range(11)]
+    whole = [{k: v for k, v in each.items() if k.startswith("train_loss/")} for each in records(phased)]
+    assert [bool(each) for each in whole] == [step % 2 == 0 for step in range(1, 12)]
+    for losses, batch, record in zip(whole, batches, records(phased)):
+        if losses:
+            names = data.phases[record["phase"]].names
+            assert batch.source_B is not None
+            places = [int((batch.source_B == names.index(name.split("/")[1])).sum()) for name in losses]
+            assert sum(n * loss for n, loss in zip(places, losses.values())) / sum(places) == pytest.approx(
+                record["loss"]
+            )
+    still = changed(phased, output=str(tmp_path / "still"))
+    for phase in still["phases"]:
+        phase["lr_schedule"] = {"name": "constant", "peak": 1e-30, "warmup_steps": 0}
+    optimus.train(still)
+    model = Transformer(tree.model)
+    initialize(model, 0, tree.model.init_std)
+    chosen = batches[1].tokens_BS[batches[1].source_B == 0]  # the second step, which is logged
+    expected = float(model.losses(torch.from_numpy(chosen)).cross_entropy.detach())
+    assert records(still)[1]["train_loss/model"] == pytest.approx(expected, rel=1e-5)
+    other = changed(phased, output=str(tmp_path / "other")) | sections
+    run_ranks(part, 2, other, False)
+    for one, record in zip(whole, records(other), strict=True):
+        assert {k: v for k, v in record.items() if k.startswith("train_loss/")} == pytest.approx(one, rel=1e-5)
+
+
+def test_the_order_of_a_mixture_is_in_the_fingerprint(phased: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = read_run(phased)[1].fingerprint(11, 0)
+    assert read_run(phased)[1].fingerprint(11, 0) == before
+    monkeypatch.setattr(Mixture, "locate", lambda self, places_N: (places_N % 5, places_N // 5))
+    assert read_run(phased)[1].fingerprint(11, 0)["data"] != before["data"]
 
 
 def test_tokens_and_epochs_are_read_exactly(small_run: dict[str, Any], folders: dict[str, str]) -> None:

@@ -23,12 +23,13 @@ def in_blocks(
     target_T: Tensor,
     count: float,
     cap: float | None,
+    rows_T: Tensor | None,
 ) -> Tensor:
     """The loss of `kernels.linear_cross_entropy`; fills the `gradients` of x and w (fp32, of zeros) that are given."""
     V = len(w_VH)
     block = max(1, _BLOCK_ELEMENTS // V)
     target_T = target_T.contiguous()
-    loss_T = x_TH.new_empty(len(x_TH), dtype=torch.float32)
+    loss_T = x_TH.new_empty(len(x_TH), dtype=torch.float32) if rows_T is None else rows_T
     for start in range(0, len(x_TH), block):
         rows = slice(start, start + block)
         logits = F.linear(x_TH[rows], w_VH)

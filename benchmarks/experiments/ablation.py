@@ -1,0 +1,72 @@
+"""Averages of models of parts of the data as a proxy for models of their mixtures (`optimus merge`).
+
+Published: the perplexity of a model that is trained on a mixture correlates strongly with that of the average of models
+trained on its parts, so that n trainings answer for 2^n mixtures (Na et al. 2024). Expected: Pearson's r of 0.9 or more.
+"""
+
+from collections.abc import Mapping
+from itertools import combinations
+from statistics import correlation
+
+from benchmarks.experiments.harness import Experiment, Prepared, Trained, command
+from benchmarks.harness import Result, Row
+from optimus.checkpoint.folder import find_checkpoint
+from optimus.checkpoint.merging import merge
+
+_PARTS = ("books", "wiki", "math", "speeches", "multilingual", "reviews")
+_SETS = ("books", "math", "speeches", "reviews")  # that are held out
+_TRUNK, _TOKENS = 300_000, 80_000
+
+
+def run(experiment: Experiment) -> Result:
+    """Six parts and their 15 pairs, from one trunk that has seen all; all with the first seed."""
+    names = _PARTS[:3] if experiment.quick else _PARTS
+    prepared = experiment.prepared(names)
+    sets = [name for name in _SETS if name in names]
+    measured = experiment.validation({name: prepared[name] for name in sets}, tokens=1 << 14)
+    trunk = experiment.train("trunk", 0, {"data": _sources(prepared, names)}, experiment.steps(_TRUNK))
+    steps = experiment.steps(_TOKENS)
+
+    def branch(chosen: tuple[str, ...]) -> Trained:
+        config = {
+            "data": _sources(prepared, chosen),
+            "validation": measured,
+            "checkpoint": {"every": 1_000_000, "keep": 1, "initial": str(find_checkpoint(trunk.folder))},
+            "lr_schedule": {"peak": 1e-3, "minimum": 1e-4},
+        }
+        return experiment.train("+".join(chosen), 0, config, steps)
+
+    parts = {name: branch((name,)) for name in names}
+    rows: list[Row] = []
+    for pair in combinations(names, 2):
+        trained = branch(pair)
+        average = experiment.folder / "averages" / f"{'+'.join(pair)}-{parts[pair[0]].folder.name[-10:]}-{steps}"
+        if not average.exists():
+            average.parent.mkdir(exist_ok=True)
+            merge({str(parts[name].folder): 0.5 for name in pair}, average)
+        still = {
+            "data": _sources(prepared, pair),
+            "validation": measured,
+            "checkpoint": {"every": 1_000_000, "keep": 1, "initial": str(average)},
+            "lr_schedule": {"name": "constant", "peak": 1e-30, "warmup_steps": 0},  # measures, and trains nothing
+        }
+        merged = experiment.train(f"average of {'+'.join(pair)}", 0, still, 1)
+        row: Row = {"pair": "+".join(pair)}
+        for name in sets:
+            row |= {name: trained.loss(name), f"{name} average": merged.loss(name)}
+        rows.append(row)
+    ratios = {
+        f"ablation.pearson.{name}": correlation([row[name] for row in rows], [row[f"{name} average"] for row in rows])
+        for name in sets
+    }
+    every = [(row[name], row[f"{name} average"]) for row in rows for name in sets]
+    ratios["ablation.pearson.all"] = correlation(*map(list, zip(*every)))
+    return Result(rows, ratios, tables={"ablation": rows})
+
+
+def _sources(prepared: Mapping[str, Prepared], names: tuple[str, ...]) -> list[dict[str, object]]:
+    return [{"path": str(prepared[name].train), "name": name, "weight": 1.0} for name in names]
+
+
+if __name__ == "__main__":
+    command("experiments.ablation", run)

@@ -1,0 +1,49 @@
+"""How early tasks tell what a model learns: bits per byte of the right answer against accuracy, 20 checkpoints of 3 sizes.
+
+Published: below 200 billion tokens accuracies of models of 0.5 to 3 billion parameters are flat or noise, and likelihoods of
+answers give a signal (E2LM). Expected: Spearman's correlation with the step of 0.9 or more for bits per byte, of 0.5 or less
+for accuracy.
+"""
+
+import statistics
+from pathlib import Path
+
+from benchmarks.experiments.harness import MODEL, Experiment, command
+from benchmarks.harness import Result, Row
+from optimus.errors import UserError
+from optimus.evaluate.signals import read_curves, signals
+
+_TOKENS, _CHECKPOINTS, _LIMIT = 400_000, 20, 40
+_SIZES = {"small": (32, 1), "middle": (64, 2), "large": (96, 3)}
+_TASKS = ["sciq", "arc_easy"]
+
+
+def run(experiment: Experiment) -> Result:
+    """Books and wiki; tasks from the folder `eval` beside the corpora."""
+    tasks = experiment.corpus.parent / "eval"
+    if not tasks.is_dir():
+        raise UserError(f"{tasks} is not there: the tasks of this experiment lie in a folder eval beside the corpora")
+    prepared = experiment.prepared(["books", "wiki"])
+    steps = experiment.steps(_TOKENS)
+    every = 1 if experiment.quick else steps // _CHECKPOINTS
+    evaluate = {
+        "tasks": _TASKS,
+        "task_data": str(tasks),
+        "tasks_every": every,
+        "tasks_limit": 2 if experiment.quick else _LIMIT,
+    }
+    runs: list[Path] = []
+    for name, (hidden, layers) in _SIZES.items():
+        model = {**MODEL, "hidden": hidden, "layers": layers, "intermediate": 3 * hidden}
+        data = [{"path": str(each.train), "name": corpus} for corpus, each in prepared.items()]
+        runs.append(experiment.train(name, 0, {"model": model, "data": data, "evaluate": evaluate}, steps).folder)
+    rows: list[Row] = signals(read_curves(runs))
+    ratios = {
+        f"early_signal.spearman.{metric}": statistics.fmean(row["spearman"] for row in rows if row["metric"] == metric)
+        for metric in ("acc", "acc_norm", "bits_per_byte", "margin")
+    }
+    return Result(rows, ratios, tables={"early signal": rows})
+
+
+if __name__ == "__main__":
+    command("experiments.early-signal", run)

@@ -1,0 +1,32 @@
+"""Best-fit packing against concatenation (`optimus prepare --pack`), on math, of which concatenation cuts most documents.
+
+Published: with best-fit packing reading comprehension rises by 4.7 % and hallucinations fall, as documents keep their
+beginnings (Ding et al. 2024). Here: the loss of documents that are held out, each by itself.
+"""
+
+from benchmarks.experiments.documents import of_documents
+from benchmarks.experiments.harness import Experiment, command, mean_rows
+from benchmarks.harness import Result
+
+_CONTEXT, _BATCH, _TOKENS = 256, 8, 300_000
+
+
+def run(experiment: Experiment) -> Result:
+    """Both packings of math."""
+    texts = {"math": of_documents(experiment.documents("math"))}
+    configs = {}
+    for pack in ("concatenate", "best-fit"):
+        prepared = experiment.prepared_texts(texts, context=_CONTEXT, pack=pack)["math"]
+        configs[pack] = {
+            "train": {"sequence_length": _CONTEXT, "global_batch": _BATCH, "micro_batch": _BATCH},
+            "data": {"path": str(prepared.train)},
+            "validation": [{"name": "math", "text": str(prepared.text), "tokens": 1 << 15}],
+        }
+    rows = mean_rows(experiment.train_all(configs, experiment.steps(_TOKENS)), ["math"])
+    return Result(
+        rows, {"packing.best_fit_minus_concatenate": rows[1]["math"] - rows[0]["math"]}, tables={"packing": rows}
+    )
+
+
+if __name__ == "__main__":
+    command("experiments.packing", run)

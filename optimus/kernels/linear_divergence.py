@@ -1,0 +1,70 @@
+"""Output layer and divergence from a teacher in one operation, a block of rows at a time; see `linear_cross_entropy`.
+
+Legend: T rows (tokens), H hidden, V vocabulary.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optimus.kernels.backend import compute_dtype
+from optimus.kernels.linear_cross_entropy import Gradients, LinearLoss, block_rows, soft_capped
+
+
+class SoftTargets(NamedTuple):
+    """What a teacher says of the tokens."""
+
+    logits: Callable[[slice], Tensor]  # of these rows [rows, V], in fp32
+    temperature: float  # by which logits, the teacher's and the student's, are divided
+
+
+def linear_divergence(
+    x_TH: Tensor, w_VH: Tensor, soft: SoftTargets, target_T: Tensor, count: float, cap: float | None = None
+) -> Tensor:
+    """Sum of KL(teacher || student) at the temperature, times its square (Hinton et al. 2015, section 2), over `count`; an
+    fp32 scalar.
+
+    The student's logits are `x_TH @ w_VH.T`, with a `cap` `soft_capped`. Rows with a target below 0 are left out.
+    """
+    find = partial(_in_blocks, soft=soft, target_T=target_T, count=count, cap=cap)
+    return LinearLoss.apply(x_TH, w_VH, find, torch.is_grad_enabled())
+
+
+def linear_divergence_reference(
+    x_TH: Tensor, w_VH: Tensor, teacher_TV: Tensor, temperature: float, target_T: Tensor, cap: float | None = None
+) -> Tensor:
+    """The definition, for tests; the sum over the rows."""
+    student_TV = soft_capped(F.linear(x_TH, w_VH).to(compute_dtype(x_TH.dtype)), cap) / temperature
+    q_TV = torch.softmax(teacher_TV / temperature, -1)
+    kl_T = (q_TV * (q_TV.log() - torch.log_softmax(student_TV, -1))).sum(-1)
+    return temperature**2 * kl_T[target_T >= 0].sum()
+
+
+def _in_blocks(
+    x_TH: Tensor, w_VH: Tensor, gradients: Gradients | None, soft: SoftTargets, target_T: Tensor, count: float,
+    cap: float | None,
+) -> Tensor:  # fmt: skip
+    wide, block, heat = compute_dtype(x_TH.dtype), block_rows(len(w_VH)), soft.temperature
+    total = torch.zeros((), dtype=wide, device=x_TH.device)
+    for start in range(0, len(x_TH), block):
+        rows = slice(start, start + block)
+        x, counted = x_TH[rows], (target_T[rows] >= 0)[:, None]
+        logits = soft_capped(F.linear(x, w_VH).to(wide), cap)
+        log_p = torch.log_softmax(logits / heat, -1)
+        log_q = torch.log_softmax(soft.logits(rows).to(wide) / heat, -1)
+        q = log_q.exp()
+        total += ((q * (log_q - log_p)).sum(-1, keepdim=True) * counted).sum() * heat**2
+        if gradients is not None:
+            p = log_p.exp_().sub_(q).mul_(counted * (heat / count))
+            if cap is not None:
+                p *= 1 - (logits / cap).square_()
+            narrow = p.to(x.dtype)
+            if gradients[0] is not None:
+                torch.mm(narrow, w_VH, out=gradients[0][rows])
+            if gradients[1] is not None:
+                gradients[1].add_(narrow.T @ x)
+    return total / count

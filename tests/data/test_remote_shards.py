@@ -1,0 +1,108 @@
+"""Prepared data at URLs: fsspec's memory file system, and a web server of this machine."""
+
+import copy
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+import optimus
+from optimus.data.preparation import prepare
+from optimus.data.shards import Shards
+from optimus.errors import UserError
+from optimus.observe.metrics import read_metrics
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepared data in several shards."""
+    folder = tmp_path_factory.mktemp("prepared") / "data"
+    sources = Path(__file__).resolve().parents[2] / "optimus" / "config"
+    prepare([sources], folder, train_tokenizer=300, context=32, workers=1, shard_size=20_000)
+    assert len(Shards(folder).index["shards"]) > 3
+    return folder
+
+
+@pytest.fixture
+def memory(local: Path) -> Iterator[str]:
+    system = fsspec.filesystem("memory")
+    system.put(str(local), "/prepared", recursive=True)
+    yield "memory://prepared"
+    system.rm("/prepared", recursive=True)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def web(local: Path) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(local))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("place", ["memory", "web"])
+def test_rows_are_those_of_the_folder(place: str, local: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Only what is used is fetched, and the shard after it; once."""
+    there, here = Shards(request.getfixturevalue(place), tmp_path), Shards(local)
+    assert (there.index, there.instances, there.eos_id) == (here.index, here.instances, here.eos_id)
+    first = here.index["shards"][0]["instances"]
+    assert np.array_equal(there.rows(0, first), here.rows(0, first))
+    there._fetched[1].result()
+    assert len(list(there.folder.glob("*.npy"))) == 3  # two shards and the sums
+    assert np.array_equal(there.rows(0, there.instances), here.rows(0, here.instances))
+    times = {path: path.stat().st_mtime_ns for path in there.folder.glob("*.npy")}
+    again = Shards(request.getfixturevalue(place), tmp_path)
+    again.verify()
+    assert times == {path: path.stat().st_mtime_ns for path in again.folder.glob("*.npy")}
+
+
+def test_a_run_is_that_of_the_folder(memory: str, local: Path, small_run: dict[str, Any], tmp_path: Path) -> None:
+    """Bit for bit; validation sets may be at URLs, too. Other content at the URL is another folder of the cache."""
+    small_run["train"] |= {"precision": "float32", "data_cache": str(tmp_path / "cache")}
+    runs = []
+    for number, path in enumerate((str(local), memory)):
+        run = copy.deepcopy(small_run)
+        run["data"], run["train"]["output"] = {"path": path}, str(tmp_path / f"run-{number}")
+        run["validation"] = [{"name": "rows", "path": path, "tokens": 64}]
+        optimus.train(run)
+        runs.append([(each["loss"], each.get("loss/rows")) for each in read_metrics(tmp_path / f"run-{number}")])
+    assert runs[0] == runs[1]
+    assert runs[0][-1][1] is not None
+    (cached,) = (tmp_path / "cache").iterdir()
+    with fsspec.open("memory://prepared/index.json", "ab") as file:
+        file.write(b"\n")
+    assert Shards(memory, tmp_path / "cache").folder != cached
+
+
+def test_what_cannot_be_read_is_one_message(memory: str, web: str, tmp_path: Path, small_run: dict[str, Any]) -> None:
+    def refused(url: str, expected: str) -> None:
+        with pytest.raises(UserError, match=expected):
+            Shards(url, tmp_path).rows(0, 1)
+
+    refused("http://127.0.0.1:9/data", r"cannot read http://127.0.0.1:9/data/index.json: .*Check its name, the network")
+    refused("memory://nowhere", r"cannot read memory://nowhere/index.json: .*Check its name")
+    refused(f"{web}/nowhere", r"cannot read http://.*/nowhere/index.json")
+    refused("nofs://data", r"cannot read nofs://data/index.json: Protocol not known")
+    small_run["data"] = {"path": "memory://nowhere"}
+    with pytest.raises(UserError, match=r"cannot read memory://nowhere/index.json"):
+        optimus.train(small_run)
+    name = Shards(memory, tmp_path).index["shards"][0]["file"]
+    system = fsspec.filesystem("memory")
+    whole = system.cat_file(f"/prepared/{name}")
+    system.pipe_file(f"/prepared/{name}", whole[:-1] + bytes([whole[-1] ^ 1]))
+    refused(memory, rf"memory://prepared/{name} is corrupted: its checksum differs from index.json")
+    system.pipe_file(f"/prepared/{name}", whole)
+    assert len(Shards(memory, tmp_path).rows(0, 1)) == 1  # the damaged copy is not kept
+    system.rm(f"/prepared/{name}")
+    with pytest.raises(UserError, match=rf"cannot read memory://prepared/{name}: "):
+        Shards(memory, tmp_path / "other").rows(0, 1)
