@@ -18,6 +18,11 @@ EXPERIMENTS = {
     "documents": {"documents.mask_minus_ignore"},
     "few_data": {f"few_data.{name}" for name in ("decay_gain", "ensemble_gain", "student_keeps", "mean_of_members")},
     "packing": {"packing.best_fit_minus_concatenate"},
+    "pruning": {
+        *(f"pruning.{name}_minus_dense" for name in ("50", "90", "90_iterative")),
+        "pruning.90_iterative_minus_dense_of_its_bytes",
+        "pruning.random_minus_magnitude",
+    },
     "replay": {f"replay.forgotten.{name}" for name in ("no replay", "25 % replay", "25 % replay, Reptile 0.5")},
 }
 
