@@ -84,7 +84,7 @@ def moved(traffic: Traffic, ranks: int) -> float:
     return traffic.bytes["send"] * ranks / (ranks - 1)
 
 
-SCALARS = 8 + 4 * 3  # the gradient norm, in float64 on a CPU, and the losses
+SCALARS = 8 + 4 * 4  # the gradient norm, in float64 on a CPU, and the losses
 
 
 @pytest.mark.parametrize("chunk", [1 << 26, 4000])
