@@ -15,6 +15,7 @@ A process that has it never loses it again (`install`): it is one of its own.
 
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -31,7 +32,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from optimus.comm import Group
-from optimus.kernels import attention
+from optimus.kernels import adamw, attention
+from optimus.parallel.dispatch.alltoall import AllToAllDispatch, Counts
+from optimus.parallel.dispatch.choice import copies
+from optimus.pipeline.executor import Message
+from optimus.pipeline.message_driven import MessageDrivenExecutor
+from optimus.pipeline.schedule import Action, Kind
 from optimus.testing.memory import Allocations, resizes
 
 NAME = "fakegpu"
@@ -66,6 +72,22 @@ class ReleasedMemoryError(Exception):
     """Memory of the device has been used that had been released."""
 
 
+class _FakeTensors(FakeTensorMode):
+    """For several threads: while one is in a kernel, tensors have their device for the others."""
+
+    def __init__(self) -> None:
+        self._here = threading.local()
+        super().__init__(allow_non_fake_inputs=True)
+
+    @property
+    def in_kernel_invocation(self) -> bool:  # type: ignore[override]
+        return getattr(self._here, "inside", False)
+
+    @in_kernel_invocation.setter
+    def in_kernel_invocation(self, inside: bool) -> None:
+        self._here.inside = inside
+
+
 class FakeAccelerator(TorchDispatchMode):
     """What happens on the fake devices of this process, while it is entered; see the module's text.
 
@@ -83,7 +105,7 @@ class FakeAccelerator(TorchDispatchMode):
         self.groups: list[int] = []  # sizes of the process groups that were made
         self.now = 0  # the device that is selected
         self.phase = ""
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = _FakeTensors()
         self._pinned: set[int] = set()  # storages of the host
         self._lock = threading.RLock()  # FakeTensorMode is for one thread at a time, autograd has one of its own
 
@@ -125,8 +147,12 @@ class FakeAccelerator(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function.namespace == "prim":  # such as the device of a tensor
-            return function(*args, **kwargs)
+        with self._lock:
+            if function.namespace == "prim":  # such as the device of a tensor
+                return function(*args, **kwargs)
+            return self._dispatch(function, args, kwargs)
+
+    def _dispatch(self, function: Any, args: Any, kwargs: Any) -> Any:
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         to = kwargs.get("device")
         here = any(map(is_here, given))
@@ -136,8 +162,7 @@ class FakeAccelerator(TorchDispatchMode):
                 self._pinned.add(made.untyped_storage()._cdata)
                 return made
             return function(*args, **kwargs)
-        with self._lock:
-            return self._on_device(function, args, kwargs, given)
+        return self._on_device(function, args, kwargs, given)
 
     def _on_device(self, function: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
         name = str(function)
@@ -253,7 +278,6 @@ _READ: dict[str, Callable[..., Any]] = {
     "aten.index.Tensor": FakeAccelerator._indexed,
     "aten._to_copy.default": FakeAccelerator._copied_to,
     "aten.copy_.default": FakeAccelerator._copied_into,
-    "aten.record_stream.default": lambda *_: None,
 }
 
 
@@ -404,12 +428,8 @@ def install() -> None:
     accelerator.synchronize = module.synchronize  # type: ignore[assignment]
     accelerator.max_memory_allocated = lambda device=None: _machine().memory.peak  # type: ignore[assignment]
     accelerator.reset_peak_memory_stats = lambda device=None: _machine().memory.reset_peak()  # type: ignore[assignment]
-    to_list = Tensor.tolist
-
-    def tolist(self: Tensor) -> Any:
-        return to_list(self.cpu() if is_here(self) else self)  # one copy, as any device does
-
-    Tensor.tolist = tolist  # type: ignore[method-assign]
+    FakeTensor.tolist = lambda self: self.cpu().tolist()  # type: ignore[method-assign]  # one copy, as on any device
+    Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
     _stub_triton()
     _stub_groups()
     run = threading.Thread.run
@@ -451,6 +471,48 @@ def _stub_groups() -> None:
     Group.gather_object = lambda self, value: [value] * self.size if self.rank == 0 else None  # type: ignore[method-assign]
     Group.broadcast_object = lambda self, value: value  # type: ignore[method-assign, assignment, return-value]
     Group.on_first = lambda self, call: call()  # type: ignore[method-assign]
+    exchange = AllToAllDispatch.exchange
+
+    def exchange_evenly(self: AllToAllDispatch, x_TH: Tensor, weights_TK: Tensor, *given: Any) -> Tensor:
+        """Every rank sends and gets as many rows, and experts are chosen equally often."""
+        *given, counts = given
+        if is_here(x_TH):
+            (tokens, chosen), ranks = weights_TK.shape, self.group.size
+            rows = round(tokens * copies(self.experts_per_rank * ranks, ranks, chosen) / ranks)
+            all_parts = 1 if self.duplicates else self.parts.size
+            counts = Counts([rows] * ranks, [rows] * ranks, [rows * ranks] * all_parts, tokens * chosen * all_parts)
+        return exchange(self, x_TH, weights_TK, *given, counts)
+
+    AllToAllDispatch.exchange = exchange_evenly  # type: ignore[method-assign, assignment]
+
+    def choose(self: MessageDrivenExecutor) -> Any:
+        """As the first rank of its team does."""
+        while (action := self._ready.choose()) is None:
+            self._take_in()
+        return action
+
+    MessageDrivenExecutor._as_chosen = choose  # type: ignore[method-assign]
+    execute = MessageDrivenExecutor.run
+
+    def execute_in_order(self: MessageDrivenExecutor) -> Any:
+        """No gradient comes for what has not been computed."""
+        links, trace = self._links, self._computing.trace
+        start = links.start_receive
+
+        def start_receive(receive: Action, room: Message) -> Callable[[], Message]:
+            finish, needed = start(receive, room), (Kind.FORWARD, *receive[1:])
+
+            def wait() -> Message:
+                while receive.kind is Kind.RECEIVE_BACKWARD and not any(each[:3] == needed for each in trace):
+                    time.sleep(1e-3)
+                return finish()
+
+            return wait
+
+        links.start_receive = start_receive  # type: ignore[method-assign]
+        return execute(self)
+
+    MessageDrivenExecutor.run = execute_in_order  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -468,7 +530,8 @@ def fake_accelerator(
     try:
         if ranks > 1:
             dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-        with _with_flash(machine.chip), machine, resizes(machine.memory, machine.memory.knows):
+        plain = mock.patch.object(adamw, "_compiled", lambda: None)  # the host's update: a compiler has other modes
+        with _with_flash(machine.chip), plain, machine, resizes(machine.memory, machine.memory.knows):
             yield machine
     finally:
         if dist.is_initialized():
