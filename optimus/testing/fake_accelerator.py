@@ -13,6 +13,7 @@ Numbers, the order of streams and communication are not there to be wrong. Numbe
 A process that has it never loses it again (`install`): it is one of its own.
 """
 
+import os
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed import fake_pg
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -467,6 +469,15 @@ def _stub_groups() -> None:
         return make(ranks, **(options | {"backend": "fake"}))
 
     dist.new_group = new_group
+    begin = dist.init_process_group
+
+    def init_process_group(backend: Any = None, rank: int | None = None, world_size: int = 0, **_: Any) -> None:
+        """Whatever the backend; by default as a launcher says."""
+        if rank is None:
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        begin("fake", rank=rank, world_size=world_size, store=fake_pg.FakeStore())
+
+    dist.init_process_group = init_process_group
     Group.all_gather_object = lambda self, value: [value] * self.size  # type: ignore[method-assign]
     Group.gather_object = lambda self, value: [value] * self.size if self.rank == 0 else None  # type: ignore[method-assign]
     Group.broadcast_object = lambda self, value: value  # type: ignore[method-assign, assignment, return-value]
@@ -520,8 +531,6 @@ def fake_accelerator(
     chip: str = "H200", *, devices: int = 1, ranks: int = 1, rank: int = 0
 ) -> Iterator[FakeAccelerator]:
     """Inside, this process has `devices` of this chip (of `CHIPS`), and is one of so many ranks."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     install()
     machine = FakeAccelerator(CHIPS[chip], devices)
     _entered().machines.append(machine)
@@ -529,7 +538,7 @@ def fake_accelerator(
         dist.destroy_process_group()
     try:
         if ranks > 1:
-            dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+            dist.init_process_group(rank=rank, world_size=ranks)
         plain = mock.patch.object(adamw, "_compiled", lambda: None)  # the host's update: a compiler has other modes
         with _with_flash(machine.chip), plain, machine, resizes(machine.memory, machine.memory.knows):
             yield machine

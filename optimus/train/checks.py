@@ -3,7 +3,7 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -139,12 +139,18 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
         raise UserError(f"train.output: {folder} is the folder of a run of another model: choose another train.output")
 
 
-def check_memory(config: RunConfig, device: torch.device, ranks: int, per_node: int | None = None) -> None:
+def check_memory(
+    config: RunConfig,
+    device: torch.device,
+    ranks: int,
+    per_node: int | None = None,
+    room: Callable[[torch.device], int] = free_memory,
+) -> None:
     """Raise `UserError` when parameters, gradients and optimizer state alone do not fit into the free memory.
 
     On an accelerator what is there of the fullest stage, and what is on the host, with the copies for checkpoints, of all
     ranks of the fullest node; on a CPU both together. `per_node`: ranks of a node where the launcher has not said it yet; by
-    default all are on this machine.
+    default all are on this machine. `room` says how much a device has.
     """
     mesh = mesh_of(config, ranks, per_node or ranks_per_node(ranks))
     stages = planned_chunks(config, mesh, mesh.group(0, ("pp",)))
@@ -156,17 +162,24 @@ def check_memory(config: RunConfig, device: torch.device, ranks: int, per_node: 
     each, copies = max(_of_nodes(mesh, means, copied), key=sum)
     together = min(mesh.size, mesh.ranks_per_node or mesh.size)
     if device.type == "cpu":
-        _check_room(config, each, copies, device, together)
+        _check_room(config, each, copies, device, together, room)
         return
-    _check_room(config, max(held_by_shards(plans)[0] for plans in stages), 0, device, 1, elsewhere=ranks > 1)
+    _check_room(config, max(held_by_shards(plans)[0] for plans in stages), 0, device, 1, room, elsewhere=ranks > 1)
     if each + copies > 0:
-        _check_room(config, each, copies, torch.device("cpu"), together)
+        _check_room(config, each, copies, torch.device("cpu"), together, room)
 
 
 def _check_room(
-    config: RunConfig, each: float, copies: float, device: torch.device, together: int, *, elsewhere: bool = False
+    config: RunConfig,
+    each: float,
+    copies: float,
+    device: torch.device,
+    together: int,
+    room: Callable[[torch.device], int],
+    *,
+    elsewhere: bool = False,
 ) -> None:
-    total, needed, free = count_parameters(config.model).total, each + copies, free_memory(device)
+    total, needed, free = count_parameters(config.model).total, each + copies, room(device)
     if needed <= free:
         return
     beside = config.state.residency != "device" and device.type == "cpu"
