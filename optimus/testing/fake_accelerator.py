@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -45,21 +46,25 @@ from optimus.testing.memory import Allocations, resizes
 NAME = "fakegpu"
 
 
-class Chip(NamedTuple):
-    """An accelerator as torch describes it: a rank gets one."""
-
-    name: str
-    memory: int  # bytes
-    local_memory: int  # bytes that one program may use (shared memory, LDS)
-    flash: bool = True  # torch has flash attention for it
-
-
-CHIPS = {
-    "A100": Chip("A100-SXM4-80GB", 80 << 30, 166_912),
-    "H200": Chip("H200", 141 << 30, 232_448),
-    "MI300X": Chip("AMD Instinct MI300X", 192 << 30, 65_536),
-    "PVC": Chip("Intel(R) Data Center GPU Max 1550", 64 << 30, 131_072, flash=False),
-}
+# Of what a rank gets, as torch describes it; where torch says less of a maker's devices, so do these.
+PROPERTIES: dict[str, dict[str, Any]] = {
+    "A100": {
+        "name": "NVIDIA A100-SXM4-80GB", "total_memory": 80 << 30, "multi_processor_count": 108, "warp_size": 32,
+        "shared_memory_per_block_optin": 166_912, "major": 8, "minor": 0,
+    },
+    "H200": {
+        "name": "NVIDIA H200", "total_memory": 141 << 30, "multi_processor_count": 132, "warp_size": 32,
+        "shared_memory_per_block_optin": 232_448, "major": 9, "minor": 0,
+    },
+    "MI300X": {
+        "name": "AMD Instinct MI300X", "total_memory": 192 << 30, "multi_processor_count": 304, "warp_size": 64,
+        "gcnArchName": "gfx942:sramecc+:xnack-", "major": 9, "minor": 4,
+    },
+    "PVC": {
+        "name": "Intel(R) Data Center GPU Max 1550", "total_memory": 64 << 30, "gpu_subslice_count": 64,
+    },
+}  # fmt: skip
+_NO_FLASH = {"PVC"}  # torch has no flash attention that gives log-sum-exps
 
 
 class Wait(NamedTuple):
@@ -96,9 +101,9 @@ class FakeAccelerator(TorchDispatchMode):
     `waits`, `launches` by (phase, kernel or operator), `collectives` and `touched`, the devices, are since `forget`.
     """
 
-    def __init__(self, chip: Chip, devices: int = 1) -> None:
+    def __init__(self, properties: dict[str, Any], devices: int = 1) -> None:
         super().__init__()
-        self.chip, self.devices = chip, devices
+        self.properties, self.devices = SimpleNamespace(**properties), devices
         self.memory = Allocations()
         self.waits: list[Wait] = []
         self.launches: Counter[tuple[str, str]] = Counter()
@@ -191,6 +196,8 @@ class FakeAccelerator(TorchDispatchMode):
                 storage = each.untyped_storage()
                 if storage._cdata not in known and not self.memory.knows(storage):
                     self.memory.allocated(storage)
+        if self.memory.current > self.properties.total_memory:
+            raise torch.OutOfMemoryError(f"{self.memory.current:,} bytes on {self.properties.name}")
         return result
 
     def empty(self, shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -255,20 +262,20 @@ class FakeAccelerator(TorchDispatchMode):
             self.waited("copy to the host")
         return into.zero_() if host is into else into
 
-    # ---- The machine ----
+    def _added_wide(self, function: Any, args: Any, kwargs: Any) -> Tensor:
+        """What the CPU's torch has no shapes for."""
+        for each in (*args[:3], kwargs["out"]):
+            _check_memory(str(function), each)
+        self.launches[self.phase, str(function)] += 1
+        out: Tensor = kwargs["out"]
+        return out
 
-    def get_device_properties(self, device: Any = None) -> Any:
-        """As a device module has it."""
-        return mock.Mock(
-            total_memory=self.chip.memory,
-            shared_memory_per_block_optin=self.chip.local_memory,
-            multi_processor_count=132,
-        )
+    # ---- The machine ----
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         """As a device module has it: (free, all)."""
         self.touched.add(self.now if device is None else torch.device(device).index or 0)
-        return self.chip.memory - self.memory.current, self.chip.memory
+        return self.properties.total_memory - self.memory.current, self.properties.total_memory
 
 
 _READ: dict[str, Callable[..., Any]] = {
@@ -278,6 +285,7 @@ _READ: dict[str, Callable[..., Any]] = {
     "aten.bincount.default": FakeAccelerator._counted,
     "aten.repeat_interleave.Tensor": FakeAccelerator._counted,
     "aten.index.Tensor": FakeAccelerator._indexed,
+    "aten.addmm.dtype_out": FakeAccelerator._added_wide,
     "aten._to_copy.default": FakeAccelerator._copied_to,
     "aten.copy_.default": FakeAccelerator._copied_into,
 }
@@ -375,10 +383,10 @@ class _Module:
         _machine().now = device if isinstance(device, int) else torch.device(device).index or 0
 
     def get_device_name(self, device: Any = None) -> str:
-        return _machine().chip.name
+        return str(_machine().properties.name)
 
     def get_device_properties(self, device: Any = None) -> Any:
-        return _machine().get_device_properties(device)
+        return _machine().properties
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         return _machine().mem_get_info(device)
@@ -432,6 +440,7 @@ def install() -> None:
     accelerator.reset_peak_memory_stats = lambda device=None: _machine().memory.reset_peak()  # type: ignore[assignment]
     FakeTensor.tolist = lambda self: self.cpu().tolist()  # type: ignore[method-assign]  # one copy, as on any device
     Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+    _operators().impl("addmm.dtype_out", lambda *_, **__: None, "PrivateUse1")  # it has one
     _stub_triton()
     _stub_groups()
     run = threading.Thread.run
@@ -441,6 +450,11 @@ def install() -> None:
             run(self)
 
     threading.Thread.run = run_in_mode  # type: ignore[method-assign]
+
+
+@cache
+def _operators() -> torch.library.Library:
+    return torch.library.Library("aten", "IMPL")
 
 
 def _stub_triton() -> None:
@@ -530,9 +544,9 @@ def _stub_groups() -> None:
 def fake_accelerator(
     chip: str = "H200", *, devices: int = 1, ranks: int = 1, rank: int = 0
 ) -> Iterator[FakeAccelerator]:
-    """Inside, this process has `devices` of this chip (of `CHIPS`), and is one of so many ranks."""
+    """Inside, this process has `devices` of this chip (of `PROPERTIES`), and is one of so many ranks."""
     install()
-    machine = FakeAccelerator(CHIPS[chip], devices)
+    machine = FakeAccelerator(PROPERTIES[chip], devices)
     _entered().machines.append(machine)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -540,7 +554,7 @@ def fake_accelerator(
         if ranks > 1:
             dist.init_process_group(rank=rank, world_size=ranks)
         plain = mock.patch.object(adamw, "_compiled", lambda: None)  # the host's update: a compiler has other modes
-        with _with_flash(machine.chip), plain, machine, resizes(machine.memory, machine.memory.knows):
+        with nullcontext() if chip in _NO_FLASH else _with_flash(), plain, machine, resizes(machine.memory, machine.memory.knows):
             yield machine
     finally:
         if dist.is_initialized():
@@ -564,7 +578,7 @@ class _Flash(torch.autograd.Function):
 
 
 @contextmanager
-def _with_flash(chip: Chip) -> Iterator[None]:
+def _with_flash() -> Iterator[None]:
     """torch's choice of attention, which asks for devices that it knows."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
@@ -572,9 +586,6 @@ def _with_flash(chip: Chip) -> Iterator[None]:
         return made
 
     plain = nn.functional.scaled_dot_product_attention
-    if not chip.flash:
-        yield
-        return
     with (
         mock.patch.object(attention, "flash_fits", lambda q, *_: q.device.type == NAME and q.shape[-1] % 8 == 0),
         mock.patch.object(
