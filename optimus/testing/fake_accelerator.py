@@ -64,7 +64,7 @@ PROPERTIES: dict[str, dict[str, Any]] = {
         "name": "Intel(R) Data Center GPU Max 1550", "total_memory": 64 << 30, "gpu_subslice_count": 64,
     },
 }  # fmt: skip
-_NO_FLASH = {"PVC"}  # torch has no flash attention that gives log-sum-exps
+_NO_FLASH = {"PVC"}  # torch has no flash attention that gives log-sum-exps there
 
 
 class Wait(NamedTuple):
@@ -223,7 +223,7 @@ class FakeAccelerator(TorchDispatchMode):
             return self.empty([-(-x.numel() // 2)], x)
         if function is torch.ops.aten.bincount.default:
             return self.empty([kwargs.get("minlength", args[2] if len(args) > 2 else 0)], x, torch.int64)
-        raise NotImplementedError(str(function))
+        return self.empty([16 * x.numel()], x)  # repeat_interleave: so many of each
 
     def _indexed(self, function: Any, args: Any, kwargs: Any) -> Tensor:
         x, indices = args[0], args[1]
@@ -554,7 +554,7 @@ def fake_accelerator(
         if ranks > 1:
             dist.init_process_group(rank=rank, world_size=ranks)
         plain = mock.patch.object(adamw, "_compiled", lambda: None)  # the host's update: a compiler has other modes
-        with nullcontext() if chip in _NO_FLASH else _with_flash(), plain, machine, resizes(machine.memory, machine.memory.knows):
+        with _with_flash(chip not in _NO_FLASH), plain, machine, resizes(machine.memory, machine.memory.knows):
             yield machine
     finally:
         if dist.is_initialized():
@@ -578,8 +578,11 @@ class _Flash(torch.autograd.Function):
 
 
 @contextmanager
-def _with_flash() -> Iterator[None]:
-    """torch's choice of attention, which asks for devices that it knows."""
+def _with_flash(of_blocks: bool) -> Iterator[None]:
+    """torch's choice of attention, which asks for devices that it knows; `of_blocks`, too, whose log-sum-exps are needed."""
+
+    def fits(q: Tensor, *_: Any) -> bool:
+        return of_blocks and q.device.type == NAME and q.shape[-1] % 8 == 0
 
     def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         made: Tensor = _Flash.apply(q, k, v, is_causal)
@@ -587,7 +590,7 @@ def _with_flash() -> Iterator[None]:
 
     plain = nn.functional.scaled_dot_product_attention
     with (
-        mock.patch.object(attention, "flash_fits", lambda q, *_: q.device.type == NAME and q.shape[-1] % 8 == 0),
+        mock.patch.object(attention, "flash_fits", fits),
         mock.patch.object(
             nn.functional,
             "scaled_dot_product_attention",
