@@ -349,8 +349,8 @@ class Group:
         self.broadcast_async(tensor, first)()
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` is set on any rank, so that all ranks take the same turn: of all ranks, whose group moves tensors of
-        hosts, too, so that none waits for its device."""
+        """Whether `flag` is set on any rank, so that all ranks take the same turn. To be asked of all ranks, whose group
+        moves tensors of hosts, too, so that none waits for its device."""
         if self.size == 1:
             return flag
         one = torch.tensor(int(flag))

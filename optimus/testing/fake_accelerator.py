@@ -87,7 +87,7 @@ class _FakeTensors(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
 
     @property
-    def in_kernel_invocation(self) -> bool:  # type: ignore[override]
+    def in_kernel_invocation(self) -> bool:
         return getattr(self._here, "inside", False)
 
     @in_kernel_invocation.setter
@@ -429,17 +429,20 @@ def install() -> None:
     _setup_privateuseone_for_python_backend(NAME, backend_module=module)
     torch.set_num_threads(1)
     torch._C._set_only_lift_cpu_tensors(True)  # else torch.tensor([...], device=...) goes past all modes
-    torch.Stream, torch.Event = _Stream, _Event  # type: ignore[misc, assignment]
-    accelerator = torch.accelerator
-    accelerator.device_count = module.device_count  # type: ignore[assignment]
-    accelerator.current_device_index = module.current_device
-    accelerator.set_device_index = module.set_device
-    accelerator.current_stream = module.current_stream  # type: ignore[assignment]
-    accelerator.synchronize = module.synchronize  # type: ignore[assignment]
-    accelerator.max_memory_allocated = lambda device=None: _machine().memory.peak  # type: ignore[assignment]
-    accelerator.reset_peak_memory_stats = lambda device=None: _machine().memory.reset_peak()  # type: ignore[assignment]
-    FakeTensor.tolist = lambda self: self.cpu().tolist()  # type: ignore[method-assign]  # one copy, as on any device
-    Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
+    # What this package asks of torch's modules at call time.
+    _put(torch, Stream=_Stream, Event=_Event)
+    _put(
+        torch.accelerator,
+        device_count=module.device_count,
+        current_device_index=module.current_device,
+        set_device_index=module.set_device,
+        current_stream=module.current_stream,
+        synchronize=module.synchronize,
+        max_memory_allocated=lambda device=None: _machine().memory.peak,
+        reset_peak_memory_stats=lambda device=None: _machine().memory.reset_peak(),
+    )
+    _put(FakeTensor, tolist=lambda self: self.cpu().tolist())  # one copy, as on any device
+    _put(Tensor, record_stream=lambda self, stream: None)
     _operators().impl("addmm.dtype_out", lambda *_, **__: None, "PrivateUse1")  # it has one
     _stub_triton()
     _stub_groups()
@@ -449,7 +452,13 @@ def install() -> None:
         with _machine() if _entered().machines else nullcontext():
             run(self)
 
-    threading.Thread.run = run_in_mode  # type: ignore[method-assign]
+    _put(threading.Thread, run=run_in_mode)
+
+
+def _put(owner: Any, **functions: Any) -> None:
+    """In the place of its own."""
+    for name, function in functions.items():
+        setattr(owner, name, function)
 
 
 @cache
@@ -468,8 +477,8 @@ def _stub_triton() -> None:
             raise RuntimeError(f"{self.fn.__name__}: a grid of {sizes}")
         _machine().launched(self.fn.__name__, list(given.items()))
 
-    jit.JITFunction.run = run  # type: ignore[method-assign]
-    interpreter.InterpretedFunction.run = run  # type: ignore[method-assign]
+    _put(jit.JITFunction, run=run)
+    _put(interpreter.InterpretedFunction, run=run)
 
 
 def _stub_groups() -> None:
@@ -482,7 +491,6 @@ def _stub_groups() -> None:
         _machine().groups.append(dist.get_world_size() if ranks is None else len(ranks))
         return make(ranks, **(options | {"backend": "fake"}))
 
-    dist.new_group = new_group
     begin = dist.init_process_group
 
     def init_process_group(backend: Any = None, rank: int | None = None, world_size: int = 0, **_: Any) -> None:
@@ -491,24 +499,28 @@ def _stub_groups() -> None:
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         begin("fake", rank=rank, world_size=world_size, store=fake_pg.FakeStore())
 
-    dist.init_process_group = init_process_group
-    Group.all_gather_object = lambda self, value: [value] * self.size  # type: ignore[method-assign]
-    Group.gather_object = lambda self, value: [value] * self.size if self.rank == 0 else None  # type: ignore[method-assign]
-    Group.broadcast_object = lambda self, value: value  # type: ignore[method-assign, assignment, return-value]
-    Group.on_first = lambda self, call: call()  # type: ignore[method-assign]
+    _put(dist, new_group=new_group, init_process_group=init_process_group)
+    _put(
+        Group,
+        all_gather_object=lambda self, value: [value] * self.size,
+        gather_object=lambda self, value: [value] * self.size if self.rank == 0 else None,
+        broadcast_object=lambda self, value: value,
+        on_first=lambda self, call: call(),
+    )
     exchange = AllToAllDispatch.exchange
 
-    def exchange_evenly(self: AllToAllDispatch, x_TH: Tensor, weights_TK: Tensor, *given: Any) -> Tensor:
+    def exchange_evenly(
+        self: AllToAllDispatch, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: Any, counts: Counts
+    ) -> Tensor:
         """Every rank sends and gets as many rows, and experts are chosen equally often."""
-        *given, counts = given
         if is_here(x_TH):
             (tokens, chosen), ranks = weights_TK.shape, self.group.size
             rows = round(tokens * copies(self.experts_per_rank * ranks, ranks, chosen) / ranks)
             all_parts = 1 if self.duplicates else self.parts.size
             counts = Counts([rows] * ranks, [rows] * ranks, [rows * ranks] * all_parts, tokens * chosen * all_parts)
-        return exchange(self, x_TH, weights_TK, *given, counts)
+        return exchange(self, x_TH, weights_TK, indices_TK, experts, counts)
 
-    AllToAllDispatch.exchange = exchange_evenly  # type: ignore[method-assign, assignment]
+    _put(AllToAllDispatch, exchange=exchange_evenly)
 
     def choose(self: MessageDrivenExecutor) -> Any:
         """As the first rank of its team does."""
@@ -516,7 +528,6 @@ def _stub_groups() -> None:
             self._take_in()
         return action
 
-    MessageDrivenExecutor._as_chosen = choose  # type: ignore[method-assign]
     execute = MessageDrivenExecutor.run
 
     def execute_in_order(self: MessageDrivenExecutor) -> Any:
@@ -534,10 +545,10 @@ def _stub_groups() -> None:
 
             return wait
 
-        links.start_receive = start_receive  # type: ignore[method-assign]
+        _put(links, start_receive=start_receive)
         return execute(self)
 
-    MessageDrivenExecutor.run = execute_in_order  # type: ignore[method-assign]
+    _put(MessageDrivenExecutor, run=execute_in_order, _as_chosen=choose)
 
 
 @contextmanager
@@ -553,7 +564,9 @@ def fake_accelerator(
     try:
         if ranks > 1:
             dist.init_process_group(rank=rank, world_size=ranks)
-        plain = mock.patch.object(adamw, "_compiled", lambda: None)  # the host's update: a compiler has other modes
+        plain = mock.patch.object(
+            adamw, "_compiled", return_value=None
+        )  # the host's update: a compiler has other modes
         with _with_flash(chip not in _NO_FLASH), plain, machine, resizes(machine.memory, machine.memory.knows):
             yield machine
     finally:
@@ -574,7 +587,8 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *attention._flash_backward(grads[0], *ctx.saved_tensors, ctx.causal), None
+        q, k, v, out, lse_BNS = ctx.saved_tensors
+        return *attention._flash_backward(grads[0], q, k, v, out, lse_BNS, ctx.causal), None
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,7 +20,6 @@ from helpers.covering import covering
 from helpers.drawing import config_of, drawn
 from optimus.comm import Groups
 from optimus.config import dump_config, load_config
-from optimus.errors import UserError
 from optimus.kernels import backend
 from optimus.mesh import Mesh
 from optimus.model.families import families
@@ -32,13 +30,17 @@ from optimus.state.model_state import ModelState
 from optimus.state.plan import bytes_by_kind
 from optimus.testing import RankError, run_ranks
 from optimus.train import launch, step
-from optimus.train.checks import _saved_bytes
 from optimus.train.groups import communicators
 from optimus.train.recomputation import activation_shapes
 from optimus.train.run import layouts_of, whole_model
 
 POOL = range(300)  # draws that the covering sample is chosen from
-OFTEN = "model.layers", "parallel.blocks", "parallel.in_flight", "train.micro_batch"  # numbers that make no other code run
+OFTEN = (
+    "model.layers",
+    "parallel.blocks",
+    "parallel.in_flight",
+    "train.micro_batch",
+)  # numbers that make no other code run
 DENSE = {"model": "mula-1b"}
 SPARSE = {"model": "mula-7b-a1b"}
 
@@ -103,8 +105,8 @@ def steps_of(
 
     tree = load_config(config, overrides)
     with fake_accelerator(chip, ranks=ranks, rank=rank) as machine, phases(machine), ExitStack() as stack:
-        if tree.train.sequence_length > 100:  # a thousand million random numbers take as many operators as there are pieces
-            stack.enter_context(mock.patch.object(ModelState, "initialize", lambda *_: None))
+        if tree.train.sequence_length > 100:  # a thousand million random numbers take as many operators as pieces
+            stack.enter_context(mock.patch.object(ModelState, "initialize"))
         yield machine, Steps(tree, per_node, torch.device(NAME, 0))
 
 
@@ -154,7 +156,13 @@ def check_waits(seen: Seen) -> None:
     assert seen.waited("state/model_state.py") == 1, seen.waits
     assert seen.waited("train/step.py") == 1, seen.waits
     assert seen.waited("parallel/dispatch") <= seen.kernel("_count"), seen.waits
-    known = ("state/model_state.py", "train/step.py", "parallel/dispatch", "state/transfers.py", "pipeline/message_driven.py")
+    known = (
+        "state/model_state.py",
+        "train/step.py",
+        "parallel/dispatch",
+        "state/transfers.py",
+        "pipeline/message_driven.py",
+    )
     assert sum(map(seen.waited, known)) == len(seen.waits), seen.waits
 
 
@@ -263,7 +271,7 @@ def setup_of_rank(config: dict[str, Any]) -> list[set[int]]:
             os.environ[key] = str(value)
         machine.forget()
         # Autograd has a thread for the first of these devices alone.
-        with mock.patch.object(launch.checks, "dry_run", lambda run: ""), mock.patch.object(launch, "train_loop"):
+        with mock.patch.object(launch.checks, "dry_run", return_value=""), mock.patch.object(launch, "train_loop"):
             launch.check_run(tree, data, 4, False)
             launch._run_rank(dump_config(tree), False)
         return [*touched, machine.touched]
@@ -300,7 +308,7 @@ def with_host_tensor() -> None:
 
 
 def without_memory() -> None:
-    with mock.patch.object(Chunk, "gather", lambda self: None):
+    with mock.patch.object(Chunk, "gather"):
         train(config_of("dense"), ["state.shard=parameters"], 4)
 
 
@@ -317,7 +325,7 @@ def with_a_wait() -> Seen:
 
 
 def test_a_tensor_of_the_host_is_found() -> None:
-    with pytest.raises(RankError, match="found at least two devices, .*cpu"):
+    with pytest.raises(RankError, match=r"found at least two devices, .*cpu"):
         on_fake(with_host_tensor)
 
 
@@ -448,7 +456,7 @@ def test_process_groups_of_a_large_run(ranks: int) -> None:
 
 
 def test_too_little_memory_is_a_message() -> None:
-    with pytest.raises(RankError, match="OutOfMemoryError: .* bytes on NVIDIA A100"):
+    with pytest.raises(RankError, match=r"OutOfMemoryError: .* bytes on NVIDIA A100"):
         on_fake(train_7b_on_a100)
 
 

@@ -44,8 +44,8 @@ class Experts(nn.Module):
         bias_EJ = None if self.bias is None else self.bias.flatten(1)
         buffers = self._gradients.get(self.gate_up), self._gradients.get(self.down)
         weights = self.gate_up.flatten(1, 2), self.down
-        how = buffers, self._step.forms, self.kind, bias_EJ, choices
-        return expert_mlp(x_TH, weights_TK, indices_TK, *weights, *how)
+        forms, kind = self._step.forms, self.kind
+        return expert_mlp(x_TH, weights_TK, indices_TK, *weights, buffers, forms, kind, bias_EJ, choices)
 
 
 class MoeLayer(nn.Module):

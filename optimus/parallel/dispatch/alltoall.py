@@ -137,7 +137,9 @@ class AllToAllDispatch:
         if self.duplicates:
             given = copy_to_group(x_RH, self.parts), copy_to_group(weights_RK, self.parts)
             return reduce_from_group(experts(*given, local_RK, choices), self.parts)
-        x, weights, local = (all_gather_uneven_rows(rows_R, tokens, self.parts) for rows_R in (x_RH, weights_RK, local_RK))
+        x, weights, local = (
+            all_gather_uneven_rows(rows_R, tokens, self.parts) for rows_R in (x_RH, weights_RK, local_RK)
+        )
         return reduce_scatter_uneven_rows(experts(x, weights, local, choices), tokens, self.parts)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from helpers.traffic import Traffic, counting
 from optimus.comm import Group, Groups
 from optimus.mesh import Mesh
-from optimus.model.moe.layer import Experts
 from optimus.model.moe.dispatch import choices_of
+from optimus.model.moe.layer import Experts
 from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch, TwoLevelDispatch
 from optimus.parallel.dispatch.alltoall import make_copies, needed_by
 from optimus.testing import run_ranks
