@@ -85,11 +85,9 @@ def free_memory(device: Any) -> int:
 
 
 def whole_memory(device: Any) -> int:
-    """Bytes that a torch device has, or that are left of the host's; on an accelerator nothing is taken to find out."""
+    """Bytes that an accelerator has; nothing of it is taken to find out."""
     import torch
 
-    if device.type == "cpu":
-        return free_memory(device)
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 

@@ -36,7 +36,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from optimus.comm import Group
 from optimus.kernels import adamw, attention
-from optimus.parallel.dispatch.alltoall import AllToAllDispatch, Counts
+from optimus.parallel.dispatch.alltoall import AllToAllDispatch, ExchangeCounts
 from optimus.parallel.dispatch.choice import copies
 from optimus.pipeline.executor import Message
 from optimus.pipeline.message_driven import MessageDrivenExecutor
@@ -510,14 +510,21 @@ def _stub_groups() -> None:
     exchange = AllToAllDispatch.exchange
 
     def exchange_evenly(
-        self: AllToAllDispatch, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: Any, counts: Counts
+        self: AllToAllDispatch,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        indices_TK: Tensor,
+        experts: Any,
+        counts: ExchangeCounts,
     ) -> Tensor:
         """Every rank sends and gets as many rows, and experts are chosen equally often."""
         if is_here(x_TH):
             (tokens, chosen), ranks = weights_TK.shape, self.group.size
             rows = round(tokens * copies(self.experts_per_rank * ranks, ranks, chosen) / ranks)
             all_parts = 1 if self.duplicates else self.parts.size
-            counts = Counts([rows] * ranks, [rows] * ranks, [rows * ranks] * all_parts, tokens * chosen * all_parts)
+            counts = ExchangeCounts(
+                [rows] * ranks, [rows] * ranks, [rows * ranks] * all_parts, tokens * chosen * all_parts
+            )
         return exchange(self, x_TH, weights_TK, indices_TK, experts, counts)
 
     _put(AllToAllDispatch, exchange=exchange_evenly)

@@ -3,7 +3,7 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from optimus.errors import UserError
 from optimus.hub import read_model_folder
 from optimus.mesh import Mesh
 from optimus.model.count import count_parameters
-from optimus.observe.machine import free_memory
+from optimus.observe.machine import free_memory, whole_memory
 from optimus.observe.mlflow import check_mlflow
 from optimus.observe.wandb import check_wandb
 from optimus.state.buffers import Residency
@@ -144,13 +144,14 @@ def check_memory(
     device: torch.device,
     ranks: int,
     per_node: int | None = None,
-    room: Callable[[torch.device], int] = free_memory,
+    *,
+    whole: bool = False,
 ) -> None:
     """Raise `UserError` when parameters, gradients and optimizer state alone do not fit into the free memory.
 
     On an accelerator what is there of the fullest stage, and what is on the host, with the copies for checkpoints, of all
     ranks of the fullest node; on a CPU both together. `per_node`: ranks of a node where the launcher has not said it yet; by
-    default all are on this machine. `room` says how much a device has.
+    default all are on this machine. `whole`: all of the device's memory counts, as to ask what is free takes some.
     """
     mesh = mesh_of(config, ranks, per_node or ranks_per_node(ranks))
     stages = planned_chunks(config, mesh, mesh.group(0, ("pp",)))
@@ -162,11 +163,13 @@ def check_memory(
     each, copies = max(_of_nodes(mesh, means, copied), key=sum)
     together = min(mesh.size, mesh.ranks_per_node or mesh.size)
     if device.type == "cpu":
-        _check_room(config, each, copies, device, together, room)
+        _check_room(config, each, copies, device, together, whole=whole)
         return
-    _check_room(config, max(held_by_shards(plans)[0] for plans in stages), 0, device, 1, room, elsewhere=ranks > 1)
+    _check_room(
+        config, max(held_by_shards(plans)[0] for plans in stages), 0, device, 1, elsewhere=ranks > 1, whole=whole
+    )
     if each + copies > 0:
-        _check_room(config, each, copies, torch.device("cpu"), together, room)
+        _check_room(config, each, copies, torch.device("cpu"), together)
 
 
 def _check_room(
@@ -175,11 +178,12 @@ def _check_room(
     copies: float,
     device: torch.device,
     together: int,
-    room: Callable[[torch.device], int],
     *,
     elsewhere: bool = False,
+    whole: bool = False,
 ) -> None:
-    total, needed, free = count_parameters(config.model).total, each + copies, room(device)
+    total, needed = count_parameters(config.model).total, each + copies
+    free = whole_memory(device) if whole and device.type != "cpu" else free_memory(device)
     if needed <= free:
         return
     beside = config.state.residency != "device" and device.type == "cpu"

@@ -35,7 +35,7 @@ from optimus.config import RunConfig, dump_config, load_config
 from optimus.data.training import TrainingData
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
-from optimus.observe.machine import find_device, free_memory, usable_cores, use_device, whole_memory
+from optimus.observe.machine import find_device, usable_cores, use_device
 from optimus.observe.metrics import read_metrics
 from optimus.observe.terminal import let_go_if_gone
 from optimus.resilience import local
@@ -132,7 +132,7 @@ def check_run(config: RunConfig, data: TrainingData, ranks: int, resume: bool, p
         checks.check_validation(config, data)
         checks.check_output(config, resume, data)
     decided, _ = with_precision(config, device, resume)  # here; the ranks agree on it when they have come together
-    checks.check_memory(decided, device, ranks, per_node, room=free_memory if rank_here else whole_memory)
+    checks.check_memory(decided, device, ranks, per_node, whole=not rank_here)
 
 
 def _launch(config: str, resume: bool, ranks: int, holder: str) -> int:

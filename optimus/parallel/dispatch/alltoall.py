@@ -67,7 +67,7 @@ def _packed(values: Tensor, chosen: Tensor, number: int) -> Tensor:
     return values.new_empty(number + 1).scatter_(0, place, values.flatten())[:number]
 
 
-class Counts(NamedTuple):
+class ExchangeCounts(NamedTuple):
     """What the host knows of an exchange: rows for and from each rank, and how many experts compute for: tokens of each of
     the ranks that share experts, and the choices of all of these that are here."""
 
@@ -92,13 +92,13 @@ class AllToAllDispatch:
         self.duplicates = duplicates
 
     def __call__(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: Compute) -> Tensor:
-        """Counts, which the host waits for, then tokens, weights and choices, then results: five all-to-all. The result is
+        """ExchangeCounts, which the host waits for, then tokens, weights and choices, then results: five all-to-all. The result is
         [T, H]."""
         rank_TK = indices_TK // self.experts_per_rank
         rows_N = needed_by(rank_TK, self.group.size).sum(0)
         rows_N2 = torch.stack([rows_N, choices_of(rank_TK, self.group.size)], 1)
         (counts,) = cached(lambda: read_counts(self.exchange_counts(rows_N2)), self.group)
-        return self.exchange(x_TH, weights_TK, indices_TK, experts, Counts(*counts))
+        return self.exchange(x_TH, weights_TK, indices_TK, experts, ExchangeCounts(*counts))
 
     def exchange_counts(self, send_N2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From rows and choices for each rank: the same, those from each rank, and what each of the parts gets."""
@@ -109,7 +109,7 @@ class AllToAllDispatch:
         return send_N2, receive_N2, totals_P2
 
     def exchange(
-        self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: Compute, counts: Counts
+        self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: Compute, counts: ExchangeCounts
     ) -> Tensor:
         """What follows when the counts are known."""
         send, receive, tokens, choices = counts
@@ -143,12 +143,12 @@ class AllToAllDispatch:
         return reduce_scatter_uneven_rows(experts(x, weights, local, choices), tokens, self.parts)
 
 
-def read_counts(*exchanges: tuple[Tensor, Tensor, Tensor]) -> tuple[Counts, ...]:
+def read_counts(*exchanges: tuple[Tensor, Tensor, Tensor]) -> tuple[ExchangeCounts, ...]:
     """What the host is to know of these exchanges (`exchange_counts`); it waits for the device once."""
     flat = [each.flatten() for exchange in exchanges for each in exchange]
     numbers = [each.tolist() for each in torch.cat(flat).cpu().split([len(each) for each in flat])]
     return tuple(
-        Counts(send[::2], receive[::2], totals[::2], sum(totals[1::2]))
+        ExchangeCounts(send[::2], receive[::2], totals[::2], sum(totals[1::2]))
         for send, receive, totals in zip(numbers[::3], numbers[1::3], numbers[2::3])
     )
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from optimus.comm import Group
 from optimus.comm.functional import cached
 from optimus.model.moe.dispatch import choices_of
-from optimus.parallel.dispatch.alltoall import AllToAllDispatch, Counts, needed_by, read_counts
+from optimus.parallel.dispatch.alltoall import AllToAllDispatch, ExchangeCounts, needed_by, read_counts
 
 
 class TwoLevelDispatch:
@@ -34,11 +34,17 @@ class TwoLevelDispatch:
         """Ten all-to-all, half of them on the node; the host waits for the counts of both levels at once. The result is
         [T, H]."""
         across, within = cached(lambda: read_counts(*self._exchange_counts(indices_TK)), self.across.group)
-        on_node = partial(self._on_node, experts, Counts(*within))
-        return self.across.exchange(x_TH, weights_TK, indices_TK, on_node, Counts(*across))
+        on_node = partial(self._on_node, experts, ExchangeCounts(*within))
+        return self.across.exchange(x_TH, weights_TK, indices_TK, on_node, ExchangeCounts(*across))
 
     def _on_node(
-        self, experts: nn.Module, counts: Counts, x_RH: Tensor, weights_RK: Tensor, local_RK: Tensor, _choices: int
+        self,
+        experts: nn.Module,
+        counts: ExchangeCounts,
+        x_RH: Tensor,
+        weights_RK: Tensor,
+        local_RK: Tensor,
+        _choices: int,
     ) -> Tensor:
         return self.within.exchange(x_RH, weights_RK, local_RK, experts, counts)
 
