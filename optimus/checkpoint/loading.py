@@ -63,7 +63,7 @@ def load_slices(state: ModelState, read: Read, *, full: bool, send: Send = "broa
     device, world = state.chunks[0].parameter.device, state.groups.world
     transfers = _transfers(state, full, pruned)
     failure = _read_own(transfers, read) if send == "none" else _read_and_send(transfers, read, send)
-    world.agree(_read_buffers(state, read, send) or failure, device)
+    world.agree(_read_buffers(state, read, send) or failure)
     for chunk in state.chunks:
         if not full:
             chunk.begin()

@@ -92,7 +92,6 @@ class Saver:
 
     def __init__(self, state: ModelState, *, scattered: bool = True, beside: bool = False) -> None:
         self._world = state.groups.world
-        self._device = state.chunks[0].parameter.device
         self._beside = beside
         self._chunks = written_here(state, scattered=scattered)
         self._file = file_of(state.groups.rank)
@@ -137,7 +136,7 @@ class Saver:
         if not self._targets:
             return []
         with self._waiting():
-            if self._world.any(self._thread is not None and self._thread.is_alive(), self._device):
+            if self._world.any(self._thread is not None and self._thread.is_alive()):
                 return []
             return self._next()
 
@@ -179,7 +178,7 @@ class Saver:
     def _agree(self) -> None:
         """Go on if no rank has failed; else give up what is under way."""
         try:
-            self._world.agree(self._failure, self._device)
+            self._world.agree(self._failure)
         except UserError:
             self._abandon_write(remove=self._world.rank == 0)  # on a full disk it would be in everything's way
             raise

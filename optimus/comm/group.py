@@ -348,11 +348,12 @@ class Group:
         """Replace `tensor` on every rank by that of the group's `first` rank, in place."""
         self.broadcast_async(tensor, first)()
 
-    def any(self, flag: bool, device: torch.device) -> bool:
-        """Whether `flag` is set on any rank, so that all ranks take the same turn; `device` is what the group moves."""
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank, so that all ranks take the same turn. To be asked of all ranks, whose group
+        moves tensors of hosts, too, so that none waits for its device."""
         if self.size == 1:
             return flag
-        one = torch.tensor(int(flag), device=device)
+        one = torch.tensor(int(flag))
         self.all_reduce(one)
         return bool(one.item())
 
@@ -395,9 +396,9 @@ class Group:
             raise failure
         return value  # type: ignore[return-value]
 
-    def agree(self, failure: UserError | None, device: torch.device) -> None:
-        """Raise the first rank's failure that has one on all ranks; `device` is what the group moves."""
-        if self.any(failure is not None, device):
+    def agree(self, failure: UserError | None) -> None:
+        """Raise the first rank's failure that has one on all ranks; as `any`, of all ranks."""
+        if self.any(failure is not None):
             raise next(found for found in self.all_gather_object(failure) if found is not None)
 
     def _start(

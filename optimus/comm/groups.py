@@ -234,7 +234,10 @@ class Groups:
         """
         if max(map(len, parts)) == 1 or not (alone or len(own) < self.mesh.size):
             return None
-        group: dist.ProcessGroup = dist.new_group(list(own), timeout=self._timeout, use_local_synchronization=True)
+        backend = dist.get_backend().split(":")[-1]  # of several, the device's: hosts tell something to all ranks alone
+        group: dist.ProcessGroup = dist.new_group(
+            list(own), timeout=self._timeout, backend=backend, use_local_synchronization=True
+        )
         return group
 
 

@@ -17,7 +17,7 @@ from optimus.evaluate.generation import generate
 from optimus.evaluate.tasks import check_lm_eval, load_tasks, run_tasks
 from optimus.evaluate.text import bits_per_byte
 from optimus.model import Transformer
-from optimus.observe.machine import find_device, versions
+from optimus.observe.machine import use_device, versions
 from optimus.observe.progress import Progress
 
 
@@ -210,5 +210,5 @@ def _load(path: Path, device: str, parse_special: bool) -> _Loaded:
             f"{description.tokenizer} has token {largest}, but the model of {path} has a vocabulary of "
             f"{description.model.vocab}: it is the tokenizer of another model"
         )
-    model = load_model(path, device=find_device(device, "device"))
+    model = load_model(path, device=use_device(device, "device"))
     return _Loaded(description, model, tokenizer, eos_id)

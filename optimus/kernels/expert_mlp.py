@@ -58,10 +58,11 @@ class Routes(NamedTuple):
         return [self.slices[i] for i in sorted(list(wanted)[:4])]
 
 
-def make_routes(indices_TK: Tensor, experts: int, dtype: torch.dtype) -> Routes:
-    """Sort the choices by expert, stably, each expert's rows beginning at a multiple of the padding."""
+def make_routes(indices_TK: Tensor, experts: int, dtype: torch.dtype, here: int | None = None) -> Routes:
+    """Sort the choices by expert, stably, each expert's rows beginning at a multiple of the padding. `here` of them are not
+    -1, where that is known."""
     choices = indices_TK.flatten()
-    skipped = int((choices < 0).sum())
+    skipped = int((choices < 0).sum()) if here is None else len(choices) - here
     order = choices.argsort(stable=True)[skipped:]
     expert = choices[order]
     rows_E = torch.bincount(expert, minlength=experts)
@@ -94,19 +95,21 @@ def expert_mlp(
     forms: Forms | None = None,
     kind: Activation = "silu",
     bias_EJ: Tensor | None = None,
+    choices: int | None = None,
 ) -> Tensor:
     """Sum over k of weights[t, k] * down_e(silu(gate_e(x_t)) * up_e(x_t)) with e = indices[t, k]; [T, H].
 
     Where e is -1 the choice is skipped: it adds nothing to the output or a gradient, whatever its token and weight hold.
     `gate_up_EJH` holds gate then up. Gradients flow to x, the weights and the parameters; to a parameter with a
     gradient buffer directly, and autograd is given none. `forms` says in which form to make a product, `kind` another
-    activation than silu; `bias_EJ` is of the gates and ups. The kernels of accelerators have neither.
+    activation than silu; `bias_EJ` is of the gates and ups. The kernels of accelerators have neither. `choices` are not -1,
+    where the caller knows their number.
     """
     if backend.use_triton(x_TH) and kind == "silu" and bias_EJ is None:
         from optimus.kernels.triton import expert_mlp as kernels
 
         return kernels.ExpertMLP.apply(x_TH, weights_TK, indices_TK, gate_up_EJH, down_EHI, buffers)
-    routes = make_routes(indices_TK, len(down_EHI), weights_TK.dtype)
+    routes = make_routes(indices_TK, len(down_EHI), weights_TK.dtype, choices)
     if x_TH.is_meta:  # where only memory is counted, few experts tell what all would take
         routes = routes._replace(slices=routes.fullest)
     return _ExpertMLP.apply(x_TH, weights_TK, gate_up_EJH, down_EHI, bias_EJ, routes, buffers, forms, kind)

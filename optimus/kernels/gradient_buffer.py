@@ -113,7 +113,7 @@ class WeightGradient:
         grad_AB, forms = self._grad_EAB[expert], self._forms
         if self._buffer is None:
             matmul(left_AP, right_PB, out=grad_AB, rows_vary=True, forms=forms)
-        elif grad_AB.dtype != left_AP.dtype:
+        elif grad_AB.dtype != left_AP.dtype and left_AP.device.type in ("cpu", "meta"):
             if self._product_AB is None:
                 self._product_AB = left_AP.new_empty(grad_AB.shape)
             grad_AB.add_(matmul(left_AP, right_PB, out=self._product_AB, rows_vary=True, forms=forms))

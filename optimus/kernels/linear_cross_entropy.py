@@ -194,6 +194,6 @@ def complete_softmax(part: PartialSoftmax, lse_T: Tensor) -> Tensor:
     here_T = (row_T >= 0) & (row_T < p_TV.shape[1])
     p_TV.scatter_add_(1, row_T.clamp(0, p_TV.shape[1] - 1)[:, None], -here_T[:, None].to(p_TV.dtype))
     counted_T = target_T >= 0
-    if not counted_T.all():
+    if p_TV.device.type != "cpu" or not counted_T.all():  # to ask a device is to wait for it
         p_TV *= counted_T[:, None]
     return p_TV

@@ -11,6 +11,7 @@ Legend: A [M, L] @ B [L, N] -> [M, N].
 """
 
 import time
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -87,7 +88,16 @@ def matmul(
         return torch.mm(a_ML, b_LN, out=out)
     if out.dtype == a_ML.dtype:
         return torch.addmm(out, a_ML, b_LN, out=out)
+    if out.dtype == torch.float32 and _adds_wide(a_ML.device.type):
+        return torch.ops.aten.addmm.dtype_out(out, a_ML, b_LN, out.dtype, out=out)
     return out.add_(torch.mm(a_ML, b_LN))
+
+
+@cache
+def _adds_wide(device: str) -> bool:
+    """Whether a device adds a product to an fp32 matrix as it finds it, without rounding it to the operands' type first."""
+    key = torch._C._dispatch_key_for_device(device)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::addmm.dtype_out", key)
 
 
 def form_of(a_ML: Tensor, b_LN: Tensor) -> Form:

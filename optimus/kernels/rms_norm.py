@@ -30,13 +30,12 @@ class _RmsNorm(torch.autograd.Function):
         if backend.use_triton(x_TH):
             from optimus.kernels.triton import rms_norm as kernels
 
-            x_TH = x_TH.contiguous()
-            y_TH, r = kernels.rms_norm(x_TH, w_H, eps)
+            y_TH, r = kernels.rms_norm(x_TH.contiguous(), w_H, eps)
         else:
             x = x_TH.to(compute_dtype(x_TH.dtype))
             r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
             y_TH = (x * r).to(x_TH.dtype).mul_(w_H)
-        ctx.save_for_backward(x_TH, w_H, r)
+        ctx.save_for_backward(x_TH, w_H, r)  # as it came: what a projection gives for q, k and v is saved once
         return y_TH
 
     @staticmethod
@@ -47,7 +46,8 @@ class _RmsNorm(torch.autograd.Function):
         if backend.use_triton(x_TH):
             from optimus.kernels.triton import rms_norm as kernels
 
-            return *kernels.rms_norm_backward(g_TH.contiguous(), x_TH, w_H, r_T1, ctx.needs_input_grad[1]), None
+            given = g_TH.contiguous(), x_TH.contiguous(), w_H, r_T1, ctx.needs_input_grad[1]
+            return *kernels.rms_norm_backward(*given), None
         n_TH = x_TH.to(r_T1.dtype) * r_T1
         g = g_TH.to(r_T1.dtype)
         w_grad = (g * n_TH).flatten(0, -2).sum(0).to(w_H.dtype) if ctx.needs_input_grad[1] else None

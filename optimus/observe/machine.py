@@ -45,6 +45,19 @@ def find_device(name: str, setting: str, local_rank: int = 0) -> Any:
     raise UserError(f"{setting} '{name}' is not here: this machine has {here} (torch {torch.__version__})")
 
 
+def use_device(name: str, setting: str, local_rank: int = 0) -> Any:
+    """`find_device`, which this thread uses from now on: what is launched without a word about devices is launched there.
+
+    To be called before anything else asks a device: whoever asks one of them has memory taken on it.
+    """
+    import torch
+
+    device = find_device(name, setting, local_rank)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    return device
+
+
 def peak_flops(device: Any) -> float | None:
     """Peak bf16 operations per second of a torch device; None where it is not known (CPUs among others)."""
     name = device_name(device)
@@ -69,6 +82,13 @@ def free_memory(device: Any) -> int:
 
         return int(psutil.virtual_memory().available)
     return int(torch.get_device_module(device).mem_get_info(device)[0])
+
+
+def whole_memory(device: Any) -> int:
+    """Bytes that an accelerator has; nothing of it is taken to find out."""
+    import torch
+
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

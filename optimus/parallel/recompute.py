@@ -4,8 +4,8 @@ Chosen are modules (selective activation checkpointing, the Optimus paper, secti
 whole blocks (the dissertation on AxoNN, section 3.3.1, where n is called ac). A norm and the module that it feeds are run
 again together where both are chosen, so that what goes from one to the other is not kept either.
 
-The router's statistics are outputs like any other, so running it again counts nothing twice. The state of the random
-generators is that of the first time. What collectives gave the first time is cached and given again, unless memory
+The router's statistics are outputs like any other, so running it again counts nothing twice. No module draws random numbers,
+so no state of their generators is kept. What collectives gave the first time is cached and given again, unless memory
 is dearer than communication (communication-aware checkpointing, TED, section 7.3).
 """
 
@@ -66,7 +66,7 @@ class Recompute(Runner):
         return x
 
     def _again(self, function: Callable[..., Any], *args: Any) -> Any:
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True, context_fn=self._contexts)
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=self._contexts)
 
     def _caching(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         """Contexts of the first run and of the second; of one call, as others may come before its backward pass."""

@@ -7,10 +7,11 @@ of a pruned chunk are packed before, in place.
 
 A chunk is reduced as soon as its last gradient of the last microbatch has arrived, while the backward pass goes on.
 
-The optimizer goes over the chunk tile by tile: gradients become fp32, and are scaled, for one tile only (TED, section 7.2),
-and the working set of a tile stays in cache. Where state is not on the device, the update is handed to a worker
-(`transfers.py`), which brings each tile to where it is computed and takes it back (AxoNN, section 3.3.2); whoever uses the
-parameters next waits for it. Gradients that wait for it on the host leave the device when they have been summed.
+On a CPU the optimizer goes over the chunk tile by tile: gradients become fp32, and are scaled, for one tile only (TED,
+section 7.2), and the working set of a tile stays in cache. An accelerator updates a chunk at once. Where state is not on the
+device, the update is handed to a worker (`transfers.py`), which brings each tile to where it is computed and takes it back
+(AxoNN, section 3.3.2); whoever uses the parameters next waits for it. Gradients that wait for it on the host leave the
+device when they have been summed.
 """
 
 import weakref
@@ -323,6 +324,8 @@ class TrainedChunk(Chunk):
         return self._gradient_square_sum(tile) if self._square is None else self._square
 
     def _gradient_square_sum(self, tile: int) -> Tensor:
+        if self.reduced.device.type != "cpu":  # which adds up in a tree, in one launch
+            return torch.linalg.vector_norm(self.reduced, dtype=torch.float32).square()
         return torch.stack([_square_sum(part) for part in self.reduced.split(aligned(tile, self.plan.align))]).sum()
 
     # ---- The optimizer ----
@@ -380,6 +383,10 @@ class TrainedChunk(Chunk):
     def _update_tiles(self, now: OptimizerStep, tile: int) -> None:
         """The update of tiles, each where it is computed; what is elsewhere is brought there and back."""
         plan, on, transfers = self.plan, self._update_on if self.plan.offloaded else "device", self._transfers
+        if self.parameter.device.type != "cpu" and not plan.offloaded:
+            tile = max(
+                tile, plan.updated
+            )  # a launch costs more there than memory for a chunk, which activations have freed
         copied = self.master is not self.compute_shard
         home = plan.residency("parameters.shard")
         rows = [

@@ -40,7 +40,7 @@ class Allocations:
         self._alive: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}  # by address: storage, bytes
         self._lock = RLock()  # a storage may die in another thread, or in this one while we count
 
-    def _allocated(self, storage: UntypedStorage) -> None:
+    def allocated(self, storage: UntypedStorage) -> None:
         """Count the memory that `storage` has now. What it had before lives until then: its contents are copied."""
         key, size = storage._cdata, storage.nbytes()
         with self._lock:
@@ -54,8 +54,13 @@ class Allocations:
             _, size = self._alive.pop(key, (None, 0))
             self.current -= size
 
-    def _knows(self, storage: UntypedStorage) -> bool:
+    def knows(self, storage: UntypedStorage) -> bool:
+        """Whether it is counted."""
         return storage._cdata in self._alive
+
+    def reset_peak(self) -> None:
+        """The most is what is there now."""
+        self.peak = self.current
 
     def _end(self) -> None:
         with self._lock:
@@ -71,7 +76,7 @@ def tracking() -> Iterator[Allocations]:
     adds n, and another `resize_(0)` takes them away.
     """
     allocations = Allocations()
-    with _Mode(allocations), _resizes(allocations):
+    with _Mode(allocations), resizes(allocations):
         try:
             yield allocations
         finally:
@@ -95,10 +100,10 @@ class _Mode(TorchDispatchMode):
             before = {}
         result = func(*args, **kwargs)
         for storage in {storage._cdata: storage for storage in _storages(result) + given}.values():
-            known = storage._cdata in before or self.allocations._knows(storage)
+            known = storage._cdata in before or self.allocations.knows(storage)
             resized = before.get(storage._cdata, storage.nbytes()) != storage.nbytes()
             if resized or (not known and storage.resizable()):  # what torch has not allocated cannot be resized
-                self.allocations._allocated(storage)
+                self.allocations.allocated(storage)
         return result
 
 
@@ -112,15 +117,18 @@ def _storages(values: Any) -> list[UntypedStorage]:
 
 
 @contextmanager
-def _resizes(allocations: Allocations) -> Iterator[None]:
-    """Notice `UntypedStorage.resize_`, which is no operator; of any thread."""
+def resizes(
+    allocations: Allocations, counts: Callable[[UntypedStorage], bool] = lambda storage: storage.device.type != "meta"
+) -> Iterator[None]:
+    """Notice `UntypedStorage.resize_`, which is no operator, of what `counts`; of any thread."""
     original: Callable[..., Any] = UntypedStorage.resize_
 
     @wraps(original)
     def resize_(storage: UntypedStorage, size: int) -> Any:
+        counted = counts(storage)
         result = original(storage, size)
-        if storage.device.type != "meta":
-            allocations._allocated(storage)
+        if counted:
+            allocations.allocated(storage)
         return result
 
     inherited = "resize_" not in vars(UntypedStorage)

@@ -55,11 +55,12 @@ class RankError(Exception):
         self.ranks = list(ranks)
 
 
-def run_ranks(fn: Callable[..., T], n: int, *args: Any, timeout: float = 240.0) -> list[T]:
+def run_ranks(fn: Callable[..., T], n: int, *args: Any, timeout: float = 240.0, pool: str = "") -> list[T]:
     """Run `fn(*args)` on each of `n` ranks of one Gloo process group, and return the results by rank.
 
     `fn` is a function at the top level of a module (any: a test module or a script too), `args` and results can be
-    pickled; tensors are copied. Each rank has one torch thread, and starts from torch's seed 0.
+    pickled; tensors are copied. Each rank has one torch thread, and starts from torch's seed 0. What a call leaves behind in
+    its process is seen by those of the same `pool` alone.
 
     Raises:
         RankError: a rank raised, died, or had not finished `timeout` seconds after the call. All ranks are then ended.
@@ -67,7 +68,7 @@ def run_ranks(fn: Callable[..., T], n: int, *args: Any, timeout: float = 240.0) 
     if n < 1:
         raise ValueError(f"run_ranks needs at least one rank, not {n}")
     work = functions.dumps((fn, args))
-    with turn(), _pool().lend(n) as (workers, store):
+    with turn(), _pool(pool).lend(n) as (workers, store):
         deadline = time.monotonic() + timeout
         calls = [_Call(rank, n, store, timeout, os.getcwd(), sys.path, dict(os.environ), work) for rank in range(n)]
         results = _exchange(workers, calls, deadline, timeout)
@@ -217,7 +218,7 @@ class _Pool:
 
 
 @cache
-def _pool() -> _Pool:
+def _pool(name: str) -> _Pool:
     return _Pool()
 
 

@@ -14,6 +14,8 @@ from optimus.train.pipeline import with_microbatches
 from optimus.train.run import build_model, mesh_of
 from optimus.train.step import StepResult, training_step
 
+_CPU = torch.device("cpu")
+
 
 class Steps:
     """The model and the state of a configuration on this rank, and how many steps they have been trained.
@@ -21,19 +23,22 @@ class Steps:
     Ranks are taken to lie on nodes with `per_node` of them, by default on one.
     """
 
-    def __init__(self, config: Mapping[str, Any], per_node: int | None = None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any] | RunConfig, per_node: int | None = None, device: torch.device = _CPU
+    ) -> None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.config = with_microbatches(load_config(config), ranks)
         self.groups = Groups(mesh_of(self.config, ranks, per_node), divisions=[])
-        self.model, self.state = build_model(self.config, torch.device("cpu"), self.groups)
+        self.model, self.state = build_model(self.config, device, self.groups)
         self.state.initialize(self.config.train.seed, self.config.model.init_std)
-        self.done = 0
+        self.done, self._device = 0, device
 
     def train(self, target_mask_BS: Tensor | None = None, document_BS: Tensor | None = None) -> StepResult:
         """The next step, on this rank's part of a random batch; what is said of its tokens is that of the whole batch."""
         self.done += 1
         data = self.groups.along("dp")
         tokens_BS = random_batch(self.config, self.done)
+        tokens_BS = tokens_BS.to(self._device, non_blocking=True)
         batch = Batch(tokens_BS, target_mask_BS, document_BS).split(len(tokens_BS) // data.size)[data.rank]
         return training_step(self.model, self.state, batch, self.config, self.done)
 

@@ -24,7 +24,7 @@ from optimus.errors import UserError
 from optimus.hub import read_model_folder
 from optimus.mesh import Mesh
 from optimus.model.count import count_parameters
-from optimus.observe.machine import free_memory
+from optimus.observe.machine import free_memory, whole_memory
 from optimus.observe.mlflow import check_mlflow
 from optimus.observe.wandb import check_wandb
 from optimus.state.buffers import Residency
@@ -159,12 +159,14 @@ def check_memory(
     *,
     resume: bool = False,
     teacher: int = 0,
+    whole: bool = False,
 ) -> None:
     """Raise `UserError` when parameters, gradients and optimizer state alone do not fit into the free memory.
 
     On an accelerator what is there of the fullest stage, and what is on the host, with the copies for checkpoints, of all
     ranks of the fullest node; on a CPU both together. `per_node`: ranks of a node where the launcher has not said it yet; by
-    default all are on this machine. `teacher`: bytes of a teacher, which ranks with the last stage hold beside.
+    default all are on this machine. `teacher`: bytes of a teacher, which ranks with the last stage hold beside. `whole`: all
+    of the device's memory counts, as to ask what is free takes some.
     """
     mesh = mesh_of(config, ranks, per_node or ranks_per_node(ranks))
     begun = begins_with(config, resume)
@@ -177,19 +179,28 @@ def check_memory(
     each, copies = max(_of_nodes(mesh, means, copied), key=sum)
     together = min(mesh.size, mesh.ranks_per_node or mesh.size)
     if device.type == "cpu":
-        _check_room(config, each, copies, device, together, teacher=teacher * max(1, together // mesh.pp))
+        beside = teacher * max(1, together // mesh.pp)
+        _check_room(config, each, copies, device, together, teacher=beside, whole=whole)
         return
     fullest = max(held_by_shards(plans)[0] for plans in stages)
-    _check_room(config, fullest, 0, device, 1, elsewhere=ranks > 1, teacher=teacher)
+    _check_room(config, fullest, 0, device, 1, elsewhere=ranks > 1, teacher=teacher, whole=whole)
     if each + copies > 0:
         _check_room(config, each, copies, torch.device("cpu"), together)
 
 
 def _check_room(
-    config: RunConfig, each: float, copies: float, device: torch.device, together: int, *, elsewhere: bool = False,
+    config: RunConfig,
+    each: float,
+    copies: float,
+    device: torch.device,
+    together: int,
+    *,
+    elsewhere: bool = False,
     teacher: int = 0,
-) -> None:  # fmt: skip
-    total, needed, free = count_parameters(config.model).total, each + copies + teacher, free_memory(device)
+    whole: bool = False,
+) -> None:
+    total, needed = count_parameters(config.model).total, each + copies + teacher
+    free = whole_memory(device) if whole and device.type != "cpu" else free_memory(device)
     if needed <= free:
         return
     beside = config.state.residency != "device" and device.type == "cpu"

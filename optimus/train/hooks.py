@@ -75,7 +75,7 @@ class Interrupt(Hook):
         self._signalled = number
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        if run.groups.world.any(self._signalled > 0, run.device) and run.step < run.last_step:
+        if run.groups.world.any(self._signalled > 0) and run.step < run.last_step:
             run.stopped_by = max(run.groups.world.all_gather_object(self._signalled))
             if self._speaks and not self._signalled:
                 say_at_once("another rank was told to end: saving")
@@ -348,7 +348,7 @@ class Trace(Hook):
             run.state.finish()  # what is under way would report its end to a profiler that is no more
             self._profile.stop()
             profile, self._profile = self._profile, None
-            read_together(lambda: self._write(run, profile), run.groups.world, run.device)  # so all traces are there
+            read_together(lambda: self._write(run, profile), run.groups.world)  # so all traces are there
             if run.groups.rank == 0:
                 missing = merge_traces(run.folder, run.groups.world.size)
                 without = f", without ranks {', '.join(map(str, missing))}, whose nodes have it" if missing else ""

@@ -35,7 +35,7 @@ from optimus.config import RunConfig, dump_config, load_config
 from optimus.data.training import TrainingData
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
-from optimus.observe.machine import find_device, usable_cores
+from optimus.observe.machine import find_device, usable_cores, use_device
 from optimus.observe.metrics import read_metrics
 from optimus.observe.terminal import let_go_if_gone
 from optimus.resilience import local
@@ -125,7 +125,9 @@ def check_run(config: RunConfig, data: TrainingData, ranks: int, resume: bool, p
 
     `per_node` of them are on each node, where no launcher has said it yet; by default all are on this machine.
     """
-    device = find_device(config.train.device, "train.device")
+    rank_here = ranks == 1 or "WORLD_SIZE" in os.environ  # else a launcher, which must take no memory of a device
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = (use_device if rank_here else find_device)(config.train.device, "train.device", local_rank)
     checks.check_ranks(config, ranks)
     checks.check_references(config, resume)
     if int(os.environ.get("RANK", "0")) == 0:
@@ -133,7 +135,8 @@ def check_run(config: RunConfig, data: TrainingData, ranks: int, resume: bool, p
         check_teacher(config, data)
         checks.check_output(config, resume, data)
     decided, _ = with_precision(config, device, resume)  # here; the ranks agree on it when they have come together
-    checks.check_memory(decided, device, ranks, per_node, resume=resume, teacher=teacher_bytes(decided))
+    beside = teacher_bytes(decided)
+    checks.check_memory(decided, device, ranks, per_node, resume=resume, teacher=beside, whole=not rank_here)
 
 
 def _launch(config: str, resume: bool, ranks: int, holder: str) -> int:
@@ -213,11 +216,11 @@ def _run_rank(
     """
     began, config = time.time(), load_config(yaml.safe_load(config_text))
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    device = find_device(config.train.device, "train.device", local_rank)
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
-    else:
+    device = use_device(config.train.device, "train.device", local_rank)
+    if device.type == "cpu":
         keep_freed_memory()
+    elif ranks > 1:  # their launcher has not asked how much is free
+        checks.check_memory(with_precision(config, device, resume)[0], device, ranks)
     if device.type == "cpu" and ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
     timeout = timedelta(seconds=config.resilience.timeout)
@@ -236,7 +239,7 @@ def _run_rank(
             train_loop(run, [*holding, *more, *_hooks(run, node)])
             run.state.finish()
             if run.stopped_by:  # launchers end the others when they see that one has ended with a code
-                run.groups.world.any(False, device)
+                run.groups.world.any(False)
         if node is not None and run.groups.rank == 0 and run.step >= run.last_step:
             EventLog(run.folder).write("finished", node=node, step=run.step)
             conclude(run.config, began, _summary(run.config, 0))
@@ -254,7 +257,7 @@ def _ranks_together(device: torch.device, timeout: timedelta) -> Iterator[None]:
     if os.environ.get("MASTER_ADDR") == LOOPBACK:  # all ranks are on this machine
         local.name_interface(LOOPBACK)
     try:
-        dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timeout)
+        dist.init_process_group(backends_of(device), timeout=timeout)
     except RuntimeError as error:
         raise CollectiveError(f"the ranks have not come together within {seconds}: {error}") from error
     together, code = False, 1
@@ -269,6 +272,12 @@ def _ranks_together(device: torch.device, timeout: timedelta) -> Iterator[None]:
             dist.destroy_process_group()
         else:
             atexit.register(_leave, code)
+
+
+def backends_of(device: torch.device) -> str:
+    """Those of the group of all ranks: the device's, and Gloo for what hosts tell each other, lest they wait for devices."""
+    own = dist.get_default_backend_for_device(device)
+    return own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
 
 
 def _leave(code: int) -> None:

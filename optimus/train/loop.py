@@ -91,7 +91,7 @@ def _next_batch(run: Run, loader: TokenLoader) -> Batch | None:
         )
 
     try:
-        return read_together(read, run.groups.world, run.device)
+        return read_together(read, run.groups.world)
     except CollectiveError:
         raise
     except UserError as error:

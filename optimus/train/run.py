@@ -279,7 +279,7 @@ def new_run(config: RunConfig, device: torch.device, resume: bool, masks_of: Mas
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     per_node, sums = ranks_per_node(ranks), partial_sums(config)
     groups = Groups(mesh_of(config, ranks, per_node), config.resilience.timeout, [], partial_sums=sums)
-    data = read_together(lambda: TrainingData(config), groups.world, device)
+    data = read_together(lambda: TrainingData(config), groups.world)
     config, why = with_precision(config, device, resume, groups.world)
     notes = summary_lines(summarise(config, groups.mesh, data.instances), why)
     notes += [describe(groups.mesh)] if ranks > 1 else []
@@ -292,11 +292,11 @@ def new_run(config: RunConfig, device: torch.device, resume: bool, masks_of: Mas
     return Run(config, Path(config.train.output), device, groups, model, state, data, targets, notes=notes)
 
 
-def read_together(read: Callable[[], T], world: Group, device: torch.device) -> T:
+def read_together(read: Callable[[], T], world: Group) -> T:
     """What `read` gives on this rank; what any rank finds wrong is raised on all of them."""
     try:
         found, failure = [read()], None
     except UserError as error:
         found, failure = [], error
-    world.agree(failure, device)
+    world.agree(failure)
     return found[0]

@@ -13,7 +13,6 @@ from optimus.mesh import Mesh
 from optimus.testing import run_ranks
 
 MESH = Mesh(dp=4, ep=2)
-CPU = torch.device("cpu")
 
 
 def along(axes: tuple[str, ...]) -> tuple[list[int], int, float, list[float], list[float], bool]:
@@ -30,7 +29,7 @@ def along(axes: tuple[str, ...]) -> tuple[list[int], int, float, list[float], li
     whole = torch.zeros(2 * group.size)
     whole[part] = float(groups.rank)
     group.all_gather(whole, whole[part])
-    some = group.any(groups.rank == 3, CPU)
+    some = group.any(groups.rank == 3)
     return group.ranks, group.rank, total.item(), scattered.tolist(), whole.tolist(), some
 
 
@@ -128,7 +127,7 @@ def test_a_group_of_one_needs_no_process_group() -> None:
     group.all_gather(whole, value)
     assert value.item() == out.item() == whole.item() == 5.0
     assert torch.equal(group.all_to_all(value, [1], [1]), value)
-    assert not group.any(False, CPU)
+    assert not group.any(False)
 
 
 def exchanged() -> list[float]:

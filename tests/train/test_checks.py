@@ -339,7 +339,7 @@ def test_activations_that_do_not_fit(small_run: dict[str, Any], monkeypatch: pyt
     """The message names the largest microbatch that does, and that one is accepted."""
     one = direct_count(small_run)
     free = 2 * one + one // 2
-    monkeypatch.setattr(checks, "check_memory", lambda *_: None)
+    monkeypatch.setattr(checks, "check_memory", lambda *_, **__: None)
     with_free_memory(monkeypatch, lambda: free)
     found = message(small_run)
     assert found.startswith("the activations of a microbatch of 4 sequences need ")

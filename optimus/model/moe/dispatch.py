@@ -8,6 +8,7 @@ Legend: T tokens, H hidden, K experts per token.
 
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 
@@ -17,18 +18,27 @@ class Dispatch(Protocol):
     def __call__(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module) -> Tensor:
         """Sum over k of weights[t, k] * expert indices[t, k] of x[t]; [T, H].
 
-        `indices_TK` are experts of the whole layer. `experts(x, weights, indices)` is the module that holds those of this
-        rank; it counts them from 0, and skips a choice of -1: an expert of another rank (Algorithm 1 of the Optimus paper,
-        line 29). It is called as a module, as hooks hang on it.
+        `indices_TK` are experts of the whole layer. `experts(x, weights, indices, choices)` is the module that holds those
+        of this rank; it counts them from 0, and skips a choice of -1: an expert of another rank (Algorithm 1 of the Optimus
+        paper, line 29). `choices` is the number of the others, by which memory is measured. It is called as a module, as
+        hooks hang on it.
         """
 
 
 def local_dispatch(x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module) -> Tensor:
     """Every expert is here."""
-    return experts(x_TH, weights_TK, indices_TK)
+    return experts(x_TH, weights_TK, indices_TK, indices_TK.numel())
 
 
 def local_indices(indices_TK: Tensor, first: int, count: int) -> Tensor:
     """Choices as seen by the rank that holds `count` experts from `first` on: counted from there, -1 where elsewhere."""
     local_TK = indices_TK - first
     return local_TK.masked_fill((local_TK < 0) | (local_TK >= count), -1)
+
+
+def choices_of(indices: Tensor, count: int) -> Tensor:
+    """[count], int64: how often each of 0 ... count - 1 is among `indices`; -1 is nowhere. No host waits for it, as it would
+    for the length of `torch.bincount`."""
+    found = torch.zeros(1 + count, dtype=torch.int64, device=indices.device)
+    places = indices.flatten().long() + 1
+    return found.scatter_add_(0, places, torch.ones_like(places))[1:]

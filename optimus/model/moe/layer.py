@@ -38,12 +38,14 @@ class Experts(nn.Module):
         self.bias = declare(self, "bias", *stacked, role="vector", initial="zeros") if bias else None
         self.down = declare(self, "down", Size("experts", experts), columns, ffn, role="expert")
 
-    def forward(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor) -> Tensor:
-        """Sum over the K chosen experts of weight times expert output; [T, H]. A choice of -1 is skipped."""
+    def forward(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, choices: int | None = None) -> Tensor:
+        """Sum over the K chosen experts of weight times expert output; [T, H]. A choice of -1 is skipped; `choices` are the
+        others, where the host knows their number."""
         bias_EJ = None if self.bias is None else self.bias.flatten(1)
         buffers = self._gradients.get(self.gate_up), self._gradients.get(self.down)
         weights = self.gate_up.flatten(1, 2), self.down
-        return expert_mlp(x_TH, weights_TK, indices_TK, *weights, buffers, self._step.forms, self.kind, bias_EJ)
+        forms, kind = self._step.forms, self.kind
+        return expert_mlp(x_TH, weights_TK, indices_TK, *weights, buffers, forms, kind, bias_EJ, choices)
 
 
 class MoeLayer(nn.Module):

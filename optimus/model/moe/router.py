@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from optimus.kernels import backend
 from optimus.kernels.backend import compute_dtype
 from optimus.model.architecture import ModelConfig
+from optimus.model.moe.dispatch import choices_of
 from optimus.model.parameters import Size, declare
 from optimus.model.parts import LOCAL, Parts
 
@@ -160,7 +161,7 @@ class Router(nn.Module):
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         if self.choosing.scale != 1:
             weights_TK = weights_TK * self.choosing.scale
-        counts_E = torch.bincount(indices_TK.flatten(), minlength=experts)
+        counts_E = choices_of(indices_TK, experts)
         self._step.chose(self, counts_E)
         if self.bias is not None and torch.is_grad_enabled():
             self._chosen_E = counts_E if self._chosen_E is None else self._chosen_E + counts_E

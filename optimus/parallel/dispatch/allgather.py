@@ -9,7 +9,7 @@ Legend: N ranks of the group, T tokens of this rank, A = N * T, H hidden, K expe
 from torch import Tensor, nn
 
 from optimus.comm import Group
-from optimus.comm.functional import all_gather_rows, reduce_scatter_rows
+from optimus.comm.functional import all_gather_rows, cached, reduce_scatter_rows
 from optimus.model.moe.dispatch import local_indices
 
 
@@ -30,4 +30,5 @@ class AllGatherDispatch:
         weights_AK = all_gather_rows(weights_TK, self.group)
         indices_AK = all_gather_rows(indices_TK.int(), self.group)  # half the bytes
         local_AK = local_indices(indices_AK, self.first, self.experts_per_rank)
-        return reduce_scatter_rows(experts(x_AH, weights_AK, local_AK), self.group)
+        choices = cached(lambda: int((local_AK >= 0).sum()), self.group)  # the host waits for it
+        return reduce_scatter_rows(experts(x_AH, weights_AK, local_AK, choices), self.group)

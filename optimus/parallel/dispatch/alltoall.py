@@ -8,7 +8,7 @@ and every addition has a fixed order.
 Legend: N ranks of the group, T tokens of this rank, S copies sent, R copies received, H hidden, K experts per token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,38 +22,59 @@ from optimus.comm.functional import (
     all_to_all_rows,
     cached,
     copy_to_group,
+    gathered,
     reduce_from_group,
     reduce_scatter_uneven_rows,
 )
-from optimus.model.moe.dispatch import local_indices
+from optimus.model.moe.dispatch import choices_of, local_indices
 
-Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(tokens, weights, local choices) to weighted sums of what their experts give: a module, or one more dispatcher."""
+Compute = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""(tokens, weights, local choices, number of these that are here) to weighted sums of what their experts give: a module, or
+one more dispatcher."""
 
 
 class Copies(NamedTuple):
     """The copies of tokens that leave, by rank and then by token; and where the copies of each token are."""
 
     token_S: Tensor  # the token of each copy
-    count_N: Tensor  # copies per rank
     copy_S: Tensor  # copies by token and then by rank
     first_T: Tensor  # where in `copy_S` those of a token begin
 
 
-def make_copies(rank_TK: Tensor, ranks: int) -> Copies:
-    """The copies to make, from the rank of each choice, or -1; K choices of one rank are one copy."""
-    needed_TN = torch.zeros(len(rank_TK), 1 + ranks, dtype=torch.bool, device=rank_TK.device).scatter_(
-        1, rank_TK + 1, True
-    )
-    needed_NT = needed_TN[:, 1:].T
-    number_NT = needed_NT.flatten().cumsum(0).view_as(needed_NT) - 1
-    count_T = needed_NT.sum(0)
+def needed_by(rank_TK: Tensor, ranks: int) -> Tensor:
+    """[T, N]: whether a token goes to a rank, from the rank of each choice, or -1; K choices of one rank are one copy."""
+    needed_TN = torch.zeros(len(rank_TK), 1 + ranks, dtype=torch.bool, device=rank_TK.device)
+    return needed_TN.scatter_(1, rank_TK + 1, True)[:, 1:]
+
+
+def make_copies(needed_TN: Tensor, number: int) -> Copies:
+    """The copies to make, of which there are this `number`: as the host knows it, nothing has to wait for the device."""
+    tokens, ranks = needed_TN.shape
+    needed_NT = needed_TN.T
+    number_NT = needed_NT.flatten().cumsum(0).view(ranks, tokens) - 1
+    count_T = needed_TN.sum(1)
+    token_NT = torch.arange(tokens, device=needed_TN.device).expand(ranks, -1)
     return Copies(
-        token_S=needed_NT.nonzero()[:, 1],
-        count_N=needed_NT.sum(1),
-        copy_S=number_NT.T[needed_NT.T],
+        token_S=_packed(token_NT, needed_NT, number),
+        copy_S=_packed(number_NT.T, needed_TN, number),
         first_T=count_T.cumsum(0) - count_T,
     )
+
+
+def _packed(values: Tensor, chosen: Tensor, number: int) -> Tensor:
+    """The `number` values that are chosen, in order."""
+    place = (chosen.flatten().cumsum(0) - 1).masked_fill_(~chosen.flatten(), number)
+    return values.new_empty(number + 1).scatter_(0, place, values.flatten())[:number]
+
+
+class ExchangeCounts(NamedTuple):
+    """What the host knows of an exchange: rows for and from each rank, and how many experts compute for: tokens of each of
+    the ranks that share experts, and the choices of all of these that are here."""
+
+    send: list[int]
+    receive: list[int]
+    tokens: list[int]
+    choices: int
 
 
 class AllToAllDispatch:
@@ -71,34 +92,65 @@ class AllToAllDispatch:
         self.duplicates = duplicates
 
     def __call__(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: Compute) -> Tensor:
-        """Counts, then tokens, weights and choices, then results: five all-to-all. The result is [T, H]."""
-        copies = make_copies(indices_TK // self.experts_per_rank, self.group.size)
-        send, receive = self._counts(copies.count_N)
+        """ExchangeCounts, which the host waits for, then tokens, weights and choices, then results: five all-to-all. The result is
+        [T, H]."""
+        rank_TK = indices_TK // self.experts_per_rank
+        rows_N = needed_by(rank_TK, self.group.size).sum(0)
+        rows_N2 = torch.stack([rows_N, choices_of(rank_TK, self.group.size)], 1)
+        (counts,) = cached(lambda: read_counts(self.exchange_counts(rows_N2)), self.group)
+        return self.exchange(x_TH, weights_TK, indices_TK, experts, ExchangeCounts(*counts))
+
+    def exchange_counts(self, send_N2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From rows and choices for each rank: the same, those from each rank, and what each of the parts gets."""
+        receive_N2 = self.group.all_to_all(send_N2)
+        totals_P2 = receive_N2.sum(0, keepdim=True)
+        if self.parts.size > 1 and not self.duplicates:
+            totals_P2 = gathered(totals_P2, self.parts)
+        return send_N2, receive_N2, totals_P2
+
+    def exchange(
+        self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: Compute, counts: ExchangeCounts
+    ) -> Tensor:
+        """What follows when the counts are known."""
+        send, receive, tokens, choices = counts
+        copies = make_copies(needed_by(indices_TK // self.experts_per_rank, self.group.size), sum(send))
         x_RH = all_to_all_rows(_Spread.apply(x_TH, copies), send, receive, self.group)
         weights_RK = all_to_all_rows(_Spread.apply(weights_TK, copies), send, receive, self.group)
         leaving_SK = indices_TK.int()[copies.token_S]  # int32: half the bytes
         indices_RK = cached(lambda: self.group.all_to_all(leaving_SK, send, receive), self.group)
         local_RK = local_indices(indices_RK, self.group.rank * self.experts_per_rank, self.experts_per_rank)
-        y_RH = self._with_all_parts(x_RH, weights_RK, local_RK, experts)
+        y_RH = self._with_all_parts(x_RH, weights_RK, local_RK, experts, tokens, choices)
         return _Collect.apply(all_to_all_rows(y_RH, receive, send, self.group), copies)
 
-    def _with_all_parts(self, x_RH: Tensor, weights_RK: Tensor, local_RK: Tensor, experts: Compute) -> Tensor:
+    def _with_all_parts(
+        self,
+        x_RH: Tensor,
+        weights_RK: Tensor,
+        local_RK: Tensor,
+        experts: Compute,
+        tokens: Sequence[int],
+        choices: int,
+    ) -> Tensor:
         """What whole experts give for these tokens."""
         if self.parts.size == 1:
-            return experts(x_RH, weights_RK, local_RK)
+            return experts(x_RH, weights_RK, local_RK, choices)
         if self.duplicates:
-            return reduce_from_group(
-                experts(copy_to_group(x_RH, self.parts), copy_to_group(weights_RK, self.parts), local_RK), self.parts
-            )
-        rows = cached(lambda: self.parts.all_gather_object(len(x_RH)), self.parts)
-        given = [all_gather_uneven_rows(rows_R, rows, self.parts) for rows_R in (x_RH, weights_RK, local_RK)]
-        return reduce_scatter_uneven_rows(experts(*given), rows, self.parts)
+            given = copy_to_group(x_RH, self.parts), copy_to_group(weights_RK, self.parts)
+            return reduce_from_group(experts(*given, local_RK, choices), self.parts)
+        x, weights, local = (
+            all_gather_uneven_rows(rows_R, tokens, self.parts) for rows_R in (x_RH, weights_RK, local_RK)
+        )
+        return reduce_scatter_uneven_rows(experts(x, weights, local, choices), tokens, self.parts)
 
-    def _counts(self, send_N: Tensor) -> tuple[list[int], list[int]]:
-        """How many rows go to each rank, and how many come from it."""
-        receive_N = cached(lambda: self.group.all_to_all(send_N), self.group)
-        send, receive = torch.stack([send_N, receive_N]).tolist()
-        return send, receive
+
+def read_counts(*exchanges: tuple[Tensor, Tensor, Tensor]) -> tuple[ExchangeCounts, ...]:
+    """What the host is to know of these exchanges (`exchange_counts`); it waits for the device once."""
+    flat = [each.flatten() for exchange in exchanges for each in exchange]
+    numbers = [each.tolist() for each in torch.cat(flat).cpu().split([len(each) for each in flat])]
+    return tuple(
+        ExchangeCounts(send[::2], receive[::2], totals[::2], sum(totals[1::2]))
+        for send, receive, totals in zip(numbers[::3], numbers[1::3], numbers[2::3])
+    )
 
 
 def _collected(rows: Tensor, copies: Copies) -> Tensor:

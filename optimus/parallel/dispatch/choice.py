@@ -16,7 +16,7 @@ from optimus.model.architecture import ModelConfig
 
 Dispatcher = Literal["alltoall", "allgather"]
 _INDEX = 4  # bytes of a choice
-_COUNT = 8
+_COUNT = 16  # of the rows and choices for a rank
 
 
 def dispatcher(

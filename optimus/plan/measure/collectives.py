@@ -22,7 +22,7 @@ from optimus.comm.algorithms import KINDS, OWN, CollectiveKind, Curve, Curves, M
 from optimus.comm.schedules import Shape
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh import Mesh
-from optimus.observe.machine import find_device, free_memory
+from optimus.observe.machine import free_memory, use_device
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.measure.machine import backend_of_device, check_ranks, under_launcher
 from optimus.plan.measure.ranks import run_fresh
@@ -71,9 +71,7 @@ def measure_rank(per: int, extent: Extent | None = None) -> list[Measurement]:
 
     `extent` says at which sizes, and for how long.
     """
-    device = find_device("auto", "the device", dist.get_rank() % per)
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
+    device = use_device("auto", "the device", dist.get_rank() % per)
     extent = extent or replace(Extent.of(device.type), sizes=SIZES)
     clock, free = Clock(device, extent), _free(device, per)
     sizes = [size for size in extent.sizes if size * _HELD <= free]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import yaml
 
 from optimus.errors import UserError, naming_disk_errors
-from optimus.observe.machine import find_device, peak_flops
+from optimus.observe.machine import find_device, peak_flops, use_device
 from optimus.observe.report import publish
 from optimus.plan.machine import Machine, machine_names
 from optimus.plan.measure.fit import FitPoint, fit, points
@@ -75,9 +75,7 @@ def observe(ranks: int, extent: Extent | None = None) -> Observations | None:
         return run_fresh(observe_rank, ranks, ranks, extent, backend=backend_of_device())[0]
     if ranks != int(os.environ["LOCAL_WORLD_SIZE"]):
         raise UserError(f"--ranks {ranks}: torchrun has started {os.environ['LOCAL_WORLD_SIZE']} on each node; say so")
-    device = find_device("auto", "the device", int(os.environ["LOCAL_RANK"]))
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
+    use_device("auto", "the device", int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend_of_device())
     try:
         seen = observe_rank(ranks, extent)

@@ -26,7 +26,7 @@ from optimus.kernels.attention import causal_attention
 from optimus.kernels.matmul import Form, in_form, matmul
 from optimus.mesh import Mesh
 from optimus.mesh.strided import StridedGroup
-from optimus.observe.machine import device_name, find_device
+from optimus.observe.machine import device_name, use_device
 from optimus.plan.collectives import Collective
 from optimus.state.disk import PAGE, StateFile
 from optimus.state.transfers import Transfers
@@ -135,10 +135,8 @@ def observe_rank(ranks_per_node: int, extent: Extent | None) -> Observations:
 
     Where OMP_NUM_THREADS says how many threads a process has, that holds, as it does for a training run.
     """
-    device = find_device("auto", "the device", dist.get_rank() % ranks_per_node)
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
-    elif (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+    device = use_device("auto", "the device", dist.get_rank() % ranks_per_node)
+    if device.type == "cpu" and (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
         torch.set_num_threads(int(threads))
     extent = extent or Extent.of(device.type)
     clock, seen = Clock(device, extent), _itself(device, ranks_per_node)

@@ -11,7 +11,9 @@ from optimus.kernels import backend
 
 
 @pytest.mark.parametrize("left", [0.0, 0.1, 1.0])
-def test_equals_the_reference(dtype: torch.dtype, left: float, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_the_reference(
+    dtype: torch.dtype, left: float, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     size = 2 * 4096 + 96
     positions = (torch.rand(size, generator=torch.Generator().manual_seed(1)) < left).nonzero().flatten()
     plan = MaskPlan(size, len(positions), "bits")

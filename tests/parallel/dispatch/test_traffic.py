@@ -13,14 +13,15 @@ from torch import Tensor
 from helpers.traffic import Traffic, counting
 from optimus.comm import Group, Groups
 from optimus.mesh import Mesh
+from optimus.model.moe.dispatch import choices_of
 from optimus.model.moe.layer import Experts
 from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch, TwoLevelDispatch
-from optimus.parallel.dispatch.alltoall import make_copies
+from optimus.parallel.dispatch.alltoall import make_copies, needed_by
 from optimus.testing import run_ranks
 
 T, H, I, PER_RANK = 20, 16, 8, 2
 INDEX = 4  # bytes of a choice that is sent
-COUNT = 8  # bytes of a count
+COUNT = 16  # bytes of the two counts that a rank tells another
 
 Counted = tuple[Counter[str], Counter[str]]
 
@@ -113,8 +114,8 @@ def rows_to_nodes(indices_NTK: Tensor) -> list[Counter[int]]:
 
 
 def test_on_two_levels_a_token_crosses_to_a_node_once() -> None:
-    """Counts, tokens, weights, choices between nodes and then on the node, and the results of both; of rows, those between
-    nodes are the tokens that need any rank of the other."""
+    """Counts between nodes and on the node; tokens, weights, choices between nodes and then on the node, and the results of
+    both; of rows, those between nodes are the tokens that need any rank of the other."""
     indices_NTK = routing(4, 3)
     sent = [
         sum(any(choice // (2 * PER_RANK) != rank // 2 for choice in token) for token in tokens)
@@ -122,15 +123,19 @@ def test_on_two_levels_a_token_crosses_to_a_node_once() -> None:
     ]
     for rank, rows in enumerate(run_ranks(rows_to_nodes, 4, indices_NTK)):
         other = (rank + 2) % 4  # of the same place
-        assert [count[other] for count in rows[1:4]] == [sent[rank]] * 3
-        assert [set(count) - {other} for count in rows] == [set()] * 4 + [{rank ^ 1}] * 5 + [set()]
+        assert [count[other] for count in rows[2:5]] == [sent[rank]] * 3
+        on_node = [{rank ^ 1}]
+        assert [set(count) - {other} for count in rows] == [set(), *on_node, *[set()] * 3, *on_node * 4, set()]
         assert rows[9][other] == sent[other]
 
 
 def test_copies_of_tokens() -> None:
     """Token 0 goes to rank 2 once for two choices, token 1 to ranks 0 and 2, token 2 to rank 0; rank 1 gets none."""
-    copies = make_copies(torch.tensor([[2, 2], [2, 0], [0, 0]]), 3)
-    assert copies.count_N.tolist() == [2, 0, 2]
+    rank_TK = torch.tensor([[2, 2], [2, 0], [0, 0]])
+    needed_TN = needed_by(rank_TK, 3)
+    assert needed_TN.sum(0).tolist() == [2, 0, 2]
+    assert choices_of(rank_TK, 3).tolist() == [3, 0, 3]
+    copies = make_copies(needed_TN, 4)
     assert copies.token_S.tolist() == [1, 2, 0, 1]
     assert copies.copy_S.tolist() == [2, 0, 3, 1]
     assert copies.first_T.tolist() == [0, 1, 3]

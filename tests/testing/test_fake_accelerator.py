@@ -1,0 +1,479 @@
+"""Real training, evaluation and whole runs on a fake accelerator: what would break or slow them on a real one.
+
+All run in one process of their own, which has the fake accelerator for good.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.covering import covering
+from helpers.drawing import config_of, drawn
+from optimus.comm import Groups
+from optimus.config import dump_config, load_config
+from optimus.kernels import backend
+from optimus.mesh import Mesh
+from optimus.model.families import families
+from optimus.parallel.activations import activation_bytes
+from optimus.parallel.recompute import Recomputation
+from optimus.state.chunk import Chunk
+from optimus.state.model_state import ModelState
+from optimus.state.plan import bytes_by_kind
+from optimus.testing import RankError, run_ranks
+from optimus.train import launch, step
+from optimus.train.groups import communicators
+from optimus.train.recomputation import activation_shapes
+from optimus.train.run import layouts_of, whole_model
+
+POOL = range(300)  # draws that the covering sample is chosen from
+OFTEN = (
+    "model.layers",
+    "parallel.blocks",
+    "parallel.in_flight",
+    "train.micro_batch",
+)  # numbers that make no other code run
+DENSE = {"model": "mula-1b"}
+SPARSE = {"model": "mula-7b-a1b"}
+
+
+def on_fake(function: Callable[..., Any], *args: Any) -> Any:
+    """In the process that has the fake accelerator."""
+    return run_ranks(function, 1, *args, pool="fake accelerator")[0]
+
+
+class Seen(NamedTuple):
+    """Of the last step of a rank."""
+
+    waits: list[Any]
+    launches: Counter[tuple[str, str]]
+    peak: int  # bytes
+    at_rest: int
+    chunks: int  # that are trained
+
+    def of(self, *phases: str) -> int:
+        """Launches."""
+        return sum(count for (phase, _), count in self.launches.items() if phase in phases)
+
+    def kernel(self, name: str) -> int:
+        """Launches of one kernel or operator."""
+        return sum(count for (_, kernel), count in self.launches.items() if kernel == name)
+
+    def waited(self, place: str) -> int:
+        """How often the host has waited there."""
+        return sum(wait.place.startswith(place) for wait in self.waits)
+
+
+@contextmanager
+def phases(machine: Any) -> Iterator[None]:
+    """Name those of a step."""
+    named = (
+        (step, "accumulate_gradients", "microbatches"),
+        (ModelState, "reduce_gradients", "norm"),
+        (ModelState, "step", "update"),
+    )
+    with ExitStack() as stack:
+        for owner, name, phase in named:
+            stack.enter_context(mock.patch.object(owner, name, _during(machine, phase, getattr(owner, name))))
+        yield
+
+
+def _during(machine: Any, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        with machine.during(phase):
+            return function(*args, **options)
+
+    return call
+
+
+@contextmanager
+def steps_of(
+    config: dict[str, Any], overrides: Sequence[str] = (), ranks: int = 1, rank: int = 0, per_node: int | None = None,
+    chip: str = "H200",
+) -> Iterator[tuple[Any, Any]]:  # fmt: skip
+    """The machine, and steps of a rank on it, of which none has been."""
+    from optimus.testing.fake_accelerator import NAME, fake_accelerator
+    from optimus.testing.steps import Steps
+
+    tree = load_config(config, overrides)
+    with fake_accelerator(chip, ranks=ranks, rank=rank) as machine, phases(machine), ExitStack() as stack:
+        if tree.train.sequence_length > 100:  # a thousand million random numbers take as many operators as pieces
+            stack.enter_context(mock.patch.object(ModelState, "initialize"))
+        yield machine, Steps(tree, per_node, torch.device(NAME, 0))
+
+
+def train(config: dict[str, Any], overrides: Sequence[str] = (), *layout: Any, chip: str = "H200") -> Seen:
+    """Two steps on one rank; what happens in the last."""
+    with steps_of(config, overrides, *layout, chip=chip) as (machine, steps):
+        for _ in range(2):
+            machine.forget()
+            machine.memory.reset_peak()
+            at_rest = machine.memory.current
+            steps.train()
+        return Seen(machine.waits, machine.launches, machine.memory.peak, at_rest, len(steps.state.trained))
+
+
+def full_size(model: dict[str, Any], ranks: int = 1, **sections: Any) -> dict[str, Any]:
+    """The configuration of a model with 16,384 tokens of a rank in a microbatch, as it would be trained."""
+    sizes = {"steps": 9, "global_batch": 8 * ranks, "micro_batch": 8, "sequence_length": 2048}
+    train = {"output": "", "precision": "bfloat16"} | sizes | sections.pop("train", {})
+    return model | {"data": {"path": ""}, "train": train} | sections
+
+
+# ---- Every layout, every family ----
+
+
+@cache
+def cases() -> list[int]:
+    """Draws that together have every value of every option, every model and number of ranks."""
+
+    def asked(number: int) -> set[object]:
+        model, layout = drawn(number)
+        return {model, layout.ranks, *(each for each in layout.overrides if not each.startswith(OFTEN))}
+
+    return [POOL[index] for index in covering([asked(number) for number in POOL])]
+
+
+@pytest.mark.parametrize("number", cases())
+def test_layouts(number: int) -> None:
+    model, layout = drawn(number)
+    rank = number % layout.ranks
+    seen = on_fake(train, config_of(model), layout.overrides, layout.ranks, rank, layout.per_node)
+    check_waits(seen)
+
+
+def check_waits(seen: Seen) -> None:
+    """Twice in a step, for the norm and for the losses; once for each time that experts on several ranks are run. Transfers
+    of state to and from the host have an order of their own, and so do pipelines that do what has arrived."""
+    assert seen.waited("state/model_state.py") == 1, seen.waits
+    assert seen.waited("train/step.py") == 1, seen.waits
+    assert seen.waited("parallel/dispatch") <= seen.kernel("_count"), seen.waits
+    known = (
+        "state/model_state.py",
+        "train/step.py",
+        "parallel/dispatch",
+        "state/transfers.py",
+        "pipeline/message_driven.py",
+    )
+    assert sum(map(seen.waited, known)) == len(seen.waits), seen.waits
+
+
+SIZES = {"hidden": 16, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 24, "vocab": 59}
+FAMILY: dict[str, dict[str, Any]] = {  # fields without which a family is none
+    "gpt2": {"learned_positions": 64, "kv_heads": 4},
+    "opt": {"learned_positions": 64, "kv_heads": 4},
+    "olmo3": {"window": 7, "window_except": 2, "kv_heads": 4},
+    "mistral": {"window": 5, "kv_heads": 4},
+    "gemma2": {"head_size": 6, "query_scale": 10, "window": 5, "score_cap": 1.0, "logit_cap": 2.0},
+    "gemma3_text": {"head_size": 6, "query_scale": 8, "window": 5, "window_except": 2, "logit_cap": 2.0},
+    "gpt_oss": {"head_size": 6, "window": 5},
+    "pr_moe": {"experts_by_layer": [0, 2, 4], "layers": 3, "expert_intermediate": 16},
+    "deepseek_v3": {
+        "kv_heads": 4, "latent": {"queries": 12, "keys": 8, "rotary": 4, "value": 6}, "dense_layers": 1,
+        "expert_intermediate": 16, "shared_experts": 1, "expert_groups": 2,
+    },
+}  # fmt: skip
+LAYOUTS = [
+    ["parallel.tensor=2", "parallel.pipeline=2", "parallel.vocabulary=true"],
+    ["parallel.context=2", "parallel.context_method=ring", "state.shard=gradients"],
+    ["parallel.pipeline=2", "parallel.schedule=zb-h1", "recompute=[block]"],
+]
+
+
+@pytest.mark.parametrize("number", range(len(families())), ids=sorted(families()))
+def test_families(number: int) -> None:
+    """Each in one of the layouts, and with experts on two ranks. Activations of experts that no kernel has wait."""
+    name = sorted(families())[number]
+    fields, overrides = families()[name].fields, [*LAYOUTS[number % len(LAYOUTS)]]
+    model = SIZES | {"family": name} | FAMILY.get(name, {})
+    if "experts" in fields and "experts_by_layer" not in model:
+        model |= {"experts": 4, "experts_per_token": 2}
+    overrides += ["parallel.expert=2"] if "experts" in fields else []
+    seen = on_fake(train, config_of("dense") | {"model": model}, overrides, 4, number % 4)
+    if seen.waited("kernels/expert_mlp.py") == 0:
+        check_waits(seen)
+    else:
+        assert name in ("gpt_oss", "pr_moe")
+
+
+# ---- Whole runs, evaluation, generation, checkpoints ----
+
+
+def run(config: dict[str, Any], device: str) -> tuple[Counter[str], int, set[int]]:
+    """A run with its hooks, then what is done with its checkpoint on another device: (places of waits of the run, waits
+    outside of this process' device, devices touched by the latter)."""
+    from optimus.evaluate.run import evaluate, generate_text
+    from optimus.testing.fake_accelerator import fake_accelerator
+    from optimus.train.start import read_run
+
+    tree, data = read_run(config)
+    with fake_accelerator(devices=2) as machine:
+        summary = launch.run_here(tree, data, None, resume=False, fresh_optimizer=False, check=False)
+        waits = Counter(wait.place.split(":")[0] for wait in machine.waits)
+        machine.forget()
+        generate_text(config["train"]["output"], "hello", max_tokens=3, device=device)
+        evaluate(config["train"]["output"], text=__file__, max_bytes=500, device=device)
+        return waits, summary["step"], machine.touched
+
+
+def test_a_whole_run(small_run: dict[str, Any], prepared: Path) -> None:
+    """Hooks, validation and asynchronous checkpoints add no wait to a step's two; `device: auto` finds the accelerator."""
+    small_run |= {"checkpoint": {"every": 3}, "validation": [{"name": "held", "path": str(prepared), "every": 3}]}
+    waits, steps, touched = on_fake(run, small_run, "fakegpu:1")
+    assert waits.pop("train/step.py") == waits.pop("state/model_state.py") == steps == 6
+    assert touched == {1}  # the device that evaluation is told is the one that kernels are launched on
+    # What is left belongs to validation and to what is written at the end.
+    assert set(waits) <= {"evaluate/score.py", "checkpoint/format.py", "checkpoint/staging.py", "state/transfers.py"}
+
+
+def staged() -> tuple[list[Any], list[int]]:
+    """What waits while a copy of the state is made for a checkpoint; bytes of its buffers."""
+    from optimus.checkpoint.staging import Staging
+
+    with steps_of(config_of("dense")) as (machine, steps):
+        steps.train()
+        machine.forget()
+        staging, buffers = Staging(), {chunk: [chunk.master] for chunk in steps.state.chunks}
+        staging.begin(buffers, {}, False, lambda wait: None)
+        before = list(machine.waits)
+        staging.run()
+        return before, [staging.copy_of(each).nbytes for (each,) in buffers.values()]
+
+
+def test_checkpoints_are_staged_beside_the_training() -> None:
+    """To begin one waits for nothing."""
+    before, sizes = on_fake(staged)
+    assert not before
+    assert all(sizes)
+
+
+# ---- Devices ----
+
+
+def setup_of_rank(config: dict[str, Any]) -> list[set[int]]:
+    """Devices that are touched by a launcher's checks, and by all that a rank does before its first step."""
+    from optimus.testing.fake_accelerator import fake_accelerator
+    from optimus.train.start import read_run
+
+    tree, data = read_run(config)
+    with fake_accelerator(devices=4) as machine:
+        launch.check_run(tree, data, 4, False)
+        touched = [machine.touched]
+        for key, value in {"WORLD_SIZE": 4, "RANK": 2, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 4}.items():
+            os.environ[key] = str(value)
+        machine.forget()
+        # Autograd has a thread for the first of these devices alone.
+        with mock.patch.object(launch.checks, "dry_run", return_value=""), mock.patch.object(launch, "train_loop"):
+            launch.check_run(tree, data, 4, False)
+            launch._run_rank(dump_config(tree), False)
+        return [*touched, machine.touched]
+
+
+def test_a_rank_touches_its_own_device_alone(small_run: dict[str, Any]) -> None:
+    """And its launcher none: to ask a device for its free memory takes some."""
+    small_run["train"] |= {"micro_batch": 2}
+    assert on_fake(setup_of_rank, small_run) == [set(), {2}]
+
+
+def test_kernels_are_launched_where_their_tensors_are() -> None:
+    with pytest.raises(RankError, match=r"is launched on device 0, .* is on fakegpu:1"):
+        on_fake(train_elsewhere)
+
+
+def train_elsewhere() -> None:
+    from optimus.testing.fake_accelerator import NAME, fake_accelerator
+    from optimus.testing.steps import Steps
+
+    with fake_accelerator(devices=2):
+        Steps(config_of("dense"), None, torch.device(NAME, 1)).train()
+
+
+# ---- What it is there to find, planted ----
+
+
+def with_host_tensor() -> None:
+    def scaled(x: Tensor, scale: Tensor) -> Tensor:
+        return x * torch.ones(len(x), 1)
+
+    with mock.patch.object(backend, "scaled", scaled):
+        train(config_of("dense"))
+
+
+def without_memory() -> None:
+    with mock.patch.object(Chunk, "gather"):
+        train(config_of("dense"), ["state.shard=parameters"], 4)
+
+
+def with_a_wait() -> Seen:
+    terms = step.terms
+
+    def read(*args: Any) -> Tensor:
+        found = terms(*args)
+        float(found[0])
+        return found
+
+    with mock.patch.object(step, "terms", read):
+        return train(config_of("dense"))
+
+
+def test_a_tensor_of_the_host_is_found() -> None:
+    with pytest.raises(RankError, match=r"found at least two devices, .*cpu"):
+        on_fake(with_host_tensor)
+
+
+def test_use_of_released_memory_is_found() -> None:
+    with pytest.raises(RankError, match=r"ReleasedMemoryError: .* has been released"):
+        on_fake(without_memory)
+
+
+def test_a_wait_too_many_is_found() -> None:
+    with pytest.raises(AssertionError):
+        check_waits(on_fake(with_a_wait))
+
+
+# ---- Budgets ----
+
+
+def test_waits_of_a_dense_step() -> None:
+    seen = on_fake(train, full_size(DENSE))
+    assert [wait.place.split(":")[0] for wait in seen.waits] == ["state/model_state.py", "train/step.py"]
+
+
+EXPERTS = {
+    "all-to-all": (["parallel.expert=4"], None),
+    "all-gather": (["parallel.expert=4", "moe.dispatch=allgather"], None),
+    "two levels": (["parallel.expert=4"], 2),
+    "parts": (["parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2"], None),
+    "recomputed": (["parallel.expert=4", "recompute=[moe]"], None),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_waits_of_experts_on_several_ranks(name: str) -> None:
+    """One for each layer and microbatch; what is run again has cached what it was told."""
+    overrides, per_node = EXPERTS[name]
+    seen = on_fake(train, config_of("moe"), [*overrides, "train.micro_batch=2"], 4, 0, per_node)
+    microbatches, layers = 16 // (2 if name == "parts" else 4) // 2, 2
+    assert seen.waited("parallel/dispatch") == layers * microbatches
+    assert len(seen.waits) == layers * microbatches + 2
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])
+def test_launches_of_norm_and_update(shard: str) -> None:
+    """Of an accelerator a few for a chunk, however long it is; tiles are a CPU's."""
+    seen = on_fake(train, full_size(SPARSE, 8), [f"state.shard={shard}"], 8)
+    assert seen.chunks > 20
+    assert seen.of("norm", "update") <= 8 * seen.chunks
+    assert seen.kernel("_adamw") == seen.chunks
+
+
+def test_weight_gradients_are_not_rounded() -> None:
+    """Each is added to the fp32 buffer by the product itself: for each layer q, k and v, the output, up and down."""
+    seen = on_fake(train, full_size(DENSE))
+    assert seen.kernel("aten.addmm.dtype_out") == 4 * 16
+
+
+PEAKS = {
+    "dense": (DENSE, 1, []),
+    "recomputed": (DENSE, 1, ["recompute=[block]"]),
+    "some recomputed": (DENSE, 1, ["recompute=[norm,mlp]"]),
+    "fp32": (DENSE, 1, ["train.precision=float32"]),
+    "experts": (SPARSE, 1, []),
+    "experts recomputed": (SPARSE, 1, ["recompute=[moe]"]),
+    "optimizer sharded": (SPARSE, 8, ["state.shard=optimizer"]),
+    "tensor": (DENSE, 2, ["parallel.tensor=2"]),
+}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_peak_of_memory(name: str) -> None:
+    """Most bytes of a step against the plan, state at rest and the peak of activations: within a tenth. Where the loss alone
+    decides, activations are fewer than planned, as of its logits fewer are there at a time than on a CPU."""
+    model, ranks, overrides = PEAKS[name]
+    config = full_size(model, ranks)
+    seen = on_fake(train, config, overrides, ranks)
+    planned = planned_activations(config, overrides, ranks)
+    assert seen.peak == pytest.approx(seen.at_rest + planned.peak, rel=0.1)
+    assert 0.8 * planned.peak < seen.peak - seen.at_rest < 1.1 * planned.peak
+
+
+def planned_activations(config: dict[str, Any], overrides: Sequence[str], ranks: int) -> Any:
+    """What `recompute: auto` and the planner go by."""
+    tree = load_config(config, overrides)
+    parallel = tree.parallel
+    mesh = Mesh.of(
+        ranks, pipeline=1, context=1, tensor=parallel.grid, expert=parallel.expert, expert_tensor=parallel.expert_tensor
+    )
+    shapes = activation_shapes(tree, mesh, 4 if tree.train.precision == "float32" else 2)
+    return activation_bytes(tree.model, Recomputation(tuple(tree.recompute), tree.recompute_every), **shapes)
+
+
+def built(shard: str) -> tuple[int, int, int]:
+    """Bytes of the state of a 7B model on one of 8 ranks: most while it is made, at rest, of the longest chunk's buffers."""
+    with steps_of(full_size(SPARSE, 8), [f"state.shard={shard}"], 8) as (machine, steps):
+        plans = [chunk.plan for chunk in steps.state.chunks]
+        sizes = [sum(each.dtype.itemsize * plan.size for each in plan.buffers if each.depth == 0) for plan in plans]
+        return machine.memory.peak, sum(bytes_by_kind(plans).values()), max(sizes)
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
+def test_peak_while_the_state_is_made(shard: str) -> None:
+    """At rest and one chunk: none waits with all of its memory until the last is made."""
+    peak, at_rest, chunk = on_fake(built, shard)
+    assert at_rest <= peak <= at_rest + 1.01 * chunk
+
+
+def groups_of_rank(ranks: int) -> tuple[list[int], list[int]]:
+    """Sizes of the process groups that a rank of a large run makes, and of the communicators that it is to have."""
+    from optimus.testing.fake_accelerator import fake_accelerator
+    from optimus.train.groups import run_divisions
+    from optimus.train.run import mesh_of
+
+    sizes = {"pipeline": 8, "tensor": 2, "expert": 8, "schedule": "1f1b"}
+    tree = load_config(full_size(SPARSE, ranks // 16, parallel=sizes))
+    mesh = mesh_of(tree, ranks, 8)
+    with fake_accelerator(ranks=ranks) as machine:
+        layouts = layouts_of(whole_model(tree), tree)
+        Groups(mesh, divisions=run_divisions(tree, mesh, layouts, tags=False))
+        (planned,) = communicators(tree, mesh, layouts, [0])
+        return machine.groups, [each.size for each in planned for _ in range(each.number)]
+
+
+@pytest.mark.parametrize("ranks", [256, 4096])
+def test_process_groups_of_a_large_run(ranks: int) -> None:
+    """A rank makes the groups that it is in, however many ranks there are; each is planned."""
+    made, planned = on_fake(groups_of_rank, ranks)
+    assert len(made) <= 32
+    assert {size for size in made if size > 1} - {8} <= set(planned)  # those of messages along the pipeline are of 8
+
+
+def test_too_little_memory_is_a_message() -> None:
+    with pytest.raises(RankError, match=r"OutOfMemoryError: .* bytes on NVIDIA A100"):
+        on_fake(train_7b_on_a100)
+
+
+def train_7b_on_a100() -> None:
+    train(full_size(SPARSE), chip="A100")
+
+
+@pytest.mark.parametrize("chip", ["A100", "H200", "MI300X", "PVC"])
+def test_chips(chip: str) -> None:
+    """A step runs on each, whose peak of arithmetic is known."""
+    on_fake(train_on, chip)
+
+
+def train_on(chip: str) -> None:
+    from optimus.observe.machine import find_device, peak_flops
+
+    with steps_of(full_size(DENSE), chip=chip) as (machine, steps):
+        assert peak_flops(find_device("auto", "")) is not None
+        steps.train()
+        assert machine.memory.peak < machine.properties.total_memory
