@@ -21,11 +21,12 @@ class Steps:
     Ranks are taken to lie on nodes with `per_node` of them, by default on one.
     """
 
-    def __init__(self, config: Mapping[str, Any], per_node: int | None = None) -> None:
+    def __init__(self, config: Mapping[str, Any], per_node: int | None = None, device: str = "cpu") -> None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.config = with_microbatches(load_config(config), ranks)
+        self.device = torch.device(device)
         self.groups = Groups(mesh_of(self.config, ranks, per_node), divisions=[])
-        self.model, self.state = build_model(self.config, torch.device("cpu"), self.groups)
+        self.model, self.state = build_model(self.config, self.device, self.groups)
         self.state.initialize(self.config.train.seed, self.config.model.init_std)
         self.done = 0
 
@@ -34,6 +35,8 @@ class Steps:
         self.done += 1
         data = self.groups.along("dp")
         tokens_BS = random_batch(self.config, self.done)
+        tokens_BS = tokens_BS.to(self.device)
+        target_mask_BS = None if target_mask_BS is None else target_mask_BS.to(self.device)
         batch = Batch(tokens_BS, target_mask_BS, document_BS).split(len(tokens_BS) // data.size)[data.rank]
         return training_step(self.model, self.state, batch, self.config, self.done)
 
