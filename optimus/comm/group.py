@@ -110,7 +110,7 @@ class Group:
     @property
     def unwatched(self) -> "Group":
         """The same group, of which nothing is noted."""
-        return Group(
+        return type(self)(
             self.ranks,
             self.rank,
             self._handle,
@@ -124,7 +124,7 @@ class Group:
 
     def tagged(self, tag: int) -> "Group":
         """The same group for messages of their own."""
-        return Group(self.ranks, self.rank, self._handle, tag, shape=self.shape, shared=self._shared)
+        return type(self)(self.ranks, self.rank, self._handle, tag, shape=self.shape, shared=self._shared)
 
     @property
     def _by_messages(self) -> bool:

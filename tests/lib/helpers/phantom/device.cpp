@@ -154,7 +154,7 @@ struct Machine {
   }
 
   void fault(const std::string& text) {
-    if (faults.size() < 100) faults.push_back(text);
+    if (faults.size() < 100 && std::find(faults.begin(), faults.end(), text) == faults.end()) faults.push_back(text);
   }
 
   size_t add_queue() {
