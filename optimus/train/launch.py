@@ -218,10 +218,13 @@ def _run_rank(
     if device.type == "cpu" and ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
     timeout = timedelta(seconds=config.resilience.timeout)
-    with _ranks_together(device, timeout) if ranks > 1 else nullcontext():
+    backend = backend_of(device, config.train.device)
+    with _ranks_together(backend, timeout) if ranks > 1 else nullcontext():
         with naming_collectives("before the first step"):
             run = build_run(config, device, resume)
             run.notes.append(checks.dry_run(run))
+            if ranks > 1 and device.type != "cpu" and backend == "gloo":
+                run.notes.append(f"collectives go through the host, by Gloo: the ranks of a node share {device}")
         if run.step >= run.last_step:
             run.notes.append(
                 f"the run is at step {run.step} already, and ends at {run.last_step}: nothing is left to do"
@@ -240,8 +243,16 @@ def _run_rank(
     return run.stopped_by
 
 
+def backend_of(device: torch.device, named: str) -> str:
+    """What moves a rank's tensors: the backend of its device; Gloo, by way of the host (`comm/staged.py`), where
+    `train.device` is `named` with its index, as `xpu:0`, so that several ranks of a node share it, and for a device that has
+    none."""
+    shared = named == str(device) and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
+    return "gloo" if shared else dist.Backend.default_device_backend_map.get(device.type, "gloo")
+
+
 @contextmanager
-def _ranks_together(device: torch.device, timeout: timedelta) -> Iterator[None]:
+def _ranks_together(backend: str, timeout: timedelta) -> Iterator[None]:
     """The process group of all ranks, inside the context.
 
     To destroy it is to wait for all that is under way. After a failure of this rank alone, or of another one, that would
@@ -251,7 +262,7 @@ def _ranks_together(device: torch.device, timeout: timedelta) -> Iterator[None]:
     if os.environ.get("MASTER_ADDR") == LOOPBACK:  # all ranks are on this machine
         local.name_interface(LOOPBACK)
     try:
-        dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout)
     except RuntimeError as error:
         raise CollectiveError(f"the ranks have not come together within {seconds}: {error}") from error
     together, code = False, 1

@@ -5,15 +5,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from torch import Tensor
 
-from helpers.equality import Trained, compare
+from helpers.equality import Layout, assert_same_as_one_process, train_steps
 from helpers.phantom import on_phantom
-from helpers.whole import whole_state
 from optimus.state.transfers import StreamTransfers
 from optimus.testing.ranks import RankError
-from optimus.testing.steps import Steps
 
 STEPS = 3
 SIZES = {"hidden": 64, "layers": 2, "heads": 2, "intermediate": 64, "vocab": 320}
@@ -46,29 +43,38 @@ def configured(layout: str) -> dict[str, Any]:
     }
 
 
-def trained(config: dict[str, Any], device: str) -> Trained:
-    steps = Steps(config, device=device)
-    results = [steps.train() for _ in range(STEPS)]
-    return Trained(results, whole_state(steps.state, everywhere=False))
-
-
-def both(layout: str) -> None:
-    torch.compiler.set_stance("force_eager")  # of the update on the host
-    config = configured(layout)
-    rtol = 1e-5 if config["train"]["precision"] == "float32" else 3e-2  # as results of every operation are rounded to
-    compare(trained(config, "phantom"), trained(config, "cpu"), layout, rtol)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_numbers_of_the_cpu(layout: str) -> None:
-    on_phantom(both, 1, layout)
+    config = configured(layout)
+    rtol = 1e-5 if config["train"]["precision"] == "float32" else 3e-2  # as results of every operation are rounded to
+    assert_same_as_one_process(config, [Layout(1)], STEPS, rtol=rtol, device="phantom")
+
+
+SHARED = [
+    Layout(2, ["parallel.tensor=2", "parallel.sequence=true", "state.shard=parameters"]),
+    Layout(4, ["parallel.tensor=[2,2]", "parallel.expert=2"]),
+    Layout(4, ["parallel.context=2", "parallel.context_method=ring", "state.shard=gradients"], per_node=2),
+    Layout(2, ["parallel.context=2", "parallel.context_method=ulysses"]),
+    Layout(4, ["parallel.expert=4", "moe.dispatch=alltoall", "state.shard=optimizer"], per_node=2),
+    Layout(2, ["parallel.expert=2", "moe.dispatch=allgather", "recompute=[block]"]),
+    Layout(2, ["parallel.pipeline=2", "parallel.schedule=1f1b", "parallel.vocabulary=true"]),
+    Layout(2, ["parallel.pipeline=2", "parallel.schedule=zb-h1"]),
+    Layout(4, ["parallel.pipeline=2", "parallel.executor=message-driven"]),
+    Layout(2, ["state.shard=parameters", "state.residency=all", "state.update_on=device", "state.cache=2"]),
+]
+
+
+@pytest.mark.parametrize("layout", SHARED, ids=lambda layout: ",".join(layout.overrides))
+def test_ranks_that_share_a_device(layout: Layout) -> None:
+    config = configured("experts")
+    config["train"]["micro_batch"] = 1
+    assert_same_as_one_process(config, [layout], 2, rtol=5e-5, device="phantom")
 
 
 def planted(layout: str, name: str) -> None:
     """Steps in which `StreamTransfers` lacks something."""
-    torch.compiler.set_stance("force_eager")
     with mock.patch.object(StreamTransfers, name, PLANTED[name]):
-        trained(configured(layout), "phantom")
+        train_steps(configured(layout), STEPS, device="phantom")
 
 
 def staged_without_waiting(self: StreamTransfers, name: object, part: Tensor, on: str, *, filled: bool) -> Tensor:
