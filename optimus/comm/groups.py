@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from optimus.comm.algorithms import KINDS, Measured, on_two_levels
+from optimus.comm.device_waits import GRACE
 from optimus.comm.exchange import AS_THEY_ARE, Codec
 from optimus.comm.group import Group, Shared
 from optimus.comm.recorder import Recorder
@@ -104,7 +105,8 @@ class Groups:
         self._shared = Shared(self.recorder, self.watch, measured=measured, partial_sums=partial_sums)
         self.step = self._shared.step
         self._uneven: list[Sequence[int]] = []  # groups that have different numbers of ranks on nodes
-        self._timeout = None if timeout is None else timedelta(seconds=timeout)
+        grace = 0.0 if self.tags else GRACE
+        self._timeout = None if timeout is None else timedelta(seconds=timeout + grace)
         self._made: dict[Parts, Group] = {}
         self._apart: dict[Parts, list[Group]] = {}
         self._numbers = count(1)  # of groups that are not shared

@@ -224,7 +224,7 @@ def build_model(
         gathering=gathering,
         stage_of=partition.stage_here,
     )
-    return stages_of(model, partition, config, groups, compute), state
+    return stages_of(model, partition, config, groups, compute, device), state
 
 
 def _frozen_line(layouts: Mapping[str, Layout], trained: Sequence[str]) -> str:

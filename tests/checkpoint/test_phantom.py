@@ -1,4 +1,4 @@
-"""Asynchronous checkpoints of a run on the phantom: they hold the state of their step, and reading and copying never race."""
+"""Asynchronous checkpoints of a run on the phantom: they hold the state of their step, whatever is copied late."""
 
 import time
 from pathlib import Path
@@ -62,7 +62,7 @@ run = Staging.run
 
 def unheld(config: dict[str, Any]) -> None:
     """Copies begin late, and updates do not wait for them."""
-    with mock.patch.object(TrainedChunk, "hold", lambda *_: None), mock.patch.object(Staging, "run", late):
+    with mock.patch.object(TrainedChunk, "hold"), mock.patch.object(Staging, "run", late):
         both(config)
 
 

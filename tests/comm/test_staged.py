@@ -1,7 +1,5 @@
 """Collectives of a device's tensors over Gloo: what the same collectives of the host's tensors give, and where they were."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 

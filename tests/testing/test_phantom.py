@@ -1,4 +1,4 @@
-"""The phantom computes what the CPU does, and finds what an accelerator would have gone wrong by: each fault is planted once."""
+"""The phantom computes what the CPU does, and finds what would go wrong on an accelerator: each fault is planted once."""
 
 import ctypes
 from collections.abc import Callable

@@ -33,7 +33,14 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def configured(layout: str) -> dict[str, Any]:
     model, more = LAYOUTS[layout]
-    train = {"output": "none", "steps": 10, "global_batch": 4, "micro_batch": 2, "sequence_length": 32, "precision": "float32"}
+    train = {
+        "output": "none",
+        "steps": 10,
+        "global_batch": 4,
+        "micro_batch": 2,
+        "sequence_length": 32,
+        "precision": "float32",
+    }
     return {
         "model": model,
         "data": {"path": "random"},

@@ -75,11 +75,11 @@ def assert_same_as_one_process(
             compare(trained, references[key], where, rtol)
 
 
-def train_steps(
-    config: Mapping[str, Any], steps: int, per_node: int | None = None, device: str = "cpu"
-) -> Trained:
+def train_steps(config: Mapping[str, Any], steps: int, per_node: int | None = None, device: str = "cpu") -> Trained:
     """Train on this rank's part of random batches; the whole state is on rank 0 only."""
-    torch.compiler.set_stance("default" if device == "cpu" else "force_eager")  # updates on the host: seconds to compile
+    torch.compiler.set_stance(
+        "default" if device == "cpu" else "force_eager"
+    )  # updates on the host: seconds to compile
     trained = Steps(config, per_node, device)
     results = [trained.train() for _ in range(steps)]
     return Trained(results, whole_state(trained.state, everywhere=False))

@@ -36,7 +36,9 @@ def library() -> Path:
     compiler = shutil.which("g++")
     if compiler is None or sys.platform != "linux":
         pytest.skip("the phantom device needs g++ and Linux")
-    key = hashlib.sha256(f"{torch.__version__} {sys.version} {_SOURCE.read_text(encoding='utf-8')}".encode()).hexdigest()
+    key = hashlib.sha256(
+        f"{torch.__version__} {sys.version} {_SOURCE.read_text(encoding='utf-8')}".encode()
+    ).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optimus-phantom"
     built = cache / key[:16] / "phantom.so"
     if not built.exists():
@@ -53,7 +55,16 @@ def _options() -> list[str]:
     include = Path(torch.__file__).parent / "include"
     folders = [include, include / "torch" / "csrc" / "api" / "include", sysconfig.get_paths()["include"]]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    return ["-shared", "-fPIC", "-O1", "-std=c++20", "-w", abi, "-DTORCH_EXTENSION_NAME=phantom", *(f"-I{each}" for each in folders)]
+    return [
+        "-shared",
+        "-fPIC",
+        "-O1",
+        "-std=c++20",
+        "-w",
+        abi,
+        "-DTORCH_EXTENSION_NAME=phantom",
+        *(f"-I{each}" for each in folders),
+    ]
 
 
 def _libraries() -> list[str]:
