@@ -17,7 +17,7 @@ Place = tuple[str, str, int]
 GRACE = 60.0  # seconds after which the backend's own watchdog ends a rank that ours has not
 
 
-class Mark(Protocol):
+class StreamPoint(Protocol):
     """A point on a stream."""
 
     def query(self) -> bool:
@@ -29,8 +29,8 @@ class Mark(Protocol):
 
 class _Wait(NamedTuple):
     place: Place
-    before: Mark
-    after: Mark
+    before: StreamPoint
+    after: StreamPoint
 
 
 def _mark() -> torch.Event:
@@ -42,7 +42,7 @@ def _mark() -> torch.Event:
 class DeviceWaits:
     """Those that this rank's streams have been told and have not passed, in order; `mark` makes a point on the stream."""
 
-    def __init__(self, mark: Callable[[], Mark] = _mark) -> None:
+    def __init__(self, mark: Callable[[], StreamPoint] = _mark) -> None:
         self._mark = mark
         self._waits: list[_Wait] = []
         self._lock = threading.Lock()

@@ -63,8 +63,8 @@ class SilentGroup(dist.ProcessGroup):
     """`aborts`: seconds after which the watchdog aborts a rank whose collective is not over."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, aborts: float) -> None:
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._aborts = aborts
         self._works: list[_Work] = []
         self._stream: list[_Work] = []  # what it has been told to wait for
@@ -75,15 +75,15 @@ class SilentGroup(dist.ProcessGroup):
         """As torch asks for it."""
         return NAME
 
-    def allreduce(self, *given: Any) -> _Work:
+    def allreduce(self, *given: Any) -> _Work:  # type: ignore[override]
         """As torch begins one."""
         return self._begin(self._gloo.allreduce, *given)
 
-    def send(self, *given: Any) -> _Work:
+    def send(self, *given: Any) -> _Work:  # type: ignore[override]
         """As torch begins one."""
         return self._begin(self._gloo.send, *given)
 
-    def recv(self, *given: Any) -> _Work:
+    def recv(self, *given: Any) -> _Work:  # type: ignore[override]
         """As torch begins one."""
         return self._begin(self._gloo.recv, *given)
 

@@ -317,7 +317,7 @@ def _naming_lack_of_memory(run: Run) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        what = str(error).splitlines()[0].rstrip(".")
+        what = str(error).partition(". ")[0].splitlines()[0]
         cure = "choose a smaller train.micro_batch, recompute, or shard or offload more of the state"
         raise EndedError(
             Exit.USER,

@@ -379,7 +379,7 @@ struct Memory final : c10::DeviceAllocator {
     std::lock_guard lock(machine().mutex);
     machine().peak = machine().bytes;
   }
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) {
     std::lock_guard lock(machine().mutex);
     return {machine().limit - machine().bytes, machine().limit};
   }
@@ -410,7 +410,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void setDevice(c10::Device device) const override { TORCH_CHECK(device.index() <= 0, "there is one phantom alone"); }
   void uncheckedSetDevice(c10::Device) const noexcept override {}
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
+  c10::DeviceCapability getDeviceCapability(c10::Device) const { return {}; }
   c10::Stream getStream(c10::Device) const override { return stream_of(current); }
   c10::Stream getDefaultStream(c10::Device) const override { return stream_of(0); }
   c10::Stream getNewStream(c10::Device, int = 0) const override {
