@@ -71,6 +71,13 @@ class DeviceWaits:
             )
 
 
+def flight_record() -> bytes:
+    """What torch's flight recorder has of this rank's last collectives, as JSON; NCCL's own where torch is built with it."""
+    known = vars(torch._C._distributed_c10d)
+    found: bytes = known.get("_dump_nccl_trace_json", known["_dump_fr_trace_json"])(True, False)
+    return found
+
+
 class Deadline:
     """A thread that calls `ended` where the device has waited in one collective for `seconds`: its backend never raises."""
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from optimus.checkpoint.folder import DamagedError, list_checkpoints, step_of
 from optimus.checkpoint.lease import Lease, LeaseError, living_holder
 from optimus.checkpoint.rollback import resume_points, rollback
 from optimus.comm import CollectiveError
-from optimus.comm.device_waits import GRACE, Deadline, DeviceWaits, Place
+from optimus.comm.device_waits import GRACE, Deadline, DeviceWaits, Place, flight_record
 from optimus.config import RunConfig, dump_config, load_config
 from optimus.data.training import TrainingData
 from optimus.errors import UserError, naming_disk_errors
@@ -300,6 +300,8 @@ def _deadline(run: Run) -> Iterator[None]:
         group, what, _ = place
         waited = f"the device has waited for {seconds:g} s (resilience.timeout)"
         text = f"step {run.step + 1}: {what} over ranks {group} failed on rank {run.groups.rank}: {waited}"
+        with suppress(OSError):
+            (run.folder / f"flight-record-{run.groups.rank}.json").write_bytes(flight_record())
         get_error_handler().record_exception(CollectiveError(f"{text}. Run again with `resume=True`"))
         print(f"error: {text}", file=sys.stderr)
         _leave(Exit.LOST)

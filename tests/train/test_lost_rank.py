@@ -241,28 +241,33 @@ class Stuck:
 
 
 def test_a_rank_whose_device_waits_too_long_is_lost(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It says in which collective, and ends before its backend aborts it."""
+    """It says in which collective, keeps what torch has recorded of them, and ends before its backend aborts it."""
     ended, codes = threading.Event(), []
     monkeypatch.setattr(launch, "_leave", lambda code: (codes.append(code), ended.set()))
     recorder = Recorder()
     recorder.device = DeviceWaits(Stuck())
     config = SimpleNamespace(resilience=SimpleNamespace(timeout=0.05))
-    run: Any = SimpleNamespace(groups=SimpleNamespace(recorder=recorder, rank=0), config=config, step=6)
+    groups = SimpleNamespace(recorder=recorder, rank=0)
+    run: Any = SimpleNamespace(groups=groups, config=config, step=6, folder=tmp_path)
     with launch._deadline(run):
         recorder.wait(("0, 1", "all_reduce", 3), [])
         assert ended.wait(10)
     assert codes == [Exit.LOST]
+    assert "version" in json.loads((tmp_path / "flight-record-0.json").read_text())
     expected = "step 7: all_reduce over ranks 0, 1 failed on rank 0: the device has waited for 0.05 s"
     assert f"error: {expected} (resilience.timeout)" in capfd.readouterr().err
 
 
 def test_lack_of_memory_is_nobodys_loss() -> None:
     run: Any = SimpleNamespace(groups=SimpleNamespace(rank=2), device="xpu:0", step=6)
-    with pytest.raises(
-        EndedError, match=r"^step 7: rank 2 has no memory left on xpu:0 \(full\): choose a smaller"
-    ) as error, launch._naming_lack_of_memory(run):
+    with (
+        pytest.raises(
+            EndedError, match=r"^step 7: rank 2 has no memory left on xpu:0 \(full\): choose a smaller"
+        ) as error,
+        launch._naming_lack_of_memory(run),
+    ):
         raise torch.OutOfMemoryError("full. More of it")
     assert launch.code_of(error.value) == Exit.USER
 
