@@ -59,7 +59,7 @@ def make_stages(config: RunConfig) -> Staged:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
         buffers[parameter] = TensorBuffer(parameter.grad, groups.step)
-    return stages_of(model, partition, config, groups, torch.float32)
+    return stages_of(model, partition, config, groups, torch.float32, torch.device("cpu"))
 
 
 def ours(staged: Staged, config: RunConfig) -> Step:

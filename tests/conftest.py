@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-_RANKS = re.compile("run_ranks|run_fresh|assert_same_as_one_process")
+_RANKS = re.compile("run_ranks|on_phantom|run_fresh|assert_same_as_one_process")
 
 if not torch.accelerator.is_available():
     # Triton then runs kernels in its interpreter. It asks once, when it is first imported, by whatever part of torch.

@@ -122,9 +122,9 @@ def follow_masks(state: ModelState, reader: Reader) -> bool:
             )
     except UserError as error:
         failure = error
-    world, device = state.groups.world, state.chunks[0].parameter.device
-    world.agree(failure, device)
-    if world.any(not same_masks(masks, state.recipe.masks), device):
+    world = state.groups.world
+    world.agree(failure)
+    if world.any(not same_masks(masks, state.recipe.masks)):
         state.prune(masks, empty=True)
     return there
 

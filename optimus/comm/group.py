@@ -110,7 +110,7 @@ class Group:
     @property
     def unwatched(self) -> "Group":
         """The same group, of which nothing is noted."""
-        return Group(
+        return type(self)(
             self.ranks,
             self.rank,
             self._handle,
@@ -124,7 +124,7 @@ class Group:
 
     def tagged(self, tag: int) -> "Group":
         """The same group for messages of their own."""
-        return Group(self.ranks, self.rank, self._handle, tag, shape=self.shape, shared=self._shared)
+        return type(self)(self.ranks, self.rank, self._handle, tag, shape=self.shape, shared=self._shared)
 
     @property
     def _by_messages(self) -> bool:
@@ -340,6 +340,18 @@ class Group:
         call = partial(dist.irecv, tensor, self.ranks[source], self._handle, self._tag)
         return self._start(what, tensor, lambda _: call(), at=self._between(source, self.rank))
 
+    def connect(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
+        """Send a message from the first to the second of each of these pairs of the group's ranks, one after the other.
+
+        NCCL, RCCL and oneCCL make a communicator of two ranks at their first message, for which both wait; ranks that come
+        to theirs in different orders, or by several threads, would wait for each other.
+        """
+        for source, target in pairs:
+            if self.rank == source:
+                self.send_async(torch.zeros(1, device=device), target, "connection")()
+            elif self.rank == target:
+                self.recv_async(torch.zeros(1, device=device), source, "connection")()
+
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """This rank waits inside the context for what others of the group do, but not in a collective."""
         return self._recorder.waits(self._name, what, self._recorder.begun[self._name])
@@ -428,8 +440,7 @@ class Group:
 
         def finish() -> None:
             with self._waits(at, name, number, tensor):
-                for work in works:
-                    work.wait()
+                self._recorder.wait((at, name, number), works)
             if self.watch is not None and comes:
                 self.watch.comes((at, number))
 
@@ -445,11 +456,15 @@ class Group:
 
     @contextmanager
     def _waits(self, at: str, name: str, number: int, tensor: Tensor) -> Iterator[None]:
-        """In a collective, which is named where it fails."""
+        """In a collective, which is named where it fails; what fails on this rank's own device is no failure of others."""
         try:
             with region(lambda: name), self._recorder.waits(at, name, number):
                 yield
-        except RuntimeError as error:  # what torch.distributed raises for a lost peer and for one that is late
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except RuntimeError as error:
+            if not (self._by_messages or isinstance(error, dist.DistError)):
+                raise  # Gloo alone raises nothing more special for a peer that is lost or late
             raise CollectiveError(
                 f"{name} of {tensor.numel() * tensor.element_size():,} bytes over ranks {_few(self.ranks)} failed on rank "
                 f"{self.ranks[self.rank]}: {_cause(error)}"

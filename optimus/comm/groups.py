@@ -5,13 +5,16 @@ from datetime import timedelta
 from itertools import chain, combinations, count
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from optimus.comm.algorithms import KINDS, Measured, on_two_levels
+from optimus.comm.device_waits import GRACE
 from optimus.comm.exchange import AS_THEY_ARE, Codec
 from optimus.comm.group import Group, Shared
 from optimus.comm.recorder import Recorder
 from optimus.comm.schedules import Shape
+from optimus.comm.staged import HostStagedGroup
 from optimus.comm.watch import Watch
 from optimus.mesh import Mesh
 from optimus.mesh.mesh import DENSE, EXPERT
@@ -102,7 +105,8 @@ class Groups:
         self._shared = Shared(self.recorder, self.watch, measured=measured, partial_sums=partial_sums)
         self.step = self._shared.step
         self._uneven: list[Sequence[int]] = []  # groups that have different numbers of ranks on nodes
-        self._timeout = None if timeout is None else timedelta(seconds=timeout)
+        grace = 0.0 if self.tags else GRACE
+        self._timeout = None if timeout is None else timedelta(seconds=timeout + grace)
         self._made: dict[Parts, Group] = {}
         self._apart: dict[Parts, list[Group]] = {}
         self._numbers = count(1)  # of groups that are not shared
@@ -201,7 +205,9 @@ class Groups:
         if shape is None:
             self._uneven.append(own)
         handle = self._handle(parts, own, alone)
-        return Group(own, own.index(self.rank), handle, alone, shape=shape, shared=self._shared, levels=levels)
+        # Gloo moves nothing but memory of the host.
+        kind = HostStagedGroup if self.tags and torch.accelerator.is_available() else Group
+        return kind(own, own.index(self.rank), handle, alone, shape=shape, shared=self._shared, levels=levels)
 
     def levels(self, *axes: str) -> tuple[Group, Group] | None:
         """For the group along `axes` of several ranks on several nodes those across and within nodes; else None."""

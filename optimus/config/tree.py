@@ -300,7 +300,10 @@ class TrainConfig(Section):
     stop_at: int | None = Field(
         None, gt=0, description="Stop after this step; the learning-rate schedule still spans the whole run."
     )
-    device: str = Field("auto", description="auto, or the name of a torch device such as cpu, cuda, xpu.")
+    device: str = Field(
+        "auto",
+        description="auto, or the name of a torch device: cpu, cuda, xpu. With an index (cuda:0) a node's ranks share it.",
+    )
 
     @model_validator(mode="after")
     def _batches(self) -> "TrainConfig":

@@ -30,9 +30,8 @@ class AdamW(UpdateRule):
             from optimus.kernels.triton import adamw as kernels
 
             kernels.adamw(factors, now.step, self.rate(now), weight, gradient, m, v, now.gradient_scale, copy)
-        elif (
-            torch.accelerator.is_available()
-        ):  # state on the host; where all is on a CPU, every update is the same function
+        # State on the host; where all is on a CPU, every update is the same function.
+        elif weight.device.type == "cpu" and torch.accelerator.is_available():
             numbers = AdamWFactors.of(now.step, self.rate(now), *factors, now.gradient_scale)
             adamw_in_one_pass(weight, gradient, m, v, copy, numbers)
         else:

@@ -100,6 +100,16 @@ class StageLinks:
         return self._streams[2 * receive.stage + (receive.kind is Kind.RECEIVE_BACKWARD)]
 
 
+def links_of(schedule: Schedule) -> list[tuple[int, tuple[int, int]]]:
+    """The links that messages of a step take, in one order on all ranks: (number among the streams of `StageLinks`, (rank
+    that sends, rank that receives))."""
+    borders = [(stage, stage + 1) for stage in range(schedule.stages - 1)]
+    found = [(2 * after, before, after) for before, after in borders]
+    found += [(2 * before + 1, after, before) for before, after in borders]
+    ranks = [(stream, (schedule.rank_of(source), schedule.rank_of(target))) for stream, source, target in found]
+    return [(stream, (source, target)) for stream, (source, target) in sorted(ranks) if source != target]
+
+
 class Computing:
     """The computations of one rank in a step, whoever decides their order; and what is handed over on the rank itself.
 

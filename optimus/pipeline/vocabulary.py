@@ -37,6 +37,11 @@ class VocabularyLinks(NamedTuple):
         ends = place.rank_of(0), place.rank_of(place.stages - 1)
         return cls(*ends, *groups.apart(4, "pp"), *groups.apart(1, "pp", "tp_out"))
 
+    def connect(self, device: torch.device) -> None:
+        """The links of what one rank gives to all others (`Group.connect`)."""
+        for group, source in (self.outputs, self.last), (self.embedding_gradients, self.first):
+            group.connect([(source, rank) for rank in range(group.size) if rank != source], device)
+
 
 class _Logits(NamedTuple):
     x_TH: Tensor

@@ -63,6 +63,7 @@ class Launch(NodeJob):
     node: str
     endpoint: str
     name: str = "optimus"  # tells apart launches that use one store
+    aborts: bool = False  # whether the backend ends ranks that have lost another by SIGABRT
 
 
 def run_node(launch: Launch, command: Sequence[str]) -> Do | Exit | None:
@@ -193,9 +194,9 @@ class _Member:
     def _failed(self, failures: dict[int, ProcessFailure]) -> Do | Exit:
         crashes = int(self._store.add(self._key(f"crashes/{self._launch.node}"), 0))
         codes = {rank: failure.exitcode for rank, failure in failures.items()}
-        decision = decide(codes, crashes, self._rendezvous.spares())
+        decision = decide(codes, crashes, self._rendezvous.spares(), self._launch.aborts)
         if decision.do is Do.LEAVE and not self._claim_spare():
-            decision = decide(codes, crashes, 0)
+            decision = decide(codes, crashes, 0, self._launch.aborts)
         said = [text for failure in failures.values() if (text := error_in(failure.message))]
         detail = f"{decision.detail}: {said[0]}" if said else decision.detail
         if decision.culprit:

@@ -28,11 +28,12 @@ class Decision(NamedTuple):
     detail: str
 
 
-def decide(codes: Mapping[int, int], crashes: int, spares: int) -> Decision:
+def decide(codes: Mapping[int, int], crashes: int, spares: int, aborts: bool = False) -> Decision:
     """Of a node's own ranks that failed, by exit code (negative: signal), and its own crashes before.
 
     A node is excluded only where a spare can take its place: numbers that are not finite, or a second crash. An ordinary
-    crash alone is no reason: most are of software.
+    crash alone is no reason: most are of software. Where the backend `aborts` ranks that have lost another, as NCCL's
+    watchdog does, SIGABRT says no more than that.
     """
     by_code = {code: rank for rank, code in sorted(codes.items(), reverse=True)}
     if Exit.USER in by_code:
@@ -45,8 +46,9 @@ def decide(codes: Mapping[int, int], crashes: int, spares: int) -> Decision:
     if Exit.DIVERGED in by_code:
         return Decision(Do.RESTART, False, by_code[Exit.DIVERGED], "the training has diverged")
     # A rank that was ended by SIGTERM beside others is one that the launcher has ended after them.
-    own = {code: rank for code, rank in by_code.items() if code not in (Exit.LOST, -signal.SIGTERM)}
-    if not own and Exit.LOST in by_code:
+    lost = {Exit.LOST, *([-signal.SIGABRT] if aborts else [])}
+    own = {code: rank for code, rank in by_code.items() if code not in (*lost, -signal.SIGTERM)}
+    if not own and lost & by_code.keys():
         return Decision(Do.RESTART, False, None, "another rank was lost")
     code, rank = min((own or by_code).items(), key=lambda item: item[1])
     do = Do.LEAVE if crashes + 1 >= CRASHES and spares > 0 else Do.RESTART

@@ -341,7 +341,8 @@ class TrainedChunk(Chunk):
         if self.plan.offloaded and not self.update_is_collective:
             self._updating = self._transfers.submit(update, self.plan.updated, self._update_on)
         else:
-            update()
+            with self._transfers.in_order():
+                update()
         self._invalidate_gathered()
 
     def skip(self) -> None:

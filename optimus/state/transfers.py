@@ -69,15 +69,19 @@ class Transfers:
 
         return wait
 
+    def in_order(self) -> AbstractContextManager[None]:
+        """An update by this thread itself: behind what its stream has been told to do, and before what it is told next."""
+        return nullcontext()
+
     def synchronize(self) -> None:
         """Let the host wait for what this thread's stream has been told to do."""
 
     def tile(self, number: int) -> AbstractContextManager[None]:
-        """In a submitted update: the next tile, whose copies may be made beside the one before."""
+        """In an update: the next tile, whose copies may be made beside the one before."""
         return nullcontext()
 
     def staged(self, name: object, part: Tensor, on: str, *, filled: bool) -> Tensor:
-        """In a submitted update: memory `on` device or host for `part`, which is elsewhere; with its values if `filled`. It
+        """In an update: memory `on` device or host for `part`, which is elsewhere; with its values if `filled`. It
         is valid until the tile after the next."""
         scratch = self._held(name, part, on)
         if filled:
@@ -85,7 +89,7 @@ class Transfers:
         return scratch
 
     def put_back(self, part: Tensor, staged: Tensor) -> None:
-        """In a submitted update: what has become of `part`."""
+        """In an update: what has become of `part`."""
         part.copy_(staged)
 
     def _held(self, name: object, part: Tensor, on: str) -> Tensor:
@@ -156,6 +160,15 @@ class StreamTransfers(Transfers):
                 torch.accelerator.current_stream(self.device).wait_event(event)
 
         return wait
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        stream = torch.accelerator.current_stream(self.device)
+        for side in self._sides:
+            side.wait_stream(stream)
+        yield
+        for side in self._sides:
+            stream.wait_stream(side)
 
     def synchronize(self) -> None:
         torch.accelerator.current_stream(self.device).synchronize()

@@ -55,12 +55,14 @@ class RankError(Exception):
         self.ranks = list(ranks)
 
 
-def run_ranks(fn: Callable[..., T], n: int, *args: Any, timeout: float = 240.0, pool: str = "") -> list[T]:
+def run_ranks(
+    fn: Callable[..., T], n: int, *args: Any, timeout: float = 240.0, pool: str = "", kept: bool = True
+) -> list[T]:
     """Run `fn(*args)` on each of `n` ranks of one Gloo process group, and return the results by rank.
 
     `fn` is a function at the top level of a module (any: a test module or a script too), `args` and results can be
     pickled; tensors are copied. Each rank has one torch thread, and starts from torch's seed 0. What a call leaves behind in
-    its process is seen by those of the same `pool` alone.
+    its process is seen by those of the same `pool` alone; unless they are `kept`, processes are new and end with the call.
 
     Raises:
         RankError: a rank raised, died, or had not finished `timeout` seconds after the call. All ranks are then ended.
@@ -68,7 +70,7 @@ def run_ranks(fn: Callable[..., T], n: int, *args: Any, timeout: float = 240.0, 
     if n < 1:
         raise ValueError(f"run_ranks needs at least one rank, not {n}")
     work = functions.dumps((fn, args))
-    with turn(), _pool(pool).lend(n) as (workers, store):
+    with turn(), _pool(pool).lend(n, kept) as (workers, store):
         deadline = time.monotonic() + timeout
         calls = [_Call(rank, n, store, timeout, os.getcwd(), sys.path, dict(os.environ), work) for rank in range(n)]
         results = _exchange(workers, calls, deadline, timeout)
@@ -188,11 +190,12 @@ class _Pool:
         atexit.register(self.close)
 
     @contextlib.contextmanager
-    def lend(self, n: int) -> Iterator[tuple[list[_Worker], str]]:
+    def lend(self, n: int, kept: bool = True) -> Iterator[tuple[list[_Worker], str]]:
         """`n` workers, and a file for them to meet in; after any exception they are killed, not taken back."""
         store = Path(self.folder.name) / f"call{next(self.calls)}"
         self.idle = [worker for worker in self.idle if worker.process.is_alive()]
-        workers, self.idle = self.idle[:n], self.idle[n:]
+        taken = n if kept else 0
+        workers, self.idle = self.idle[:taken], self.idle[taken:]
         try:
             workers += [self._start() for _ in range(n - len(workers))]
             yield workers, str(store)
@@ -201,7 +204,10 @@ class _Pool:
             raise
         finally:
             store.unlink(missing_ok=True)
-        self.idle = workers + self.idle
+        if kept:
+            self.idle = workers + self.idle
+        else:
+            _kill(workers)
 
     def _start(self) -> _Worker:
         ours, theirs = self.context.Pipe()

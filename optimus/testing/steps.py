@@ -24,21 +24,23 @@ class Steps:
     """
 
     def __init__(
-        self, config: Mapping[str, Any] | RunConfig, per_node: int | None = None, device: torch.device = _CPU
+        self, config: Mapping[str, Any] | RunConfig, per_node: int | None = None, device: torch.device | str = _CPU
     ) -> None:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.config = with_microbatches(load_config(config), ranks)
+        self.device = torch.device(device)
         self.groups = Groups(mesh_of(self.config, ranks, per_node), divisions=[])
-        self.model, self.state = build_model(self.config, device, self.groups)
+        self.model, self.state = build_model(self.config, self.device, self.groups)
         self.state.initialize(self.config.train.seed, self.config.model.init_std)
-        self.done, self._device = 0, device
+        self.done = 0
 
     def train(self, target_mask_BS: Tensor | None = None, document_BS: Tensor | None = None) -> StepResult:
         """The next step, on this rank's part of a random batch; what is said of its tokens is that of the whole batch."""
         self.done += 1
         data = self.groups.along("dp")
         tokens_BS = random_batch(self.config, self.done)
-        tokens_BS = tokens_BS.to(self._device, non_blocking=True)
+        tokens_BS = tokens_BS.to(self.device, non_blocking=True)
+        target_mask_BS = None if target_mask_BS is None else target_mask_BS.to(self.device)
         batch = Batch(tokens_BS, target_mask_BS, document_BS).split(len(tokens_BS) // data.size)[data.rank]
         return training_step(self.model, self.state, batch, self.config, self.done)
 

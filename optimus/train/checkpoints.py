@@ -57,7 +57,7 @@ def _masks(
     reader = groups.world.on_first(lambda: _first_whole(begins_with(config, resume)))
     if reader is None:
         return {}
-    return read_together(lambda: masks_in(reader, layouts, groups.mesh, groups.rank), groups.world, device)
+    return read_together(lambda: masks_in(reader, layouts, groups.mesh, groups.rank), groups.world)
 
 
 def _first_whole(paths: Iterable[Path]) -> Reader | None:

@@ -14,7 +14,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,19 @@ import torch.distributed as dist
 import yaml
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+    get_error_handler,
+    record,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from optimus.checkpoint.folder import DamagedError, list_checkpoints, step_of
 from optimus.checkpoint.lease import Lease, LeaseError, living_holder
 from optimus.checkpoint.rollback import resume_points, rollback
 from optimus.comm import CollectiveError
+from optimus.comm.device_waits import GRACE, Deadline, DeviceWaits, Place, flight_record
 from optimus.config import RunConfig, dump_config, load_config
 from optimus.data.training import TrainingData
 from optimus.errors import UserError, naming_disk_errors
@@ -189,7 +195,9 @@ def explain(failures: Mapping[int, ProcessFailure]) -> str:
     lost = [r for r in silent if failures[r].exitcode != -signal.SIGTERM and failures[r].timestamp <= first + 1]
     causes = sorted(said.keys() - stopped.keys(), key=lambda rank: (failures[rank].timestamp, rank))
     if lost or not said:
-        rank = min(lost or silent, key=lambda rank: failures[rank].timestamp)
+        # NCCL's watchdog aborts those that have lost another.
+        aborted = {rank: failures[rank].exitcode == -signal.SIGABRT for rank in silent}
+        rank = min(lost or silent, key=lambda rank: (aborted[rank], failures[rank].timestamp))
         head = f"rank {rank} was lost ({how_ended(failures[rank].exitcode)})"
     elif causes:
         return f"rank {causes[0]} failed: {re.sub(r'^(User|Damaged|Held)Error: ', '', said[causes[0]])}"
@@ -224,10 +232,13 @@ def _run_rank(
     if device.type == "cpu" and ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
     timeout = timedelta(seconds=config.resilience.timeout)
-    with _ranks_together(device, timeout) if ranks > 1 else nullcontext():
+    backend = backend_of(device, config.train.device, ranks_per_node(ranks))
+    with _ranks_together(backends_of(backend, device.type), timeout) if ranks > 1 else nullcontext():
         with naming_collectives("before the first step"):
             run = build_run(config, device, resume)
             run.notes.append(checks.dry_run(run))
+            if ranks > 1 and device.type != "cpu" and backend == "gloo":
+                run.notes.append(f"collectives go through the host, by Gloo: the ranks of a node share {device}")
         if run.step >= run.last_step:
             run.notes.append(
                 f"the run is at step {run.step} already, and ends at {run.last_step}: nothing is left to do"
@@ -236,8 +247,9 @@ def _run_rank(
             _claim_folder(run)
         with _last_words() if ranks > 1 else nullcontext():
             holding = [hooks.LeaseCheck(holder)] if holder is not None and run.groups.rank == 0 else []
-            train_loop(run, [*holding, *more, *_hooks(run, node)])
-            run.state.finish()
+            with _deadline(run) if backend != "gloo" and ranks > 1 else nullcontext(), _naming_lack_of_memory(run):
+                train_loop(run, [*holding, *more, *_hooks(run, node)])
+                run.state.finish()
             if run.stopped_by:  # launchers end the others when they see that one has ended with a code
                 run.groups.world.any(False)
         if node is not None and run.groups.rank == 0 and run.step >= run.last_step:
@@ -246,8 +258,16 @@ def _run_rank(
     return run.stopped_by
 
 
+def backend_of(device: torch.device, named: str, per_node: int) -> str:
+    """What moves a rank's tensors: the backend of its device; Gloo, by way of the host (`comm/staged.py`), where
+    `train.device` is `named` with its index, as `xpu:0`, so that all `per_node` ranks of a node share it, and for a device
+    that has none."""
+    shared = named == str(device) and per_node > 1
+    return "gloo" if shared else dist.Backend.default_device_backend_map.get(device.type, "gloo")
+
+
 @contextmanager
-def _ranks_together(device: torch.device, timeout: timedelta) -> Iterator[None]:
+def _ranks_together(backend: str, timeout: timedelta) -> Iterator[None]:
     """The process group of all ranks, inside the context.
 
     To destroy it is to wait for all that is under way. After a failure of this rank alone, or of another one, that would
@@ -256,8 +276,9 @@ def _ranks_together(device: torch.device, timeout: timedelta) -> Iterator[None]:
     seconds = f"{timeout.total_seconds():g} s (resilience.timeout)"
     if os.environ.get("MASTER_ADDR") == LOOPBACK:  # all ranks are on this machine
         local.name_interface(LOOPBACK)
+    grace = timedelta(seconds=0 if backend == "gloo" else GRACE)
     try:
-        dist.init_process_group(backends_of(device), timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout + grace)
     except RuntimeError as error:
         raise CollectiveError(f"the ranks have not come together within {seconds}: {error}") from error
     together, code = False, 1
@@ -274,10 +295,47 @@ def _ranks_together(device: torch.device, timeout: timedelta) -> Iterator[None]:
             atexit.register(_leave, code)
 
 
-def backends_of(device: torch.device) -> str:
-    """Those of the group of all ranks: the device's, and Gloo for what hosts tell each other, lest they wait for devices."""
-    own = dist.get_default_backend_for_device(device)
-    return own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
+def backends_of(backend: str, device: str) -> str:
+    """Those of the group of all ranks: `backend`, and Gloo for what hosts tell each other, lest they wait for devices."""
+    return backend if backend == "gloo" else f"cpu:gloo,{device}:{backend}"
+
+
+@contextmanager
+def _deadline(run: Run) -> Iterator[None]:
+    """Inside, end this rank with `LOST` where its device has waited in a collective for `resilience.timeout` seconds:
+    another rank is lost, or hangs. The backend would abort it later, as if it had crashed itself."""
+    waits, seconds = run.groups.recorder.device or DeviceWaits(), run.config.resilience.timeout
+    run.groups.recorder.device = waits
+
+    def end(place: Place) -> None:
+        group, what, _ = place
+        waited = f"the device has waited for {seconds:g} s (resilience.timeout)"
+        text = f"step {run.step + 1}: {what} over ranks {group} failed on rank {run.groups.rank}: {waited}"
+        with suppress(OSError):
+            (run.folder / f"flight-record-{run.groups.rank}.json").write_bytes(flight_record())
+        get_error_handler().record_exception(CollectiveError(f"{text}. Run again with `resume=True`"))
+        print(f"error: {text}", file=sys.stderr)
+        _leave(Exit.LOST)
+
+    deadline = Deadline(waits, seconds, end)
+    try:
+        yield
+    finally:
+        deadline.stop()
+
+
+@contextmanager
+def _naming_lack_of_memory(run: Run) -> Iterator[None]:
+    """Say what to do where the device has no memory left; no other rank is at fault, nor is the node."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        what = str(error).partition(". ")[0].splitlines()[0]
+        cure = "choose a smaller train.micro_batch, recompute, or shard or offload more of the state"
+        raise EndedError(
+            Exit.USER,
+            f"step {run.step + 1}: rank {run.groups.rank} has no memory left on {run.device} ({what}): {cure}",
+        ) from error
 
 
 def _leave(code: int) -> None:

@@ -11,6 +11,7 @@ from optimus.config import RunConfig, dump_config, load_config
 from optimus.data.training import TrainingData
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
+from optimus.observe.machine import find_device
 from optimus.observe.signals import ended_by_signals
 from optimus.resilience.exits import Exit
 from optimus.resilience.local import name_interface
@@ -19,7 +20,7 @@ from optimus.resilience.policy import Do
 from optimus.resilience.scheduler import BatchJob, Scheduler, write_script
 from optimus.resilience.store import own_address
 from optimus.train.checks import check_ranks
-from optimus.train.launch import check_run, rank_options, verify_data
+from optimus.train.launch import backend_of, check_run, rank_options, verify_data
 from optimus.train.pipeline import with_microbatches
 from optimus.train.start import read_run
 
@@ -40,7 +41,8 @@ def launch(
     node = node or platform.node()
     tree, _ = _check(job, node)
     name_interface(own_address(rendezvous))
-    launch = Launch(**vars(job), run=Path(tree.train.output), node=node, endpoint=rendezvous, name=name)
+    aborts = backend_of(find_device(tree.train.device, "train.device"), tree.train.device, job.ranks_per_node) != "gloo"
+    launch = Launch(**vars(job), run=Path(tree.train.output), node=node, endpoint=rendezvous, name=name, aborts=aborts)
     with ended_by_signals("leaving"), tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder:
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(tree), encoding="utf-8")

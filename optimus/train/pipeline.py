@@ -12,7 +12,7 @@ from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.model import Transformer
 from optimus.model.count import count_parts
-from optimus.pipeline.executor import Executed, ForwardWork, ScheduledExecutor, StageLinks, StageWork
+from optimus.pipeline.executor import Executed, ForwardWork, ScheduledExecutor, StageLinks, StageWork, links_of
 from optimus.pipeline.message_driven import MessageDrivenExecutor
 from optimus.pipeline.message_driven_simulation import simulate_message_driven
 from optimus.pipeline.ready import message_driven
@@ -64,14 +64,24 @@ def _weights(model: ModelConfig, *, divided: bool) -> tuple[Weights, Weights]:
 
 
 def stages_of(
-    model: Transformer, partition: StagePartition, config: RunConfig, groups: Groups, dtype: torch.dtype
+    model: Transformer,
+    partition: StagePartition,
+    config: RunConfig,
+    groups: Groups,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Staged:
-    """The stages of this rank, and how they are run."""
+    """The stages of this rank, and how they are run. All ranks must call: their links are connected."""
     parallel, mesh = config.parallel, groups.mesh
     streams = groups.streams(2 * parallel.stages, "pp")
     team = groups.along("dp", "cp", "tp")
     place = placement_of(config)
     exchange = VocabularyLinks.along(groups, place) if parallel.vocabulary else None
+    if not groups.tags:
+        for stream, ranks in links_of(place):
+            streams[stream].connect([ranks], device)
+        if exchange is not None:
+            exchange.connect(device)
 
     @cache
     def planned(microbatches: int, backward: bool) -> Schedule:

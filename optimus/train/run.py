@@ -157,8 +157,9 @@ def whole_model(config: RunConfig) -> Transformer:
 
 
 def sharers(mesh: Mesh, device: torch.device) -> int:
-    """Ranks that take their memory from that of `device`: on a CPU all of a node."""
-    return min(mesh.size, mesh.ranks_per_node or mesh.size) if device.type == "cpu" else 1
+    """Ranks that take their memory from that of `device`: on a CPU, or an accelerator that they share, all of a node."""
+    shared = device.type == "cpu" or (dist.is_initialized() and dist.get_backend() == "gloo")
+    return min(mesh.size, mesh.ranks_per_node or mesh.size) if shared else 1
 
 
 def recipe_of(config: RunConfig, model: Transformer, masks: Mapping[str, LocalMask] | None = None) -> Recipe:
@@ -261,7 +262,7 @@ def build_model(
         gathering=gathering,
         stage_of=partition.stage_here,
     )
-    return stages_of(model, partition, config, groups, compute), state
+    return stages_of(model, partition, config, groups, compute, device), state
 
 
 def _frozen_line(layouts: Mapping[str, Layout], trained: Sequence[str]) -> str:

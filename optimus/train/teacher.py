@@ -43,9 +43,7 @@ def add_teacher(run: Run) -> None:
     if teacher is None:
         return
     last = run.model.partition.has_last
-    run.model.teacher = read_together(
-        lambda: Teacher(run.config, run.device) if last else None, run.groups.world, run.device
-    )
+    run.model.teacher = read_together(lambda: Teacher(run.config, run.device) if last else None, run.groups.world)
     run.notes.append(f"train.teacher: {', '.join(teacher.checkpoints)}")
 
 

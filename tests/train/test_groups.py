@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from helpers.drawing import MODELS, short_run
 from optimus.config import load_config
-from optimus.pipeline.schedule import partner
+from optimus.pipeline.executor import links_of
+from optimus.pipeline.schedule import Kind, partner
 from optimus.testing import run_ranks
 from optimus.testing.steps import Steps
 from optimus.train.groups import communicators, run_divisions
@@ -94,8 +95,13 @@ def test_each_direction_between_neighbours_has_a_communicator(parallel: dict[str
     config = load_config(short_run(MODELS["dense"] | {"layers": 8}, context=24, parallel=parallel))
     mesh, schedule = mesh_of(config, config.parallel.pipeline), schedule_of(config, 8)
     said = communicators(config, mesh, layouts_of(whole_model(config), config), range(mesh.pp))
+    connected = []
     for actions, theirs in zip(schedule.actions, said, strict=True):
         transfers = [action for action in actions if not action.kind.computes]
         receives = [partner(action) if action.kind.sends else action for action in transfers]
         streams = {(receive.stage, receive.kind) for receive in receives}
         assert [(each.size, each.number) for each in theirs if each.what == "messages of pp"] == [(2, len(streams))]
+        connected.append({2 * stage + (kind is Kind.RECEIVE_BACKWARD) for stage, kind in streams})
+    links = links_of(schedule)  # those that are connected at the beginning, one after the other
+    assert links == sorted(set(links))
+    assert connected == [{stream for stream, ranks in links if rank in ranks} for rank in range(mesh.pp)]

@@ -7,9 +7,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,7 +22,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import optimus
 from optimus.checkpoint.folder import list_checkpoints, read_description
+from optimus.comm.device_waits import DeviceWaits
+from optimus.comm.recorder import Recorder
 from optimus.observe.metrics import read_metrics
+from optimus.resilience.exits import EndedError, Exit
+from optimus.train import launch
 from optimus.train.launch import explain
 
 STOPPED = r"step \d+: [\w ]+ of [\d,]+ bytes over ranks 0, 1, 2 failed on rank [02]: .+\. Run again with --resume"
@@ -209,6 +215,7 @@ BROKEN = "CollectiveError: step 7: all_reduce failed on rank {}: closed"
             "the ranks have lost each other: step 7: .* failed on rank 1: closed",
         ),
         ([(-15, 100, None), (-15, 100, None)], "rank 0 was lost (killed by SIGTERM)"),
+        ([(-6, 100, None), (-9, 100, None), (-6, 100, None)], "rank 1 was lost (killed by SIGKILL)"),  # by a watchdog
     ],
 )
 def test_the_cause_is_told_from_its_consequences(
@@ -220,3 +227,54 @@ def test_the_cause_is_told_from_its_consequences(
     }
     pattern = re.escape(expected).replace(r"\.\*", ".*").replace(r"\ ", " ")
     assert re.fullmatch(pattern, explain(failures)), explain(failures)
+
+
+class Stuck:
+    """Points of a stream that has come to the first and never comes to the second."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __call__(self) -> Any:
+        self.made += 1
+        return SimpleNamespace(query=lambda first=self.made == 1: first)
+
+
+def test_a_rank_whose_device_waits_too_long_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It says in which collective, keeps what torch has recorded of them, and ends before its backend aborts it."""
+    ended, codes = threading.Event(), []
+    monkeypatch.setattr(launch, "_leave", lambda code: (codes.append(code), ended.set()))
+    recorder = Recorder()
+    recorder.device = DeviceWaits(Stuck())
+    config = SimpleNamespace(resilience=SimpleNamespace(timeout=0.05))
+    groups = SimpleNamespace(recorder=recorder, rank=0)
+    run: Any = SimpleNamespace(groups=groups, config=config, step=6, folder=tmp_path)
+    with launch._deadline(run):
+        recorder.wait(("0, 1", "all_reduce", 3), [])
+        assert ended.wait(10)
+    assert codes == [Exit.LOST]
+    assert "version" in json.loads((tmp_path / "flight-record-0.json").read_text())
+    expected = "step 7: all_reduce over ranks 0, 1 failed on rank 0: the device has waited for 0.05 s"
+    assert f"error: {expected} (resilience.timeout)" in capfd.readouterr().err
+
+
+def test_lack_of_memory_is_nobodys_loss() -> None:
+    run: Any = SimpleNamespace(groups=SimpleNamespace(rank=2), device="xpu:0", step=6)
+    with (
+        pytest.raises(
+            EndedError, match=r"^step 7: rank 2 has no memory left on xpu:0 \(full\): choose a smaller"
+        ) as error,
+        launch._naming_lack_of_memory(run),
+    ):
+        raise torch.OutOfMemoryError("full. More of it")
+    assert launch.code_of(error.value) == Exit.USER
+
+
+@pytest.mark.parametrize(
+    ("named", "per_node", "backend"),
+    [("xpu", 4, "xccl"), ("xpu:0", 4, "gloo"), ("xpu:0", 1, "xccl"), ("auto", 4, "xccl")],
+)
+def test_ranks_that_share_a_device_use_gloo(named: str, per_node: int, backend: str) -> None:
+    assert launch.backend_of(torch.device("xpu:0"), named, per_node) == backend

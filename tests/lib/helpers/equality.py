@@ -4,8 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from helpers.phantom import on_phantom
 from helpers.whole import whole_state
 from optimus.config import load_config
 from optimus.testing.ranks import run_ranks
@@ -39,13 +41,20 @@ class Trained(NamedTuple):
 
 
 def assert_same_as_one_process(
-    config: Mapping[str, Any], layouts: Sequence[Layout], steps: int, *, rtol: float = 1e-5, timeout: float = 120.0
+    config: Mapping[str, Any],
+    layouts: Sequence[Layout],
+    steps: int,
+    *,
+    rtol: float = 1e-5,
+    timeout: float = 120.0,
+    device: str = "cpu",
 ) -> None:
     """Assert that `steps` steps of `config` in every layout have one process's losses, gradient norms and final weights.
 
     `rtol` bounds the relative error of the losses and norms of every step, and of each final parameter as a whole (norm of
     the difference over norm of the parameter). No data are read: the batches are random tokens. A layout with several data
-    ranks is compared with one process that has the same microbatches, since they define the balance loss.
+    ranks is compared with one process that has the same microbatches, since they define the balance loss. The ranks are on
+    `device`, the phantom perhaps, which they share; the one process is on the CPU.
 
     Raises `AssertionError` naming the layout, the number and both values.
     """
@@ -57,7 +66,8 @@ def assert_same_as_one_process(
         if key not in references:
             references[key] = train_steps(alone, steps)
         given = tree.model_dump(exclude_unset=True)
-        found = run_ranks(train_steps, layout.ranks, given, steps, layout.per_node, timeout=timeout)
+        start = run_ranks if device == "cpu" else on_phantom
+        found = start(train_steps, layout.ranks, given, steps, layout.per_node, device, timeout=timeout)
         for rank, trained in enumerate(found):
             where = (
                 f"{layout.ranks} ranks, {layout.per_node or layout.ranks} a node, {list(layout.overrides)}, rank {rank}"
@@ -65,9 +75,12 @@ def assert_same_as_one_process(
             compare(trained, references[key], where, rtol)
 
 
-def train_steps(config: Mapping[str, Any], steps: int, per_node: int | None = None) -> Trained:
+def train_steps(config: Mapping[str, Any], steps: int, per_node: int | None = None, device: str = "cpu") -> Trained:
     """Train on this rank's part of random batches; the whole state is on rank 0 only."""
-    trained = Steps(config, per_node)
+    torch.compiler.set_stance(
+        "default" if device == "cpu" else "force_eager"
+    )  # updates on the host: seconds to compile
+    trained = Steps(config, per_node, device)
     results = [trained.train() for _ in range(steps)]
     return Trained(results, whole_state(trained.state, everywhere=False))
 

@@ -1,0 +1,96 @@
+"""Collectives of a device's tensors over Gloo, which moves those of the host alone: by way of copies there.
+
+So several ranks can share a device, for which its own backend is not made. To begin a collective is to wait for what the
+device has been told to do; to wait for one is to copy its result back, on the stream of who waits.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from optimus.comm.group import Group, Handle
+
+
+class HostStagedGroup(Group):
+    """A group over Gloo whose ranks may give tensors of a device. Those of the host go as in any group."""
+
+    def _all_reduce(self, tensor: Tensor, beside: bool = False) -> Handle:
+        if self._stays(tensor):
+            return super()._all_reduce(tensor, beside)
+        host = _copy(tensor)
+        return _then(super()._all_reduce(host, beside), tensor, host)
+
+    def _reduce_scatter(
+        self, tensor: Tensor, out: Tensor, lengths: Sequence[int] | None = None, beside: bool = False
+    ) -> Handle:
+        if self._stays(tensor):
+            return super()._reduce_scatter(tensor, out, lengths, beside)
+        host = _room(out)
+        return _then(super()._reduce_scatter(_copy(tensor), host, lengths, beside), out, host)
+
+    def _all_gather(
+        self, tensor: Tensor, part: Tensor, lengths: Sequence[int] | None = None, beside: bool = False
+    ) -> Handle:
+        if self._stays(tensor):
+            return super()._all_gather(tensor, part, lengths, beside)
+        host = _room(tensor)
+        return _then(super()._all_gather(host, _copy(part), lengths, beside), tensor, host)
+
+    def all_to_all(
+        self, rows: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
+    ) -> Tensor:
+        if self._stays(rows):
+            return super().all_to_all(rows, send, receive)
+        return super().all_to_all(_copy(rows), send, receive).to(rows.device)
+
+    def shift_async(self, tensor: Tensor, out: Tensor) -> Handle:
+        if self._stays(tensor):
+            return super().shift_async(tensor, out)
+        host = _room(out)
+        return _then(super().shift_async(_copy(tensor), host), out, host)
+
+    def broadcast_async(self, tensor: Tensor, first: int) -> Handle:
+        if self._stays(tensor):
+            return super().broadcast_async(tensor, first)
+        host = _copy(tensor) if self.rank == first else _room(tensor)
+        return _then(super().broadcast_async(host, first), tensor, host)
+
+    def reduce_async(self, tensor: Tensor, target: int) -> Handle:
+        if self._stays(tensor):
+            return super().reduce_async(tensor, target)
+        host = _copy(tensor)
+        return _then(super().reduce_async(host, target), tensor, host)
+
+    def send_async(self, tensor: Tensor, to: int, what: str = "send") -> Handle:
+        return super().send_async(tensor if self._stays(tensor) else _copy(tensor), to, what)
+
+    def recv_async(self, tensor: Tensor, source: int, what: str = "receive") -> Handle:
+        if self._stays(tensor):
+            return super().recv_async(tensor, source, what)
+        host = _room(tensor)
+        return _then(super().recv_async(host, source, what), tensor, host)
+
+    def _stays(self, tensor: Tensor) -> bool:
+        return self.size == 1 or tensor.device.type == "cpu"
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """What the device has, on the host."""
+    return _room(tensor).copy_(tensor.detach())
+
+
+def _room(tensor: Tensor) -> Tensor:
+    """Memory of the host for it, in order."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+
+def _then(wait: Handle, tensor: Tensor, host: Tensor) -> Handle:
+    """Wait, and give `tensor` what the host has got."""
+
+    @torch.no_grad()
+    def finish() -> None:
+        wait()
+        tensor.copy_(host, non_blocking=True)
+
+    return finish

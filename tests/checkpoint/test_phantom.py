@@ -1,0 +1,83 @@
+"""Asynchronous checkpoints of a run on the phantom: they hold the state of their step, whatever is copied late."""
+
+import time
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import optimus
+from helpers.phantom import on_phantom
+from optimus.checkpoint.folder import list_checkpoints
+from optimus.checkpoint.staging import Staging
+from optimus.observe.metrics import read_metrics
+from optimus.state.model_state import ModelState
+from optimus.state.trained import TrainedChunk
+from optimus.testing.ranks import RankError
+
+RESIDENCES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "optimizer": {"residency": "optimizer", "update_on": "host"},
+}
+
+
+def configured(small_run: dict[str, Any], residency: str) -> dict[str, Any]:
+    small_run["train"] |= {"device": "phantom", "precision": "float32", "steps": 4}
+    return small_run | {"checkpoint": {"every": 1, "keep": 6, "asynchronous": True}, "state": RESIDENCES[residency]}
+
+
+def saved(config: dict[str, Any], device: str) -> tuple[list[float], list[list[torch.Tensor]]]:
+    """The losses of a run that goes on once from a checkpoint, and the weights of every checkpoint of it."""
+    output = Path(config["train"]["output"]).with_name(device)
+    config = config | {"train": config["train"] | {"device": device, "output": str(output)}}
+    optimus.train(config, ["train.stop_at=2"])
+    optimus.train(config, resume=True)
+    found = [list(optimus.load_model(folder).parameters()) for folder in list_checkpoints(output)]
+    return [record["loss"] for record in read_metrics(output)], found
+
+
+def both(config: dict[str, Any], wrong: AbstractContextManager[object] | None = None) -> None:
+    torch.compiler.set_stance("force_eager")  # of the update on the host
+    with wrong or nullcontext():
+        losses, weights = saved(config, "phantom")
+    right, whole = saved(config, "cpu")
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(right), rtol=1e-5, atol=0.0)
+    assert len(weights) == len(whole) == 4
+    for step, (found, expected) in enumerate(zip(weights, whole), start=1):
+        for a, b in zip(found, expected, strict=True):
+            assert (a - b).norm() <= 1e-4 * b.norm(), f"the checkpoint of step {step} differs"
+
+
+@pytest.mark.parametrize("residency", RESIDENCES)
+def test_beside_the_training(small_run: dict[str, Any], residency: str) -> None:
+    on_phantom(both, 1, configured(small_run, residency))
+
+
+def unheld(config: dict[str, Any]) -> None:
+    """Copies begin when the next update has been submitted, and updates do not wait for them."""
+    submitted: list[object] = []
+
+    def step(self: ModelState, *how: Any) -> None:
+        real_step(self, *how)
+        submitted.append(None)
+
+    def run(self: Staging) -> None:
+        before, began = len(submitted), time.monotonic()
+        while len(submitted) == before and time.monotonic() < began + 2:  # no update follows the last step
+            time.sleep(0.01)
+        real_run(self)
+
+    real_step, real_run = ModelState.step, Staging.run
+    with ExitStack() as wrong:
+        wrong.enter_context(mock.patch.object(TrainedChunk, "hold"))
+        wrong.enter_context(mock.patch.object(ModelState, "step", step))
+        wrong.enter_context(mock.patch.object(Staging, "run", run))
+        both(config, wrong)
+
+
+def test_planted_updates_that_do_not_wait_for_the_copy(small_run: dict[str, Any]) -> None:
+    with pytest.raises(RankError, match="the checkpoint of step 1 differs"):
+        on_phantom(unheld, 1, configured(small_run, "device"))

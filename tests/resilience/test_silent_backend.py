@@ -1,0 +1,155 @@
+"""Failures where the backend behaves as NCCL: to wait raises nothing, and its watchdog aborts who has lost another rank.
+
+Three nodes of a rank each. The second is killed, hangs or is slow; exit codes, culprits and exclusions are those of Gloo.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from optimus.comm import CollectiveError, Group
+from optimus.comm.device_waits import Deadline, DeviceWaits
+from optimus.comm.group import Shared
+from optimus.resilience.exits import Exit
+from optimus.resilience.hangs import find_culprits
+from optimus.resilience.policy import CRASHES, Do, decide
+from optimus.testing import run_ranks
+from optimus.testing.silent_backend import SilentGroup, silent_group
+
+ABORT, KILL = -signal.SIGABRT, -signal.SIGKILL
+
+
+def joined(aborts: float) -> tuple[Group, SilentGroup]:
+    handle = silent_group(range(3), aborts)
+    shared = Shared()
+    shared.recorder.device = DeviceWaits(handle.mark)
+    group = Group(range(3), dist.get_rank(), handle, shared=shared)
+    group.all_reduce(torch.ones(4))
+    handle.synchronize()
+    return group, handle
+
+
+def rank(number: int, folder: Path, fault: str, deadline: bool) -> None:
+    """A rank's life: after a collective rank 1 fails, and the others go on until somebody ends them."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 3), rank=number, world_size=3)
+    group, handle = joined(aborts=1.5 if fault == "kill" else 2.5)
+    recorder = group._recorder
+    assert recorder.device is not None
+    if number == 1:
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1.0)
+        (folder / "state1").write_text(json.dumps(recorder.state()))
+        time.sleep(60)
+    if deadline:
+        Deadline(recorder.device, 0.5, lambda _: os._exit(Exit.LOST))
+    group.all_reduce(torch.ones(4))  # nothing is raised
+    time.sleep(0.3)
+    (folder / f"state{number}").write_text(json.dumps(recorder.state()))
+    handle.synchronize()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """The server that processes are forked from has torch."""
+    run_ranks(dist.get_rank, 1)
+
+
+def ends(folder: Path, fault: str, deadline: bool) -> list[int | None]:
+    """The exit codes; a rank that hangs is killed when the others have ended, as launchers do."""
+    context = multiprocessing.get_context("forkserver")
+    ranks = [context.Process(target=rank, args=(number, folder, fault, deadline)) for number in range(3)]
+    for process in ranks:
+        process.start()
+    for number in (0, 2, 1):
+        if number == 1 and fault == "hang":
+            while not (folder / "state1").exists():
+                time.sleep(0.05)
+            ranks[1].kill()
+        ranks[number].join(60)
+    return [process.exitcode for process in ranks]
+
+
+@pytest.mark.parametrize("deadline", [True, False], ids=["own deadline", "watchdog"])
+@pytest.mark.parametrize("fault", ["kill", "hang"])
+def test_codes_and_exclusions(tmp_path: Path, fault: str, deadline: bool) -> None:
+    """Survivors are not at fault, whichever ends them; the node of the lost rank leaves at its second crash."""
+    survivor = Exit.LOST if deadline else ABORT
+    codes = ends(tmp_path, fault, deadline)
+    assert codes == [survivor, KILL, survivor]
+    for crashes in range(CRASHES):
+        for code in (codes[0], codes[2]):
+            assert decide({0: code}, crashes, 1, aborts=True)[:3] == (Do.RESTART, False, None)
+    assert decide({1: KILL}, CRASHES - 1, 1, aborts=True)[:3] == (Do.LEAVE, True, 1)
+    if fault == "hang":
+        states = {number: json.loads((tmp_path / f"state{number}").read_text()) for number in range(3)}
+        verdict = find_culprits(states)
+        assert (verdict.culprits, verdict.collective) == ([1], "all_reduce (number 2 of ranks 0, 1, 2)")
+
+
+def test_where_nobody_aborts_it_is_a_crash_of_its_own() -> None:
+    assert decide({0: ABORT}, CRASHES - 1, 1)[:3] == (Do.LEAVE, True, 0)
+    assert decide({0: ABORT, 1: KILL}, 0, 1, aborts=True)[:3] == (Do.RESTART, True, 1)
+
+
+def waited() -> tuple[float, dict[str, float]]:
+    """Seconds for which a rank's device has waited for a slow one."""
+    group, handle = joined(aborts=60.0)
+    if group.rank == 1:
+        time.sleep(0.5)
+    group.all_reduce(torch.ones(4))
+    handle.synchronize()
+    time.sleep(0.1)  # its watchdog has seen it
+    recorder = group._recorder
+    return recorder.seconds, recorder.by_kind
+
+
+def test_devices_say_who_is_slow() -> None:
+    """Though no host waits."""
+    (first, kinds), (slow, _), (last, _) = run_ranks(waited, 3)
+    assert min(first, last) > slow + 0.3
+    assert kinds == {"all_reduce": pytest.approx(first)}
+
+
+class Computing:
+    """A point that a stream has not come to."""
+
+    def query(self) -> bool:
+        return False
+
+
+def test_a_device_that_computes_does_not_wait() -> None:
+    """The rank whose kernel hangs before the collective in which the others wait is at fault."""
+    waits = DeviceWaits(Computing)  # type: ignore[arg-type]
+    waits.wait(("0, 1", "all_reduce", 7), [])
+    assert waits.waiting() is None
+    begun = {"0, 1": 7}
+    others = {"begun": begun, "waiting": ("0, 1", "all_reduce", 7)}
+    assert find_culprits({0: others, 1: {"begun": begun, "waiting": waits.waiting()}}).culprits == [1]
+
+
+def raising(error: Exception, *_: Any) -> Any:
+    raise error
+
+
+@pytest.mark.parametrize("name", ["OutOfMemoryError", "AcceleratorError"])
+def test_what_a_device_fails_of_is_no_lost_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = getattr(torch, name)("the device is sick")
+    group = Group([0, 1], 0, handle=object())
+    monkeypatch.setattr(dist, "get_backend", lambda _: "another")
+    with pytest.raises(type(error), match="is sick"):
+        group._start("all_reduce", torch.ones(1), partial(raising, error))
+    for other, expected in ((dist.DistBackendError("closed"), CollectiveError), (RuntimeError("a bug"), RuntimeError)):
+        with pytest.raises(expected) as caught:
+            group._start("all_reduce", torch.ones(1), partial(raising, other))
+        assert isinstance(caught.value, CollectiveError) == (expected is CollectiveError)

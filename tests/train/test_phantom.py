@@ -1,0 +1,110 @@
+"""Training on the phantom gives the numbers of the CPU; mistakes in the order of copies and updates are found."""
+
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+from helpers.equality import Layout, assert_same_as_one_process, train_steps
+from helpers.phantom import on_phantom
+from optimus.state.transfers import StreamTransfers
+from optimus.testing.ranks import RankError
+
+STEPS = 3
+SIZES = {"hidden": 64, "layers": 2, "heads": 2, "intermediate": 64, "vocab": 320}
+DENSE = {"family": "llama", **SIZES}
+EXPERTS = {"family": "olmoe", **SIZES, "experts": 4, "experts_per_token": 2}
+MUON = {"optimizer": {"name": "muon"}}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dense": (DENSE, {}),
+    "ZeRO-3": (DENSE, {"state": {"shard": "parameters"}}),
+    "experts": (EXPERTS, {}),
+    "recomputed": (EXPERTS, {"recompute": ["block"]}),
+    "bfloat16": (DENSE, {"train": {"precision": "bfloat16"}}),
+    "Muon": (DENSE, MUON),
+    "Muon on the host": (DENSE, MUON | {"state": {"residency": "all", "update_on": "device", "cache": 2}}),
+    "on disk": (DENSE, {"state": {"residency": "disk", "update_on": "host", "cache": 2, "disk": "."}}),
+    "optimizer on the host": (DENSE, {"state": {"residency": "optimizer", "update_on": "host"}}),
+    "all on the host": (EXPERTS, {"state": {"residency": "all", "update_on": "device", "cache": 2}}),
+}
+
+
+def configured(layout: str) -> dict[str, Any]:
+    model, more = LAYOUTS[layout]
+    train = {
+        "output": "none",
+        "steps": 10,
+        "global_batch": 4,
+        "micro_batch": 2,
+        "sequence_length": 32,
+        "precision": "float32",
+    }
+    return {
+        "model": model,
+        "data": {"path": "random"},
+        "lr_schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
+        **more,
+        "train": train | more.get("train", {}),
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_numbers_of_the_cpu(layout: str) -> None:
+    config = configured(layout)
+    rtol = 1e-5 if config["train"]["precision"] == "float32" else 3e-2  # as results of every operation are rounded to
+    assert_same_as_one_process(config, [Layout(1)], STEPS, rtol=rtol, device="phantom")
+
+
+SHARED = [
+    Layout(2, ["parallel.tensor=2", "parallel.sequence=true", "state.shard=parameters"]),
+    Layout(4, ["parallel.tensor=[2,2]", "parallel.expert=2"]),
+    Layout(4, ["parallel.context=2", "parallel.context_method=ring", "state.shard=gradients"], per_node=2),
+    Layout(2, ["parallel.context=2", "parallel.context_method=ulysses"]),
+    Layout(4, ["parallel.expert=4", "moe.dispatch=alltoall", "state.shard=optimizer"], per_node=2),
+    Layout(2, ["parallel.expert=2", "moe.dispatch=allgather", "recompute=[block]"]),
+    Layout(2, ["parallel.pipeline=2", "parallel.schedule=1f1b", "parallel.vocabulary=true"]),
+    Layout(2, ["parallel.pipeline=2", "parallel.schedule=zb-h1"]),
+    Layout(4, ["parallel.pipeline=2", "parallel.executor=message-driven"]),
+    Layout(2, ["state.shard=parameters", "state.residency=all", "state.update_on=device", "state.cache=2"]),
+]
+
+
+@pytest.mark.parametrize("layout", SHARED, ids=lambda layout: ",".join(layout.overrides))
+def test_ranks_that_share_a_device(layout: Layout) -> None:
+    config = configured("experts")
+    config["train"]["micro_batch"] = 1
+    assert_same_as_one_process(config, [layout], 2, rtol=5e-5, device="phantom")
+
+
+def planted(layout: str, name: str) -> None:
+    """Steps in which `StreamTransfers` lacks something."""
+    with mock.patch.object(StreamTransfers, name, PLANTED[name]):
+        train_steps(configured(layout), STEPS, device="phantom")
+
+
+def staged_without_waiting(self: StreamTransfers, name: object, part: Tensor, on: str, *, filled: bool) -> Tensor:
+    scratch = self._held((name, self._number), part, on)
+    return scratch.copy_(part, non_blocking=True) if filled else scratch
+
+
+PLANTED: dict[str, Any] = {
+    "in_order": lambda self: nullcontext(),
+    "_behind": lambda self, done: lambda: None,
+    "staged": staged_without_waiting,
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "message"),
+    [
+        ("dense", "in_order", "FaultError: (.*\n)*race: _fused_adamw_ on stream"),  # updates beside the backward pass
+        ("all on the host", "_behind", "FaultError: (.*\n)*race: copy to the device on stream"),
+        ("all on the host", "_behind", "FaultError: (.*\n)*use after release: copy to the host on stream"),
+        ("optimizer on the host", "staged", "killed by SIGSEGV"),  # updated before it is there
+    ],
+)
+def test_planted_mistakes_are_found(layout: str, name: str, message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        on_phantom(planted, 1, layout, name)
