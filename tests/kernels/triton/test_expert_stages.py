@@ -66,7 +66,7 @@ def per_expert(a: Tensor, b: Tensor, expert_P: Tensor) -> Tensor:
 
 def test_expert_up(dtype: torch.dtype, rows: Rows, random: Random, close: Close) -> None:
     x, w = random(T, H, dtype=dtype), random(E, 2 * I, H, dtype=dtype)
-    z, h = expert_up(x, w, rows.routes)
+    z, h = expert_up(x, w, rows.routes.token_P(), rows.routes)
     expected = torch.einsum("ph,pjh->pj", x[rows.token_P].double(), w[rows.expert_P].double())
     close(z[: len(expected)], expected)
     close(h[: len(expected)], activation_reference(expected, "silu", gated=True))
@@ -89,7 +89,7 @@ def test_expert_reduce(dtype: torch.dtype, weighted: bool, rows: Rows, random: R
 def test_expert_down_backward(dtype: torch.dtype, rows: Rows, random: Random, close: Close) -> None:
     g, weights, w = random(T, H, dtype=dtype), random(T, K, dtype=dtype), random(E, H, I, dtype=dtype)
     z, P = random(len(rows.token_P), 2 * I, dtype=dtype), len(rows.token_P)
-    out = expert_down_backward(g, weights, padded(z), w, rows.routes)
+    out = expert_down_backward(g, weights, padded(z), w, rows.routes.token_P(), rows.routes)
     h_grad = torch.einsum("ph,phi->pi", g[rows.token_P].double(), w[rows.expert_P].double())
     weight = weights.flatten()[rows.choice_P, None].double()
     z_grad, h = gated_activation_backward(weight * h_grad, z.double(), "silu")
@@ -120,11 +120,11 @@ def test_weight_gradients(
     before = into.double() if accumulate else 0.0
     if not accumulate:
         into.fill_(torch.nan)
-    gathered = of_tokens[rows.token_P]
+    gathered, token_P = of_tokens[rows.token_P], rows.routes.token_P()
     if up:
-        expert_up_weight_gradient(padded(of_rows), of_tokens, rows.routes, into, accumulate=accumulate)
+        expert_up_weight_gradient(padded(of_rows), of_tokens, token_P, rows.routes, into, accumulate=accumulate)
         expected = per_expert(of_rows, gathered, rows.expert_P)
     else:
-        expert_down_weight_gradient(of_tokens, padded(of_rows), rows.routes, into, accumulate=accumulate)
+        expert_down_weight_gradient(of_tokens, padded(of_rows), token_P, rows.routes, into, accumulate=accumulate)
         expected = per_expert(gathered, of_rows, rows.expert_P)
     close(into, before + expected)
