@@ -112,7 +112,10 @@ def _stages(
         "down_backward",
         (lambda: expert_down.expert_down_backward(x_TH, weights_TK, z_PJ, down_EHI, token_P, routes), product),
     )
-    yield "up_backward", (lambda: grouped_product("up_backward", z_PJ, gate_up_EJH, routes, transposed=False), 2 * product)
+    yield (
+        "up_backward",
+        (lambda: grouped_product("up_backward", z_PJ, gate_up_EJH, routes, transposed=False), 2 * product),
+    )
     yield "weight_gradient", (weight_gradients, 3 * product)
 
 

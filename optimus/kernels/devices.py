@@ -1,6 +1,6 @@
 """What kernels and their tests need to know of an accelerator, as data; importable without Triton.
 
-Sources: CUDA C++ programming guide, table "Technical specifications per compute capability"; AMD CDNA 2 and 3 instruction set
+Sources: CUDA C++ programming guide, "Technical specifications per compute capability"; AMD CDNA 2 and 3 instruction set
 references; Intel Data Center GPU Max architecture overview; data sheets for memory.
 """
 
@@ -42,7 +42,9 @@ def chip_of(device: torch.device) -> Chip:
     """What is known of a device: the row of its architecture, corrected by what the device says of itself."""
     if device.type in ("cpu", "meta"):  # kernels are interpreted
         return UNKNOWN
-    return _chip(device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index()))
+    return _chip(
+        device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())
+    )
 
 
 @cache

@@ -27,5 +27,5 @@ def trial(kernel: Kernel, tiles: Tiles) -> Iterator[None]:
 @contextmanager
 def on_chip(chip: Chip) -> Iterator[None]:
     """Within, every device is such a chip for the kernels: their tiles, ways of reading and grids are those for it."""
-    with mock.patch.object(devices, "chip_of", lambda device: chip):
+    with mock.patch.object(devices, "chip_of", return_value=chip):
         yield

@@ -113,11 +113,14 @@ def _through_swiglu(
         left, right = halves(h_grad, ROW_TILE, COLUMNS // 2)
         parts = _through_swiglu(left, weight, z, z_grad, weighted_h, row, real, column, I, ROW_TILE, COLUMNS // 2)
         column += COLUMNS // 2
-        return parts + _through_swiglu(right, weight, z, z_grad, weighted_h, row, real, column, I, ROW_TILE, COLUMNS // 2)
+        return parts + _through_swiglu(
+            right, weight, z, z_grad, weighted_h, row, real, column, I, ROW_TILE, COLUMNS // 2
+        )
     else:
         i = column + tl.arange(0, COLUMNS)
         inside = real[:, None] & (i < I)[None, :]
-        z_at, h_at = row[:, None] * 2 * I + i[None, :], row[:, None] * I + i[None, :]
+        h_at = row[:, None] * I + i[None, :]
+        z_at = h_at + row[:, None] * I
         gate = tl.load(z + z_at, mask=inside, other=0).to(tl.float32)
         up = tl.load(z + I + z_at, mask=inside, other=0).to(tl.float32)
         h = swiglu_tile(gate, up)

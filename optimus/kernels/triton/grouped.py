@@ -141,7 +141,7 @@ def _weight_gradient(
         start, end = tl.load(offset_E1 + expert), tl.load(offset_E1 + expert + 1)
         first_m, first_n = tile // tiles_n * TILE_M, tile % tiles_n * TILE_N
         m, n = first_m + tl.arange(0, TILE_M), first_n + tl.arange(0, TILE_N)
-        into = into_EMN + expert.to(tl.int64) * M * N
+        into = into_EMN + tl.full((), M * N, tl.int64) * expert
         sums = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
         if ACCUMULATE and not WIDE:  # before the products: after them there are no registers for a second tile
             inside = (m < M)[:, None] & (n < N)[None, :]

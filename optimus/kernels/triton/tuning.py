@@ -34,11 +34,18 @@ _LEAST = 16  # a matrix instruction takes no less
 # registers. "up" has gate and up of as many columns.
 _PREFERRED: dict[str, dict[Kernel, Tiles]] = {
     "sm_90": {
-        "up": Tiles(128, 128, 64, 8, 3),
-        "down": Tiles(128, 256, 64, 8, 3),
-        "down_backward": Tiles(128, 256, 64, 8, 3),
-        "up_backward": Tiles(128, 256, 64, 8, 3),
-        "weight_gradient": Tiles(128, 256, 64, 8, 3),
+        "up": Tiles(128, 128, 64, 8, 4),
+        "down": Tiles(128, 256, 64, 8, 4),
+        "down_backward": Tiles(128, 256, 64, 8, 4),
+        "up_backward": Tiles(128, 256, 64, 8, 4),
+        "weight_gradient": Tiles(128, 256, 64, 8, 4),
+    },
+    "sm_80": {
+        "up": Tiles(128, 128, 32, 8, 4),
+        "down": Tiles(128, 256, 32, 8, 4),
+        "down_backward": Tiles(128, 128, 64, 8, 4),
+        "up_backward": Tiles(128, 256, 32, 8, 4),
+        "weight_gradient": Tiles(128, 256, 32, 8, 4),
     },
     "gfx942": {
         "up": Tiles(128, 128, 64, 8, 2),
@@ -55,7 +62,7 @@ _PREFERRED: dict[str, dict[Kernel, Tiles]] = {
         "weight_gradient": Tiles(128, 128, 32, 8, 2),
     },
 }
-_AS = {"sm_80": "sm_90", "sm_100": "sm_90", "gfx90a": "gfx942", "gfx950": "gfx942"}
+_AS = {"sm_100": "sm_90", "gfx90a": "gfx942", "gfx950": "gfx942"}
 _PREFERRED_FP32 = Tiles(rows=64, columns=64, inner=32, warps=4, stages=3)
 
 
@@ -120,6 +127,6 @@ def by_descriptors(*tensors: Tensor) -> bool:
 
 
 def programs(x: Tensor, work: int) -> int:
-    """Programs that share `work` tiles: one a processor where each fetches its next tile while it ends one, else one a tile."""
+    """Programs that share `work` tiles: one a processor where a unit fetches the next ahead, else one a tile."""
     chip = devices.chip_of(x.device)
     return max(1, min(work, chip.processors) if chip.tma else work)

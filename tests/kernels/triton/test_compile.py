@@ -1,15 +1,15 @@
 """All kernels compile for every chip within its shared memory and registers, on a machine that has none.
 
-What is compiled is kept by a hash of the sources (`helpers.compiled`). Another Triton than the installed one is looked for in
-the folder OPTIMUS_TRITON, as `pip install --target` makes it.
+What is compiled is kept by a hash of the sources (`helpers.compiled`). Another Triton than the installed one is that of the
+folder OPTIMUS_TRITON, as `pip install --target` makes it.
 """
 
 import os
 
 import pytest
+
 from helpers.compiled import TARGETS, compiled
 from helpers.sweep import part_of
-
 from optimus.kernels.devices import CHIPS
 
 PRODUCTS = {"_expert_up", "_expert_down_backward", "_grouped_product", "_weight_gradient"}
@@ -31,7 +31,9 @@ def check(target: str, triton: str | None) -> None:
         assert not product or row[MATRIX[target]], f"no matrix instructions: {row}"
         assert not product or bool(row["tma"]) == chip.tma, f"tiles by the copying unit, or not: {row}"
         if row["name"] == "_weight_gradient" and row["constants"]["WIDE"]:
-            assert bool(row["added"]) == row["constants"]["ACCUMULATE"], f"fp32 gradients are added where they lie: {row}"
+            assert bool(row["added"]) == row["constants"]["ACCUMULATE"], (
+                f"fp32 gradients are added where they lie: {row}"
+            )
 
 
 @pytest.mark.slow

@@ -188,11 +188,15 @@ def table() -> str:
     cells: dict[str, dict[str, str]] = {}
     for target in TARGETS:
         for row in compiled(target):
-            cell = f"{row['shared'] // 1024} KB, {row['registers']}" + (f", spills {row['spilled']}" if row["spilled"] else "")
+            cell = f"{row['shared'] // 1024} KB, {row['registers']}" + (
+                f", spills {row['spilled']}" if row["spilled"] else ""
+            )
             if row["type"] != "float32" or row["name"] == "_adamw":
                 cells.setdefault(row["name"], {}).setdefault(target, cell)
     lines = ["| Kernel | " + " | ".join(TARGETS) + " |", "|---" * (len(TARGETS) + 1) + "|"]
-    return "\n".join([*lines, *(f"| `{k}` | " + " | ".join(v.get(t, "") for t in TARGETS) + " |" for k, v in cells.items())])
+    return "\n".join(
+        [*lines, *(f"| `{k}` | " + " | ".join(v.get(t, "") for t in TARGETS) + " |" for k, v in cells.items())]
+    )
 
 
 if __name__ == "__main__":
