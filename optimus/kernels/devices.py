@@ -18,6 +18,7 @@ class Chip(NamedTuple):
     warp: int  # threads that run in step
     registers: int  # of 32 bits that one thread may use
     tma: bool  # whether a unit of its own copies tiles by descriptors (NVIDIA's tensor memory accelerator)
+    adds: bool  # whether its memory adds fp32 numbers by itself, so that the processor need not read them
     memory: int  # bytes
 
 
@@ -26,16 +27,16 @@ _KIB, _GIB = 1 << 10, 1 << 30
 CHIPS = {
     chip.architecture: chip
     for chip in (
-        Chip("sm_80", "A100 80GB", 108, 163 * _KIB, 32, 255, False, 80 * _GIB),
-        Chip("sm_90", "H200", 132, 227 * _KIB, 32, 255, True, 141 * _GIB),
-        Chip("sm_100", "B200", 148, 227 * _KIB, 32, 255, True, 180 * _GIB),
-        Chip("gfx90a", "MI250X, one of two dies", 110, 64 * _KIB, 64, 512, False, 64 * _GIB),
-        Chip("gfx942", "MI300X", 304, 64 * _KIB, 64, 512, False, 192 * _GIB),
-        Chip("pvc", "Data Center GPU Max 1550, one of two tiles", 64, 128 * _KIB, 16, 256, False, 64 * _GIB),
+        Chip("sm_80", "A100 80GB", 108, 163 * _KIB, 32, 255, False, True, 80 * _GIB),
+        Chip("sm_90", "H200", 132, 227 * _KIB, 32, 255, True, True, 141 * _GIB),
+        Chip("sm_100", "B200", 148, 227 * _KIB, 32, 255, True, True, 180 * _GIB),
+        Chip("gfx90a", "MI250X, one of two dies", 110, 64 * _KIB, 64, 512, False, False, 64 * _GIB),
+        Chip("gfx942", "MI300X", 304, 64 * _KIB, 64, 512, False, True, 192 * _GIB),
+        Chip("pvc", "Data Center GPU Max 1550, one of two tiles", 64, 128 * _KIB, 16, 256, False, False, 64 * _GIB),
     )
 }
 # What may be relied on where nothing is known.
-UNKNOWN = Chip("unknown", "", 64, 48 * _KIB, 32, 255, False, 16 * _GIB)
+UNKNOWN = Chip("unknown", "", 64, 48 * _KIB, 32, 255, False, False, 16 * _GIB)
 
 
 def chip_of(device: torch.device) -> Chip:

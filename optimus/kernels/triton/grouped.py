@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from optimus.kernels.triton.token_index import TokenIndex, rows_of_tile
-from optimus.kernels.triton.tuning import Kernel, by_descriptors, precision, programs, tiles
+from optimus.kernels.triton.tuning import Kernel, adds_in_memory, by_descriptors, precision, programs, tiles
 
 
 def grouped_product(kernel: Kernel, a_PL: Tensor, b_EXY: Tensor, routes: TokenIndex, *, transposed: bool) -> Tensor:
@@ -58,7 +58,7 @@ def weight_gradient(
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=into.device))
     _weight_gradient[(programs(rows_PO, work),)](
         tokens_TG, rows_PO, into, token_P, routes.offset_E1, E, M=M, N=N, ROWS_FIRST=rows_first,
-        ACCUMULATE=accumulate, WIDE=into.dtype == torch.float32, TMA=by_descriptors(rows_PO),
+        ACCUMULATE=accumulate, IN_MEMORY=adds_in_memory(into), TMA=by_descriptors(rows_PO),
         TILE_M=t.rows, TILE_N=t.columns, ROWS=t.inner, PRECISION=precision(), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return into
@@ -127,7 +127,7 @@ def _grouped_product(
 @triton.jit(do_not_specialize=["E"])
 def _weight_gradient(
     tokens_TG, rows_PO, into_EMN, token_P, offset_E1, E, M: tl.constexpr, N: tl.constexpr, ROWS_FIRST: tl.constexpr,
-    ACCUMULATE: tl.constexpr, WIDE: tl.constexpr, TMA: tl.constexpr,
+    ACCUMULATE: tl.constexpr, IN_MEMORY: tl.constexpr, TMA: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_n: tl.constexpr = (N + TILE_N - 1) // TILE_N
@@ -143,9 +143,6 @@ def _weight_gradient(
         m, n = first_m + tl.arange(0, TILE_M), first_n + tl.arange(0, TILE_N)
         into = into_EMN + tl.full((), M * N, tl.int64) * expert
         sums = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
-        if ACCUMULATE and not WIDE:  # before the products: after them there are no registers for a second tile
-            inside = (m < M)[:, None] & (n < N)[None, :]
-            sums += tl.load(into + m[:, None] * N + n[None, :], mask=inside, other=0).to(tl.float32)
         if ROWS_FIRST:
             o, g, first_o = m, n, first_m
         else:
@@ -171,18 +168,26 @@ def _weight_gradient(
             else:
                 sums = tl.dot(gathered.T, of_rows, sums, input_precision=PRECISION)
         left, right = halves(sums, TILE_M, TILE_N // 2)
-        _put(left, into, m, first_n, M, N, ACCUMULATE and WIDE, end > start, TILE_N // 2)
-        _put(right, into, m, first_n + TILE_N // 2, M, N, ACCUMULATE and WIDE, end > start, TILE_N // 2)
+        _put(left, into, m, first_n, end > start, M, N, ACCUMULATE, IN_MEMORY, TILE_N // 2)
+        _put(right, into, m, first_n + TILE_N // 2, end > start, M, N, ACCUMULATE, IN_MEMORY, TILE_N // 2)
 
 
 @triton.jit
 def _put(
-    part, into_MN, m, first_n, M: tl.constexpr, N: tl.constexpr, ADD: tl.constexpr, anything, COLUMNS: tl.constexpr
-):
-    """Write columns of a tile, or add them where they lie, by whoever holds that memory: nothing is read, or waited for."""
+    sums, into_MN, m, first_n, any_rows, M: tl.constexpr, N: tl.constexpr, ACCUMULATE: tl.constexpr,
+    IN_MEMORY: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write columns of a tile, or add them where they lie; IN_MEMORY: the memory adds, nothing is read here, or waited for.
+
+    Half a tile at a time, as there are no registers for a second one.
+    """
     n = first_n + tl.arange(0, COLUMNS)
     at, inside = into_MN + (m[:, None] * N + n[None, :]), (m < M)[:, None] & (n < N)[None, :]
-    if ADD:
-        tl.atomic_add(at, part, mask=inside & anything, sem="relaxed")
+    if ACCUMULATE:
+        inside = inside & any_rows
+    if ACCUMULATE and IN_MEMORY:
+        tl.atomic_add(at, sums, mask=inside, sem="relaxed")
     else:
-        tl.store(at, part.to(into_MN.dtype.element_ty), mask=inside)
+        if ACCUMULATE:
+            sums += tl.load(at, mask=inside, other=0).to(tl.float32)
+        tl.store(at, sums.to(into_MN.dtype.element_ty), mask=inside)

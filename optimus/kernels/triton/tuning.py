@@ -45,7 +45,7 @@ _PREFERRED: dict[str, dict[Kernel, Tiles]] = {
         "down": Tiles(128, 256, 32, 8, 4),
         "down_backward": Tiles(128, 128, 64, 8, 4),
         "up_backward": Tiles(128, 256, 32, 8, 4),
-        "weight_gradient": Tiles(128, 256, 32, 8, 4),
+        "weight_gradient": Tiles(128, 128, 64, 8, 4),
     },
     "gfx942": {
         "up": Tiles(128, 128, 64, 8, 2),
@@ -124,6 +124,11 @@ def by_descriptors(*tensors: Tensor) -> bool:
         t.element_size() == 2 and t.numel() and not any(n % 8 for n in (*t.stride()[:-1], t.storage_offset()))
         for t in tensors
     )
+
+
+def adds_in_memory(into: Tensor) -> bool:
+    """Whether sums are added to `into` by the chip's memory."""
+    return into.dtype == torch.float32 and devices.chip_of(into.device).adds
 
 
 def programs(x: Tensor, work: int) -> int:
