@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt
 
-.PHONY: install install-dev demo test sweep lint docs gpu-check clean
+.PHONY: install install-dev demo test sweep kernels-aot lint docs gpu-check clean
 
 install: .venv/installed        ## a virtual environment with Optimus in it
 install-dev: .venv/installed-dev
@@ -38,6 +38,10 @@ test: install-dev lint          ## lint and all tests; of random layouts a part,
 sweep: install-dev              ## all cases of which `make test` takes a part, another with each commit; hours
 	@SWEEP=all $(PYTEST) $$(grep -l part_of -r tests --include='test_*.py')
 
+kernels-aot: install-dev        ## every kernel compiled for every chip of the table: shared memory, registers, spills; TRITON=folder of another
+	@OMP_NUM_THREADS=1 SWEEP=all OPTIMUS_TRITON=$(TRITON) $(BIN)/python -m pytest tests/kernels/triton/test_compile.py
+	@$(BIN)/python tests/lib/helpers/compiled.py
+
 lint: install-dev
 	@$(BIN)/ruff format --check --quiet . || (echo "run: .venv/bin/ruff format ." && exit 1)
 	@$(BIN)/ruff check --quiet .
@@ -49,7 +53,7 @@ docs: install-dev               ## the configuration reference, from the tree it
 
 # The environment of `make install-dev` where there is one, else $(PYTHON) as it is: nothing is installed.
 OUT ?= gpu-check
-gpu-check:                      ## on a machine with one GPU: correctness and speed of all kernels; OUT=folder WHEELS=folder
+gpu-check:                      ## on a machine with one GPU: all that it can say in ten minutes; OUT=folder WHEELS=folder
 	@$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_check.py --output $(OUT) $(if $(WHEELS),--wheels $(WHEELS))
 
 clean:

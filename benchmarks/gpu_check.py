@@ -1,8 +1,10 @@
-"""Everything that a machine with one accelerator can say about the kernels, in one call of less than eight minutes.
+"""Everything that a machine with one accelerator can say, in one call of some ten minutes, the most valuable first.
 
-`make gpu-check OUT=folder`: the Triton kernels' tests with the real compiler, in bf16 as well; every kernel against plain
-PyTorch; the fastest tiles; and the sparse block against its rivals. Tables, JSON and a plot go to the folder. A part that
-fails or takes too long does not stop the others; the exit code says whether all went well.
+`make gpu-check OUT=folder`: what the machine can do; the kernels' tests with the real compiler, in bf16 as well; real steps,
+beside what the planner says of them; a trace; losses against the CPU's; layouts with several ranks on the device; the sparse
+block and every other operation against rivals; the fastest tiles; the Trainer of `transformers`. Tables, JSON, plots go to
+the folder and, as one archive, beside it; a summary is printed last. A part that fails or takes too long does not stop the
+others; the exit code says whether all went well. Without an accelerator, or with --rehearse, every part has tiny sizes.
 
 Packages that this Python lacks are taken from a folder of wheels, if one is given, for this call only; nothing is installed
 and nothing downloaded. This file needs the standard library alone.
@@ -10,60 +12,120 @@ and nothing downloaded. This file needs the standard library alone.
 
 import argparse
 import importlib.util
+import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
+import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-# What the parts import besides torch and triton, by module name.
+# What every part imports besides torch, by module name.
 PACKAGES = {
-    "pydantic": "pydantic", "typer": "typer", "yaml": "pyyaml", "rich": "rich", "psutil": "psutil", "numpy": "numpy",
-    "transformers": "transformers", "matplotlib": "matplotlib", "pytest": "pytest", "pytest_timeout": "pytest-timeout",
-    "hypothesis": "hypothesis",
+    "pydantic": "pydantic", "pydantic_core": "pydantic-core", "annotated_types": "annotated-types",
+    "typing_inspection": "typing-inspection", "typer": "typer", "yaml": "pyyaml", "rich": "rich", "psutil": "psutil",
+    "numpy": "numpy", "tokenizers": "tokenizers", "safetensors": "safetensors",
 }  # fmt: skip
 
 
+class Part(NamedTuple):
+    name: str
+    words: list[str]  # arguments of Python
+    seconds: int  # at most
+    needs: tuple[str, ...] = ()  # modules besides PACKAGES
+    on_chip: bool = False  # whether it says nothing without an accelerator
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Check and measure the kernels on the accelerator of this machine.")
+    parser = argparse.ArgumentParser(description="Check and measure Optimus on the accelerator of this machine.")
     parser.add_argument("--output", type=Path, default=Path("gpu-check"), help="folder of the results")
     parser.add_argument("--wheels", type=Path, help="folder of wheels for what this Python lacks")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes")
+    parser.add_argument("--part", action="append", help="only this part; repeat for more")
     arguments = parser.parse_args()
     chip = accelerator()
+    rehearse = arguments.rehearse or chip is None
+    if chip is None and not arguments.rehearse:
+        print("gpu-check: no accelerator here: a rehearsal on the CPU, whose figures mean nothing")
     out = arguments.output.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as site:
-        environment = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=os.pathsep.join([site, str(ROOT)]))
+    with tempfile.TemporaryDirectory() as site, tempfile.TemporaryDirectory() as work:
+        paths = [site, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=os.pathsep.join(paths))
         environment.pop("TRITON_INTERPRET", None)
         if arguments.wheels is not None:
             unpack(arguments.wheels, Path(site))
-        require_packages(Path(site))
-        failed = [name for name, words, seconds in parts(chip, out) if not run(name, words, seconds, out, environment)]
-    print("gpu-check: " + (f"FAILED: {', '.join(failed)}" if failed else "all parts done") + f"; results in {out}")
+        sys.path.insert(0, site)
+        require_packages()
+        chosen = [p for p in parts(chip, out, Path(work), rehearse) if not arguments.part or p.name in arguments.part]
+        ended = {part.name: run(part, chip, out, environment) for part in chosen}
+    archive = out.with_name(f"{out.name}.tar.gz")
+    summary = [f"{name:<9} {how}{figures(out / f'{name}.json')}" for name, how in ended.items()]
+    (out / "summary.txt").write_text("\n".join(summary) + "\n", encoding="utf-8")
+    with tarfile.open(archive, "w:gz") as file:
+        file.add(out, out.name)
+    failed = [name for name, how in ended.items() if not how.startswith(("done", "skipped"))]
+    print(
+        "\n".join(
+            ["", *summary, f"gpu-check: {'FAILED: ' + ', '.join(failed) if failed else 'all parts done'}; {archive}"]
+        )
+    )
     return 1 if failed else 0
 
 
-def parts(chip: str, out: Path) -> list[tuple[str, list[str], int]]:
-    """(name, arguments of Python, seconds at most) of each part; the seconds are 465 in all."""
-    tests = ["-m", "pytest", "-q", "tests/kernels/triton", "-p", "no:cacheprovider"]
-    if importlib.util.find_spec("xdist"):
+def parts(chip: str | None, out: Path, work: Path, rehearse: bool) -> list[Part]:
+    """In the order of their value; the seconds of all are 16 minutes, of which a quick machine needs half."""
+
+    def own(name: str, seconds: int, needs: tuple[str, ...] = ()) -> Part:
+        folders = ["--output", str(out), "--work", str(work), "--seconds", str(seconds - 20)]
+        words = ["-m", "benchmarks.gpu_parts", name, *folders, *(["--rehearse"] if rehearse else [])]
+        return Part(name, words, seconds, needs)
+
+    def bench(name: str, seconds: int, *words: str, needs: tuple[str, ...] = (), on_chip: bool = False) -> Part:
+        command = "kernels" if name == "tiles" else name
+        fixed = [
+            "-m",
+            "optimus.cli",
+            "bench",
+            command,
+            "--device",
+            chip or "cpu",
+            "--output",
+            str(out / f"{name}.json"),
+        ]
+        return Part(name, [*fixed, *words], seconds, needs, on_chip)
+
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/triton"]
+    tests[-1] += "/test_swiglu.py" if rehearse else ""
+    if importlib.util.find_spec("xdist") and not rehearse:
         tests += ["-n", str(min(8, os.cpu_count() or 1))]  # kernels compile on the host
-    bench = ["-m", "optimus.cli", "bench"]
-    kernels = [*bench, "kernels", "--device", chip]
-    sizes = ["--tokens", "16384", "--context", "2048"]
-    moe = [*bench, "moe", "--device", chip, "--shape", "olmoe", "--tokens", "8192", "--tokens", "16384"]
+    plot = ["--plot", str(out / "moe.png")] if importlib.util.find_spec("matplotlib") and not rehearse else []
+    sizes = {
+        "moe": ["--shape", "64/32/4/2", "--tokens", "64", "--rounds", "1"] if rehearse
+        else ["--shape", "olmoe", "--tokens", "16384", *plot],
+        "kernels": ["--model", "mula-tiny-moe", "--tokens", "32", "--context", "32", "--rounds", "1"] if rehearse
+        else ["--tokens", "16384", "--context", "2048"],
+    }  # fmt: skip
     return [
-        ("tests", tests, 130),
-        ("moe", [*moe, "--output", str(out / "moe.json"), "--plot", str(out / "moe.png")], 150),
-        ("kernels", [*kernels, *sizes, "--output", str(out / "kernels.json")], 65),
-        ("tiles", [*kernels, "--tune", "--tokens", "16384", "--output", str(out / "tiles.json")], 120),
+        own("machine", 120),
+        Part("tests", tests, 150, ("pytest", "hypothesis", "triton")),
+        own("step", 120),
+        own("trace", 60),
+        own("curve", 90),
+        own("layouts", 120),
+        bench("moe", 120, *sizes["moe"], needs=("transformers",)),
+        bench("tiles", 90, "--tune", "--tokens", "16384", needs=("triton",), on_chip=True),
+        own("trainer", 60, ("transformers", "accelerate")),
+        bench("kernels", 70, *sizes["kernels"], needs=("transformers",)),
     ]
 
 
-def accelerator() -> str:
-    """The type of this machine's accelerator; ends the program where there is none."""
+def accelerator() -> str | None:
+    """The type of this machine's accelerator; ends the program where there is no PyTorch."""
     try:
         import torch
     except ImportError:
@@ -71,7 +133,7 @@ def accelerator() -> str:
             f"gpu-check: {sys.executable} has no PyTorch: name one that has, as in `make gpu-check PYTHON=python3`"
         )
     if not torch.accelerator.is_available():
-        sys.exit(f"gpu-check: no accelerator here (torch {torch.__version__}): run it on a machine with a GPU")
+        return None
     device = torch.accelerator.current_accelerator()
     assert device is not None
     return str(device.type)
@@ -79,55 +141,64 @@ def accelerator() -> str:
 
 def unpack(wheels: Path, site: Path) -> None:
     """Make the packages of the wheels importable from `site`; their needs must be among them or here already."""
-    files = sorted(map(str, wheels.glob("*.whl")))
+    files = sorted(wheels.glob("*.whl"))
     if not files:
         sys.exit(f"gpu-check: no *.whl in {wheels}: put wheels there, or leave WHEELS out")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-index",
-        "--no-deps",
-        "--target",
-        str(site),
-        *files,
-    ]
-    if subprocess.run(command).returncode:
-        sys.exit(f"gpu-check: the wheels in {wheels} do not fit {sys.executable}: see pip's message above")
+    here = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    for file in files:
+        python, abi = file.stem.split("-")[-3:-1]
+        if "py3" not in python and here not in python.split(".") and abi != "abi3":
+            print(f"gpu-check: {file.name} is not for this Python, {here}: left out")
+            continue
+        with zipfile.ZipFile(file) as wheel:
+            wheel.extractall(site)
+    for data in site.glob("*.data"):  # where a wheel says what goes to the same place
+        for kind in ("purelib", "platlib"):
+            for path in (data / kind).glob("*"):
+                path.rename(site / path.name)
 
 
-def require_packages(site: Path) -> None:
-    """End the program, naming what is missing, unless all that the parts import is there."""
-    sys.path.insert(0, str(site))
+def require_packages() -> None:
+    """End the program, naming what is missing, unless all that every part imports is there."""
     missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
     if missing:
         names = " ".join(missing)
         sys.exit(f"gpu-check: {sys.executable} lacks {names}: install, or put wheels in a folder and say WHEELS=folder")
 
 
-def run(name: str, words: list[str], seconds: int, out: Path, environment: dict[str, str]) -> bool:
-    """Run one part; what it prints is shown and kept in a file. Whether it ended well and in time."""
-    log = out / f"{name}.txt"
-    began = time.monotonic()
-    print(f"gpu-check: {name}, {seconds} s at most", flush=True)
+def run(part: Part, chip: str | None, out: Path, environment: dict[str, str]) -> str:
+    """Run one part; what it prints is shown and kept in a file. How it ended, in a line."""
+    missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
+    if missing or (part.on_chip and chip is None):
+        return f"skipped: {f'no {missing[0]} here or among the wheels' if missing else 'no accelerator'}"
+    log, began = out / f"{part.name}.txt", time.monotonic()
+    print(f"gpu-check: {part.name}, {part.seconds} s at most", flush=True)
     with log.open("w", encoding="utf-8") as file:
         try:
             code: int | None = subprocess.run(
-                [sys.executable, *words],
+                [sys.executable, *part.words],
                 cwd=ROOT,
                 env=environment,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                timeout=seconds,
+                timeout=part.seconds,
             ).returncode
         except subprocess.TimeoutExpired:
             code = None
-    print(log.read_text(encoding="utf-8"))
-    ended = "took too long" if code is None else f"exit code {code}"
-    print(f"gpu-check: {name}: {ended} after {time.monotonic() - began:.0f} s", flush=True)
-    return code == 0
+    print(log.read_text(encoding="utf-8", errors="replace"))
+    ended = "done" if code == 0 else "took too long" if code is None else f"FAILED with exit code {code}"
+    return f"{ended} after {time.monotonic() - began:.0f} s"
+
+
+def figures(report: Path) -> str:
+    """The numbers of a part's report."""
+    if not report.exists():
+        return ""
+    ratios = json.loads(report.read_text(encoding="utf-8"))["ratios"]
+    return "".join(
+        f"\n    {name}: {value:.5g}" if isinstance(value, float) else f"\n    {name}: {value}"
+        for name, value in ratios.items()
+    )
 
 
 if __name__ == "__main__":

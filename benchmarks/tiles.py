@@ -16,6 +16,7 @@ from torch import Tensor
 
 from benchmarks.harness import Row, Stopwatch, preset
 from optimus.errors import UserError
+from optimus.kernels.devices import chip_of
 from optimus.model.architecture import ModelConfig
 from optimus.observe.machine import find_device
 
@@ -63,7 +64,7 @@ def search(model: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.de
     share = seconds / (4 * len(_ROWS) + 1)
     rows: list[Row] = []
     for tile_rows in _ROWS:
-        with trial("up", preferred("up", dtype)._replace(rows=tile_rows)):  # which decides for all
+        with trial("up", preferred("up", dtype, chip_of(device))._replace(rows=tile_rows)):  # which decides for all
             stages = dict(_stages(model, tokens, dtype, device, tile_rows))
         found = []
         for kernel, (stage, flops) in stages.items():
@@ -97,20 +98,24 @@ def _stages(
     routes = token_index(torch.rand(T, E, device=device).topk(K).indices, E, tile_rows)
     x_TH, weights_TK, gate_up_EJH, down_EHI = random(T, H), random(T, K), random(E, 2 * I, H), random(E, H, I)
     z_PJ, h_PI = random(P, 2 * I), random(P, I)
-    into_EJH, into_EHI = torch.zeros_like(gate_up_EJH), torch.zeros_like(down_EHI)
+    into_EJH, into_EHI = (torch.zeros_like(w, dtype=torch.float32) for w in (gate_up_EJH, down_EHI))
+    token_P = routes.token_P()
     product = 2.0 * P * H * I
 
     def weight_gradients() -> None:
-        expert_up.expert_up_weight_gradient(z_PJ, x_TH, routes, into_EJH, accumulate=True)
-        expert_down.expert_down_weight_gradient(x_TH, h_PI, routes, into_EHI, accumulate=True)
+        expert_up.expert_up_weight_gradient(z_PJ, x_TH, token_P, routes, into_EJH, accumulate=True)
+        expert_down.expert_down_weight_gradient(x_TH, h_PI, token_P, routes, into_EHI, accumulate=True)
 
-    yield "up", (lambda: expert_up.expert_up(x_TH, gate_up_EJH, routes), 2 * product)
+    yield "up", (lambda: expert_up.expert_up(x_TH, gate_up_EJH, token_P, routes), 2 * product)
     yield "down", (lambda: expert_down.expert_down(h_PI, down_EHI, routes), product)
     yield (
         "down_backward",
-        (lambda: expert_down.expert_down_backward(x_TH, weights_TK, z_PJ, down_EHI, routes), product),
+        (lambda: expert_down.expert_down_backward(x_TH, weights_TK, z_PJ, down_EHI, token_P, routes), product),
     )
-    yield "up_backward", (lambda: grouped_product("up_backward", z_PJ, gate_up_EJH, routes), 2 * product)
+    yield (
+        "up_backward",
+        (lambda: grouped_product("up_backward", z_PJ, gate_up_EJH, routes, transposed=False), 2 * product),
+    )
     yield "weight_gradient", (weight_gradients, 3 * product)
 
 
@@ -121,7 +126,7 @@ def _best(
     from optimus.kernels.triton.tuning import preferred
     from optimus.testing.trial import trial
 
-    present = preferred(kernel, dtype)
+    present = preferred(kernel, dtype, chip_of(device))
     if kernel != "weight_gradient":
         present = present._replace(rows=candidates[0].rows)
     end = time.perf_counter() + seconds

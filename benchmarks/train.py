@@ -37,11 +37,12 @@ def run(
     steps: Annotated[int, Option(help="Timed steps per contestant and round.")] = 8,
     rounds: Rounds = 3,
     share: bool = True,
+    batch: int = 32,
 ) -> Result:
     """Rows (one per contestant) and ratios: `train.vs_best_rival` is ours over the fastest rival in tokens per second,
     `loader.share_of_step` the part of our step spent waiting for data. With `share` each kernel's share is printed too."""
     with tempfile.TemporaryDirectory() as folder:
-        config = _config(model, Path(folder))
+        config = _config(model, Path(folder), batch)
         contestants: dict[str, Contestant] = {"optimus": _optimus}
         for precision in ("bf16 autocast", "bf16 weights"):
             for experts in _EXPERTS if config.model.experts else ("grouped_mm",):
@@ -79,14 +80,14 @@ def _turn(train: Contestant, config: RunConfig, outputs: Iterator[Path], steps: 
     return _Run(statistics.median(times[_WARM_UP:]), loss, share)
 
 
-def _config(model: str, folder: Path) -> RunConfig:
+def _config(model: str, folder: Path, batch: int) -> RunConfig:
     """A run on Python's own sources, prepared with a tokenizer trained on them."""
     sources, data = Path(sysconfig.get_paths()["stdlib"]), folder / "data"
     vocab = min(preset(model).vocab, 4096)
     texts = [sources / name for name in ("email", "asyncio", "json")]
     optimus.prepare(texts, data, train_tokenizer=vocab, context=256)
     quiet: dict[str, Any] = {"checkpoint": {"every": 1_000_000}, "observe": {"tensorboard": False}}
-    return configuration(model, 32, 256, micro_batch=8, data=data, steps=1000, **quiet)
+    return configuration(model, batch, 256, micro_batch=min(batch, 8), data=data, steps=1000, **quiet)
 
 
 def _optimus(config: RunConfig, output: Path, steps: int) -> tuple[list[float], float]:

@@ -49,10 +49,13 @@ def causal_attention(q_BSND: Tensor, k_BPMD: Tensor, v_BPMD: Tensor, scoring: Sc
     if new == 1 and window is not None:
         k_BPMD, v_BPMD, window = k_BPMD[:, -window:], v_BPMD[:, -window:], None
     seen = k_BPMD.shape[1]
-    grouped = new > 1 and q_BSND.shape[2] != k_BPMD.shape[2]
-    if cap is not None or sink_N is not None or 1 < new < seen or (window or seen) < seen or grouped:
-        return attend_blocks(q_BSND, k_BPMD, v_BPMD, capped(blocks_of(new, seen, window), cap), sink_N)
+    blocks = cap is not None or sink_N is not None or 1 < new < seen or (window or seen) < seen
     q, k, v = _heads_first(q_BSND, k_BPMD, v_BPMD)
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and not blocks and flash_fits(q, k, v, new > 1):  # then whichever fused kernel torch finds fastest
+        return F.scaled_dot_product_attention(q, k, v, is_causal=new > 1, enable_gqa=True).transpose(1, 2)
+    if blocks or (grouped and new > 1):
+        return attend_blocks(q_BSND, k_BPMD, v_BPMD, capped(blocks_of(new, seen, window), cap), sink_N)
     k, v = _for_each_head(q, k, v)
     if q.is_meta:  # else torch takes a path that holds all scores
         return _cpu(q, k, v, new > 1)[0].transpose(1, 2)

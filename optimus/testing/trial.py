@@ -1,4 +1,4 @@
-"""Other tiles for a kernel than it prefers."""
+"""Other tiles for a kernel than it prefers, and other chips than this machine has."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,6 +6,8 @@ from unittest import mock
 
 import torch
 
+from optimus.kernels import devices
+from optimus.kernels.devices import Chip
 from optimus.kernels.triton import tuning
 from optimus.kernels.triton.tuning import Kernel, Tiles
 
@@ -15,8 +17,15 @@ def trial(kernel: Kernel, tiles: Tiles) -> Iterator[None]:
     """Within, `kernel` uses `tiles`, cut to its size: to time a candidate, or to make many tiles of a small product."""
     usual = tuning.preferred
 
-    def preferred(of: Kernel, dtype: torch.dtype) -> Tiles:
-        return tiles if of == kernel else usual(of, dtype)
+    def preferred(of: Kernel, dtype: torch.dtype, chip: Chip) -> Tiles:
+        return tiles if of == kernel else usual(of, dtype, chip)
 
     with mock.patch.object(tuning, "preferred", preferred):
+        yield
+
+
+@contextmanager
+def on_chip(chip: Chip) -> Iterator[None]:
+    """Within, every device is such a chip for the kernels: their tiles, ways of reading and grids are those for it."""
+    with mock.patch.object(devices, "chip_of", return_value=chip):
         yield

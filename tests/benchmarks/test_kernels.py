@@ -1,9 +1,5 @@
 """The benchmark of the kernels: each is right at the widths of real layers, and rows and ratios follow from each other."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -111,13 +107,3 @@ def test_tokens_that_fill_no_sequence() -> None:
 def test_tiles_need_experts_and_an_accelerator(model: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         tiles.run(model=model, device="cpu")
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_gpu_check_ends_at_once_where_there_is_none(tmp_path: Path) -> None:
-    script = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu_check.py"
-    done = subprocess.run([sys.executable, script, "--output", tmp_path / "out"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr.startswith("gpu-check: no accelerator here")
-    assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()

@@ -243,3 +243,14 @@ def test_blocks_of_positions_before(new: int, seen: int, distance: int, window: 
     reach = window or 3 * new + distance
     wanted = {(i, j) for i in range(new) for j in range(seen) if i + distance - j < reach}
     assert pairs == dict.fromkeys(wanted, 1)
+
+
+@pytest.mark.parametrize("queries", [7, 1])
+def test_shared_keys_are_left_to_the_fused_kernels_where_the_device_has_them(
+    queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "flash_fits", lambda *_: True)
+    monkeypatch.delattr(attention, "attend_blocks")
+    q, k, v = (normal(2, n, heads, 8, dtype=torch.float64) for n, heads in ((queries, 6), (7, 2), (7, 2)))
+    wanted = attention_reference(q, k, v, queries > 1)[0]
+    assert_close(causal_attention(q, k, v), wanted, wanted, torch.float64)

@@ -15,15 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optimus.kernels.triton.grouped import grouped_product, two_products, weight_gradient, within
+from optimus.kernels.triton.grouped import described, grouped_product, halves, inner_tile, weight_gradient, within
 from optimus.kernels.triton.swiglu import swiglu_tile, swiglu_tile_backward
 from optimus.kernels.triton.token_index import TokenIndex, rows_of_tile
-from optimus.kernels.triton.tuning import precision, tiles
+from optimus.kernels.triton.tuning import by_descriptors, precision, programs, tiles
+
+_AT_ONCE = tl.constexpr(32)  # columns that the epilogue of the backward pass holds
 
 
 def expert_down(h_PI: Tensor, down_EHI: Tensor, routes: TokenIndex) -> Tensor:
     """The experts' outputs, row by row; [P, H]."""
-    return grouped_product("down", h_PI, down_EHI.transpose(1, 2), routes)
+    return grouped_product("down", h_PI, down_EHI, routes, transposed=True)
 
 
 class DownGradients(NamedTuple):
@@ -33,7 +35,7 @@ class DownGradients(NamedTuple):
 
 
 def expert_down_backward(
-    y_grad_TH: Tensor, weights_TK: Tensor, z_PJ: Tensor, down_EHI: Tensor, routes: TokenIndex
+    y_grad_TH: Tensor, weights_TK: Tensor, z_PJ: Tensor, down_EHI: Tensor, token_P: Tensor, routes: TokenIndex
 ) -> DownGradients:
     """From the gradient of the block's output, before and after the activation at once."""
     H, I = down_EHI.shape[1:]
@@ -44,9 +46,10 @@ def expert_down_backward(
         z_PJ.new_empty(len(z_PJ), I),
         z_PJ.new_empty(len(z_PJ), column_tiles, dtype=torch.float32),
     )
-    _expert_down_backward[(len(routes.expert_R) * column_tiles,)](
-        y_grad_TH, weights_TK, z_PJ, down_EHI, *out, routes.choice_P, routes.expert_R, routes.first_R, routes.offset_E1,
-        routes.position_TK.shape[1], H=H, I=I,
+    tma = by_descriptors(down_EHI)
+    _expert_down_backward[(programs(y_grad_TH, len(routes.expert_R) * column_tiles),)](
+        y_grad_TH, weights_TK, z_PJ, described(down_EHI, [1, t.inner, t.columns], tma), *out, routes.choice_P, token_P,
+        routes.expert_R, routes.first_R, routes.offset_E1, routes.tiles_1, H=H, I=I, TMA=tma,
         ROW_TILE=t.rows, COLUMNS=t.columns, INNER=t.inner, PRECISION=precision(),
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
@@ -54,55 +57,75 @@ def expert_down_backward(
 
 
 def expert_down_weight_gradient(
-    y_grad_TH: Tensor, weighted_h_PI: Tensor, routes: TokenIndex, into_EHI: Tensor, *, accumulate: bool
+    y_grad_TH: Tensor, weighted_h_PI: Tensor, token_P: Tensor, routes: TokenIndex, into_EHI: Tensor, *, accumulate: bool
 ) -> Tensor:
     """Gradient of down, written or added to `into_EHI`."""
-    return weight_gradient(y_grad_TH, weighted_h_PI, routes, gather_a=True, into_EMN=into_EHI, accumulate=accumulate)
-
-
-@triton.jit(do_not_specialize=["K"])
-def _expert_down_backward(
-    y_grad_TH, weights_TK, z_PJ, down_EHI, z_grad_PJ, weighted_h_PI, weight_grad_PC, choice_P, expert_R, first_R,
-    offset_E1, K, H: tl.constexpr, I: tl.constexpr,
-    ROW_TILE: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    column_tiles: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
-    tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
-    expert = tl.load(expert_R + tile)
-    if expert < 0:
-        return
-    first, row, readable = rows_of_tile(tile, expert, first_R, offset_E1, ROW_TILE)
-    choice = tl.load(choice_P + first + readable)
-    half: tl.constexpr = COLUMNS // 2
-    i = column_tile * COLUMNS + tl.arange(0, half)
-    g_rows = y_grad_TH + (choice // K).to(tl.int64) * H
-    down = down_EHI + expert.to(tl.int64) * H * I
-    h_grad, h_grad_2 = two_products(
-        g_rows, down + within(i, I, COLUMNS), down + within(i + half, I, COLUMNS), I,
-        H, INNER, ROW_TILE, half, PRECISION,
-    )  # fmt: skip
-
-    real = row == readable
-    weight = tl.load(weights_TK + choice).to(tl.float32)
-    z, z_grad, weighted_h = z_PJ + first * 2 * I, z_grad_PJ + first * 2 * I, weighted_h_PI + first * I
-    sums = _through_swiglu(h_grad, weight, z, z_grad, weighted_h, row, real, i, I)
-    sums += _through_swiglu(h_grad_2, weight, z, z_grad, weighted_h, row, real, i + half, I)
-    tl.store(weight_grad_PC + (first + row) * column_tiles + column_tile, sums, mask=real)
+    return weight_gradient(
+        y_grad_TH, weighted_h_PI, token_P, routes, rows_first=False, into=into_EHI, accumulate=accumulate
+    )
 
 
 @triton.jit
-def _through_swiglu(h_grad, weight, z, z_grad, weighted_h, row, real, i, I: tl.constexpr):
-    """Store what follows from down^T g in columns i; return the part of <h, down^T g>.
+def _expert_down_backward(
+    y_grad_TH, weights_TK, z_PJ, down, z_grad_PJ, weighted_h_PI, weight_grad_PC, choice_P, token_P, expert_R, first_R,
+    offset_E1, tiles_1, H: tl.constexpr, I: tl.constexpr, TMA: tl.constexpr,
+    ROW_TILE: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    column_tiles: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
+    inner = tl.arange(0, INNER)
+    for work in tl.range(tl.program_id(0), tl.load(tiles_1) * column_tiles, tl.num_programs(0), flatten=TMA):
+        tile, column_tile = work // column_tiles, work % column_tiles
+        column = column_tile * COLUMNS
+        expert = tl.load(expert_R + tile)
+        first, row, readable = rows_of_tile(tile, expert, first_R, offset_E1, ROW_TILE)
+        token = tl.load(token_P + first + readable)
+        g_at = y_grad_TH + token.to(tl.int64)[:, None] * H + inner[None, :]
+        if not TMA:
+            columns = within(column + tl.arange(0, COLUMNS), I, COLUMNS)
+            w_at = down + expert.to(tl.int64) * H * I + columns[None, :] + (inner * I)[:, None]
+        h_grad = tl.zeros((ROW_TILE, COLUMNS), dtype=tl.float32)
+        for l in range(0, H, INNER):
+            if TMA:
+                w_tile = down.load([expert, l, column]).reshape(INNER, COLUMNS)
+            else:
+                w_tile = inner_tile(w_at, l, H, INNER, 0)
+                w_at += INNER * I
+            h_grad = tl.dot(inner_tile(g_at, l, H, INNER, 1), w_tile, h_grad, input_precision=PRECISION)
+            g_at += INNER
+        real = row == readable
+        weight = tl.load(weights_TK + tl.load(choice_P + first + readable)).to(tl.float32)
+        begin = first.to(tl.int64)
+        z, z_grad, weighted_h = z_PJ + begin * 2 * I, z_grad_PJ + begin * 2 * I, weighted_h_PI + begin * I
+        parts = _through_swiglu(h_grad, weight, z, z_grad, weighted_h, row, real, column, I, ROW_TILE, COLUMNS)
+        tl.store(weight_grad_PC + (begin + row) * column_tiles + column_tile, parts, mask=real)
 
-    Columns go through here half a tile at a time, as a whole tile's values do not fit the registers.
+
+@triton.jit
+def _through_swiglu(
+    h_grad, weight, z, z_grad, weighted_h, row, real, column, I: tl.constexpr, ROW_TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Store what follows from down^T g in columns from `column` on; return the part of <h, down^T g>.
+
+    Columns go through here a few at a time, as a whole tile's values do not fit the registers.
     """
-    inside = real[:, None] & (i < I)[None, :]
-    z_at, h_at = row[:, None] * 2 * I + i[None, :], row[:, None] * I + i[None, :]
-    gate = tl.load(z + z_at, mask=inside, other=0).to(tl.float32)
-    up = tl.load(z + I + z_at, mask=inside, other=0).to(tl.float32)
-    h = swiglu_tile(gate, up)
-    tl.store(weighted_h + h_at, (weight[:, None] * h).to(weighted_h.dtype.element_ty), mask=inside)
-    gate_grad, up_grad = swiglu_tile_backward(weight[:, None] * h_grad, gate, up)
-    tl.store(z_grad + z_at, gate_grad.to(z_grad.dtype.element_ty), mask=inside)
-    tl.store(z_grad + I + z_at, up_grad.to(z_grad.dtype.element_ty), mask=inside)
-    return tl.sum(tl.where(inside, h * h_grad, 0), axis=1)
+    if COLUMNS > _AT_ONCE:
+        left, right = halves(h_grad, ROW_TILE, COLUMNS // 2)
+        parts = _through_swiglu(left, weight, z, z_grad, weighted_h, row, real, column, I, ROW_TILE, COLUMNS // 2)
+        column += COLUMNS // 2
+        return parts + _through_swiglu(
+            right, weight, z, z_grad, weighted_h, row, real, column, I, ROW_TILE, COLUMNS // 2
+        )
+    else:
+        i = column + tl.arange(0, COLUMNS)
+        inside = real[:, None] & (i < I)[None, :]
+        h_at = row[:, None] * I + i[None, :]
+        z_at = h_at + row[:, None] * I
+        gate = tl.load(z + z_at, mask=inside, other=0).to(tl.float32)
+        up = tl.load(z + I + z_at, mask=inside, other=0).to(tl.float32)
+        h = swiglu_tile(gate, up)
+        tl.store(weighted_h + h_at, (weight[:, None] * h).to(weighted_h.dtype.element_ty), mask=inside)
+        gate_grad, up_grad = swiglu_tile_backward(weight[:, None] * h_grad, gate, up)
+        tl.store(z_grad + z_at, gate_grad.to(z_grad.dtype.element_ty), mask=inside)
+        tl.store(z_grad + I + z_at, up_grad.to(z_grad.dtype.element_ty), mask=inside)
+        return tl.sum(tl.where(inside, h * h_grad, 0), axis=1)

@@ -39,7 +39,7 @@ class ExpertMLP(torch.autograd.Function):
         gate_up_EJH, down_EHI = gate_up_EJH.contiguous(), down_EHI.contiguous()
         experts = len(down_EHI)
         routes = token_index(indices_TK, experts, row_tile(x_TH, indices_TK.numel(), experts))
-        z_PJ, h_PI = expert_up(x_TH, gate_up_EJH, routes)
+        z_PJ, h_PI = expert_up(x_TH, gate_up_EJH, routes.token_P(), routes)
         y_PH = expert_down(h_PI, down_EHI, routes)
         ctx.save_for_backward(x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *routes[:-1])
         ctx.row_tile, ctx.buffers = routes.row_tile, buffers
@@ -52,10 +52,13 @@ class ExpertMLP(torch.autograd.Function):
         routes = TokenIndex._make([*index, ctx.row_tile])
         up_buffer, down_buffer = ctx.buffers
         y_grad_TH = grads[0].contiguous()
-        z_grad_PJ, weighted_h_PI, weight_grad_PC = expert_down_backward(y_grad_TH, weights_TK, z_PJ, down_EHI, routes)
-        of_down = partial(expert_down_weight_gradient, y_grad_TH, weighted_h_PI, routes)
+        token_P = routes.token_P()
+        z_grad_PJ, weighted_h_PI, weight_grad_PC = expert_down_backward(
+            y_grad_TH, weights_TK, z_PJ, down_EHI, token_P, routes
+        )
+        of_down = partial(expert_down_weight_gradient, y_grad_TH, weighted_h_PI, token_P, routes)
         down_grad = _gradient(down_EHI, down_buffer, of_down) if ctx.needs_input_grad[4] else None
-        of_gate_up = partial(expert_up_weight_gradient, z_grad_PJ, x_TH, routes)
+        of_gate_up = partial(expert_up_weight_gradient, z_grad_PJ, x_TH, token_P, routes)
         gate_up_grad = _gradient(gate_up_EJH, up_buffer, of_gate_up) if ctx.needs_input_grad[3] else None
         x_grad_TH = expert_up_backward(z_grad_PJ, gate_up_EJH, routes)
         weights_grad_TK = expert_reduce_backward(weight_grad_PC, weights_TK, routes.position_TK)

@@ -1,46 +1,67 @@
 """Products of the experts' rows with the experts' weights, in tiles: what stages 4a, 4b and their backward passes share.
 
+Where the chip has a unit that copies tiles (`tuning.by_descriptors`), operands that lie in order come by descriptors, and
+each processor has one program, which goes from tile to tile and fetches the next while it ends one. Gathered rows come by
+pointers, and so does everything where widths or the chip do not allow descriptors.
+
 Legend: P routed rows, E experts, R tiles of rows; A [P, L] @ B [E, L, N] -> [P, N]; a weight's gradient is [E, M, N].
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from optimus.kernels.triton.token_index import TokenIndex, rows_of_tile
-from optimus.kernels.triton.tuning import Kernel, precision, tiles
+from optimus.kernels.triton.tuning import Kernel, adds_in_memory, by_descriptors, precision, programs, tiles
 
 
-def grouped_product(kernel: Kernel, a_PL: Tensor, b_ELN: Tensor, routes: TokenIndex) -> Tensor:
-    """[P, N] in a's type: each row times the matrix of its expert. `b_ELN` may be transposed (strided) in its last dims."""
-    (P, L), N = a_PL.shape, b_ELN.shape[2]
+def grouped_product(kernel: Kernel, a_PL: Tensor, b_EXY: Tensor, routes: TokenIndex, *, transposed: bool) -> Tensor:
+    """[P, N] in a's type: each row times the matrix of its expert, [L, N], or [N, L] if `transposed`."""
+    P, L = a_PL.shape
+    N = b_EXY.shape[1 if transposed else 2]
     out_PN = a_PL.new_empty(P, N)
     t = tiles(kernel, a_PL, routes.row_tile, N, L)
-    _grouped_product[(len(routes.expert_R) * triton.cdiv(N, t.columns),)](
-        a_PL, b_ELN, out_PN, routes.expert_R, routes.first_R, routes.offset_E1, *b_ELN.stride(), L=L, N=N,
+    tma = by_descriptors(a_PL, b_EXY)
+    b_box = [1, t.columns, t.inner] if transposed else [1, t.inner, t.columns]
+    _grouped_product[(programs(a_PL, len(routes.expert_R) * triton.cdiv(N, t.columns)),)](
+        described(a_PL, [t.rows, t.inner], tma), described(b_EXY, b_box, tma), out_PN,
+        routes.expert_R, routes.first_R, routes.offset_E1, routes.tiles_1, L=L, N=N, TRANSPOSED=transposed, TMA=tma,
         ROW_TILE=t.rows, COLUMNS=t.columns, INNER=t.inner, PRECISION=precision(),
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return out_PN
 
 
-def weight_gradient(
-    a: Tensor, b: Tensor, routes: TokenIndex, *, gather_a: bool, into_EMN: Tensor, accumulate: bool
-) -> Tensor:
-    """Per expert, the sum over its rows of a's row times b's row; [E, M, N], written or added to `into_EMN`, which returns.
+def described(x: Tensor, box: list[int], tma: bool) -> Any:
+    """How a kernel is handed `x`, which is contiguous: by a descriptor of tiles of the size of `box`, or as it is."""
+    return TensorDescriptor.from_tensor(x, box) if tma else x
 
-    One operand, a if `gather_a`, is of tokens [T, M] and gathered by the rows' tokens; the other is of routed rows [P, M].
-    One program owns a tile of one expert's gradient and goes over the expert's rows in order, so nothing is added by two.
+
+def weight_gradient(
+    tokens_TG: Tensor, rows_PO: Tensor, token_P: Tensor, routes: TokenIndex, *, rows_first: bool, into: Tensor,
+    accumulate: bool,
+) -> Tensor:  # fmt: skip
+    """Per expert, the sum over its rows of the outer product of the row's token's `tokens_TG` and its `rows_PO`.
+
+    It is [E, G, O], or with `rows_first` [E, O, G]: written or added to `into`, which returns. One program owns a tile of
+    one expert's gradient, sums over the expert's rows in order, in registers, and adds to every element once: the bits are
+    the same every time.
     """
-    E, M, N = into_EMN.shape
-    t = tiles("weight_gradient", a, M, N, routes.row_tile)
-    programs = E * triton.cdiv(M, t.rows) * triton.cdiv(N, t.columns)
-    _weight_gradient[(max(1, programs),)](
-        a, b, into_EMN, routes.choice_P, routes.offset_E1, routes.position_TK.shape[1], M=M, N=N,
-        GATHER_A=gather_a, ACCUMULATE=accumulate,
+    E, M, N = into.shape
+    t = tiles("weight_gradient", rows_PO, M, N, routes.row_tile)
+    work = E * triton.cdiv(M, t.rows) * triton.cdiv(N, t.columns)
+    # A descriptor that ends where the expert's rows end is made on the device, in memory of the launch.
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=into.device))
+    _weight_gradient[(programs(rows_PO, work),)](
+        tokens_TG, rows_PO, into, token_P, routes.offset_E1, E, M=M, N=N, ROWS_FIRST=rows_first,
+        ACCUMULATE=accumulate, IN_MEMORY=adds_in_memory(into), TMA=by_descriptors(rows_PO),
         TILE_M=t.rows, TILE_N=t.columns, ROWS=t.inner, PRECISION=precision(), num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
-    return into_EMN
+    return into
 
 
 @triton.jit
@@ -53,106 +74,120 @@ def within(columns, N: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def tile_product(
-    a_rows, b_columns, b_stride, L: tl.constexpr, INNER: tl.constexpr,
-    ROW_TILE: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """fp32 [ROW_TILE, COLUMNS]; pointers to the beginning of the rows of A and of the columns of B, and B's step along L."""
-    inner = tl.arange(0, INNER)
-    a = a_rows[:, None] + inner[None, :]
-    b = b_columns[None, :] + (inner * b_stride)[:, None]
-    sums = tl.zeros((ROW_TILE, COLUMNS), dtype=tl.float32)
-    for l in range(0, L, INNER):
-        if L % INNER == 0:
-            a_tile, b_tile = tl.load(a), tl.load(b)
-        else:
-            real = inner < L - l
-            a_tile, b_tile = tl.load(a, mask=real[None, :], other=0), tl.load(b, mask=real[:, None], other=0)
-        sums = tl.dot(a_tile, b_tile, sums, input_precision=PRECISION)
-        a += INNER
-        b += INNER * b_stride
-    return sums
+def halves(x, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """The left and the right half of the columns of [ROWS, 2 HALF]; both are in the same threads, so nothing moves."""
+    return x.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()
 
 
 @triton.jit
-def two_products(
-    a_rows, b_columns, c_columns, stride, L: tl.constexpr, INNER: tl.constexpr,
-    ROW_TILE: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """(A @ B, A @ C), as `tile_product`, but A is read once; B and C have the same step along L."""
-    inner = tl.arange(0, INNER)
-    a = a_rows[:, None] + inner[None, :]
-    b = b_columns[None, :] + (inner * stride)[:, None]
-    c = c_columns[None, :] + (inner * stride)[:, None]
-    b_sums = tl.zeros((ROW_TILE, COLUMNS), dtype=tl.float32)
-    c_sums = tl.zeros((ROW_TILE, COLUMNS), dtype=tl.float32)
-    for l in range(0, L, INNER):
-        if L % INNER == 0:
-            a_tile, b_tile, c_tile = tl.load(a), tl.load(b), tl.load(c)
-        else:
-            real = inner < L - l
-            a_tile = tl.load(a, mask=real[None, :], other=0)
-            b_tile = tl.load(b, mask=real[:, None], other=0)
-            c_tile = tl.load(c, mask=real[:, None], other=0)
-        b_sums = tl.dot(a_tile, b_tile, b_sums, input_precision=PRECISION)
-        c_sums = tl.dot(a_tile, c_tile, c_sums, input_precision=PRECISION)
-        a += INNER
-        b += INNER * stride
-        c += INNER * stride
-    return b_sums, c_sums
+def inner_tile(pointers, l, L: tl.constexpr, INNER: tl.constexpr, AXIS: tl.constexpr):
+    """What `pointers` [.., INNER, ..] point to, 0 where `l` and the dim AXIS are past L."""
+    if L % INNER == 0:
+        return tl.load(pointers)
+    else:
+        real = tl.expand_dims(tl.arange(0, INNER) < L - l, 1 - AXIS)
+        return tl.load(pointers, mask=real, other=0)
 
 
 @triton.jit
 def _grouped_product(
-    a_PL, b_ELN, out_PN, expert_R, first_R, offset_E1, stride_e, stride_l, stride_n, L: tl.constexpr, N: tl.constexpr,
-    ROW_TILE: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    a, b, out_PN, expert_R, first_R, offset_E1, tiles_1, L: tl.constexpr, N: tl.constexpr, TRANSPOSED: tl.constexpr,
+    TMA: tl.constexpr, ROW_TILE: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     column_tiles: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    tile, column_tile = tl.program_id(0) // column_tiles, tl.program_id(0) % column_tiles
-    expert = tl.load(expert_R + tile)
-    if expert < 0:
-        return
-    first, row, readable = rows_of_tile(tile, expert, first_R, offset_E1, ROW_TILE)
-    n = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-    a_rows = a_PL + first * L + readable * L
-    b_columns = b_ELN + expert.to(tl.int64) * stride_e + within(n, N, COLUMNS) * stride_n
-    out = tile_product(a_rows, b_columns, stride_l, L, INNER, ROW_TILE, COLUMNS, PRECISION)
-    at = out_PN + first * N + (row[:, None] * N + n[None, :])
-    tl.store(at, out.to(out_PN.dtype.element_ty), mask=(row == readable)[:, None] & (n < N)[None, :])
+    inner = tl.arange(0, INNER)
+    for work in tl.range(tl.program_id(0), tl.load(tiles_1) * column_tiles, tl.num_programs(0), flatten=TMA):
+        tile, column = work // column_tiles, work % column_tiles * COLUMNS
+        expert = tl.load(expert_R + tile)
+        first, row, readable = rows_of_tile(tile, expert, first_R, offset_E1, ROW_TILE)
+        n = column + tl.arange(0, COLUMNS)
+        sums = tl.zeros((ROW_TILE, COLUMNS), dtype=tl.float32)
+        if not TMA:
+            a_at = a + first.to(tl.int64) * L + (readable * L)[:, None] + inner[None, :]
+            b_at = b + expert.to(tl.int64) * L * N
+            columns = within(n, N, COLUMNS)[None, :]
+            b_at += columns * L + inner[:, None] if TRANSPOSED else columns + (inner * N)[:, None]
+        for l in range(0, L, INNER):
+            if TMA:
+                a_tile = a.load([first, l])
+                if TRANSPOSED:
+                    b_tile = b.load([expert, column, l]).reshape(COLUMNS, INNER).T
+                else:
+                    b_tile = b.load([expert, l, column]).reshape(INNER, COLUMNS)
+            else:
+                a_tile = inner_tile(a_at, l, L, INNER, 1)
+                b_tile = inner_tile(b_at, l, L, INNER, 0)
+                a_at += INNER
+                b_at += INNER if TRANSPOSED else INNER * N
+            sums = tl.dot(a_tile, b_tile, sums, input_precision=PRECISION)
+        at = out_PN + first.to(tl.int64) * N + (row[:, None] * N + n[None, :])
+        tl.store(at, sums.to(out_PN.dtype.element_ty), mask=(row == readable)[:, None] & (n < N)[None, :])
 
 
-@triton.jit(do_not_specialize=["K"])
+@triton.jit(do_not_specialize=["E"])
 def _weight_gradient(
-    a, b, into_EMN, choice_P, offset_E1, K, M: tl.constexpr, N: tl.constexpr,
-    GATHER_A: tl.constexpr, ACCUMULATE: tl.constexpr,
+    tokens_TG, rows_PO, into_EMN, token_P, offset_E1, E, M: tl.constexpr, N: tl.constexpr, ROWS_FIRST: tl.constexpr,
+    ACCUMULATE: tl.constexpr, IN_MEMORY: tl.constexpr, TMA: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tiles_n: tl.constexpr = (N + TILE_N - 1) // TILE_N
     tiles_mn: tl.constexpr = (M + TILE_M - 1) // TILE_M * tiles_n
-    expert, tile = tl.program_id(0) // tiles_mn, tl.program_id(0) % tiles_mn
-    start, end = tl.load(offset_E1 + expert), tl.load(offset_E1 + expert + 1)
-    if ACCUMULATE:  # noqa: SIM102 (known when compiled; the other is not)
-        if start == end:
-            return
-    m = tile // tiles_n * TILE_M + tl.arange(0, TILE_M)
-    n = tile % tiles_n * TILE_N + tl.arange(0, TILE_N)
-    at = into_EMN + expert.to(tl.int64) * M * N + (m[:, None] * N + n[None, :])
-    inside = (m < M)[:, None] & (n < N)[None, :]
-    sums = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
-    if ACCUMULATE:  # before the products: after them there are no registers for a second tile
-        sums += tl.load(at, mask=inside, other=0).to(tl.float32)
-    for first in range(start, end, ROWS):
-        rows = first + tl.arange(0, ROWS)
-        real = rows < end
-        token = tl.load(choice_P + rows, mask=real, other=0) // K
-        if GATHER_A:
-            a_row, b_row = token, rows
+    # Sizes of the operand of the rows' own and of the gathered one.
+    O: tl.constexpr = M if ROWS_FIRST else N
+    G: tl.constexpr = N if ROWS_FIRST else M
+    TILE_O: tl.constexpr = TILE_M if ROWS_FIRST else TILE_N
+    for work in tl.range(tl.program_id(0), E * tiles_mn, tl.num_programs(0), flatten=TMA):
+        expert, tile = work // tiles_mn, work % tiles_mn
+        start, end = tl.load(offset_E1 + expert), tl.load(offset_E1 + expert + 1)
+        first_m, first_n = tile // tiles_n * TILE_M, tile % tiles_n * TILE_N
+        m, n = first_m + tl.arange(0, TILE_M), first_n + tl.arange(0, TILE_N)
+        into = into_EMN + tl.full((), M * N, tl.int64) * expert
+        sums = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
+        if ROWS_FIRST:
+            o, g, first_o = m, n, first_m
         else:
-            a_row, b_row = rows, token
-        a_at = a_row.to(tl.int64)[:, None] * M + m[None, :]
-        b_at = b_row.to(tl.int64)[:, None] * N + n[None, :]
-        # Zero rows on both sides: what lies past the expert's rows may be anything.
-        a_tile = tl.load(a + a_at, mask=real[:, None] & (m < M)[None, :], other=0)
-        b_tile = tl.load(b + b_at, mask=real[:, None] & (n < N)[None, :], other=0)
-        sums = tl.dot(tl.trans(a_tile), b_tile, sums, input_precision=PRECISION)
-    tl.store(at, sums.to(into_EMN.dtype.element_ty), mask=inside)
+            o, g, first_o = n, m, first_n
+        if TMA:  # what lies past the expert's rows may be anything: the descriptor ends there, and gives zeros
+            own = tl.make_tensor_descriptor(
+                rows_PO + start.to(tl.int64) * O, [tl.maximum(end - start, 1), O], [O, 1], [ROWS, TILE_O]
+            )
+        row = tl.arange(0, ROWS)
+        token = tl.load(token_P + start + row, mask=row < end - start, other=0)
+        for first in range(start, end, ROWS):
+            real = row < end - first
+            gathered_at = tokens_TG + token.to(tl.int64)[:, None] * G + g[None, :]
+            gathered = tl.load(gathered_at, mask=real[:, None] & (g < G)[None, :], other=0)
+            token = tl.load(token_P + first + ROWS + row, mask=row < end - first - ROWS, other=0)
+            if TMA:
+                of_rows = own.load([first - start, first_o])
+            else:
+                of_rows_at = rows_PO + (first + row).to(tl.int64)[:, None] * O + o[None, :]
+                of_rows = tl.load(of_rows_at, mask=real[:, None] & (o < O)[None, :], other=0)
+            if ROWS_FIRST:
+                sums = tl.dot(of_rows.T, gathered, sums, input_precision=PRECISION)
+            else:
+                sums = tl.dot(gathered.T, of_rows, sums, input_precision=PRECISION)
+        left, right = halves(sums, TILE_M, TILE_N // 2)
+        _put(left, into, m, first_n, end > start, M, N, ACCUMULATE, IN_MEMORY, TILE_N // 2)
+        _put(right, into, m, first_n + TILE_N // 2, end > start, M, N, ACCUMULATE, IN_MEMORY, TILE_N // 2)
+
+
+@triton.jit
+def _put(
+    sums, into_MN, m, first_n, any_rows, M: tl.constexpr, N: tl.constexpr, ACCUMULATE: tl.constexpr,
+    IN_MEMORY: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write columns of a tile, or add them where they lie; IN_MEMORY: the memory adds, nothing is read here, or waited for.
+
+    Half a tile at a time, as there are no registers for a second one.
+    """
+    n = first_n + tl.arange(0, COLUMNS)
+    at, inside = into_MN + (m[:, None] * N + n[None, :]), (m < M)[:, None] & (n < N)[None, :]
+    if ACCUMULATE:
+        inside = inside & any_rows
+    if ACCUMULATE and IN_MEMORY:
+        tl.atomic_add(at, sums, mask=inside, sem="relaxed")
+    else:
+        if ACCUMULATE:
+            sums += tl.load(at, mask=inside, other=0).to(tl.float32)
+        tl.store(at, sums.to(into_MN.dtype.element_ty), mask=inside)

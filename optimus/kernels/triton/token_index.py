@@ -7,7 +7,7 @@ Rows are the choices (t, k) sorted by expert, stably. `choice_P` says which choi
 (The listing's line 32 means `tid` where it says `t`; a thread's counters are its running sums here.)
 
 Products are made in tiles of rows that belong to one expert. Their number is known on the device only, so a table lists
-them, and a grid of its length finds its work there.
+them, and programs find their work there.
 
 Legend: T tokens, K experts per token, E experts of this rank, P routed rows (room for T * K), R tiles of rows.
 """
@@ -30,9 +30,14 @@ class TokenIndex(NamedTuple):
     choice_P: Tensor  # t * K + k of every row
     position_TK: Tensor  # the row of every choice; -1 where its expert is not here
     offset_E1: Tensor  # the first row of each expert, and the end of the last
-    expert_R: Tensor  # the expert of every tile of rows; -1 past the last tile
+    expert_R: Tensor  # the expert of every tile of rows
     first_R: Tensor  # the first row of every tile
+    tiles_1: Tensor  # how many tiles there are; the tables have room for more
     row_tile: int  # rows of a tile; an expert's last may be cut short by `offset_E1`
+
+    def token_P(self) -> Tensor:
+        """The token of every row. Computed once in each pass, for all its kernels, and not saved in between."""
+        return self.choice_P.div(self.position_TK.shape[1], rounding_mode="floor")
 
 
 def token_index(indices_TK: Tensor, experts: int, row_tile: int) -> TokenIndex:
@@ -48,11 +53,12 @@ def token_index(indices_TK: Tensor, experts: int, row_tile: int) -> TokenIndex:
     )
     # An expert has at most one tile that is not full, and no tile is empty.
     tiles = max(1, min(T * K, (T * K + experts * (row_tile - 1)) // row_tile))
-    expert_R, first_R = (base_EB.new_empty(tiles) for _ in range(2))  # not one tensor: alignment is compiled for
+    # Not one tensor: alignment is compiled for.
+    expert_R, first_R, tiles_1 = (base_EB.new_empty(size) for size in (tiles, tiles, 1))
     _row_tiles[(experts + 1,)](
-        offset_E1, expert_R, first_R, tiles, experts, EXPERTS=pow2(experts), ROW_TILE=row_tile, STEP=_STEP
+        offset_E1, expert_R, first_R, tiles_1, experts, EXPERTS=pow2(experts), ROW_TILE=row_tile, STEP=_STEP
     )
-    return TokenIndex(choice_P, position_TK, offset_E1, expert_R, first_R, row_tile)
+    return TokenIndex(choice_P, position_TK, offset_E1, expert_R, first_R, tiles_1, row_tile)
 
 
 @triton.jit(do_not_specialize=["T", "K", "E", "blocks"])
@@ -73,24 +79,26 @@ def _index(indices_TK, base_EB, choice_P, position_TK, T, K, E, blocks, TOKENS: 
         tl.store(choice_P + position, t * K + k, mask=here)
 
 
-@triton.jit(do_not_specialize=["tiles", "E"])
+@triton.jit(do_not_specialize=["E"])
 def _row_tiles(
-    offset_E1, expert_R, first_R, tiles, E, EXPERTS: tl.constexpr, ROW_TILE: tl.constexpr, STEP: tl.constexpr
+    offset_E1, expert_R, first_R, tiles_1, E, EXPERTS: tl.constexpr, ROW_TILE: tl.constexpr, STEP: tl.constexpr
 ):
-    """Program e lists the tiles of expert e; the one after the last expert marks what is left of the table."""
+    """Program e lists the tiles of expert e; the one after the last expert says how many there are."""
     expert = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
     start = tl.load(offset_E1 + e, mask=e < E, other=0)
     end = tl.load(offset_E1 + e + 1, mask=e < E, other=0)
     tiles_E = (end - start + ROW_TILE - 1) // ROW_TILE
     begin = tl.sum(tl.where(e < expert, tiles_E, 0), axis=0)
-    count = tl.where(expert < E, tl.sum(tl.where(e == expert, tiles_E, 0), axis=0), tiles - begin)
-    first_row = tl.load(offset_E1 + expert)
-    for done in range(0, count, STEP):
-        i = done + tl.arange(0, STEP)
-        mark = tl.where(expert < E, expert, -1) + tl.zeros_like(i)
-        tl.store(expert_R + begin + i, mark, mask=i < count)
-        tl.store(first_R + begin + i, first_row + i * ROW_TILE, mask=i < count)
+    if expert == E:
+        tl.store(tiles_1, begin)
+    else:
+        count = tl.sum(tl.where(e == expert, tiles_E, 0), axis=0)
+        first_row = tl.load(offset_E1 + expert)
+        for done in range(0, count, STEP):
+            i = done + tl.arange(0, STEP)
+            tl.store(expert_R + begin + i, expert, mask=i < count)
+            tl.store(first_R + begin + i, first_row + i * ROW_TILE, mask=i < count)
 
 
 @triton.jit
@@ -102,4 +110,4 @@ def rows_of_tile(tile, expert, first_R, offset_E1, ROW_TILE: tl.constexpr):
     first = tl.load(first_R + tile)
     row = tl.arange(0, ROW_TILE)
     last = tl.load(offset_E1 + expert + 1) - 1 - first
-    return first.to(tl.int64), row, tl.minimum(row, last)
+    return first, row, tl.minimum(row, last)

@@ -1,7 +1,9 @@
 """Where the Triton kernels are tested: on the accelerator if there is one, in bf16 too; else in Triton's interpreter."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from optimus.kernels import backend
+from optimus.kernels.devices import CHIPS
 
 NATIVE = torch.accelerator.is_available()
 HALF = torch.bfloat16 if NATIVE else torch.float16  # the interpreter is wrong for bf16 and says nothing
@@ -44,6 +47,24 @@ def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", mended)
+
+
+@pytest.fixture
+def by_descriptors() -> Callable[[], AbstractContextManager[None]]:
+    """Within, tiles are read by descriptors where widths allow it, and three programs go through all of them. An accelerator
+    reads as it does."""
+    from optimus.testing.trial import on_chip
+
+    return nullcontext if NATIVE else partial(on_chip, CHIPS["sm_90"]._replace(processors=3))
+
+
+@pytest.fixture(params=["pointers", "descriptors"])
+def reading(
+    request: pytest.FixtureRequest, by_descriptors: Callable[[], AbstractContextManager[None]]
+) -> Iterator[str]:
+    """How tiles are read."""
+    with by_descriptors() if request.param == "descriptors" else nullcontext():
+        yield request.param
 
 
 @pytest.fixture

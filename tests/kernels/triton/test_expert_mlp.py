@@ -1,7 +1,7 @@
 """The stages as one function: output and all gradients against the definition, over the awkward cases."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple
 
 import pytest
@@ -46,13 +46,16 @@ CASES = {
 }
 
 
-@pytest.fixture(params=["preferred tiles", "small tiles"])
-def tile_sizes(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(params=["preferred tiles", "small tiles by descriptors"])
+def tile_sizes(
+    request: pytest.FixtureRequest, by_descriptors: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
     with ExitStack() as stack:
-        if request.param == "small tiles":
+        if request.param != "preferred tiles":
             small = Tiles(rows=16, columns=32, inner=16, warps=4, stages=2)
             for kernel in ("up", "down", "down_backward", "up_backward", "weight_gradient"):
                 stack.enter_context(trial(kernel, small))
+            stack.enter_context(by_descriptors())
         yield
 
 
@@ -88,7 +91,7 @@ def test_equals_the_definition(
     same_function(ours, reference, inputs)
 
 
-def test_twice_the_same_bits(random: Random, dtype: torch.dtype) -> None:
+def test_twice_the_same_bits(random: Random, dtype: torch.dtype, reading: str) -> None:
     indices, inputs = inputs_of(CASES["sizes that no tile divides, K = 3"], random, dtype)
     assert all(a.equal(b) for a, b in zip(results(inputs, indices), results(inputs, indices)))
 
@@ -158,11 +161,13 @@ def test_gradients_that_are_deferred(random: Random, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("poison", [torch.inf, torch.nan])
-def test_nothing_leaks_from_what_is_skipped(poison: float, random: Random, device: torch.device) -> None:
+def test_nothing_leaks_from_what_is_skipped(
+    poison: float, dtype: torch.dtype, reading: str, random: Random, device: torch.device
+) -> None:
     """Tokens 0 and 5 choose no expert of this rank, token 1 one of two; what is skipped changes no bit of anything."""
     indices = torch.tensor([[-1, -1], [0, -1], [1, 0], [3, 1], [-1, 3], [-1, -1]], device=device)
     shapes = [(6, 16), (6, 2), (4, 32, 16), (4, 16, 16)]
-    inputs = [random(*shape, dtype=torch.float32) for shape in shapes]
+    inputs = [random(*shape, dtype=dtype) for shape in shapes]
     inputs[2][2] = inputs[3][2] = poison  # an expert that nobody chose
     clean = results(inputs, indices)
     inputs[0][[0, 5]] = poison
@@ -171,9 +176,11 @@ def test_nothing_leaks_from_what_is_skipped(poison: float, random: Random, devic
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_a_token_that_is_not_finite_reaches_its_own_experts_only(random: Random, device: torch.device) -> None:
+def test_a_token_that_is_not_finite_reaches_its_own_experts_only(
+    dtype: torch.dtype, reading: str, random: Random, device: torch.device
+) -> None:
     indices = torch.tensor([[0, 1], [1, 2], [2, 3]], device=device)
-    inputs = [random(*shape, dtype=torch.float32) for shape in [(3, 16), (3, 2), (4, 32, 16), (4, 16, 16)]]
+    inputs = [random(*shape, dtype=dtype) for shape in [(3, 16), (3, 2), (4, 32, 16), (4, 16, 16)]]
     inputs[0][0] = torch.inf
     y, x_grad, weight_grad, *parameter_grads = results(inputs, indices)
     assert not y[0].isfinite().any()

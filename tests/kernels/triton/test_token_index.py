@@ -37,8 +37,9 @@ def check(indices_TK: Tensor, experts: int, row_tile: int) -> None:
         for first in range(start, end, row_tile)
     ]
     table = list(zip(routes.expert_R.tolist(), routes.first_R.tolist()))
+    assert routes.tiles_1.item() == len(tiles)
     assert table[: len(tiles)] == tiles
-    assert {expert for expert, _ in table[len(tiles) :]} <= {-1}
+    assert routes.token_P()[: len(order)].equal((order // indices_TK.shape[1]).int())
 
 
 @settings(

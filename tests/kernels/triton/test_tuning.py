@@ -5,22 +5,23 @@ import torch
 
 pytest.importorskip("triton")
 
-from optimus.kernels.triton.tuning import Tiles, fitted, preferred, row_tile, tiles
+from optimus.kernels.devices import CHIPS, UNKNOWN, Chip
+from optimus.kernels.triton.tuning import Kernel, Tiles, fitted, preferred, row_tile, stage_bytes, tiles
 from optimus.testing.trial import trial
 
-KERNELS = ("up", "down", "down_backward", "up_backward", "weight_gradient")
+KERNELS: tuple[Kernel, ...] = ("up", "down", "down_backward", "up_backward", "weight_gradient")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("memory", [49_152, 65_536, 101_376, 232_448])
-def test_fit_the_shared_memory(kernel: str, memory: int) -> None:
-    """Of chips with 48, 64, 99 and 227 KiB per program."""
+@pytest.mark.parametrize("chip", [*CHIPS.values(), UNKNOWN], ids=lambda chip: chip.architecture)
+def test_fit_the_shared_memory(kernel: Kernel, chip: Chip) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        wanted = preferred(kernel, dtype)
-        chosen = fitted(wanted, kernel, dtype.itemsize, memory)
-        stage = (chosen.rows + (2 if kernel == "up" else 1) * chosen.columns) * chosen.inner * dtype.itemsize
-        assert chosen.stages * stage <= memory
-        assert chosen.stages == wanted.stages or (chosen.stages + 1) * stage > memory
+        wanted = preferred(kernel, dtype, chip)
+        chosen = fitted(wanted, kernel, dtype.itemsize, chip)
+        stage, buffers = stage_bytes(chosen, kernel, dtype.itemsize), chosen.stages - (not chip.tma)
+        assert max(1, buffers) * stage <= chip.shared_memory
+        assert chosen.stages == wanted.stages or (buffers + 1) * stage > chip.shared_memory
+        assert wanted.stages == 1 or chosen.stages > 1, "nothing would hide the loads"
 
 
 def test_do_not_exceed_the_product() -> None:

@@ -1,0 +1,259 @@
+"""The parts of `make gpu-check` that are no command of their own; `gpu_check.py` runs each as a program.
+
+`python -m benchmarks.gpu_parts NAME --output FOLDER --work FOLDER [--rehearse]`: prints what it finds and writes it to
+NAME.json in the first folder; what only later parts need goes to the second. A rehearsal has tiny sizes.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+import optimus
+from benchmarks.harness import Stopwatch
+from benchmarks.training import tree
+from optimus.config.load import resolve_model
+from optimus.errors import UserError
+from optimus.observe.machine import find_device
+from optimus.observe.metrics import read_metrics
+from optimus.observe.report import print_table
+
+_WARM_UP = 3  # steps that are not counted
+_LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks, and what makes the layout
+    "expert 2, all-to-all": (2, ["parallel.expert=2"]),
+    "data 2, parameters sharded": (2, ["state.shard=parameters"]),
+    "tensor 2": (2, ["parallel.tensor=2"]),
+    "pipeline 2": (2, ["parallel.pipeline=2"]),
+    "context 2": (2, ["parallel.context=2"]),
+    "data 2, tensor 2": (4, ["parallel.tensor=2"]),
+    "pipeline 2, expert 2": (4, ["parallel.pipeline=2", "parallel.expert=2"]),
+}
+
+
+class Sizes(NamedTuple):
+    """What a part is given."""
+
+    device: torch.device
+    output: Path
+    work: Path
+    rehearse: bool
+    seconds: float
+
+    def model(self, layers: int) -> dict[str, Any]:
+        name = "mula-tiny-moe" if self.rehearse else "mula-7b-a1b"
+        return {**resolve_model(name)["model"], "layers": 2 if self.rehearse else layers}
+
+    def run(self, name: str, model: dict[str, Any], batch: int, context: int, **more: Any) -> dict[str, Any]:
+        """The configuration of a run of its own folder, on prepared text."""
+        if self.rehearse:
+            batch, context = 2, 64
+        observe = {"tensorboard": False, "report": False, "log_every": 1} | more.pop("observe", {})
+        sections: dict[str, Any] = {"checkpoint": {"every": 1_000_000}, "observe": observe, **more}
+        return tree(model, batch, context, data=self.data(context), output=self.work / name, **sections)
+
+    def data(self, context: int) -> Path:
+        """Python's own sources, tokenised with a vocabulary learned from them."""
+        folder = self.work / f"data-{context}"
+        if not folder.exists():
+            sources = Path(sysconfig.get_paths()["stdlib"])
+            texts = [sources / name for name in (["json"] if self.rehearse else ["email", "asyncio", "json"])]
+            optimus.prepare(texts, folder, train_tokenizer=512 if self.rehearse else 4096, context=context)
+        return folder
+
+
+def machine(sizes: Sizes) -> dict[str, Any]:
+    """The machine file of the planner, and the ceilings of one large product and one large copy."""
+    from optimus.plan.measure.machine import measure, write
+    from optimus.plan.measure.timing import Extent
+
+    small = Extent(
+        [(n, n, n) for n in (16, 64, 128, 256)], [(1, 64, 2, 32), (1, 128, 2, 32)], 1 << 20, (4096, 65536), 0.002, 1
+    )
+    found = measure(1, "here", small if sizes.rehearse else None)
+    write(found, sizes.work / "machine.yaml")
+    write(found, sizes.output / "machine.yaml")
+    n, watch = 256 if sizes.rehearse else 8192, Stopwatch(sizes.device)
+    a, b = torch.randn(2, n, n, device=sizes.device).bfloat16()
+    torch.mm(a, b)
+    product = min(watch.time(lambda: torch.mm(a, b), 10) for _ in range(5))
+    x = torch.empty((1 << 20 if sizes.rehearse else 1 << 30) // 4, device=sizes.device)
+    y = x.clone()
+    copy = min(watch.time(lambda: y.copy_(x), 5) for _ in range(5))
+    return {"matmul_tflops": 2e-12 * n**3 / product, "copy_gb_per_s": 2e-9 * x.nbytes / copy}
+
+
+def step(sizes: Sizes) -> dict[str, Any]:
+    """Steps of 8 layers of the 7B shape with 16k tokens: speed and peak memory, and what the planner says of them."""
+    from optimus.config import load_config
+    from optimus.plan.asking import as_configured, asked
+    from optimus.plan.prediction import predict
+
+    config = load_config(sizes.run("step", sizes.model(8), 8, 2048))
+    with _timed_update(sizes.device) as seconds:
+        optimus.train(config, ["train.stop_at=10"])
+    records = read_metrics(sizes.work / "step")[_WARM_UP:]
+    plan = predict(as_configured(asked(config, str(sizes.work / "machine.yaml"), 1, [])))
+    last = records[-1]
+    peak = max(sum(size for name, size in record.items() if name.startswith("memory/")) for record in records)
+    found: dict[str, Any] = {
+        "step_seconds": statistics.median(record["step_seconds"] for record in records),
+        "predicted_step_seconds": plan.step.seconds,
+        "tokens_per_second": statistics.median(record["tokens_per_second"] for record in records),
+        "utilisation": last["model_flops_utilization"],
+        "predicted_utilisation": plan.utilisation,
+        "peak_gib": peak / 2**30,
+        "predicted_peak_gib": plan.memory.total / 2**30,
+        **{f"{name}_ms": 1e3 * statistics.median(times[_WARM_UP:]) for name, times in seconds.items()},
+    }
+    return found
+
+
+@contextmanager
+def _timed_update(device: torch.device) -> Iterator[dict[str, list[float]]]:
+    """Seconds of each step's gradient norm and of its update, the device waited for before and after."""
+    from optimus.state.model_state import ModelState
+
+    watch, seconds = Stopwatch(device), {"norm": [], "update": []}  # type: ignore[var-annotated]
+    usual = {"norm": ModelState.reduce_gradients, "update": ModelState.step}
+
+    def timed(name: str) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            began = watch.read()
+            found = usual[name](*given, **named)
+            seconds[name].append(watch.read() - began)
+            return found
+
+        return run
+
+    with (
+        mock.patch.object(ModelState, "reduce_gradients", timed("norm")),
+        mock.patch.object(ModelState, "step", timed("update")),
+    ):
+        yield seconds
+
+
+def trace(sizes: Sizes) -> dict[str, Any]:
+    """One step in full: its longest kernels, and how long the device had nothing to do."""
+    optimus.train(sizes.run("trace", sizes.model(4), 8, 2048, observe={"trace": 3}), ["train.stop_at=3"])
+    (path,) = (sizes.work / "trace").glob("**/trace-rank-0.json")
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    kind = "cpu_op" if sizes.device.type == "cpu" else "kernel"
+    spans = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("cat") == kind)
+    busy, until, totals = 0.0, 0.0, dict[str, list[float]]()
+    for start, end, name in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+        totals.setdefault(name.split("(")[0], []).append(end - start)
+    rows = [{"kernel": name[:80], "ms": sum(times) / 1e3, "calls": len(times)} for name, times in totals.items()]
+    rows.sort(key=lambda row: -row["ms"])
+    print_table(rows[:15], "the longest kernels of a step")
+    return {"idle_share": 1 - busy / (until - spans[0][0]), "kernels": len(spans), "longest": rows[0]["kernel"]}
+
+
+def curve(sizes: Sizes) -> dict[str, Any]:
+    """Losses on the device in bf16 against those on the CPU in fp32, and of a run that was broken off and resumed.
+
+    Raises `RuntimeError` where they differ by more than rounding.
+    """
+    model, steps = resolve_model("mula-tiny-moe")["model"], 6 if sizes.rehearse else 40
+
+    def losses(name: str, *overrides: str, resume: bool = False) -> list[float]:
+        config = sizes.run(
+            name, model, 8, 256, checkpoint={"every": steps // 2}, steps=steps, lr_schedule={"warmup_steps": 2}
+        )
+        optimus.train(config, list(overrides), resume=resume)
+        return [record["loss"] for record in read_metrics(sizes.work / name)]
+
+    whole = losses("whole")
+    losses("resumed", f"train.stop_at={steps // 2}")
+    resumed = losses("resumed", resume=True)
+    exact = losses("exact", "train.device=cpu", "train.precision=float32")
+    off = {"from_cpu_fp32": _apart(whole, exact), "after_resume": _apart(resumed, whole)}
+    if off["from_cpu_fp32"] > 0.02 or off["after_resume"] > 0.005:
+        raise RuntimeError(f"losses differ by {off}")
+    return {"last_loss": whole[-1], **off}
+
+
+def _apart(found: list[float], expected: list[float]) -> float:
+    assert len(found) == len(expected)
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected))
+
+
+def layouts(sizes: Sizes) -> dict[str, Any]:
+    """Every layout with 2 to 4 ranks that share the device has the losses of one process; as many as the time allows."""
+    model, steps = resolve_model("mula-tiny-moe")["model"], 3 if sizes.rehearse else 6
+    device = "cpu" if sizes.device.type == "cpu" else f"{sizes.device.type}:0"
+    end, rows = time.monotonic() + sizes.seconds, []
+
+    def losses(name: str, ranks: int, more: list[str]) -> list[float]:
+        config = sizes.run(name.replace(" ", "-"), model, 8, 256, steps=steps, micro_batch=2)
+        config["train"]["global_batch"] = 8
+        optimus.train(config, [f"train.device={device}", *more], ranks=ranks)
+        return [record["loss"] for record in read_metrics(sizes.work / name.replace(" ", "-"))]
+
+    expected, left = losses("one", 1, []), dict(_LAYOUTS)
+    for name, (ranks, overrides) in _LAYOUTS.items():
+        longest = max((row["seconds"] for row in rows), default=0.0)
+        if time.monotonic() + longest > end or (sizes.rehearse and rows):
+            break
+        del left[name]
+        began = time.monotonic()
+        try:
+            off: float | str = _apart(losses(name, ranks, overrides), expected)
+        except UserError as error:
+            off = str(error).splitlines()[0]
+        equal = isinstance(off, float) and off <= 0.02
+        rows.append({"layout": name, "ranks": ranks, "off": off, "equal": equal, "seconds": time.monotonic() - began})
+    print_table(rows, "losses of several ranks on one device against one process")
+    wrong = [row["layout"] for row in rows if not row["equal"]]
+    if wrong:
+        raise RuntimeError(f"not the losses of one process: {', '.join(wrong)}")
+    return {"equal": len(rows), "not reached": len(left)}
+
+
+def trainer(sizes: Sizes) -> dict[str, Any]:
+    """A few steps against the Trainer of transformers."""
+    from benchmarks import train
+
+    few = {"steps": 1, "batch": 1} if sizes.rehearse else {"steps": 8}
+    found = train.run(model="mula-tiny-moe", rounds=1, share=False, **few)
+    found.publish("train")
+    return dict(found.ratios)
+
+
+PARTS = {function.__name__: function for function in (machine, step, trace, curve, layouts, trainer)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=PARTS)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="for the part's own work, where it can be shortened"
+    )
+    parser.add_argument("--rehearse", action="store_true")
+    asked = parser.parse_args()
+    sizes = Sizes(find_device("auto", "the device"), asked.output, asked.work, asked.rehearse, asked.seconds)
+    try:
+        found = PARTS[asked.name](sizes)
+    except UserError as error:
+        print(f"{asked.name}: {error}")
+        return 1
+    for name, value in found.items():
+        print(f"{name}: {value:.6g}" if isinstance(value, float) else f"{name}: {value}")
+    (sizes.output / f"{asked.name}.json").write_text(json.dumps({"ratios": found}), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

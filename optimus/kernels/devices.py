@@ -1,0 +1,74 @@
+"""What kernels and their tests need to know of an accelerator, as data; importable without Triton.
+
+Sources: CUDA C++ programming guide, "Technical specifications per compute capability"; AMD CDNA 2 and 3 instruction set
+references; Intel Data Center GPU Max architecture overview; data sheets for memory.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Chip(NamedTuple):
+    architecture: str  # as its compiler calls it
+    product: str  # one that has it, whose counts the rest of the row are
+    processors: int  # multiprocessors, compute units or Xe cores: each runs whole programs
+    shared_memory: int  # bytes that one program may use (shared memory, LDS, SLM)
+    warp: int  # threads that run in step
+    registers: int  # of 32 bits that one thread may use
+    tma: bool  # whether a unit of its own copies tiles by descriptors (NVIDIA's tensor memory accelerator)
+    adds: bool  # whether its memory adds fp32 numbers by itself, so that the processor need not read them
+    memory: int  # bytes
+
+
+_KIB, _GIB = 1 << 10, 1 << 30
+
+CHIPS = {
+    chip.architecture: chip
+    for chip in (
+        Chip("sm_80", "A100 80GB", 108, 163 * _KIB, 32, 255, False, True, 80 * _GIB),
+        Chip("sm_90", "H200", 132, 227 * _KIB, 32, 255, True, True, 141 * _GIB),
+        Chip("sm_100", "B200", 148, 227 * _KIB, 32, 255, True, True, 180 * _GIB),
+        Chip("gfx90a", "MI250X, one of two dies", 110, 64 * _KIB, 64, 512, False, False, 64 * _GIB),
+        Chip("gfx942", "MI300X", 304, 64 * _KIB, 64, 512, False, True, 192 * _GIB),
+        Chip("pvc", "Data Center GPU Max 1550, one of two tiles", 64, 128 * _KIB, 16, 256, False, False, 64 * _GIB),
+    )
+}
+# What may be relied on where nothing is known.
+UNKNOWN = Chip("unknown", "", 64, 48 * _KIB, 32, 255, False, False, 16 * _GIB)
+
+
+def chip_of(device: torch.device) -> Chip:
+    """What is known of a device: the row of its architecture, corrected by what the device says of itself."""
+    if device.type in ("cpu", "meta"):  # kernels are interpreted
+        return UNKNOWN
+    return _chip(
+        device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())
+    )
+
+
+@cache
+def _chip(device: torch.device) -> Chip:
+    return chip_from(torch.get_device_module(device).get_device_properties(device))
+
+
+def chip_from(properties: Any) -> Chip:
+    """The chip with the `properties` that torch has of a device; what they leave out is that of its row, or the least."""
+    chip = CHIPS.get(_architecture(properties), UNKNOWN._replace(architecture=_architecture(properties)))
+    said = {
+        "processors": getattr(properties, "multi_processor_count", 0) or getattr(properties, "gpu_subslice_count", 0),
+        "shared_memory": getattr(properties, "shared_memory_per_block_optin", 0),
+        "warp": getattr(properties, "warp_size", 0),
+        "memory": getattr(properties, "total_memory", 0),
+    }
+    return chip._replace(**{name: value for name, value in said.items() if value})
+
+
+def _architecture(properties: Any) -> str:
+    gfx = str(getattr(properties, "gcnArchName", "")).split(":")[0]
+    if gfx.startswith("gfx"):  # elsewhere it is the name of the product
+        return gfx
+    if hasattr(properties, "major"):
+        return f"sm_{properties.major}{properties.minor}"
+    return "pvc" if "Data Center GPU Max" in str(getattr(properties, "name", "")) else "unknown"
