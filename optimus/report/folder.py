@@ -37,6 +37,7 @@ class RunFolder:
     environment: list[dict[str, Any]]
     config: dict[str, Any]
     timeline: dict[str, Any] | None
+    evaluations: dict[str, dict[str, Any]]  # what `optimus evaluate` has written into `evaluations/`, by file
     skipped_lines: dict[str, int] = field(default_factory=dict)  # of each file: those that cannot be read
 
     @property
@@ -137,6 +138,7 @@ def read_folder(given: str | Path) -> RunFolder:
         lines("environment.jsonl"),
         _config(path / "config.yaml", skipped),
         _json(path / "timeline.json", skipped),
+        {file.stem: read for file in sorted((path / "evaluations").glob("*.json")) if (read := _json(file, skipped))},
         skipped,
     )
 
