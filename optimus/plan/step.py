@@ -55,7 +55,7 @@ class _Stage(NamedTuple):
     @property
     def times(self) -> StageTimes:
         """As a pipeline knows it."""
-        besides = (self.gathers + self.host) / 2
+        besides = (self.gathers + (self.host if self.starting else 0.0)) / 2
         return StageTimes(
             self.forward.seconds + besides, self.backward.seconds + self.again.seconds + besides, self.weights.seconds
         )
@@ -106,7 +106,7 @@ def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
     sizes = blocks_of_stages(job)
     counts = counts_of(job.model, sizes)
     vocabulary = parallel.stages_per_rank if parallel.vocabulary else None
-    alike, ranks = _alike(job.model, sizes, parallel.schedule, pp)
+    alike, ranks, owned = _alike(job.model, sizes, parallel.schedule, pp)
     stages: dict[int, _Stage] = {}
     for number in dict.fromkeys(alike):
         each = counts[number]
@@ -120,22 +120,22 @@ def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
         stages[number] = stage
     unlike = {number: stage.times for number, stage in stages.items()}
     times, seconds = tuple([unlike[number] for number in alike]), {n: each.seconds for n, each in unlike.items()}
-    of_rank = {own: sum([seconds[number] for number in own]) for own in dict.fromkeys(ranks)}
+    of_rank = {own: sum([seconds[number] for number in own]) for own in owned}
     slowest = max(of_rank, key=of_rank.__getitem__)
     least = least_seconds(parallel.schedule, job.microbatches, times, [of_rank[own] for own in ranks])
-    own = together([counts[number] for number in slowest])
-    return _Passes([stages[number] for number in slowest], [unlike[number] for number in slowest], times, own, least)
+    slow, own = zip(*((stages[number], unlike[number]) for number in slowest))
+    return _Passes(slow, own, times, owned[slowest], least)
 
 
 @lru_cache(maxsize=1024)
 def _alike(
     model: ModelConfig, sizes: tuple[int, ...], schedule: str, pp: int
-) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """(of each stage the first one that has the same, such stages of each rank)."""
-    first: dict[int, int] = {}
-    alike = tuple(first.setdefault(id(counts), number) for number, counts in enumerate(counts_of(model, sizes)))
-    ranks = stages_of_ranks(schedule, pp, len(sizes) // pp)
-    return alike, tuple(tuple(alike[stage] for stage in own) for own in ranks)
+) -> tuple[tuple[int, ...], list[tuple[int, ...]], dict[tuple[int, ...], Mapping[Where, int]]]:
+    """(of each stage the first one that has the same, such stages of each rank, what these have together)."""
+    first, counts = dict[int, int](), counts_of(model, sizes)
+    alike = tuple(first.setdefault(id(each), number) for number, each in enumerate(counts))
+    ranks = [tuple(alike[stage] for stage in own) for own in stages_of_ranks(schedule, pp, len(sizes) // pp)]
+    return alike, ranks, {own: together([counts[number] for number in own]) for own in dict.fromkeys(ranks)}
 
 
 def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float:

@@ -253,7 +253,9 @@ def evaluations(files: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Of each file of `optimus evaluate` a row for each task, and one for its text."""
     rows = []
     for name, found in files.items():
-        parts = {key: found.get(key) if isinstance(found.get(key), dict) else {} for key in ("tasks", "checkpoint", "text")}
+        parts = {
+            key: found.get(key) if isinstance(found.get(key), dict) else {} for key in ("tasks", "checkpoint", "text")
+        }
         scored = {task: scores for task, scores in parts["tasks"].items() if isinstance(scores, dict)}
         if is_number(bits := found.get("bits_per_byte")):
             scored[str(parts["text"].get("path", "text"))] = {"bits_per_byte": bits}

@@ -47,7 +47,9 @@ def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout
         asked += dict.fromkeys(tiling.split_axes(layout, mesh) for layout in layouts.values())
     asked += dict.fromkeys(layout.partial_axes for layout in layouts.values())
     named = {_named(mesh, axes): axes for axes in reversed(asked)}  # those of one name have the same groups
-    found = [RankPartition(name, list(mesh.groups(named[name]))) for name in dict.fromkeys(_named(mesh, a) for a in asked)]
+    found = [
+        RankPartition(name, list(mesh.groups(named[name]))) for name in dict.fromkeys(_named(mesh, a) for a in asked)
+    ]
     if config.model.experts and config.moe.dispatch == "alltoall":
         found += level_divisions(mesh, "ep")
     found += state_divisions(mesh, layouts, config.state)

@@ -27,7 +27,9 @@ def merged(folder: Path) -> list[dict[str, Any]]:
 
 # Of each phase of the Trace Event Format (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU) that
 # traces have: its fields besides `ph`, `pid` and `name`.
-FIELDS = {"X": ("ts", "tid", "dur"), "i": ("ts", "s"), "M": ("args",)} | dict.fromkeys("stf", ("ts", "tid", "id", "cat"))
+FIELDS = {"X": ("ts", "tid", "dur"), "i": ("ts", "s"), "M": ("args",)} | dict.fromkeys(
+    "stf", ("ts", "tid", "id", "cat")
+)
 METADATA = {
     "process_name": ("name", str), "process_labels": ("labels", str), "process_sort_index": ("sort_index", int),
     "thread_name": ("name", str), "thread_sort_index": ("sort_index", int),
@@ -41,7 +43,9 @@ def check_events(events: list[dict[str, Any]]) -> None:
     for event in events:
         assert {"pid", "name", *FIELDS[event["ph"]]} <= event.keys(), event
         assert isinstance(event["name"], str), event
-        assert all(isinstance(event.get(key, 0), int | float) and math.isfinite(event.get(key, 0)) for key in ("ts", "dur"))
+        assert all(
+            isinstance(event.get(key, 0), int | float) and math.isfinite(event.get(key, 0)) for key in ("ts", "dur")
+        )
         assert all(isinstance(event.get(key, 0), int | str) for key in ("pid", "tid", "id")), event
         assert isinstance(event.get("args", {}), dict), event
         if event["ph"] == "M":

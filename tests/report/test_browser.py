@@ -17,7 +17,9 @@ def test_reports_in_a_browser(tmp_path: Path, make_run: Callable[..., Path]) -> 
     events = [[0, "forward", 0, 0, 0.0, 1.0], [1, "backward", 1, 0, 1.0, 3.0]]
     (run / "timeline.json").write_text(json.dumps({"ranks": 2, "events": events, "simulated": events}))
     (run / "evaluations").mkdir()
-    (run / "evaluations" / "end.json").write_text(json.dumps({"tasks": {"sciq": {"acc": 0.5}}, "checkpoint": {"step": 40}}))
+    (run / "evaluations" / "end.json").write_text(
+        json.dumps({"tasks": {"sciq": {"acc": 0.5}}, "checkpoint": {"step": 40}})
+    )
     others = [make_run(tmp_path / "other", steps=100), make_run(tmp_path / "third", grad_norm=None)]
     write_report([run], tmp_path / "one.html")
     write_report([run, *others], tmp_path / "three.html")

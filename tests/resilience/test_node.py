@@ -238,7 +238,9 @@ def test_nodes_that_leave_at_one_moment_count_a_spare_once(
     launch = replace(one, nodes=2, spares=spares, keep_alive=(60, 4))  # nothing is heard of the others meanwhile
     names = ["n0", "n1", *(f"spare{number}" for number in range(spares))]
     members = [
-        module._Member(replace(launch, node=name), connect(one.endpoint, 5.0), lambda _: None, Waiting(lambda _: None), print)
+        module._Member(
+            replace(launch, node=name), connect(one.endpoint, 5.0), lambda _: None, Waiting(lambda _: None), print
+        )
         for name in names
     ]
     (bad, worse), waiting = members[:2], members[2:]
