@@ -72,7 +72,7 @@ def run_node(
     signal has ended them (an `Exit`).
 
     What all nodes of the launch are in the lease of the run folder is the last argument of `command`, after `--holder`.
-    `announce(event, detail)` is called when the run was `restarted`, and when it has `failed`, on one of the nodes each time.
+    `announce(event, detail)` is called on one of the nodes when the run was `restarted`, and when it has `failed`.
 
     Raises `UserError` when the node is excluded, another run holds the folder (`LeaseError`), nobody answers at the
     rendezvous (any more), clocks are too far apart, too few nodes come together, or the run does not get on.

@@ -1,4 +1,4 @@
-"""What follows the end of a run, whatever ended it, and its restarts: a line in the event log, the report, a notification."""
+"""What follows the end of a run, whatever ended it, or a restart: a line in the event log, the report, a notification."""
 
 import sys
 import time

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.browser import CHROMIUM, look
 
+from helpers.browser import CHROMIUM, look
 from optimus.report.page import write_report
 
 

@@ -14,9 +14,9 @@ import psutil
 import pytest
 import torch
 import yaml
-from helpers.browser import CHROMIUM, look
 
 import optimus
+from helpers.browser import CHROMIUM, look
 from optimus.checkpoint.folder import list_checkpoints
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
