@@ -173,7 +173,7 @@ def _median_rate(records: Sequence[Mapping[str, Any]]) -> float | None:
 def _curves(folder: RunFolder) -> list[str]:
     """The metrics that are curves."""
     names = [key for key in folder.metrics if key not in _NO_CHART and key.split("/")[0] not in _STACKS]
-    return [key for key in names if any(is_number(each.get(key)) for each in folder.records)]
+    return [key for key in names if folder.column(key).count(None) < len(folder.records)]
 
 
 def _charts(folders: Sequence[RunFolder], hidden: set[str]) -> list[dict[str, Any]]:

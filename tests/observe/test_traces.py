@@ -85,7 +85,9 @@ def test_ranks_are_rows_on_one_clock(tmp_path: Path) -> None:
     events = merged(tmp_path)
     assert [(e["pid"], e["ts"]) for e in events if e["ph"] == "X"] == [(0, 5), (1, 6), (2000, 2005), (2001, 2006)]
     assert [e["id"] for e in events if e["ph"] == "s"] == ["0.9", "2.9"]
-    beside = [(e["pid"], e["name"], e["ts"]) for e in events if e["ph"] in "be"]  # no slice: it ends after that around it
+    beside = [
+        (e["pid"], e["name"], e["ts"]) for e in events if e["ph"] in "be"
+    ]  # no slice: it ends after that around it
     assert beside == [(pid, "beside", ts + pid) for pid in (0, 2000) for ts in (5.5, 6.5)]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "rank 0", 1: "rank 0: GPU 0", 2000: "rank 2", 2001: "rank 2: GPU 0"}
