@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from optimus.config.renamed import RENAMED
 from optimus.config.tree import RunConfig
 from optimus.config.yaml_text import Dumper, Loader, parse_yaml
 from optimus.disk import user_path
@@ -23,9 +24,6 @@ from optimus.model.architecture import ModelConfig
 
 ModelFolderReader = Callable[[Path], dict[str, Any]]
 SomeSection = typing.TypeVar("SomeSection", bound=BaseModel)
-
-
-_RENAMED = {"schedule": "lr_schedule", "validate": "validation", "train.context": "train.sequence_length"}
 
 
 def load_config(
@@ -90,18 +88,6 @@ def dump_config(config: RunConfig) -> str:
     """The resolved tree as YAML that `load_config` reads back to an equal tree."""
     tree = config.model_dump(exclude={"moe"} if config.model.experts is None else None)
     return yaml.dump(tree, Dumper=Dumper, sort_keys=False, width=120)
-
-
-def with_new_names(written: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration that a run has kept, with the names of today where an earlier version wrote other ones."""
-
-    def renamed(section: Mapping[str, Any], before: str) -> dict[str, Any]:
-        return {_RENAMED.get(before + key, before + key).removeprefix(before): value for key, value in section.items()}
-
-    sections = {
-        key: renamed(value, f"{key}.") if isinstance(value, Mapping) else value for key, value in written.items()
-    }
-    return renamed(sections, "")
 
 
 @cache
@@ -241,7 +227,7 @@ def _must_be(problem: Any) -> str:
 
 def _suggest(section: list[str], key: str, root: type[BaseModel]) -> str:
     """What it is called now; or the same key where another section has it, or else the nearest of this one."""
-    if now := _RENAMED.get(".".join([*section, key])):
+    if now := RENAMED.get(".".join([*section, key])):
         return f"here it is {now}"
     elsewhere = [f"{name}.{key}" for name, field in root.model_fields.items() if key in _fields_of(field.annotation)]
     if elsewhere:

@@ -500,8 +500,8 @@ class ObserveConfig(Section):
     tensorboard: bool = Field(True, description="Write TensorBoard events.")
     report: bool = Field(True, description="Write report.html, as `optimus report` does, when the run ends.")
     notify: str | None = None
-    """What is told of the run's end or failure: a webhook (an http or https URL, which gets JSON), or a command, which gets
-    the same JSON on its standard input."""
+    """What is told of the run's end or failure, and under `optimus launch` of its restarts: a webhook (an http or https URL,
+    which gets JSON), or a command, which gets the same JSON on its standard input."""
     mlflow: str | None = Field(None, description="MLflow experiment, on the server in MLFLOW_TRACKING_URI; null: off.")
     wandb: str | None = Field(None, description="Weights & Biases project; null: off.")
     wandb_entity: str | None = Field(None, description="User or team there. Default: that of the API key.")

@@ -7,7 +7,7 @@ documents, or a checked cut in a text file, from which reading can start again a
 
 import codecs
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
@@ -263,9 +263,8 @@ def _read_parquet(source: Source, start: Position, text_field: str, encode: Enco
 
     try:
         with source.path.open("rb") as raw, pq.ParquetFile(raw, buffer_size=files.READ, pre_buffer=False) as file:
-            field = field_of(text_field)
+            field, row = field_of(text_field), 0
             columns = field.columns(file.schema_arrow.names, str(source.path))
-            row, place = 0, ""
             groups: list[int] = []  # row groups before the position are not read at all
             for group in range(file.num_row_groups):
                 rows = file.metadata.row_group(group).num_rows
@@ -273,16 +272,9 @@ def _read_parquet(source: Source, start: Position, text_field: str, encode: Enco
                     row += rows
                 else:
                     groups.append(group)
-            for rows in file.iter_batches(PARQUET_ROWS, row_groups=groups, columns=columns, use_threads=False):
-                for number in range(max(0, start.offset - row), rows.num_rows):
-                    place = f"{source.path}: row {row + number + 1}"
-                    yield from _row_pieces(
-                        rows, number, field, place, Position(start.file, row + number + 1), raw, encode
-                    )
-                row += rows.num_rows
-    except UnicodeDecodeError as error:
-        raise UserError(f"{place}: not UTF-8 at byte {error.start} of the text ({error.reason})") from error
-    except (pa.ArrowException, OSError) as error:
+            batches = file.iter_batches(PARQUET_ROWS, row_groups=groups, columns=columns, use_threads=False)
+            yield from _row_pieces(source, batches, row, start, field, raw, encode)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{source.path}: not a readable parquet file ({error})") from error
 
 
@@ -290,36 +282,34 @@ def _read_arrow(source: Source, start: Position, text_field: str, encode: Encode
     """A file of the Arrow stream format, as `datasets` saves it, or of the Arrow file format."""
     import pyarrow as pa
 
-    place = ""
     try:
         with source.path.open("rb") as raw:
             is_file = raw.read(6) == b"ARROW1"
             raw.seek(0)
             reader = pa.ipc.open_file(raw) if is_file else pa.ipc.open_stream(raw)
-            field, row = field_of(text_field), 0
+            field = field_of(text_field)
             columns = field.columns(reader.schema.names, str(source.path))
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
-            for batch in batches:
-                rows = batch.select(columns)
-                for number in range(max(0, start.offset - row), rows.num_rows):
-                    place = f"{source.path}: row {row + number + 1}"
-                    yield from _row_pieces(
-                        rows, number, field, place, Position(start.file, row + number + 1), raw, encode
-                    )
-                row += rows.num_rows
-    except UnicodeDecodeError as error:
-        raise UserError(f"{place}: not UTF-8 at byte {error.start} of the text ({error.reason})") from error
-    except (pa.ArrowException, OSError) as error:
+            yield from _row_pieces(source, (rows.select(columns) for rows in batches), 0, start, field, raw, encode)
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{source.path}: not a readable Arrow file ({error})") from error
 
 
 def _row_pieces(
-    rows: Any, number: int, field: TextField, place: str, after: Position, raw: BinaryIO, encode: Encode
+    source: Source, batches: Iterable[Any], row: int, start: Position, field: TextField, raw: BinaryIO, encode: Encode
 ) -> Iterator[_Piece]:
-    """The text of one row of a record batch."""
-    record = {name: rows.column(name)[number].as_py() for name in rows.schema.names}
-    for piece, last in _checked_pieces(place, _slices(field.of(record, place)), encode):
-        yield _Piece(piece, last, after if last else None, raw.tell())
+    """The texts from `start` on in record batches, the first of which begins with row `row` of the file."""
+    place = ""
+    try:
+        for rows in batches:
+            for number in range(max(0, start.offset - row), rows.num_rows):
+                place, after = f"{source.path}: row {row + number + 1}", Position(start.file, row + number + 1)
+                record = {name: rows.column(name)[number].as_py() for name in rows.schema.names}
+                for piece, last in _checked_pieces(place, _slices(field.of(record, place)), encode):
+                    yield _Piece(piece, last, after if last else None, raw.tell())
+            row += rows.num_rows
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: not UTF-8 at byte {error.start} of the text ({error.reason})") from error
 
 
 _READERS: dict[tuple[str, ...], Callable[[Source, Position, str, Encode], Iterator[DocumentBatch | _Piece]]] = {

@@ -2,7 +2,8 @@
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from optimus.errors import naming_disk_errors
 
 MERGED = "trace.json.gz"
 _OF_A_RANK = 1000  # processes of a rank's trace: the program, its devices
+_ROUNDING = 0.002  # microseconds: the profiler writes whole nanoseconds
 _BOUND = frozenset("sftbne")  # phases of events that their ids bind together: flows and what is asynchronous
 
 
@@ -59,7 +61,8 @@ def _of_rank(events: list[dict[str, Any]], rank: int, later: float) -> Iterator[
         label = f"rank {rank}" + (f": {what}" if what else "")
         yield {"name": "process_name", "ph": "M", "pid": number, "tid": 0, "args": {"name": label}}
         yield {"name": "process_sort_index", "ph": "M", "pid": number, "tid": 0, "args": {"sort_index": number}}
-    for event in events:
+    crossing = _crossing(events)
+    for number, event in enumerate(events):
         of_process = event.get("name") in ("process_name", "process_labels", "process_sort_index")
         if of_process or event.get("pid") not in processes:
             continue
@@ -68,4 +71,30 @@ def _of_rank(events: list[dict[str, Any]], rank: int, later: float) -> Iterator[
             moved["ts"] = event["ts"] + later
         if event.get("ph") in _BOUND and "id" in event:
             moved["id"] = f"{rank}.{event['id']}"
+        if number in crossing:
+            seconds = moved.pop("dur")
+            moved |= {"ph": "b", "id": f"{rank}.crossing.{number}", "cat": event.get("cat", "beside")}
+            yield moved
+            moved = {**moved, "ph": "e", "ts": moved["ts"] + seconds}
         yield moved
+
+
+def _crossing(events: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Which slices begin within another one of their thread and end after it, as what is received beside other work does.
+
+    Perfetto drops such slices, and shows them as asynchronous events.
+    """
+    threads, found = defaultdict[Any, list[tuple[float, float, int]]](list), set[int]()
+    for number, event in enumerate(events):
+        if event.get("ph") == "X":
+            threads[event["pid"], event["tid"]].append((event["ts"], -event["dur"], number))
+    for slices in threads.values():
+        ends: list[float] = []  # of those around
+        for start, negative, number in sorted(slices):
+            while ends and ends[-1] <= start + _ROUNDING:
+                ends.pop()
+            if ends and start - negative > ends[-1] + _ROUNDING:
+                found.add(number)
+            else:
+                ends.append(start - negative)
+    return found

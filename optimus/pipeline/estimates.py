@@ -64,7 +64,7 @@ def _beginning(name: str, ranks: int, microbatches: int, times: tuple[StageTimes
         start = free[rank]
         if source >= 0:
             there = ends[source] + link if away else ends[source]
-            start = max(start, there)
+            start = there if there > start else start  # as `max`, which takes longer
         free[rank] = start + lasting[what]
         ends.append(free[rank])
     return max(ends)
@@ -86,14 +86,15 @@ def _replayed(name: str, ranks: int, microbatches: int, stages_per_rank: int) ->
     return columns
 
 
-def least_seconds(name: str, ranks: int, microbatches: int, times: Sequence[StageTimes]) -> float:
-    """What `pipeline_seconds` is no less than: a rank's own time, and what the stages before it leave it idle."""
-    stages, found, before = stages_of_ranks(name, ranks, len(times) // ranks), 0.0, 0.0
+def least_seconds(name: str, microbatches: int, times: Sequence[StageTimes], busy: Sequence[float]) -> float:
+    """What `pipeline_seconds` is no less than: a rank's own time, and what the stages before it leave it idle. `busy` are
+    the seconds of a microbatch in all stages of each rank; `times` are best those of few objects, as stages are alike."""
     idle = schedules()[name].idle
-    for rank in range(ranks):
-        own = sum(times[stage].seconds for stage in stages[rank])
+    known = {number: idle(stage.forward, stage.seconds) for number, stage in {id(each): each for each in times}.items()}
+    found = before = 0.0
+    for own, stage in zip(busy, times):
         found = max(found, microbatches * own + before)
-        before += idle(times[rank].forward, times[rank].seconds)
+        before += known[id(stage)]
     return found
 
 

@@ -1,5 +1,6 @@
 """The command `optimus plan`: what is asked, put together from a model or a configuration and the options."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,6 +79,7 @@ def plan(
     from optimus.plan.search import search
 
     torch.set_num_threads(1)  # shapes leave them nothing to do but wait for each other
+    gc.set_threshold(100_000)  # a search keeps most of what it makes: to look for what can be freed takes a tenth of it
     job = asked(configured(model, overrides, ranks), machine, ranks, what_if or [], imbalance, links)
     if dry_run is not None:
         _dry_run(as_configured(job) if as_is else search(job, best=1)[0].job, dry_run, as_json)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import combinations
+from typing import NamedTuple
 
 from optimus.config import ModelConfig
 from optimus.config.tree import ShardRanks
@@ -34,6 +35,14 @@ _SHARES = 16  # of the chunks, whose state may be on the device
 _FINER = ("gradients", "parameters")
 
 
+class _Way(NamedTuple):
+    """To hold the state, and the bytes that it leaves of each rank of `Fitting._ranks_of`."""
+
+    shard: Shard
+    width: int | ShardRanks | None
+    room: Sequence[float]
+
+
 class Fitting:
     """Finds what fits, and remembers what jobs have in common."""
 
@@ -41,7 +50,7 @@ class Fitting:
         self._machine = job.machine
         self._nodes = job.nodes
         self._ranks: dict[tuple[int | str, ...], list[Rank]] = {}
-        self._states: dict[tuple[object, ...], list[float]] = {}
+        self._ways: dict[tuple[object, ...], list[_Way]] = {}
         self._kept: dict[tuple[BlockTiming, frozenset[str]], RunActivations] = {}
         self._sets = recomputations(job.model)
         profile = job.profile
@@ -50,9 +59,10 @@ class Fitting:
     def least(self, candidate: Candidate) -> float:
         """Seconds that a step takes at least, if nothing is recomputed, in the ways to hold the state that leave memory."""
         job, work = candidate.job, candidate.division.work
-        ways = [way for way in sharded(job) if min(self._room(job, *way)) > 0]
-        ways = [way for way in ways if not self._is_slower(*way) or ("optimizer", way[1]) not in ways]
-        places = (placed for way in ways for placed in placements(held(job, *way)))
+        ways = self._ways_of(job)
+        enough = {width for shard, width, _ in ways if shard == "optimizer"}
+        ways = [way for way in ways if way.width not in enough or not self._is_slower(way.shard, way.width)]
+        places = (placed for shard, width, _ in ways for placed in placements(held(job, shard, width)))
         return min((least_time(placed, work) for placed in places), default=math.inf)
 
     def fastest(self, candidate: Candidate, limit: float) -> Plan | None:
@@ -68,9 +78,9 @@ class Fitting:
         def in_time(places: Iterable[Job]) -> list[Job]:
             return [placed for placed in places if least_time(placed, work) < limit]
 
-        for shard, width in sharded(job):
-            room, slower = self._room(job, shard, width), self._is_slower(shard, width)
-            if min(room) <= 0 or (slower and width in too_slow):
+        for shard, width, room in self._ways_of(job):
+            slower = self._is_slower(shard, width)
+            if slower and width in too_slow:
                 continue
             places: Sequence[Job] = in_time(placements(held(job, shard, width)))
             if not places:
@@ -90,14 +100,15 @@ class Fitting:
         """Whether sharding the optimizer's state alone over as many ranks is as fast, if no more is recomputed then."""
         return self._hides and shard in _FINER and not isinstance(width, ShardRanks)
 
-    def _room(self, job: Job, shard: Shard, width: int | ShardRanks | None) -> list[float]:
-        """Bytes that its state leaves of each rank of `_ranks_of`."""
-        key = job.mesh, job.parallel.stages_per_rank, job.ends_apart, job.microbatches > 1, shard, width
-        if key not in self._states:
-            sharding = held(job, shard, width)
-            unlike = {tuple(map(id, stages)): stages for stages in stages_of_each(sharding)}
-            self._states[key] = state_room([together(stages) for stages in unlike.values()], sharding)
-        return self._states[key]
+    def _ways_of(self, job: Job) -> list[_Way]:
+        """The ways to hold its state that leave memory."""
+        key = job.mesh, job.parallel.stages_per_rank, job.ends_apart, job.microbatches > 1
+        if key not in self._ways:
+            unlike = {tuple(map(id, stages)): stages for stages in stages_of_each(job)}
+            counts = [together(stages) for stages in unlike.values()]
+            ways = (_Way(*way, state_room(counts, held(job, *way))) for way in sharded(job))
+            self._ways[key] = [way for way in ways if min(way.room) > 0]
+        return self._ways[key]
 
     def _ranks_of(self, job: Job) -> list[Rank]:
         """Of ranks whose stages are alike one, which keeps what any of them does."""

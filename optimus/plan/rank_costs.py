@@ -5,7 +5,6 @@ what it is spent on; collectives are what is not hidden behind computation.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from copy import copy
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -70,26 +69,30 @@ class RankCosts:
         self.e = job.itemsize
         self._chosen = model.experts_per_token or 0
         self._expert_passes = profile.passes_experts or profile.passes
-        self.known: dict[Any, Any] = {}  # what `step` has found out with it
-        self._shared: dict[Any, Any] = {} if shared is None else shared
+        self._known: dict[Any, Any] = {}
+        self._shared: dict[Any, dict[Any, Any]] = {} if shared is None else shared
+        self._held: dict[Any, Any] | None = None  # of these what is known of the job's mesh, its state held so
         self.collectives: dict[tuple[StridedGroup, Collective], float] = {}  # bytes of the largest that was asked for
         self._plain = job.precision if job.precision in ("fp16", "fp32") else "bf16"  # where nothing is cast
 
     def like(self, job: Job) -> "RankCosts":
         """The same modules, with what is known of their times, in a job that divides likewise what they have been asked for:
         it differs in the pipeline, in how the state is held and in what is recomputed."""
-        other = copy(self)
-        other.job = job
+        other = object.__new__(RankCosts)  # `copy` takes longer
+        other.__dict__.update(self.__dict__, job=job, _held=None)
         return other
+
+    def known_of(self, key: Hashable, find: Callable[[], T]) -> T:
+        """What `find` says of `key` in jobs that divide a block likewise: found once."""
+        return _found(self._known, key, find)
 
     def remembered(self, key: Hashable, find: Callable[[], T]) -> T:
         """What `find` says of the job's mesh and the way its state is held, and `key`: found once."""
-        state = self.job.state
-        key = key, self.job.mesh, state.shard, state.shard_ranks, state.shard_over
-        if key not in self._shared:
-            self._shared[key] = find()
-        found: T = self._shared[key]
-        return found
+        if self._held is None:
+            state = self.job.state
+            here = self.job.mesh, state.shard, state.shard_ranks, state.shard_over
+            self._held = self._shared.setdefault(here, {})
+        return _found(self._held, key, find)
 
     def collective(self, kind: Collective, whole: float, place: StridedGroup) -> float:
         """Seconds of a collective by the profile's algorithm."""
@@ -339,6 +342,13 @@ class RankCosts:
         return max(  # while the next tokens come
             inside, self.collective("all_to_all", size * copies(experts, nodes, self._chosen), place)
         )
+
+
+def _found(known: dict[Any, Any], key: Hashable, find: Callable[[], T]) -> T:
+    if key not in known:
+        known[key] = find()
+    found: T = known[key]
+    return found
 
 
 def _aligned(elements: int, *sizes: float) -> bool:

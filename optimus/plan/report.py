@@ -13,6 +13,7 @@ from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
 from optimus.mesh.strided import StridedGroup
 from optimus.model.count import count_parameters
+from optimus.plan.blocks import examples
 from optimus.plan.collectives import algorithm_named
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine
@@ -23,7 +24,7 @@ from optimus.plan.rank_costs import RankCosts
 from optimus.plan.scaling import ScalingPoint
 from optimus.plan.step import step_time
 from optimus.train.groups import Communicators, communicators
-from optimus.train.run import layouts_of, whole_model
+from optimus.train.run import layouts_of
 
 _COSTS = 3  # named in a row
 _ALGORITHMS = {  # those that are no names of `comm.algorithms`
@@ -55,7 +56,7 @@ def layout_of(job: Job) -> dict[str, Any]:
 def communicators_of(job: Job) -> tuple[list[Communicators], float]:
     """(the communicators of the rank whose buffers take most, the bytes of these)."""
     config, mesh, kind = job.config, job.mesh, job.machine.communicator
-    layouts = layouts_of(whole_model(config), config)
+    layouts = layouts_of(examples(config.model)[0], config)  # of blocks that are alike one says what all do
     ranks = communicators(config, mesh, layouts, [mesh.block * stage for stage in range(mesh.pp)])
     found = [(theirs, sum(each.number * kind.memory(each.size) for each in theirs)) for theirs in ranks]
     return max(found, key=lambda each: each[1])

@@ -55,7 +55,7 @@ class _Stage(NamedTuple):
     @property
     def times(self) -> StageTimes:
         """As a pipeline knows it."""
-        besides = (self.gathers + self.host) / 2
+        besides = (self.gathers + (self.host if self.starting else 0.0)) / 2
         return StageTimes(
             self.forward.seconds + besides, self.backward.seconds + self.again.seconds + besides, self.weights.seconds
         )
@@ -97,34 +97,45 @@ def _passes(work: RankCosts) -> _Passes:
     inside = mesh.ep, mesh.etp, job.recompute, job.config.recompute_every, job.config.recompute_collectives
     order = parallel.schedule, mesh.pp, parallel.stages_per_rank, job.microbatches, parallel.vocabulary
     key = inside, gathers, order, tuple(parallel.blocks or ())
-    if key not in work.known:
-        work.known[key] = _all_passes(work, inside)
-    found: _Passes = work.known[key]
-    return found
+    return work.known_of(key, lambda: _all_passes(work, inside))
 
 
 def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
     """`inside` is what a stage's time depends on besides its blocks and what is gathered."""
-    job, pp, parallel = work.job, work.job.mesh.pp, work.job.parallel
-    counts = counts_of(job.model, blocks_of_stages(job))
+    job, pp, parallel, experts = work.job, work.job.mesh.pp, work.job.parallel, inside[:2]
+    sizes = blocks_of_stages(job)
+    counts = counts_of(job.model, sizes)
     vocabulary = parallel.stages_per_rank if parallel.vocabulary else None
-    alike: dict[int, tuple[_Stage, StageTimes]] = {}
-    for each in {id(each): each for each in counts}.values():
-        key = inside, vocabulary, *each.values()
-        if key not in work.known:
-            work.known[key] = _stage(work, each)
-        stage: _Stage = work.known[key]
+    alike, ranks, owned = _alike(job.model, sizes, parallel.schedule, pp)
+    stages: dict[int, _Stage] = {}
+    for number in dict.fromkeys(alike):
+        each = counts[number]
+        stage = work.known_of((experts, vocabulary, *each.values()), lambda each=each: _stage(work, each))
+        if job.recompute:
+            again = work.known_of((inside, *each.values()), lambda each=each: _recomputed(work, each))
+            stage = stage._replace(again=again)
         if job.state.shard == "parameters":
             passes = stage.forward, add([stage.backward, stage.weights])
             stage = stage._replace(gathers=_gathering(work, each, *passes))
-        alike[id(each)] = stage, stage.times
-    stages, times = zip(*(alike[id(each)] for each in counts))
-    ranks = stages_of_ranks(parallel.schedule, pp, parallel.stages_per_rank)
-    seconds = [each.seconds for each in times]
-    slowest = max(ranks, key=lambda own: sum(seconds[number] for number in own))
-    least = least_seconds(parallel.schedule, pp, job.microbatches, times)
-    own = together([counts[number] for number in slowest])
-    return _Passes([stages[number] for number in slowest], [times[number] for number in slowest], times, own, least)
+        stages[number] = stage
+    unlike = {number: stage.times for number, stage in stages.items()}
+    times, seconds = tuple([unlike[number] for number in alike]), {n: each.seconds for n, each in unlike.items()}
+    of_rank = {own: sum([seconds[number] for number in own]) for own in owned}
+    slowest = max(of_rank, key=of_rank.__getitem__)
+    least = least_seconds(parallel.schedule, job.microbatches, times, [of_rank[own] for own in ranks])
+    slow, own = zip(*((stages[number], unlike[number]) for number in slowest))
+    return _Passes(slow, own, times, owned[slowest], least)
+
+
+@lru_cache(maxsize=1024)
+def _alike(
+    model: ModelConfig, sizes: tuple[int, ...], schedule: str, pp: int
+) -> tuple[tuple[int, ...], list[tuple[int, ...]], dict[tuple[int, ...], Mapping[Where, int]]]:
+    """(of each stage the first one that has the same, such stages of each rank, what these have together)."""
+    first, counts = dict[int, int](), counts_of(model, sizes)
+    alike = tuple(first.setdefault(id(each), number) for number, each in enumerate(counts))
+    ranks = [tuple(alike[stage] for stage in own) for own in stages_of_ranks(schedule, pp, len(sizes) // pp)]
+    return alike, ranks, {own: together([counts[number] for number in own]) for own in dict.fromkeys(ranks)}
 
 
 def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float:
@@ -194,15 +205,26 @@ def together(counts: Sequence[Mapping[Where, int]]) -> Mapping[Where, int]:
 
 
 def _stage(work: RankCosts, counts: Mapping[Where, int]) -> _Stage:
-    job, recompute, parallel = work.job, work.job.recompute, work.job.parallel
-    parts: list[tuple[Passes, float]] = []
-    again: list[Terms] = []
-    starting = 0.0
+    """With nothing recomputed."""
+    parallel, parts, starting = work.job.parallel, list[tuple[Passes, float]](), 0.0
+    for layer, feed_forward in work.feed_forward.items():
+        if number := counts[layer]:
+            parts += [(work.norm, 2 * number), (work.attention[layer], number), (feed_forward, number)]
+            starting += work.profile.host * number if work.model.experts_of(layer) else 0.0
+    if parallel.vocabulary:
+        parts += [(work.embedding, 1 / parallel.stages_per_rank), (work.head, 1 / parallel.stages_per_rank)]
+    else:
+        parts += [(work.embedding, counts["first"]), (work.head, counts["last"]), (work.norm, counts["last"])]
+    forward, backward, weights = (add(_scaled(passes[i], times) for passes, times in parts) for i in range(3))
+    return _Stage(forward, backward, weights, Terms(), starting)
+
+
+def _recomputed(work: RankCosts, counts: Mapping[Where, int]) -> Terms:
+    """Of a stage, what its backward passes recompute."""
+    job, recompute, again = work.job, work.job.recompute, list[Terms]()
     for layer, feed_forward in work.feed_forward.items():
         if number := counts[layer]:
             attention, name = work.attention[layer], "moe" if work.model.experts_of(layer) else "mlp"
-            parts += [(work.norm, 2 * number), (attention, number), (feed_forward, number)]
-            starting += work.profile.host * number if name == "moe" else 0.0
             share = number / (job.config.recompute_every if "block" not in recompute else 1)
             modules = {"norm": (work.norm, 2), "attention": (attention, 1), name: (feed_forward, 1)}
             modules |= {"scores": (work.scores[layer], 1)}
@@ -215,12 +237,7 @@ def _stage(work: RankCosts, counts: Mapping[Where, int]) -> _Stage:
                 if job.config.recompute_collectives == "keep":
                     forward = forward._replace(tensor=0.0, context=0.0, expert=0.0)
                 again.append(_scaled(forward, share * times))
-    if parallel.vocabulary:
-        parts += [(work.embedding, 1 / parallel.stages_per_rank), (work.head, 1 / parallel.stages_per_rank)]
-    else:
-        parts += [(work.embedding, counts["first"]), (work.head, counts["last"]), (work.norm, counts["last"])]
-    forward, backward, weights = (add(_scaled(passes[i], times) for passes, times in parts) for i in range(3))
-    return _Stage(forward, backward, weights, add(again), starting)
+    return add(again)
 
 
 def _scaled(terms: Terms, times: float) -> Terms:

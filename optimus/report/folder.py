@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 import psutil
 
-from optimus.config.load import with_new_names
+from optimus.config.renamed import with_new_names
 from optimus.config.yaml_text import parse_yaml
 from optimus.disk import user_path
 from optimus.errors import UserError
@@ -37,7 +37,9 @@ class RunFolder:
     environment: list[dict[str, Any]]
     config: dict[str, Any]
     timeline: dict[str, Any] | None
+    evaluations: dict[str, dict[str, Any]]  # what `optimus evaluate` has written into `evaluations/`, by file
     skipped_lines: dict[str, int] = field(default_factory=dict)  # of each file: those that cannot be read
+    _columns: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -62,10 +64,12 @@ class RunFolder:
 
     def column(self, key: str) -> list[float | None]:
         """A metric in every record, None where it is missing or no number."""
-        values = [record.get(key) for record in self.records]
-        if set(map(type, values)) <= {float, int, type(None)}:
-            return values
-        return [value if is_number(value) else None for value in values]
+        if key not in self._columns:
+            values = [record.get(key) for record in self.records]
+            if not set(map(type, values)) <= {float, int, type(None)}:
+                values = [value if is_number(value) else None for value in values]
+            self._columns[key] = values
+        return self._columns[key]
 
     @property
     def step(self) -> int:
@@ -137,6 +141,7 @@ def read_folder(given: str | Path) -> RunFolder:
         lines("environment.jsonl"),
         _config(path / "config.yaml", skipped),
         _json(path / "timeline.json", skipped),
+        {file.stem: read for file in sorted((path / "evaluations").glob("*.json")) if (read := _json(file, skipped))},
         skipped,
     )
 

@@ -131,6 +131,7 @@ def _run(name: str, folder: RunFolder, hidden: set[str]) -> dict[str, Any]:
         "experts": expert_loads(folder.experts),
         "events": [{**each, "step": _step_of(each, folder)} for each in map(_event, folder.events)],
         "timeline": _finite(folder.timeline),
+        "evaluations": evaluations(folder.evaluations),
         "config": yaml.dump(folder.config, Dumper=Dumper, sort_keys=False, width=120) if folder.config else "",
         "environment": _finite(folder.environment),
     }
@@ -172,7 +173,7 @@ def _median_rate(records: Sequence[Mapping[str, Any]]) -> float | None:
 def _curves(folder: RunFolder) -> list[str]:
     """The metrics that are curves."""
     names = [key for key in folder.metrics if key not in _NO_CHART and key.split("/")[0] not in _STACKS]
-    return [key for key in names if any(is_number(each.get(key)) for each in folder.records)]
+    return [key for key in names if folder.column(key).count(None) < len(folder.records)]
 
 
 def _charts(folders: Sequence[RunFolder], hidden: set[str]) -> list[dict[str, Any]]:
@@ -246,6 +247,22 @@ def expert_loads(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
             [[round(100 * value) for value in each["load"].get(str(layer), ())] for layer in layers] for each in records
         ],
     }
+
+
+def evaluations(files: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of each file of `optimus evaluate` a row for each task, and one for its text."""
+    rows = []
+    for name, found in files.items():
+        parts = {
+            key: found.get(key) if isinstance(found.get(key), dict) else {} for key in ("tasks", "checkpoint", "text")
+        }
+        scored = {task: scores for task, scores in parts["tasks"].items() if isinstance(scores, dict)}
+        if is_number(bits := found.get("bits_per_byte")):
+            scored[str(parts["text"].get("path", "text"))] = {"bits_per_byte": bits}
+        for what, scores in scored.items():
+            numbers = {key: plain(value) for key, value in scores.items() if is_number(value)}
+            rows.append({"file": name, "step": parts["checkpoint"].get("step"), "what": what, "scores": numbers})
+    return rows
 
 
 def _event(event: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,11 +66,14 @@ class Launch(NodeJob):
     aborts: bool = False  # whether the backend ends ranks that have lost another by SIGABRT
 
 
-def run_node(launch: Launch, command: Sequence[str]) -> Do | Exit | None:
+def run_node(
+    launch: Launch, command: Sequence[str], announce: Callable[[str, str], object] = lambda event, detail: None
+) -> Do | Exit | None:
     """Run this node's ranks, each as `command`, until the job is done (None), this node has left, all have stopped, or a
     signal has ended them (an `Exit`).
 
     What all nodes of the launch are in the lease of the run folder is the last argument of `command`, after `--holder`.
+    `announce(event, detail)` is called on one of the nodes when the run was `restarted`, and when it has `failed`.
 
     Raises `UserError` when the node is excluded, another run holds the folder (`LeaseError`), nobody answers at the
     rendezvous (any more), clocks are too far apart, too few nodes come together, or the run does not get on.
@@ -86,7 +89,7 @@ def run_node(launch: Launch, command: Sequence[str]) -> Do | Exit | None:
     _check_clocks(launch, store)
     try:
         with _holding(launch, store) as token:
-            return _Member(launch, store, say, waiting).run([*command, "--holder", token])
+            return _Member(launch, store, say, waiting, announce).run([*command, "--holder", token])
     except (api.RendezvousConnectionError, DistError) as error:
         raise UserError(
             f"node {launch.node} has lost the rendezvous {launch.endpoint}: its link is broken, or the store has ended "
@@ -110,8 +113,15 @@ def check_not_excluded(run: Path, node: str) -> None:
 class _Member:
     """This node among the others."""
 
-    def __init__(self, launch: Launch, store: Store, say: Callable[[str], None], waiting: Waiting) -> None:
-        self._launch, self._store, self._say, self._waiting = launch, store, say, waiting
+    def __init__(
+        self,
+        launch: Launch,
+        store: Store,
+        say: Callable[[str], None],
+        waiting: Waiting,
+        announce: Callable[[str, str], object],
+    ) -> None:
+        self._launch, self._store, self._say, self._waiting, self._announce = launch, store, say, waiting, announce
         self._round = 0  # of the world that this node takes part in
         self._events = EventLog(launch.run)
         self._rendezvous = Rendezvous.of(
@@ -145,6 +155,7 @@ class _Member:
             if self._store.add(self._key("few"), 1) == 1:  # no node is the first of a world that is not
                 self._note_silent(self._told("world") or [])
                 self._events.write("failure", node=self._launch.node, detail=why)
+                self._announce("failed", why)
                 clear(self._launch.run)
             raise UserError(f"{why}: start more, or with fewer --nodes") from error
         if (why := self._told("stopped")) is not None:
@@ -177,8 +188,11 @@ class _Member:
         if before is None:
             return
         self._note_silent(before)
-        self._events.write("restart", node=self._launch.node, detail=f"on nodes {', '.join(name for name, _ in here)}")
+        causes = [event["detail"] for event in self._events.unrecovered()]
+        there = f"on nodes {', '.join(name for name, _ in here)}"
+        self._events.write("restart", node=self._launch.node, detail=there)
         self._check_progress()
+        self._announce("restarted", "; ".join([there, *causes]))
 
     def _died(self, member: str) -> None:
         self._store.compare_set(self._key(f"died/{member}"), "", str(time.time()))
@@ -205,7 +219,7 @@ class _Member:
         if (decision.culprit or decision.do is Do.STOP) and not has_told:
             self._events.write("failure", node=self._launch.node, rank=decision.rank, detail=detail)
         if decision.do is Do.STOP:
-            self._tell("stopped", detail)
+            self._stop(detail)
         if decision.do is Do.LEAVE:
             exclude(self._launch.run, self._launch.node)
             self._events.write("exclusion", node=self._launch.node, rank=decision.rank, detail=decision.detail)
@@ -240,9 +254,15 @@ class _Member:
             often = f"{self._launch.max_restarts} times without getting beyond step {newest}"
             why = f"{self._launch.run} has been restarted {often}"
             self._events.write("failure", node=self._launch.node, step=newest, detail=why)
-            self._tell("stopped", why)
+            self._stop(why)
             self._rendezvous.shutdown()
             raise UserError(f"{why}: see {self._events.path} for what happened")
+
+    def _stop(self, why: str) -> None:
+        """Tell all nodes that the run has ended by a failure; the first of those that see it announces it."""
+        self._tell("stopped", why)
+        if self._store.add(self._key("stops"), 1) == 1:
+            self._announce("failed", why)
 
     def _key(self, name: str) -> str:
         return f"{self._launch.name}/{name}"

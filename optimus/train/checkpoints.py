@@ -22,8 +22,8 @@ from optimus.checkpoint.slots import place_of_frozen, set_newer_aside
 from optimus.checkpoint.store import load_state
 from optimus.comm import Groups
 from optimus.config import RunConfig
-from optimus.config.load import with_new_names
 from optimus.config.phases import sequences_after
+from optimus.config.renamed import with_new_names
 from optimus.errors import naming_disk_errors
 from optimus.hub import load_weights
 from optimus.mesh import Layout

@@ -1,4 +1,4 @@
-"""What follows the end of a run, whatever ended it: a line in the event log, the report, a notification."""
+"""What follows the end of a run, whatever ended it, or a restart: a line in the event log, the report, a notification."""
 
 import sys
 import time
@@ -31,14 +31,29 @@ def conclude(
             EventLog(folder).write("error", detail=str(failure))
         elif stopped and summary is not None:
             EventLog(folder).write("stopped", step=summary["step"], detail=summary["stopped_by"] or "at train.stop_at")
-        if config.observe.report:
-            try:
-                found["report"] = write_report([folder], folder / "report.html")["output"]
-            except UserError as error:
-                print(f"no report: {error}", file=sys.stderr)
+        found["report"] = _report(config)
+    kind = "failed" if failure is not None else "finished" if found["step"] >= found["steps"] else "stopped"
+    _tell(config, kind, str(failure or ""), found)
+    return found
+
+
+def announce(config: RunConfig, event: str, detail: str) -> None:
+    """What nodes say of a run that ranks cannot: it was `restarted`, or has `failed`. The report is written anew."""
+    _tell(config, event, detail, {"report": _report(config) if is_run(Path(config.train.output)) else None})
+
+
+def _report(config: RunConfig) -> str | None:
+    """Where it has been written."""
+    folder = Path(config.train.output)
+    try:
+        return str(write_report([folder], folder / "report.html")["output"]) if config.observe.report else None
+    except UserError as error:
+        print(f"no report: {error}", file=sys.stderr)
+        return None
+
+
+def _tell(config: RunConfig, event: str, detail: str, more: Mapping[str, Any]) -> None:
     if config.observe.notify is not None:
-        kind = "failed" if failure is not None else "finished" if found["step"] >= found["steps"] else "stopped"
-        message = {"run": str(folder), "event": kind, "detail": str(failure or ""), **found}
+        message = {"run": str(Path(config.train.output)), "event": event, "detail": detail, **more}
         if wrong := notify(config.observe.notify, message):
             print(wrong, file=sys.stderr)
-    return found

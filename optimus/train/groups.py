@@ -45,8 +45,11 @@ def shared_divisions(config: RunConfig, mesh: Mesh, layouts: Mapping[str, Layout
     asked += [("embedding",)] if any("embedding" in layout.replicated_axes for layout in layouts.values()) else []
     for tiling in tilings(config.optimizer):
         asked += dict.fromkeys(tiling.split_axes(layout, mesh) for layout in layouts.values())
-    replicas = list(dict.fromkeys(layout.partial_axes for layout in layouts.values()))
-    found = [RankPartition(_named(mesh, axes), list(mesh.groups(axes))) for axes in [*asked, *replicas]]
+    asked += dict.fromkeys(layout.partial_axes for layout in layouts.values())
+    named = {_named(mesh, axes): axes for axes in reversed(asked)}  # those of one name have the same groups
+    found = [
+        RankPartition(name, list(mesh.groups(named[name]))) for name in dict.fromkeys(_named(mesh, a) for a in asked)
+    ]
     if config.model.experts and config.moe.dispatch == "alltoall":
         found += level_divisions(mesh, "ep")
     found += state_divisions(mesh, layouts, config.state)

@@ -252,9 +252,10 @@ def _run_rank(
                 run.state.finish()
             if run.stopped_by:  # launchers end the others when they see that one has ended with a code
                 run.groups.world.any(False)
-        if node is not None and run.groups.rank == 0 and run.step >= run.last_step:
-            EventLog(run.folder).write("finished", node=node, step=run.step)
-            conclude(run.config, began, _summary(run.config, 0))
+        if node is not None and run.groups.rank == 0 and (run.stopped_by or run.step >= run.last_step):
+            if run.step >= run.last_step:
+                EventLog(run.folder).write("finished", node=node, step=run.step)
+            conclude(run.config, began, _summary(run.config, run.stopped_by))
     return run.stopped_by
 
 

@@ -4,6 +4,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from optimus.resilience.policy import Do
 from optimus.resilience.scheduler import BatchJob, Scheduler, write_script
 from optimus.resilience.store import own_address
 from optimus.train.checks import check_ranks
+from optimus.train.conclusion import announce
 from optimus.train.launch import backend_of, check_run, rank_options, verify_data
 from optimus.train.pipeline import with_microbatches
 from optimus.train.start import read_run
@@ -43,11 +45,16 @@ def launch(
     name_interface(own_address(rendezvous))
     aborts = backend_of(find_device(tree.train.device, "train.device"), tree.train.device, job.ranks_per_node) != "gloo"
     launch = Launch(**vars(job), run=Path(tree.train.output), node=node, endpoint=rendezvous, name=name, aborts=aborts)
-    with ended_by_signals("leaving"), tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder:
+    with (
+        ended_by_signals("leaving"),
+        tempfile.TemporaryDirectory(prefix="optimus-launch-") as folder,
+        ThreadPoolExecutor(1) as beside,  # no node waits for a webhook before it restarts
+    ):
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(tree), encoding="utf-8")
         command = [sys.executable, "-m", *(program or ["optimus.train.launch"])]
-        return run_node(launch, [*command, str(file), "--resume", "--node", node, *rank_options()])
+        command += [str(file), "--resume", "--node", node, *rank_options()]
+        return run_node(launch, command, lambda event, detail: beside.submit(announce, tree, event, detail))
 
 
 def exit_code(outcome: Do | Exit | None) -> int:

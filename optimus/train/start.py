@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optimus.config import RunConfig, load_config
-from optimus.config.load import with_new_names
+from optimus.config.renamed import with_new_names
 from optimus.config.yaml_text import parse_yaml
 from optimus.data.training import TrainingData, open_folders
 from optimus.errors import UserError

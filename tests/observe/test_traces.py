@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import math
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,60 @@ import optimus
 from optimus.observe.traces import merge_traces, rank_trace
 from optimus.pipeline.timeline import read_timeline
 
+CLOCK = 0.002  # microseconds: the profiler writes whole nanoseconds
 UNIT = "blocks.1.attention_norm (RMSNorm) and blocks.1.attention (Attention)"
 
 
 def merged(folder: Path) -> list[dict[str, Any]]:
     with gzip.open(folder / "trace.json.gz", "rt") as file:
-        return list(json.load(file)["traceEvents"])
+        trace = json.load(file)
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    check_events(trace["traceEvents"])
+    return list(trace["traceEvents"])
+
+
+# Of each phase of the Trace Event Format (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU) that
+# traces have: its fields besides `ph`, `pid` and `name`.
+FIELDS = {"X": ("ts", "tid", "dur"), "i": ("ts", "s"), "M": ("args",)} | dict.fromkeys(
+    "stfbe", ("ts", "tid", "id", "cat")
+)
+METADATA = {
+    "process_name": ("name", str), "process_labels": ("labels", str), "process_sort_index": ("sort_index", int),
+    "thread_name": ("name", str), "thread_sort_index": ("sort_index", int),
+}  # fmt: skip
+
+
+def check_events(events: list[dict[str, Any]]) -> None:
+    """Raise `AssertionError` where they are not in the Trace Event Format, or Perfetto would drop some: slices of a thread
+    that overlap without one being inside the other, and ends of flows that have not begun."""
+    slices, begun = defaultdict[Any, list[tuple[float, float, str]]](list), set[Any]()
+    for event in events:
+        assert {"pid", "name", *FIELDS[event["ph"]]} <= event.keys(), event
+        assert isinstance(event["name"], str), event
+        assert all(
+            isinstance(event.get(key, 0), int | float) and math.isfinite(event.get(key, 0)) for key in ("ts", "dur")
+        )
+        assert all(isinstance(event.get(key, 0), int | str) for key in ("pid", "tid", "id")), event
+        assert isinstance(event.get("args", {}), dict), event
+        if event["ph"] == "M":
+            field, kind = METADATA[event["name"]]
+            assert isinstance(event["args"][field], kind), event
+        elif event["ph"] == "X":
+            assert event["dur"] >= 0, event
+            slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+        elif event["ph"] == "i":
+            assert event["s"] in "gpt", event
+        elif event["ph"] in "sb":
+            begun.add((event["cat"], event["id"]))
+    for event in events:
+        assert event["ph"] not in "tfe" or (event["cat"], event["id"]) in begun, event
+    for spans in slices.values():
+        around: list[tuple[float, float, str]] = []
+        for span in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while around and around[-1][1] <= span[0] + CLOCK:
+                around.pop()
+            assert not around or span[1] <= around[-1][1] + CLOCK, (span, around)
+            around.append(span)
 
 
 def test_ranks_are_rows_on_one_clock(tmp_path: Path) -> None:
@@ -24,7 +74,8 @@ def test_ranks_are_rows_on_one_clock(tmp_path: Path) -> None:
     for rank in (0, 2):
         events = [
             {"ph": "X", "name": "f", "pid": 77, "tid": 1, "ts": 5.0, "dur": 1.0},
-            {"ph": "s", "name": "flow", "pid": 77, "tid": 1, "ts": 5.0, "id": 9},
+            {"ph": "s", "name": "flow", "cat": "ac2g", "pid": 77, "tid": 1, "ts": 5.0, "id": 9},
+            {"ph": "X", "name": "beside", "pid": 77, "tid": 1, "ts": 5.5, "dur": 1.0},
             {"ph": "X", "name": "k", "pid": 0, "tid": 7, "ts": 6.0, "dur": 1.0},
             {"ph": "M", "name": "process_labels", "pid": 0, "args": {"labels": "GPU 0"}},
         ]
@@ -34,6 +85,10 @@ def test_ranks_are_rows_on_one_clock(tmp_path: Path) -> None:
     events = merged(tmp_path)
     assert [(e["pid"], e["ts"]) for e in events if e["ph"] == "X"] == [(0, 5), (1, 6), (2000, 2005), (2001, 2006)]
     assert [e["id"] for e in events if e["ph"] == "s"] == ["0.9", "2.9"]
+    beside = [
+        (e["pid"], e["name"], e["ts"]) for e in events if e["ph"] in "be"
+    ]  # no slice: it ends after that around it
+    assert beside == [(pid, "beside", ts + pid) for pid in (0, 2000) for ts in (5.5, 6.5)]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names == {0: "rank 0", 1: "rank 0: GPU 0", 2000: "rank 2", 2001: "rank 2: GPU 0"}
 

@@ -41,6 +41,25 @@ def test_the_page_holds_what_the_files_hold(tmp_path: Path, make_run: Make) -> N
     assert text.count("</script>") == 4  # that of an event's text is none
 
 
+def test_evaluations_that_are_kept_with_the_run(tmp_path: Path, make_run: Make) -> None:
+    """A row for each task and for the text of each file; what is none of `optimus evaluate` is counted, or has no rows."""
+    run = make_run(tmp_path / "run")
+    folder = run / "evaluations"
+    folder.mkdir()
+    tasks = {"sciq": {"acc": 0.5, "margin": math.nan, "n": 20}, "mmlu": {"acc": 0.25}}
+    found = {"tasks": tasks, "bits_per_byte": 1.5, "checkpoint": {"step": 40}, "text": {"path": "held-out"}}
+    (folder / "end.json").write_text(json.dumps(found))
+    (folder / "half.json").write_text('{"tasks": {')
+    (folder / "other.json").write_text('{"tasks": [1], "checkpoint": 3, "text": null, "bits_per_byte": "1"}')
+    data = report_data([run])["runs"][0]
+    assert data["skipped_lines"] == {"half.json": 1}
+    scores = [{"acc": 0.5, "margin": "nan", "n": 20}, {"acc": 0.25}, {"bits_per_byte": 1.5}]
+    assert data["evaluations"] == [
+        {"file": "end", "step": 40, "what": what, "scores": each}
+        for what, each in zip(("sciq", "mmlu", "held-out"), scores, strict=True)
+    ]
+
+
 def test_a_page_asks_for_nothing(tmp_path: Path, make_run: Make) -> None:
     write_report([make_run(tmp_path / "run")], tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()

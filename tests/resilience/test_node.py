@@ -92,6 +92,10 @@ class Cluster:
     def __init__(self, pool: ThreadPoolExecutor, store: TCPStore, one: Launch, folder: Path) -> None:
         self._pool, self._store, self._one, self._folder = pool, store, one, folder
         self._futures: dict[str, Future[Do | Exit | None]] = {}
+        self.announced: list[tuple[str, str]] = []
+
+    def announce(self, event: str, detail: str) -> None:
+        self.announced.append((event, detail))
 
     def start(self, *, nodes: int, wait: float = 20.0, max_restarts: int = 5, spares: int = 0, **orders: str) -> None:
         """Start nodes by name."""
@@ -99,7 +103,7 @@ class Cluster:
             (self._folder / node).write_text(told)
             launch = replace(self._one, node=node, nodes=nodes, spares=spares, wait=wait, max_restarts=max_restarts)
             command = [sys.executable, "-c", RANK, str(self._folder / node)]
-            self._futures[node] = self._pool.submit(run_node, launch, command)
+            self._futures[node] = self._pool.submit(run_node, launch, command, self.announce)
 
     def wait_for_world(self) -> None:
         """Until nodes have come together for the first time."""
@@ -183,6 +187,7 @@ def test_a_crash_is_restarted_from_on_all_nodes(cluster: Cluster) -> None:
     assert re.fullmatch(r"rank [01] crashed \(exit code 3\)", failure[2])
     assert restart[0] == "restart"
     assert sorted(re.findall("n[01]", restart[2])) == ["n0", "n1"]
+    assert cluster.announced == [("restarted", f"{restart[2]}; {failure[2]}")]
 
 
 def test_what_ranks_that_hung_have_said_is_removed(cluster: Cluster, one: Launch) -> None:
@@ -233,7 +238,9 @@ def test_nodes_that_leave_at_one_moment_count_a_spare_once(
     launch = replace(one, nodes=2, spares=spares, keep_alive=(60, 4))  # nothing is heard of the others meanwhile
     names = ["n0", "n1", *(f"spare{number}" for number in range(spares))]
     members = [
-        module._Member(replace(launch, node=name), connect(one.endpoint, 5.0), lambda _: None, Waiting(lambda _: None))
+        module._Member(
+            replace(launch, node=name), connect(one.endpoint, 5.0), lambda _: None, Waiting(lambda _: None), print
+        )
         for name in names
     ]
     (bad, worse), waiting = members[:2], members[2:]
@@ -269,6 +276,7 @@ def test_bad_input_stops_all_and_is_no_good_end(cluster: Cluster) -> None:
     cluster.start(nodes=2, n0="2", n1="75 wait")
     assert cluster.end() == {"n0": Do.STOP, "n1": Do.STOP}
     assert cluster.events() == [("failure", "n0", "the run cannot go on as it is configured")]
+    assert cluster.announced == [("failed", "the run cannot go on as it is configured")]
 
 
 def test_a_run_that_does_not_get_on(cluster: Cluster, one: Launch) -> None:
@@ -278,6 +286,7 @@ def test_a_run_that_does_not_get_on(cluster: Cluster, one: Launch) -> None:
     why = f"{one.run} has been restarted 1 times without getting beyond step 0"
     assert str(error) == f"{why}: see {one.run / 'events.jsonl'} for what happened"
     assert cluster.events()[-1] == ("failure", "n0", why)
+    assert cluster.announced[-1] == ("failed", why)
 
 
 def test_too_few_nodes(cluster: Cluster) -> None:
@@ -287,6 +296,7 @@ def test_too_few_nodes(cluster: Cluster) -> None:
     why = "fewer than 2 nodes have come together within 1 s"
     assert str(error) == f"{why}: start more, or with fewer --nodes"
     assert cluster.events() == [("failure", "n0", why)]
+    assert cluster.announced == [("failed", why)]
 
 
 def test_the_rendezvous_ends_before_the_run(one: Launch, tmp_path: Path) -> None:

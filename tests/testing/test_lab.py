@@ -1,5 +1,6 @@
 """Runs that lose nodes, in the lab: each goes on as its event log tells, and ends where one that loses none ends."""
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import torch
 import yaml
 
 import optimus
+from helpers.browser import CHROMIUM, look
 from optimus.checkpoint.folder import list_checkpoints
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
@@ -87,7 +89,7 @@ def configuration(prepared: Path, folder: Path, hang: int = 600, **checkpoint: i
         "lr_schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
         "checkpoint": {"every": 3, "keep": 3, **checkpoint},
         "resilience": {"hang": hang},
-        "observe": {"tensorboard": False},
+        "observe": {"tensorboard": False, "notify": f"sh -c 'cat >> {folder}/told; echo >> {folder}/told'"},
     }
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(run))
@@ -227,6 +229,16 @@ def test_divergence_is_nobodys_fault_and_a_spare_is_there_for_who_is_lost_later(
     assert excluded(tmp_path / "run") == []
     assert result["exit_codes"].pop(second["node"]) == -9
     assert set(result["exit_codes"].values()) == {0}
+    told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
+    assert [each["event"] for each in told] == ["restarted", "restarted", "finished"]
+    assert [first["detail"] in told[0]["detail"], second["detail"] in told[1]["detail"]] == [True, True]
+    assert {each["report"] for each in told} == {str(tmp_path / "run" / "report.html")}
+    if CHROMIUM is not None:
+        seen = look(tmp_path / "run" / "report.html", 1280, tmp_path)
+        assert (seen["requests"], seen["nameless"]) == (0, 0)
+        assert seen["canvases"]
+        assert all(seen["canvases"])
+        assert all(event["detail"] in seen["text"] for event in result["events"])
     losses, _ = end_of(config)
     assert all(loss < 6 for loss in losses)
 

@@ -8,7 +8,7 @@ import yaml
 
 import optimus
 from optimus.config import load_config
-from optimus.config.load import with_new_names
+from optimus.config.renamed import with_new_names
 from optimus.data.shards import Shards
 from optimus.errors import UserError
 from optimus.mesh import Mesh

@@ -3,7 +3,7 @@
 Zero Bubble Pipeline Parallelism, Qi et al. 2023: ZB-H1 (section 2.1) and ZBV (section 6). "I" below is their "B".
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from optimus.pipeline.schedule import Action, Kind, Schedule
 from optimus.pipeline.schedules.row import Row, Sizes
@@ -43,32 +43,36 @@ def zbv(sizes: Sizes) -> Schedule:
     """
     ranks, microbatches = sizes.ranks, sizes.microbatches
     schedule = Schedule("zbv", ranks, microbatches, (), stages_per_rank=2, placement="v", splits_backward=True)
-    ends: dict[Action, int] = {}
-    next_microbatch = dict.fromkeys(((kind, stage) for kind in (F, I, W) for stage in range(schedule.stages)), 0)
+    last = schedule.stages - 1
+    done = {kind: [0] * schedule.stages for kind in (F, I, W)}  # microbatches, which every stage takes in order
+    forward, backward, weights = done.values()
     live = [0] * ranks
     orders: list[list[Action]] = [[] for _ in range(ranks)]
     held = [schedule.stages_of(rank) for rank in range(ranks)]
-    now = 0
 
-    def choose(rank: int) -> Action | None:
+    def choose(rank: int, forward_there: Sequence[int], backward_there: Sequence[int]) -> tuple[Kind, int] | None:
         first, second = held[rank]
-        for kind, stage in ((F, second), (F, first), (I, first), (W, first), (I, second), (W, second)):
-            action = Action(kind, stage, next_microbatch[kind, stage])
-            source = schedule.input_of(action)
-            there = source is None or ends.get(source, now + 1) <= now
-            if there and action.microbatch < microbatches and (kind is not F or live[rank] < 2 * ranks):
-                return action
-        return None
+        if live[rank] < 2 * ranks:
+            if forward[second] < forward_there[second - 1]:
+                return F, second
+            if forward[first] < (forward_there[first - 1] if first else microbatches):
+                return F, first
+        if backward[first] < backward_there[first + 1]:
+            return I, first
+        if weights[first] < backward[first]:
+            return W, first
+        if backward[second] < (forward_there[second] if second == last else backward_there[second + 1]):
+            return I, second
+        return (W, second) if weights[second] < backward[second] else None
 
-    while len(ends) < 3 * schedule.stages * microbatches:
+    while sum(weights) < schedule.stages * microbatches:
+        there = forward.copy(), backward.copy()  # when this turn begins, in which every rank does one thing
         for rank in range(ranks):
-            action = choose(rank)
-            if action is not None:
-                ends[action] = now + 1
-                next_microbatch[action.kind, action.stage] += 1
-                live[rank] += {F: 1, W: -1}.get(action.kind, 0)
-                orders[rank].append(action)
-        now += 1
+            if (chosen := choose(rank, *there)) is not None:
+                kind, stage = chosen
+                orders[rank].append(Action(kind, stage, done[kind][stage]))
+                done[kind][stage] += 1
+                live[rank] += {F: 1, W: -1}.get(kind, 0)
     return schedule.in_order(orders)
 
 

@@ -281,6 +281,13 @@ function draw() {
     box.append(table(["run", "time", "kind", "step", "node", "rank", "what"], eventful.flatMap(run => run.events.map(event => [run.name,
       event.time === null ? "-" : new Date(event.time * 1000).toISOString().slice(0, 19).replace("T", " "), event.kind, text(event.step), event.node, text(event.rank), event.detail]))));
   }
+  const scored = data.runs.filter(run => run.evaluations.length);
+  if (scored.length) {
+    const box = panel(section("Evaluations"), "", "that `optimus evaluate --output` has written into evaluations/ of the run", true);
+    const names = [...new Set(scored.flatMap(run => run.evaluations.flatMap(row => Object.keys(row.scores))))];
+    box.append(table(["run", "file", "step", "task or text", ...names.map(name => name.replaceAll("_", " "))], scored.flatMap(run => run.evaluations.map(row =>
+      [run.name, row.file, text(row.step), row.what, ...names.map(name => text(row.scores[name]))]))));
+  }
   const files = section("Configuration and machine");
   data.runs.forEach(run => {
     const box = panel(files, run.name, run.folder);
