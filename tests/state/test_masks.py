@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -269,5 +270,24 @@ def test_a_skipped_step_and_an_evaluation() -> None:
                 steps.state.finish()
         found.append([steps.train(), whole_state(steps.state)])
     (a, states), (b, expected) = found
+    assert a == b
+    assert all(torch.equal(states[key], tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
+def test_residencies(residency: str, tmp_path: Path) -> None:
+    """What is on the host or a disk is packed, too: the bits of the device."""
+    found = []
+    for overrides in ([], [f"state.residency={residency}", "state.cache=8", f"state.disk={tmp_path}"]):
+        overrides = overrides if residency == "disk" else overrides[:-1]
+        overrides = [each for each in overrides if residency != "optimizer" or "cache" not in each]
+        steps = pruned_steps(*IN_BF16, *overrides)
+        found.append([[steps.train() for _ in range(4)], whole_state(steps.state)])
+        if overrides and residency != "disk":
+            for chunk in steps.state.trained:
+                if chunk.mask is not None:
+                    host = sum(chunk.plan.bytes_by_kind("host").values())
+                    assert host == {"optimizer": 12, "all": 18}[residency] * chunk.plan.borders[-1]
+    (a, states), (b, expected) = found[1], found[0]
     assert a == b
     assert all(torch.equal(states[key], tensor) for key, tensor in expected.items())
