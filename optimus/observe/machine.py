@@ -42,6 +42,8 @@ def find_device(name: str, setting: str, local_rank: int = 0) -> Any:
         index = local_rank if asked.index is None else asked.index
         if index < torch.accelerator.device_count():
             return torch.device(asked.type, index)
+        if asked.index is None:
+            here += f"; ranks share a device that is named with its index, as {asked.type}:0"
     raise UserError(f"{setting} '{name}' is not here: this machine has {here} (torch {torch.__version__})")
 
 
