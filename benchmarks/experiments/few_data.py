@@ -19,11 +19,13 @@ _DECAYS, _EPOCHS, _MEMBERS = (0.1, 0.8, 3.2), (16, 32, 64), 4
 
 def run(experiment: Experiment) -> Result:
     """Wiki, a few pieces of it."""
-    number, passes, wanted = (20, _EPOCHS[:1], 2) if experiment.quick else (_PIECES, _EPOCHS, _MEMBERS)
+    held_out, decays, passes, wanted = _HELD_OUT, _DECAYS, _EPOCHS, _MEMBERS
+    if experiment.quick:
+        held_out, decays, passes, wanted = 4, _DECAYS[:1], _EPOCHS[:1], 2
     pieces = [
         text[start : start + 2000] for text in experiment.documents("wiki") for start in range(0, len(text), 2000)
     ]
-    texts = {"wiki": (pieces[:number], pieces[number : number + _HELD_OUT])}
+    texts = {"wiki": (pieces[:_PIECES], pieces[_PIECES : _PIECES + held_out])}
     prepared = experiment.prepared_texts(texts)
     data = prepared["wiki"]
     shards = Shards(data.train)
@@ -40,7 +42,7 @@ def run(experiment: Experiment) -> Result:
         return experiment.train(name or f"decay {decay}, {epochs} epochs", seed, config, steps)
 
     rows: list[Row] = []
-    singles = {(decay, epochs): train(decay, epochs, 0) for epochs in passes for decay in _DECAYS}
+    singles = {(decay, epochs): train(decay, epochs, 0) for epochs in passes for decay in decays}
     for (decay, epochs), each in singles.items():
         rows.append({"configuration": f"decay {decay}", "epochs": epochs, "loss": each.loss("wiki")})
     usual = min(each.loss("wiki") for (decay, _), each in singles.items() if decay == _DECAYS[0])
