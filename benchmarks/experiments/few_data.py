@@ -14,7 +14,7 @@ from optimus.evaluate.ensemble import Ensemble
 from optimus.evaluate.text import bits_per_byte
 
 _PIECES, _HELD_OUT = 20, 60  # of 2,000 characters, some 11 k tokens to train on
-_DECAYS, _EPOCHS, _MEMBERS = (0.1, 0.8, 3.2), (16, 32, 64), 4
+_DECAYS, _EPOCHS, _MEMBERS = (0.1, 3.2), (16, 64), 3
 
 
 def run(experiment: Experiment) -> Result:
