@@ -19,9 +19,9 @@ _DECAYS, _EPOCHS, _MEMBERS = (0.1, 3.2), (16, 64), 3
 
 def run(experiment: Experiment) -> Result:
     """Wiki, a few pieces of it."""
-    held_out, decays, passes, wanted = _HELD_OUT, _DECAYS, _EPOCHS, _MEMBERS
-    if experiment.quick:
-        held_out, decays, passes, wanted = 4, _DECAYS[:1], _EPOCHS[:1], 2
+    quick = experiment.quick
+    decays, passes = _DECAYS[: 1 if quick else None], _EPOCHS[: 1 if quick else None]
+    held_out, wanted = (4, 2) if quick else (_HELD_OUT, _MEMBERS)
     pieces = [
         text[start : start + 2000] for text in experiment.documents("wiki") for start in range(0, len(text), 2000)
     ]
@@ -38,7 +38,7 @@ def run(experiment: Experiment) -> Result:
             "validation": experiment.validation(prepared),
             "train": {} if teacher is None else {"teacher": {"checkpoints": teacher, "weight": 3.0}},
         }
-        steps = 3 if experiment.quick else round(epochs * per_pass)
+        steps = 3 if quick else round(epochs * per_pass)
         return experiment.train(name or f"decay {decay}, {epochs} epochs", seed, config, steps)
 
     rows: list[Row] = []
