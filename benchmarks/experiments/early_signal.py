@@ -13,7 +13,7 @@ from benchmarks.harness import Result, Row
 from optimus.errors import UserError
 from optimus.evaluate.signals import read_curves, signals
 
-_TOKENS, _CHECKPOINTS, _LIMIT = 400_000, 20, 40
+_TOKENS, _CHECKPOINTS, _LIMIT = 400_000, 20, 25
 _SIZES = {"small": (32, 1), "middle": (64, 2), "large": (96, 3)}
 _TASKS = ["sciq", "arc_easy"]
 

@@ -208,6 +208,7 @@ def _numbers(config: dict[str, Any]) -> dict[str, Any]:
         "train.output",
         "train.stop_at",
         "train.device",
+        "train.data_cache",
         "moe.dispatch",
         "moe.drop_duplicates",
     ]
