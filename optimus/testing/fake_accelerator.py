@@ -36,6 +36,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from optimus.comm import Group
 from optimus.kernels import adamw, attention
+from optimus.parallel.dispatch.allgather import AllGatherDispatch
 from optimus.parallel.dispatch.alltoall import AllToAllDispatch, ExchangeCounts
 from optimus.parallel.dispatch.choice import copies
 from optimus.pipeline.executor import Message
@@ -528,6 +529,13 @@ def _stub_groups() -> None:
         return exchange(self, x_TH, weights_TK, indices_TK, experts, counts)
 
     _put(AllToAllDispatch, exchange=exchange_evenly)
+    choices_here = AllGatherDispatch.choices_here
+
+    def even_choices(self: AllGatherDispatch, local_AK: Tensor) -> int:
+        read = choices_here(self, local_AK)
+        return local_AK.numel() // self.group.size if is_here(local_AK) else read
+
+    _put(AllGatherDispatch, choices_here=even_choices)
 
     def choose(self: MessageDrivenExecutor) -> Any:
         """As the first rank of its team does."""

@@ -30,5 +30,9 @@ class AllGatherDispatch:
         weights_AK = all_gather_rows(weights_TK, self.group)
         indices_AK = all_gather_rows(indices_TK.int(), self.group)  # half the bytes
         local_AK = local_indices(indices_AK, self.first, self.experts_per_rank)
-        choices = cached(lambda: int((local_AK >= 0).sum()), self.group)  # the host waits for it
+        choices = cached(lambda: self.choices_here(local_AK), self.group)
         return reduce_scatter_rows(experts(x_AH, weights_AK, local_AK, choices), self.group)
+
+    def choices_here(self, local_AK: Tensor) -> int:
+        """How many choices are of experts of this rank; the host waits for it."""
+        return int((local_AK >= 0).sum())
