@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 import optimus
-from benchmarks.harness import Stopwatch
+from benchmarks.harness import Row, Stopwatch
 from benchmarks.training import tree
 from optimus.config.load import resolve_model
 from optimus.errors import UserError
@@ -122,8 +122,9 @@ def _timed_update(device: torch.device) -> Iterator[dict[str, list[float]]]:
     """Seconds of each step's gradient norm and of its update, the device waited for before and after."""
     from optimus.state.model_state import ModelState
 
-    watch, seconds = Stopwatch(device), {"norm": [], "update": []}  # type: ignore[var-annotated]
-    usual = {"norm": ModelState.reduce_gradients, "update": ModelState.step}
+    watch = Stopwatch(device)
+    seconds: dict[str, list[float]] = {"norm": [], "update": []}
+    usual: dict[str, Callable[..., Any]] = {"norm": ModelState.reduce_gradients, "update": ModelState.step}
 
     def timed(name: str) -> Callable[..., Any]:
         def run(*given: Any, **named: Any) -> Any:
@@ -153,7 +154,9 @@ def trace(sizes: Sizes) -> dict[str, Any]:
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
         totals.setdefault(name.split("(")[0], []).append(end - start)
-    rows = [{"kernel": name[:80], "ms": sum(times) / 1e3, "calls": len(times)} for name, times in totals.items()]
+    rows: list[Row] = [
+        {"kernel": name[:80], "ms": sum(times) / 1e3, "calls": len(times)} for name, times in totals.items()
+    ]
     rows.sort(key=lambda row: -row["ms"])
     print_table(rows[:15], "the longest kernels of a step")
     return {"idle_share": 1 - busy / (until - spans[0][0]), "kernels": len(spans), "longest": rows[0]["kernel"]}
@@ -192,7 +195,8 @@ def layouts(sizes: Sizes) -> dict[str, Any]:
     """Every layout with 2 to 4 ranks that share the device has the losses of one process; as many as the time allows."""
     model, steps = resolve_model("mula-tiny-moe")["model"], 3 if sizes.rehearse else 6
     device = "cpu" if sizes.device.type == "cpu" else f"{sizes.device.type}:0"
-    end, rows = time.monotonic() + sizes.seconds, []
+    rows: list[Row] = []
+    end = time.monotonic() + sizes.seconds
 
     def losses(name: str, ranks: int, more: list[str]) -> list[float]:
         config = sizes.run(name.replace(" ", "-"), model, 8, 256, steps=steps, micro_batch=2)

@@ -56,7 +56,7 @@ def _chip(device: torch.device) -> Chip:
 def chip_from(properties: Any) -> Chip:
     """The chip with the `properties` that torch has of a device; what they leave out is that of its row, or the least."""
     chip = CHIPS.get(_architecture(properties), UNKNOWN._replace(architecture=_architecture(properties)))
-    said = {
+    said: dict[str, Any] = {
         "processors": getattr(properties, "multi_processor_count", 0) or getattr(properties, "gpu_subslice_count", 0),
         "shared_memory": getattr(properties, "shared_memory_per_block_optin", 0),
         "warp": getattr(properties, "warp_size", 0),
