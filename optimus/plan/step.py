@@ -8,7 +8,7 @@ do together, as far as it is not hidden behind the last backward pass, and the o
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -110,9 +110,9 @@ def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
     stages: dict[int, _Stage] = {}
     for number in dict.fromkeys(alike):
         each = counts[number]
-        stage = work.known_of((experts, vocabulary, *each.values()), lambda each=each: _stage(work, each))
+        stage = work.known_of((experts, vocabulary, *each.values()), partial(_stage, work, each))
         if job.recompute:
-            again = work.known_of((inside, *each.values()), lambda each=each: _recomputed(work, each))
+            again = work.known_of((inside, *each.values()), partial(_recomputed, work, each))
             stage = stage._replace(again=again)
         if job.state.shard == "parameters":
             passes = stage.forward, add([stage.backward, stage.weights])

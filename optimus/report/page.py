@@ -253,16 +253,19 @@ def evaluations(files: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Of each file of `optimus evaluate` a row for each task, and one for its text."""
     rows = []
     for name, found in files.items():
-        parts = {
-            key: found.get(key) if isinstance(found.get(key), dict) else {} for key in ("tasks", "checkpoint", "text")
-        }
-        scored = {task: scores for task, scores in parts["tasks"].items() if isinstance(scores, dict)}
+        tasks, checkpoint, text = (_mapping(found.get(key)) for key in ("tasks", "checkpoint", "text"))
+        scored = {task: _mapping(scores) for task, scores in tasks.items()}
         if is_number(bits := found.get("bits_per_byte")):
-            scored[str(parts["text"].get("path", "text"))] = {"bits_per_byte": bits}
+            scored[str(text.get("path", "text"))] = {"bits_per_byte": bits}
         for what, scores in scored.items():
             numbers = {key: plain(value) for key, value in scores.items() if is_number(value)}
-            rows.append({"file": name, "step": parts["checkpoint"].get("step"), "what": what, "scores": numbers})
+            rows.append({"file": name, "step": checkpoint.get("step"), "what": what, "scores": numbers})
     return rows
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """What a file should hold here; nothing where it holds something else."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _event(event: Mapping[str, Any]) -> dict[str, Any]:
