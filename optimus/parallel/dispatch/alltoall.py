@@ -92,7 +92,7 @@ class AllToAllDispatch:
         self.duplicates = duplicates
 
     def __call__(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: Compute) -> Tensor:
-        """ExchangeCounts, which the host waits for, then tokens, weights and choices, then results: five all-to-all. The result is
+        """Counts, which the host waits for, then tokens, weights and choices, then results: five all-to-all. The result is
         [T, H]."""
         rank_TK = indices_TK // self.experts_per_rank
         rows_N = needed_by(rank_TK, self.group.size).sum(0)
