@@ -110,10 +110,17 @@ def steps_of(
         yield machine, Steps(tree, per_node, torch.device(NAME, 0))
 
 
-def train(config: dict[str, Any], overrides: Sequence[str] = (), *layout: Any, chip: str = "H200") -> Seen:
-    """Two steps on one rank; what happens in the last."""
+def one_step(config: dict[str, Any], overrides: Sequence[str] = (), *layout: Any) -> Seen:
+    """The first step on one rank."""
+    return train(config, overrides, *layout, count=1)
+
+
+def train(
+    config: dict[str, Any], overrides: Sequence[str] = (), *layout: Any, chip: str = "H200", count: int = 2
+) -> Seen:
+    """Steps on one rank; what happens in the last."""
     with steps_of(config, overrides, *layout, chip=chip) as (machine, steps):
-        for _ in range(2):
+        for _ in range(count):
             machine.forget()
             machine.memory.reset_peak()
             at_rest = machine.memory.current
@@ -146,7 +153,7 @@ def cases() -> list[int]:
 def test_layouts(number: int) -> None:
     model, layout = drawn(number)
     rank = number % layout.ranks
-    seen = on_fake(train, config_of(model), layout.overrides, layout.ranks, rank, layout.per_node)
+    seen = on_fake(one_step, config_of(model), layout.overrides, layout.ranks, rank, layout.per_node)
     check_waits(seen)
 
 
@@ -197,7 +204,7 @@ def test_families(number: int) -> None:
     if "experts" in fields and "experts_by_layer" not in model:
         model |= {"experts": 4, "experts_per_token": 2}
     overrides += ["parallel.expert=2"] if "experts" in fields else []
-    seen = on_fake(train, config_of("dense") | {"model": model}, overrides, 4, number % 4)
+    seen = on_fake(one_step, config_of("dense") | {"model": model}, overrides, 4, number % 4)
     if seen.waited("kernels/expert_mlp.py") == 0:
         check_waits(seen)
     else:
