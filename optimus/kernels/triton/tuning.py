@@ -50,7 +50,7 @@ _PREFERRED: dict[str, dict[Kernel, Tiles]] = {
     "gfx942": {
         "up": Tiles(128, 128, 64, 8, 2),
         "down": Tiles(128, 256, 64, 8, 2),
-        "down_backward": Tiles(128, 256, 64, 8, 2),
+        "down_backward": Tiles(128, 128, 64, 8, 2),
         "up_backward": Tiles(128, 256, 64, 8, 2),
         "weight_gradient": Tiles(128, 256, 32, 8, 2),
     },
