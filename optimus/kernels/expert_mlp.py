@@ -108,7 +108,7 @@ def expert_mlp(
     if backend.use_triton(x_TH) and kind == "silu" and bias_EJ is None:
         from optimus.kernels.triton import expert_mlp as kernels
 
-        return kernels.ExpertMLP.apply(x_TH, weights_TK, indices_TK, gate_up_EJH, down_EHI, buffers)
+        return kernels.ExpertMLP.apply(x_TH, weights_TK, indices_TK, gate_up_EJH, down_EHI, buffers, choices)
     routes = make_routes(indices_TK, len(down_EHI), weights_TK.dtype, choices)
     if x_TH.is_meta:  # where only memory is counted, few experts tell what all would take
         routes = routes._replace(slices=routes.fullest)

@@ -36,6 +36,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from optimus.comm import Group
 from optimus.kernels import adamw, attention
+from optimus.kernels import devices as chips
 from optimus.parallel.dispatch.allgather import AllGatherDispatch
 from optimus.parallel.dispatch.alltoall import AllToAllDispatch, ExchangeCounts
 from optimus.parallel.dispatch.choice import copies
@@ -572,6 +573,7 @@ def fake_accelerator(
 ) -> Iterator[FakeAccelerator]:
     """Inside, this process has `devices` of this chip (of `PROPERTIES`), and is one of so many ranks."""
     install()
+    chips._chip.cache_clear()
     machine = FakeAccelerator(PROPERTIES[chip], devices)
     _entered().machines.append(machine)
     if dist.is_initialized():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -30,6 +31,7 @@ from optimus.state.model_state import ModelState
 from optimus.state.plan import bytes_by_kind
 from optimus.testing import RankError, run_ranks
 from optimus.train import launch, step
+from optimus.train.checks import _saved_bytes
 from optimus.train.groups import communicators
 from optimus.train.recomputation import activation_shapes
 from optimus.train.run import layouts_of, whole_model
@@ -190,7 +192,7 @@ FAMILY: dict[str, dict[str, Any]] = {  # fields without which a family is none
 }  # fmt: skip
 LAYOUTS = [
     ["parallel.tensor=2", "parallel.pipeline=2", "parallel.vocabulary=true"],
-    ["parallel.context=2", "parallel.context_method=ring", "state.shard=gradients"],
+    ["parallel.context=2", "parallel.context_method=ring", "state.shard=parameters"],
     ["parallel.pipeline=2", "parallel.schedule=zb-h1", "recompute=[block]"],
 ]
 
@@ -373,7 +375,7 @@ def test_waits_of_experts_on_several_ranks(name: str) -> None:
     assert len(seen.waits) == layers * microbatches + 2
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])
+@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
 def test_launches_of_norm_and_update(shard: str) -> None:
     """Of an accelerator a few for a chunk, however long it is; tiles are a CPU's."""
     seen = on_fake(train, full_size(SPARSE, 8), [f"state.shard={shard}"], 8)
@@ -388,7 +390,30 @@ def test_weight_gradients_are_not_rounded() -> None:
     assert seen.kernel("aten.addmm.dtype_out") == 4 * 16
 
 
+def saved(config: dict[str, Any], overrides: Sequence[str], ranks: int) -> int:
+    """Bytes that a forward pass keeps for its backward pass."""
+    from optimus.testing.fake_accelerator import NAME
+
+    with steps_of(config, overrides, ranks) as (_, steps):
+        steps.state.begin_step()
+        run = SimpleNamespace(state=steps.state, model=steps.model, config=steps.config)
+        return _saved_bytes(run, torch.zeros(8, 2048, dtype=torch.int64).to(torch.device(NAME, 0)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dispatch", ["alltoall", "allgather", None])
+def test_saved_activations_of_experts(dispatch: str | None) -> None:
+    """Of 7B on 8 ranks that share experts, and on one: as much as is planned, where each expert is chosen equally often."""
+    ranks = 8 if dispatch else 1
+    overrides = [f"parallel.expert={ranks}", *([f"moe.dispatch={dispatch}"] if dispatch else [])]
+    config = full_size(SPARSE, ranks)
+    planned = planned_activations(config, overrides, ranks)
+    assert on_fake(saved, config, overrides, ranks) == pytest.approx(planned.saved, rel=0.05)
+
+
 PEAKS = {
+    "experts on ranks": (SPARSE, 8, ["parallel.expert=8", "state.shard=optimizer"]),
+    "experts gathered": (SPARSE, 8, ["parallel.expert=8", "moe.dispatch=allgather"]),
+    "parameters sharded": (SPARSE, 8, ["state.shard=parameters"]),
     "dense": (DENSE, 1, []),
     "recomputed": (DENSE, 1, ["recompute=[block]"]),
     "some recomputed": (DENSE, 1, ["recompute=[norm,mlp]"]),

@@ -34,11 +34,13 @@ class ExpertMLP(torch.autograd.Function):
         gate_up_EJH: Tensor,
         down_EHI: Tensor,
         buffers: tuple[GradientBuffer | None, GradientBuffer | None],
+        choices: int | None = None,
     ) -> Tensor:
         x_TH, weights_TK = x_TH.contiguous(), weights_TK.contiguous()
         gate_up_EJH, down_EHI = gate_up_EJH.contiguous(), down_EHI.contiguous()
         experts = len(down_EHI)
-        routes = token_index(indices_TK, experts, row_tile(x_TH, indices_TK.numel(), experts))
+        mean = indices_TK.numel() if choices is None else choices
+        routes = token_index(indices_TK, experts, row_tile(x_TH, mean, experts), choices)
         z_PJ, h_PI = expert_up(x_TH, gate_up_EJH, routes.token_P(), routes)
         y_PH = expert_down(h_PI, down_EHI, routes)
         ctx.save_for_backward(x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *routes[:-1])
@@ -56,13 +58,14 @@ class ExpertMLP(torch.autograd.Function):
         z_grad_PJ, weighted_h_PI, weight_grad_PC = expert_down_backward(
             y_grad_TH, weights_TK, z_PJ, down_EHI, token_P, routes
         )
+        # First: when the last gradient of a chunk has been added, the memory of its weights may be released.
+        x_grad_TH = expert_up_backward(z_grad_PJ, gate_up_EJH, routes)
         of_down = partial(expert_down_weight_gradient, y_grad_TH, weighted_h_PI, token_P, routes)
         down_grad = _gradient(down_EHI, down_buffer, of_down) if ctx.needs_input_grad[4] else None
         of_gate_up = partial(expert_up_weight_gradient, z_grad_PJ, x_TH, token_P, routes)
         gate_up_grad = _gradient(gate_up_EJH, up_buffer, of_gate_up) if ctx.needs_input_grad[3] else None
-        x_grad_TH = expert_up_backward(z_grad_PJ, gate_up_EJH, routes)
         weights_grad_TK = expert_reduce_backward(weight_grad_PC, weights_TK, routes.position_TK)
-        return x_grad_TH, weights_grad_TK, None, gate_up_grad, down_grad, None
+        return x_grad_TH, weights_grad_TK, None, gate_up_grad, down_grad, None, None
 
 
 def _gradient(weight: Tensor, buffer: GradientBuffer | None, write: Callable[..., Tensor]) -> Tensor | None:

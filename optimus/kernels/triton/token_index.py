@@ -9,7 +9,7 @@ Rows are the choices (t, k) sorted by expert, stably. `choice_P` says which choi
 Products are made in tiles of rows that belong to one expert. Their number is known on the device only, so a table lists
 them, and programs find their work there.
 
-Legend: T tokens, K experts per token, E experts of this rank, P routed rows (room for T * K), R tiles of rows.
+Legend: T tokens, K experts per token, E experts of this rank, P routed rows, R tiles of rows.
 """
 
 from typing import NamedTuple
@@ -40,19 +40,21 @@ class TokenIndex(NamedTuple):
         return self.choice_P.div(self.position_TK.shape[1], rounding_mode="floor")
 
 
-def token_index(indices_TK: Tensor, experts: int, row_tile: int) -> TokenIndex:
-    """Sort the choices of `experts` local experts; see `token_count` for the indices, here below 2^31 choices."""
+def token_index(indices_TK: Tensor, experts: int, row_tile: int, rows: int | None = None) -> TokenIndex:
+    """Sort the choices of `experts` local experts; see `token_count` for the indices, here below 2^31 choices. There are as
+    many as `rows`, where the host knows it; else there is room for all choices."""
     indices_TK = indices_TK.contiguous()
     T, K = indices_TK.shape
+    rows = T * K if rows is None else rows
     base_EB, offset_E1, tokens = token_count(indices_TK, experts)
     blocks = base_EB.shape[1]
-    choice_P = base_EB.new_empty(T * K)
+    choice_P = base_EB.new_empty(rows)
     position_TK = base_EB.new_empty(T, K)
     _index[(blocks,)](
         indices_TK, base_EB, choice_P, position_TK, T, K, experts, blocks, TOKENS=tokens, EXPERTS=pow2(experts)
     )
     # An expert has at most one tile that is not full, and no tile is empty.
-    tiles = max(1, min(T * K, (T * K + experts * (row_tile - 1)) // row_tile))
+    tiles = max(1, min(rows, (rows + experts * (row_tile - 1)) // row_tile))
     # Not one tensor: alignment is compiled for.
     expert_R, first_R, tiles_1 = (base_EB.new_empty(size) for size in (tiles, tiles, 1))
     _row_tiles[(experts + 1,)](

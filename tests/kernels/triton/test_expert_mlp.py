@@ -69,10 +69,10 @@ def inputs_of(case: Case, random: Random, dtype: torch.dtype) -> tuple[Tensor, l
     return indices, [random(*shape, dtype=dtype) for shape in shapes]
 
 
-def results(inputs: list[Tensor], indices: Tensor) -> list[Tensor]:
+def results(inputs: list[Tensor], indices: Tensor, choices: int | None = None) -> list[Tensor]:
     """Output and gradients of x, weights, gate_up and down."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    y = expert_mlp(leaves[0], leaves[1], indices, *leaves[2:])
+    y = expert_mlp(leaves[0], leaves[1], indices, *leaves[2:], choices=choices)
     return [y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))]
 
 
@@ -94,6 +94,37 @@ def test_equals_the_definition(
 def test_twice_the_same_bits(random: Random, dtype: torch.dtype, reading: str) -> None:
     indices, inputs = inputs_of(CASES["sizes that no tile divides, K = 3"], random, dtype)
     assert all(a.equal(b) for a, b in zip(results(inputs, indices), results(inputs, indices)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_many_rows_as_there_are_choices_here(
+    name: str, dtype: torch.dtype, tile_sizes: None, random: Random
+) -> None:
+    """Where their number is known, there is room for no more, and the numbers are the same."""
+    indices, inputs = inputs_of(CASES[name], random, dtype)
+    known = results(inputs, indices, int((indices >= 0).sum()))
+    for ours, theirs in zip(known, results(inputs, indices), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_weights_may_be_gone_when_their_last_gradient_is_added(random: Random, dtype: torch.dtype) -> None:
+    """As those of sharded parameters are."""
+    indices, inputs = inputs_of(CASES["plain"], random, dtype)
+    x, weights, *parameters = (value.requires_grad_() for value in inputs)
+    _, x_grad, *_ = results(inputs, indices)
+    added: list[Tensor] = []
+
+    class Releasing(RecordingBuffer):
+        def close(self) -> None:
+            added.append(self.buffer)
+            for parameter in parameters if len(added) == 2 else ():
+                parameter.data.fill_(torch.nan)
+
+    up, down = (Releasing(torch.zeros_like(p, dtype=torch.float32)) for p in parameters)
+    up.buffer = up.buffer.unflatten(1, (2, -1))
+    expert_mlp(x, weights, indices, *parameters, (up, down)).backward(torch.ones_like(x))
+    assert x.grad is not None
+    assert x.grad.equal(x_grad)
 
 
 class RecordingBuffer(GradientBuffer):
