@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from optimus.autograd import once_differentiable
 from optimus.comm import Group
 from optimus.kernels import adamw, attention
 from optimus.kernels import devices as chips
@@ -603,6 +604,7 @@ class _Flash(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse_BNS = ctx.saved_tensors
         return *attention._flash_backward(grads[0], q, k, v, out, lse_BNS, ctx.causal), None

@@ -27,6 +27,7 @@ from optimus.model.families import families
 from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.state.chunk import Chunk
+from optimus.state.masks import packed_bits
 from optimus.state.model_state import ModelState
 from optimus.state.plan import bytes_by_kind
 from optimus.testing import RankError, run_ranks
@@ -354,6 +355,33 @@ def test_a_wait_too_many_is_found() -> None:
 def test_waits_of_a_dense_step() -> None:
     seen = on_fake(train, full_size(DENSE))
     assert [wait.place.split(":")[0] for wait in seen.waits] == ["state/model_state.py", "train/step.py"]
+
+
+def train_pruned(form: str, shard: str, ranks: int) -> Seen:
+    """Steps of a model of whose matrices a tenth is left."""
+    overrides = ["pruning.sparsity=0.9", "pruning.at=0", f"pruning.indices={form}", f"state.shard={shard}"]
+    with steps_of(full_size(DENSE, ranks), overrides, ranks) as (machine, steps):
+        slots = [slot for chunk in steps.state.trained for slot in chunk.plan.slots]
+        left = {slot.name: packed_bits(torch.arange(slot.shape.numel()) % 10 == 0) for slot in slots}
+        steps.state.prune({name: left[name] for name in steps.state.recipe.masks})
+        steps.train()
+        machine.forget()
+        steps.train()
+        pruned = sum(chunk.mask is not None for chunk in steps.state.trained)
+        return Seen(machine.waits, machine.launches, machine.memory.peak, machine.memory.current, pruned)
+
+
+@pytest.mark.parametrize(
+    ("form", "shard", "ranks"), [("int32", "none", 1), ("bits", "optimizer", 4), ("int32", "parameters", 4)]
+)
+def test_waits_of_pruned_chunks(form: str, shard: str, ranks: int) -> None:
+    """Packing and unpacking wait for nothing."""
+    seen = on_fake(train_pruned, form, shard, ranks)
+    assert seen.chunks > 0
+    assert [wait.place.split(":")[0] for wait in seen.waits] == ["state/model_state.py", "train/step.py"]
+    if form == "bits":
+        assert seen.kernel("_pack") == seen.chunks
+        assert seen.kernel("_unpack") >= seen.chunks
 
 
 EXPERTS = {
