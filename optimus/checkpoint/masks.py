@@ -6,7 +6,6 @@ reads them, and who knows nothing of masks reads the weights.
 """
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -129,8 +128,7 @@ def follow_masks(state: ModelState, reader: Reader) -> bool:
     return there
 
 
-def shares_in(path: Path) -> dict[str, float]:
+def shares_in(reader: Reader) -> dict[str, float]:
     """About the share of each pruned parameter of a checkpoint that is unpruned."""
-    reader = Reader.open(path)
     share = reader.description.progress.get("unpruned", 1.0)
     return {key.removeprefix(PREFIX): share for key in reader.stored if key.startswith(PREFIX)}

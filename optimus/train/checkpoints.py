@@ -2,7 +2,6 @@
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from optimus.checkpoint import folder
 from optimus.checkpoint.folder import DamagedError, Description, step_of
 from optimus.checkpoint.loading import load_slices
 from optimus.checkpoint.masks import masks_in
-from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.rollback import ResumePoint, resume_points
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.slices import TensorSlice
@@ -54,17 +52,10 @@ def _masks(
     config: RunConfig, resume: bool, device: torch.device, groups: Groups, layouts: Mapping[str, Layout]
 ) -> Mapping[str, Tensor]:
     """Masks of what the run will begin with: so it never has state for what is pruned."""
-    reader = groups.world.on_first(lambda: _first_whole(begins_with(config, resume)))
+    reader = groups.world.on_first(lambda: begins_with(config, resume))
     if reader is None:
         return {}
     return read_together(lambda: masks_in(reader, layouts, groups.mesh, groups.rank), groups.world)
-
-
-def _first_whole(paths: Iterable[Path]) -> Reader | None:
-    for path in paths:
-        with suppress(DamagedError):  # said when it is loaded
-            return Reader.open(path)
-    return None
 
 
 class Checkpoints(Hook):

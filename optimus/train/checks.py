@@ -4,6 +4,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from optimus.checkpoint.folder import DamagedError, find_checkpoint, list_checkp
 from optimus.checkpoint.lease import LEASE
 from optimus.checkpoint.manifest import read_checked_description
 from optimus.checkpoint.masks import shares_in
+from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import check_same_model, check_same_run
 from optimus.checkpoint.writers import bytes_copied
@@ -140,8 +142,15 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
         raise UserError(f"train.output: {folder} is the folder of a run of another model: choose another train.output")
 
 
-def begins_with(config: RunConfig, resume: bool) -> list[Path]:
-    """The checkpoints that a run may begin with, the first that is whole."""
+def begins_with(config: RunConfig, resume: bool) -> Reader | None:
+    """The checkpoint that a run begins with, if it does: the first whose description is whole."""
+    for path in _begins_with(config, resume):
+        with suppress(DamagedError):  # said when it is loaded
+            return Reader.open(path)
+    return None
+
+
+def _begins_with(config: RunConfig, resume: bool) -> list[Path]:
     points = resume_points(Path(config.train.output)) if resume else []
     initial = config.lr_schedule.branch_from or config.checkpoint.initial
     if points:
@@ -170,7 +179,7 @@ def check_memory(
     """
     mesh = mesh_of(config, ranks, per_node or ranks_per_node(ranks))
     begun = begins_with(config, resume)
-    stages = planned_chunks(config, mesh, mesh.group(0, ("pp",)), shares_in(begun[0]) if begun else {})
+    stages = planned_chunks(config, mesh, mesh.group(0, ("pp",)), {} if begun is None else shares_in(begun))
     copied = Counter[int]()  # bytes that each rank copies, as each part has one writer
     for rank, plans in zip(mesh.group(0, ("pp",)), stages if config.checkpoint.asynchronous else ()):
         copied += bytes_copied(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)
