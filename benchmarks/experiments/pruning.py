@@ -13,26 +13,48 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.experiments.harness import MODEL, Experiment, Trained, command, mean_rows
+from benchmarks.experiments.harness import MODEL, STEP_TOKENS, Experiment, Trained, command, mean_rows
 from benchmarks.harness import Result, Row
 from optimus.model.architecture import ModelConfig
 from optimus.model.count import count_parameters
 
 _STEPS, _RETRAINED = 360, 60
-_PIECES = 150  # of 2,000 characters, some 90 k tokens: eight passes
+_FEW, _MANY, _HELD_OUT = 150, 3000, 40  # pieces of 2,000 characters: some 110 k tokens, and more than are read once
 _WIDE: Mapping[str, Any] = {"hidden": 128, "intermediate": 384}
 _NARROW: Mapping[str, Any] = {"hidden": 88, "intermediate": 264}  # dense, with the bytes of 90 per cent
+_GAPS = (
+    ("50_minus_dense", "50 %, at once", "dense"),
+    ("90_minus_dense", "90 %, at once", "dense"),
+    ("90_iterative_minus_dense", "90 %, in three steps", "dense"),
+    ("90_minus_dense_of_its_bytes", "90 %, at once", "dense, bytes of 90 %"),
+    ("90_iterative_minus_dense_of_its_bytes", "90 %, in three steps", "dense, bytes of 90 %"),
+    ("random_minus_magnitude", "90 %, at random", "90 %, at once"),
+)
 _DENSE, _PRUNED = 18, 4  # bytes of state per parameter, without and with nine tenths pruned
 
 
 def run(experiment: Experiment) -> Result:
-    """Books, a part of it."""
-    steps = experiment.steps(_STEPS * 2048)
-    retrained = min(_RETRAINED, steps)
+    """Books: a small part of it, eight times over, and most of it, once."""
+    steps = experiment.steps(_STEPS * STEP_TOKENS)
     pieces = [text[at : at + 2000] for text in experiment.documents("books") for at in range(0, len(text), 2000)]
-    number = 60 if experiment.quick else _PIECES
-    prepared = experiment.prepared_texts({"books": (pieces[:number], pieces[number : number + 40])})
-    common = {"data": {"path": str(prepared["books"].train)}, "validation": experiment.validation(prepared)}
+    rows: list[Row] = []
+    ratios: dict[str, float | None] = {}
+    for data, number in (("few", _FEW), ("many", _MANY)):
+        number = min(60 if experiment.quick else number, len(pieces) - _HELD_OUT)
+        prepared = experiment.prepared_texts({"books": (pieces[:number], pieces[number : number + _HELD_OUT])})
+        common = {"data": {"path": str(prepared["books"].train)}, "validation": experiment.validation(prepared)}
+        found = _trained(experiment, common, steps, every=data == "few")
+        of_data = mean_rows(found, ["books"])
+        rows += [{"data": data, **row, "minus dense": row["books"] - of_data[0]["books"]} for row in of_data]
+        for key, name, other in _GAPS:
+            pairs = zip(found[name], found[other])
+            gap = statistics.fmean(one.loss("books") - two.loss("books") for one, two in pairs)
+            ratios[f"pruning.{data}.{key}"] = gap
+    return Result(rows, ratios, tables={"pruning": rows, "bytes of state": _bytes()})
+
+
+def _trained(experiment: Experiment, common: Mapping[str, Any], steps: int, *, every: bool) -> dict[str, list[Trained]]:
+    """All configurations on one amount of data; without `every` those that are compared."""
 
     def of(shape: Mapping[str, Any] = _WIDE, **sections: Any) -> dict[str, Any]:
         return {**common, "model": {**MODEL, **shape}, **sections}
@@ -45,33 +67,19 @@ def run(experiment: Experiment) -> Result:
         "dense": of(),
         "dense, bytes of 90 %": of(_NARROW),
         "50 %, at once": pruned(0.5, 1 / 6),
-        "80 %, at once": pruned(0.8, 1 / 6),
         "90 %, at once": pruned(0.9, 1 / 6),
         "90 %, in three steps": pruned(0.9, 1 / 6, 2 / 6, 3 / 6),
-        "90 %, early-bird": pruned(
-            0.9, 0.0, method="early-bird", every=1 if experiment.quick else steps // 24, distance=0.2
-        ),
         "90 %, at random": pruned(0.9, 0.0, method="random"),
     }
+    if not every:
+        return experiment.train_all(configs, steps)
+    how = {"method": "early-bird", "every": 1 if experiment.quick else steps // 24, "distance": 0.2}
+    configs |= {"80 %, at once": pruned(0.8, 1 / 6), "90 %, early-bird": pruned(0.9, 0.0, **how)}
     found = experiment.train_all(configs, steps)
     for seed, dense in zip(experiment.seeds, found["dense"]):
-        for name, each in _after_training(experiment, seed, dense, retrained, of).items():
+        for name, each in _after_training(experiment, seed, dense, min(_RETRAINED, steps), of).items():
             found.setdefault(name, []).append(each)
-    rows = mean_rows(found, ["books"])
-    for row in rows:
-        row["minus dense"] = row["books"] - rows[0]["books"]
-
-    def gap(name: str, other: str) -> float:
-        pairs = zip(found[name], found[other])
-        return statistics.fmean(one.loss("books") - two.loss("books") for one, two in pairs)
-
-    ratios = {
-        f"pruning.{key}_minus_dense": gap(name, "dense")
-        for key, name in (("50", "50 %, at once"), ("90", "90 %, at once"), ("90_iterative", "90 %, in three steps"))
-    }
-    ratios["pruning.90_iterative_minus_dense_of_its_bytes"] = gap("90 %, in three steps", "dense, bytes of 90 %")
-    ratios["pruning.random_minus_magnitude"] = gap("90 %, at random", "90 %, at once")
-    return Result(rows, ratios, tables={"pruning": rows, "bytes of state": _bytes()})
+    return found
 
 
 def _after_training(experiment: Experiment, seed: int, dense: Trained, steps: int, of: Any) -> dict[str, Trained]:

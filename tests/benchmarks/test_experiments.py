@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.experiments import harness
+from benchmarks.experiments import harness, pruning
 from benchmarks.experiments.harness import Experiment, mean_rows
 from optimus.errors import UserError
 
@@ -18,11 +18,7 @@ EXPERIMENTS = {
     "documents": {"documents.mask_minus_ignore"},
     "few_data": {f"few_data.{name}" for name in ("decay_gain", "ensemble_gain", "student_keeps", "mean_of_members")},
     "packing": {"packing.best_fit_minus_concatenate"},
-    "pruning": {
-        *(f"pruning.{name}_minus_dense" for name in ("50", "90", "90_iterative")),
-        "pruning.90_iterative_minus_dense_of_its_bytes",
-        "pruning.random_minus_magnitude",
-    },
+    "pruning": {f"pruning.{data}.{gap}" for data in ("few", "many") for gap, *_ in pruning._GAPS},
     "replay": {f"replay.forgotten.{name}" for name in ("no replay", "25 % replay", "25 % replay, Reptile 0.5")},
 }
 
