@@ -29,10 +29,11 @@ def test_documents_of_a_batch() -> None:
 
 def test_parts_of_a_batch_have_what_is_said_of_their_tokens() -> None:
     mask_BS = torch.rand(2, 6) < 0.5
-    first, second = Batch(TOKENS_BS, mask_BS, DOCUMENT_BS).split(1)
-    assert all(a.equal(b) for a, b in zip(first, (TOKENS_BS[:1], mask_BS[:1], DOCUMENT_BS[:1]), strict=True))
-    assert all(a.equal(b) for a, b in zip(second, (TOKENS_BS[1:], mask_BS[1:], DOCUMENT_BS[1:]), strict=True))
-    assert Batch(TOKENS_BS).split(1)[1][1:] == (None, None, None)
+    said = TOKENS_BS, mask_BS, DOCUMENT_BS, torch.tensor([3, 5])
+    first, second = Batch(*said).split(1)
+    assert all(a.equal(b[:1]) for a, b in zip(first, said, strict=True))
+    assert all(a.equal(b[1:]) for a, b in zip(second, said, strict=True))
+    assert Batch(TOKENS_BS).split(1)[1][1:] == (None, None, None, None)
 
 
 @pytest.mark.parametrize(
