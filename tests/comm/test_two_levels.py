@@ -164,7 +164,14 @@ def test_bytes_by_level(shape: Shape, algorithm: str) -> None:
 
 def in_two_groups(shape: Shape) -> list[str]:
     """What is wrong where another backend's collectives are put together of two groups."""
-    with mock.patch.object(dist, "get_backend", return_value="another"):
+    new_group = dist.new_group
+
+    def of_gloo(*args: Any, backend: str, **options: Any) -> Any:
+        assert backend == "another"
+        return new_group(*args, **options)
+
+    another = mock.patch.object(dist, "get_backend", return_value="another")
+    with another, mock.patch.object(dist, "new_group", of_gloo):
         group = world_of(shape, "direct+direct")
         n, wrong = group.size, []
         for size in (n, 1000 * n):

@@ -33,7 +33,7 @@ def test_parts_of_a_batch_have_what_is_said_of_their_tokens() -> None:
     first, second = Batch(*said).split(1)
     assert all(a.equal(b[:1]) for a, b in zip(first, said, strict=True))
     assert all(a.equal(b[1:]) for a, b in zip(second, said, strict=True))
-    assert Batch(TOKENS_BS).split(1)[1][1:] == (None, None, None, None)
+    assert Batch(TOKENS_BS).split(1)[1][1:] == (None,) * 3
 
 
 @pytest.mark.parametrize(
