@@ -201,5 +201,5 @@ def test_experts_are_matrices_each() -> None:
 def test_rules_are_part_of_what_a_search_is_given() -> None:
     job = asking(*RULES["groups"])
     assert search(job, best=1)[0].job.rules == job.rules
-    shard_steps = {share for of in job.rules for rule, share in of if isinstance(rule, Muon)}
+    shard_steps = {share for of in job.rules for rule, share, _ in of if isinstance(rule, Muon)}
     assert shard_steps == {7 / 8}
