@@ -4,12 +4,12 @@ Against the dense model at equal steps, and against a dense one with the bytes o
 cent: magnitudes at once, in three steps, as an early-bird ticket, and a mask at random; and, of a dense model that is pruned
 when it has been trained, what retraining norms and head alone recovers (PERP).
 
-Published (SAMO): GPT-3 XL and 2.7B at 90 per cent match their dense runs on Wikitext-103 and BookCorpus. Measured before, at
-this scale: 90 per cent cost 0.14 (in three steps) to 0.20 nats (at random) where data are plenty; a dense model of the same
-bytes lies between.
+Published (SAMO): GPT-3 XL and 2.7B at 90 per cent match their dense runs on Wikitext-103 and BookCorpus. Measured before,
+at this scale: 90 per cent cost 0.14 (in three steps) to 0.20 nats (at random) where data are plenty; a dense model of the
+same bytes lies between.
 
-Matrices of blocks have a tenth of the learning rate of embedding and head. With one rate for all of them, the best for a dense
-model this small is too high for its blocks, and any mask, which makes their updates smaller, seems to gain 0.5 nats.
+Matrices of blocks have a tenth of the learning rate of embedding and head. With one rate for all of them, the best for a
+dense model this small is too high for its blocks, and any mask, which makes their updates smaller, seems to gain 0.5 nats.
 """
 
 import statistics

@@ -106,11 +106,9 @@ def trained(config: dict[str, Any], steps: int, dense: bool, score: str) -> Trai
         made.state.prune(masks)
     results = [made.train() for _ in range(steps)]
     made.state.finish()
-    computed = (
-        {name: each.detach().clone() for name, each in made.state._module.named_parameters()}
-        if not made.state.gathers_on_use
-        else {}
-    )
+    here = all(chunk.plan.keeps_whole for chunk in made.state.chunks)
+    parameters = made.state._module.named_parameters() if here else ()
+    computed = {name: each.detach().clone() for name, each in parameters}
     whole = whole_state(made.state, everywhere=False)
     return Trained(results, {**whole, **{f"computed.{name}": each for name, each in computed.items()}})
 
@@ -152,7 +150,7 @@ def _reduce_and_mask(chunk: TrainedChunk, mask: Tensor) -> None:
             "some",
         ),
         ("moe", 2, ["parallel.tensor=2", "train.micro_batch=16"], "magnitude"),
-        ("dense", 1, ["optimizer.name=schedule-free", "state.residency=all", "state.cache=8"], "magnitude"),
+        ("dense", 1, ["optimizer.name=schedule-free"], "magnitude"),
         ("moe", 4, ["state.shard=parameters", "state.shard_ranks={parameters: 2}", "parallel.expert=2"], "magnitude"),
         (
             "dense",

@@ -162,7 +162,7 @@ def test_traffic_of_a_step() -> None:
     assert found == {"send": 2 * size, "recv": 2 * size}
     found, size = run_ranks(traffic_of_a_step, 2, 2, "optimizer")[0]
     # Both are sent from rank to rank: half of the buffer to the other one, and the half that it has updated.
-    assert found == {"send": 2 * size, "recv": 2 * size, "all_reduce": 4}
+    assert found == {"send": 2 * size, "recv": 2 * size, "all_reduce": 8}
 
 
 def trained(
