@@ -142,7 +142,7 @@ def test_a_node_that_is_told_to_end(endless: Path, nodes: int) -> None:
     assert list((endless.parent / "tmp").iterdir()) == []
     if nodes == 1:
         check_saved(endless)
-        assert EventLog(folder_of(endless)).read() == []
+        assert [event["kind"] for event in EventLog(folder_of(endless)).read()] == ["stopped"]
 
 
 def test_a_terminal_that_is_gone(endless: Path) -> None:
