@@ -542,6 +542,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     state: StateConfig = StateConfig()
     pruning: PruningConfig | None = None
+    """Prune parameters during the run; null: none. See the guide on pruning."""
     recompute: list[Recomputable] = Field([])
     """Activation recomputation (checkpointing) in the backward pass: any of norm, attention, mlp and moe; or block, whole
     blocks; or auto, the least that fits recompute_budget."""

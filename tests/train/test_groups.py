@@ -55,7 +55,7 @@ def made(run: dict[str, Any], backend: str) -> tuple[list[list[int]], list[list[
 
     def noted(ranks: list[int], **options: Any) -> Any:
         calls.append(ranks)
-        return real(ranks, **options)
+        return real(ranks, **options | {"backend": "gloo"})
 
     with mock.patch.object(dist, "new_group", noted), mock.patch.object(dist, "get_backend", return_value=backend):
         steps = Steps(run)
