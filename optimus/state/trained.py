@@ -17,7 +17,7 @@ device when they have been summed.
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -324,8 +324,8 @@ class TrainedChunk(Chunk):
         return self._gradient_square_sum(tile) if self._square is None else self._square
 
     def _gradient_square_sum(self, tile: int) -> Tensor:
-        if self.reduced.device.type != "cpu":  # which adds up in a tree, in one launch
-            return torch.linalg.vector_norm(self.reduced, dtype=torch.float32).square()
+        if self.reduced.device.type != "cpu":  # in one launch
+            return _square_sum(self.reduced)
         return torch.stack([_square_sum(part) for part in self.reduced.split(aligned(tile, self.plan.align))]).sum()
 
     # ---- The optimizer ----
@@ -431,11 +431,13 @@ def _after_accumulation(
 
 
 def _square_sum(part: Tensor) -> Tensor:
-    """Sum of squares, a scalar: on a CPU float64, where fp32 numbers are added up one after the other, and the sum would
-    depend on how they lie. Of 84,000 gradients the norm was off by 2e-5; and pruned chunks have others of the same."""
+    """Sum of squares, a scalar: in float64, where fp32 numbers may be added up one after the other, and the sum would depend
+    on how they lie. Of 84,000 gradients the norm was off by 2e-5; and pruned chunks have others of the same."""
     return torch.linalg.vector_norm(part, dtype=square_dtype(part.device)).square()
 
 
+@cache
 def square_dtype(device: torch.device) -> torch.dtype:
-    """The type in which squares of gradients are added up: accelerators do it in a tree, and some have no float64."""
-    return torch.float64 if device.type == "cpu" else torch.float32
+    """The type in which squares of gradients are added up: float64, which some accelerators lack; these add in a tree."""
+    known = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_properties", None)
+    return torch.float64 if known is None or getattr(known(device), "has_fp64", True) else torch.float32
