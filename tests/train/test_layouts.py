@@ -325,9 +325,9 @@ def test_the_global_balance_loss_knows_no_microbatches(dispatch: str) -> None:
         spread = config | {"train": config["train"] | {"micro_batch": micro_batch}, "parallel": {"expert": expert}}
         found = run_ranks(train_steps, ranks, spread, 5)[0]
         for a, b in zip(found.steps, right.steps, strict=True):
-            assert a == pytest.approx(b, rel=1e-5), (ranks, micro_batch)
+            assert a[:-1] == pytest.approx(b[:-1], rel=1e-5), (ranks, micro_batch)
     local = train_steps(config | {"moe": {"balance_coefficient": 0.5}}, 1).steps[0]
-    assert local == pytest.approx(right.steps[0], rel=1e-5)  # of one microbatch they are the same
+    assert local[:-1] == pytest.approx(right.steps[0][:-1], rel=1e-5)  # of one microbatch they are the same
     config["train"]["micro_batch"] = 2
     smaller = train_steps(config | {"moe": {"balance_coefficient": 0.5}}, 1).steps[0]
     assert smaller.balance_loss != pytest.approx(local.balance_loss, rel=1e-4)  # of more they are not
