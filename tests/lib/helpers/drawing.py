@@ -37,7 +37,7 @@ def short_run(model: dict[str, Any], *, context: int, **sections: dict[str, Any]
     """The configuration of ten steps of a model, in fp32 and chunks of which there are several."""
     sizes = {"steps": 10, "global_batch": 16, "micro_batch": 2, "sequence_length": context}
     return {
-        "model": model,
+        "model": dict(model),
         "data": {"path": ""},
         "train": {"output": "", "precision": "float32"} | sizes,
         "lr_schedule": {"peak": 3e-3, "minimum": 3e-4, "warmup_steps": 2},
