@@ -342,7 +342,8 @@ def _positions(plan: ChunkPlan, masks: Mapping[str, LocalMask]) -> Tensor:
     """Where in the whole chunk its unpruned elements are, int64."""
     found = []
     for slot in plan.slots:
-        bits = masks[slot.name]
-        assert isinstance(bits, Tensor), "the mask itself"
-        found.append(unpacked_bits(bits, slot.shape.numel()).nonzero().flatten() + slot.start)
+        bits, size = masks[slot.name], slot.shape.numel()
+        assert not isinstance(bits, float), "the mask itself"
+        left = torch.arange(size) if bits is None else unpacked_bits(bits, size).nonzero().flatten()
+        found.append(left + slot.start)
     return torch.cat(found)

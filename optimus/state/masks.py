@@ -144,9 +144,8 @@ def unpacked_bits(bits: Tensor, count: int) -> Tensor:
 
 
 def unpruned_of(masks: Mapping[str, LocalMask], name: str, elements: int) -> int:
-    """How many of the elements of this rank's part of a pruned parameter are unpruned."""
+    """How many of the elements of this rank's part of a parameter of a pruned chunk are unpruned."""
     mask = masks[name]
     if isinstance(mask, Tensor):
         return int(unpacked_bits(mask, elements).sum())
-    assert mask is not None
-    return round(mask * elements)
+    return elements if mask is None else round(mask * elements)

@@ -125,7 +125,8 @@ class ModelState:
         """Go on with the parameters that `masks` prune: by name, packed bits of this rank's part of those that the recipe
         has a place for. Between steps; all ranks must call. The state of unpruned elements stays, but for one that is
         `empty`, whose parameters will be given values."""
-        self.recipe = self.recipe._replace(masks={name: masks.get(name) for name in self.recipe.masks})
+        before = dict.fromkeys(self.recipe.masks) if empty else self.recipe.masks  # these stay, where no other is given
+        self.recipe = self.recipe._replace(masks={**before, **{name: masks[name] for name in before if name in masks}})
         for stage, plans in self._plan(self.recipe).items():
             for chunk, plan in zip(self._of_stage[stage], plans, strict=True):
                 if plan.mask is not None or chunk.mask is not None:

@@ -232,7 +232,7 @@ def plan_chunks(
             shard_steps.append(ShardStep(step, place % step))
             place //= step
         gradient = getattr(torch, options.gradient_dtype)
-        pruned = pruned and recipe.masks[names[0]] is not None
+        pruned = pruned and any(recipe.masks[name] is not None for name in names)  # of others everything is left
         kept = [
             buffers(
                 placed(depths, residency),

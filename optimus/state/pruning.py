@@ -119,7 +119,7 @@ def distance(before: Mapping[str, Tensor], now: Mapping[str, Tensor], state: Mod
 
 def share_left(state: ModelState, sizes: Mapping[str, int]) -> float:
     """Of the pruned parameters, with `sizes` in the whole model, the share that is unpruned. All ranks must call."""
-    left = {name: bits for name, bits in state.recipe.masks.items() if isinstance(bits, Tensor)}
+    left = {name: bits for name in sizes if isinstance(bits := state.recipe.masks.get(name), Tensor)}
     return _total(state, left) / sum(sizes.values())
 
 

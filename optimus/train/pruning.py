@@ -25,7 +25,7 @@ class Pruning(Hook):
 
     def before_training(self, run: Run) -> None:
         pruning = run.config.pruning
-        if pruning is not None and run.step == 0 and pruning.at[0] == 0 and not run.pruned:
+        if pruning is not None and run.step == 0 and pruning.at[0] == 0:
             self._at_step(run, pruning)
 
     def after_step(self, run: Run, result: StepResult) -> None:
@@ -34,7 +34,7 @@ class Pruning(Hook):
 
     def _at_step(self, run: Run, pruning: PruningConfig) -> None:
         if pruning.method == "early-bird":
-            if not run.pruned and run.step >= pruning.at[0] and (run.step - pruning.at[0]) % pruning.every == 0:
+            if run.unpruned == 1 and run.step >= pruning.at[0] and (run.step - pruning.at[0]) % pruning.every == 0:
                 self._draw(run, pruning)
         elif run.step in pruning.at:
             event = pruning.at.index(run.step)

@@ -76,11 +76,6 @@ class Run:
     notes: list[str] = field(default_factory=list)  # what the user should read next
 
     @property
-    def pruned(self) -> bool:
-        """Whether any of its parameters are."""
-        return any(mask is not None for mask in self.state.recipe.masks.values())
-
-    @property
     def last_step(self) -> int:
         """The step after which the run ends."""
         return self.config.train.stop_at or self.config.train.total_steps

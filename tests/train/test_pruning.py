@@ -114,6 +114,26 @@ def test_masks_survive_export_import_and_conversion(small_run: dict[str, Any], t
     check_pruned(tmp_path / "tuned" / "checkpoints" / "step-00000008", 0.2)
 
 
+def test_pruning_goes_on_from_a_pruned_checkpoint(small_run: dict[str, Any], tmp_path: Path) -> None:
+    """What was pruned before stays so, frozen or not; other parameters are pruned besides."""
+    first = changed(small_run, tmp_path / "first", pruning={"sparsity": 0.5, "at": 0, "targets": ["matrix"]})
+    optimus.train(first)
+    _, before = tensors(tmp_path / "first" / "checkpoints" / "step-00000008")
+    initial, pruning = {"initial": str(tmp_path / "first")}, {"sparsity": 0.8, "at": 3, "targets": ["expert"]}
+    for name, freeze in (("frozen", ["matrix"]), ("trained", [])):
+        optimus.train(
+            changed(small_run, tmp_path / name, train={"freeze": freeze}, checkpoint=initial, pruning=pruning),
+            ["state.shard=optimizer"],
+            ranks=2,
+        )
+        weights, masks = tensors(tmp_path / name / "checkpoints" / "step-00000008")
+        assert before.keys() < masks.keys()
+        assert all(torch.equal(masks[key], mask) for key, mask in before.items())
+        assert all(not weights[key][~mask].any() for key, mask in masks.items())
+        added = [mask for key, mask in masks.items() if key not in before]
+        assert float(torch.cat([mask.flatten() for mask in added]).float().mean()) == pytest.approx(0.2, abs=1e-3)
+
+
 @pytest.mark.parametrize("rewind", [0, 2])
 def test_rewinding(small_run: dict[str, Any], tmp_path: Path, rewind: int) -> None:
     """What is left has the weights of that step, and fresh moments."""
