@@ -128,7 +128,7 @@ def _tensors(reader: Reader, dtype: str | None) -> dict[str, Tensor]:
     for key, stored in reader.stored.items():
         type_ = dtype if dtype and key.startswith("model.") else stored[0].dtype
         tensors[key] = torch.empty(stored[0].shape, dtype=getattr(torch, type_))
-    reader.fill(whole_slices(tensors.items(), prefix=""))
+    reader.fill(whole_slices(tensors.items(), prefix=""), apart=True)
     return tensors
 
 

@@ -3,11 +3,13 @@
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from optimus.checkpoint.factors import is_factor
 from optimus.checkpoint.slices import TensorSlice, slices, whole_slices
 from optimus.comm import Group
 from optimus.errors import UserError
@@ -50,17 +52,28 @@ class _Transfer(NamedTuple):
             _check_pruned(self.chunk, whole, first)
 
 
-def load_slices(state: ModelState, read: Read, *, full: bool, send: Send = "broadcast", pruned: bool = False) -> int:
+def load_slices(
+    state: ModelState,
+    read: Read,
+    *,
+    full: bool,
+    send: Send = "broadcast",
+    pruned: bool = False,
+    factors: bool = False,
+) -> int:
     """Fill the weights, and with `full` what the update rules keep, which else begins anew; make the compute copies anew.
 
     All ranks must call. Of those that hold the same parameters, one reads each chunk, in turns, and sends it to the others,
     by broadcast or by all-reduce (the Optimus paper, section 4: model broadcasting). With "none" every rank reads its own
-    part. `read` fills the tensors of slices. `pruned`: the weights must be zero where the state has them pruned.
+    part. `read` fills the tensors of slices. `pruned`: the weights must be zero where the state has them pruned. Low-rank
+    factors are read only with `factors`; else they are zero.
 
     Returns how many ranks have read anything. Raises what `read` raises, of type `UserError`, on all ranks alike; the
     state is of no use then.
     """
     device, world = state.chunks[0].parameter.device, state.groups.world
+    if not factors:
+        read = partial(_all_but_factors, read)
     transfers = _transfers(state, full, pruned)
     failure = _read_own(transfers, read) if send == "none" else _read_and_send(transfers, read, send)
     world.agree(_read_buffers(state, read, send) or failure)
@@ -71,6 +84,10 @@ def load_slices(state: ModelState, read: Read, *, full: bool, send: Send = "broa
     readers = torch.tensor(float(send == "none" or any(each.reads for each in transfers)), device=device)
     world.all_reduce(readers)
     return int(readers)
+
+
+def _all_but_factors(read: Read, slices: Iterable[TensorSlice]) -> None:
+    read(each for each in slices if not is_factor(each.key))
 
 
 def _transfers(state: ModelState, full: bool, pruned: bool) -> list[_Transfer]:

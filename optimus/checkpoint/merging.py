@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from optimus.checkpoint.factors import is_factor
 from optimus.checkpoint.folder import Description, find_checkpoint, list_checkpoints
 from optimus.checkpoint.format import file_of, write_slices
 from optimus.checkpoint.masks import PREFIX, whole_masks
@@ -93,7 +94,7 @@ def _last_of(given: Mapping[str, float], last: int) -> dict[Path, float]:
 def _averaged(readers: Sequence[Reader], weights: Sequence[float]) -> Iterator[TensorSlice]:
     """The averages, a tile at a time, in the order of their keys; and masks, where all have been pruned alike."""
     stored = readers[0].stored
-    for key in sorted(key for key in stored if key.startswith(_PREFIX)):
+    for key in sorted(key for key in stored if key.startswith(_PREFIX) and not is_factor(key)):
         shape = stored[key][0].shape
         for offsets, sizes in tiles(shape, LONGEST):
             total = torch.zeros(sizes, dtype=torch.float64)

@@ -6,13 +6,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from optimus.checkpoint.factors import factors_of
 from optimus.checkpoint.folder import METADATA, Description, damaged, frozen_beside
 from optimus.checkpoint.format import StoredSlice, by_key, read_slice, unpack_metadata
 from optimus.checkpoint.manifest import SLICES, read_checked, read_checked_description
 from optimus.checkpoint.slices import TensorSlice
 from optimus.errors import UserError
+from optimus.model.low_rank import merged
 
 
 @dataclass
@@ -34,8 +37,9 @@ class Reader:
                 stored[key] = [slice_._replace(file=str(beside / slice_.file)) for slice_ in slices]
         return cls(path, description, stored)
 
-    def fill(self, slices: Iterable[TensorSlice]) -> None:
-        """Fill the tensors of `slices` in place, whatever their type and device.
+    def fill(self, slices: Iterable[TensorSlice], *, apart: bool = False) -> None:
+        """Fill the tensors of `slices` in place, whatever their type and device. A weight that has low-rank factors is their
+        sum, unless these are read `apart`.
 
         Raises `UserError` when the checkpoint lacks any of them, and `DamagedError` when bytes are not as they were written.
         """
@@ -48,6 +52,20 @@ class Reader:
                     f"checkpoint {self.path} lacks {key} (and {max(0, others - 1)} more): it is of another model"
                 )
             self._fill(there, targets)
+            if not apart and factors_of(key) and all(each in self.stored for each in factors_of(key)):
+                for target in targets:
+                    self._add_factors(target)
+
+    def _add_factors(self, target: TensorSlice) -> None:
+        """Add to a slice of a weight what its factors say of these rows and columns."""
+        b_key, a_key = factors_of(target.key)
+        (*outer, _), (*rows, columns) = target.offsets, target.tensor.shape
+        b_shape, a_shape = (self.stored[key][0].shape for key in (b_key, a_key))
+        b = TensorSlice(b_key, b_shape, (*outer, 0), torch.empty(*rows, b_shape[-1]))
+        a = TensorSlice(a_key, a_shape, (0, target.offsets[-1]), torch.empty(a_shape[0], columns))
+        self._fill(self.stored[b_key], [b])
+        self._fill(self.stored[a_key], [a])
+        target.tensor.copy_(merged(target.tensor.cpu(), b.tensor, a.tensor))
 
     def read(self, stored: StoredSlice) -> Tensor:
         """The tensor of a slice in a file. Raises `DamagedError` when its bytes are not as they were written."""

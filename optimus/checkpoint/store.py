@@ -1,12 +1,14 @@
 """Reading checkpoints into a state or a model, and writing a model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from optimus.checkpoint.factors import is_factor
 from optimus.checkpoint.folder import Description, differences, find_checkpoint
 from optimus.checkpoint.format import file_of, write_slices
 from optimus.checkpoint.loading import Send, load_slices
@@ -68,7 +70,8 @@ def load_state(
     All ranks must call. Rank 0 reads everything but the tensors and tells the others; these are read as `load_slices` does.
 
     `model` is the architecture that `state` was made for. With `run`, the checkpoint must agree with it in every key (it is
-    continued). Without `full`, the weights alone are loaded, and what the update rules keep begins anew. `state` is pruned
+    continued); without, low-rank factors in it are added to their weights, and the state's are zero. Without `full`, the
+    weights alone are loaded, and what the update rules keep begins anew. `state` is pruned
     as the checkpoint is; without `masks` it stays as it is. `reader_type` may count what is read. Raises `UserError` on all
     ranks alike, `DamagedError` where another checkpoint may do.
     """
@@ -80,13 +83,16 @@ def load_state(
             raise UserError(f"{path} holds weights only and cannot be resumed: start from it with checkpoint.initial")
         if run is not None:
             check_same_run(reader.description, run, path)
+            _check_factors(reader, state.rules)
         if full:
             _check_kept(reader, state.rules)
         return reader
 
     reader = state.groups.world.on_first(open_it)
     pruned = masks and follow_masks(state, reader)
-    readers = load_slices(state, reader.fill, full=full, send=send, pruned=pruned)
+    goes_on = run is not None
+    read = partial(reader.fill, apart=goes_on)
+    readers = load_slices(state, read, full=full, send=send, pruned=pruned, factors=goes_on)
     return reader.description, readers
 
 
@@ -103,6 +109,16 @@ def load_model(
     model = Transformer(reader.description.model).float()
     reader.fill(whole_slices(named_tensors(model)))
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def _check_factors(reader: Reader, names: Iterable[str]) -> None:
+    """Raise `UserError` when the checkpoint has other low-rank factors than the run, whose parameters have these names."""
+    there = {key.removeprefix("model.") for key in reader.stored if key.startswith("model.") and is_factor(key)}
+    if there != (here := {name for name in names if is_factor(name)}):
+        raise UserError(
+            f"{reader.path} has low-rank factors of {len(there) // 2} weights, and the run of {len(here) // 2}: set "
+            "train.lora_rank and train.freeze as they were, or begin another run with it (checkpoint.initial)"
+        )
 
 
 def _check_kept(reader: Reader, rules: Mapping[str, Rule]) -> None:

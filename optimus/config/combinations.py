@@ -65,6 +65,11 @@ def _check_pruning(config: "RunConfig") -> None:
     pruning, known = config.pruning, config.train.epochs is None
     if pruning is None:
         return
+    if config.train.lora_rank is not None:
+        raise ValueError(
+            "train.lora_rank: the factors of a weight go by what is pruned of it: prune first, and begin a run with factors "
+            "from that checkpoint (checkpoint.initial)"
+        )
     if known and pruning.at[-1] >= config.train.total_steps:
         raise ValueError(f"pruning.at {pruning.at[-1]}: the run ends after step {config.train.total_steps}: lower it")
     every, keep = config.checkpoint.weights_every, config.checkpoint.weights_keep

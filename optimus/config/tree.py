@@ -135,8 +135,8 @@ class OptimizerGroup(Section):
     """Parameters that are updated otherwise than the rest."""
 
     match: str | list[str]
-    """Parameters of the group: a role (matrix, vector, embedding, head, router or expert), a shell pattern of names as in
-    checkpoints (blocks.0.*), or a list of these."""
+    """Parameters of the group: a role (matrix, vector, embedding, head, router, expert or factor), a shell pattern of names
+    as in checkpoints (blocks.0.*), or a list of these."""
     name: RuleName | None = Field(None, description="Their update rule.")
     lr_scale: float | None = Field(None, gt=0, description="Factor of the learning rate. Default: 1.")
     weight_decay: float | None = Field(None, ge=0, description="Their weight decay.")
@@ -292,6 +292,9 @@ class TrainConfig(Section):
     """Parameters that are not trained: roles (embedding) or shell patterns of names (blocks.0.*), as in
     optimizer.groups. They have no gradients and no optimizer state, are written once per run, and keep their initial
     values, rounded to the type of the computation."""
+    lora_rank: int | None = Field(None, gt=0)
+    """Rank of low-rank factors (LoRA) that are trained beside the frozen projections: W + B A is computed with where W is
+    not zero, so that pruned weights stay pruned. Whatever reads a checkpoint but a run that goes on gets the sum."""
     teacher: TeacherConfig | None = None
     """Checkpoint, or several as an ensemble, whose probabilities the model learns, too (distillation). Ranks with the last
     stage hold it whole, in the type of the computation."""

@@ -28,8 +28,9 @@ Dim = Literal[
     "hidden",  # columns of a whole token, as routers and experts see it
     "positions",  # learned positions
     "stack",  # projections of one input, stacked so that one product computes them
+    "rank",  # columns of low-rank factors
 ]
-Role = Literal["matrix", "vector", "embedding", "head", "router", "expert"]  # what it is to the optimizer
+Role = Literal["matrix", "vector", "embedding", "head", "router", "expert", "factor"]  # what it is to the optimizer
 Initial = Literal["normal", "ones", "zeros"]  # normal: cut at three deviations; see `model.init`
 Input = Literal["residual", "tokens", "inner"]
 
@@ -43,26 +44,34 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Declaration:
-    """A parameter as its module declares it. `dims` are of the whole tensor, in its order."""
+    """A parameter as its module declares it. `dims` are of the whole tensor, in its order; `factor_of` are those of the
+    matrix that it is a factor of, if it is one: what splits that makes its gradient a partial sum."""
 
     dims: tuple[Dim, ...]
     role: Role
     initial: Initial
+    factor_of: tuple[Dim, ...] = ()
 
     @property
     def applied_to(self) -> Input:
         """What it is multiplied with: the residual stream or what is made of it, whole tokens, or the inside of a module."""
-        if "residual" in self.dims or "latent" in self.dims:
+        dims = self.factor_of or self.dims
+        if "residual" in dims or "latent" in dims:
             return "residual"
-        return "tokens" if "hidden" in self.dims or "choices" in self.dims else "inner"
+        return "tokens" if "hidden" in dims or "choices" in dims else "inner"
 
 
 def declare(
-    module: nn.Module, name: str, *dims: Size, role: Role = "matrix", initial: Initial = "normal"
+    module: nn.Module,
+    name: str,
+    *dims: Size,
+    role: Role = "matrix",
+    initial: Initial = "normal",
+    factor_of: tuple[Dim, ...] = (),
 ) -> nn.Parameter:
     """An empty parameter on the default device, to become `module`'s attribute `name`."""
     declared = module.__dict__.setdefault("declared", {})
-    declared[name] = Declaration(tuple(of for of, _ in dims), role, initial)
+    declared[name] = Declaration(tuple(of for of, _ in dims), role, initial, factor_of)
     return nn.Parameter(torch.empty([size for _, size in dims]))
 
 

@@ -23,7 +23,12 @@ from optimus.step_context import StepContext
 
 
 class Product(Protocol):
-    """How a projection is carried out."""
+    """How a projection is carried out: `inner` multiplies what is here."""
+
+    inner: MatrixProduct
+
+    def around(self, inner: MatrixProduct) -> "Product":
+        """The same with another `inner`."""
 
     def __call__(self, x: Tensor, weight: nn.Parameter, buffer: GradientBuffer | None) -> Tensor:
         """[..., inputs] to [..., outputs of `weight`, its leading dims laid end to end].
@@ -37,6 +42,9 @@ class LocalProduct:
 
     def __init__(self, inner: MatrixProduct) -> None:
         self.inner = inner
+
+    def around(self, inner: MatrixProduct) -> "LocalProduct":
+        return LocalProduct(inner)
 
     def __call__(self, x: Tensor, weight: nn.Parameter, buffer: GradientBuffer | None) -> Tensor:
         return linear(x, weight.flatten(0, -2), buffer, self.inner)

@@ -62,6 +62,7 @@ def _layout(declared: Declaration, shape: tuple[int, ...], differs: tuple[str, .
     if "experts" in declared.dims:
         return Layout(shape, splits, partial_axes=("edp",))
     whole = [axis for axis in _TENSOR if axis not in (axis for _, axis in splits)]
+    differs = (*differs, *(RULES[of] for of in declared.factor_of if of in RULES))
     summed = tuple(axis for axis in whole if axis in differs)
     same = tuple(axis for axis in whole if axis not in differs)
     uneven = tuple(

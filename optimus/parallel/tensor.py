@@ -39,6 +39,10 @@ class SplitProduct:
         self.inputs, self.outputs = inputs, outputs
         self.gathers, self.scatters, self.overlap = gathers, scatters, overlap
 
+    def around(self, inner: MatrixProduct) -> "SplitProduct":
+        how = {"gathers": self.gathers, "scatters": self.scatters, "overlap": self.overlap}
+        return SplitProduct(inner, self.inputs, self.outputs, **how)
+
     def __call__(self, x: Tensor, weight: nn.Parameter, buffer: GradientBuffer | None) -> Tensor:
         return _SplitProduct.apply(x, weight.flatten(0, -2), self, buffer)
 

@@ -5,15 +5,16 @@ memory.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from optimus.config import ModelConfig
 from optimus.model import Transformer
+from optimus.model.linear import Linear
 from optimus.model.parameters import Dim, declarations
 from optimus.parallel.layouts import RULES
 
@@ -38,12 +39,28 @@ class BlockModules(NamedTuple):
     expert: tuple[Projection, ...]
 
 
+Factors = tuple[tuple[str, int], ...]  # projections with low-rank factors, and the rank
+
+
 @lru_cache(maxsize=256)
-def examples(model: ModelConfig) -> tuple[Transformer, list[int]]:
-    """A model on the meta device with one block of each kind of `model`, and which layers these are."""
+def examples(model: ModelConfig, factors: Factors = ()) -> tuple[Transformer, list[int]]:
+    """A model on the meta device with one block of each kind of `model`, and which layers these are. A projection has
+    factors if one that it stands for is in `factors`."""
     layers = sorted(set(model.alike))
     with torch.device("meta"):
-        return Transformer(model, layers=layers), layers
+        made = Transformer(model, layers=layers)
+        for name, rank in dict.fromkeys((_example_name(model, layers, name), rank) for name, rank in factors):
+            cast(Linear, made.get_submodule(name)).add_factors(rank)
+    return made, layers
+
+
+def _example_name(model: ModelConfig, layers: Sequence[int], name: str) -> str:
+    """What in `examples` stands for a module or parameter of `model`."""
+    part, _, rest = name.partition(".")
+    if part != "blocks":
+        return name
+    number, _, rest = rest.partition(".")
+    return f"blocks.{layers.index(model.alike[int(number)])}.{rest}"
 
 
 @lru_cache(maxsize=256)

@@ -14,7 +14,7 @@ from optimus.mesh.strided import StridedGroup, group_along
 from optimus.model.parameters import declarations
 from optimus.optim.rule import Rule
 from optimus.pipeline.schedules import schedules
-from optimus.plan.blocks import examples
+from optimus.plan.blocks import Factors, examples
 from optimus.plan.links import chained, in_order
 from optimus.plan.machine import Machine
 from optimus.plan.profile import Profile
@@ -28,6 +28,7 @@ Rules = tuple[
 ]  # of each parameter: rule, share of those alike, unpruned share
 
 _PRECISION = {"bfloat16": "bf16", "float32": "fp32"}
+_FACTOR = ".lora_a"
 _GRADIENT = {"float32": 4.0, "bfloat16": 2.0}  # bytes
 
 
@@ -36,7 +37,8 @@ class Job:
     """`config`, which divides its work over the ranks of `mesh`, on a machine.
 
     `imbalance` is the most tokens of a rank's experts over the mean, `rules` the update rules (empty: AdamW for all),
-    and `nodes` those of the machine's links that are used, in the order of the ranks.
+    `factors` the projections that have low-rank factors, and `nodes` those of the machine's links that are used, in the
+    order of the ranks.
     """
 
     config: RunConfig
@@ -45,6 +47,7 @@ class Job:
     profile: Profile = field(default_factory=Profile)
     imbalance: float = 1.0
     rules: Rules = ()
+    factors: Factors = ()
     nodes: tuple[int, ...] | None = None
 
     # ---- What the configuration says ----
@@ -215,7 +218,10 @@ def job_of(
 ) -> Job:
     """`config` on a machine. Raises `UserError` where the ranks of `mesh` do not fill its nodes."""
     config = _for_machine(config, machine)
-    return Job(config, mesh, machine, profile or profile_of(config), imbalance, _rules(config)).checked()
+    names = (name for name, _ in declarations(whole_model(config)) if name.endswith(_FACTOR))
+    factors = tuple((name.removesuffix(_FACTOR), config.train.lora_rank or 0) for name in names)
+    rules = _rules(config, factors)
+    return Job(config, mesh, machine, profile or profile_of(config), imbalance, rules, factors).checked()
 
 
 def _for_machine(config: RunConfig, machine: Machine) -> RunConfig:
@@ -239,16 +245,16 @@ def profile_of(config: RunConfig) -> Profile:
     return profile.model_copy(update=change)
 
 
-def _rules(config: RunConfig) -> Rules:
-    """The update rules of a run's parameters, counted over the blocks that are alike."""
+def _rules(config: RunConfig, factors: Factors) -> Rules:
+    """The update rules of a run's parameters, counted over the blocks that are alike, of which some may lack a factor."""
     recipe, alike = recipe_of(config, whole_model(config)), config.model.alike
-    made, layers = examples(config.model)
+    made, layers = examples(config.model, factors)
     left = 1.0 if config.pruning is None else 1 - config.pruning.sparsity  # in the end
 
-    def rule(name: str) -> tuple[Rule, float]:
-        return recipe.rules[name], left if name in recipe.masks else 1.0
+    def rule(name: str) -> tuple[Rule | None, float]:
+        return recipe.rules.get(name), left if name in recipe.masks else 1.0
 
-    def of(name: str) -> Counter[tuple[Rule, float]]:
+    def of(name: str) -> Counter[tuple[Rule | None, float]]:
         part, _, rest = name.partition(".")
         if part != "blocks":
             return Counter([rule(name)])
@@ -257,6 +263,6 @@ def _rules(config: RunConfig) -> Rules:
 
     counts = (of(name) for name, _ in declarations(made))
     return tuple(
-        tuple((rule, number / found.total(), unpruned) for (rule, unpruned), number in found.items())
+        tuple((rule, number / found.total(), unpruned) for (rule, unpruned), number in found.items() if rule)
         for found in counts
     )

@@ -14,7 +14,7 @@ from optimus.mesh import Layout, Mesh
 from optimus.mesh.strided import StridedGroup, group_along
 from optimus.optim.rule import Rule
 from optimus.parallel.layouts import parameter_layouts
-from optimus.plan.blocks import examples
+from optimus.plan.blocks import Factors, examples
 from optimus.plan.job import Job, Rules
 from optimus.state.buffers import Depths
 from optimus.state.plan import Piece, chunk_limit, divide, sharing_steps
@@ -133,12 +133,12 @@ def max_load(matrices: Sequence[tuple[float, float]], ranks: int) -> float:
 
 def kinds_of(job: Job) -> Kinds:
     """The parameters of its model, of blocks of each kind once, as the job lays them out."""
-    return _kinds(job.model, job.parallel.splits_sequence, job.parallel.vocabulary, job.rules)
+    return _kinds(job.model, job.parallel.splits_sequence, job.parallel.vocabulary, job.rules, job.factors)
 
 
 @lru_cache(maxsize=256)
-def _kinds(model: ModelConfig, sequence: bool, vocabulary: bool, rules: Rules) -> Kinds:
-    made, layers = examples(model)
+def _kinds(model: ModelConfig, sequence: bool, vocabulary: bool, rules: Rules, factors: Factors) -> Kinds:
+    made, layers = examples(model, factors)
     layouts = parameter_layouts(made, sequence=sequence, vocabulary=vocabulary)
     table: Where = "tied" if model.tie_embeddings else "first"
 

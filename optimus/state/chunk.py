@@ -155,11 +155,15 @@ class Chunk:
         return {slot.name: whole[slot.start : slot.end].view(slot.shape) for slot in self.plan.slots}
 
     def initialize(self, initial: Mapping[str, Initial], seed: int, std: float) -> None:
-        """Initial weights, of the kind that `initial` names, by name and position: each rank makes its own part."""
+        """Initial weights, of the kind that `initial` names, by name and position: each rank makes its own part. Other
+        parameters stay as they are."""
+        named = [slot for slot in self.plan.slots if slot.name in initial]
+        if not named:
+            return
         part = self.whole_extent
         with self.states(change=True):
             weights = self.whole_part(self.master)
-            for slot in self.plan.slots:
+            for slot in named:
                 start, end = max(slot.start, part.start), min(slot.end, part.stop)
                 if start < end:
                     here = weights[start - part.start : end - part.start]

@@ -14,7 +14,7 @@ from optimus.comm import Group, Groups
 from optimus.config.tree import StateConfig
 from optimus.errors import UserError
 from optimus.mesh import Layout
-from optimus.model.parameters import declarations
+from optimus.model.parameters import Role, declarations
 from optimus.optim.rule import OptimizerStep
 from optimus.state.buffers import RESIDENCES
 from optimus.state.chunk import Chunk
@@ -144,12 +144,13 @@ class ModelState:
         """Whether a forward pass, even one for evaluation, is something that all ranks must do together."""
         return any(chunk.plan.depths.parameters for chunk in self.chunks)
 
-    def initialize(self, seed: int, std: float) -> None:
-        """Initial weights by name and position, as the modules declare them."""
-        initial = {name: declared.initial for name, declared in declarations(self._module)}
+    def initialize(self, seed: int, std: float, *, only: Role | None = None) -> None:
+        """Initial weights by name and position, as the modules declare them: of all parameters, or those of one role."""
+        declared = dict(declarations(self._module))
+        initial = {name: each.initial for name, each in declared.items() if only in (None, each.role)}
         for chunk in self.chunks:
             chunk.initialize(initial, seed, std)
-        for buffer in self.buffers.values():
+        for buffer in self.buffers.values() if only is None else ():
             buffer.zero_()
 
     def begin_step(self) -> None:

@@ -229,6 +229,7 @@ def _start(run: Run, resume: bool) -> None:
         path = run.groups.world.on_first(lambda: folder.find_checkpoint(initial))
         description, readers = load_state(run.state, path, model=run.config.model, full=False, send=send)
         run.unpruned = description.progress.get("unpruned", 1.0)
+    run.state.initialize(run.config.train.seed, run.config.model.init_std, only="factor")
     run.notes.append(f"starting from the weights of {initial}{_readers(run, readers)}")
 
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, TypeVar, get_args
 from torch import nn
 
 from optimus.config.pruning import PruningConfig
-from optimus.config.tree import OptimizerConfig, RuleName
+from optimus.config.tree import OptimizerConfig, RuleName, TrainConfig
 from optimus.errors import UserError, nearest
+from optimus.model.linear import Linear
 from optimus.model.parameters import Role, declarations
 from optimus.optim.adamw import AdamW
 from optimus.optim.frozen import Frozen
@@ -21,6 +22,7 @@ from optimus.optim.schedule_free import ScheduleFree
 from optimus.state.tiling import TILINGS, Tiling
 
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
 
 
 class _Row(NamedTuple):
@@ -42,7 +44,7 @@ _RULES: dict[RuleName, _Row] = {
         Muon,
         lambda config: {"momentum": config.momentum},
         usual=("matrix", "expert"),
-        never=("vector", "embedding", "head"),
+        never=("vector", "embedding", "head", "factor"),
     ),
     "lion": _Row(Lion, lambda config: dict(zip(("beta1", "beta2"), config.betas))),
     "schedule-free": _Row(ScheduleFree, _moments),
@@ -65,7 +67,7 @@ def rules_of(config: OptimizerConfig, model: nn.Module, freeze: Sequence[str] = 
     roles = {name: declared.role for name, declared in declarations(model)}
     for number, group in enumerate(config.groups):
         _check_matches(f"optimizer.groups.{number}.match", group.matches, roles)
-    frozen = {*matching("train.freeze", freeze, roles)}
+    frozen = {name for name in matching("train.freeze", freeze, roles) if roles[name] != "factor"}
     if len(frozen) == len(roles):
         raise UserError("train.freeze matches every parameter of the model: leave out what is to be trained")
     return {name: Frozen() if name in frozen else _rule(config, name, role) for name, role in roles.items()}
@@ -76,6 +78,27 @@ def matching(where: str, matches: Sequence[str], roles: Mapping[str, Role]) -> l
     names the key `where`, for one that matches none."""
     _check_matches(where, matches, roles)
     return [name for name, role in roles.items() if any(_matches(match, name, role) for match in matches)]
+
+
+def with_factors(model: M, train: TrainConfig) -> M:
+    """`model`, the projections that `train.freeze` matches with low-rank factors, if these are to be trained.
+
+    Raises `UserError` where it matches none.
+    """
+    if train.lora_rank is None:
+        return model
+    roles = {name: declared.role for name, declared in declarations(model)}
+    frozen = {*matching("train.freeze", train.freeze, roles)}
+    projections = [
+        each for name, each in model.named_modules() if isinstance(each, Linear) and f"{name}.weight" in frozen
+    ]
+    if not projections:
+        raise UserError(
+            "train.lora_rank: factors are beside frozen projections, and train.freeze names none: add matrix there, or names"
+        )
+    for each in projections:
+        each.add_factors(train.lora_rank)
+    return model
 
 
 def pruned_by(

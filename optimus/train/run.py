@@ -38,7 +38,7 @@ from optimus.train.pipeline import partition_of, placement_of, stages_of, tied_e
 from optimus.train.precision import with_precision
 from optimus.train.recomputation import find_recomputation, stage_options
 from optimus.train.residency import with_residency
-from optimus.train.rules import pruned_by, rules_of
+from optimus.train.rules import pruned_by, rules_of, with_factors
 from optimus.train.summary import summarise, summary_lines
 
 T = TypeVar("T")
@@ -148,7 +148,7 @@ def layouts_of(model: Transformer, config: RunConfig) -> dict[str, Layout]:
 def whole_model(config: RunConfig) -> Transformer:
     """The model with all its stages, without memory for its parameters."""
     with torch.device("meta"):
-        return Transformer(config.model, config.moe.routing)
+        return with_factors(Transformer(config.model, config.moe.routing), config.train)
 
 
 def sharers(mesh: Mesh, device: torch.device) -> int:
@@ -238,6 +238,7 @@ def build_model(
         model = build_stage(
             config.model, groups, stage_options(config, chosen), gathering.gradient_buffers, gathering.unit
         )
+        with_factors(model, config.train)
     partition = partition_of(config, groups.mesh, groups.rank)
     trained = [name for name in layouts if recipe.rules[name].trains]
     if notes is not None:

@@ -1,0 +1,62 @@
+"""Low-rank factors of a frozen weight (LoRA) that leave it pruned: W + B A where W is not zero (MaskLoRA, in PERP, Zimmer et
+al. 2023).
+
+Legend: T rows, L inputs, N outputs, R rank.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from optimus.kernels.gradient_buffer import GradientBuffer
+from optimus.kernels.linear import MatrixProduct
+from optimus.model.parts import Product
+
+
+def merged(w_NL: Tensor, b_NR: Tensor, a_RL: Tensor) -> Tensor:
+    """W + B A where W is not zero, and zero elsewhere: [N, L] in the type of the factors, or of W if that is wider."""
+    return (b_NR @ a_RL).mul_(w_NL != 0) + w_NL
+
+
+def with_factors(
+    product: Product, b: nn.Parameter, a_RL: nn.Parameter, buffers: Mapping[nn.Parameter, GradientBuffer]
+) -> Product:
+    """`product` with these factors beside the weight, `b` being [*outputs, R]; their gradients go to `buffers`."""
+    return product.around(_FactoredProduct(product.inner, b, a_RL, buffers))
+
+
+class _FactoredProduct(MatrixProduct):
+    """The products of `inner` with the merged weight, which is made anew in each and saved by none."""
+
+    def __init__(
+        self,
+        inner: MatrixProduct,
+        b: nn.Parameter,
+        a_RL: nn.Parameter,
+        buffers: Mapping[nn.Parameter, GradientBuffer],
+    ) -> None:
+        super().__init__()
+        self._inner, self._b, self._a_RL, self._buffers = inner, b, a_RL, buffers
+
+    def forward(self, x_TL: Tensor, w_NL: Tensor) -> Tensor:
+        return self._inner.forward(x_TL, self._merged(w_NL))
+
+    def input_gradient(self, y_grad_TN: Tensor, w_NL: Tensor) -> Tensor:
+        return self._inner.input_gradient(y_grad_TN, self._merged(w_NL))
+
+    def weight_gradient(
+        self, y_grad_TN: Tensor, x_TL: Tensor, w_NL: Tensor, buffer: GradientBuffer | None
+    ) -> Tensor | None:
+        """The gradients of the factors are added to their buffers; the weight, which is frozen, gets none."""
+        w_grad_NL = self._inner.weight_gradient(y_grad_TN, x_TL, w_NL, None)
+        assert w_grad_NL is not None
+        w_grad_NL *= w_NL != 0
+        # At once: where weight gradients are deferred, the weight may have been resharded by then.
+        b_grad = (w_grad_NL @ self._a_RL.T).view_as(self._b)
+        a_grad_RL = self._b.flatten(0, -2).T @ w_grad_NL
+        self._buffers[self._b].add(lambda grad: grad.add_(b_grad))
+        self._buffers[self._a_RL].add(lambda grad: grad.add_(a_grad_RL))
+        return None
+
+    def _merged(self, w_NL: Tensor) -> Tensor:
+        return merged(w_NL, self._b.flatten(0, -2), self._a_RL)
