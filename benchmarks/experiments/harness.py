@@ -91,17 +91,22 @@ class Experiment:
         return self.prepared_texts({name: _divided(pieces) for name, pieces in texts.items()}, tokenizer, **settings)
 
     def prepared_texts(
-        self, texts: Mapping[str, tuple[list[str], list[str]]], tokenizer: Path | None = None, **settings: Any
+        self,
+        texts: Mapping[str, tuple[list[str], list[str]]],
+        tokenizer: Path | None = None,
+        vocabulary: int = VOCAB,
+        **settings: Any,
     ) -> dict[str, Prepared]:
-        """The same of documents to train on and documents that are held out."""
+        """The same of documents to train on and documents that are held out. `vocabulary` entries has the tokenizer that is
+        trained."""
         settings = {"context": CONTEXT, "workers": 1} | settings
-        place = self.folder / "data" / digest([texts, str(tokenizer), settings])
+        place = self.folder / "data" / digest([texts, str(tokenizer), vocabulary, settings])
         place.mkdir(parents=True, exist_ok=True)
         if tokenizer is None:
             every = (text for trained, _ in texts.values() for text in trained)
             tokenizer = place / "tokenizer"
             given = [_written(place / "all.jsonl", every)]
-            prepare(given, tokenizer, train_tokenizer=VOCAB, context=settings["context"], workers=1)
+            prepare(given, tokenizer, train_tokenizer=vocabulary, context=settings["context"], workers=1)
         found = {}
         for name, parts in texts.items():
             files = [_written(place / f"{name}-{kind}.jsonl", part) for kind, part in zip(("train", "held-out"), parts)]

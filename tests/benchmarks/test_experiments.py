@@ -18,7 +18,7 @@ EXPERIMENTS = {
     "documents": {"documents.mask_minus_ignore"},
     "few_data": {f"few_data.{name}" for name in ("decay_gain", "ensemble_gain", "student_keeps", "mean_of_members")},
     "packing": {"packing.best_fit_minus_concatenate"},
-    "pruning": {f"pruning.{data}.{gap}" for data in ("few", "many") for gap, *_ in pruning._GAPS},
+    "pruning": {f"pruning.{gap}" for gap, *_ in pruning._GAPS},
     "replay": {f"replay.forgotten.{name}" for name in ("no replay", "25 % replay", "25 % replay, Reptile 0.5")},
 }
 
