@@ -21,9 +21,17 @@ if not torch.accelerator.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that have ranks of their own come first: where tests run in two processes, one begins at either end, so that it
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of cases that are swept, those that this commit tests, or that were named.
+
+    Tests that have ranks of their own come first: where tests run in two processes, one begins at either end, so that it
     is mostly one of them that has ranks and neither waits for the other's."""
+    if not any("[" in word for word in config.args) and any(item.get_closest_marker("swept") for item in items):
+        from helpers.sweep import without_other_parts
+
+        here = without_other_parts(items)
+        config.hook.pytest_deselected(items=[*{*items} - {*here}])
+        items[:] = here
     with_ranks = cache(lambda path: bool(_RANKS.search(path.read_text(encoding="utf-8"))))
     items.sort(key=lambda item: not with_ranks(item.path))
 
