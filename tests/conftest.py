@@ -22,11 +22,12 @@ if not torch.accelerator.is_available():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of cases that are swept, those that this commit tests, or that were named.
+    """Of tests that commits share, those of this one, or those that were named.
 
     Tests that have ranks of their own come first: where tests run in two processes, one begins at either end, so that it
     is mostly one of them that has ranks and neither waits for the other's."""
-    if not any("[" in word for word in config.args) and any(item.get_closest_marker("swept") for item in items):
+    shared = any(item.get_closest_marker(name) for item in items for name in ("swept", "in_turn"))
+    if shared and not any("::" in word for word in config.args):
         from helpers.sweep import without_other_parts
 
         here = without_other_parts(items)

@@ -1,8 +1,8 @@
 """Cases of which each commit tests a part: too many for every run of the tests, and alike.
 
 Of a list of cases, `part_of` gives a part. Of cases that pytest makes of several parameters, the marker `swept` keeps a covering
-array, which has each value of each parameter, and of the others a part. SWEEP in the environment, as `make sweep` has it,
-keeps all.
+array, which has each value of each parameter, and of the others a part. Long tests that are alike are marked `in_turn`. SWEEP in
+the environment, as `make sweep` has it, keeps all.
 """
 
 import itertools
@@ -30,12 +30,17 @@ def part(cases: Sequence[T], parts: int, commit: int) -> Sequence[T]:
 
 
 def without_other_parts(items: list[Any]) -> list[Any]:
-    """Of the collected tests, those of this commit: see the marker `swept` in pyproject.toml."""
+    """Of the collected tests, those of this commit: see the markers `swept` and `in_turn` in pyproject.toml."""
+    if os.environ.get("SWEEP"):
+        return items
     by_function: dict[Any, list[Any]] = {}
-    for item in items if not os.environ.get("SWEEP") else ():
-        if item.get_closest_marker("swept") is not None and hasattr(item, "callspec"):
-            by_function.setdefault((item.path, item.originalname), []).append(item)
     left_out: set[Any] = set()
+    for item in items:
+        if item.get_closest_marker("swept") is not None:
+            by_function.setdefault((item.path, item.originalname), []).append(item)
+        turn = item.get_closest_marker("in_turn")
+        if turn is not None and _commit() % turn.args[1] != turn.args[0]:
+            left_out.add(item)
     for cases in by_function.values():
         mark = cases[0].get_closest_marker("swept")
         values = [{name: repr(value) for name, value in case.callspec.params.items()} for case in cases]
