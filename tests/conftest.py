@@ -72,6 +72,14 @@ def default_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs on several ranks have kept processes in the place of programs that a launcher starts."""
+    from helpers.launched import launched
+
+    monkeypatch.setattr("optimus.train.launch._launch", launched)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real text, tokenizers and evaluation sets beside the checkout; skips where it is absent."""
