@@ -5,16 +5,17 @@ from typing import Any
 
 import pytest
 
+from benchmarks.published.jobs import plain_run
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
 from optimus.mesh import Mesh
 from optimus.model.count import count_parameters
-from optimus.plan.job import Job, job_of, plain_run
+from optimus.plan.job import Job, job_of
 from optimus.plan.largest import largest
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.memory import memory_of, room_of
 from optimus.plan.offloading import choice_of, rates_of, shape_of
-from optimus.plan.parameter_groups import kinds_of, parameter_groups
+from optimus.plan.parameter_groups import parameter_groups
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.report import as_json, explained, layout_of
 from optimus.plan.search import search
@@ -145,7 +146,7 @@ def test_opt_30b_on_40_gb(ranks: int, published: float) -> None:
     plan = most_tokens(LARGER, elixirs_machine(4.3e10, ranks), ranks, residency="all", update_on="host", **held)
     assert plan.memory.elsewhere.host * ranks < 5e11
     (counts,) = counts_of(LARGER, blocks_of_stages(plan.job))
-    groups = parameter_groups(kinds_of(plan.job), plan.job, counts)
+    groups = parameter_groups(plan.job, counts)
     passes = plan.step.seconds - sum(plan.step.terms[name] for name in ("optimizer", "fetching"))
     shape, rates = shape_of(plan.job, groups, passes / 4, 3 * passes / 4), rates_of(plan.job)
     rates = rates._replace(down=(15.8 * ranks + 2.3) / ranks * GB)
