@@ -20,7 +20,7 @@ from optimus.plan.prediction import Plan, predict
 from optimus.plan.report import as_json, explained, layout_of
 from optimus.plan.search import search
 from optimus.plan.step import blocks_of_stages, counts_of
-from optimus.state.offload_times import unhidden_seconds
+from optimus.state.offload_times import OffloadChoice, Rates, StepShape, loads, update_seconds
 
 GB = 1e9
 SMALL = ModelConfig(family="olmo", hidden=1024, layers=16, heads=8, intermediate=4096, vocab=32000)
@@ -135,6 +135,16 @@ def most_tokens(model: ModelConfig, kind: Machine, ranks: int, **state: Any) -> 
 def relative_flops(plan: Plan, seconds: float) -> float:
     """8 x batch x length x parameters / seconds of a GPU (the paper, equation 1)."""
     return 8 * plan.job.tokens * count_parameters(plan.job.model).total / seconds / plan.job.mesh.size
+
+
+def unhidden_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
+    """Where nothing overlaps: all passes, every update, every upload, and every gradient on its way down. So Elixir
+    counts."""
+    passes = shape.microbatches * shape.chunks * (shape.forward + shape.backward)
+    part, away = shape.elements / shape.shards, shape.chunks - choice.device
+    up = loads(away, choice.cache, shape.microbatches) * shape.itemsize * part / rates.up
+    updates = away * update_seconds(shape, rates, choice.update_on)
+    return passes + updates + up + away * shape.gradient * part / rates.down
 
 
 @pytest.mark.parametrize(("ranks", "published"), [(1, 0.84), (2, 1.0), (4, 1.0)])
