@@ -152,9 +152,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "layout", part_of(LAYOUTS), ids=lambda layout: f"{layout.ranks} {' '.join(layout.overrides)}"
-)
+@pytest.mark.parametrize("layout", part_of(LAYOUTS), ids=lambda layout: f"{layout.ranks} {' '.join(layout.overrides)}")
 def test_a_rank_is_the_culprit_of_what_it_began(layout: Layout) -> None:
     draw = random.Random(str(layout))
     plan = [([draw.randrange(layout.ranks)], where, draw.randrange(4)) for where in WHERE]

@@ -29,8 +29,8 @@ def expert_up(
     *,
     clamped: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(z_PJ, h_PI): gate and up projection of every row's token, with their bias if there is one, and their activation, which
-    is `clamped_silu` or silu, in x's type."""
+    """(z_PJ, h_PI): gate and up projection of every row's token, with their bias if there is one, and their activation,
+    which is `clamped_silu` or silu, in x's type."""
     J, H = gate_up_EJH.shape[1:]
     I, P = J // 2, len(token_P)
     z_PJ, h_PI = x_TH.new_empty(P, J), x_TH.new_empty(P, I)

@@ -83,8 +83,8 @@ class AllToAllDispatch:
     Experts may be split over `parts`, each rank of which has its own such group: what one of them got from there all
     gather, and add up what their parts of the experts find (TED, section 7.2, algorithm 5's dropped tokens being those that
     the others sent). With `duplicates` they all sent and got the same, and only add up. T may differ from rank to rank, and
-    be 0. What a layer computes besides goes on while tokens are under way (Megatron-Core's overlap of shared experts), in the
-    backward pass as well.
+    be 0. What a layer computes besides goes on while tokens are under way (Megatron-Core's overlap of shared experts), in
+    the backward pass as well.
     """
 
     def __init__(self, group: Group, experts_per_rank: int, parts: Group, *, duplicates: bool = False) -> None:

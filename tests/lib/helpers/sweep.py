@@ -1,8 +1,8 @@
 """Cases of which each commit tests a part: too many for every run of the tests, and alike.
 
-Of a list of cases, `part_of` gives a part. Of cases that pytest makes of several parameters, the marker `swept` keeps a covering
-array, which has each value of each parameter, and of the others a part. Long tests that are alike are marked `in_turn`. SWEEP in
-the environment, as `make sweep` has it, keeps all.
+Of a list of cases, `part_of` gives a part. Of cases that pytest makes of several parameters, the marker `swept` keeps a
+covering array, which has each value of each parameter, and of the others a part. Long tests that are alike are marked
+`in_turn`. SWEEP in the environment, as `make sweep` has it, keeps all.
 """
 
 import itertools
