@@ -204,9 +204,8 @@ class _UnderWay:
 
     def __init__(self, send: Sequence[int], receive: Sequence[int], group: Group) -> None:
         self.send, self.receive, self.group = send, receive, group
-        self._begun: list[
-            tuple[Tensor, Handle]
-        ] = []  # given up when it has been waited for: a handle holds what leaves
+        # Given up when it has been waited for: a handle holds what leaves.
+        self._begun: list[tuple[Tensor, Handle]] = []
 
     def begin(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         self._begun.append(self.group.all_to_all_async(x, send, receive))
