@@ -32,11 +32,11 @@ demo: install                   ## text to evaluated model in minutes, with what
 
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 25 --durations-min 5
 
-test: install-dev lint          ## lint and all tests; of random layouts a part, another with each commit
+test: install-dev lint          ## lint and the tests; of those that commits share a part, another with each commit
 	@$(PYTEST)
 
 sweep: install-dev              ## all cases of which `make test` takes a part, another with each commit; hours
-	@SWEEP=all $(PYTEST) $$(grep -l part_of -r tests --include='test_*.py')
+	@SWEEP=all $(PYTEST) $$(grep -lE 'part_of|mark\.(swept|in_turn)' -r tests --include='test_*.py')
 
 kernels-aot: install-dev        ## every kernel compiled for every chip of the table: shared memory, registers, spills; TRITON=folder of another
 	@OMP_NUM_THREADS=1 SWEEP=all OPTIMUS_TRITON=$(TRITON) $(BIN)/python -m pytest tests/kernels/triton/test_compile.py

@@ -1,6 +1,6 @@
 """Models beyond the device: throughput against all on the device, our choice beside Elixir's rule, and FSDP2's traffic.
 
-The device is simulated (`optimus.testing.simulated_device`): our own code moves the bytes, the time is computed. It has room
+The device is simulated (`benchmarks.simulated_device`): our own code moves the bytes, the time is computed. It has room
 for the whole state of so many layers; models are 0.5 to 8 times as large. A layer, a chunk of 64 M parameters, takes so long
 forward and twice as long backward; a link carries so much each way, the host updates so many elements a second.
 
@@ -26,10 +26,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from typer import Option
 
 from benchmarks.harness import Result, Row
+from benchmarks.simulated_device import CopyLink, SimulatedDevice, Simulation
 from optimus.errors import UserError
 from optimus.plan.measure.ranks import run_fresh
 from optimus.testing.memory import tracking
-from optimus.testing.simulated_device import CopyLink, SimulatedDevice, Simulation
 
 SIZES = (0.5, 1, 2, 3, 4, 6, 8)
 _WIDTH = 16  # of a layer as it is run

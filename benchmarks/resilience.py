@@ -112,7 +112,7 @@ def _recoveries() -> Iterator[Row]:
     """Three nodes of one rank and two spares, keep-alive 1x3; seconds from the fault to the end of the next step."""
     with TemporaryDirectory() as folder:
         data = Path(folder) / "data"
-        prepare([Path(__file__).parent], data, train_tokenizer=300, context=32, workers=1)
+        prepare(sorted(Path(__file__).parent.glob("*.py")), data, train_tokenizer=300, context=32, workers=1)
         for number, (name, plan) in enumerate(_FAULTS.items()):
             home = Path(folder) / str(number)
             home.mkdir()

@@ -109,6 +109,7 @@ def prepare(
     as_json: Json = False,
 ) -> None:
     """Tokenise, shuffle and shard text into training data."""
+    given = _but(locals(), "shard_size", "as_json")
     from optimus.config.sizes import parse_size
     from optimus.data.preparation import prepare as run
     from optimus.observe.progress import Progress
@@ -116,31 +117,12 @@ def prepare(
 
     say = "stopping; progress is saved, and the same command continues"
     with ended_by_signals(say), Progress() as progress:
-        index = run(
-            inputs,
-            output,
-            tokenizer=tokenizer,
-            train_tokenizer=train_tokenizer,
-            context=context,
-            seed=seed,
-            workers=workers,
-            shard_size=parse_size(shard_size),
-            text_field=text_field,
-            parse_special=parse_special,
-            pack=pack,
-            min_characters=min_characters,
-            max_characters=max_characters,
-            min_tokens=min_tokens,
-            max_tokens=max_tokens,
-            dedup=dedup,
-            progress=progress.update,
-        )
+        index = run(**given, shard_size=parse_size(shard_size), progress=progress.update)
     rest = f"the last {index['dropped_tokens']} tokens do not fill a sequence and are dropped"
     if pack == "best-fit":
         padding = index["padding_tokens"]
         rest = f"{padding:,} of them padding ({100 * padding / index['tokens']:.2g} %)"
-        rest += f"; {index['cut_documents']:,} documents are "
-        rest += "longer than a sequence and cut"
+        rest += f"; {index['cut_documents']:,} documents are longer than a sequence and cut"
     _show(
         index,
         as_json,
@@ -241,6 +223,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Score a checkpoint on tasks (lm-eval) and on bits per byte of text."""
+    given = _but(locals(), "tasks", "ensemble", "signal", "plot", "as_json")
     from optimus.evaluate import evaluate as run
 
     if signal:
@@ -254,17 +237,7 @@ def evaluate(
         cure = "name several checkpoints" if ensemble else "evaluate them one by one, or together with --ensemble"
         raise UserError(f"{len(checkpoint)} checkpoint(s){' with --ensemble' if ensemble else ''}: {cure}")
     names = [name for group in tasks or [] for name in group.split(",") if name]
-    results = run(
-        checkpoint,
-        tasks=names,
-        task_data=task_data,
-        text=text,
-        output=output,
-        limit=limit,
-        fewshot=fewshot,
-        parse_special=parse_special,
-        device=device,
-    )
+    results = run(**given, tasks=names)
     rows = [{"task": name, **scores} for name, scores in results["tasks"].items()]
     if rows and not as_json:
         from optimus.observe.table import print_table
@@ -302,18 +275,10 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue a text."""
+    given = _but(locals(), "as_json")
     from optimus.evaluate import generate_text
 
-    text = generate_text(
-        checkpoint,
-        prompt,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        parse_special=parse_special,
-        device=device,
-    )
+    text = generate_text(**given)
     _show({"prompt": prompt, "text": text}, as_json, text)
 
 
@@ -612,7 +577,7 @@ def lab(
     plain: Annotated[
         bool, Option("--plain", help="Processes on one network instead of network namespaces (no root).")
     ] = False,
-    as_json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Rehearse node failures on this machine, with network namespaces as nodes."""
     from optimus.testing.lab import rehearse
@@ -626,8 +591,7 @@ def lab(
     lines = [f"{event['kind']:10} {event['node'] or '-':8} {event['detail']}" for event in result["events"]]
     codes = ", ".join(f"{host} {'no answer' if code is None else code}" for host, code in result["exit_codes"].items())
     ended = "finished" if result["finished"] else "did not finish"
-    text = "\n".join([*lines, f"exit codes: {codes}", f"the run {ended} in {result['output']}"])
-    print(json.dumps(result, indent=2) if as_json else text)
+    _show(result, as_json, "\n".join([*lines, f"exit codes: {codes}", f"the run {ended} in {result['output']}"]))
     if not result["finished"]:
         raise typer.Exit(1)
 
@@ -658,25 +622,15 @@ def schedule(
     as_json: Json = False,
 ) -> None:
     """Check, simulate and draw a pipeline schedule."""
+    given = _but(locals(), "stages", "jitter", "link", "blocking", "seed", "as_json")
     from optimus.disk import check_plot
     from optimus.pipeline import Costs
     from optimus.pipeline.report import run
 
     if plot is not None:
         check_plot(plot)
-    summary, text = run(
-        name,
-        stages,
-        microbatches,
-        stages_per_rank=stages_per_rank,
-        warm_up=warm_up,
-        vocabulary=vocabulary,
-        output_layer=output_layer,
-        costs=Costs(jitter=jitter, link=link, blocking=blocking, seed=seed),
-        measured=measured,
-        plot=plot,
-        output=output,
-    )
+    costs = Costs(jitter=jitter, link=link, blocking=blocking, seed=seed)
+    summary, text = run(**given, ranks=stages, costs=costs)
     _show(summary, as_json, text)
 
 
@@ -759,6 +713,11 @@ def _show_ready(config: Path, ready: dict[str, Any], as_json: bool) -> None:
     held = f"\n{ready['held']}" if ready["held"] else ""
     about = "\n".join(ready.pop("summary"))
     _show(ready, as_json, f"{text}\n{about}{where}{held}")
+
+
+def _but(given: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The arguments of a command that the function below takes under the same names: all but these."""
+    return {name: value for name, value in given.items() if name not in names}
 
 
 def _show(result: Any, as_json: bool, text: str) -> None:

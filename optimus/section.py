@@ -30,3 +30,7 @@ class Section(BaseModel):
     """A node of the tree: unknown keys and wrong types are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+    def given(self, *keys: str) -> list[str]:
+        """Those of these keys that have other values than their defaults."""
+        return [key for key in keys if getattr(self, key) != type(self).model_fields[key].default]

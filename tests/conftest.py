@@ -21,9 +21,18 @@ if not torch.accelerator.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that have ranks of their own come first: where tests run in two processes, one begins at either end, so that it
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests that commits share, those of this one, or those that were named.
+
+    Tests that have ranks of their own come first: where tests run in two processes, one begins at either end, so that it
     is mostly one of them that has ranks and neither waits for the other's."""
+    shared = any(item.get_closest_marker(name) for item in items for name in ("swept", "in_turn"))
+    if shared and not any("::" in word for word in config.args):
+        from helpers.sweep import without_other_parts
+
+        here = without_other_parts(items)
+        config.hook.pytest_deselected(items=[*{*items} - {*here}])
+        items[:] = here
     with_ranks = cache(lambda path: bool(_RANKS.search(path.read_text(encoding="utf-8"))))
     items.sort(key=lambda item: not with_ranks(item.path))
 
@@ -61,6 +70,14 @@ def default_signals() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs on several ranks have kept processes in the place of programs that a launcher starts."""
+    from helpers.launched import launched
+
+    monkeypatch.setattr("optimus.train.launch._launch", launched)
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,11 @@ from functools import cached_property
 from benchmarks.published.profiles import FrameworkProfile
 from optimus.plan.blocks import Projection, blocks_of
 from optimus.plan.job import Job
-from optimus.plan.parameter_groups import Where
+from optimus.plan.parameter_groups import Counts
 
 
 class OtherActivations:
-    """Those of one microbatch in a stage of a framework; an `Activations` of the planner. `offload` is what waits on the
+    """Those of one microbatch in a stage of a framework; an `ActivationSizes` of the planner. `offload` is what waits on the
     host: 'inputs' (of blocks that are recomputed), 'scores' or 'experts' (what these save)."""
 
     def __init__(
@@ -31,12 +31,16 @@ class OtherActivations:
         self.e = job.itemsize
         self.stream = self.R * model.hidden / mesh.tp_in * self.e
 
-    def stage(self, counts: Mapping[Where, int]) -> float:
+    def __call__(self, counts: Counts) -> tuple[float, float]:
+        """As the planner asks for them."""
+        return float(self.stage(counts)), float(self.working(counts))
+
+    def stage(self, counts: Counts) -> float:
         """Kept of a microbatch from its forward pass to its backward pass."""
         saved = 2 * self.stream * counts["last"] + sum(counts[layer] * self._block(layer) for layer in self.blocks)
         return self.profile.fragments * saved
 
-    def working(self, counts: Mapping[Where, int]) -> float:
+    def working(self, counts: Counts) -> float:
         """There for a moment: what a block makes again and its gradients, or the logits."""
         again = [self._again(layer) for layer in self.blocks if counts[layer]]
         tp = self.job.mesh.tp_out * (self.job.mesh.pp if self.job.parallel.vocabulary else 1)

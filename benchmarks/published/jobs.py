@@ -5,9 +5,10 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from optimus.config import ModelConfig
+from optimus.config import ModelConfig, RunConfig
+from optimus.config.tree import CheckpointConfig, DataConfig, TrainConfig
 from optimus.mesh import Mesh
-from optimus.plan.job import Job, plain_run
+from optimus.plan.job import Job
 from optimus.plan.machine import Machine
 from optimus.plan.profile import Profile
 
@@ -21,6 +22,20 @@ _SECTIONS = {
 _SECTION = {fact: section for section, facts in _SECTIONS.items() for fact in facts}
 _TOP = ("recompute_every", "recompute_collectives")
 _OTHER = frozenset({"act", "scores", "products"})  # recomputation that a configuration does not know
+
+
+def plain_run(model: ModelConfig, sequence_length: int, micro_batch: int, microbatches: int = 1) -> RunConfig:
+    """A run in bf16 that writes no checkpoints, of so many microbatches of a step on one rank."""
+    train = TrainConfig(
+        output="run",
+        steps=1,
+        micro_batch=micro_batch,
+        global_batch=micro_batch * microbatches,
+        sequence_length=sequence_length,
+        precision="bfloat16",
+    )
+    never = CheckpointConfig().model_copy(update={"every": None})
+    return RunConfig.model_construct(model=model, data=DataConfig(path="data"), train=train, checkpoint=never)
 
 
 def job(

@@ -16,7 +16,7 @@ from optimus.config import ModelConfig
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.memory import Memory, memory_of_ranks, ranks_of
-from optimus.plan.parameter_groups import kinds_of, parameter_groups
+from optimus.plan.parameter_groups import parameter_groups
 from optimus.train.rules import default_rule
 
 # Asynchronous tensor parallelism sends in parts beside the parts of a product; the first and the last wait for each other.
@@ -157,7 +157,7 @@ def framework_ranks(job: Job, profile: FrameworkProfile, offload: frozenset[str]
     found = []
     for memory, rank in zip(memory_of_ranks(job, activations), ranks_of(job)):
         parts = {**memory.parts, "other": profile.fixed}
-        sharded = [each for each in parameter_groups(kinds_of(job), job, rank.counts) if each.depths.parameters]
+        sharded = [each for each in parameter_groups(job, rank.counts) if each.depths.parameters]
         if profile.whole_gradients and not job.state.reshard_after_forward:
             parts["gathered"] += sum(profile.reduced * each.elements for each in sharded)
         if profile.late_gradients and job.microbatches == 1:  # as they come, activations go

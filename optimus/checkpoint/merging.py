@@ -13,14 +13,13 @@ import torch
 
 from optimus.checkpoint.factors import is_factor
 from optimus.checkpoint.folder import Description, find_checkpoint, list_checkpoints
-from optimus.checkpoint.format import file_of, write_slices
 from optimus.checkpoint.masks import PREFIX, whole_masks
 from optimus.checkpoint.reader import Reader
-from optimus.checkpoint.saving import complete
+from optimus.checkpoint.saving import write_alone
 from optimus.checkpoint.slices import LONGEST, TensorSlice, tiles, whole_slices
 from optimus.checkpoint.store import check_same_model
 from optimus.disk import user_path
-from optimus.errors import UserError, naming_disk_errors
+from optimus.errors import UserError
 
 _PREFIX = "model."
 
@@ -56,7 +55,6 @@ def merge(
             raise UserError(
                 f"{reader.path} has another tokenizer than {readers[0].path}: their models cannot be averaged"
             )
-    partial = output.with_name(f".{output.name}.partial")
     averaged = _averaged(readers, [weight / total for weight in weights.values()])
     description = Description(
         first.model,
@@ -67,11 +65,7 @@ def merge(
         tokenizer=first.tokenizer,
         written={"merged": {str(path): weight / total for path, weight in weights.items()}},
     )
-    with naming_disk_errors(output, "Make room or choose another `output`"):
-        partial.mkdir(parents=True, exist_ok=True)
-        with (partial / file_of(0)).open("wb") as file:
-            stored = write_slices(file, file_of(0), averaged)
-        complete(partial, output, stored, description)
+    stored = write_alone(output, averaged, description, "Make room or choose another `output`")
     elements = sum(math.prod(each.sizes) for each in stored if not each.key.startswith(PREFIX))
     return {"output": str(output), "parameters": elements, "weights": description.written["merged"]}
 

@@ -319,6 +319,18 @@ def complete(partial: Path, folder: Path, stored: Sequence[StoredSlice], descrip
     sync(folder.parent)
 
 
+def write_alone(folder: Path, slices: Iterable[TensorSlice], description: Description, cure: str) -> list[StoredSlice]:
+    """Write the checkpoint `folder` from this process alone; returns where its slices lie. Raises `UserError`, with its
+    `cure`, when the disk refuses."""
+    partial, name = folder.with_name(f".{folder.name}.partial"), file_of(0)
+    with naming_disk_errors(folder, cure):
+        partial.mkdir(parents=True, exist_ok=True)
+        with (partial / name).open("wb") as file:
+            stored = write_slices(file, name, slices)
+        complete(partial, folder, stored, description)
+    return stored
+
+
 @contextmanager
 def _short_turns() -> Iterator[None]:
     """Let Python's threads take turns often.

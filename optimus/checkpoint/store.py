@@ -10,14 +10,13 @@ from torch import Tensor
 
 from optimus.checkpoint.factors import is_factor
 from optimus.checkpoint.folder import Description, differences, find_checkpoint
-from optimus.checkpoint.format import file_of, write_slices
 from optimus.checkpoint.loading import Send, load_slices
 from optimus.checkpoint.masks import follow_masks
 from optimus.checkpoint.reader import Reader
-from optimus.checkpoint.saving import complete
+from optimus.checkpoint.saving import write_alone
 from optimus.checkpoint.slices import whole_slices
 from optimus.config import ModelConfig
-from optimus.errors import UserError, naming_disk_errors
+from optimus.errors import UserError
 from optimus.model import Transformer
 from optimus.model.parameters import named_tensors
 from optimus.optim.rule import Rule
@@ -45,13 +44,8 @@ def write_model(
     """Write the parameters of `model`, as they are, with a description and `masks`. Raises as `save_model`."""
     if folder.exists():
         raise UserError(f"{folder} exists already: choose another output folder or remove it")
-    partial = folder.with_name(f".{folder.name}.partial")
     slices = [*whole_slices(named_tensors(model)), *whole_slices((masks or {}).items(), prefix="")]
-    with naming_disk_errors(folder, "Make room or choose another output folder"):
-        partial.mkdir(parents=True, exist_ok=True)
-        with (partial / file_of(0)).open("wb") as file:
-            stored = write_slices(file, file_of(0), slices)
-        complete(partial, folder, stored, description)
+    write_alone(folder, slices, description, "Make room or choose another output folder")
 
 
 def load_state(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from optimus.autograd import once_differentiable
-from optimus.comm.group import Group
+from optimus.comm.group import Group, Handle
 
 T = TypeVar("T")
 
@@ -82,7 +82,20 @@ def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], grou
 
     The gradients of the rows go back the way these came (all-to-all in both passes).
     """
-    return _applied(x, group, partial(_exchanged, send, receive), partial(_exchanged, receive, send))
+    return all_to_all_rows_async(x, send, receive, group)()
+
+
+def all_to_all_rows_async(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Group) -> Callable[[], Tensor]:
+    """Begin `all_to_all_rows`; the result gives the rows.
+
+    What is computed until then goes on beside it, in the backward pass too: autograd goes through both in reverse, so that
+    the gradients are under way while it goes through what lies between.
+    """
+    if group.size == 1:
+        return lambda: x
+    under_way = _UnderWay(send, receive, group)
+    out = _Begun.apply(x, under_way)
+    return lambda: _Finished.apply(out, under_way)
 
 
 def all_gather_uneven_rows(x: Tensor, rows: Sequence[int], group: Group) -> Tensor:
@@ -160,10 +173,6 @@ def _to_columns(x: Tensor, group: Group) -> Tensor:
     return group.all_to_all(leaving)
 
 
-def _exchanged(send: Sequence[int], receive: Sequence[int], x: Tensor, group: Group) -> Tensor:
-    return group.all_to_all(x, send, receive)
-
-
 def _gathered_uneven(rows: Sequence[int], x: Tensor, group: Group) -> Tensor:
     return group.all_to_all(torch.cat([x] * group.size), [len(x)] * group.size, rows)
 
@@ -188,6 +197,57 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.back(grads[0], ctx.group), None, None, None
+
+
+class _UnderWay:
+    """An all-to-all that has begun, or its backward pass."""
+
+    def __init__(self, send: Sequence[int], receive: Sequence[int], group: Group) -> None:
+        self.send, self.receive, self.group = send, receive, group
+        # Given up when it has been waited for: a handle holds what leaves.
+        self._begun: list[tuple[Tensor, Handle]] = []
+
+    def begin(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        self._begun.append(self.group.all_to_all_async(x, send, receive))
+        return self._begun[-1][0]
+
+    def finish(self) -> Tensor:
+        out, handle = self._begun.pop()
+        handle()
+        return out
+
+    @property
+    def begun(self) -> bool:
+        """Not where a forward pass was given what had been cached."""
+        return bool(self._begun)
+
+
+class _Begun(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, under_way: _UnderWay) -> Tensor:
+        ctx.under_way = under_way
+        return cached(lambda: under_way.begin(x, under_way.send, under_way.receive), under_way.group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.under_way.finish(), None
+
+
+class _Finished(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, under_way: _UnderWay) -> Tensor:
+        ctx.under_way = under_way
+        if under_way.begun:
+            under_way.finish()
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        under_way: _UnderWay = ctx.under_way
+        under_way.begin(grads[0], under_way.receive, under_way.send)
+        return grads[0], None  # which is of the shape that autograd asks for; what comes goes to the other one
 
 
 def cached(make: Callable[[], T], group: Group) -> T:

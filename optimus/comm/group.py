@@ -281,12 +281,11 @@ class Group:
         """
         if self.size == 1:
             return rows
-        rows = rows.contiguous()
         if send is not None and receive is not None:
-            out = rows.new_empty(sum(receive), *rows.shape[1:])
-            call = self._collective(dist.all_to_all_single, out, rows, list(receive), list(send))
-            self._start("all_to_all", rows, call, rows)()
+            out, finish = self.all_to_all_async(rows, send, receive)
+            finish()
             return out
+        rows = rows.contiguous()
         out, algorithm = torch.empty_like(rows), self.algorithm("all_to_all", rows)
         if algorithm == OWN:
             self._start("all_to_all", rows, self._collective(dist.all_to_all_single, out, rows), rows)()
@@ -295,6 +294,15 @@ class Group:
         else:
             self._all_to_all(rows, out, algorithm)
         return out
+
+    def all_to_all_async(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> tuple[Tensor, Handle]:
+        """Begin `all_to_all` of so many rows; what it gives is there when the handle has been called."""
+        if self.size == 1:
+            return rows, lambda: None
+        rows = rows.contiguous()
+        out = rows.new_empty(sum(receive), *rows.shape[1:])
+        call = self._collective(dist.all_to_all_single, out, rows, list(receive), list(send))
+        return out, self._start("all_to_all", rows, call, rows)
 
     def _all_to_all(self, rows: Tensor, out: Tensor, algorithm: str) -> None:
         steps = rounds(algorithm, "all_to_all", self.rank, self.shape)

@@ -44,6 +44,13 @@ class HostStagedGroup(Group):
             return super().all_to_all(rows, send, receive)
         return super().all_to_all(_copy(rows), send, receive).to(rows.device)
 
+    def all_to_all_async(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> tuple[Tensor, Handle]:
+        if self._stays(rows):
+            return super().all_to_all_async(rows, send, receive)
+        host, wait = super().all_to_all_async(_copy(rows), send, receive)
+        out = torch.empty_like(host, device=rows.device)
+        return out, _then(wait, out, host)
+
     def shift_async(self, tensor: Tensor, out: Tensor) -> Handle:
         if self._stays(tensor):
             return super().shift_async(tensor, out)

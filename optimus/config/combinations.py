@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from optimus.config.parallel import ParallelConfig
-
 if TYPE_CHECKING:
     from optimus.config.tree import RunConfig
 
@@ -12,7 +10,7 @@ def check_combinations(config: "RunConfig") -> None:
     """Raise for sections that do not go together."""
     if config.model.experts is None and "moe" in config.model_fields_set:
         raise ValueError("moe: the model is dense: remove the section moe")
-    if not config.model.router_bias and config.moe.bias_rate != type(config.moe).model_fields["bias_rate"].default:
+    if not config.model.router_bias and config.moe.given("bias_rate"):
         raise ValueError("moe.bias_rate: the routers of the model have no bias: remove it")
     for check in (
         _check_teacher,
@@ -140,9 +138,8 @@ def _check_pipeline(config: "RunConfig") -> None:
     """Raise where the blocks cannot be divided into stages as asked."""
     parallel, layers = config.parallel, config.model.layers
     if parallel.pipeline == 1:
-        for name in _ABOUT_PIPELINES:
-            if getattr(parallel, name) != ParallelConfig.model_fields[name].default:
-                raise ValueError(f"parallel.{name} applies to a pipeline only, but parallel.pipeline is 1: remove it")
+        for name in parallel.given(*_ABOUT_PIPELINES):
+            raise ValueError(f"parallel.{name} applies to a pipeline only, but parallel.pipeline is 1: remove it")
         if config.observe.timeline is not None:
             raise ValueError(
                 "observe.timeline applies to a pipeline only, but parallel.pipeline is 1: remove it (or use trace)"
@@ -153,12 +150,11 @@ def _check_pipeline(config: "RunConfig") -> None:
         caps = parallel.in_flight
         if isinstance(caps, list) and (len(caps) != stages or min(caps) < 1):
             raise ValueError(f"parallel.in_flight {caps} must be a number, or {stages} above 0, one per stage")
-        for name in ("schedule", "warm_up"):
-            if getattr(parallel, name) != ParallelConfig.model_fields[name].default:
-                raise ValueError(
-                    f"parallel.{name} needs a scheduled order, which executor message-driven does not have: "
-                    "remove it (in_flight limits the live activations)"
-                )
+        for name in parallel.given("schedule", "warm_up"):
+            raise ValueError(
+                f"parallel.{name} needs a scheduled order, which executor message-driven does not have: "
+                "remove it (in_flight limits the live activations)"
+            )
         if parallel.vocabulary:
             raise ValueError(
                 "parallel.vocabulary needs a scheduled order, which executor message-driven does not have: "

@@ -1,12 +1,20 @@
 """Where the training tokens come from."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from optimus.config.sizes import parse_count
 from optimus.section import PathText, Section, reported_as_value
+
+
+def _token_count(value: Any) -> Any:
+    whole = isinstance(value, float) and value.is_integer()  # 2e9
+    return int(value) if whole else reported_as_value(parse_count, value)
+
+
+TokenCount = Annotated[int, Field(gt=0), BeforeValidator(_token_count)]  # which people also write as 2e9 or 300B
 
 
 class SourceConfig(Section):
@@ -16,18 +24,12 @@ class SourceConfig(Section):
     name: str | None = Field(None, description="Name in metrics and messages. Default: that of the folder.")
     weight: float | None = Field(None, ge=0)
     """Share of what tokens and epochs leave, relative to the other weights; at most one pass over the source."""
-    tokens: int | None = Field(None, gt=0, description="Tokens read from it, also as 2e9 or 300B.")
+    tokens: TokenCount | None = Field(None, description="Tokens read from it, also as 2e9 or 300B.")
     epochs: float | None = Field(None, gt=0, description="Passes over it.")
-
-    @field_validator("tokens", mode="before")
-    @classmethod
-    def _count(cls, value: Any) -> Any:
-        return token_count(value)
 
     @model_validator(mode="after")
     def _share(self) -> "SourceConfig":
-        given = [name for name in ("weight", "tokens", "epochs") if getattr(self, name) is not None]
-        if len(given) > 1:
+        if len(given := self.given("weight", "tokens", "epochs")) > 1:
             raise ValueError(f"{' and '.join(given)} are given: keep one of them")
         return self
 
@@ -80,9 +82,3 @@ class DataConfig(Section):
     def mixed(self) -> list[SourceConfig]:
         """The sources, of which the short form is one."""
         return self.sources or [SourceConfig(path=str(self.path))]
-
-
-def token_count(value: Any) -> Any:
-    """A number of tokens, which people also write as 2e9 or 300B."""
-    whole = isinstance(value, float) and value.is_integer()  # 2e9
-    return int(value) if whole else reported_as_value(parse_count, value)

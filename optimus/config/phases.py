@@ -44,13 +44,12 @@ def phases_of(config: "RunConfig") -> list[Phase]:
     found, first = list[Phase](), 0
     for number, phase in enumerate(config.phases):
         train: dict[str, Any] = {"sequence_length": phase.sequence_length, "global_batch": phase.global_batch}
-        changed: dict[str, Any] = {"data": phase.data}
+        given: dict[str, Any] = {"data": phase.data}
         if phase.lr_schedule is not None:
             train |= {"steps": phase.steps, "stop_at": None}
-            changed["lr_schedule"] = phase.lr_schedule
-        changed["train"] = config.train.model_copy(update=train)
-        steps = phase.steps or 0
-        found.append(Phase(number, phase.name or f"phase-{number}", first, steps, config.model_copy(update=changed)))
+            given["lr_schedule"] = phase.lr_schedule
+        changed, steps = config.changed(train=train).model_copy(update=given), phase.steps or 0
+        found.append(Phase(number, phase.name or f"phase-{number}", first, steps, changed))
         first += steps
     return found
 

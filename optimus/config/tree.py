@@ -6,12 +6,13 @@ tree is known to make sense.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from optimus.config.combinations import check_combinations
-from optimus.config.data import DataConfig, token_count
+from optimus.config.data import DataConfig, TokenCount
 from optimus.config.parallel import ParallelConfig
 from optimus.config.phases import phases_of
 from optimus.config.pruning import PruningConfig
@@ -107,8 +108,7 @@ class StateConfig(Section):
             raise ValueError(
                 "reshard_after_forward is not for parameters in a cache, which keeps what it can: remove it"
             )
-        elsewhere = {"device_states": self.device_states != 0.0, "update_on": self.update_on != "auto"}
-        wrong = [key for key, said in elsewhere.items() if said and self.residency == "device"]
+        wrong = self.given("device_states", "update_on") if self.residency == "device" else []
         wrong += ["disk"] if self.disk is not None and self.residency != "disk" else []
         if wrong:
             raise ValueError(f"{wrong[0]} applies to state that is kept elsewhere, but residency is {self.residency}")
@@ -179,23 +179,15 @@ class OptimizerConfig(Section):
     reptile_step: float = Field(0.1, gt=0, le=1, description="With reptile_every: the share of the way that is kept.")
 
     @model_validator(mode="after")
-    def _betas(self) -> "OptimizerConfig":
+    def _rules(self) -> "OptimizerConfig":
+        rules = {self.name, *(group.name for group in self.groups)}
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas {self.betas} must lie in [0, 1)")
-        return self
-
-    @model_validator(mode="after")
-    def _reptile(self) -> "OptimizerConfig":
-        if self.reptile_every is None and self.reptile_step != type(self).model_fields["reptile_step"].default:
+        if self.reptile_every is None and self.given("reptile_step"):
             raise ValueError("reptile_step applies to reptile_every: set that, or remove it")
-        if self.reptile_every is not None and "schedule-free" in {self.name, *(group.name for group in self.groups)}:
+        if self.reptile_every is not None and "schedule-free" in rules:
             raise ValueError("reptile_every: schedule-free averages its weights already: choose another rule")
-        return self
-
-    @model_validator(mode="after")
-    def _momentum(self) -> "OptimizerConfig":
-        default = type(self).model_fields["momentum"].default
-        if self.momentum != default and "muon" not in {self.name, *(group.name for group in self.groups)}:
+        if self.given("momentum") and "muon" not in rules:
             raise ValueError("momentum is muon's, which updates nothing: remove it, or set name: muon")
         return self
 
@@ -222,9 +214,7 @@ class LrScheduleConfig(Section):
     def _order(self) -> "LrScheduleConfig":
         if self.name != "constant" and self.minimum > self.peak:
             raise ValueError(f"minimum {self.minimum} is above peak {self.peak}")
-        own = sorted({"cooldown", "cooldown_steps"} & self.model_fields_set) if self.name != "wsd" else []
-        fields = type(self).model_fields
-        if given := [name for name in own if getattr(self, name) != fields[name].default]:
+        if self.name != "wsd" and (given := self.given("cooldown", "cooldown_steps")):
             raise ValueError(f"{given[0]}: a {self.name} schedule has no cooldown: remove it, or set name: wsd")
         return self
 
@@ -276,7 +266,7 @@ class TrainConfig(Section):
     output: PathText = Field(description="Run folder; the run creates it.")
     steps: int | None = Field(None, gt=0)
     """Length of the run in optimizer steps; or give tokens or epochs."""
-    tokens: int | None = Field(None, gt=0)
+    tokens: TokenCount | None = None
     """Length of the run in tokens, also as 2e9 or 300B; rounded up to whole steps."""
     epochs: float | None = Field(None, gt=0)
     """Length of the run in passes over the data; rounded down to whole steps."""
@@ -312,17 +302,11 @@ class TrainConfig(Section):
     def _batches(self) -> "TrainConfig":
         if self.global_batch % self.micro_batch:
             raise ValueError(f"global_batch {self.global_batch} is not a multiple of micro_batch {self.micro_batch}")
-        given = [name for name in ("steps", "tokens", "epochs") if getattr(self, name) is not None]
-        if len(given) > 1:
+        if len(given := self.given("steps", "tokens", "epochs")) > 1:
             raise ValueError(_length(f"{' and '.join(given)} are given"))
         if given and self.epochs is None and self.stop_at is not None and self.stop_at > self.total_steps:
             raise ValueError(f"stop_at {self.stop_at} is beyond steps {self.total_steps}")
         return self
-
-    @field_validator("tokens", mode="before")
-    @classmethod
-    def _count(cls, value: Any) -> Any:
-        return token_count(value)
 
     @property
     def total_steps(self) -> int:
@@ -343,7 +327,7 @@ class PhaseConfig(Section):
 
     name: str | None = Field(None, description="Name in messages and checkpoints. Default: phase-N.")
     steps: int | None = Field(None, gt=0, description="Its length in steps; or give tokens.")
-    tokens: int | None = Field(None, gt=0, description="Its length in tokens: whole steps, also as 2e9 or 300B.")
+    tokens: TokenCount | None = Field(None, description="Its length in tokens: whole steps, also as 2e9 or 300B.")
     data: DataConfig | None = Field(None, description="Its data, as the section or list `data`.")
     replay: float | None = Field(None, gt=0, lt=1)
     """Share of the phase that is read again from what the phases before have read of each source, in proportion to it."""
@@ -352,11 +336,6 @@ class PhaseConfig(Section):
     lr_schedule: LrScheduleConfig | None = None
     """A schedule of its own over its steps, without a warm-up unless it gives one; its other keys are by default those of
     the run. Default: the run's schedule goes on."""
-
-    @field_validator("tokens", mode="before")
-    @classmethod
-    def _count(cls, value: Any) -> Any:
-        return token_count(value)
 
 
 def _resolved(phase: PhaseConfig, number: int, run: "RunConfig") -> PhaseConfig:
@@ -449,12 +428,7 @@ class ValidationConfig(Section):
     path: PathText | None = Field(None, description="Folder written by `optimus prepare`; or give text.")
     text: PathText | None = Field(None, description="File, folder or glob of text.")
     every: int | None = Field(None, gt=0, description="Steps between validations. Default: after the last step only.")
-    tokens: int = Field(1 << 17, gt=0, description="Use only so many tokens, also as 2e6 or 1M.")
-
-    @field_validator("tokens", mode="before")
-    @classmethod
-    def _count(cls, value: Any) -> Any:
-        return token_count(value)
+    tokens: TokenCount = Field(1 << 17, description="Use only so many tokens, also as 2e6 or 1M.")
 
     @model_validator(mode="after")
     def _text(self) -> "ValidationConfig":
@@ -546,7 +520,7 @@ class RunConfig(Section):
     state: StateConfig = StateConfig()
     pruning: PruningConfig | None = None
     """Prune parameters during the run; null: none. See the guide on pruning."""
-    recompute: list[Recomputable] = Field([])
+    recompute: Annotated[list[Recomputable], BeforeValidator(lambda x: [x] if isinstance(x, str) else x)] = Field([])
     """Activation recomputation (checkpointing) in the backward pass: any of norm, attention, mlp and moe; or block, whole
     blocks; or auto, the least that fits recompute_budget."""
     recompute_every: int = Field(1, gt=0)
@@ -555,7 +529,7 @@ class RunConfig(Section):
     recompute_collectives: Literal["keep", "repeat"] = "keep"
     """Collectives in recomputation. keep: their results are cached (CAC); repeat: they run again, which takes less
     memory."""
-    recompute_budget: int | None = Field(None, gt=0)
+    recompute_budget: Annotated[int, Field(gt=0), BeforeValidator(partial(reported_as_value, parse_size))] | None = None
     """With recompute: auto. Largest bytes of saved activations of one microbatch on one rank, also as 512MB or 40GiB.
     Default: nine tenths of the device's free memory after the state."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -565,6 +539,11 @@ class RunConfig(Section):
     resilience: ResilienceConfig = ResilienceConfig()
     observe: ObserveConfig = ObserveConfig()
     tuning: TuningConfig = Field(default_factory=TuningConfig)  # asks for the home of the user: not at import
+
+    def changed(self, **sections: Mapping[str, Any]) -> "RunConfig":
+        """With other values in sections: `config.changed(train={"steps": 5})`. They are not checked."""
+        update = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=update)
 
     @property
     def warmup_steps(self) -> int:
@@ -590,13 +569,13 @@ class RunConfig(Section):
         if self.phases:
             self.phases = [_resolved(phase, number, self) for number, phase in enumerate(self.phases)]
             steps = sum(phase.steps or 0 for phase in self.phases)
-            said = next((name for name in ("tokens", "epochs", "steps") if getattr(train, name) is not None), None)
-            if said is not None and train.steps != steps:
-                raise ValueError(f"train.{said}: the phases are {steps} steps together: remove it")
+            said = train.given("tokens", "epochs", "steps")
+            if said and train.steps != steps:
+                raise ValueError(f"train.{said[0]}: the phases are {steps} steps together: remove it")
             if train.stop_at is not None and train.stop_at > steps:
                 raise ValueError(f"train.stop_at {train.stop_at} is beyond the {steps} steps of the phases")
             self.train = train.model_copy(update={"steps": steps})
-        elif train.steps is None and train.tokens is None and train.epochs is None:
+        elif not train.given("steps", "tokens", "epochs"):
             raise ValueError(f"train: {_length('it is missing')}")
         names = [each.name for each in self.validation]
         if twice := {name for name in names if names.count(name) > 1}:
@@ -608,13 +587,3 @@ class RunConfig(Section):
             except ValueError as error:
                 raise ValueError(f"phases.{phase.number}: {error}") from None
         return self
-
-    @field_validator("recompute", mode="before")
-    @classmethod
-    def _one_word(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
-    @field_validator("recompute_budget", mode="before")
-    @classmethod
-    def _size(cls, value: Any) -> Any:
-        return reported_as_value(parse_size, value)

@@ -7,7 +7,7 @@ documents, or a checked cut in a text file, from which reading can start again a
 
 import codecs
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
@@ -140,16 +140,12 @@ def _read_page(source: Source, start: Position, text_field: str, encode: Encode)
 
 
 def _read_table(source: Source, start: Position, text_field: str, encode: Encode) -> Iterator[_Piece]:
-    place = str(source.path)
     delimiter = "\t" if files.ends_in(source.path, files.TSV_SUFFIXES) else ","
     with open_bytes(source) as (stream, raw):
         field = field_of(text_field)
-        for row, record in enumerate(records(stream, place, field, delimiter), start=1):
-            if row <= start.offset:
-                continue
-            text = field.of(record, f"{place}: row {row}")
-            for piece, last in _checked_pieces(f"{place}: row {row}", _slices(text), encode):
-                yield _Piece(piece, last, Position(start.file, row) if last else None, raw.tell())
+        rows = enumerate(records(stream, str(source.path), field, delimiter), start=1)
+        behind = ((row, record) for row, record in rows if row > start.offset)
+        yield from _row_pieces(source, behind, start, field, raw, encode)
 
 
 def _decode(source: Source, stream: BinaryIO, offset: int) -> Iterator[str]:
@@ -273,7 +269,7 @@ def _read_parquet(source: Source, start: Position, text_field: str, encode: Enco
                 else:
                     groups.append(group)
             batches = file.iter_batches(PARQUET_ROWS, row_groups=groups, columns=columns, use_threads=False)
-            yield from _row_pieces(source, batches, row, start, field, raw, encode)
+            yield from _row_pieces(source, _records(source, batches, row, start), start, field, raw, encode)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{source.path}: not a readable parquet file ({error})") from error
 
@@ -290,26 +286,38 @@ def _read_arrow(source: Source, start: Position, text_field: str, encode: Encode
             field = field_of(text_field)
             columns = field.columns(reader.schema.names, str(source.path))
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
-            yield from _row_pieces(source, (rows.select(columns) for rows in batches), 0, start, field, raw, encode)
+            rows = _records(source, (batch.select(columns) for batch in batches), 0, start)
+            yield from _row_pieces(source, rows, start, field, raw, encode)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{source.path}: not a readable Arrow file ({error})") from error
 
 
+def _records(source: Source, batches: Iterable[Any], row: int, start: Position) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows from `start` on in record batches, the first of which begins behind `row` rows of the file."""
+    for batch in batches:
+        for number in range(max(0, start.offset - row), batch.num_rows):
+            try:
+                record = {name: batch.column(name)[number].as_py() for name in batch.schema.names}
+            except UnicodeDecodeError as error:
+                what = f"not UTF-8 at byte {error.start} of the text ({error.reason})"
+                raise UserError(f"{source.path}: row {row + number + 1}: {what}") from error
+            yield row + number + 1, record
+        row += batch.num_rows
+
+
 def _row_pieces(
-    source: Source, batches: Iterable[Any], row: int, start: Position, field: TextField, raw: BinaryIO, encode: Encode
+    source: Source,
+    rows: Iterable[tuple[int, Mapping[str, Any]]],
+    start: Position,
+    field: TextField,
+    raw: BinaryIO,
+    encode: Encode,
 ) -> Iterator[_Piece]:
-    """The texts from `start` on in record batches, the first of which begins with row `row` of the file."""
-    place = ""
-    try:
-        for rows in batches:
-            for number in range(max(0, start.offset - row), rows.num_rows):
-                place, after = f"{source.path}: row {row + number + 1}", Position(start.file, row + number + 1)
-                record = {name: rows.column(name)[number].as_py() for name in rows.schema.names}
-                for piece, last in _checked_pieces(place, _slices(field.of(record, place)), encode):
-                    yield _Piece(piece, last, after if last else None, raw.tell())
-            row += rows.num_rows
-    except UnicodeDecodeError as error:
-        raise UserError(f"{place}: not UTF-8 at byte {error.start} of the text ({error.reason})") from error
+    """The texts of rows, each with its number, the first of the file 1."""
+    for number, record in rows:
+        place, after = f"{source.path}: row {number}", Position(start.file, number)
+        for piece, last in _checked_pieces(place, _slices(field.of(record, place)), encode):
+            yield _Piece(piece, last, after if last else None, raw.tell())
 
 
 _READERS: dict[tuple[str, ...], Callable[[Source, Position, str, Encode], Iterator[DocumentBatch | _Piece]]] = {

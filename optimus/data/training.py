@@ -100,11 +100,12 @@ def open_folders(config: RunConfig) -> dict[str, Shards]:
     folders = {path: Shards(path, config.train.data_cache) for path in dict.fromkeys(paths)}
     one, *others = folders.values()
     for other in others:
-        _check_same_tokenizer(one, other)
+        check_same_tokenizer(one, other)
     return folders
 
 
-def _check_same_tokenizer(one: Shards, other: Shards) -> None:
+def check_same_tokenizer(one: Shards, other: Shards) -> None:
+    """Raise `UserError` unless both were prepared with one tokenizer."""
     if other.index["tokenizer"]["sha256"] != one.index["tokenizer"]["sha256"]:
         raise UserError(
             f"{other.folder} was prepared with another tokenizer than {one.folder}: their tokens do not mean the same. "
@@ -179,10 +180,6 @@ class TrainingData:
     def instances(self) -> int:
         """Rows of all sources together."""
         return sum(shards.instances for shards in self.folders.values())
-
-    def check_same_tokenizer(self, other: Shards) -> None:
-        """Raise `UserError` unless `other` was prepared with the tokenizer of this data."""
-        _check_same_tokenizer(self.first_folder, other)
 
     def verify(self) -> None:
         """Read all shards and compare their checksums. Raises `UserError` at the first that differs."""

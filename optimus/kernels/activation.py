@@ -25,7 +25,7 @@ class _Kind(NamedTuple):
     limit: float | None = None  # gates are at most this, what they are multiplied by is clamped to it, and one added
 
 
-_SLOPE, _LIMIT = 1.702, 7.0  # of gpt-oss (its model card, section 2.3)
+SLOPE, LIMIT = 1.702, 7.0  # of gpt-oss (its model card, section 2.3)
 _aten = torch.ops.aten
 _KINDS: dict[Activation, _Kind] = {
     "silu": _Kind(F.silu, _aten.silu_backward.grad_input),
@@ -35,9 +35,9 @@ _KINDS: dict[Activation, _Kind] = {
     ),
     "relu": _Kind(F.relu, partial(_aten.threshold_backward.grad_input, threshold=0)),
     "clamped_silu": _Kind(
-        lambda gate: F.silu(_SLOPE * gate).div_(_SLOPE),
-        lambda grad, gate, grad_input: _aten.silu_backward.grad_input(grad, _SLOPE * gate, grad_input=grad_input),
-        _LIMIT,
+        lambda gate: F.silu(SLOPE * gate).div_(SLOPE),
+        lambda grad, gate, grad_input: _aten.silu_backward.grad_input(grad, SLOPE * gate, grad_input=grad_input),
+        LIMIT,
     ),
 }
 
@@ -57,8 +57,8 @@ def activation_reference(z: Tensor, kind: Activation, gated: bool) -> Tensor:
     """The definition, for tests."""
     gate, *up = z.chunk(2, -1) if gated else (z,)
     if kind == "clamped_silu":
-        gate, up = gate.clamp(max=_LIMIT), [up[0].clamp(-_LIMIT, _LIMIT) + 1]
-        return gate * torch.sigmoid(_SLOPE * gate) * up[0]
+        gate, up = gate.clamp(max=LIMIT), [up[0].clamp(-LIMIT, LIMIT) + 1]
+        return gate * torch.sigmoid(SLOPE * gate) * up[0]
     return _KINDS[kind].forward(gate) * (up[0] if gated else 1)
 
 

@@ -102,13 +102,15 @@ def expert_mlp(
     Where e is -1 the choice is skipped: it adds nothing to the output or a gradient, whatever its token and weight hold.
     `gate_up_EJH` holds gate then up. Gradients flow to x, the weights and the parameters; to a parameter with a
     gradient buffer directly, and autograd is given none. `forms` says in which form to make a product, `kind` another
-    activation than silu; `bias_EJ` is of the gates and ups. The kernels of accelerators have neither. `choices` are not -1,
-    where the caller knows their number.
+    activation than silu, of which the kernels of accelerators have `clamped_silu`; `bias_EJ` is of the gates and ups.
+    `choices` are not -1, where the caller knows their number.
     """
-    if backend.use_triton(x_TH) and kind == "silu" and bias_EJ is None:
+    if backend.use_triton(x_TH) and kind in ("silu", "clamped_silu"):
         from optimus.kernels.triton import expert_mlp as kernels
 
-        return kernels.ExpertMLP.apply(x_TH, weights_TK, indices_TK, gate_up_EJH, down_EHI, buffers, choices)
+        clamped = kind == "clamped_silu"
+        routing = x_TH, weights_TK, indices_TK
+        return kernels.ExpertMLP.apply(*routing, gate_up_EJH, down_EHI, buffers, choices, bias_EJ, clamped)
     routes = make_routes(indices_TK, len(down_EHI), weights_TK.dtype, choices)
     if x_TH.is_meta:  # where only memory is counted, few experts tell what all would take
         routes = routes._replace(slices=routes.fullest)

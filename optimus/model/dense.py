@@ -65,4 +65,8 @@ class DenseMlp(nn.Module):
         self.down = Linear(ffn, residual, bias=bias, parts=parts)
 
     def forward(self, x_TH: Tensor) -> Tensor:
-        return self.down(activation(self.gate_up(x_TH) if self.gated else self.up(x_TH), self.kind, self.gated))
+        return self.down(self.activated(x_TH))
+
+    def activated(self, x_TH: Tensor) -> Tensor:
+        """[T, I], what the last projection is of."""
+        return activation(self.gate_up(x_TH) if self.gated else self.up(x_TH), self.kind, self.gated)

@@ -32,6 +32,11 @@ class Finding(NamedTuple):
     mend: str = ""
 
 
+def _judged(what: str, wrong: bool, found: str, mend: str, status: Status = "warning") -> Finding:
+    """All is well unless something is `wrong`: then its status, and what to do."""
+    return Finding(what, status, found, mend) if wrong else Finding(what, "ok", found)
+
+
 def examine(folder: str | Path = ".") -> list[Finding]:
     """Look at everything; `folder` is where runs would be written, or one above it that is there."""
     place = user_path(folder).absolute()
@@ -67,12 +72,12 @@ def _devices() -> Iterator[Finding]:
         device = torch.device(torch.accelerator.current_accelerator().type, index)  # type: ignore[union-attr]
         try:
             ones = torch.ones(256, 256, device=device)
-            right = float((ones @ ones).sum()) == 256.0**3
-            free = size_text(free_memory(device))
-            yield Finding(
-                f"accelerator {index}", "ok" if right else "problem", f"{name}, {free} free",
-                "" if right else "it computes wrong sums: take it out of service",
-            )  # fmt: skip
+            wrong = float((ones @ ones).sum()) != 256.0**3
+            found, mend = (
+                f"{name}, {size_text(free_memory(device))} free",
+                "it computes wrong sums: take it out of service",
+            )
+            yield _judged(f"accelerator {index}", wrong, found, mend, "problem")
         except RuntimeError as error:
             mend = "see what else runs on it, and its driver"
             yield Finding(f"accelerator {index}", "problem", f"{name}: {str(error).splitlines()[0]}", mend)
@@ -82,15 +87,12 @@ def _memory() -> Iterator[Finding]:
     import psutil
 
     memory = psutil.virtual_memory()
-    few = memory.available < memory.total / 4
     found = f"{size_text(memory.available)} of {size_text(memory.total)} available"
-    yield Finding("memory", "warning" if few else "ok", found, "end what else takes it" if few else "")
+    yield _judged("memory", memory.available < memory.total / 4, found, "end what else takes it")
     shared = Path("/dev/shm")
     if shared.is_dir():
-        free = shutil.disk_usage(shared).free
-        small = free < _SHARED
-        mend = "enlarge it (docker run --shm-size=1g)" if small else ""
-        yield Finding("shared memory", "warning" if small else "ok", f"{size_text(free)} free in /dev/shm", mend)
+        free, mend = shutil.disk_usage(shared).free, "enlarge it (docker run --shm-size=1g)"
+        yield _judged("shared memory", free < _SHARED, f"{size_text(free)} free in /dev/shm", mend)
 
 
 def _interconnect(network: Path = Path("/sys/class/net")) -> Iterator[Finding]:
@@ -101,12 +103,8 @@ def _interconnect(network: Path = Path("/sys/class/net")) -> Iterator[Finding]:
         for name in ("nccl", "xccl", "gloo", "mpi")
         if dist.is_available() and getattr(dist, f"is_{name}_available", lambda: False)()
     ]
-    if usable:
-        yield Finding("collectives", "ok", f"torch has {', '.join(usable)}")
-    else:
-        yield Finding(
-            "collectives", "problem", "torch has no backend", "install a torch that is built with distributed"
-        )
+    has, mend = ", ".join(usable) or "no backend", "install a torch that is built with distributed"
+    yield _judged("collectives", not usable, f"torch has {has}", mend, "problem")
     speeds = []
     for device in sorted(network.iterdir()) if network.is_dir() else ():
         try:
@@ -128,9 +126,8 @@ def _file_system(folder: Path) -> Iterator[Finding]:
         return
     yield Finding("permissions", "ok", f"{folder} can be written")
     free = shutil.disk_usage(folder).free
-    small = free < _LEAST_FREE
-    mend = "make room: a checkpoint takes 12 to 16 bytes per parameter" if small else ""
-    yield Finding("room", "warning" if small else "ok", f"{size_text(free)} free", mend)
+    mend = "make room: a checkpoint takes 12 to 16 bytes per parameter"
+    yield _judged("room", free < _LEAST_FREE, f"{size_text(free)} free", mend)
     data = os.urandom(1 << 20)
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-") as file:
@@ -145,18 +142,18 @@ def _file_system(folder: Path) -> Iterator[Finding]:
             "file system", "problem", f"cannot write: {error.strerror}", "make room, or choose another folder"
         )
         return
-    slow = rate < _SLOW
-    mend = "choose a faster file system, or set checkpoint.asynchronous=true" if slow else ""
-    yield Finding("file system", "warning" if slow else "ok", f"{size_text(int(rate))}/s written", mend)
+    mend = "choose a faster file system, or set checkpoint.asynchronous=true"
+    yield _judged("file system", rate < _SLOW, f"{size_text(int(rate))}/s written", mend)
 
 
 def _clock(folder: Path) -> Iterator[Finding]:
     if os.access(folder, os.W_OK | os.X_OK):
         skew = file_system_time(folder) - time.time()
-        apart = abs(skew) > _SKEW
-        mend = "set both by NTP: leases and events are compared by time" if apart else ""
-        found = f"that of the file system differs by {abs(skew):.1f} s"
-        yield Finding("clock", "warning" if apart else "ok", found, mend)
+        found, mend = (
+            f"that of the file system differs by {abs(skew):.1f} s",
+            "set both by NTP: leases and events are compared by time",
+        )
+        yield _judged("clock", abs(skew) > _SKEW, found, mend)
     try:
         command = ["timedatectl", "show", "--property=NTPSynchronized", "--value"]
         said = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
@@ -168,9 +165,7 @@ def _clock(folder: Path) -> Iterator[Finding]:
 
 def _limits() -> Iterator[Finding]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = files < _FILES
-    mend = f"raise it: ulimit -n {_FILES}" if few else ""
-    yield Finding("open files", "warning" if few else "ok", f"at most {files:,}", mend)
+    yield _judged("open files", files < _FILES, f"at most {files:,}", f"raise it: ulimit -n {_FILES}")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/sys/class/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
         yield Finding(

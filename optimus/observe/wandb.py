@@ -44,40 +44,34 @@ def check_wandb(config: RunConfig) -> None:
 
 
 class WeightsAndBiases:
-    """The run in the project that the configuration names."""
+    """The run in the project that the configuration names.
+
+    The folder keeps the run's `id` there in `wandb-run.json`, so that a resume goes on in it.
+    """
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
-        self._run = start_wandb(folder, config)
+        check_wandb(config)
+        import wandb
+
+        file, given = folder / "wandb-run.json", config.observe
+        self._run = wandb.init(
+            project=given.wandb,
+            entity=given.wandb_entity,
+            name=given.wandb_name or folder.resolve().name,
+            group=given.wandb_group,
+            tags=given.wandb_tags or None,
+            dir=str(folder),
+            config=config.model_dump(),
+            id=json.loads(file.read_text(encoding="utf-8"))["id"] if file.exists() else None,
+            resume="allow",
+            allow_val_change=True,  # of the configuration, by a resume
+        )
+        # Steps are a value, not W&B's own count: it takes none that it has seen, and a rollback comes to them again.
+        self._run.define_metric("*", step_metric="step")
+        write_json(file, {"id": self._run.id, "project": given.wandb, "url": self._run.url})
 
     def write(self, record: dict[str, Any]) -> None:
         self._run.log(record)
 
     def close(self) -> None:
         self._run.finish()
-
-
-def start_wandb(folder: Path, config: RunConfig) -> Any:
-    """The `wandb.Run` that takes records, in the project that the configuration names.
-
-    The folder keeps the run's `id` there in `wandb-run.json`, so that a resume goes on in it.
-    """
-    check_wandb(config)
-    import wandb
-
-    file, given = folder / "wandb-run.json", config.observe
-    run = wandb.init(
-        project=given.wandb,
-        entity=given.wandb_entity,
-        name=given.wandb_name or folder.resolve().name,
-        group=given.wandb_group,
-        tags=given.wandb_tags or None,
-        dir=str(folder),
-        config=config.model_dump(),
-        id=json.loads(file.read_text(encoding="utf-8"))["id"] if file.exists() else None,
-        resume="allow",
-        allow_val_change=True,  # of the configuration, by a resume
-    )
-    # Steps are a value, not W&B's own count: it takes none that it has seen, and a rollback comes to them again.
-    run.define_metric("*", step_metric="step")
-    write_json(file, {"id": run.id, "project": given.wandb, "url": run.url})
-    return run

@@ -52,13 +52,15 @@ class ShapeGroup(Group):
     def all_to_all(
         self, rows: Tensor, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
     ) -> Tensor:
-        if send is None or receive is None:
-            send = receive = [len(rows) // self.size] * self.size
+        each = [len(rows) // self.size] * self.size
+        return self.all_to_all_async(rows, send or each, receive or each)[0]
+
+    def all_to_all_async(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> tuple[Tensor, Handle]:
         out = rows.new_empty(sum(receive), *rows.shape[1:])
         if not rows.is_meta:
             first = sum(send[: self.rank])
             out.view(self.size, receive[0], *rows.shape[1:]).copy_(rows[first : first + send[self.rank]])
-        return out
+        return out, _done
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.size

@@ -3,22 +3,25 @@
 Equations 5.1 to 5.5 say what a ring moves, case 1 and equation 5.7 how fast its links are. To these are added what the
 dissertation leaves out, as it looks at large messages only: the latency of each step, algorithms with fewer steps where that
 is cheaper, and a network that is thinner between distant nodes.
+
+What a run of this library would choose among the algorithms of `comm.algorithms` is chosen by the same table, and takes what
+was measured of it, or what the events of its messages say.
 """
 
 import math
 from functools import lru_cache
 from typing import Literal
 
-from optimus.comm.algorithms import OWN
+from optimus.comm import costs
+from optimus.comm.algorithms import OWN, CollectiveKind, Curve, pieces, used
+from optimus.comm.links import Link, Links
 from optimus.comm.schedules import Shape
 from optimus.errors import UserError
 from optimus.mesh.strided import StridedGroup
-from optimus.plan.choices import algorithm_of, chosen_seconds
 from optimus.plan.machine import Machine
 
 _BLEND = 0.7
 
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 Algorithm = Literal["ring", "hierarchical", "best", "library", "pccl", "chosen"]
 
 
@@ -78,36 +81,56 @@ def reduce_scatter_seconds(size: int, whole: float, bandwidth: float) -> float:
 
 
 def collective_seconds(
-    kind: Collective, whole: float, place: StridedGroup, machine: Machine, algorithm: Algorithm = "ring"
+    kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine, algorithm: Algorithm = "ring"
 ) -> float:
-    """Seconds of a collective among `place` while all other groups of its kind are at it.
+    """Of all groups of a kind at once.
 
     `whole` bytes are what a rank has in the end (all-gather), in the beginning (reduce-scatter, all-to-all) or both
     (all-reduce). `algorithm` says whether a group on several nodes is one ring; the best is the faster of both. Library and
     pccl are for all-gathers and reduce-scatters alone, as is what was measured of them; other kinds are rings. Chosen is
-    what a run of this library would choose (`choices`), or one ring where the time of that is not known.
+    what a run of this library would choose, or one ring where the time of that is not known.
 
     Raises `UserError` where the machine does not say what the algorithm needs.
     """
     if place.size == 1 or whole == 0:
         return 0.0
-    if algorithm == "chosen":
-        known = _chosen_seconds(kind, whole, place, machine)
-        if known is not None:
-            return known
-        algorithm = "ring"
+    name = algorithm_named(kind, whole, place, machine, algorithm)
+    if algorithm == "chosen" and (known := _chosen_seconds(name, kind, whole, place, machine)) is not None:
+        return known
+    if name in _BETWEEN_NODES:
+        return _BETWEEN_NODES[name](kind, whole, place, machine)
     if kind == "all_to_all":
         return _paced(kind, _all_to_all(whole, place, machine), place, machine)
-    here = place.on_a_node(machine.ranks_per_node)
-    if algorithm in ("library", "pccl"):
-        if kind != "all_reduce" and place.nodes(machine.ranks_per_node) > 1:
-            return (library_seconds if algorithm == "library" else pccl_seconds)(kind, whole, place, machine)
-        algorithm = "ring"
-    if algorithm != "ring" and 1 < here < place.size and place.size % here == 0:
-        several = hierarchical_seconds(kind, whole, place, machine)
-        return several if algorithm == "hierarchical" else min(several, collective_seconds(kind, whole, place, machine))
     once = reduce_scatter_seconds(place.size, whole, ring_bandwidth(place, machine))
     return _paced(kind, 2 * once if kind == "all_reduce" else once, place, machine)
+
+
+def algorithm_named(
+    kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine, algorithm: Algorithm
+) -> str:
+    """What `collective_seconds` takes: as it is called in `comm.algorithms`, or among several nodes ring, hierarchical,
+    library or pccl."""
+    if algorithm == "chosen":
+        shape = shape_of(place, machine) if _chooses(machine) else None
+        return used(kind, shape, whole, machine.collectives, by_messages=machine.host.shared) if shape else OWN
+    here = place.on_a_node(machine.ranks_per_node)
+    if here == place.size or kind == "all_to_all" or (kind == "all_reduce" and algorithm in ("library", "pccl")):
+        return OWN
+    if algorithm in ("hierarchical", "best") and (here == 1 or place.size % here):
+        return "ring"
+    if algorithm == "best":
+        pair: tuple[Algorithm, Algorithm] = ("ring", "hierarchical")
+        return min(pair, key=lambda each: collective_seconds(kind, whole, place, machine, each))
+    return algorithm
+
+
+# ---- What a run of this library chooses ----
+
+
+def _chooses(machine: Machine) -> bool:
+    """Whether there is anything but the vendor's library: ranks on processors talk over Gloo, by the schedules of
+    `comm.algorithms`; others on two levels where the machine's table has that as faster."""
+    return machine.host.shared or machine.collectives is not None
 
 
 def shape_of(place: StridedGroup, machine: Machine) -> Shape | None:
@@ -116,31 +139,42 @@ def shape_of(place: StridedGroup, machine: Machine) -> Shape | None:
     return shape if shape.ranks == place.size else None
 
 
-def _chosen_seconds(kind: Collective, whole: float, place: StridedGroup, machine: Machine) -> float | None:
-    if machine.collectives is None and not machine.host.shared:
-        return None
-    shape = shape_of(place, machine)
+def _chosen_seconds(
+    name: str, kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine
+) -> float | None:
+    """Seconds of that algorithm: as it was measured, or over Gloo between nodes by events; None where neither is known."""
+    shape = shape_of(place, machine) if _chooses(machine) else None
     if shape is None:
         return None
-    return chosen_seconds(
-        kind, whole, shape, machine, place.groups_on_a_node(machine.ranks_per_node), node_bandwidth(place, machine)
-    )
+    curves = machine.collectives.curves(kind, shape) if machine.collectives else {}
+    if name in curves:
+        return curves[name].at(whole)
+    if not machine.host.shared or shape.nodes == 1:
+        return None
+    links = links_of(machine, place.groups_on_a_node(machine.ranks_per_node), node_bandwidth(place, machine))
+    # Between the two nearest powers of two, as a search asks for many sizes.
+    low = 2.0 ** math.floor(math.log2(max(whole, 1.0)))
+    sizes = [low] if whole == low else [low, 2 * low]
+    return Curve(sizes=sizes, seconds=[_by_events(name, kind, shape, size, links) for size in sizes]).at(whole)
 
 
-def algorithm_named(kind: Collective, whole: float, place: StridedGroup, machine: Machine, algorithm: Algorithm) -> str:
-    """What `collective_seconds` takes, as it is called in `comm.algorithms`, or in words."""
-    shape, levels = shape_of(place, machine), place.nodes(machine.ranks_per_node) > 1
-    if algorithm == "chosen":
-        return algorithm_of(kind, whole, shape, machine) if shape else OWN
-    if not levels or kind == "all_to_all" or (kind == "all_reduce" and algorithm in ("library", "pccl")):
-        return OWN
-    if algorithm == "best":
-        pair: tuple[Algorithm, Algorithm] = ("ring", "hierarchical")
-        return min(pair, key=lambda each: collective_seconds(kind, whole, place, machine, each))
-    return algorithm
+@lru_cache(maxsize=4096)
+def _by_events(name: str, kind: CollectiveKind, shape: Shape, size: float, links: Links) -> float:
+    return costs.seconds(name, kind, shape, size, links, pieces(name, shape, size))
 
 
-def hierarchical_seconds(kind: Collective, whole: float, place: StridedGroup, machine: Machine) -> float:
+def links_of(machine: Machine, groups: int, bandwidth: float) -> Links:
+    """Links of a group while so many of its kind are at it on each node; `bandwidth` is that of a node between nodes."""
+    network, node = machine.network, machine.node
+    adapters = max(1, network.rings // groups)
+    each = bandwidth / groups / adapters
+    return Links(between=Link(network.latency, each), inside=Link(node.latency, node.bandwidth), adapters=adapters)
+
+
+# ---- Algorithms between nodes ----
+
+
+def hierarchical_seconds(kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine) -> float:
     """In two levels: the ranks of a node each send a part to other nodes, all at once, and share what comes (the
     dissertation's chapter on PCCL; an all-reduce is a reduce-scatter on the node, an all-reduce of its parts between nodes
     and an all-gather on the node)."""
@@ -153,7 +187,7 @@ def hierarchical_seconds(kind: Collective, whole: float, place: StridedGroup, ma
     return on_node + collective_seconds(kind, whole / here, across, machine)
 
 
-def library_seconds(kind: Collective, whole: float, place: StridedGroup, machine: Machine) -> float:
+def library_seconds(kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine) -> float:
     """Of an all-gather or reduce-scatter as the ring of the vendor's library does it, over all ranks on several nodes.
 
     Each of its size - 1 steps takes the root of the sum of the squares of its latency and of a block's time on the links.
@@ -173,7 +207,7 @@ def library_seconds(kind: Collective, whole: float, place: StridedGroup, machine
     return (place.size - 1) * min(steps)
 
 
-def pccl_seconds(kind: Collective, whole: float, place: StridedGroup, machine: Machine) -> float:
+def pccl_seconds(kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine) -> float:
     """Of an all-gather or reduce-scatter as PCCL does it (dissertation on AxoNN, section 6.2): recursive doubling between
     nodes, then a ring on the node, and a copy that puts all blocks in order; a reduce-scatter the other way.
 
@@ -195,7 +229,13 @@ def pccl_seconds(kind: Collective, whole: float, place: StridedGroup, machine: M
     return between + collective_seconds(kind, whole, place.inner(here), machine) + ordered
 
 
-def _paced(kind: Collective, moving: float, place: StridedGroup, machine: Machine) -> float:
+_BETWEEN_NODES = {"hierarchical": hierarchical_seconds, "library": library_seconds, "pccl": pccl_seconds}
+
+
+# ---- What remains of small messages ----
+
+
+def _paced(kind: CollectiveKind, moving: float, place: StridedGroup, machine: Machine) -> float:
     """More than both moving and latency where they are alike: links that are used for a short time do not reach their
     bandwidth.
 
@@ -206,7 +246,7 @@ def _paced(kind: Collective, moving: float, place: StridedGroup, machine: Machin
     return float((moving**_BLEND + latency**_BLEND) ** (1 / _BLEND))
 
 
-def _latency(kind: Collective, place: StridedGroup, machine: Machine) -> float:
+def _latency(kind: CollectiveKind, place: StridedGroup, machine: Machine) -> float:
     """Of the steps: those on a node, then a ring of the nodes; an all-reduce may also go up and down a tree of them, and
     goes both ways; what all ranks exchange with all others goes at once."""
     here, nodes, pace = (

@@ -1,7 +1,7 @@
 """Of a way to divide the work: how the state is held, where the stages lie and what is recomputed so that it fits."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import combinations
@@ -14,17 +14,18 @@ from optimus.plan.divisions import BlockTiming, Candidate
 from optimus.plan.job import Job
 from optimus.plan.memory import (
     KINDS,
+    ActivationSizes,
     Rank,
-    RunActivations,
     activations_of,
     memory_of_ranks,
     ranks_of,
     room_of,
+    run_activations,
     stages_of_each,
     state_of,
 )
-from optimus.plan.offloading import elsewhere_of, host_room
-from optimus.plan.parameter_groups import Where, kinds_of, parameter_groups
+from optimus.plan.offloading import host_room
+from optimus.plan.parameter_groups import Counts
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.step import least_time, together
 from optimus.state.plan import Shard
@@ -51,7 +52,7 @@ class Fitting:
         self._nodes = job.nodes
         self._ranks: dict[tuple[int | str, ...], list[Rank]] = {}
         self._ways: dict[tuple[object, ...], list[_Way]] = {}
-        self._kept: dict[tuple[BlockTiming, frozenset[str]], RunActivations] = {}
+        self._kept: dict[tuple[BlockTiming, frozenset[str]], ActivationSizes] = {}
         self._sets = recomputations(job.model)
         profile = job.profile
         self._hides = profile.overlap_data >= profile.overlap_gather and not profile.broadcast
@@ -146,18 +147,17 @@ class Fitting:
         """Bytes on each rank of `_ranks_of`."""
         key = candidate.division, recompute
         if key not in self._kept:
-            self._kept[key] = RunActivations(job.changed(recompute=[*recompute]))
+            self._kept[key] = run_activations(job.changed(recompute=[*recompute]))
         return [sum(parts.values()) for parts in activations_of(self._ranks_of(job), self._kept[key])]
 
 
-def state_room(ranks: Sequence[Mapping[Where, int]], job: Job) -> list[float]:
+def state_room(ranks: Sequence[Counts], job: Job) -> list[float]:
     """Bytes that its state leaves of the device of each of `ranks`; none where the host has no room for it."""
-    kinds, room = kinds_of(job), room_of(job.machine)
-    left = [room - sum(parts.values()) for parts in state_of(ranks, kinds, job)]
-    if job.state.residency == "device":
-        return left
-    beside = [elsewhere_of(job, parameter_groups(kinds, job, counts)) for counts in ranks]
-    return [free if each.host <= host_room(job) else -math.inf for free, each in zip(left, beside)]
+    room, beside = room_of(job.machine), host_room(job)
+    return [
+        room - sum(parts.values()) if elsewhere.host <= beside else -math.inf
+        for parts, elsewhere in state_of(ranks, job)
+    ]
 
 
 def with_device_states(plan: Plan) -> Plan:
@@ -227,15 +227,11 @@ def placements(job: Job) -> Iterator[Job]:
         yield job.changed(replace(mesh, pipeline_stride=least))
 
 
-def recomputable(model: ModelConfig) -> tuple[frozenset[str], ...]:
-    """What is recomputed together: norms, attention, and whatever feed-forward layers there are."""
-    feed_forward = frozenset("moe" if model.experts_of(layer) else "mlp" for layer in set(model.alike))
-    return frozenset({"norm"}), frozenset({"attention"}), feed_forward
-
-
 def recomputations(model: ModelConfig) -> Sequence[frozenset[str]]:
-    """Sets of modules, those that cost least first."""
-    cost = dict(zip(recomputable(model), (1, 4, 6)))
+    """Sets of modules, those that cost least first: of norms, attention and whatever feed-forward layers there are; or whole
+    blocks."""
+    feed_forward = frozenset("moe" if model.experts_of(layer) else "mlp" for layer in set(model.alike))
+    cost = {frozenset({"norm"}): 1, frozenset({"attention"}): 4, feed_forward: 6}
     sets = [each for count in range(4) for each in combinations(cost, count)]
     ordered = sorted(sets, key=lambda modules: sum(cost[each] for each in modules))
     return [*(frozenset().union(*each) for each in ordered), frozenset({"block"})]

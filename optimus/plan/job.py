@@ -7,7 +7,7 @@ from typing import Any
 
 from optimus.config import ModelConfig, RunConfig
 from optimus.config.parallel import ParallelConfig
-from optimus.config.tree import CheckpointConfig, DataConfig, StateConfig, TrainConfig
+from optimus.config.tree import StateConfig, TrainConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.mesh.strided import StridedGroup, group_along
@@ -197,20 +197,6 @@ def axes_of(mesh: Mesh) -> dict[str, Any]:
 
 
 # ---- The job of a configuration ----
-
-
-def plain_run(model: ModelConfig, sequence_length: int, micro_batch: int, microbatches: int = 1) -> RunConfig:
-    """A run in bf16 that writes no checkpoints, of so many microbatches of a step on one rank."""
-    train = TrainConfig(
-        output="run",
-        steps=1,
-        micro_batch=micro_batch,
-        global_batch=micro_batch * microbatches,
-        sequence_length=sequence_length,
-        precision="bfloat16",
-    )
-    never = CheckpointConfig().model_copy(update={"every": None})
-    return RunConfig.model_construct(model=model, data=DataConfig(path="data"), train=train, checkpoint=never)
 
 
 def job_of(

@@ -18,6 +18,8 @@ from optimus.errors import UserError, nearest
 from optimus.section import Section
 
 _FOLDER = Path(__file__).parent / "machines"
+_ATTENTION_BACKWARD = 2.5  # products of the backward pass of fused attention, to those of the forward pass
+_STEP = 32  # columns of a head in which attention kernels come
 
 
 class Arithmetic(Section):
@@ -221,6 +223,30 @@ class Machine(Section):
         compute = waves * self.cores * tile * tile * 2 * (inner + self.matmul.depth) / rate
         moved = count * (rows * inner + inner * columns + rows * columns) * _BYTES[precision]
         return max(compute, moved / self.memory_bandwidth) + self.kernel_latency
+
+    def attention_seconds(
+        self,
+        tokens: float,
+        context: int,
+        heads: float,
+        sizes: tuple[int, int],
+        precision: str,
+        *,
+        window: int | None = None,
+        ranks: int = 1,
+        speed: float = 1.0,
+    ) -> tuple[float, float]:
+        """Of the forward and the backward pass of fused causal attention of so many tokens of sequences of `context`, each
+        on so many ranks. `sizes`: columns of a head's queries and values; `speed`: of the kernel, to the machine's best."""
+        query, value = sizes
+        flops = 2 * tokens * context * heads * (query + value)
+        seen = min(window or context, context) / context
+        half = seen - seen * seen / 2  # of the square, without what is masked
+        share = self.attention * context / ranks / (context / ranks + self.attention_half)
+        head = value / (-(-value // _STEP) * _STEP)  # of the best rate, as the rest of a step pads
+        rate = self.rates(precision).peak * share * speed * head
+        passes = half * flops / rate, _ATTENTION_BACKWARD * half * flops / rate
+        return passes[0] + self.kernel_latency, passes[1] + self.kernel_latency
 
     def memory_seconds(self, moved: float, kernels: float = 1) -> float:
         """Of kernels that only read and write `moved` bytes."""

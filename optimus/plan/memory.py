@@ -6,18 +6,17 @@ measurements, what `benchmarks.published.activations` counts.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from optimus.parallel.activations import Activations as ActivationBytes
 from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.estimates import Live, live_microbatches, stages_of_ranks
 from optimus.plan.job import Job
 from optimus.plan.machine import Machine
 from optimus.plan.offloading import GRADIENTS, Elsewhere, cache_blocks, chunk_elements, device_share, elsewhere_of
-from optimus.plan.parameter_groups import Kinds, ParameterGroup, Where, kinds_of, parameter_groups, written
+from optimus.plan.parameter_groups import Counts, ParameterGroup, parameter_groups, written
 from optimus.plan.step import blocks_of_stages, counts_of, together
 from optimus.state.buffers import RESIDENCES
 from optimus.state.masks import MaskPlan
@@ -29,14 +28,8 @@ KINDS = "norm", "attention", "mlp", "moe", "block"  # of recomputation, in the c
 _AHEAD = 2  # blocks whose whole parameters, or gradients, are there at a time where they are sharded
 
 
-class ActivationSizes(Protocol):
-    """Bytes of one microbatch in a stage that has so many blocks of each kind, and the first or the last part."""
-
-    def stage(self, counts: Mapping[Where, int]) -> float:
-        """Kept from its forward pass to its backward pass."""
-
-    def working(self, counts: Mapping[Where, int]) -> float:
-        """There for a moment besides."""
+ActivationSizes = Callable[[Counts], tuple[float, float]]
+"""Bytes of one microbatch in a stage: from its forward pass to its backward pass, and for a moment besides."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +49,8 @@ class Memory:
 class Rank(NamedTuple):
     """A rank of the pipeline: what its stages hold, together and each, and the microbatches that they keep at most."""
 
-    counts: Mapping[Where, int]
-    stages: Sequence[Mapping[Where, int]]
+    counts: Counts
+    stages: Sequence[Counts]
     live: Sequence[Live]
 
 
@@ -69,13 +62,9 @@ def memory_of(job: Job, kept: ActivationSizes | None = None) -> Memory:
 def memory_of_ranks(job: Job, kept: ActivationSizes | None = None) -> list[Memory]:
     """Of a rank of each rank of the pipeline. `kept` says what activations take; default: what the run's own do."""
     ranks = ranks_of(job)
-    states = state_of([rank.counts for rank in ranks], kinds_of(job), job)
-    activations = activations_of(ranks, kept or RunActivations(job))
-    beside = [elsewhere_of(job, parameter_groups(kinds_of(job), job, rank.counts)) for rank in ranks]
-    return [
-        Memory(rank, state | parts, there)
-        for rank, (state, parts, there) in enumerate(zip(states, activations, beside))
-    ]
+    states = state_of([rank.counts for rank in ranks], job)
+    activations = activations_of(ranks, kept or run_activations(job))
+    return [Memory(rank, state | parts, there) for rank, ((state, there), parts) in enumerate(zip(states, activations))]
 
 
 def ranks_of(job: Job) -> list[Rank]:
@@ -86,33 +75,34 @@ def ranks_of(job: Job) -> list[Rank]:
     return [Rank(together(stages), stages, kept) for stages, kept in zip(stages_of_each(job), live)]
 
 
-def stages_of_each(job: Job) -> list[list[Mapping[Where, int]]]:
+def stages_of_each(job: Job) -> list[list[Counts]]:
     """Of each rank of the pipeline what its stages have."""
     counts = counts_of(job.model, blocks_of_stages(job))
     owned = stages_of_ranks(job.parallel.schedule, job.mesh.pp, job.parallel.stages_per_rank)
     return [[counts[number] for number in own] for own in owned]
 
 
-def state_of(ranks: Sequence[Mapping[Where, int]], kinds: Kinds, job: Job) -> list[dict[str, float]]:
-    """Of each rank: what it holds of parameters, gradients and the optimizer's state."""
-    unlike = {tuple(counts.values()): counts for counts in ranks}
-    found = {key: state_parts(parameter_groups(kinds, job, counts), job, counts) for key, counts in unlike.items()}
+def state_of(ranks: Sequence[Counts], job: Job) -> list[tuple[dict[str, float], Elsewhere]]:
+    """Of each rank: what it holds of parameters, gradients and the optimizer's state, on the device and elsewhere."""
+    found: dict[tuple[int, ...], tuple[dict[str, float], Elsewhere]] = {}
+    for counts in ranks:
+        if (key := tuple(counts.values())) not in found:
+            held = parameter_groups(job, counts)
+            found[key] = state_parts(held, job, counts), elsewhere_of(job, held)
     return [found[tuple(counts.values())] for counts in ranks]
 
 
 def activations_of(ranks: Sequence[Rank], kept: ActivationSizes) -> list[dict[str, float]]:
     """Of each rank: what its activations take, and what a backward pass holds besides."""
-    unlike = {tuple(counts.values()): counts for rank in ranks for counts in rank.stages}
-    found = {key: (float(kept.stage(counts)), float(kept.working(counts))) for key, counts in unlike.items()}
     parts = []
     for rank in ranks:
-        stages, working = zip(*(found[tuple(counts.values())] for counts in rank.stages))
+        stages, working = zip(*map(kept, rank.stages))
         most = max(sum(map(float.__mul__, stages, map(float, live))) for live in rank.live)
         parts.append({"activations": most, "working": max(working)})
     return parts
 
 
-def state_parts(held: Sequence[ParameterGroup], job: Job, counts: Mapping[Where, int]) -> dict[str, float]:
+def state_parts(held: Sequence[ParameterGroup], job: Job, counts: Counts) -> dict[str, float]:
     """What is there at rest, copies for checkpoints too, and whole parameters and gradients while they are used."""
     blocks, profile, saving = max(1, counts["blocks"]), job.profile, job.config.checkpoint
     here = job.machine.host.shared and saving.asynchronous  # copies lie in the ranks' own memory
@@ -157,38 +147,26 @@ def index_bytes(job: Job, group: ParameterGroup) -> float:
     return float(4 * MaskPlan(elements, round(group.unpruned * elements), job.config.pruning.indices).elements)
 
 
-class RunActivations:
+def run_activations(job: Job) -> ActivationSizes:
     """What the run's own modules keep (`parallel.activations`)."""
+    kinds = tuple(kind for kind in KINDS if kind in job.recompute)
+    chosen = Recomputation(kinds, job.config.recompute_every)
+    config = with_dispatcher(job.config, job.mesh, job.machine.collectives)
+    shapes = activation_shapes(config, job.mesh, int(job.itemsize))
+    # A search also asks for layouts with which duplicates cannot be sent; they are not counted.
+    shapes |= {"options": replace(shapes["options"], duplicates=False), "load": job.imbalance}
+    alike, known = sorted(set(job.model.alike)), dict[tuple[int, ...], tuple[float, float]]()
 
-    def __init__(self, job: Job) -> None:
-        self._model = job.model
-        kinds = tuple(kind for kind in KINDS if kind in job.recompute)
-        self._chosen = Recomputation(kinds, job.config.recompute_every)
-        config = with_dispatcher(job.config, job.mesh, job.machine.collectives)
-        shapes = activation_shapes(config, job.mesh, int(job.itemsize))
-        # A search also asks for layouts with which duplicates cannot be sent; they are not counted.
-        options = replace(shapes["options"], duplicates=False)
-        self._shapes = shapes | {"options": options, "load": job.imbalance}
-        self._known: dict[tuple[int, ...], ActivationBytes] = {}
-
-    def stage(self, counts: Mapping[Where, int]) -> float:
-        """Kept of a microbatch from its forward pass to its backward pass."""
-        return self._of(counts).saved
-
-    def working(self, counts: Mapping[Where, int]) -> float:
-        """There for a moment besides."""
-        both = self._of(counts)
-        return both.peak - both.saved
-
-    def _of(self, counts: Mapping[Where, int]) -> ActivationBytes:
+    def sizes(counts: Counts) -> tuple[float, float]:
         key = tuple(counts.values())
-        if key not in self._known:
-            layers = [layer for layer in sorted(set(self._model.alike)) for _ in range(counts[layer])]
+        if key not in known:
+            layers = [layer for layer in alike for _ in range(counts[layer])]
             first, last = bool(counts["first"]), bool(counts["last"])
-            self._known[key] = activation_bytes(
-                self._model, self._chosen, layers=layers, first=first, last=last, **self._shapes
-            )
-        return self._known[key]
+            found = activation_bytes(job.model, chosen, layers=layers, first=first, last=last, **shapes)
+            known[key] = float(found.saved), float(found.peak - found.saved)
+        return known[key]
+
+    return sizes
 
 
 def room_of(machine: Machine) -> float:

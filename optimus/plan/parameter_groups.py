@@ -26,6 +26,8 @@ _DEFAULT = ((default_rule(), 1.0, 1.0),)
 # In blocks like that layer, in all blocks, before the blocks, after them, or in both places: a table that embedding and
 # output layer share.
 Where = int | Literal["blocks", "first", "last", "tied", "every"]
+Counts = Mapping[Where, int]
+"""Of a stage or a rank: blocks of each kind, by their first layer, and of all kinds; and whether it has the others."""
 _Key = tuple[tuple[str, ...], Rule, float]  # the axes of those that hold the same, the update rule, the unpruned share
 
 
@@ -156,9 +158,9 @@ def _kinds(model: ModelConfig, sequence: bool, vocabulary: bool, rules: Rules, f
     )
 
 
-def parameter_groups(kinds: Kinds, job: Job, counts: Mapping[Where, int]) -> list[ParameterGroup]:
-    """What a rank with so many blocks of each kind holds, and whether it has the first and the last stage, by replicas and
-    update rule."""
+def parameter_groups(job: Job, counts: Counts) -> list[ParameterGroup]:
+    """What a rank with so much of the model holds, by replicas and update rule."""
+    kinds = kinds_of(job)
     found: dict[_Key, tuple[float, list[MatrixGroup]]] = {}
     for (where, key), (elements, matrices) in _sums(kinds, job.mesh):
         number = counts.get(where, 0)

@@ -8,15 +8,14 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
+from optimus.comm.algorithms import CollectiveKind
 from optimus.mesh.strided import StridedGroup
 from optimus.optim.muon import STEPS
 from optimus.parallel.dispatch.choice import copies, dispatcher
 from optimus.plan.blocks import BlockModules, Projection, blocks_of
-from optimus.plan.collectives import Collective, collective_seconds, transfer_seconds
+from optimus.plan.collectives import collective_seconds, transfer_seconds
 from optimus.plan.job import Job
 
-_ATTENTION_BACKWARD = 2.5  # products of the backward pass of fused attention, to those of the forward pass
-_STEP = 32  # columns of a head in which attention kernels come
 _SCORES = 7  # times that kept scores are read or written in a forward pass: product, mask and softmax, dropout, product
 
 T = TypeVar("T")
@@ -72,7 +71,9 @@ class RankCosts:
         self._known: dict[Any, Any] = {}
         self._shared: dict[Any, dict[Any, Any]] = {} if shared is None else shared
         self._held: dict[Any, Any] | None = None  # of these what is known of the job's mesh, its state held so
-        self.collectives: dict[tuple[StridedGroup, Collective], float] = {}  # bytes of the largest that was asked for
+        self.collectives: dict[
+            tuple[StridedGroup, CollectiveKind], float
+        ] = {}  # bytes of the largest that was asked for
         self._plain = job.precision if job.precision in ("fp16", "fp32") else "bf16"  # where nothing is cast
 
     def like(self, job: Job) -> "RankCosts":
@@ -94,7 +95,7 @@ class RankCosts:
             self._held = self._shared.setdefault(here, {})
         return _found(self._held, key, find)
 
-    def collective(self, kind: Collective, whole: float, place: StridedGroup) -> float:
+    def collective(self, kind: CollectiveKind, whole: float, place: StridedGroup) -> float:
         """Seconds of a collective by the profile's algorithm."""
         asked = self.collectives
         asked[place, kind] = max(whole, asked.get((place, kind), 0.0))
@@ -122,30 +123,26 @@ class RankCosts:
         return {layer: known[self.model.window_of(layer)] for layer in layers}
 
     def _scores(self, window: int | None) -> Passes:
-        mesh, machine = self.job.mesh, self.machine
-        query, value = self.model.query_size, self.model.value_size
+        mesh, machine, speed = self.job.mesh, self.machine, self.profile.attention
+        query, value = sizes = self.model.query_size, self.model.value_size
         heads, context = self.model.heads / mesh.tp_out, self.job.train.sequence_length
-        flops = 2 * self.T * context * heads * (query + value)
-        if self.profile.attention == 0:
+        if speed == 0:
             batch = heads * self.T / context
             products = [(context, context, query), (context, value, context)]
             units = float(_aligned(8, query, value))  # batched products leave the units sooner than others
-            forward = sum(machine.matmul_seconds(*sizes, self._plain, batch, units=units) for sizes in products)
+            forward = sum(machine.matmul_seconds(*each, self._plain, batch, units=units) for each in products)
             kept = self._memory(_SCORES * heads * self.T * context * self.e, share=1.0).memory
             times = forward + kept, 2 * forward + 1.3 * kept
             return Passes(*(self._speed(Terms(attention=time)) for time in times))
-        seen = min(window or context, context) / context
-        half = seen - seen * seen / 2  # of the square, without what is masked
-        share = machine.attention * context / mesh.cp / (context / mesh.cp + machine.attention_half)
-        head = value / (-(-value // _STEP) * _STEP)  # of the best rate, as the rest of a step pads
-        rate = machine.rates(self._plain).peak * share * self.profile.attention * head
-        forward = half * flops / rate + machine.kernel_latency
-        back = _ATTENTION_BACKWARD * half * flops / rate + machine.kernel_latency
-        ring, ring_back = self._ring(forward, back)
+        passes = machine.attention_seconds(
+            self.T, context, heads, sizes, self._plain, window=window, ranks=mesh.cp, speed=speed
+        )
         rotary = self._memory(4 * self.T * heads * query * self.e).memory
         return Passes(
-            self._speed(Terms(attention=forward, memory=rotary))._replace(context=ring),
-            self._speed(Terms(attention=back, memory=rotary))._replace(context=ring_back),
+            *(
+                self._speed(Terms(attention=seconds, memory=rotary))._replace(context=ring)
+                for seconds, ring in zip(passes, self._ring(*passes))
+            )
         )
 
     @cached_property
@@ -281,7 +278,7 @@ class RankCosts:
     def _speed(self, terms: Terms) -> Terms:
         return Terms(*(time / self.profile.speed for time in terms))
 
-    def _tensor(self, kind: Collective, whole: float, axis: str = "tp_out") -> Terms:
+    def _tensor(self, kind: CollectiveKind, whole: float, axis: str = "tp_out") -> Terms:
         seconds = self.collective(kind, whole, self.job.group(axis))
         return Terms(tensor=seconds * (1 - self.profile.overlap_tensor * self.machine.overlap))
 

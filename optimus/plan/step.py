@@ -12,14 +12,15 @@ from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
 
+from optimus.comm.algorithms import CollectiveKind
 from optimus.config import ModelConfig
 from optimus.mesh.strided import StridedGroup
 from optimus.optim.rule import Rule
 from optimus.pipeline.estimates import StageTimes, least_seconds, pipeline_seconds, stages_of_ranks
-from optimus.plan.collectives import Collective, transfer_seconds
+from optimus.plan.collectives import transfer_seconds
 from optimus.plan.job import Job
 from optimus.plan.offloading import OffloadSeconds, offload_seconds
-from optimus.plan.parameter_groups import ParameterGroup, Where, kinds_of, max_load, parameter_groups, written
+from optimus.plan.parameter_groups import Counts, ParameterGroup, Where, max_load, parameter_groups, written
 from optimus.plan.rank_costs import Passes, RankCosts, Terms, add
 from optimus.train import pipeline
 
@@ -67,7 +68,7 @@ class _Passes(NamedTuple):
     stages: Sequence[_Stage]  # of the slowest rank
     own: Sequence[StageTimes]  # of these
     times: tuple[StageTimes, ...]  # of all stages
-    counts: Mapping[Where, int]  # of the slowest rank
+    counts: Counts  # of the slowest rank
     least: float  # seconds of all microbatches, if ranks share no cores
 
 
@@ -130,7 +131,7 @@ def _all_passes(work: RankCosts, inside: tuple[Any, ...]) -> _Passes:
 @lru_cache(maxsize=1024)
 def _alike(
     model: ModelConfig, sizes: tuple[int, ...], schedule: str, pp: int
-) -> tuple[tuple[int, ...], list[tuple[int, ...]], dict[tuple[int, ...], Mapping[Where, int]]]:
+) -> tuple[tuple[int, ...], list[tuple[int, ...]], dict[tuple[int, ...], Counts]]:
     """(of each stage the first one that has the same, such stages of each rank, what these have together)."""
     first, counts = dict[int, int](), counts_of(model, sizes)
     alike = tuple(first.setdefault(id(each), number) for number, each in enumerate(counts))
@@ -148,10 +149,13 @@ def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float
 
 def _ends(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, float]:
     """What comes after the passes, or is not hidden beside them."""
-    job, moved = work.job, _state_seconds(work, passes.counts)
+    job, moved = (
+        work.job,
+        work.remembered(("state", *passes.counts.values()), lambda: _state_seconds(work, passes.counts)),
+    )
     beside = OffloadSeconds(moved.update, 0.0)
     if job.state.residency != "device":
-        held = parameter_groups(kinds_of(job), job, passes.counts)
+        held = parameter_groups(job, passes.counts)
         forward, backward = (sum(times) for times in zip(*((t.forward, t.backward + t.weights) for t in passes.own)))
         beside = offload_seconds(job, held, forward, backward)
     ends = {
@@ -178,11 +182,11 @@ def blocks_of_stages(job: Job) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=1024)
-def counts_of(model: ModelConfig, sizes: tuple[int, ...]) -> tuple[Mapping[Where, int], ...]:
+def counts_of(model: ModelConfig, sizes: tuple[int, ...]) -> tuple[Counts, ...]:
     """Of stages of so many blocks: blocks of each kind, and whether it has the first and the last part. Equal ones are the
     same object."""
     alike, kinds = iter(model.alike), sorted(set(model.alike))
-    found: dict[tuple[int, ...], Mapping[Where, int]] = {}
+    found: dict[tuple[int, ...], Counts] = {}
     stages = []
     for stage, size in enumerate(sizes):
         number = Counter(islice(alike, size))
@@ -193,7 +197,7 @@ def counts_of(model: ModelConfig, sizes: tuple[int, ...]) -> tuple[Mapping[Where
     return tuple(stages)
 
 
-def together(counts: Sequence[Mapping[Where, int]]) -> Mapping[Where, int]:
+def together(counts: Sequence[Counts]) -> Counts:
     """Of the stages of a rank; a table that embedding and output layer share is there once."""
     once = ("tied", "every")
     return {
@@ -204,7 +208,7 @@ def together(counts: Sequence[Mapping[Where, int]]) -> Mapping[Where, int]:
 # ---- A microbatch in a stage ----
 
 
-def _stage(work: RankCosts, counts: Mapping[Where, int]) -> _Stage:
+def _stage(work: RankCosts, counts: Counts) -> _Stage:
     """With nothing recomputed."""
     parallel, parts, starting = work.job.parallel, list[tuple[Passes, float]](), 0.0
     for layer, feed_forward in work.feed_forward.items():
@@ -219,7 +223,7 @@ def _stage(work: RankCosts, counts: Mapping[Where, int]) -> _Stage:
     return _Stage(forward, backward, weights, Terms(), starting)
 
 
-def _recomputed(work: RankCosts, counts: Mapping[Where, int]) -> Terms:
+def _recomputed(work: RankCosts, counts: Counts) -> Terms:
     """Of a stage, what its backward passes recompute."""
     job, recompute, again = work.job, work.job.recompute, list[Terms]()
     for layer, feed_forward in work.feed_forward.items():
@@ -244,7 +248,7 @@ def _scaled(terms: Terms, times: float) -> Terms:
     return Terms(*(time * times for time in terms))
 
 
-def _gathering(work: RankCosts, counts: Mapping[Where, int], forward: Terms, backward: Terms) -> float:
+def _gathering(work: RankCosts, counts: Counts, forward: Terms, backward: Terms) -> float:
     """Of a stage's microbatch: all-gathering parameters, forward and backward, and reducing their gradients, as far as
     computing does not hide it."""
     profile = work.profile
@@ -254,10 +258,10 @@ def _gathering(work: RankCosts, counts: Mapping[Where, int], forward: Terms, bac
     return _beside(gather, share * forward.compute) + _beside(second, share * backward.compute)
 
 
-def _gathers(work: RankCosts, counts: Mapping[Where, int]) -> tuple[float, float]:
+def _gathers(work: RankCosts, counts: Counts) -> tuple[float, float]:
     """Seconds of all-gathering the parameters of a stage, and of reduce-scattering their gradients."""
     parts = max(1, work.profile.gathers * counts["blocks"])
-    held = parameter_groups(kinds_of(work.job), work.job, counts)
+    held = parameter_groups(work.job, counts)
     gather = (_moving(work, "all_gather", each.moved(0, each.depths.parameters), work.e, parts) for each in held)
     reduce = (
         _moving(work, "reduce_scatter", each.moved(0, each.depths.gradients), work.profile.reduced, parts)
@@ -268,7 +272,7 @@ def _gathers(work: RankCosts, counts: Mapping[Where, int]) -> tuple[float, float
 
 
 def _moving(
-    work: RankCosts, kind: Collective, moved: Iterable[tuple[float, StridedGroup]], size: float, parts: int = 1
+    work: RankCosts, kind: CollectiveKind, moved: Iterable[tuple[float, StridedGroup]], size: float, parts: int = 1
 ) -> float:
     """Collectives one after the other, of elements of so many bytes, each in so many equal parts."""
     return sum(parts * work.collective(kind, elements * size / parts, place) for elements, place in moved)
@@ -293,13 +297,9 @@ class _StateSeconds(NamedTuple):
     written: Sequence[tuple[int, float]]  # into checkpoints: every how many steps, and bytes
 
 
-def _state_seconds(work: RankCosts, counts: Mapping[Where, int]) -> _StateSeconds:
-    return work.remembered(("state", *counts.values()), lambda: _find_state_seconds(work, counts))
-
-
-def _find_state_seconds(work: RankCosts, counts: Mapping[Where, int]) -> _StateSeconds:
+def _state_seconds(work: RankCosts, counts: Counts) -> _StateSeconds:
     profile, saving = work.profile, work.job.config.checkpoint
-    every = parameter_groups(kinds_of(work.job), work.job, counts)
+    every = parameter_groups(work.job, counts)
     held = [each for each in every if each.rule.trains]
     reduce_each = reduce = gather = turns = 0.0
     for each in held:

@@ -53,32 +53,33 @@ class ModelState:
         moves: Transfers | None = None,
     ) -> None:
         _check_trainable((name, each.requires_grad) for name, each in module.named_parameters())
-        self.groups = groups
-        self._module = module
-        self.tile = options.tile
-        self.options = options
+        self.groups, self.options, self.recipe, self.rules = groups, options, recipe, recipe.rules
+        self._module, self.tile = module, options.tile
         self.steps = 0  # optimizer steps applied
-        self.rules = recipe.rules
         self._unlike = set(recipe.rules.values())  # of all stages
         self.counters = {name: 0.0 for rule in self._unlike for name in rule.counters}
-        self._overlap = options.overlap
         self._reducing: deque[TrainedChunk] = deque()
         self._leaving: deque[TrainedChunk] = deque()
-        moves = moves or transfers(device)
+        self._plan = partial(plan_stages, layouts, groups.mesh, groups.rank, options, stage_of)
+        self._of_stage = self._make_chunks(moves or transfers(device))
+        self.chunks = [chunk for chunks in self._of_stage.values() for chunk in chunks]
+        self.trained = _trained(self.chunks)
+        self.buffers = _place_buffers(module, device)  # trained by rules of their own; whole on all ranks of `team`
+        # Else every rank has every gradient, and finds the same norm by itself.
+        self._parted = any(chunk.plan.replica_count < groups.world.size for chunk in self.chunks)
+        self._gathering = gathering or Gathering()
+        self._hold()
+
+    def _make_chunks(self, moves: Transfers) -> dict[int, list[Chunk]]:
+        """The chunks of each stage, whose parameters replace those of the module."""
+        options, groups, stages = self.options, self.groups, self._plan(self.recipe)
         file = StateFile(Path(options.disk or "."), moves) if "disk" in RESIDENCES[options.residency] else None
-        piece = options.coarsening and options.coarsening * options.tile
-
-        tile = None if device.type != "cpu" else options.tile  # of packing
+        cached = [plan for plans in stages.values() for plan in plans if plan.lifetime == "cache"]
+        block = max((plan.size * plan.buffers[0].dtype.itemsize for plan in cached), default=0)
         known: dict[tuple[tuple[str, ...], bool], list[Group]] = {}  # to divide thousands of ranks takes long
-
-        self._parameters = dict[str, nn.Parameter]()
+        parameters = dict[str, nn.Parameter]()
 
         def make(plan: ChunkPlan) -> Chunk:
-            chunk = make_chunk(plan)
-            self._parameters.update(chunk.make_parameters())  # which frees what is not kept, before the next has memory
-            return chunk
-
-        def make_chunk(plan: ChunkPlan) -> Chunk:
             key = plan.partial_axes, plan.rule.trains
             if key not in known:
                 found = divisions(groups.mesh, plan.partial_axes, sharding_of(plan.rule, options))
@@ -96,30 +97,27 @@ class ModelState:
                 block=block,
                 update_on="host" if options.update_on == "host" else "device",
                 blocks={slot.name: OverBlocks(groups, slot.layout) for slot in split},
-                piece=piece,
+                piece=options.coarsening and options.coarsening * options.tile,
                 started=self._limit_reductions,
                 step=groups.step,
-                masks=recipe.masks,
-                tile=tile,
+                masks=self.recipe.masks,
+                tile=None if moves.device.type != "cpu" else options.tile,  # of packing
             )
 
-        self.recipe = recipe
-        self._plan = partial(plan_stages, layouts, groups.mesh, groups.rank, options, stage_of)
-        stages = self._plan(recipe)
-        cached = [plan for plans in stages.values() for plan in plans if plan.lifetime == "cache"]
-        block = max((plan.size * plan.buffers[0].dtype.itemsize for plan in cached), default=0)
-        self._of_stage = {stage: [make(plan) for plan in plans] for stage, plans in stages.items()}
-        self.chunks = [chunk for chunks in self._of_stage.values() for chunk in chunks]
+        made = dict[int, list[Chunk]]()
+        for stage, plans in stages.items():
+            for plan in plans:
+                made.setdefault(stage, []).append(chunk := make(plan))
+                parameters.update(chunk.make_parameters())  # which frees what is not kept, before the next has memory
         if file is not None:
             file.reserve()
-        self.trained = _trained(self.chunks)
-        self.buffers = _place_buffers(module, device)  # trained by rules of their own; whole on all ranks of `team`
-        _replace_parameters(module, self._parameters)
-        # Else every rank has every gradient, and finds the same norm by itself.
-        self._parted = any(chunk.plan.replica_count < groups.world.size for chunk in self.chunks)
-        self._gathering = gathering or Gathering()
-        assert options.cache != "auto", "chosen before"
-        self._gathering.hold(self.chunks, options.prefetch, options.cache)
+        _replace_parameters(self._module, parameters)
+        return made
+
+    def _hold(self) -> None:
+        """Let the modules gather what they use of the chunks."""
+        assert self.options.cache != "auto", "chosen before"
+        self._gathering.hold(self.chunks, self.options.prefetch, self.options.cache)
 
     def prune(self, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
         """Go on with the parameters that `masks` prune: by name, packed bits of this rank's part of those that the recipe
@@ -131,8 +129,7 @@ class ModelState:
             for chunk, plan in zip(self._of_stage[stage], plans, strict=True):
                 if plan.mask is not None or chunk.mask is not None:
                     chunk.prune(plan, self.recipe.masks, empty=empty)
-        assert self.options.cache != "auto", "chosen before"
-        self._gathering.hold(self.chunks, self.options.prefetch, self.options.cache)
+        self._hold()
 
     @property
     def team(self) -> Group:
@@ -248,7 +245,7 @@ class ModelState:
 
     def _limit_reductions(self, chunk: TrainedChunk) -> None:
         """A reduction has begun: let no more than a few hold their long buffers at once, or none be under way."""
-        if not self._overlap:
+        if not self.options.overlap:
             chunk.finish_reduction()
         elif chunk.plan.adds_gradients or (chunk.leaves and not chunk.alone):
             self._reducing.append(chunk)

@@ -7,8 +7,6 @@ stays there. Updates come in the order of the next forward pass, each a seconds,
     the update to the end           F + B + A
     in the order of use             B + max(F, A)                      hidden from D / L = 1 - F / A on
     uploads of a pass               L - C chunks, 2 M L - (2 M - 1) C in a step; beside the computation, as far as that goes
-
-Elixir chooses by what a byte of the device saves where nothing overlaps (its code, search/optimal.py): `elixir_choice`.
 """
 
 import math
@@ -96,24 +94,6 @@ def update_seconds(shape: StepShape, rates: Rates, on: UpdatePlace) -> float:
     return part * max(link.up / rates.up, link.down / rates.down, 1 / work, disk / rates.read)
 
 
-def serial_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
-    """F + B + A: everything waits for the update."""
-    passes = shape.microbatches * shape.chunks * (shape.forward + shape.backward)
-    return passes + (shape.chunks - choice.device) * update_seconds(shape, rates, choice.update_on)
-
-
-def unhidden_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice) -> float:
-    """Where nothing overlaps: besides F + B + A every upload, and every gradient on its way down. So Elixir counts."""
-    part, away = shape.elements / shape.shards, shape.chunks - choice.device
-    up = loads(away, choice.cache, shape.microbatches) * shape.itemsize * part / rates.up
-    return serial_seconds(shape, rates, choice) + up + away * shape.gradient * part / rates.down
-
-
-def hidden_share(forward: float, update: float) -> float:
-    """D / L with which the updates of the rest, `update` seconds of all, hide behind a forward pass."""
-    return max(0.0, 1 - forward / update)
-
-
 def pass_seconds(shape: StepShape, rates: Rates, choice: OffloadChoice, computing: float) -> float:
     """Of a pass over all chunks, each of so many seconds, that fetches what the one before has dropped.
 
@@ -195,24 +175,3 @@ def choose(
         key=lambda each: (float(f"{step_seconds(shape, rates, each):.4g}"), -each.device, -each.cache),
         default=None,
     )
-
-
-def elixir_choice(shape: StepShape, rates: Rates, free: float, block: float, least: int = 4) -> OffloadChoice:
-    """Elixir's: blocks first or states first, by which saves more seconds per element of the device's memory.
-
-    Its states are a part's parameter and three numbers in fp32: 7 elements in 16 bits. It updates on the host.
-    """
-    up, down, n = shape.shards * rates.up, shape.shards * rates.down, shape.shards
-    blocks_save = shape.itemsize / up + shape.itemsize / down
-    per_state = 7
-    states_save = (n / per_state) * (
-        4 / up + blocks_save + shape.itemsize / down + 1 / (n * rates.host_update) - 1 / (n * rates.device_update)
-    )
-    state = per_state * block / n
-    if blocks_save > states_save:
-        cache = min(shape.chunks, int(free // block))
-        return OffloadChoice(cache, min(shape.chunks, int((free - cache * block) // state)), "host")
-    cache = min(shape.chunks, least)
-    device = min(shape.chunks, max(0, int((free - cache * block) // state)))
-    more = max(0, int((free - cache * block - device * state) // block))
-    return OffloadChoice(min(shape.chunks, cache + more), device, "host")

@@ -222,7 +222,7 @@ def plan_chunks(
         pruned = rule.trains and name in recipe.masks
         groups.setdefault((replicas[layout.partial_axes], same, rule, pruned), []).append(name)
     limit = chunk_limit([[room[name] for name in names] for names in groups.values()], options.chunk)
-    plans = list[tuple[ChunkPlan, tuple[Buffer, ...]]]()
+    plans = list[ChunkPlan]()
     for (ranks, same, rule, pruned), names in groups.items():
         axes, sharding = layouts[names[0]].partial_axes, sharding_of(rule, options)
         own = next(part for part in shard_groups(mesh, ranks, sharding) if rank in part)
@@ -231,29 +231,24 @@ def plan_chunks(
         for step in steps:
             shard_steps.append(ShardStep(step, place % step))
             place //= step
-        gradient = getattr(torch, options.gradient_dtype)
         pruned = pruned and any(recipe.masks[name] is not None for name in names)  # of others everything is left
-        kept = [
-            buffers(
-                placed(depths, residency),
-                recipe.compute,
-                gradient,
-                rule,
-                lifetime=lifetime(options),
-                residency=residency,
-                pruned=pruned,
-            )
-            for residency in ("device", options.residency)
-        ]
+        kept = _buffers(depths, rule, options, recipe, pruned)
         copies = mesh.axis_size(*same) * len(ranks) // len(own)
         pieces = [Piece(room[name], _shape(regions[name]), layouts[name].shape) for name in names]
-        for chunk, ends in divide(pieces, rule, limit, math.prod(steps), max(each.align for each in kept[0])):
+        for chunk, ends in divide(pieces, rule, limit, math.prod(steps), max(each.align for each in kept)):
             slots = tuple(Slot(names[i], layouts[names[i]], regions[names[i]], start, end) for i, start, end in chunk)
-            plan = ChunkPlan(slots, axes, rule, ends, tuple(shard_steps), copies, depths, kept[0])
-            plans.append((_packed(plan, recipe) if pruned else plan, kept[1]))
+            plan = ChunkPlan(slots, axes, rule, ends, tuple(shard_steps), copies, depths, kept)
+            plans.append(_packed(plan, recipe) if pruned else plan)
     first = {name: i for i, name in enumerate(layouts)}
-    plans.sort(key=lambda each: first[each[0].slots[0].name])
-    return _with_residency(plans, options)
+    plans.sort(key=lambda plan: first[plan.slots[0].name])
+    return _with_residency(plans, options, recipe)
+
+
+def _buffers(
+    depths: Depths, rule: Rule, options: StateConfig, recipe: Recipe, pruned: bool, residency: str = "device"
+) -> tuple[Buffer, ...]:
+    gradient, lasts = getattr(torch, options.gradient_dtype), lifetime(options)
+    return buffers(depths, recipe.compute, gradient, rule, lifetime=lasts, residency=residency, pruned=pruned)
 
 
 def _packed(plan: ChunkPlan, recipe: Recipe) -> ChunkPlan:
@@ -263,16 +258,19 @@ def _packed(plan: ChunkPlan, recipe: Recipe) -> ChunkPlan:
     return replace(plan, borders=borders, mask=MaskPlan(plan.size, unpruned, recipe.mask_form))
 
 
-def _with_residency(plans: Sequence[tuple[ChunkPlan, tuple[Buffer, ...]]], options: StateConfig) -> list[ChunkPlan]:
-    """The plans; all behind the first, which are the fraction `device_states`, have the buffers beside them. The first are
-    used first, when the updates of the others are still under way."""
+def _with_residency(plans: Sequence[ChunkPlan], options: StateConfig, recipe: Recipe) -> list[ChunkPlan]:
+    """The plans; all behind the first, which are the fraction `device_states`, with the residency that is configured. The
+    first are used first, when the updates of the others are still under way."""
     fraction = 0.0 if options.device_states == "auto" else options.device_states  # auto adds what there is room for
-    here = fraction * sum(plan.size for plan, _ in plans)
-    found, size = list[ChunkPlan](), 0
-    for plan, elsewhere in plans:
+    here = fraction * sum(plan.size for plan in plans)
+    found, size, where = list[ChunkPlan](), 0, options.residency
+    for plan in plans:
         size += plan.size
-        apart = size > here * (1 + 1e-9)
-        found.append(replace(plan, buffers=elsewhere, depths=placed(plan.depths, options.residency)) if apart else plan)
+        if size > here * (1 + 1e-9):
+            depths = placed(plan.depths, where)
+            kept = _buffers(depths, plan.rule, options, recipe, plan.mask is not None, where)
+            plan = replace(plan, buffers=kept, depths=depths)
+        found.append(plan)
     return found
 
 

@@ -11,37 +11,41 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import psutil
 import yaml
+from pydantic import ConfigDict, Field
 from torch.utils.hooks import RemovableHandle
 
 from optimus.checkpoint.folder import step_folder
 from optimus.checkpoint.format import file_of
+from optimus.config.load import validated
 from optimus.config.yaml_text import parse_yaml
 from optimus.disk import user_path
-from optimus.errors import UserError, nearest
+from optimus.errors import UserError
 from optimus.resilience.events import EventLog
+from optimus.section import Section
 from optimus.train.hooks import Hook
 from optimus.train.launch import run_as_rank
 from optimus.train.run import Run
 from optimus.train.step import StepResult
 
 FaultKind = Literal["kill", "kill_agent", "nan", "hang", "slow", "tear_checkpoint", "fill_disk", "cut"]
-_KINDS = get_args(FaultKind)
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(Section):
     """What happens on `rank` when it begins `step`, or, of a checkpoint, when that of `step` is written."""
 
+    model_config = ConfigDict(frozen=True)
+
     kind: FaultKind
-    rank: int
-    step: int
-    factor: float = 1.0  # slow: times the usual duration of a step, from this one on
+    rank: int = Field(ge=0)
+    step: int = Field(ge=1)
+    factor: float = Field(1.0, ge=1, allow_inf_nan=False)
+    """slow: times the usual duration of a step, from this one on."""
 
     def event(self) -> dict[str, Any]:
         """What the event log says when it happens."""
@@ -87,7 +91,7 @@ class FaultPlan:
         return self._with("fill_disk", rank, step)
 
     def _with(self, kind: FaultKind, rank: int, step: int, factor: float = 1.0) -> "FaultPlan":
-        return FaultPlan([*self.faults, Fault(kind, rank, step, factor)])
+        return FaultPlan([*self.faults, Fault(kind=kind, rank=rank, step=step, factor=factor)])
 
     def of(self, rank: int) -> list[tuple[int, Fault]]:
         """The faults of a rank, with their numbers in the plan."""
@@ -95,7 +99,7 @@ class FaultPlan:
 
     def write(self, path: Path) -> None:
         """Write the plan as a YAML list."""
-        path.write_text(yaml.safe_dump([asdict(fault) for fault in self.faults]), encoding="utf-8")
+        path.write_text(yaml.safe_dump([fault.model_dump() for fault in self.faults]), encoding="utf-8")
 
     @classmethod
     def read(cls, path: str | Path) -> "FaultPlan":
@@ -138,19 +142,7 @@ def is_due(run: Path, plan: FaultPlan, number: int) -> bool:
 def _fault(entry: Any, where: str) -> Fault:
     if not isinstance(entry, dict):
         raise UserError(f"{where} is no mapping; one is {{kind: kill, rank: 1, step: 12}}")
-    names = Fault.__dataclass_fields__
-    for key in entry:
-        if key not in names:
-            raise UserError(f"{where}: unknown key '{key}': {nearest(str(key), names)}")
-    if entry.get("kind") not in _KINDS:
-        raise UserError(f"{where}: kind is '{entry.get('kind')}': {nearest(str(entry.get('kind')), _KINDS)}")
-    for key, least in (("rank", 0), ("step", 1)):
-        if type(entry.get(key)) is not int or entry[key] < least:
-            raise UserError(f"{where}: {key} is {entry.get(key)!r}: give a number from {least} on")
-    factor = entry.get("factor", 1.0)
-    if type(factor) not in (int, float) or not 1 <= factor < math.inf:
-        raise UserError(f"{where}: factor is {factor!r}: give a number from 1 on")
-    return Fault(entry["kind"], entry["rank"], entry["step"], float(factor))
+    return validated(Fault, entry, where, Fault)
 
 
 class Inject(Hook):

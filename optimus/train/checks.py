@@ -21,7 +21,7 @@ from optimus.config import ModelConfig, RunConfig, load_config
 from optimus.config.phases import longest, phases_of
 from optimus.data import files
 from optimus.data.shards import Shards
-from optimus.data.training import TrainingData
+from optimus.data.training import TrainingData, check_same_tokenizer
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
 from optimus.mesh import Mesh
@@ -82,7 +82,7 @@ def check_validation(config: RunConfig, data: TrainingData) -> None:
         if each.text is not None:
             files.resolve([each.text])
         elif each.path is not None:
-            data.check_same_tokenizer(Shards(each.path, config.train.data_cache))
+            check_same_tokenizer(data.first_folder, Shards(each.path, config.train.data_cache))
     if config.evaluate.text is not None and not Path(config.evaluate.text).exists():
         raise UserError(f"evaluate.text: {config.evaluate.text} does not exist: name a file or folder of text")
     if config.evaluate.tasks:
@@ -144,20 +144,14 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
 
 def begins_with(config: RunConfig, resume: bool) -> Reader | None:
     """The checkpoint that a run begins with, if it does: the first whose description is whole."""
-    for path in _begins_with(config, resume):
+    paths = [point.path for point in resume_points(Path(config.train.output))] if resume else []
+    initial = config.lr_schedule.branch_from or config.checkpoint.initial
+    if not paths and initial is not None and not (Path(initial) / "config.json").is_file():
+        paths = [find_checkpoint(initial)]
+    for path in paths:
         with suppress(DamagedError):  # said when it is loaded
             return Reader.open(path)
     return None
-
-
-def _begins_with(config: RunConfig, resume: bool) -> list[Path]:
-    points = resume_points(Path(config.train.output)) if resume else []
-    initial = config.lr_schedule.branch_from or config.checkpoint.initial
-    if points:
-        return [point.path for point in points]
-    if initial is None or (Path(initial) / "config.json").is_file():
-        return []
-    return [find_checkpoint(initial)]
 
 
 def check_memory(

@@ -66,7 +66,7 @@ def with_dispatcher(config: RunConfig, mesh: Mesh, measured: Measured | None = N
     train, itemsize = config.train, 4 if config.train.precision == "float32" else 2
     tokens = train.micro_batch * train.sequence_length // (mesh.cp * mesh.tp)
     found = dispatcher(config.moe.dispatch, config.model, mesh, tokens, itemsize, measured)
-    return config.model_copy(update={"moe": config.moe.model_copy(update={"dispatch": found})})
+    return config.changed(moe={"dispatch": found})
 
 
 def keep(measured: Measured | None, folder: Path) -> None:

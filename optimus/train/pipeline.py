@@ -164,10 +164,7 @@ def with_microbatches(config: RunConfig, ranks: int) -> RunConfig:
             f"parallel.microbatches {number}: the {sequences} sequences of a step on each data-parallel rank can be divided "
             f"into {able} microbatches of at most train.micro_batch {train.micro_batch}: choose one of them, or auto"
         )
-    changed = {"train": {"micro_batch": size}, "parallel": {"microbatches": None}}
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=section) for name, section in changed.items()}
-    )
+    return config.changed(train={"micro_batch": size}, parallel={"microbatches": None})
 
 
 def _idle(config: RunConfig, microbatches: int) -> float:

@@ -27,7 +27,7 @@ def with_precision(
         return config, ""
     choose = partial(_chosen, config, device, resume)
     precision, why = choose() if world is None else world.on_first(choose)
-    return config.model_copy(update={"train": config.train.model_copy(update={"precision": precision})}), why
+    return config.changed(train={"precision": precision}), why
 
 
 def _chosen(config: RunConfig, device: torch.device, resume: bool) -> tuple[str, str]:

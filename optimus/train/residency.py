@@ -59,12 +59,12 @@ def with_residency(
         return config, None
     fetches = RESIDENCES[state.residency][0] != "device"
     cache = "auto" if state.cache is None and fetches else state.cache
-    given = {"cache": cache, "disk": state.disk or config.train.output if state.residency == "disk" else None}
-    config = _with_state(config, **given)
+    disk = state.disk or config.train.output if state.residency == "disk" else None
+    config = config.changed(state={"cache": cache, "disk": disk})
     open_places = state.update_on == "auto" and state.residency != "device"
     if not open_places and "auto" not in (cache, state.device_states):
         return config, None
-    elsewhere, here = (plans(_with_state(config, device_states=fraction)) for fraction in (0.0, 1.0))
+    elsewhere, here = (plans(config.changed(state={"device_states": fraction})) for fraction in (0.0, 1.0))
     room = _room(config, groups, free, elsewhere, here)
     rates, compute = _NO_LINK, math.inf
     if device.type != "cpu":
@@ -94,12 +94,12 @@ def with_residency(
     answers = groups.world.all_gather_object((share, found.cache, found.update_on))
     share, blocks = min(each[0] for each in answers), min(each[1] for each in answers)
     share = share if state.device_states == "auto" else state.device_states
-    config = _with_state(
-        config,
-        device_states=share,
-        cache=max(1, blocks) if cache == "auto" else cache,
-        update_on=answers[0][2] if state.residency != "device" else state.update_on,
-    )
+    decided = {
+        "device_states": share,
+        "cache": max(1, blocks) if cache == "auto" else cache,
+        "update_on": answers[0][2] if state.residency != "device" else state.update_on,
+    }
+    config = config.changed(state=decided)
     return config, _said(config, rates, shape, found)
 
 
@@ -117,10 +117,6 @@ def _said(config: RunConfig, rates: Rates, shape: StepShape, found: OffloadChoic
         f"{rates.down / 1e9:.3g} down, {update / 1e9:.3g} G elements/s); a step is expected to take {step / computing:.2f} "
         "times its computation"
     )
-
-
-def _with_state(config: RunConfig, **values: object) -> RunConfig:
-    return config.model_copy(update={"state": config.state.model_copy(update=values)})
 
 
 def _room(

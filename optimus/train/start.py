@@ -79,15 +79,14 @@ def settled(config: RunConfig, instances: int, resume: bool = False) -> RunConfi
     step, and one that ends before `train.stop_at`.
     """
     steps = _steps(config, instances)
-    train = config.train.model_copy(update={"steps": steps, "tokens": None, "epochs": None})
-    config = config.model_copy(update={"train": train})
-    if train.stop_at is not None and train.stop_at > steps:
-        raise UserError(f"train.stop_at {train.stop_at} is beyond the {steps} steps of the run: lower it")
+    config, stop = config.changed(train={"steps": steps, "tokens": None, "epochs": None}), config.train.stop_at
+    if stop is not None and stop > steps:
+        raise UserError(f"train.stop_at {stop} is beyond the {steps} steps of the run: lower it")
     warmup = config.lr_schedule.warmup_steps
     if warmup is None:
-        kept = chosen_before(Path(train.output)) if resume else {}
+        kept = chosen_before(Path(config.train.output)) if resume else {}
         warmup = kept.get("warmup_steps", config.warmup_steps)
-    return config.model_copy(update={"lr_schedule": config.lr_schedule.model_copy(update={"warmup_steps": warmup})})
+    return config.changed(lr_schedule={"warmup_steps": warmup})
 
 
 def _steps(config: RunConfig, instances: int) -> int:

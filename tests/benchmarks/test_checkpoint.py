@@ -1,10 +1,13 @@
 """The benchmark of checkpoints measures what it says: bytes and readers are exact, whatever the times are."""
 
+import pytest
+
 from benchmarks.checkpoint import run
 
 MODEL = {"family": "olmo", "hidden": 64, "layers": 2, "heads": 2, "intermediate": 128, "vocab": 512}
 
 
+@pytest.mark.in_turn(2, 5)
 def test_rows_and_ratios() -> None:
     found = run(model=MODEL, loaded=MODEL, ranks=2, rounds=1)
     saving, ratios, loading, nodes = found.rows, found.ratios, found.more["loading"], found.more["nodes"]

@@ -11,7 +11,7 @@ from optimus.plan.measure.ranks import run_fresh
 PARAMETERS = 4 * (4 * 128 * 128 + 3 * 128 * 512) + 2 * 4096 * 128  # of mula-tiny
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(3, 5)
 def test_rows_and_ratios() -> None:
     found = data_parallel.run(model="mula-tiny", steps=1, rounds=1, rank_counts=(2,), sequences=2, context=32)
     rows, ratios = found.rows, found.ratios

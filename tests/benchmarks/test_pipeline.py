@@ -10,7 +10,7 @@ from optimus.pipeline.schedules import make_schedule
 from optimus.testing import run_ranks
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(1, 5)
 def test_rows_and_ratios() -> None:
     points = {"usual": pipeline.Point(stages=2), "equal": pipeline.Point(stages=2, live=1.0)}
     found = pipeline.run(microbatches=8, forward_ms=1, seeds=1, rounds=1, steps=1, points=points, ranks=(2,))

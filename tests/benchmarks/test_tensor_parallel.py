@@ -7,7 +7,7 @@ from benchmarks.training import turn
 from optimus.plan.measure.ranks import run_fresh
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(4, 5)
 def test_rows_and_ratios() -> None:
     found = tensor_parallel.run(model="mula-tiny", steps=1, rounds=1, sequences=2, context=32)
     rows, ratios = found.rows, found.ratios

@@ -5,7 +5,7 @@ import pytest
 from benchmarks import train
 
 
-@pytest.mark.slow
+@pytest.mark.in_turn(0, 5)
 def test_rows_and_ratios() -> None:
     found = train.run(model="mula-tiny", steps=1, rounds=1, share=False)
     rows, ratios = found.rows, found.ratios

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from helpers.rounds import check_exchange, check_gather, check_reduction
 from optimus.comm.algorithms import (
     KINDS,
     LONG_SUM,
@@ -21,7 +22,7 @@ from optimus.comm.algorithms import (
 )
 from optimus.comm.costs import seconds
 from optimus.comm.links import Link, Links
-from optimus.comm.schedules import Shape, check_exchange, check_gather, check_reduction
+from optimus.comm.schedules import Shape
 
 KB = 1024
 

@@ -5,15 +5,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from helpers.rounds import check_exchange, check_gather, check_reduction
 from optimus.comm.schedules import (
     Message,
     Round,
     RoundSchedule,
     Shape,
     backwards,
-    check_exchange,
-    check_gather,
-    check_reduction,
     direct,
     doubling,
     exchange,

@@ -11,7 +11,7 @@ from optimus.mesh import Mesh
 from optimus.model.count import count_parameters, flops_per_token
 from optimus.plan.blocks import Projection, blocks_of
 from optimus.plan.machine import load_machine
-from optimus.plan.parameter_groups import kinds_of, parameter_groups
+from optimus.plan.parameter_groups import parameter_groups
 from optimus.plan.rank_costs import RankCosts
 from optimus.plan.search import search
 from optimus.plan.step import counts_of, step_time
@@ -57,7 +57,7 @@ def test_parameters_and_state_are_those_that_are_counted(name: str) -> None:
     model = MODELS[name]
     (counts,), parameters = counts_of(model, (model.layers,)), count_parameters(model).total
     asked = job(model, MACHINE, Mesh(), 512, 1, 8, PLAIN)
-    assert sum(held.elements for held in parameter_groups(kinds_of(asked), asked, counts)) == parameters
+    assert sum(held.elements for held in parameter_groups(asked, counts)) == parameters
     parts = framework_memory(asked, PLAIN).parts
     assert sum(parts[kind] for kind in ("parameters", "gradients", "optimizer")) == 16 * parameters
 

@@ -7,20 +7,19 @@ import pytest
 from benchmarks.published.jobs import changed, job
 from benchmarks.published.profiles import load_profile
 from optimus.comm import costs
-from optimus.comm.algorithms import OWN, Curve, Measured, default, names, pieces
+from optimus.comm.algorithms import OWN, CollectiveKind, Curve, Measured, default, names, pieces
 from optimus.comm.links import Link, Links
 from optimus.comm.schedules import Shape
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
 from optimus.mesh.strided import StridedGroup
-from optimus.plan.choices import algorithm_of, links_of
-from optimus.plan.collectives import Algorithm, Collective, algorithm_named, collective_seconds, shape_of
+from optimus.plan.collectives import Algorithm, algorithm_named, collective_seconds, links_of, shape_of
 from optimus.plan.machine import Machine, load_machine
 from optimus.plan.profile import Profile
 from optimus.plan.step import step_time
 
 approx = pytest.approx
-KINDS: list[Collective] = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+KINDS: list[CollectiveKind] = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 KB, MB = 1 << 10, 1 << 20
 CPUS, GPUS = load_machine("laptop"), load_machine("dgx-h100")
 
@@ -45,11 +44,13 @@ def test_this_library_chooses_and_others_have_one_ring() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [4 * KB, 1 * MB, 64 * MB])
 @pytest.mark.parametrize("place", [StridedGroup(16), StridedGroup(128), StridedGroup(8, 4), StridedGroup(8, 2)])
-def test_between_nodes_of_processors_a_run_follows_its_rules(kind: Collective, size: int, place: StridedGroup) -> None:
+def test_between_nodes_of_processors_a_run_follows_its_rules(
+    kind: CollectiveKind, size: int, place: StridedGroup
+) -> None:
     """And takes what the events on the machine's links say."""
     shape = shape_of(place, CPUS)
     assert shape is not None
-    name = algorithm_of(kind, size, shape, CPUS)
+    name = algorithm_named(kind, size, place, CPUS, "chosen")
     rule = default(kind, shape, size)
     assert name == ("direct" if rule == OWN and kind in ("all_gather", "reduce_scatter") else rule)
     groups = 4 // shape.per  # of four ranks of a node, that share its adapter
@@ -101,22 +102,22 @@ def test_a_table_says_which_algorithm_and_how_long() -> None:
         (1e6, "direct+direct", 4e-3),
         (2.5e5, "direct+direct", 2e-3 * 2 ** (0.5 * 1.39794)),
     ):
-        assert algorithm_of("all_gather", size, Shape(4, 8), measured) == name
+        assert algorithm_named("all_gather", size, StridedGroup(32), measured, "chosen") == name
         assert collective_seconds("all_gather", size, StridedGroup(32), measured, "chosen") == approx(seconds)
 
 
 def test_the_backends_own_unless_the_table_has_two_levels_as_faster() -> None:
-    shape = Shape(4, 8)
+    place = StridedGroup(32)
     for kind in KINDS:
         for size in (4 * KB, 64 * MB):
-            assert algorithm_of(kind, size, shape, GPUS) == OWN
+            assert algorithm_named(kind, size, place, GPUS, "chosen") == OWN
     measured = with_table(GPUS, all_gather={"4x8": SLOW_FIRST})
-    assert algorithm_of("reduce_scatter", 1e6, shape, measured) == OWN  # not measured
-    assert algorithm_of("all_gather", 1e6, Shape(2, 8), measured) == OWN  # nor this shape
+    assert algorithm_named("reduce_scatter", 1e6, place, measured, "chosen") == OWN  # not measured
+    assert algorithm_named("all_gather", 1e6, StridedGroup(16), measured, "chosen") == OWN  # nor this shape
     # A flat algorithm is none that runs over a vendor's library.
     flat = {OWN: Curve(sizes=[1e6], seconds=[2.0]), "direct": Curve(sizes=[1e6], seconds=[1.0])}
-    assert algorithm_of("all_gather", 1e6, shape, with_table(GPUS, all_gather={"4x8": flat})) == OWN
-    assert "direct" in names("all_gather", shape)
+    assert algorithm_named("all_gather", 1e6, place, with_table(GPUS, all_gather={"4x8": flat}), "chosen") == OWN
+    assert "direct" in names("all_gather", Shape(4, 8))
 
 
 @pytest.mark.parametrize("place", [StridedGroup(8), StridedGroup(32), StridedGroup(4, 8), StridedGroup(12)])
@@ -154,7 +155,7 @@ def test_a_step_gets_faster_by_a_table_of_faster_collectives() -> None:
         ("all_gather", StridedGroup(6), "chosen", OWN),
     ],
 )
-def test_names(kind: Collective, place: StridedGroup, by: Algorithm, name: str) -> None:
+def test_names(kind: CollectiveKind, place: StridedGroup, by: Algorithm, name: str) -> None:
     assert algorithm_named(kind, 64.0 * MB, place, CPUS, by) == name
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from optimus.comm.algorithms import CollectiveKind
 from optimus.plan.collectives import (
-    Collective,
     StridedGroup,
     collective_seconds,
     hierarchical_seconds,
@@ -45,7 +45,7 @@ def machine(
 # ---- Equations 5.1 to 5.5: of a layer with m x n = 32, m x k = 48, k x n = 24 bytes on a grid of 2 x 3 x 4 x 5 ----
 
 
-def on_a_node(kind: Collective, whole: float, size: int, bandwidth: float = 1.0) -> float:
+def on_a_node(kind: CollectiveKind, whole: float, size: int, bandwidth: float = 1.0) -> float:
     return collective_seconds(kind, whole, StridedGroup(size), machine(size, bandwidth))
 
 

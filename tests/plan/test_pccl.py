@@ -12,11 +12,12 @@ import pytest
 
 from benchmarks.published.jobs import job
 from benchmarks.published.profiles import load_profile
+from optimus.comm.algorithms import CollectiveKind
 from optimus.config import ModelConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.mesh.strided import StridedGroup
-from optimus.plan.collectives import Collective, collective_seconds
+from optimus.plan.collectives import collective_seconds
 from optimus.plan.machine import Library, Protocol, load_machine
 from optimus.plan.step import step_time
 
@@ -24,7 +25,7 @@ approx = pytest.approx
 MIB = 2**20
 
 
-def seconds(name: str, ranks: int, megabytes: float, by: str, kind: Collective = "all_gather") -> float:
+def seconds(name: str, ranks: int, megabytes: float, by: str, kind: CollectiveKind = "all_gather") -> float:
     return collective_seconds(kind, megabytes * MIB, StridedGroup(ranks), load_machine(name), by)  # type: ignore[arg-type]
 
 
@@ -148,7 +149,7 @@ SPEEDUPS = [  # machine, ranks, MiB, lowest and highest published
 @pytest.mark.parametrize(("name", "ranks", "megabytes", "low", "high"), SPEEDUPS)
 def test_speedups_over_the_vendors_libraries(name: str, ranks: int, megabytes: int, low: float, high: float) -> None:
     """Of all-gathers and reduce-scatters, within 25 % of what is published."""
-    kinds: list[Collective] = ["all_gather", "reduce_scatter"]
+    kinds: list[CollectiveKind] = ["all_gather", "reduce_scatter"]
     for kind in kinds:
         times = [seconds(name, ranks, megabytes, by, kind) for by in ("library", "pccl")]
         found = times[0] / times[1]

@@ -15,7 +15,7 @@ from optimus.plan.dry_run import dry_run
 from optimus.plan.job import Job
 from optimus.plan.machine import load_machine
 from optimus.plan.memory import Memory
-from optimus.plan.parameter_groups import kinds_of, parameter_groups
+from optimus.plan.parameter_groups import parameter_groups
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.search import search
 from optimus.plan.step import blocks_of_stages, counts_of
@@ -96,7 +96,7 @@ def test_a_rank_with_more_matrices_than_others(preset: str, layout: list[str]) -
     mesh, predicted = job.mesh, predict(job).memory
     (plans,) = planned_chunks(job.config, mesh, [predicted.rank * mesh.block])
     counts = counts_of(job.model, blocks_of_stages(job))[predicted.rank]
-    held = [each for each in parameter_groups(kinds_of(job), job, counts) if each.matrices]
+    held = [each for each in parameter_groups(job, counts) if each.matrices]
     for depth in range(len(held[0].steps) + 1):
         assert sum(each.after(depth) for each in held) == fullest(plans, depth)
     if "shard_ranks" not in "".join(layout):  # then no rank is the fullest after every step

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.silent_backend import SilentGroup, silent_group
 from optimus.comm import CollectiveError, Group
 from optimus.comm.device_waits import Deadline, DeviceWaits
 from optimus.comm.group import Shared
@@ -23,7 +24,6 @@ from optimus.resilience.exits import Exit
 from optimus.resilience.hangs import find_culprits
 from optimus.resilience.policy import CRASHES, Do, decide
 from optimus.testing import run_ranks
-from optimus.testing.silent_backend import SilentGroup, silent_group
 
 ABORT, KILL = -signal.SIGABRT, -signal.SIGKILL
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.sweep import part_of
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.mesh import Mesh
@@ -127,9 +128,7 @@ def config_of_a_run(small_run: dict[str, Any], layout: str, steps: int = 25) -> 
     return small_run | {"train": train, "model": model, "resilience": {"slow": 80}} | LAYOUTS[layout]
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(number, marks=[pytest.mark.slow] * (number >= len(LAYOUTS))) for number in range(10)]
-)
+@pytest.mark.parametrize("number", [*range(len(LAYOUTS)), *part_of(range(len(LAYOUTS), 10))])
 def test_the_slow_rank_is_named(small_run: dict[str, Any], number: int) -> None:
     """Ranks drawn at random, over all layouts."""
     rank = random.Random(number).randrange(8)

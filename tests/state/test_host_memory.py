@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.simulated_device import CopyLink, Race, SimulatedDevice, Simulation, StepFigures
 from helpers.drawing import config_of
 from helpers.equality import Trained, train_steps
 from optimus.comm import Group
@@ -26,7 +27,6 @@ from optimus.state import model_state
 from optimus.state.chunk import Chunk
 from optimus.state.gathering import Gathering
 from optimus.testing import run_ranks
-from optimus.testing.simulated_device import CopyLink, Race, SimulatedDevice, Simulation, StepFigures
 
 S = 256  # a layer of 16 x 16, which stands for 64 M elements
 SCALE = 64e6 / S

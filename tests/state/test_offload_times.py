@@ -10,10 +10,7 @@ from optimus.state.offload_times import (
     Rates,
     StepShape,
     choose,
-    elixir_choice,
-    hidden_share,
     loads,
-    serial_seconds,
     step_seconds,
     update_bytes,
     update_seconds,
@@ -155,15 +152,13 @@ def test_the_step_of_the_reference_rates(device: int) -> None:
     assert step_seconds(given, REFERENCE, choice) == pytest.approx(seconds, rel=0.03)
     update = (24 - device) * update_seconds(given, REFERENCE, "host")
     assert seconds == pytest.approx(24 * 0.040 + max(24 * 0.020, update), rel=0.03)
-    assert serial_seconds(given, REFERENCE, choice) == pytest.approx(24 * 0.060 + update)
 
 
 def test_states_on_the_device_that_make_the_rest_free() -> None:
     update = 24 * update_seconds(shape(), REFERENCE, "host")
-    device = round(24 * hidden_share(24 * 0.020, update)) + 1
+    device = round(24 * (1 - 24 * 0.020 / update)) + 1
     assert device == 9
     assert step_seconds(shape(), REFERENCE, OffloadChoice(4, device, "host")) == pytest.approx(24 * 0.060, rel=0.03)
-    assert hidden_share(2.0, 1.0) == 0
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
@@ -172,6 +167,27 @@ def test_loads(cache: int, microbatches: int) -> None:
     given = shape(microbatches=microbatches)
     _, fetched = simulated(given, REFERENCE, OffloadChoice(cache, 0, "host"))
     assert fetched == loads(24, cache, microbatches)
+
+
+def elixir_choice(shape: StepShape, rates: Rates, free: float, block: float, least: int = 4) -> OffloadChoice:
+    """Elixir's: blocks first or states first, by which saves more seconds per element of the device's memory.
+
+    Its states are a part's parameter and three numbers in fp32: 7 elements in 16 bits. It updates on the host.
+    """
+    up, down, n = shape.shards * rates.up, shape.shards * rates.down, shape.shards
+    blocks_save = shape.itemsize / up + shape.itemsize / down
+    per_state = 7
+    states_save = (n / per_state) * (
+        4 / up + blocks_save + shape.itemsize / down + 1 / (n * rates.host_update) - 1 / (n * rates.device_update)
+    )
+    state = per_state * block / n
+    if blocks_save > states_save:
+        cache = min(shape.chunks, int(free // block))
+        return OffloadChoice(cache, min(shape.chunks, int((free - cache * block) // state)), "host")
+    cache = min(shape.chunks, least)
+    device = min(shape.chunks, max(0, int((free - cache * block) // state)))
+    more = max(0, int((free - cache * block - device * state) // block))
+    return OffloadChoice(min(shape.chunks, cache + more), device, "host")
 
 
 def machine(seed: int) -> tuple[StepShape, Rates, float, float, list[float]]:

@@ -43,6 +43,8 @@ RESIDENCES = {
 }
 
 
+@pytest.mark.swept
+@pytest.mark.parametrize("name", RESIDENCES)
 @pytest.mark.parametrize(
     ("model", "ranks", "overrides"),
     [
@@ -55,18 +57,16 @@ RESIDENCES = {
         ("dense", 1, ["train.freeze=[blocks.1.*]", "optimizer.name=schedule-free"]),
     ],
 )
-def test_the_same_bits(model: str, ranks: int, overrides: list[str], tmp_path: Path) -> None:
+def test_the_same_bits(model: str, ranks: int, overrides: list[str], name: str, tmp_path: Path) -> None:
     def found(*more: str) -> list[Trained]:
         tree = load_config(config_of(model), ["state.chunk=500", *overrides, *more])
         return run_ranks(train_steps, ranks, tree.model_dump(exclude_unset=True), 3)
 
-    expected = found()
-    for name, residency in RESIDENCES.items():
-        on_disk = [f"state.disk={tmp_path}"] if name == "disk" else []
-        for a, b in zip(found(*residency, *on_disk), expected):
-            assert a.steps == b.steps, name
-            for key, tensor in b.tensors.items():
-                assert torch.equal(a.tensors[key], tensor), (name, key)
+    on_disk = [f"state.disk={tmp_path}"] if name == "disk" else []
+    for a, b in zip(found(*RESIDENCES[name], *on_disk), found()):
+        assert a.steps == b.steps
+        for key, tensor in b.tensors.items():
+            assert torch.equal(a.tensors[key], tensor), key
     assert not list(tmp_path.iterdir())  # the file of the state has no name
 
 

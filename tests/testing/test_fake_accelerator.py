@@ -19,7 +19,7 @@ from torch import Tensor
 
 from helpers.covering import covering
 from helpers.drawing import config_of, drawn
-from optimus.comm import Groups
+from optimus.comm import Group, Groups
 from optimus.config import dump_config, load_config
 from optimus.kernels import backend
 from optimus.mesh import Mesh
@@ -200,18 +200,57 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("number", range(len(families())), ids=sorted(families()))
 def test_families(number: int) -> None:
-    """Each in one of the layouts, and with experts on two ranks. Activations of experts that no kernel has wait."""
+    """Each in one of the layouts, and with experts on two ranks."""
     name = sorted(families())[number]
     fields, overrides = families()[name].fields, [*LAYOUTS[number % len(LAYOUTS)]]
     model = SIZES | {"family": name} | FAMILY.get(name, {})
     if "experts" in fields and "experts_by_layer" not in model:
         model |= {"experts": 4, "experts_per_token": 2}
     overrides += ["parallel.expert=2"] if "experts" in fields else []
-    seen = on_fake(one_step, config_of("dense") | {"model": model}, overrides, 4, number % 4)
-    if seen.waited("kernels/expert_mlp.py") == 0:
-        check_waits(seen)
-    else:
-        assert name in ("gpt_oss", "pr_moe")
+    check_waits(on_fake(one_step, config_of("dense") | {"model": model}, overrides, 4, number % 4))
+
+
+def products_under_way(overrides: list[str], ranks: int, per_node: int | None) -> list[int]:
+    """Of a step of a model with a shared expert: for each all-to-all, in order, how many products are launched from when it
+    has begun to when it is waited for."""
+    model = SIZES | {"family": "deepseek_v3", "experts": 4, "experts_per_token": 2} | FAMILY["deepseek_v3"]
+    found, begin = [], Group._start
+
+    with steps_of(config_of("dense") | {"model": model}, overrides, ranks, 0, per_node) as (machine, steps):
+
+        def products() -> int:
+            return sum(count for (_, kernel), count in machine.launches.items() if "mm" in kernel)
+
+        def start(self: Group, name: str, *args: Any, **options: Any) -> Callable[[], None]:
+            finish, before, number = begin(self, name, *args, **options), products(), len(found)
+            found.extend([-1] if name == "all_to_all" else [])
+
+            def wait() -> None:
+                if name == "all_to_all":
+                    found[number] = products() - before
+                finish()
+
+            return wait
+
+        with mock.patch.object(Group, "_start", start):
+            steps.train()
+    return found
+
+
+@pytest.mark.parametrize(("again", "recomputed"), [([], 0), (["recompute=[moe]"], 3)], ids=["saved", "recomputed"])
+def test_tokens_are_under_way_beside_shared_experts(again: list[str], recomputed: int) -> None:
+    """Forward: counts, which are waited for; tokens, weights and choices, beside the first projection; results, beside the
+    second. Backward: gradients of the results, beside what is recomputed, of weights and of tokens, each beside two products
+    of a projection's."""
+    found = on_fake(products_under_way, ["parallel.expert=4", "train.micro_batch=2", *again], 4, None)
+    microbatches = 16 // 4 // 2
+    assert found == [0, 1, 1, 1, 1, recomputed + 2, 2, 2] * microbatches
+
+
+def test_tokens_between_nodes_are_under_way_beside_shared_experts() -> None:
+    """Those on the node are waited for."""
+    found = on_fake(products_under_way, ["parallel.expert=4", "train.micro_batch=4"], 4, 2)
+    assert found == [0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 2, 0, 0, 0, 2, 2]
 
 
 # ---- Whole runs, evaluation, generation, checkpoints ----

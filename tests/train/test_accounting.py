@@ -52,6 +52,7 @@ def test_the_load_is_that_of_the_routers(
     assert "experts/imbalance" not in read_metrics(Path(train["output"]))[-2]
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_uniform_routing_is_balanced_over_ranks_and_stages(small_run: dict[str, Any]) -> None:
     """Every rank's tokens count, and every stage's layers; time and memory add up."""
     small_run["observe"] |= {"log_every": 2}
@@ -69,6 +70,7 @@ def test_uniform_routing_is_balanced_over_ranks_and_stages(small_run: dict[str, 
         assert sum(times.values()) - each["checkpoint_seconds"] == pytest.approx(each["step_seconds"], rel=1e-6)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_layouts_have_one_load(small_run: dict[str, Any], tmp_path: Path) -> None:
     small_run["observe"] |= {"log_every": 2}
     small_run["train"] |= {"stop_at": 2, "precision": "float32"}

@@ -62,6 +62,7 @@ def check_pruned(path: Path, share: float) -> None:
         assert weights[name][mask].count_nonzero() > 0.99 * int(mask.sum()), name
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_run_and_its_checkpoints(small_run: dict[str, Any], tmp_path: Path) -> None:
     """Resumed bit for bit between two prunings and behind them; within rounding on other layouts."""
     whole, parted = (changed(small_run, tmp_path / name, pruning=ITERATIVE) for name in ("whole", "parted"))
@@ -84,6 +85,7 @@ def test_a_run_and_its_checkpoints(small_run: dict[str, Any], tmp_path: Path) ->
     check_pruned(tmp_path / "spread" / "checkpoints" / "step-00000008", 0.1)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_masks_survive_export_import_and_conversion(small_run: dict[str, Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     config = changed(small_run, run, pruning={"sparsity": 0.8, "at": 0}, checkpoint={"weights_every": 4})
@@ -114,6 +116,7 @@ def test_masks_survive_export_import_and_conversion(small_run: dict[str, Any], t
     check_pruned(tmp_path / "tuned" / "checkpoints" / "step-00000008", 0.2)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_pruning_goes_on_from_a_pruned_checkpoint(small_run: dict[str, Any], tmp_path: Path) -> None:
     """What was pruned before stays so, frozen or not; other parameters are pruned besides."""
     first = changed(small_run, tmp_path / "first", pruning={"sparsity": 0.5, "at": 0, "targets": ["matrix"]})

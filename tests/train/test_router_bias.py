@@ -102,6 +102,7 @@ def test_layouts(ranks: int, overrides: list[str]) -> None:
     assert any(key.endswith("router.bias") for key in train_steps(config(), 1).tensors)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_runs_go_on_with_their_biases(prepared: Path, tmp_path: Path) -> None:
     """In bf16, of which they are no part; on two stages, then on two ranks that share their state; to a folder and back."""
     rate = 1e-5  # less than scores differ by: no step is taken back by the next

@@ -26,6 +26,7 @@ def changed(config: dict[str, Any], output: Path, **sections: dict[str, Any]) ->
     return config
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("rule", ["muon", "lion", "schedule-free"])
 def test_resumed_on_another_layout(small_run: dict[str, Any], tmp_path: Path, rule: str) -> None:
     """As if nothing had been: bit by bit on one rank, within rounding from four sharded ranks on two others."""

@@ -35,9 +35,16 @@ class DownGradients(NamedTuple):
 
 
 def expert_down_backward(
-    y_grad_TH: Tensor, weights_TK: Tensor, z_PJ: Tensor, down_EHI: Tensor, token_P: Tensor, routes: TokenIndex
+    y_grad_TH: Tensor,
+    weights_TK: Tensor,
+    z_PJ: Tensor,
+    down_EHI: Tensor,
+    token_P: Tensor,
+    routes: TokenIndex,
+    *,
+    clamped: bool = False,
 ) -> DownGradients:
-    """From the gradient of the block's output, before and after the activation at once."""
+    """From the gradient of the block's output, before and after the activation, `clamped_silu` or silu, at once."""
     H, I = down_EHI.shape[1:]
     t = tiles("down_backward", y_grad_TH, routes.row_tile, max(I, 32), H)  # it is halved
     column_tiles = triton.cdiv(I, t.columns)
@@ -49,7 +56,7 @@ def expert_down_backward(
     tma = by_descriptors(down_EHI)
     _expert_down_backward[(programs(y_grad_TH, len(routes.expert_R) * column_tiles),)](
         y_grad_TH, weights_TK, z_PJ, described(down_EHI, [1, t.inner, t.columns], tma), *out, routes.choice_P, token_P,
-        routes.expert_R, routes.first_R, routes.offset_E1, routes.tiles_1, H=H, I=I, TMA=tma,
+        routes.expert_R, routes.first_R, routes.offset_E1, routes.tiles_1, H=H, I=I, CLAMPED=clamped, TMA=tma,
         ROW_TILE=t.rows, COLUMNS=t.columns, INNER=t.inner, PRECISION=precision(),
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
@@ -68,7 +75,7 @@ def expert_down_weight_gradient(
 @triton.jit
 def _expert_down_backward(
     y_grad_TH, weights_TK, z_PJ, down, z_grad_PJ, weighted_h_PI, weight_grad_PC, choice_P, token_P, expert_R, first_R,
-    offset_E1, tiles_1, H: tl.constexpr, I: tl.constexpr, TMA: tl.constexpr,
+    offset_E1, tiles_1, H: tl.constexpr, I: tl.constexpr, CLAMPED: tl.constexpr, TMA: tl.constexpr,
     ROW_TILE: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     column_tiles: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
@@ -96,14 +103,14 @@ def _expert_down_backward(
         weight = tl.load(weights_TK + tl.load(choice_P + first + readable)).to(tl.float32)
         begin = first.to(tl.int64)
         z, z_grad, weighted_h = z_PJ + begin * 2 * I, z_grad_PJ + begin * 2 * I, weighted_h_PI + begin * I
-        parts = _through_swiglu(h_grad, weight, z, z_grad, weighted_h, row, real, column, I, ROW_TILE, COLUMNS)
+        parts = _through_swiglu(h_grad, weight, z, z_grad, weighted_h, row, real, column, I, CLAMPED, ROW_TILE, COLUMNS)
         tl.store(weight_grad_PC + (begin + row) * column_tiles + column_tile, parts, mask=real)
 
 
 @triton.jit
 def _through_swiglu(
-    h_grad, weight, z, z_grad, weighted_h, row, real, column, I: tl.constexpr, ROW_TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    h_grad, weight, z, z_grad, weighted_h, row, real, column, I: tl.constexpr, CLAMPED: tl.constexpr,
+    ROW_TILE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Store what follows from down^T g in columns from `column` on; return the part of <h, down^T g>.
 
@@ -111,10 +118,12 @@ def _through_swiglu(
     """
     if COLUMNS > _AT_ONCE:
         left, right = halves(h_grad, ROW_TILE, COLUMNS // 2)
-        parts = _through_swiglu(left, weight, z, z_grad, weighted_h, row, real, column, I, ROW_TILE, COLUMNS // 2)
+        parts = _through_swiglu(
+            left, weight, z, z_grad, weighted_h, row, real, column, I, CLAMPED, ROW_TILE, COLUMNS // 2
+        )
         column += COLUMNS // 2
         return parts + _through_swiglu(
-            right, weight, z, z_grad, weighted_h, row, real, column, I, ROW_TILE, COLUMNS // 2
+            right, weight, z, z_grad, weighted_h, row, real, column, I, CLAMPED, ROW_TILE, COLUMNS // 2
         )
     else:
         i = column + tl.arange(0, COLUMNS)
@@ -123,9 +132,9 @@ def _through_swiglu(
         z_at = h_at + row[:, None] * I
         gate = tl.load(z + z_at, mask=inside, other=0).to(tl.float32)
         up = tl.load(z + I + z_at, mask=inside, other=0).to(tl.float32)
-        h = swiglu_tile(gate, up)
+        h = swiglu_tile(gate, up, CLAMPED)
         tl.store(weighted_h + h_at, (weight[:, None] * h).to(weighted_h.dtype.element_ty), mask=inside)
-        gate_grad, up_grad = swiglu_tile_backward(weight[:, None] * h_grad, gate, up)
+        gate_grad, up_grad = swiglu_tile_backward(weight[:, None] * h_grad, gate, up, CLAMPED)
         tl.store(z_grad + z_at, gate_grad.to(z_grad.dtype.element_ty), mask=inside)
         tl.store(z_grad + I + z_at, up_grad.to(z_grad.dtype.element_ty), mask=inside)
         return tl.sum(tl.where(inside, h * h_grad, 0), axis=1)

@@ -17,7 +17,12 @@ from optimus.autograd import once_differentiable
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.triton.expert_down import expert_down, expert_down_backward, expert_down_weight_gradient
 from optimus.kernels.triton.expert_reduce import expert_reduce, expert_reduce_backward
-from optimus.kernels.triton.expert_up import expert_up, expert_up_backward, expert_up_weight_gradient
+from optimus.kernels.triton.expert_up import (
+    expert_up,
+    expert_up_backward,
+    expert_up_bias_gradient,
+    expert_up_weight_gradient,
+)
 from optimus.kernels.triton.token_index import TokenIndex, token_index
 from optimus.kernels.triton.tuning import row_tile
 
@@ -35,16 +40,19 @@ class ExpertMLP(torch.autograd.Function):
         down_EHI: Tensor,
         buffers: tuple[GradientBuffer | None, GradientBuffer | None],
         choices: int | None = None,
+        bias_EJ: Tensor | None = None,
+        clamped: bool = False,
     ) -> Tensor:
         x_TH, weights_TK = x_TH.contiguous(), weights_TK.contiguous()
         gate_up_EJH, down_EHI = gate_up_EJH.contiguous(), down_EHI.contiguous()
         experts = len(down_EHI)
         mean = indices_TK.numel() if choices is None else choices
         routes = token_index(indices_TK, experts, row_tile(x_TH, mean, experts), choices)
-        z_PJ, h_PI = expert_up(x_TH, gate_up_EJH, routes.token_P(), routes)
+        bias_EJ = None if bias_EJ is None else bias_EJ.contiguous()
+        z_PJ, h_PI = expert_up(x_TH, gate_up_EJH, routes.token_P(), routes, bias_EJ, clamped=clamped)
         y_PH = expert_down(h_PI, down_EHI, routes)
         ctx.save_for_backward(x_TH, weights_TK, gate_up_EJH, down_EHI, z_PJ, *routes[:-1])
-        ctx.row_tile, ctx.buffers = routes.row_tile, buffers
+        ctx.row_tile, ctx.buffers, ctx.clamped = routes.row_tile, buffers, clamped
         return expert_reduce(y_PH, weights_TK, routes.position_TK)
 
     @staticmethod
@@ -56,7 +64,7 @@ class ExpertMLP(torch.autograd.Function):
         y_grad_TH = grads[0].contiguous()
         token_P = routes.token_P()
         z_grad_PJ, weighted_h_PI, weight_grad_PC = expert_down_backward(
-            y_grad_TH, weights_TK, z_PJ, down_EHI, token_P, routes
+            y_grad_TH, weights_TK, z_PJ, down_EHI, token_P, routes, clamped=ctx.clamped
         )
         # First: when the last gradient of a chunk has been added, the memory of its weights may be released.
         x_grad_TH = expert_up_backward(z_grad_PJ, gate_up_EJH, routes)
@@ -64,8 +72,9 @@ class ExpertMLP(torch.autograd.Function):
         down_grad = _gradient(down_EHI, down_buffer, of_down) if ctx.needs_input_grad[4] else None
         of_gate_up = partial(expert_up_weight_gradient, z_grad_PJ, x_TH, token_P, routes)
         gate_up_grad = _gradient(gate_up_EJH, up_buffer, of_gate_up) if ctx.needs_input_grad[3] else None
+        bias_grad = expert_up_bias_gradient(z_grad_PJ, len(down_EHI), routes) if ctx.needs_input_grad[7] else None
         weights_grad_TK = expert_reduce_backward(weight_grad_PC, weights_TK, routes.position_TK)
-        return x_grad_TH, weights_grad_TK, None, gate_up_grad, down_grad, None, None
+        return x_grad_TH, weights_grad_TK, None, gate_up_grad, down_grad, None, None, bias_grad, None
 
 
 def _gradient(weight: Tensor, buffer: GradientBuffer | None, write: Callable[..., Tensor]) -> Tensor | None:

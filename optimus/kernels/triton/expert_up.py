@@ -17,9 +17,20 @@ from optimus.kernels.triton.swiglu import swiglu_tile
 from optimus.kernels.triton.token_index import TokenIndex, rows_of_tile
 from optimus.kernels.triton.tuning import by_descriptors, precision, programs, tiles
 
+_BIAS_ROWS, _BIAS_COLUMNS = 32, 128  # that one program adds up at a time
 
-def expert_up(x_TH: Tensor, gate_up_EJH: Tensor, token_P: Tensor, routes: TokenIndex) -> tuple[Tensor, Tensor]:
-    """(z_PJ, h_PI): gate and up projection of every row's token, and their activation, in x's type."""
+
+def expert_up(
+    x_TH: Tensor,
+    gate_up_EJH: Tensor,
+    token_P: Tensor,
+    routes: TokenIndex,
+    bias_EJ: Tensor | None = None,
+    *,
+    clamped: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(z_PJ, h_PI): gate and up projection of every row's token, with their bias if there is one, and their activation,
+    which is `clamped_silu` or silu, in x's type."""
     J, H = gate_up_EJH.shape[1:]
     I, P = J // 2, len(token_P)
     z_PJ, h_PI = x_TH.new_empty(P, J), x_TH.new_empty(P, I)
@@ -27,8 +38,9 @@ def expert_up(x_TH: Tensor, gate_up_EJH: Tensor, token_P: Tensor, routes: TokenI
     tma = by_descriptors(gate_up_EJH)
     gate_up = described(gate_up_EJH.unflatten(1, (2, I)), [1, 2, t.columns, t.inner], tma)
     _expert_up[(programs(x_TH, len(routes.expert_R) * triton.cdiv(I, t.columns)),)](
-        x_TH, gate_up, z_PJ, h_PI, token_P, routes.expert_R, routes.first_R, routes.offset_E1, routes.tiles_1,
-        H=H, I=I, TMA=tma, ROW_TILE=t.rows, COLUMNS=t.columns, INNER=t.inner, PRECISION=precision(),
+        x_TH, gate_up, z_PJ if bias_EJ is None else bias_EJ, z_PJ, h_PI, token_P, routes.expert_R, routes.first_R,
+        routes.offset_E1, routes.tiles_1, H=H, I=I, BIASED=bias_EJ is not None, CLAMPED=clamped, TMA=tma,
+        ROW_TILE=t.rows, COLUMNS=t.columns, INNER=t.inner, PRECISION=precision(),
         num_warps=t.warps, num_stages=t.stages,
     )  # fmt: skip
     return z_PJ, h_PI
@@ -47,10 +59,33 @@ def expert_up_weight_gradient(
     return weight_gradient(x_TH, z_grad_PJ, token_P, routes, rows_first=True, into=into_EJH, accumulate=accumulate)
 
 
+def expert_up_bias_gradient(z_grad_PJ: Tensor, experts: int, routes: TokenIndex) -> Tensor:
+    """Gradient of the bias [E, J]: for each expert the sum of its rows, in their order."""
+    J = z_grad_PJ.shape[1]
+    grad_EJ, columns = z_grad_PJ.new_empty(experts, J), min(_BIAS_COLUMNS, triton.next_power_of_2(J))
+    grid = (experts, triton.cdiv(J, columns))
+    _sum_rows[grid](z_grad_PJ, routes.offset_E1, grad_EJ, J=J, ROWS=_BIAS_ROWS, COLUMNS=columns)
+    return grad_EJ
+
+
+@triton.jit
+def _sum_rows(rows_PJ, offset_E1, out_EJ, J: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    expert = tl.program_id(0)
+    start, end = tl.load(offset_E1 + expert), tl.load(offset_E1 + expert + 1)
+    row, j = tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    sums = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for first in range(start, end, ROWS):
+        at = rows_PJ + (first + row).to(tl.int64)[:, None] * J + j[None, :]
+        rows = tl.load(at, mask=(row < end - first)[:, None] & (j < J)[None, :], other=0)
+        sums += tl.sum(rows.to(tl.float32), axis=0)
+    tl.store(out_EJ + expert.to(tl.int64) * J + j, sums.to(out_EJ.dtype.element_ty), mask=j < J)
+
+
 @triton.jit
 def _expert_up(
-    x_TH, gate_up, z_PJ, h_PI, token_P, expert_R, first_R, offset_E1, tiles_1, H: tl.constexpr, I: tl.constexpr,
-    TMA: tl.constexpr, ROW_TILE: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
+    x_TH, gate_up, bias_EJ, z_PJ, h_PI, token_P, expert_R, first_R, offset_E1, tiles_1, H: tl.constexpr,
+    I: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr, TMA: tl.constexpr, ROW_TILE: tl.constexpr,
+    COLUMNS: tl.constexpr, INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     column_tiles: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
     inner = tl.arange(0, INNER)
@@ -60,9 +95,10 @@ def _expert_up(
         first, row, readable = rows_of_tile(tile, expert, first_R, offset_E1, ROW_TILE)
         token = tl.load(token_P + first + readable)
         x_at = x_TH + token.to(tl.int64)[:, None] * H + inner[None, :]
-        if not TMA:
+        if BIASED or not TMA:
             both = tl.arange(0, 2 * COLUMNS)  # columns of gate, then the same of up
             j = within(column + both % COLUMNS, I, COLUMNS) + both // COLUMNS * I
+        if not TMA:
             w_at = gate_up + expert.to(tl.int64) * 2 * I * H + (j * H)[None, :] + inner[:, None]
         sums = tl.zeros((ROW_TILE, 2 * COLUMNS), dtype=tl.float32)
         for l in range(0, H, INNER):
@@ -73,12 +109,14 @@ def _expert_up(
                 w_at += INNER
             sums = tl.dot(inner_tile(x_at, l, H, INNER, 1), w_tile, sums, input_precision=PRECISION)
             x_at += INNER
+        if BIASED:
+            sums += tl.load(bias_EJ + expert.to(tl.int64) * 2 * I + j).to(tl.float32)[None, :]
         gate, up = halves(sums.to(z_PJ.dtype.element_ty), ROW_TILE, COLUMNS)
         i = column + tl.arange(0, COLUMNS)
         inside = (row == readable)[:, None] & (i < I)[None, :]
         z_at = z_PJ + first.to(tl.int64) * 2 * I + (row[:, None] * 2 * I + i[None, :])
         tl.store(z_at, gate, mask=inside)
         tl.store(z_at + I, up, mask=inside)
-        h = swiglu_tile(gate.to(tl.float32), up.to(tl.float32))
+        h = swiglu_tile(gate.to(tl.float32), up.to(tl.float32), CLAMPED)
         h_at = h_PI + first.to(tl.int64) * I + (row[:, None] * I + i[None, :])
         tl.store(h_at, h.to(h_PI.dtype.element_ty), mask=inside)

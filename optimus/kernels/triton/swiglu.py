@@ -8,7 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from optimus.kernels.activation import LIMIT, SLOPE
+
 _BLOCK = 1024  # columns of a program
+_SLOPE, _LIMIT = tl.constexpr(SLOPE), tl.constexpr(LIMIT)
 
 
 def swiglu(z_TJ: Tensor) -> Tensor:
@@ -38,16 +41,32 @@ def _programs(h_TI: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
 
 
 @triton.jit
-def swiglu_tile(gate, up):
-    """silu(gate) * up, in fp32."""
-    return gate * tl.sigmoid(gate) * up
+def swiglu_tile(gate, up, CLAMPED: tl.constexpr = False):
+    """silu(gate) * up, in fp32; or that of `clamped_silu`. What is not a number stays so."""
+    if CLAMPED:
+        gate, up = _clamped(gate, up)
+        return gate * tl.sigmoid(gate * _SLOPE) * up
+    else:
+        return gate * tl.sigmoid(gate) * up
 
 
 @triton.jit
-def swiglu_tile_backward(h_grad, gate, up):
+def swiglu_tile_backward(h_grad, gate, up, CLAMPED: tl.constexpr = False):
     """(gradient of gate, gradient of up), in fp32."""
-    s = tl.sigmoid(gate)
-    return h_grad * up * s * (1 + gate * (1 - s)), h_grad * gate * s
+    if CLAMPED:
+        g, u = _clamped(gate, up)
+        s = tl.sigmoid(g * _SLOPE)
+        gate_grad = tl.where(gate > _LIMIT, 0.0, h_grad * u * s * (1 + g * _SLOPE * (1 - s)))
+        return gate_grad, tl.where(tl.abs(up) > _LIMIT, 0.0, h_grad * g * s)
+    else:
+        s = tl.sigmoid(gate)
+        return h_grad * up * s * (1 + gate * (1 - s)), h_grad * gate * s
+
+
+@triton.jit
+def _clamped(gate, up):
+    up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
+    return tl.where(gate > _LIMIT, _LIMIT, gate), up + 1
 
 
 @triton.jit

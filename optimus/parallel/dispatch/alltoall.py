@@ -19,14 +19,14 @@ from optimus.autograd import once_differentiable
 from optimus.comm import Group
 from optimus.comm.functional import (
     all_gather_uneven_rows,
-    all_to_all_rows,
+    all_to_all_rows_async,
     cached,
     copy_to_group,
     gathered,
     reduce_from_group,
     reduce_scatter_uneven_rows,
 )
-from optimus.model.moe.dispatch import choices_of, local_indices
+from optimus.model.moe.dispatch import NOTHING, Beside, choices_of, local_indices
 
 Compute = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """(tokens, weights, local choices, number of these that are here) to weighted sums of what their experts give: a module, or
@@ -83,7 +83,8 @@ class AllToAllDispatch:
     Experts may be split over `parts`, each rank of which has its own such group: what one of them got from there all
     gather, and add up what their parts of the experts find (TED, section 7.2, algorithm 5's dropped tokens being those that
     the others sent). With `duplicates` they all sent and got the same, and only add up. T may differ from rank to rank, and
-    be 0.
+    be 0. What a layer computes besides goes on while tokens are under way (Megatron-Core's overlap of shared experts), in
+    the backward pass as well.
     """
 
     def __init__(self, group: Group, experts_per_rank: int, parts: Group, *, duplicates: bool = False) -> None:
@@ -91,14 +92,16 @@ class AllToAllDispatch:
         self.experts_per_rank = experts_per_rank
         self.duplicates = duplicates
 
-    def __call__(self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: Compute) -> Tensor:
+    def __call__(
+        self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: Compute, beside: Beside = NOTHING
+    ) -> Tensor:
         """Counts, which the host waits for, then tokens, weights and choices, then results: five all-to-all. The result is
         [T, H]."""
         rank_TK = indices_TK // self.experts_per_rank
         rows_N = needed_by(rank_TK, self.group.size).sum(0)
         rows_N2 = torch.stack([rows_N, choices_of(rank_TK, self.group.size)], 1)
         (counts,) = cached(lambda: read_counts(self.exchange_counts(rows_N2)), self.group)
-        return self.exchange(x_TH, weights_TK, indices_TK, experts, ExchangeCounts(*counts))
+        return self.exchange(x_TH, weights_TK, indices_TK, experts, ExchangeCounts(*counts), beside)
 
     def exchange_counts(self, send_N2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From rows and choices for each rank: the same, those from each rank, and what each of the parts gets."""
@@ -109,18 +112,28 @@ class AllToAllDispatch:
         return send_N2, receive_N2, totals_P2
 
     def exchange(
-        self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: Compute, counts: ExchangeCounts
+        self,
+        x_TH: Tensor,
+        weights_TK: Tensor,
+        indices_TK: Tensor,
+        experts: Compute,
+        counts: ExchangeCounts,
+        beside: Beside = NOTHING,
     ) -> Tensor:
         """What follows when the counts are known."""
         send, receive, tokens, choices = counts
         copies = make_copies(needed_by(indices_TK // self.experts_per_rank, self.group.size), sum(send))
-        x_RH = all_to_all_rows(_Spread.apply(x_TH, copies), send, receive, self.group)
-        weights_RK = all_to_all_rows(_Spread.apply(weights_TK, copies), send, receive, self.group)
-        leaving_SK = indices_TK.int()[copies.token_S]  # int32: half the bytes
-        indices_RK = cached(lambda: self.group.all_to_all(leaving_SK, send, receive), self.group)
+        chosen_SK = indices_TK.int()[copies.token_S]  # int32: half the bytes
+        leaving = _Spread.apply(x_TH, copies), _Spread.apply(weights_TK, copies), chosen_SK
+        arriving = [all_to_all_rows_async(rows, send, receive, self.group) for rows in leaving]
+        del leaving, chosen_SK
+        beside.there()
+        x_RH, weights_RK, indices_RK = (arrive() for arrive in arriving)
         local_RK = local_indices(indices_RK, self.group.rank * self.experts_per_rank, self.experts_per_rank)
         y_RH = self._with_all_parts(x_RH, weights_RK, local_RK, experts, tokens, choices)
-        return _Collect.apply(all_to_all_rows(y_RH, receive, send, self.group), copies)
+        returning = all_to_all_rows_async(y_RH, receive, send, self.group)
+        beside.back()
+        return _Collect.apply(returning(), copies)
 
     def _with_all_parts(
         self,

@@ -4,18 +4,15 @@ Measured are all ranks together, those of a node, and those of one place on ever
 training run has them.
 """
 
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import yaml
-from torch import Tensor
 
 from optimus.comm import Group, Groups, RankPartition
 from optimus.comm.algorithms import KINDS, OWN, CollectiveKind, Curve, Curves, Measured, names
@@ -24,9 +21,8 @@ from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh import Mesh
 from optimus.observe.machine import free_memory, use_device
 from optimus.plan.machine import Machine, load_machine
-from optimus.plan.measure.machine import backend_of_device, check_ranks, under_launcher
-from optimus.plan.measure.ranks import run_fresh
-from optimus.plan.measure.timing import Clock, Extent
+from optimus.plan.measure.ranks import on_ranks
+from optimus.plan.measure.timing import Clock, Extent, collective_call
 
 SIZES = tuple(4096 * 16**i for i in range(5))  # bytes: 4 KB to 256 MB
 _HELD = 4  # times the size of a tensor that a rank needs: parts, what comes, partial sums
@@ -49,19 +45,9 @@ def measure(ranks: int, path: Path) -> list[dict[str, Any]] | None:
     and that were not measured now stay. Raises `UserError` for a file that is none, before anything is measured.
     """
     before = _existing(path)
-    check_ranks(ranks)
-    if not under_launcher():
-        found = run_fresh(measure_rank, ranks, ranks, backend=backend_of_device())[0]
-    else:
-        if ranks != (there := int(os.environ["LOCAL_WORLD_SIZE"])):
-            raise UserError(f"--ranks {ranks}: torchrun has started {there} on each node; say so")
-        dist.init_process_group(backend_of_device())
-        try:
-            found = measure_rank(ranks)
-            if dist.get_rank() > 0:
-                return None
-        finally:
-            dist.destroy_process_group()
+    found = on_ranks(measure_rank, ranks)
+    if found is None:
+        return None
     write(path, merged(before.collectives or Measured(), table(found)))
     return [{**point._asdict(), "milliseconds": 1e3 * point.seconds} for point in found]
 
@@ -126,16 +112,7 @@ def _calls(
 ) -> Iterator[tuple[int, Callable[[], Any]]]:
     for size in sizes:
         x = torch.ones(max(1, size // 4 // group.size) * group.size, device=device)
-        yield x.nbytes, _call(kind, x, group)
-
-
-def _call(kind: CollectiveKind, x: Tensor, group: Group) -> Callable[[], Any]:
-    if kind == "all_reduce":
-        return partial(group.all_reduce, x)
-    if kind == "all_to_all":
-        return partial(group.all_to_all, x.view(group.size, -1), [1] * group.size, [1] * group.size)
-    part = x.new_ones(x.numel() // group.size)
-    return partial(group.all_gather if kind == "all_gather" else group.reduce_scatter, x, part)
+        yield x.nbytes, collective_call(kind, x, group)
 
 
 # ---- The file ----

@@ -5,7 +5,7 @@ The formulas are those of `Machine` and `plan.collectives`, asked for every poin
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -13,13 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from optimus.config import ModelConfig
-from optimus.mesh import Mesh
-from optimus.plan.collectives import collective_seconds, reduce_scatter_seconds, transfer_seconds
-from optimus.plan.job import Job, plain_run
+from optimus.plan.collectives import reduce_scatter_seconds
 from optimus.plan.machine import Arithmetic, Host, Machine, Matmul, Network, Node, Pace
-from optimus.plan.measure.timing import Attended, MatmulTime, Observations, Talk, Talked
-from optimus.plan.rank_costs import RankCosts
+from optimus.plan.measure.timing import Observations, Observed, Talked
 
 Floats = NDArray[np.float64]
 
@@ -51,27 +47,8 @@ def fit(seen: Observations, *, name: str, source: str, peaks: Mapping[str, float
 
 def points(machine: Machine, seen: Observations) -> list[FitPoint]:
     """Everything that was measured, beside what `machine` predicts."""
-    found = [
-        FitPoint(
-            f"matmul {each.precision}",
-            f"{each.rows}x{each.columns}x{each.inner}",
-            each.seconds,
-            _product(machine, each),
-        )
-        for each in seen.products
-    ]
-    found.append(FitPoint("tiny kernel", "16", seen.tiny, machine.memory_seconds(0)))
-    found += [
-        FitPoint("memory", f"{each.what}, {each.bytes:,} bytes", each.seconds, machine.memory_seconds(each.bytes))
-        for each in seen.moved
-    ]
-    for each in seen.attended:
-        shape = f"{each.sequences} x {each.context}, {each.heads} heads of {each.head}"
-        found.append(FitPoint("attention", shape, each.seconds, _attended(machine, each)))
-    for talk in seen.talked:
-        what = f"{talk.kind} {talk.place.stride}x{talk.place.size}"
-        found.append(FitPoint(what, f"{talk.whole:,} bytes", talk.seconds, _talk(machine, talk)))
-    return found
+    every = [*seen.kernels, *seen.moved, *seen.attended, *seen.talked]
+    return [FitPoint(*each.what, each.seconds, each.predicted(machine)) for each in every]
 
 
 def _start(seen: Observations, name: str, source: str, memory_bandwidth: float) -> Machine:
@@ -118,7 +95,6 @@ def _fit_products(machine: Machine, seen: Observations) -> Machine:
     """
     precisions = list(machine.arithmetic)
     best = [machine.arithmetic[precision].achieved for precision in precisions]
-    measured = [*(each.seconds for each in seen.products), seen.tiny]
 
     def made(tile: float, depth: float, latency: float, cores: float, *rates: float) -> Machine:
         arithmetic = {
@@ -129,8 +105,7 @@ def _fit_products(machine: Machine, seen: Observations) -> Machine:
         return machine.model_copy(update=update)
 
     def residuals(x: list[float]) -> list[float]:
-        tried = made(*x)
-        return _logs([*(_product(tried, each) for each in seen.products), tried.memory_seconds(0)], measured)
+        return _off(made(*x), seen.kernels)
 
     def fitted(cores: Sequence[float], low: float, high: float) -> list[float]:
         fits = [
@@ -151,10 +126,6 @@ def _fit_products(machine: Machine, seen: Observations) -> Machine:
     return made(max(1, round(tile)), round(depth), _round(latency), cores, *(_round(rate) for rate in rates))
 
 
-def _product(machine: Machine, each: MatmulTime) -> float:
-    return machine.matmul_seconds(each.rows, each.columns, each.inner, each.precision)
-
-
 # ---- Attention ----
 
 
@@ -170,24 +141,12 @@ def _fit_attention(machine: Machine, seen: Observations, stated: Mapping[str, fl
         peaks = {name: rates.model_copy(update={"peak": reached[name]}) for name, rates in machine.arithmetic.items()}
         return machine.model_copy(update={"arithmetic": peaks, "attention": min(1.0, share), "attention_half": half})
 
-    def residuals(x: list[float]) -> list[float]:
-        tried = made(*x)
-        return _logs([_attended(tried, each) for each in seen.attended], [each.seconds for each in seen.attended])
-
-    found = made(*least_squares(residuals, [0.5, 64.0], [1e-4, 1.0], [1e4, 65536.0]))
+    found = made(*least_squares(lambda x: _off(made(*x), seen.attended), [0.5, 64.0], [1e-4, 1.0], [1e4, 65536.0]))
     peaks = {
         name: Arithmetic(peak=_round(rates.peak), achieved=rates.achieved) for name, rates in found.arithmetic.items()
     }
     rounded = {"attention": _round(found.attention), "attention_half": _round(found.attention_half)}
     return found.model_copy(update={"arithmetic": peaks, **rounded})
-
-
-def _attended(machine: Machine, each: Attended) -> float:
-    """With this library's own kernel, as that is what was measured."""
-    hidden = each.heads * each.head
-    model = ModelConfig(family="olmo", layers=1, hidden=hidden, heads=each.heads, intermediate=1, vocab=1)
-    passes = RankCosts(Job(plain_run(model, each.context, each.sequences), Mesh(), machine)).scores[0]
-    return passes.forward.attention + passes.backward.attention
 
 
 # ---- Collectives ----
@@ -205,7 +164,7 @@ def _fit_node(machine: Machine, seen: Observations) -> Machine:
     largest = max(inside, key=lambda talk: talk.whole)
     start = [reduce_scatter_seconds(largest.place.size, largest.whole, 1.0) / largest.seconds]
     start.append(min(talk.seconds for talk in inside))
-    names = list(dict.fromkeys(map(_shape, inside)))
+    names = list(dict.fromkeys(f"{talk.place.stride}x{talk.place.size}" for talk in inside))
 
     def fitted(start: Sequence[float], names: Sequence[str], paces: dict[Any, Pace]) -> Node:
         def made(x: Sequence[float]) -> Node:
@@ -213,54 +172,42 @@ def _fit_node(machine: Machine, seen: Observations) -> Machine:
             return Node.model_construct(bandwidth=x[0], latency=x[1], groups=groups, paces=paces)
 
         found = least_squares(
-            lambda x: _off(machine, made(x), inside), start, [x / 1e3 for x in start], [x * 1e3 for x in start]
+            lambda x: _off(_with_node(machine, made(x)), inside),
+            start,
+            [x / 1e3 for x in start],
+            [x * 1e3 for x in start],
         )
         return made([*map(_round, found)])
 
     plain = fitted(start, [], {})
     start = [plain.bandwidth, plain.latency, *[plain.bandwidth] * len(names)]
     node = fitted(start, names, {})
-    paces = {kind: _pace(machine, node, [talk for talk in inside if talk.kind == kind]) for kind in _kinds(inside)}
+    kinds = dict.fromkeys(talk.kind for talk in inside)
+    paces = {kind: _pace(machine, node, [talk for talk in inside if talk.kind == kind]) for kind in kinds}
     if any(paces.values()):
         node = fitted(start, names, {kind: pace for kind, pace in paces.items() if pace})
     differing = {name: own for name, own in node.groups.items() if abs(own / node.bandwidth - 1) > _DIFFERS}
-    return machine.model_copy(
-        update={"node": Node(bandwidth=node.bandwidth, latency=node.latency, groups=differing, paces=node.paces)}
-    )
+    return _with_node(machine, Node(bandwidth=node.bandwidth, latency=node.latency, groups=differing, paces=node.paces))
 
 
-def _kinds(talked: Sequence[Talked]) -> list[Talk]:
-    return list(dict.fromkeys(talk.kind for talk in talked))
-
-
-def _shape(talk: Talked) -> str:
-    return f"{talk.place.stride}x{talk.place.size}"
+def _with_node(machine: Machine, node: Node) -> Machine:
+    return machine.model_copy(update={"node": node})
 
 
 def _pace(machine: Machine, node: Node, own: Sequence[Talked]) -> Pace | None:
     """Of a kind of collective; None where it makes no difference."""
     kind, latency = own[0].kind, node.latency
 
-    def paced(x: Sequence[float]) -> Node:
+    def off(x: Sequence[float]) -> list[float]:
         pace = Pace.model_construct(share=x[0], start=x[1], step=x[2])
-        return node.model_copy(update={"paces": {kind: pace}})
+        return _off(_with_node(machine, node.model_copy(update={"paces": {kind: pace}})), own)
 
     least, most = latency / 1e3, latency * 1e2
-    found = least_squares(
-        lambda x: _off(machine, paced(x), own),
-        [1.0, latency / 2, latency / 2],
-        [0.01, least, least],
-        [100.0, most, most],
-    )
+    found = least_squares(off, [1.0, latency / 2, latency / 2], [0.01, least, least], [100.0, most, most])
     share, begin, step = map(_round, found)
-    before, after = _off(machine, node, own), _off(machine, paced(found), own)
+    before, after = _off(_with_node(machine, node), own), off(found)
     differs = max(abs(a - b) for a, b in zip(before, after)) > _DIFFERS
     return Pace(share=share, start=begin, step=step) if differs else None
-
-
-def _off(machine: Machine, node: Node, talked: Sequence[Talked]) -> list[float]:
-    changed = machine.model_copy(update={"node": node})
-    return _logs([_talk(changed, talk) for talk in talked], [talk.seconds for talk in talked])
 
 
 def _fit_network(machine: Machine, seen: Observations) -> Machine:
@@ -274,21 +221,11 @@ def _fit_network(machine: Machine, seen: Observations) -> Machine:
     def made(x: Sequence[float]) -> Machine:
         return machine.model_copy(update={"network": Network.model_construct(bandwidth=x[0], latency=x[1])})
 
-    def residuals(x: Sequence[float]) -> list[float]:
-        tried = made(x)
-        return _logs([_talk(tried, talk) for talk in across], [talk.seconds for talk in across])
-
     # A network that is far too fast is not felt: the search begins at a slow one.
     start = [node.bandwidth / 4, 2 * node.latency]
     low, high = [start[0] / 1e4, start[1] / 1e3], [start[0] * 1e4, start[1] * 1e3]
-    bandwidth, latency = least_squares(residuals, start, low, high)
+    bandwidth, latency = least_squares(lambda x: _off(made(x), across), start, low, high)
     return made([_round(bandwidth), _round(latency)])
-
-
-def _talk(machine: Machine, talk: Talked) -> float:
-    if talk.kind == "shift":
-        return transfer_seconds(talk.whole, talk.place, machine)
-    return collective_seconds(talk.kind, talk.whole, talk.place, machine)
 
 
 # ---- Least squares ----
@@ -332,8 +269,9 @@ def least_squares(
     return np.exp(x).tolist()
 
 
-def _logs(predicted: Sequence[float], measured: Sequence[float]) -> list[float]:
-    return [math.log(a / b) for a, b in zip(predicted, measured)]
+def _off(machine: Machine, seen: Iterable[Observed]) -> list[float]:
+    """Of each, the logarithm of what is predicted over what was measured."""
+    return [math.log(each.predicted(machine) / each.seconds) for each in seen]
 
 
 def _round(value: float) -> float:

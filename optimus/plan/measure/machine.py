@@ -1,7 +1,7 @@
 """Measure the machine that one stands on, and write the file from which the planner knows it.
 
-N ranks, as those of a training run on a node, do the same at the same time (`machine_timing`); the planner's formulas are
-fitted to their times (`machine_fit`). Under torchrun on several nodes the links between these are measured as well.
+N ranks, as those of a training run on a node, do the same at the same time (`timing.py`); the planner's formulas are
+fitted to their times (`fit.py`). Under torchrun on several nodes the links between these are measured as well.
 """
 
 import os
@@ -13,18 +13,15 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import yaml
 
 from optimus.errors import UserError, naming_disk_errors
-from optimus.observe.machine import find_device, peak_flops, use_device
+from optimus.observe.machine import find_device, peak_flops
 from optimus.observe.report import publish
 from optimus.plan.machine import Machine, machine_names
 from optimus.plan.measure.fit import FitPoint, fit, points
-from optimus.plan.measure.ranks import run_fresh
+from optimus.plan.measure.ranks import check_ranks, on_ranks, under_launcher
 from optimus.plan.measure.timing import Extent, Observations, observe_rank
-
-_MOST_RANKS = 64
 
 
 def run(ranks: int, output: Path, *, name: str | None = None) -> dict[str, Any] | None:
@@ -69,19 +66,8 @@ def measure(ranks: int, name: str = "measured", extent: Extent | None = None) ->
 
 
 def observe(ranks: int, extent: Extent | None = None) -> Observations | None:
-    """Times on `ranks` fresh ranks of this machine; or, under torchrun, on its ranks, and None on all but the first."""
-    check_ranks(ranks)
-    if not under_launcher():
-        return run_fresh(observe_rank, ranks, ranks, extent, backend=backend_of_device())[0]
-    if ranks != int(os.environ["LOCAL_WORLD_SIZE"]):
-        raise UserError(f"--ranks {ranks}: torchrun has started {os.environ['LOCAL_WORLD_SIZE']} on each node; say so")
-    use_device("auto", "the device", int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(backend_of_device())
-    try:
-        seen = observe_rank(ranks, extent)
-        return seen if dist.get_rank() == 0 else None
-    finally:
-        dist.destroy_process_group()
+    """Times on `ranks` ranks of this machine; None on all of torchrun's but the first."""
+    return on_ranks(observe_rank, ranks, extent)
 
 
 def fit_machine(seen: Observations, name: str) -> Machine:
@@ -167,27 +153,3 @@ def check_output(output: Path, name: str) -> None:
         raise UserError(f"--output {output}: there is no folder {folder}; make it first")
     with naming_disk_errors(output, "Choose another --output"), TemporaryFile(dir=folder):
         pass
-
-
-def check_ranks(ranks: int) -> None:
-    """Raises `UserError` for ranks that cannot be."""
-    if not 1 <= ranks <= _MOST_RANKS:
-        raise UserError(f"--ranks {ranks}: a node has 1 to {_MOST_RANKS} ranks")
-    if torch.accelerator.is_available() and ranks > torch.accelerator.device_count():
-        raise UserError(
-            f"--ranks {ranks}: this machine has {torch.accelerator.device_count()} accelerators, one for each"
-        )
-
-
-def under_launcher() -> bool:
-    """Whether torchrun, or the like, has started this process as one of several."""
-    return "LOCAL_WORLD_SIZE" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def backend_of_device() -> str:
-    """The backend of collectives on this machine's device. Raises `UserError` where there is none."""
-    device = find_device("auto", "the device")
-    try:
-        return str(dist.get_default_backend_for_device(device))
-    except ValueError as error:
-        raise UserError(f"the device {device.type} has no collectives in this torch: {error}") from error

@@ -13,9 +13,57 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
 from optimus import functions
+from optimus.errors import UserError
+from optimus.observe.machine import find_device, use_device
 
 T = TypeVar("T")
+_MOST_RANKS = 64
+
+
+def on_ranks(function: Callable[..., T], ranks: int, *args: Any) -> T | None:
+    """What `function(ranks, *args)` gives on the first of `ranks` fresh ranks of this machine; or, under torchrun, on its
+    ranks, and None on all but the first. Raises `UserError` for ranks that the machine does not have."""
+    check_ranks(ranks)
+    if not under_launcher():
+        return run_fresh(function, ranks, ranks, *args, backend=_backend_of_device())[0]
+    if ranks != int(os.environ["LOCAL_WORLD_SIZE"]):
+        raise UserError(f"--ranks {ranks}: torchrun has started {os.environ['LOCAL_WORLD_SIZE']} on each node; say so")
+    use_device("auto", "the device", int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(_backend_of_device())
+    try:
+        found = function(ranks, *args)
+        return found if dist.get_rank() == 0 else None
+    finally:
+        dist.destroy_process_group()
+
+
+def check_ranks(ranks: int) -> None:
+    """Raises `UserError` for ranks that cannot be."""
+    if not 1 <= ranks <= _MOST_RANKS:
+        raise UserError(f"--ranks {ranks}: a node has 1 to {_MOST_RANKS} ranks")
+    if torch.accelerator.is_available() and ranks > torch.accelerator.device_count():
+        raise UserError(
+            f"--ranks {ranks}: this machine has {torch.accelerator.device_count()} accelerators, one for each"
+        )
+
+
+def under_launcher() -> bool:
+    """Whether torchrun, or the like, has started this process as one of several."""
+    return "LOCAL_WORLD_SIZE" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _backend_of_device() -> str:
+    """The backend of collectives on this machine's device. Raises `UserError` where there is none."""
+    device = find_device("auto", "the device")
+    try:
+        return str(dist.get_default_backend_for_device(device))
+    except ValueError as error:
+        raise UserError(f"the device {device.type} has no collectives in this torch: {error}") from error
 
 
 def run_fresh(function: Callable[..., T], ranks: int, *args: Any, backend: str = "gloo") -> list[T]:
@@ -27,8 +75,6 @@ def run_fresh(function: Callable[..., T], ranks: int, *args: Any, backend: str =
     Raises:
         torch.multiprocessing.ProcessRaisedException: a rank raised, or lost a peer that did; its traceback is the message.
     """
-    from torch import multiprocessing
-
     work = functions.dumps((function, args))
     # A fork server that has imported what the function needs gives a fresh process in a tenth of a second.
     multiprocessing.set_forkserver_preload([getattr(function, "__module__", "torch")])
@@ -38,9 +84,6 @@ def run_fresh(function: Callable[..., T], ranks: int, *args: Any, backend: str =
 
 
 def _rank(rank: int, ranks: int, folder: str, work: bytes, backend: str) -> None:
-    import torch
-    import torch.distributed as dist
-
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # else Gloo asks what the machine's name resolves to
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}  # DeepSpeed reads them

@@ -22,16 +22,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from optimus.comm import Group, Groups, RankPartition
+from optimus.comm.algorithms import CollectiveKind
 from optimus.kernels.attention import causal_attention
 from optimus.kernels.matmul import Form, in_form, matmul
 from optimus.mesh import Mesh
 from optimus.mesh.strided import StridedGroup
 from optimus.observe.machine import device_name, use_device
-from optimus.plan.collectives import Collective
+from optimus.plan.collectives import collective_seconds, transfer_seconds
+from optimus.plan.machine import Machine
+from optimus.plan.profile import Profile
 from optimus.state.disk import PAGE, StateFile
 from optimus.state.transfers import Transfers
 
-Talk = Collective | Literal["shift"]
+Talk = CollectiveKind | Literal["shift"]
 """`shift`: every rank sends to the one a stride further, and receives."""
 
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -77,23 +80,49 @@ class MatmulTime(NamedTuple):
     precision: str
     seconds: float
 
+    @property
+    def what(self) -> tuple[str, str]:
+        """Kind and size, in words."""
+        return f"matmul {self.precision}", f"{self.rows}x{self.columns}x{self.inner}"
+
+    def predicted(self, machine: Machine) -> float:
+        """Seconds by a machine's file."""
+        return machine.matmul_seconds(self.rows, self.columns, self.inner, self.precision)
+
 
 class Moved(NamedTuple):
     """A kernel that only moves memory."""
 
-    what: str
+    name: str
     bytes: int
     seconds: float
 
+    @property
+    def what(self) -> tuple[str, str]:
+        return ("memory", f"{self.name}, {self.bytes:,} bytes") if self.bytes else ("tiny kernel", self.name)
+
+    def predicted(self, machine: Machine) -> float:
+        return machine.memory_seconds(self.bytes)
+
 
 class Attended(NamedTuple):
-    """Causal attention in bf16, forward and backward."""
+    """Causal attention in bf16, forward and backward, by this library's own kernel."""
 
     sequences: int
     context: int
     heads: int
     head: int
     seconds: float
+
+    @property
+    def what(self) -> tuple[str, str]:
+        return "attention", f"{self.sequences} x {self.context}, {self.heads} heads of {self.head}"
+
+    def predicted(self, machine: Machine) -> float:
+        tokens, sizes = self.sequences * self.context, (self.head, self.head)
+        return sum(
+            machine.attention_seconds(tokens, self.context, self.heads, sizes, "bf16", speed=Profile().attention)
+        )
 
 
 class Talked(NamedTuple):
@@ -103,6 +132,18 @@ class Talked(NamedTuple):
     whole: int
     place: StridedGroup
     seconds: float
+
+    @property
+    def what(self) -> tuple[str, str]:
+        return f"{self.kind} {self.place.stride}x{self.place.size}", f"{self.whole:,} bytes"
+
+    def predicted(self, machine: Machine) -> float:
+        if self.kind == "shift":
+            return transfer_seconds(self.whole, self.place, machine)
+        return collective_seconds(self.kind, self.whole, self.place, machine)
+
+
+Observed = MatmulTime | Moved | Attended | Talked
 
 
 @dataclass
@@ -128,6 +169,11 @@ class Observations:
     alone: float = 1.0  # how much faster a rank of a CPU computes while the others wait
     overlap: float = 1.0  # share of computing beside which a collective goes on
     talked: list[Talked] = field(default_factory=list)
+
+    @property
+    def kernels(self) -> list[Observed]:
+        """Products, and the tiny kernel."""
+        return [*self.products, Moved("16", 0, self.tiny)]
 
 
 def observe_rank(ranks_per_node: int, extent: Extent | None) -> Observations:
@@ -368,12 +414,12 @@ def _talked(clock: Clock, extent: Extent, device: torch.device) -> Iterator[Talk
             for size in extent.sizes:
                 elements = -(-size // (_WORD * place.size)) * place.size
                 x = torch.ones(elements, device=device)
-                seconds = clock.seconds(_talk(kind, x, group))
+                seconds = clock.seconds(collective_call(kind, x, group))
                 yield Talked(kind, elements * _WORD, place, seconds)
 
 
-def _talk(kind: Talk, x: Tensor, group: Group) -> Callable[[], Any]:
-    """The library's own collective, as training uses it."""
+def collective_call(kind: Talk, x: Tensor, group: Group) -> Callable[[], Any]:
+    """The library's own collective of a whole tensor, as training uses it."""
     if kind == "all_reduce":
         return lambda: group.all_reduce(x)
     if kind == "all_to_all":

@@ -15,7 +15,7 @@ from optimus.kernels.devices import CHIPS
 PRODUCTS = {"_expert_up", "_expert_down_backward", "_grouped_product", "_weight_gradient"}
 OTHERS = {
     "_count", "_index", "_row_tiles", "_reduce", "_sum_parts", "_route", "_route_backward", "_rms_norm",
-    "_rms_norm_backward", "_rotate", "_swiglu", "_swiglu_backward", "_softmax_gradient", "_adamw",
+    "_rms_norm_backward", "_rotate", "_sum_rows", "_swiglu", "_swiglu_backward", "_softmax_gradient", "_adamw",
 }  # fmt: skip
 MATRIX = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx90a": "mfma", "gfx942": "mfma"}
 

@@ -91,6 +91,23 @@ def test_equals_the_definition(
     same_function(ours, reference, inputs)
 
 
+@pytest.mark.parametrize("name", ["plain", "sizes that no tile divides, K = 3", "the middle of three ranks"])
+def test_biases_and_clamps(
+    name: str, dtype: torch.dtype, tile_sizes: None, random: Random, same_function: Callable[..., None]
+) -> None:
+    """As gpt-oss has them; a third of what is clamped is beyond the limits."""
+    indices, inputs = inputs_of(CASES[name], random, dtype)
+    bias = random(len(inputs[2]), inputs[2].shape[1], dtype=dtype)
+
+    def ours(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+        return expert_mlp(x, weights, indices, gate_up, down, kind="clamped_silu", bias_EJ=bias)
+
+    def reference(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, bias: Tensor) -> Tensor:
+        return expert_mlp_reference(x, weights, indices, gate_up, down, bias, "clamped_silu")
+
+    same_function(ours, reference, [*inputs, bias])
+
+
 def test_twice_the_same_bits(random: Random, dtype: torch.dtype, reading: str) -> None:
     indices, inputs = inputs_of(CASES["sizes that no tile divides, K = 3"], random, dtype)
     assert all(a.equal(b) for a, b in zip(results(inputs, indices), results(inputs, indices)))

@@ -137,17 +137,21 @@ def run_experts() -> None:
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, requires_grad=True)
 
-    def layer(H: int, I: int, into: torch.dtype | None, dtype: torch.dtype = torch.bfloat16) -> None:
+    def layer(
+        H: int, I: int, into: torch.dtype | None, dtype: torch.dtype = torch.bfloat16, *, biased: bool = False
+    ) -> None:
         x, weights = empty(T, H, dtype=dtype), empty(T, K, dtype=dtype)
         parameters = [empty(E, 2 * I, H, dtype=dtype), empty(E, H, I, dtype=dtype)]
         buffers = tuple(None if into is None else TensorBuffer(p.detach().to(into)) for p in parameters)
-        y = expert_mlp(x, weights, torch.zeros(T, K, dtype=torch.int64), *parameters, buffers)
+        more: dict[str, Any] = {"kind": "clamped_silu", "bias_EJ": empty(E, 2 * I, dtype=dtype)} if biased else {}
+        y = expert_mlp(x, weights, torch.zeros(T, K, dtype=torch.int64), *parameters, buffers, **more)
         y.sum().backward()
 
     layer(2048, 1024, torch.float32)  # as chunks have gradients
     layer(3072, 1536, torch.float32)
     layer(2048, 1024, None)
     layer(2048, 1024, torch.bfloat16)
+    layer(2880, 2880, torch.float32, biased=True)  # gpt-oss
     layer(1000, 712, torch.float32)
     layer(1024, 512, torch.float32, torch.float32)
 

@@ -4,6 +4,8 @@ Legend: T tokens of a rank, K experts per token, E experts, H hidden, N ranks.
 """
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -102,13 +104,19 @@ def rows_to_nodes(indices_NTK: Tensor) -> list[Counter[int]]:
     dispatch = TwoLevelDispatch(*levels, PER_RANK, Group([groups.rank], 0))
     rows: list[Counter[int]] = []
 
-    def noted(self: Group, tensor: Tensor, send: list[int] | None = None, receive: list[int] | None = None) -> Tensor:
-        send = send or [1] * self.size  # of counts
-        rows.append(Counter({rank: count for rank, count in zip(self.ranks, send) if rank != groups.rank}))
-        return real(self, tensor, send, receive or send)
+    def noted(name: str) -> Callable[..., Any]:
+        real = getattr(Group, name)
 
-    real, indices_TK = Group.all_to_all, indices_NTK[groups.rank]
-    with mock.patch.object(Group, "all_to_all", noted):
+        def exchange(self: Group, tensor: Tensor, *counts: list[int]) -> Any:
+            sent = counts[0] if counts else [1] * self.size  # of counts
+            rows.append(Counter({rank: count for rank, count in zip(self.ranks, sent) if rank != groups.rank}))
+            return real(self, tensor, *counts)
+
+        return exchange
+
+    indices_TK = indices_NTK[groups.rank]
+    names = ("all_to_all", "all_to_all_async")
+    with mock.patch.multiple(Group, **{name: noted(name) for name in names}):  # type: ignore[arg-type]
         dispatch(torch.randn(T, H), torch.rand(indices_TK.shape), indices_TK, Experts(PER_RANK, H, I))
     return rows
 

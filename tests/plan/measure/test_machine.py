@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from optimus.config import ModelConfig
 from optimus.errors import UserError
-from optimus.mesh import Mesh
 from optimus.mesh.strided import StridedGroup
 from optimus.plan.collectives import collective_seconds, transfer_seconds
-from optimus.plan.job import Job, plain_run
 from optimus.plan.machine import Machine, Pace, load_machine
 from optimus.plan.measure import machine as bench
 from optimus.plan.measure.fit import fit, least_squares, points
@@ -30,7 +27,6 @@ from optimus.plan.measure.timing import (
     places,
 )
 from optimus.plan.profile import Profile
-from optimus.plan.rank_costs import RankCosts
 
 KINDS: tuple[Talk, ...] = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -49,10 +45,7 @@ def made_up(machine: Machine, *, nodes: int = 1, cores: int | None = None) -> Ob
             seen.products.append(MatmulTime(m, n, k, precision, machine.matmul_seconds(m, n, k, precision)))
     seen.moved = [Moved("copy", 1 << 31, machine.memory_seconds(1 << 31))]
     for b, s, n, d in extent.attention:
-        model = ModelConfig(family="olmo", layers=1, hidden=n * d, heads=n, intermediate=1, vocab=1)
-        scores = RankCosts(Job(plain_run(model, s, b), Mesh(), machine)).scores[0]
-        speed = Profile().speed
-        seconds = speed * (scores.forward.attention + scores.backward.attention)
+        seconds = sum(machine.attention_seconds(b * s, s, n, (d, d), "bf16", speed=Profile().attention))
         seen.attended.append(Attended(b, s, n, d, seconds))
     for place in places(machine.ranks_per_node * nodes):
         for size in extent.sizes:
