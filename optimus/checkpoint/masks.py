@@ -2,7 +2,8 @@
 
 Bits are packed along the last dim, eight to a byte, the first in the lowest bit. Where ranks have parts of rows that do not
 begin at whole bytes, a mask is written with a byte for each weight instead. So whatever layout has written them, any other
-reads them, and who knows nothing of masks reads the weights.
+reads them, and who knows nothing of masks reads the weights. Full checkpoints have `drawn.NAME`, too: the masks that a run
+has drawn last, while it looks for an early-bird ticket.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,25 +15,25 @@ from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.slices import TensorSlice, whole_slices
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
-from optimus.state.masks import packed_bits, unpacked_bits
+from optimus.state.masks import LocalMask, packed_bits, unpacked_bits
 from optimus.state.model_state import ModelState
 
-PREFIX = "mask."
+PREFIX, DRAWN = "mask.", "drawn."
 _BYTE = 8
 
 
-def mask_slices(state: ModelState) -> Iterator[TensorSlice]:
-    """Those that this rank writes: it is the first of those that have the same part."""
+def mask_slices(state: ModelState, masks: Mapping[str, LocalMask], prefix: str) -> Iterator[TensorSlice]:
+    """Those of `masks` that this rank writes, by keys with `prefix`: it is the first of those that have the same part."""
     mesh, rank = state.groups.mesh, state.groups.rank
     for chunk in state.chunks:
         for slot in chunk.plan.slots:
-            bits, layout = state.recipe.masks.get(slot.name), slot.layout
+            bits, layout = masks.get(slot.name), slot.layout
             if isinstance(bits, Tensor) and rank == min(
                 mesh.group(rank, (*layout.partial_axes, *layout.replicated_axes))
             ):
                 mask = unpacked_bits(bits, slot.shape.numel()).view(slot.shape)
                 yield _slice(
-                    PREFIX + slot.name, layout.shape, tuple(part.start for part in slot.region), mask, mesh, layout
+                    prefix + slot.name, layout.shape, tuple(part.start for part in slot.region), mask, mesh, layout
                 )
 
 
@@ -45,7 +46,9 @@ def _slice(
     return TensorSlice(key, packed, (*offsets[:-1], offsets[-1] // _BYTE), packed_bits(mask))
 
 
-def masks_in(reader: Reader, layouts: Mapping[str, Layout], mesh: Mesh, rank: int) -> dict[str, Tensor]:
+def masks_in(
+    reader: Reader, layouts: Mapping[str, Layout], mesh: Mesh, rank: int, prefix: str = PREFIX
+) -> dict[str, Tensor]:
     """Packed bits of the parts of `rank` of the masks of a checkpoint, in row-major order, by the parameter's name: of those
     with `layouts`, the parameters that it has of the model's.
 
@@ -53,9 +56,9 @@ def masks_in(reader: Reader, layouts: Mapping[str, Layout], mesh: Mesh, rank: in
     """
     found: dict[str, Tensor] = {}
     for key in reader.stored:
-        if not key.startswith(PREFIX):
+        if not key.startswith(prefix):
             continue
-        name = key.removeprefix(PREFIX)
+        name = key.removeprefix(prefix)
         if name not in layouts and f"model.{name}" in reader.stored:
             continue  # on other ranks
         shape = tuple(reader.stored[key][0].shape)
@@ -110,10 +113,9 @@ def follow_masks(state: ModelState, reader: Reader) -> bool:
     there = any(key.startswith(PREFIX) for key in reader.stored)
     if not (there or any(isinstance(mask, Tensor) for mask in state.recipe.masks.values())):
         return False
-    layouts = {slot.name: slot.layout for chunk in state.chunks for slot in chunk.plan.slots}
     masks, failure = dict[str, Tensor](), None
     try:
-        masks = masks_in(reader, layouts, state.groups.mesh, state.groups.rank)
+        masks = _masks_of(state, reader, PREFIX)
         if others := masks.keys() - state.recipe.masks.keys():
             raise UserError(
                 f"{reader.path}: {min(others)} is pruned in it, and not in what this run began to load: resume from another "
@@ -126,6 +128,23 @@ def follow_masks(state: ModelState, reader: Reader) -> bool:
     if world.any(not same_masks(masks, state.recipe.masks)):
         state.prune(masks, empty=True)
     return there
+
+
+def follow_drawn(state: ModelState, reader: Reader) -> None:
+    """Let `state` have the masks that were drawn last, if any. All ranks must call. Raises `UserError` on all of them."""
+    if not any(key.startswith(DRAWN) for key in reader.stored):
+        return
+    failure = None
+    try:
+        state.drawn = _masks_of(state, reader, DRAWN)
+    except UserError as error:
+        failure = error
+    state.groups.world.agree(failure)
+
+
+def _masks_of(state: ModelState, reader: Reader, prefix: str) -> dict[str, Tensor]:
+    layouts = {slot.name: slot.layout for chunk in state.chunks for slot in chunk.plan.slots}
+    return masks_in(reader, layouts, state.groups.mesh, state.groups.rank, prefix)
 
 
 def shares_in(reader: Reader) -> dict[str, float]:

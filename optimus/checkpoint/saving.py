@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -26,7 +25,7 @@ from torch import Tensor
 from optimus.checkpoint.folder import METADATA, Description, write_description
 from optimus.checkpoint.format import StoredSlice, file_of, pack_metadata, write_slices
 from optimus.checkpoint.manifest import write_manifest
-from optimus.checkpoint.masks import mask_slices
+from optimus.checkpoint.masks import DRAWN, PREFIX, mask_slices
 from optimus.checkpoint.slices import TensorSlice, part_slices, whole_slices
 from optimus.checkpoint.slots import clear_leftovers, remove, retire, retire_frozen, retire_weights
 from optimus.checkpoint.staging import Staging
@@ -35,6 +34,7 @@ from optimus.comm import Handle
 from optimus.disk import sync
 from optimus.errors import UserError, naming_disk_errors
 from optimus.state.chunk import Chunk
+from optimus.state.masks import LocalMask
 from optimus.state.model_state import ModelState
 
 _CURE = "Earlier checkpoints are untouched: make room or mend the path, then run again with `resume=True`"
@@ -97,7 +97,8 @@ class Saver:
         self._file = file_of(state.groups.rank)
         self._buffers = state.buffers if state.buffers and state.team.rank == 0 else {}
         self._short: list[tuple[str, Tensor]] = []  # copies of the buffers
-        self._masks = partial(mask_slices, state)
+        self._state = state
+        self._masks: Sequence[tuple[Mapping[str, LocalMask], str]] = ()  # and their prefixes, as they were then
         self._staging = Staging()
         self._updates: dict[Chunk, Handle] = {}  # under way when the checkpoint was asked for
         self._written: dict[Chunk, threading.Event] = {}  # of those that are written from where they lie
@@ -119,6 +120,7 @@ class Saver:
         done = self.finish()
         with self._waiting():
             self._targets = targets
+            self._masks = (self._state.recipe.masks, PREFIX), (self._state.drawn or {}, DRAWN)
             self._short = [(name, buffer.clone()) for name, buffer in self._buffers.items()]
             self._updates = {chunk: chunk.updated for chunk in self._chunks}
             if self._world.rank == 0:
@@ -207,7 +209,9 @@ class Saver:
                 self._stored.append(self._write_file(target, held))
 
     def _write_file(self, target: Target, held: Callable[[Tensor], Tensor]) -> list[StoredSlice]:
-        short = [] if target.frozen else [*whole_slices(self._short), *self._masks()]
+        short = [] if target.frozen else [*whole_slices(self._short)]
+        for masks, prefix in () if target.frozen else self._masks[: 1 + target.description.full]:
+            short += mask_slices(self._state, masks, prefix)
         chunks = [chunk for chunk in self._chunks if target.prefixes(chunk)]
         if not short and not chunks:
             return []

@@ -11,7 +11,7 @@ from torch import Tensor
 from optimus.checkpoint.factors import is_factor
 from optimus.checkpoint.folder import Description, differences, find_checkpoint
 from optimus.checkpoint.loading import Send, load_slices
-from optimus.checkpoint.masks import follow_masks
+from optimus.checkpoint.masks import follow_drawn, follow_masks
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import write_alone
 from optimus.checkpoint.slices import whole_slices
@@ -84,6 +84,8 @@ def load_state(
 
     reader = state.groups.world.on_first(open_it)
     pruned = masks and follow_masks(state, reader)
+    if full:
+        follow_drawn(state, reader)
     goes_on = run is not None
     read = partial(reader.fill, apart=goes_on)
     readers = load_slices(state, read, full=full, send=send, pruned=pruned, factors=goes_on)

@@ -56,6 +56,7 @@ class ModelState:
         self.groups, self.options, self.recipe, self.rules = groups, options, recipe, recipe.rules
         self._module, self.tile = module, options.tile
         self.steps = 0  # optimizer steps applied
+        self.drawn: Mapping[str, Tensor] | None = None  # masks by which it may be pruned next, as the recipe's
         self._unlike = set(recipe.rules.values())  # of all stages
         self.counters = {name: 0.0 for rule in self._unlike for name in rule.counters}
         self._reducing: deque[TrainedChunk] = deque()

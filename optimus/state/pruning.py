@@ -113,7 +113,7 @@ def distance(before: Mapping[str, Tensor], now: Mapping[str, Tensor], state: Mod
 
     You et al. count differing elements as a share of all of them, which is small at a high sparsity whatever the masks.
     """
-    new = _total(state, {name: bits & ~before[name] for name, bits in now.items()})
+    new = _total(state, {name: bits & ~before[name] if name in before else bits for name, bits in now.items()})
     return new / _total(state, now)
 
 

@@ -131,6 +131,7 @@ def describe(run: Run, *, full: bool) -> Description:
             "sequences": sequences_after(run.phases, run.step),  # read of the data, the next one's number
             **({"phase": phase.name} if phase.name else {}),
             **({"unpruned": run.unpruned} if run.unpruned < 1 else {}),
+            **({"mask_distances": run.mask_distances} if run.mask_distances else {}),
         },
         config=config.model_dump(mode="json"),
         random=_random_states(run.device),
@@ -178,6 +179,7 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> int:
     run.state.steps = progress["updates"] if full else 0
     run.state.counters = {name: progress.get(name, 0.0) if full else 0.0 for name in run.state.counters}
     run.skipped, run.unpruned = progress["skipped"], progress.get("unpruned", 1.0)
+    run.mask_distances = progress.get("mask_distances", []) if full else []
     if (
         path.parent == run.folder / "checkpoints"
         and description.config.get("train", {}).get("freeze") == run.config.train.freeze

@@ -1,6 +1,5 @@
 """Pruning as an event of a run: when it happens, by what, and what becomes of the weights that are left."""
 
-from collections import deque
 from collections.abc import Mapping
 
 from torch import Tensor
@@ -18,10 +17,6 @@ _DRAWS = 5  # distances between masks in a row that must be small (You et al., s
 
 class Pruning(Hook):
     """Prunes parameters after the steps that the configuration names; on all ranks, before checkpoints are written."""
-
-    def __init__(self) -> None:
-        self._drawn: dict[str, Tensor] | None = None
-        self._distances: deque[float] = deque(maxlen=_DRAWS)
 
     def before_training(self, run: Run) -> None:
         pruning = run.config.pruning
@@ -47,11 +42,12 @@ class Pruning(Hook):
 
     def _draw(self, run: Run, pruning: PruningConfig) -> None:
         masks = self._masks(run, pruning, 1 - pruning.sparsity)
-        if self._drawn is not None:
-            self._distances.append(distance(self._drawn, masks, run.state))
-            run.notes.append(f"step {run.step}: mask distance {self._distances[-1]:.3f} of what is left")
-        self._drawn = masks
-        if len(self._distances) == _DRAWS and max(self._distances) < pruning.distance:
+        if run.state.drawn is not None:
+            run.mask_distances = [*run.mask_distances, distance(run.state.drawn, masks, run.state)][-_DRAWS:]
+            run.notes.append(f"step {run.step}: mask distance {run.mask_distances[-1]:.3f} of what is left")
+        run.state.drawn = masks
+        if len(run.mask_distances) == _DRAWS and max(run.mask_distances) < pruning.distance:
+            run.state.drawn, run.mask_distances = None, []
             self._apply(run, pruning, masks)
 
     def _apply(self, run: Run, pruning: PruningConfig, masks: Mapping[str, Tensor]) -> None:

@@ -171,6 +171,29 @@ def test_early_bird_tickets(small_run: dict[str, Any], tmp_path: Path) -> None:
     check_pruned(run / "checkpoints" / "step-00000008", 0.5)
 
 
+def test_early_bird_tickets_after_a_resume(small_run: dict[str, Any], tmp_path: Path) -> None:
+    """Draws go on as in an unbroken run, to the bit; on another layout they find the ticket at the same step."""
+    pruning = {"method": "early-bird", "sparsity": 0.5, "at": 1, "every": 1, "distance": 0.9}
+    whole, parted = (changed(small_run, tmp_path / name, pruning=pruning) for name in ("whole", "parted"))
+    optimus.train(whole)
+    for stop in (3, 5):
+        optimus.train(parted, [f"train.stop_at={stop}", "checkpoint.asynchronous=true"], resume="auto")
+    optimus.train(parted, resume=True)
+    assert losses(tmp_path / "parted") == losses(tmp_path / "whole")
+    (a, mask_a), (b, mask_b) = (
+        tensors(tmp_path / name / "checkpoints" / "step-00000008") for name in ("whole", "parted")
+    )
+    assert mask_a.keys() == mask_b.keys() != set()
+    assert all(torch.equal(mask_a[name], mask_b[name]) for name in mask_a)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    spread = changed(small_run, tmp_path / "spread", pruning=pruning)
+    optimus.train(spread, ["train.stop_at=3", "parallel.tensor=2"], ranks=2)
+    optimus.train(spread, ["parallel.pipeline=2", "state.shard=parameters", "checkpoint.every=1"], ranks=2, resume=True)
+    readers = [Reader.open(tmp_path / "spread" / f"checkpoints/step-{step:08d}") for step in (3, 5, 6)]
+    for prefix, there in (("drawn.", [True, True, False]), ("mask.", [False, False, True])):
+        assert [any(key.startswith(prefix) for key in reader.stored) for reader in readers] == there
+
+
 # ---- Thresholds ----
 
 
