@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from helpers.traffic import Traffic, counting
 from optimus.comm import Group, Groups
 from optimus.comm.functional import local_rows
+from optimus.comm.group import Handle
 from optimus.config import load_config
 from optimus.kernels.linear import MatrixProduct
 from optimus.mesh import Mesh
@@ -248,15 +249,15 @@ def exchanged(source: dict[str, Any]) -> dict[str, Counter[str]]:
     tokens = random_batch(config, 1).chunk(groups.mesh.dp)[groups.along("dp").rank]
     found: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
     here = found["forward"]
-    exchange = Group.all_to_all
+    exchange = Group.all_to_all_async
 
-    def counted(group: Group, rows: Tensor, *lengths: list[int]) -> Tensor:
-        came = exchange(group, rows, *lengths)
+    def counted(group: Group, rows: Tensor, *lengths: list[int]) -> tuple[Tensor, Handle]:
+        came, handle = exchange(group, rows, *lengths)
         if rows.dtype != torch.int64:  # the counts, of which there are as many whatever is sent
             here["ep" if group is groups.along("ep") else "etp"] += rows.nbytes + came.nbytes
-        return came
+        return came, handle
 
-    with patch.object(Group, "all_to_all", counted):
+    with patch.object(Group, "all_to_all_async", counted):
         loss = objective(terms(model.model.losses(tokens)), config)
         here = found["backward"]
         loss.backward()
