@@ -98,7 +98,9 @@ class Saver:
         self._buffers = state.buffers if state.buffers and state.team.rank == 0 else {}
         self._short: list[tuple[str, Tensor]] = []  # copies of the buffers
         self._state = state
-        self._masks: Sequence[tuple[Mapping[str, LocalMask], str]] = ()  # and their prefixes, as they were then
+        # As they were then.
+        self._masks: Mapping[str, LocalMask] = {}
+        self._drawn: Mapping[str, LocalMask] = {}
         self._staging = Staging()
         self._updates: dict[Chunk, Handle] = {}  # under way when the checkpoint was asked for
         self._written: dict[Chunk, threading.Event] = {}  # of those that are written from where they lie
@@ -120,7 +122,7 @@ class Saver:
         done = self.finish()
         with self._waiting():
             self._targets = targets
-            self._masks = (self._state.recipe.masks, PREFIX), (self._state.drawn or {}, DRAWN)
+            self._masks, self._drawn = self._state.recipe.masks, self._state.drawn or {}
             self._short = [(name, buffer.clone()) for name, buffer in self._buffers.items()]
             self._updates = {chunk: chunk.updated for chunk in self._chunks}
             if self._world.rank == 0:
@@ -209,9 +211,10 @@ class Saver:
                 self._stored.append(self._write_file(target, held))
 
     def _write_file(self, target: Target, held: Callable[[Tensor], Tensor]) -> list[StoredSlice]:
-        short = [] if target.frozen else [*whole_slices(self._short)]
-        for masks, prefix in () if target.frozen else self._masks[: 1 + target.description.full]:
-            short += mask_slices(self._state, masks, prefix)
+        short = list[TensorSlice]()
+        if not target.frozen:
+            short += [*whole_slices(self._short), *mask_slices(self._state, self._masks, PREFIX)]
+            short += mask_slices(self._state, self._drawn, DRAWN) if target.description.full else ()
         chunks = [chunk for chunk in self._chunks if target.prefixes(chunk)]
         if not short and not chunks:
             return []

@@ -88,9 +88,8 @@ class _Group:
         self.sources, self._total, self._phase = sources, sum(weights), phase
         self._weights = [weights[source] for source in sources]
         self._weight = sum(self._weights)
-        self._length = max(
-            -(-self._total // min(self._weights)), _LEAST * self._total // self._weight
-        )  # of a block, in places
+        # Of a block, in places: each source is due in it.
+        self._length = max(-(-self._total // min(self._weights)), _LEAST * self._total // self._weight)
         self._block = lru_cache(_BLOCKS)(self._found)
 
     def places(self, number: int) -> int:
@@ -136,9 +135,7 @@ class _Group:
         waiting, found, taken = list[tuple[int, int, int]](), list[tuple[int, int]](), 0
         steps = self.places(start)
         for step in range(steps + 1, steps + 1 + len(jobs)):
-            place = (2 * total * step - self._phase - 1) // (
-                2 * self._weight
-            )  # the last with fewer than `step` before it
+            place = (2 * total * step - self._phase - 1) // (2 * self._weight)  # the last with fewer than `step` before
             while taken < len(jobs) and jobs[taken][0] <= place:
                 heapq.heappush(waiting, jobs[taken][1:])
                 taken += 1

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from optimus.model.low_rank import with_factors
+from optimus.model.low_rank import FactoredProduct
 from optimus.model.parameters import Size, declaration, declare
 from optimus.model.parts import LOCAL, Parts
 
@@ -32,7 +32,7 @@ class Linear(nn.Module):
         product, weight = self._product, self.weight
         buffer = self._gradients.get(self.weight)
         if self.lora_b is not None and self.lora_a is not None:
-            product = with_factors(product, self.lora_b, self.lora_a, self._gradients)
+            product = product.around(FactoredProduct(product.inner, self.lora_b, self.lora_a, self._gradients))
             # Its gradient is wanted, though it is frozen: the factors' follow from it.
             weight = nn.Parameter(weight.detach(), requires_grad=torch.is_grad_enabled())
         y = product(x, weight, buffer)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.kernels.linear import MatrixProduct
-from optimus.model.parts import Product
 
 
 def merged(w_NL: Tensor, b_NR: Tensor, a_RL: Tensor) -> Tensor:
@@ -18,15 +17,11 @@ def merged(w_NL: Tensor, b_NR: Tensor, a_RL: Tensor) -> Tensor:
     return (b_NR @ a_RL).mul_(w_NL != 0) + w_NL
 
 
-def with_factors(
-    product: Product, b: nn.Parameter, a_RL: nn.Parameter, buffers: Mapping[nn.Parameter, GradientBuffer]
-) -> Product:
-    """`product` with these factors beside the weight, `b` being [*outputs, R]; their gradients go to `buffers`."""
-    return product.around(_FactoredProduct(product.inner, b, a_RL, buffers))
+class FactoredProduct(MatrixProduct):
+    """The products of `inner` with the merged weight, which is made anew in each and saved by none.
 
-
-class _FactoredProduct(MatrixProduct):
-    """The products of `inner` with the merged weight, which is made anew in each and saved by none."""
+    `b` is [*outputs, R]. The gradients of the factors go to `buffers`.
+    """
 
     def __init__(
         self,

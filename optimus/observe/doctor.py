@@ -73,10 +73,8 @@ def _devices() -> Iterator[Finding]:
         try:
             ones = torch.ones(256, 256, device=device)
             wrong = float((ones @ ones).sum()) != 256.0**3
-            found, mend = (
-                f"{name}, {size_text(free_memory(device))} free",
-                "it computes wrong sums: take it out of service",
-            )
+            found = f"{name}, {size_text(free_memory(device))} free"
+            mend = "it computes wrong sums: take it out of service"
             yield _judged(f"accelerator {index}", wrong, found, mend, "problem")
         except RuntimeError as error:
             mend = "see what else runs on it, and its driver"
@@ -149,10 +147,8 @@ def _file_system(folder: Path) -> Iterator[Finding]:
 def _clock(folder: Path) -> Iterator[Finding]:
     if os.access(folder, os.W_OK | os.X_OK):
         skew = file_system_time(folder) - time.time()
-        found, mend = (
-            f"that of the file system differs by {abs(skew):.1f} s",
-            "set both by NTP: leases and events are compared by time",
-        )
+        found = f"that of the file system differs by {abs(skew):.1f} s"
+        mend = "set both by NTP: leases and events are compared by time"
         yield _judged("clock", abs(skew) > _SKEW, found, mend)
     try:
         command = ["timedatectl", "show", "--property=NTPSynchronized", "--value"]

@@ -83,7 +83,7 @@ def reduce_scatter_seconds(size: int, whole: float, bandwidth: float) -> float:
 def collective_seconds(
     kind: CollectiveKind, whole: float, place: StridedGroup, machine: Machine, algorithm: Algorithm = "ring"
 ) -> float:
-    """Of all groups of a kind at once.
+    """Seconds of a collective among `place` while all other groups of its kind are at it.
 
     `whole` bytes are what a rank has in the end (all-gather), in the beginning (reduce-scatter, all-to-all) or both
     (all-reduce). `algorithm` says whether a group on several nodes is one ring; the best is the faster of both. Library and

@@ -11,6 +11,7 @@ from optimus.config.tree import StateConfig, TrainConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
 from optimus.mesh.strided import StridedGroup, group_along
+from optimus.model import Transformer
 from optimus.model.parameters import declarations
 from optimus.optim.rule import Rule
 from optimus.pipeline.schedules import schedules
@@ -204,9 +205,10 @@ def job_of(
 ) -> Job:
     """`config` on a machine. Raises `UserError` where the ranks of `mesh` do not fill its nodes."""
     config = _for_machine(config, machine)
-    names = (name for name, _ in declarations(whole_model(config)) if name.endswith(_FACTOR))
-    factors = tuple((name.removesuffix(_FACTOR), config.train.lora_rank or 0) for name in names)
-    rules = _rules(config, factors)
+    model, rank = whole_model(config), config.train.lora_rank
+    names = [name for name, _ in declarations(model) if name.endswith(_FACTOR)] if rank else []
+    factors = tuple((name.removesuffix(_FACTOR), rank or 0) for name in names)
+    rules = _rules(config, model, factors)
     return Job(config, mesh, machine, profile or profile_of(config), imbalance, rules, factors).checked()
 
 
@@ -218,8 +220,7 @@ def _for_machine(config: RunConfig, machine: Machine) -> RunConfig:
     half = "bf16" in known or "fp32" not in known
     if "bf16" in known and "fp32" in known:
         half = known["fp32"].sustained_rate <= WORTH * known["bf16"].sustained_rate
-    train = config.train.model_copy(update={"precision": "bfloat16" if half else "float32"})
-    return config.model_copy(update={"train": train})
+    return config.changed(train={"precision": "bfloat16" if half else "float32"})
 
 
 def profile_of(config: RunConfig) -> Profile:
@@ -231,9 +232,9 @@ def profile_of(config: RunConfig) -> Profile:
     return profile.model_copy(update=change)
 
 
-def _rules(config: RunConfig, factors: Factors) -> Rules:
+def _rules(config: RunConfig, model: Transformer, factors: Factors) -> Rules:
     """The update rules of a run's parameters, counted over the blocks that are alike, of which some may lack a factor."""
-    recipe, alike = recipe_of(config, whole_model(config)), config.model.alike
+    recipe, alike = recipe_of(config, model), config.model.alike
     made, layers = examples(config.model, factors)
     left = 1.0 if config.pruning is None else 1 - config.pruning.sparsity  # in the end
 

@@ -4,9 +4,11 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from optimus.plan.job import Job
 from optimus.plan.parameter_groups import ParameterGroup
-from optimus.state.buffers import RESIDENCES
+from optimus.state.buffers import buffers
 from optimus.state.offload_times import (
     OffloadChoice,
     Rates,
@@ -16,11 +18,10 @@ from optimus.state.offload_times import (
     pass_seconds,
     step_seconds,
 )
-from optimus.state.plan import chunk_limit
+from optimus.state.plan import chunk_limit, placed
 
-_UPDATE = (
-    28  # bytes of an element that an update of AdamW reads and writes: state, and gradient and parameter in 16 bits
-)
+# Bytes of an element that an update of AdamW reads and writes: state, and gradient and parameter in 16 bits.
+_UPDATE = 28
 BLOCKS = 3  # besides those that come ahead of use: the least that a run's `state.cache: auto` takes
 GRADIENTS = 3  # whole gradient buffers on their way to the host
 
@@ -116,14 +117,13 @@ class Elsewhere(NamedTuple):
 
 def elsewhere_of(job: Job, held: Sequence[ParameterGroup]) -> Elsewhere:
     """What a rank that has `held` keeps of it beside its device."""
-    home, waiting, optimizer = RESIDENCES[job.state.residency]
     away, found = 1 - device_share(job), {"device": 0.0, "host": 0.0, "disk": 0.0}
+    types = getattr(torch, job.train.precision), getattr(torch, job.state.gradient_dtype)
+    residency = job.state.residency
     for each in held:
-        found[home] += away * job.itemsize * each.updated
-        if each.rule.trains:
-            found[optimizer] += away * job.profile.state_bytes(each.rule) * each.updated
-            if job.profile.gradient != job.itemsize:  # else gradients wait in the parameters' place
-                found[waiting] += away * job.profile.gradient * each.updated
+        depths = placed(each.depths, residency)
+        for buffer in buffers(depths, *types, each.rule, residency=residency, pruned=each.pruned):
+            found[buffer.residency] += away * buffer.dtype.itemsize * each.after(buffer.depth)
     return Elsewhere(found["host"], found["disk"])
 
 

@@ -71,9 +71,8 @@ class RankCosts:
         self._known: dict[Any, Any] = {}
         self._shared: dict[Any, dict[Any, Any]] = {} if shared is None else shared
         self._held: dict[Any, Any] | None = None  # of these what is known of the job's mesh, its state held so
-        self.collectives: dict[
-            tuple[StridedGroup, CollectiveKind], float
-        ] = {}  # bytes of the largest that was asked for
+        # Bytes of the largest that was asked for.
+        self.collectives: dict[tuple[StridedGroup, CollectiveKind], float] = {}
         self._plain = job.precision if job.precision in ("fp16", "fp32") else "bf16"  # where nothing is cast
 
     def like(self, job: Job) -> "RankCosts":

@@ -149,10 +149,8 @@ def _lent(work: RankCosts, times: Sequence[StageTimes], seconds: float) -> float
 
 def _ends(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, float]:
     """What comes after the passes, or is not hidden beside them."""
-    job, moved = (
-        work.job,
-        work.remembered(("state", *passes.counts.values()), lambda: _state_seconds(work, passes.counts)),
-    )
+    job, counts = work.job, passes.counts
+    moved = work.remembered(("state", *counts.values()), lambda: _state_seconds(work, counts))
     beside = OffloadSeconds(moved.update, 0.0)
     if job.state.residency != "device":
         held = parameter_groups(job, passes.counts)

@@ -519,7 +519,7 @@ def _stub_groups() -> None:
         indices_TK: Tensor,
         experts: Any,
         counts: ExchangeCounts,
-        *beside: Any,
+        *overlapped: Any,
     ) -> Tensor:
         """Every rank sends and gets as many rows, and experts are chosen equally often."""
         if is_here(x_TH):
@@ -529,7 +529,7 @@ def _stub_groups() -> None:
             counts = ExchangeCounts(
                 [rows] * ranks, [rows] * ranks, [rows * ranks] * all_parts, tokens * chosen * all_parts
             )
-        return exchange(self, x_TH, weights_TK, indices_TK, experts, counts, *beside)
+        return exchange(self, x_TH, weights_TK, indices_TK, experts, counts, *overlapped)
 
     _put(AllToAllDispatch, exchange=exchange_evenly)
     choices_here = AllGatherDispatch.choices_here

@@ -61,9 +61,8 @@ class Run:
     step: int = 0  # steps completed
     skipped: int = 0  # of them, without an update
     unpruned: float = 1.0  # share of the pruned parameters that is left
-    mask_distances: list[float] = field(
-        default_factory=list
-    )  # of the last masks that were drawn, for an early-bird ticket
+    # Of the last masks that were drawn, for an early-bird ticket.
+    mask_distances: list[float] = field(default_factory=list)
     step_seconds: float = 0.0  # of the last step, waiting for data included
     waited_seconds: float = 0.0  # of them, in collectives, waiting for other ranks
     waited_by_kind: dict[str, float] = field(default_factory=dict)  # the same by kind of collective

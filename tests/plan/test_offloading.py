@@ -62,6 +62,15 @@ def test_bytes_of_each_residency(ranks: int) -> None:
     assert half.parts["optimizer"] == pytest.approx(6 * size / ranks)
 
 
+def test_bytes_of_each_residency_in_fp32() -> None:
+    """Parameters are the master weights themselves, and gradients wait beside them."""
+    size = count_parameters(SMALL).total
+    for residency, host, disk in (("optimizer", 8, 0), ("all", 16, 0), ("disk", 8, 8)):
+        config = plain_run(SMALL, 1024, 1).changed(train={"precision": "float32"}, state={"residency": residency})
+        found = memory_of(job_of(config, machine(8e10), Mesh(dp=1, ranks_per_node=1))).elsewhere
+        assert (found.host, found.disk) == pytest.approx((host * size, disk * size))
+
+
 def test_a_slower_link_and_less_work_show() -> None:
     def seconds(link: float, micro_batch: int) -> float:
         asked = job(SMALL, machine(8e10, link=link), micro_batch=micro_batch, residency="all")

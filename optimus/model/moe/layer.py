@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from optimus.kernels.activation import Activation
 from optimus.kernels.expert_mlp import expert_mlp
 from optimus.model.dense import DenseMlp
-from optimus.model.moe.dispatch import NOTHING, Beside
+from optimus.model.moe.dispatch import NOTHING, Overlapped
 from optimus.model.moe.router import SOFTMAX, Choosing, Router, RouterStats, Routing
 from optimus.model.parameters import Size, declare
 from optimus.model.parts import LOCAL, Parts
@@ -87,23 +87,23 @@ class MoeLayer(nn.Module):
         x_UH = self.tokens.take(x_TH.flatten(0, -2))
         position_U = None if position_T is None else self.tokens.own(position_T)
         weights_UK, indices_UK, stats = self.router(x_UH, position_U)
-        shared = NOTHING if self.shared is None else _SharedExpert(self.shared, x_TH)
-        y_UH = self.dispatch(x_UH, weights_UK, indices_UK, self.experts, shared)
+        shared = None if self.shared is None else _SharedExpert(self.shared, x_TH)
+        y_UH = self.dispatch(x_UH, weights_UK, indices_UK, self.experts, shared or NOTHING)
         if self.down_bias is not None:
             weights_UE = weights_UK.new_zeros(len(x_UH), len(self.down_bias))
             y_UH = torch.addmm(y_UH, weights_UE.scatter(1, indices_UK, weights_UK), self.down_bias)
         y_TH = self.tokens.put_back(y_UH).view_as(x_TH)
-        return y_TH + shared.y_TH if isinstance(shared, _SharedExpert) else y_TH, self.tokens.sum(stats)
+        return y_TH if shared is None else y_TH + shared.y_TH, self.tokens.sum(stats)
 
 
-class _SharedExpert(Beside):
+class _SharedExpert(Overlapped):
     """The two projections of a shared expert."""
 
     def __init__(self, mlp: DenseMlp, x_TH: Tensor) -> None:
         self._mlp, self._x_TH = mlp, x_TH
 
-    def there(self) -> None:
+    def during_dispatch(self) -> None:
         self._h_TI = self._mlp.activated(self._x_TH)
 
-    def back(self) -> None:
+    def during_combine(self) -> None:
         self.y_TH: Tensor = self._mlp.down(self._h_TI)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from optimus.comm import Group
 from optimus.comm.functional import all_gather_rows, cached, reduce_scatter_rows
-from optimus.model.moe.dispatch import NOTHING, Beside, local_indices
+from optimus.model.moe.dispatch import NOTHING, Overlapped, local_indices
 
 
 class AllGatherDispatch:
@@ -25,7 +25,7 @@ class AllGatherDispatch:
         self.first, self.experts_per_rank = first, experts_per_rank
 
     def __call__(
-        self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module, beside: Beside = NOTHING
+        self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module, overlapped: Overlapped = NOTHING
     ) -> Tensor:
         """Algorithm 1 of the paper: lines 11-13, the experts, line 116. The result is [T, H]."""
         x_AH = all_gather_rows(x_TH, self.group)
@@ -33,7 +33,9 @@ class AllGatherDispatch:
         indices_AK = all_gather_rows(indices_TK.int(), self.group)  # half the bytes
         local_AK = local_indices(indices_AK, self.first, self.experts_per_rank)
         choices = cached(lambda: self.choices_here(local_AK), self.group)
-        return beside.after(reduce_scatter_rows(experts(x_AH, weights_AK, local_AK, choices), self.group))
+        y_TH = reduce_scatter_rows(experts(x_AH, weights_AK, local_AK, choices), self.group)
+        overlapped.at_once()
+        return y_TH
 
     def choices_here(self, local_AK: Tensor) -> int:
         """How many choices are of experts of this rank; the host waits for it."""

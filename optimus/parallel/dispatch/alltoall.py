@@ -26,7 +26,7 @@ from optimus.comm.functional import (
     reduce_from_group,
     reduce_scatter_uneven_rows,
 )
-from optimus.model.moe.dispatch import NOTHING, Beside, choices_of, local_indices
+from optimus.model.moe.dispatch import NOTHING, Overlapped, choices_of, local_indices
 
 Compute = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """(tokens, weights, local choices, number of these that are here) to weighted sums of what their experts give: a module, or
@@ -93,7 +93,7 @@ class AllToAllDispatch:
         self.duplicates = duplicates
 
     def __call__(
-        self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: Compute, beside: Beside = NOTHING
+        self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: Compute, overlapped: Overlapped = NOTHING
     ) -> Tensor:
         """Counts, which the host waits for, then tokens, weights and choices, then results: five all-to-all. The result is
         [T, H]."""
@@ -101,7 +101,7 @@ class AllToAllDispatch:
         rows_N = needed_by(rank_TK, self.group.size).sum(0)
         rows_N2 = torch.stack([rows_N, choices_of(rank_TK, self.group.size)], 1)
         (counts,) = cached(lambda: read_counts(self.exchange_counts(rows_N2)), self.group)
-        return self.exchange(x_TH, weights_TK, indices_TK, experts, ExchangeCounts(*counts), beside)
+        return self.exchange(x_TH, weights_TK, indices_TK, experts, ExchangeCounts(*counts), overlapped)
 
     def exchange_counts(self, send_N2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From rows and choices for each rank: the same, those from each rank, and what each of the parts gets."""
@@ -118,7 +118,7 @@ class AllToAllDispatch:
         indices_TK: Tensor,
         experts: Compute,
         counts: ExchangeCounts,
-        beside: Beside = NOTHING,
+        overlapped: Overlapped = NOTHING,
     ) -> Tensor:
         """What follows when the counts are known."""
         send, receive, tokens, choices = counts
@@ -127,12 +127,12 @@ class AllToAllDispatch:
         leaving = _Spread.apply(x_TH, copies), _Spread.apply(weights_TK, copies), chosen_SK
         arriving = [all_to_all_rows_async(rows, send, receive, self.group) for rows in leaving]
         del leaving, chosen_SK
-        beside.there()
+        overlapped.during_dispatch()
         x_RH, weights_RK, indices_RK = (arrive() for arrive in arriving)
         local_RK = local_indices(indices_RK, self.group.rank * self.experts_per_rank, self.experts_per_rank)
         y_RH = self._with_all_parts(x_RH, weights_RK, local_RK, experts, tokens, choices)
         returning = all_to_all_rows_async(y_RH, receive, send, self.group)
-        beside.back()
+        overlapped.during_combine()
         return _Collect.apply(returning(), copies)
 
     def _with_all_parts(

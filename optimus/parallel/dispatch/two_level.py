@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from optimus.comm import Group
 from optimus.comm.functional import cached
-from optimus.model.moe.dispatch import NOTHING, Beside, choices_of
+from optimus.model.moe.dispatch import NOTHING, Overlapped, choices_of
 from optimus.parallel.dispatch.alltoall import AllToAllDispatch, ExchangeCounts, needed_by, read_counts
 
 
@@ -31,13 +31,13 @@ class TwoLevelDispatch:
         self.within = AllToAllDispatch(within, experts_per_rank, parts, duplicates=duplicates)
 
     def __call__(
-        self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module, beside: Beside = NOTHING
+        self, x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module, overlapped: Overlapped = NOTHING
     ) -> Tensor:
         """Ten all-to-all, half of them on the node; the host waits for the counts of both levels at once. The result is
         [T, H]."""
         across, within = cached(lambda: read_counts(*self._exchange_counts(indices_TK)), self.across.group)
         on_node = partial(self._on_node, experts, ExchangeCounts(*within))
-        return self.across.exchange(x_TH, weights_TK, indices_TK, on_node, ExchangeCounts(*across), beside)
+        return self.across.exchange(x_TH, weights_TK, indices_TK, on_node, ExchangeCounts(*across), overlapped)
 
     def _on_node(
         self,

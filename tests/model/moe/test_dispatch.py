@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from optimus.model.moe.dispatch import NOTHING, Beside, Dispatch, local_dispatch, local_indices
+from optimus.model.moe.dispatch import NOTHING, Dispatch, Overlapped, local_dispatch, local_indices
 from optimus.model.moe.layer import MoeLayer
 from optimus.model.parts import Parts
 
@@ -23,7 +23,7 @@ def test_the_layer_calls_its_dispatch_with_its_experts() -> None:
     seen = []
 
     def doubling(
-        x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module, beside: Beside = NOTHING
+        x_TH: Tensor, weights_TK: Tensor, indices_TK: Tensor, experts: nn.Module, overlapped: Overlapped = NOTHING
     ) -> Tensor:
         seen.append((x_TH.shape, weights_TK.shape, indices_TK.shape, experts))
         return 2 * local_dispatch(x_TH, weights_TK, indices_TK, experts)
