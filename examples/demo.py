@@ -141,7 +141,7 @@ def summary(scores: dict[str, float], seconds: float) -> None:
 Next, with .venv/bin on your PATH (source .venv/bin/activate):
   optimus generate {ROOT}/run --prompt "import "
   optimus train {ROOT}/demo.yaml train.output={ROOT}/dense model=mula-tiny     the dense model on the same data
-  tensorboard --logdir {ROOT}
+  optimus report {ROOT}/run     curves, time, memory and the load of experts, on one page
   docs/tutorial.md goes through each step.""")
 
 
