@@ -178,10 +178,7 @@ def test_the_saved_configuration_is_the_same_run(phased: dict[str, Any], tmp_pat
     assert records(phased) == records({"train": {"output": str(again)}})
 
 
-@pytest.mark.parametrize("sections", [{"state": {"shard": "parameters"}}, {"parallel": {"pipeline": 2}}], ids=str)
-def test_the_loss_of_each_source_is_that_of_its_sequences(
-    phased: dict[str, Any], tmp_path: Path, sections: dict[str, Any]
-) -> None:
+def test_the_loss_of_each_source_is_that_of_its_sequences(phased: dict[str, Any], tmp_path: Path) -> None:
     """Of the first step, by hand; the mean over the sources is the loss; in steps that are logged, on every layout."""
     phased["observe"] |= {"log_every": 2}
     optimus.train(phased)
@@ -207,10 +204,14 @@ def test_the_loss_of_each_source_is_that_of_its_sequences(
     chosen = batches[1].tokens_BS[batches[1].source_B == 0]  # the second step, which is logged
     expected = float(model.losses(torch.from_numpy(chosen)).cross_entropy.detach())
     assert records(still)[1]["train_loss/model"] == pytest.approx(expected, rel=1e-5)
-    other = changed(phased, output=str(tmp_path / "other")) | sections
-    run_ranks(part, 2, other, False)
-    for one, record in zip(whole, records(other), strict=True):
-        assert {k: v for k, v in record.items() if k.startswith("train_loss/")} == pytest.approx(one, rel=1e-5)
+    layouts: list[dict[str, Any]] = [{"state": {"shard": "parameters"}}]
+    layouts += [{"parallel": each} for each in ({"pipeline": 2}, {"tensor": 2}, {"context": 2})]
+    layouts += [{"parallel": {"pipeline": 2, "vocabulary": True}}]
+    for number, sections in enumerate(layouts):
+        other = changed(phased, output=str(tmp_path / f"other-{number}")) | sections
+        run_ranks(part, 2, other, False)
+        for one, record in zip(whole, records(other), strict=True):
+            assert {k: v for k, v in record.items() if k.startswith("train_loss/")} == pytest.approx(one, rel=1e-5)
 
 
 def test_the_order_of_a_mixture_is_in_the_fingerprint(phased: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
