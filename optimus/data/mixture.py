@@ -4,7 +4,7 @@ The sources are in one group or two, whose places are found block by block: the 
 function of the border alone, and within it the sources are read by earliest deadlines (Pfair scheduling on one processor,
 Baruah et al. 1996). No source is off by as much as one place, whatever the weights are: `_Group` has the proof.
 
-Legend: N places, M those of a group in a block.
+Legend: N places.
 """
 
 import heapq
@@ -13,7 +13,6 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, repeat
 from math import gcd, lcm
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,6 @@ _LEAST = 128  # places of a group in a block, so that the borders take little of
 _BLOCKS = 4  # of a group that are kept
 
 IndexArray = NDArray[np.int64]
-Places = TypeVar("Places", int, IndexArray)
 
 
 class Mixture:
@@ -58,12 +56,15 @@ class Mixture:
 
     def locate(self, places_N: IndexArray) -> tuple[IndexArray, IndexArray]:
         """The source of each place [N], and how many places before it that source has [N]."""
-        found_N2 = np.empty((len(places_N), 2), np.int64)
-        step_N = self._groups[0].places(places_N)
-        first_N = self._groups[0].places(places_N + 1) > step_N
-        for group, here_N, steps_N in zip(self._groups, (first_N, ~first_N), (step_N, places_N - step_N)):
-            found_N2[here_N] = group.at(places_N[here_N], steps_N[here_N])
+        found_N2 = np.array([self._at(place) for place in places_N.tolist()], np.int64).reshape(-1, 2)
         return found_N2[:, 0], found_N2[:, 1]
+
+    def _at(self, place: int) -> tuple[int, int]:
+        first, *others = self._groups
+        step = first.places(place)
+        if others and first.places(place + 1) == step:
+            return others[0].at(place, place - step)
+        return first.at(place, step)
 
 
 class _Group:
@@ -91,25 +92,21 @@ class _Group:
         self._length = max(-(-self._total // min(self._weights)), _LEAST * self._total // self._weight)
         self._block = lru_cache(_BLOCKS)(self._found)
 
-    def places(self, number: Places) -> Places:
+    def places(self, number: int) -> int:
         """How many of the first `number` places are the group's."""
-        whole, rest = divmod(number, self._total)  # else products would not fit into 64 bits
-        return whole * self._weight + (2 * rest * self._weight + self._phase) // (2 * self._total)
+        return (2 * number * self._weight + self._phase) // (2 * self._total)
 
-    def at(self, place_N: IndexArray, step_N: IndexArray) -> IndexArray:
-        """The source of each place of the group, which has so many before, and how many of these the source has [N, 2]."""
-        found_N2, number_N = np.empty((len(place_N), 2), np.int64), place_N // self._length
-        for number in np.unique(number_N).tolist():
-            (before, block_M2), here_N = self._block(number), number_N == number
-            found_N2[here_N] = block_M2[step_N[here_N] - before]
-        return found_N2
+    def at(self, place: int, step: int) -> tuple[int, int]:
+        """The source of a place of the group, which has `step` places before, and how many of these the source has."""
+        before, found = self._block(place // self._length)
+        return found[step - before]
 
     def counts(self, places: int) -> list[int]:
         """How many of the first `places` each of the sources has."""
         number = places // self._length
         counts = dict(zip(self.sources, self._border(number * self._length)))
-        before, block_M2 = self._block(number)
-        for source, index in block_M2[: self.places(places) - before].tolist():
+        before, found = self._block(number)
+        for source, index in found[: self.places(places) - before]:
             counts[source] = index + 1
         return list(counts.values())
 
@@ -125,8 +122,8 @@ class _Group:
                 counts[heapq.heappop(open_sources)[1]] += 1
         return counts
 
-    def _found(self, number: int) -> tuple[int, IndexArray]:
-        """Of a block: places of the group before it; source and index of each of its own [M, 2]."""
+    def _found(self, number: int) -> tuple[int, list[tuple[int, int]]]:
+        """Of a block: places of the group before it; source and index of each of its own."""
         start, total = number * self._length, self._total
         end, jobs = start + self._length, list[tuple[int, int, int, int]]()
         for source, weight, first, last in zip(self.sources, self._weights, self._border(start), self._border(end)):
@@ -143,7 +140,7 @@ class _Group:
                 heapq.heappush(waiting, jobs[taken][1:])
                 taken += 1
             found.append(heapq.heappop(waiting)[1:])
-        return steps, np.array(found, np.int64)
+        return steps, found
 
 
 def whole_weights(weights: Sequence[float | Fraction]) -> list[int]:
