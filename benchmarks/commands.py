@@ -28,6 +28,7 @@ BENCHMARKS = {
     "collectives": "Collectives on two levels against direct ones and rings, on simulated links; the choice among them.",
     "checkpoint": "Checkpoints at once, beside the training and by DCP; loading once or on every rank; bytes per node.",
     "resilience": "What watching for faults costs, and seconds from a fault until the run goes on.",
+    "report": "Seconds and bytes of the page of a long run; the share of a step that the loads of its experts take.",
     "layouts": "The planner's ranking of layouts against the clock's, on this machine, which is measured first.",
 }
 

@@ -16,7 +16,8 @@ import torch
 import yaml
 
 import optimus
-from helpers.browser import CHROMIUM, look
+from benchmarks.browser import browser
+from helpers.browser import HAS_BROWSER, opened
 from optimus.checkpoint.folder import list_checkpoints
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
@@ -237,11 +238,9 @@ def test_divergence_is_nobodys_fault_and_a_spare_is_there_for_who_is_lost_later(
     assert [each["event"] for each in told] == ["restarted", "restarted", "finished"]
     assert [first["detail"] in told[0]["detail"], second["detail"] in told[1]["detail"]] == [True, True]
     assert {each["report"] for each in told} == {str(tmp_path / "run" / "report.html")}
-    if CHROMIUM is not None:
-        seen = look(tmp_path / "run" / "report.html", 1280, tmp_path)
-        assert (seen["requests"], seen["nameless"]) == (0, 0)
-        assert seen["canvases"]
-        assert all(seen["canvases"])
+    if HAS_BROWSER:
+        with browser() as chromium:
+            _, seen = opened(chromium, tmp_path / "run" / "report.html")
         assert all(event["detail"] in seen["text"] for event in result["events"])
     losses, _ = end_of(config)
     assert all(loss < 6 for loss in losses)
