@@ -90,5 +90,5 @@ def test_parts_are_those_of_the_page(tmp_path: Path) -> None:
         assert [part.name for part in found] == [
             "machine", "tests", "step", "trace", "curve", "layouts", "moe", "tiles", "trainer", "kernels"
         ]  # fmt: skip
-        assert sum(part.seconds for part in found) <= 1000
+        assert sum(part.seconds for part in found) == 600
         assert {"machine", "step", *PARTS} == {part.name for part in found}

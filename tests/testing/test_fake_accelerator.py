@@ -103,7 +103,8 @@ def steps_of(
     chip: str = "H200",
 ) -> Iterator[tuple[Any, Any]]:  # fmt: skip
     """The machine, and steps of a rank on it, of which none has been."""
-    from optimus.testing.fake_accelerator import NAME, fake_accelerator
+    from optimus.testing.fake_accelerator import fake_accelerator
+    from optimus.testing.fake_device import NAME
     from optimus.testing.steps import Steps
 
     tree = load_config(config, overrides)
@@ -338,7 +339,8 @@ def test_kernels_are_launched_where_their_tensors_are() -> None:
 
 
 def train_elsewhere() -> None:
-    from optimus.testing.fake_accelerator import NAME, fake_accelerator
+    from optimus.testing.fake_accelerator import fake_accelerator
+    from optimus.testing.fake_device import NAME
     from optimus.testing.steps import Steps
 
     with fake_accelerator(devices=2):
@@ -399,7 +401,8 @@ def test_waits_of_a_dense_step() -> None:
 def train_pruned(form: str, shard: str, ranks: int) -> Seen:
     """Steps of a model of whose matrices a tenth is left."""
     overrides = ["pruning.sparsity=0.9", "pruning.at=0", f"pruning.indices={form}", f"state.shard={shard}"]
-    with steps_of(full_size(DENSE, ranks), overrides, ranks) as (machine, steps):
+    # Its masks, which are the host's, have as many elements as the model.
+    with steps_of(full_size(DENSE, ranks), [*overrides, "model.layers=2"], ranks) as (machine, steps):
         slots = [slot for chunk in steps.state.trained for slot in chunk.plan.slots]
         left = {slot.name: packed_bits(torch.arange(slot.shape.numel()) % 10 == 0) for slot in slots}
         steps.state.prune({name: left[name] for name in steps.state.recipe.masks})
@@ -459,7 +462,7 @@ def test_weight_gradients_are_not_rounded() -> None:
 
 def saved(config: dict[str, Any], overrides: Sequence[str], ranks: int) -> int:
     """Bytes that a forward pass keeps for its backward pass."""
-    from optimus.testing.fake_accelerator import NAME
+    from optimus.testing.fake_device import NAME
 
     with steps_of(config, overrides, ranks) as (_, steps):
         steps.state.begin_step()
