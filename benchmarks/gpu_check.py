@@ -46,7 +46,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Check and measure Optimus on the accelerator of this machine.")
     parser.add_argument("--output", type=Path, default=Path("gpu-check"), help="folder of the results")
     parser.add_argument("--wheels", type=Path, help="folder of wheels for what this Python lacks")
-    parser.add_argument("--rehearse", choices=("cpu", "fake"), nargs="?", const="cpu", help="tiny sizes, on this device")
+    parser.add_argument(
+        "--rehearse", choices=("cpu", "fake"), nargs="?", const="cpu", help="tiny sizes, on this device"
+    )
     parser.add_argument("--part", action="append", help="only this part; repeat for more")
     arguments = parser.parse_args()
     chip, rehearse = accelerator(), arguments.rehearse

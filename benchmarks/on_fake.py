@@ -22,7 +22,7 @@ from optimus.train import launch
 def main() -> None:
     del sys.argv[0]
     with (
-        fake_accelerator(agrees=True),
+        fake_accelerator(agrees=sys.argv[0] == "pytest"),
         mock.patch.object(launch, "_launch", _launch),
         mock.patch.object(fresh, "run_fresh", _run_fresh),
         mock.patch.object(harness, "apart", return_value=0.0),
