@@ -4,8 +4,8 @@
 beside what the planner says of them; a trace; losses against the CPU's; layouts with several ranks on the device; the sparse
 block and every other operation against rivals; the fastest tiles; the Trainer of `transformers`. Tables, JSON, plots go to
 the folder and, as one archive, beside it; a summary is printed last. A part that fails or takes too long does not stop the
-others; the exit code says whether all went well. Without an accelerator, or with --rehearse, every part has tiny sizes: on the
-CPU, or with `--rehearse fake` on the fake accelerator, which has no numbers but runs what a real one would.
+others; the exit code says whether all went well. Without an accelerator, or with --rehearse, every part has tiny sizes: on
+the CPU, or with `--rehearse fake` on the fake accelerator, which has no numbers but runs what a real one would.
 
 Packages that this Python lacks are taken from a folder of wheels, if one is given, for this call only; nothing is installed
 and nothing downloaded. This file needs the standard library alone.

@@ -75,8 +75,8 @@ class _FakeTensors(FakeTensorMode):
 class FakeAccelerator(TorchDispatchMode):
     """What happens on the fake devices of this process, while it is entered; see the module's text.
 
-    `waits`, `launches` by (phase, kernel or operator), `collectives` and `touched`, the devices, are since `forget`. Where it
-    `agrees`, comparisons of its numbers hold.
+    `waits`, `launches` by (phase, kernel or operator), `collectives` and `touched`, the devices, are since `forget`. Where
+    it `agrees`, comparisons of its numbers hold.
     """
 
     def __init__(self, properties: dict[str, Any], devices: int = 1, agrees: bool = False) -> None:
