@@ -82,7 +82,7 @@ def _measure(config: RunConfig, steps: int) -> list[Measured]:
     groups = Groups(mesh_of(config, ranks))
     states = [build_model(config, torch.device("cpu"), groups)[1] for _ in range(2)]
     layouts = layouts_of(whole_model(config), config)
-    sizes = {name: math.prod(layouts[name].shape) for name in states[1].recipe.masks}
+    sizes = {name: math.prod(layouts[name].shape) for name in states[1].recipe.unpruned}
     for state in states:
         state.initialize(0, 0.02)
     states[1].prune(prune(states[1], 1 - _SPARSITY, sizes, random_scores(0)))

@@ -35,7 +35,7 @@ PRUNED = ["pruning.sparsity=0.9", "pruning.at=0", "state.chunk=500"]
 @pytest.mark.parametrize("form", ["int32", "bits"])
 @pytest.mark.parametrize("tile", [7, 1 << 12, None])
 @pytest.mark.parametrize("left", [0.0, 1.0, 0.1, "one"])
-def test_pack_and_unpack(form: MaskForm, tile: int | None, left: float | str) -> None:
+def test_compress_and_expand(form: MaskForm, tile: int | None, left: float | str) -> None:
     size = 3 * 4096 + 640  # blocks of which the last is not full
     mask = torch.rand(size, generator=torch.Generator().manual_seed(0)) < (0.0 if left == "one" else left)
     if left == "one":
@@ -47,27 +47,29 @@ def test_pack_and_unpack(form: MaskForm, tile: int | None, left: float | str) ->
     made = Mask(plan, positions, torch.zeros(plan.elements, dtype=torch.int32), tile)
     length = -(-len(positions) // 32) * 32
     values = torch.randn(size)
-    whole = values.clone()
-    packed = made.pack(whole, length)
-    assert torch.equal(packed[: len(positions)], values[mask])
-    assert not packed[len(positions) :].any()
-    assert torch.equal(made.take(values, 3, 40), torch.cat([values[mask], torch.zeros(40)])[3:40])
-    whole[length:] = torch.where(mask, 7.0, 0.0)[length:]  # what is pruned stays zero
-    made.unpack(whole, length, fresh=False)
-    assert torch.equal(whole, values * mask)
-    made.pack(whole, length)
-    whole[length:] = torch.nan
-    made.unpack(whole, length, fresh=True)
-    assert torch.equal(whole, values * mask)
+    dense = values.clone()
+    compressed = made.compress(dense, length)
+    assert torch.equal(compressed[: len(positions)], values[mask])
+    assert not compressed[len(positions) :].any()
+    assert torch.equal(made.compressed(values, slice(3, 40)), torch.cat([values[mask], torch.zeros(40)])[3:40])
+    dense[length:] = torch.where(mask, 7.0, 0.0)[length:]  # what is pruned stays zero
+    made.expand(dense, length, fresh=False)
+    assert torch.equal(dense, values * mask)
+    made.compress(dense, length)
+    dense[length:] = torch.nan
+    made.expand(dense, length, fresh=True)
+    assert torch.equal(dense, values * mask)
     for start in (0, 5, len(positions)):
         end = min(len(positions), start + 9000)
         assert torch.equal(made.positions(start, end).long(), positions[start:end])
+    for start, end in ((0, size), (37, 5003)):
+        assert torch.equal(made.unpruned(start, end), mask[start:end])
     borders = made.borders([0, length // 2, length])
     assert borders[0] == 0
     assert borders[-1] == size
     part = torch.zeros(length - length // 2)
     part[: max(0, len(positions) - length // 2)] = values[mask][length // 2 :]
-    assert torch.equal(made.whole_part(part, length // 2, borders[1], size), (values * mask)[borders[1] :])
+    assert torch.equal(made.expanded(part, length // 2, slice(borders[1], size)), (values * mask)[borders[1] :])
 
 
 def test_bits_of_rows() -> None:
@@ -93,7 +95,7 @@ def trained(config: dict[str, Any], steps: int, dense: bool, score: str) -> Trai
     made = Steps(config)
     made.train()
     layouts = layouts_of(whole_model(made.config), made.config)
-    sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.masks}
+    sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.unpruned}
     masks = prune(made.state, 0.1, sizes, magnitudes if score == "magnitude" else one_of_each_kind)
     if score == "some":  # what is below the threshold by one part alone
         masks = {
@@ -176,7 +178,7 @@ def test_the_bits_of_masks_on_dense_state(model: str, ranks: int, overrides: lis
 def pruned_steps(*overrides: str, model: str = "dense", share: float = 0.1) -> Steps:
     made = Steps(load_config(config_of(model), [*PRUNED, *overrides]).model_dump(exclude_unset=True))
     layouts = layouts_of(whole_model(made.config), made.config)
-    sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.masks}
+    sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.unpruned}
     made.state.prune(prune(made.state, share, sizes, magnitudes))
     return made
 
@@ -199,7 +201,7 @@ def test_bytes_at_rest(form: str) -> None:
 
 
 def sent(shard: str, pruned: bool) -> tuple[int, list[tuple[int, int]]]:
-    """(bytes that this rank sends in a step, (elements of the whole, packed ones) of each pruned chunk)."""
+    """(bytes that this rank sends in a step, (elements of the whole, compressed ones) of each pruned chunk)."""
     overrides = [f"state.shard={shard}", "train.micro_batch=8", *IN_BF16]
     made = pruned_steps(*overrides)
     sizes = [(chunk.plan.size, chunk.plan.borders[-1]) for chunk in made.state.trained if chunk.mask is not None]
@@ -219,8 +221,8 @@ def test_bytes_sent(shard: str, each: int) -> None:
     """Of two ranks each sends half of what is reduced and of what is gathered: of unpruned elements alone."""
     dense, _ = run_ranks(sent, 2, shard, False)[0]
     pruned, sizes = run_ranks(sent, 2, shard, True)[0]
-    assert dense - pruned == sum(whole - packed for whole, packed in sizes) * each / 2
-    assert all(packed < 0.2 * whole for whole, packed in sizes if whole > 1000)
+    assert dense - pruned == sum(whole - compressed for whole, compressed in sizes) * each / 2
+    assert all(compressed < 0.2 * whole for whole, compressed in sizes if whole > 1000)
 
 
 def test_long_gradients_of_three_chunks_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,8 +249,7 @@ def test_a_step_changes_what_is_computed_with() -> None:
     for _ in range(20):
         steps.train()
     steps.state.finish()
-    for name, mask in steps.state.recipe.masks.items():
-        assert isinstance(mask, Tensor)
+    for name, mask in steps.state.masks.items():
         now, left = steps.state._module.get_parameter(name), unpacked_bits(mask, before[name].numel())
         assert not now.flatten()[~left].any()
         moved = (now != before[name]).flatten()[left]
@@ -275,7 +276,7 @@ def test_a_skipped_step_and_an_evaluation() -> None:
 
 @pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
 def test_residencies(residency: str, tmp_path: Path) -> None:
-    """What is on the host or a disk is packed, too: the bits of the device."""
+    """What is on the host or a disk is compressed, too: the bits of the device."""
     found = []
     for overrides in ([], [f"state.residency={residency}", "state.cache=8", f"state.disk={tmp_path}"]):
         overrides = overrides if residency == "disk" else overrides[:-1]
