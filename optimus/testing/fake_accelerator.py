@@ -449,6 +449,8 @@ def install() -> None:
     _operators().impl("addmm.dtype_out", lambda *_, **__: None, "PrivateUse1")  # it has one
     _stub_triton()
     _stub_groups()
+    _stub_dispatch()
+    _stub_message_driven()
     run = threading.Thread.run
 
     def run_in_mode(self: threading.Thread) -> None:  # modes are a thread's
@@ -510,6 +512,10 @@ def _stub_groups() -> None:
         broadcast_object=lambda self, value: value,
         on_first=lambda self, call: call(),
     )
+
+
+def _stub_dispatch() -> None:
+    """Tokens are spread evenly over experts and ranks."""
     exchange = AllToAllDispatch.exchange
 
     def exchange_evenly(
@@ -521,7 +527,6 @@ def _stub_groups() -> None:
         counts: ExchangeCounts,
         *overlapped: Any,
     ) -> Tensor:
-        """Every rank sends and gets as many rows, and experts are chosen equally often."""
         if is_here(x_TH):
             (tokens, chosen), ranks = weights_TK.shape, self.group.size
             rows = round(tokens * copies(self.experts_per_rank * ranks, ranks, chosen) / ranks)
@@ -539,6 +544,10 @@ def _stub_groups() -> None:
         return local_AK.numel() // self.group.size if is_here(local_AK) else read
 
     _put(AllGatherDispatch, choices_here=even_choices)
+
+
+def _stub_message_driven() -> None:
+    """Messages arrive in an order that can be."""
 
     def choose(self: MessageDrivenExecutor) -> Any:
         """As the first rank of its team does."""

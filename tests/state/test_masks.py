@@ -11,7 +11,6 @@ from torch import Tensor
 
 from helpers.drawing import config_of
 from helpers.equality import Trained
-from helpers.traffic import counting
 from helpers.whole import whole_state
 from optimus.config import load_config
 from optimus.state.buffers import ManagedBuffer
@@ -23,6 +22,7 @@ from optimus.state.trained import TrainedChunk
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated
 from optimus.testing.steps import Steps, random_batch
+from optimus.testing.traffic import counting
 from optimus.train.run import layouts_of, whole_model
 from optimus.train.step import training_step
 
