@@ -13,14 +13,13 @@ from helpers.drawing import config_of
 from helpers.equality import Trained
 from helpers.whole import whole_state
 from optimus.config import load_config
-from optimus.state.buffers import ManagedBuffer
 from optimus.state.masks import Mask, MaskForm, MaskPlan, packed_bits, unpacked_bits
 from optimus.state.model_state import ModelState
 from optimus.state.plan import Slot
 from optimus.state.pruning import magnitudes, prune
 from optimus.state.trained import TrainedChunk
 from optimus.testing import run_ranks
-from optimus.testing.memory import allocated
+from optimus.testing.memory import allocated, tracking
 from optimus.testing.steps import Steps, random_batch
 from optimus.testing.traffic import counting
 from optimus.train.run import layouts_of, whole_model
@@ -225,20 +224,26 @@ def test_bytes_sent(shard: str, each: int) -> None:
     assert all(compressed < 0.2 * whole for whole, compressed in sizes if whole > 1000)
 
 
-def test_long_gradients_of_three_chunks_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = pruned_steps("state.chunk=300")
-    right, most = ManagedBuffer.go, 0
-
-    def go(buffer: ManagedBuffer, event: Any) -> None:
-        nonlocal most
-        right(buffer, event)
-        most = max(most, sum(chunk.gradient.untyped_storage().nbytes() for chunk in pruned))
-
-    monkeypatch.setattr(ManagedBuffer, "go", go)
+def test_peak_of_a_step_above_rest() -> None:
+    """Long gradient buffers of three chunks, and what a tile takes while it is compressed, updated or expanded."""
+    tile = 64
+    steps = pruned_steps("state.chunk=300", f"state.tile={tile}")
     pruned = [chunk for chunk in steps.state.trained if chunk.mask is not None]
     assert len(pruned) > 4
     steps.train()
-    assert 0 < most <= 3 * max(4 * chunk.plan.size for chunk in pruned)
+    steps.state.begin_step()
+    steps.state.reduce_on_arrival(0)
+    with tracking() as seen:
+        for chunk in reversed(pruned):
+            for buffer in chunk.gradient_buffers.values():
+                buffer.open().fill_(1e-3)
+                buffer.close()
+        steps.state.reduce_gradients()
+        steps.state.step(1e-3, 1.0)
+        steps.state.finish()
+    *_, third, second, longest = sorted(4 * chunk.plan.size for chunk in pruned)
+    assert longest < seen.peak <= third + second + longest + 32 * tile < sum(4 * chunk.plan.size for chunk in pruned)
+    assert seen.current == 0
 
 
 def test_a_step_changes_what_is_computed_with() -> None:
