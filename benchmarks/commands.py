@@ -22,13 +22,14 @@ BENCHMARKS = {
     "pipeline": "Message-driven pipelines against 1F1B, and schedules against torch.distributed.pipelining.",
     "moe": "The sparse block, forward and backward, against transformers' and every kernel package that is installed.",
     "optimizer": "Optimizer step with expert parallelism: the standard sharded optimizer against EPSO.",
-    "samo": "Pruned chunks against dense ones: bytes at rest and sent, and the time of an update with packing.",
+    "samo": "Pruned chunks against dense ones: bytes at rest and sent, and the time of an update with compression.",
     "offload": "Models of 0.5 to 8 times a simulated device: our choice and Elixir's rule; bytes moved against FSDP2's.",
     "time-to-target": "Tokens and seconds until update rules have AdamW's final loss, each at its best learning rate.",
     "kernels": "Every operation of a training step: correct, how fast against plain PyTorch, and its share of the step.",
     "collectives": "Collectives on two levels against direct ones and rings, on simulated links; the choice among them.",
     "checkpoint": "Checkpoints at once, beside the training and by DCP; loading once or on every rank; bytes per node.",
     "resilience": "What watching for faults costs, and seconds from a fault until the run goes on.",
+    "report": "Seconds and bytes of the page of a long run; the share of a step that the loads of its experts take.",
     "layouts": "The planner's ranking of layouts against the clock's, on this machine, which is measured first.",
 }
 

@@ -9,7 +9,6 @@ import torch
 
 from helpers.rules import ADAMW
 from helpers.state_groups import groups_for
-from helpers.traffic import counting
 from helpers.whole import whole_state
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
@@ -23,6 +22,7 @@ from optimus.state.model_state import ModelState
 from optimus.state.plan import Recipe
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated
+from optimus.testing.traffic import counting
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -190,6 +190,7 @@ def trained(
     return norms, whole_state(state)
 
 
+@pytest.mark.swept("shard", "ranks", "on_arrival")
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
 @pytest.mark.parametrize(("ranks", "limit"), [(2, 1 << 26), (4, 2000)])
 @pytest.mark.parametrize("on_arrival", [True, False])
@@ -211,6 +212,7 @@ NESTED = [
 ]
 
 
+@pytest.mark.swept("shard", "ranks", "on_arrival")
 @pytest.mark.parametrize(("shard", "ranks", "widths"), NESTED, ids=str)
 @pytest.mark.parametrize("on_arrival", [True, False])
 def test_nested_shards_equal_one_process(shard: str, ranks: int, widths: dict[str, int], on_arrival: bool) -> None:
