@@ -15,12 +15,12 @@ from optimus.checkpoint.store import load_model
 from optimus.data.shards import Shards
 from optimus.data.tokenizer import load
 from optimus.evaluate.text import bits_per_byte
-from optimus.model import KVCache, Transformer
+from optimus.model import KVCache
 from optimus.model.ensemble import Ensemble
 
 _PIECES, _HELD_OUT = 20, 60  # of 2,000 characters, some 11 k tokens to train on
 _DECAYS, _EPOCHS, _MEMBERS = (0.1, 3.2), (16, 64), 3
-_WRITTEN, _WRITTEN_EPOCHS = 4 * 128, 10  # texts of the ensemble, and passes over them and the pieces
+_WRITTEN, _PASSES = 512, 10  # texts of the ensemble, and passes over them and the pieces
 
 
 def run(experiment: Experiment) -> Result:
@@ -35,34 +35,19 @@ def run(experiment: Experiment) -> Result:
     prepared = experiment.prepared_texts(texts)
     data = prepared["wiki"]
     shards = Shards(data.train)
-    per_pass = shards.instances * shards.context / STEP_TOKENS
 
-    def train(decay: float, epochs: int, seed: int, name: str = "", teacher: list[str] | None = None) -> Trained:
+    def train(
+        decay: float, epochs: int, seed: int, name: str = "", teachers: Sequence[Trained] = (), read: Shards = shards
+    ) -> Trained:
+        teacher = {"checkpoints": [str(each.folder) for each in teachers], "weight": 3.0}
         config = {
-            "data": {"path": str(data.train)},
+            "data": {"path": str(read.folder)},
             "optimizer": {"weight_decay": decay},
             "validation": experiment.validation(prepared),
-            "train": {} if teacher is None else {"teacher": {"checkpoints": teacher, "weight": 3.0}},
+            "train": {"teacher": teacher} if teachers else {},
         }
-        steps = 3 if quick else round(epochs * per_pass)
+        steps = 3 if quick else round(epochs * read.instances * read.context / STEP_TOKENS)
         return experiment.train(name or f"decay {decay}, {epochs} epochs", seed, config, steps)
-
-    def taught(members: list[Trained], decay: float) -> Trained:
-        """A student that also reads what its teachers write. As their logits weigh most, nothing is clipped: after the
-        warm-up that would make steps small."""
-        tokenizer, models = load(shards.tokenizer_path, parse_special=False), [load_model(m.folder) for m in members]
-        rows_BS = write(models, shards.eos_id, 8 if quick else _WRITTEN, shards.context)
-        written = [tokenizer.decode([t for t in row if t != shards.eos_id]) for row in rows_BS.tolist()]
-        both = {"wiki": (texts["wiki"][0] + written, texts["wiki"][1])}
-        more = experiment.prepared_texts(both, tokenizer=shards.tokenizer_path)["wiki"]
-        config = {
-            "data": {"path": str(more.train)},
-            "optimizer": {"weight_decay": decay, "clip_norm": None},
-            "validation": experiment.validation(prepared),
-            "train": {"teacher": {"checkpoints": [str(m.folder) for m in members], "weight": 30.0}},
-        }
-        steps = 3 if quick else round(_WRITTEN_EPOCHS * Shards(more.train).instances * shards.context / STEP_TOKENS)
-        return experiment.train("student of their text", wanted, config, steps)
 
     rows: list[Row] = []
     singles = {(decay, epochs): train(decay, epochs, 0) for epochs in passes for decay in decays}
@@ -76,10 +61,12 @@ def run(experiment: Experiment) -> Result:
     # The measures differ a little: rows of the data there, documents by themselves here.
     for count, loss in together.items():
         rows.append({"configuration": f"ensemble of {count}", "epochs": epochs, "loss": loss})
-    # Longer than they: a teacher keeps it from learning few data by heart.
+    # Of the pieces alone, longer than they: teachers keep it from learning few data by heart. And of what they write, too.
+    more = {"wiki": (texts["wiki"][0] + _written(members, shards, 8 if quick else _WRITTEN), texts["wiki"][1])}
+    both = Shards(experiment.prepared_texts(more, tokenizer=shards.tokenizer_path)["wiki"].train)
     students = {
-        "student": (passes[-1], train(decay, passes[-1], wanted, "student", [str(each.folder) for each in members])),
-        "student of their text": (_WRITTEN_EPOCHS, taught(members, decay)),
+        "student": (passes[-1], train(decay, passes[-1], wanted, "student", members)),
+        "student of their text": (_PASSES, train(decay, _PASSES, wanted, "student of their text", members, both)),
     }
     for name, (epochs, student) in students.items():
         of_student = _together([student], data)
@@ -96,21 +83,18 @@ def run(experiment: Experiment) -> Result:
 
 
 @torch.no_grad()
-def write(models: Sequence[Transformer], eos_id: int, rows: int, length: int) -> torch.Tensor:
-    """Texts drawn from the mean logits of the models [rows, length - 1], a batch of 128 at a time."""
-    found, draws = [], torch.Generator().manual_seed(0)
-    for start in range(0, rows, 128):
-        caches, new_B1 = (
-            [KVCache(each.config.layers) for each in models],
-            torch.full((min(128, rows - start), 1), eos_id),
-        )
-        tokens = []
-        for _ in range(length - 1):
-            mean_BV = torch.stack([model(new_B1, cache)[:, -1] for model, cache in zip(models, caches)]).mean(0)
-            new_B1 = torch.multinomial(torch.softmax(mean_BV, -1), 1, generator=draws)
-            tokens.append(new_B1)
-        found.append(torch.cat(tokens, 1))
-    return torch.cat(found)
+def _written(members: Sequence[Trained], shards: Shards, number: int) -> list[str]:
+    """So many texts, drawn from the mean logits of the models."""
+    models, draws = [load_model(each.folder) for each in members], torch.Generator().manual_seed(0)
+    caches, new_B1 = [KVCache(each.config.layers) for each in models], torch.full((number, 1), shards.eos_id)
+    tokens = list[torch.Tensor]()
+    for _ in range(shards.context - 1):
+        mean_BV = torch.stack([model(new_B1, cache)[:, -1] for model, cache in zip(models, caches)]).mean(0)
+        new_B1 = torch.multinomial(torch.softmax(mean_BV, -1), 1, generator=draws)
+        tokens.append(new_B1)
+    tokenizer = load(shards.tokenizer_path, parse_special=False)
+    rows = torch.cat(tokens, 1).tolist()
+    return [tokenizer.decode([token for token in row if token != shards.eos_id]) for row in rows]
 
 
 def _together(members: list[Trained], data: Prepared) -> float:
