@@ -10,6 +10,8 @@ from optimus.comm import Groups
 from optimus.config import ModelConfig, load_config
 from optimus.model import Transformer
 from optimus.model.init import initialize
+from optimus.parallel.recompute import Recomputation
+from optimus.plan import asking
 from optimus.plan.asking import as_configured, asked
 from optimus.plan.dry_run import dry_run
 from optimus.plan.job import Job
@@ -18,9 +20,10 @@ from optimus.plan.prediction import predict
 from optimus.plan.report import planned
 from optimus.plan.search import search
 from optimus.testing.memory import tracking
+from optimus.train import run
 from optimus.train.run import build_model, mesh_of
 from optimus.train.step import accumulate_gradients
-from optimus.train.teacher import load_teacher
+from optimus.train.teacher import load_teacher, teacher_bytes
 
 VOCAB, MICRO_BATCH, CONTEXT = 4096, 4, 256
 
@@ -104,6 +107,25 @@ def test_the_last_stage_has_it(config: dict[str, Any]) -> None:
     assert "teacher" not in first.parts
     assert last.parts["teacher"] == memory_of_ranks(job_of(config))[0].parts["teacher"]
     assert ["teacher" in dry_run(job, rank) for rank in range(2)] == [False, True]
+
+
+def test_recomputation_leaves_room_for_it(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of `recompute: auto`, in a run and in its plan: the teacher takes of the same memory."""
+    left = list[int]()
+
+    def choose(config: Any, shared: Any, itemsize: int, free: int) -> tuple[Recomputation, None, None]:
+        left.append(free)
+        return Recomputation(), None, None
+
+    monkeypatch.setattr(run, "find_recomputation", lambda *given: choose(*given)[:2])
+    monkeypatch.setattr(run, "free_memory", lambda device: 1 << 30)
+    monkeypatch.setattr(asking, "chosen_recomputation", choose)
+    for each in (without(config), config):
+        tree = load_config(each | {"recompute": ["auto"]})
+        build_model(tree, torch.device("cpu"), Groups(mesh_of(tree, 1)))
+        as_configured(asked(tree, "laptop", 1, []))
+    of_run, of_plan, *taught = left
+    assert [of_run - taught[0], of_plan - taught[1]] == [teacher_bytes(load_config(config))] * 2
 
 
 def test_layouts_with_whole_logits_are_searched(config: dict[str, Any]) -> None:
