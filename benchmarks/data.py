@@ -8,6 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -45,13 +46,10 @@ def run(
     rows, loaded = list[Row](), list[Shards]()
     with tempfile.TemporaryDirectory() as temporary:
         for path in map(user_path, inputs):
-            name = path.name.split(".")[0]
-            folders = {pack: Path(temporary) / f"{name}-{pack}" for pack in ("best-fit", "concatenate")}
-            packed, _ = (
-                prepare([path], folder, tokenizer=user_path(tokenizer), context=context, pack=pack)  # type: ignore[arg-type]
-                for pack, folder in folders.items()
-            )
-            loaded.append(Shards(folders["concatenate"]))
+            name, prepared = path.name.split(".")[0], partial(prepare, tokenizer=user_path(tokenizer), context=context)
+            packed = prepared([path], Path(temporary) / f"{name}-packed", pack="best-fit")
+            prepared([path], Path(temporary) / name)
+            loaded.append(Shards(Path(temporary) / name))
             row: Row = {"corpus": name, "documents": packed["documents"], "longer_than_a_row": packed["cut_documents"]}
             row |= {"rows": packed["instances"], "padding": packed["padding_tokens"] / packed["tokens"]}
             rows.append(row | _attention(loaded[-1], rounds))
