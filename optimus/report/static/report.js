@@ -300,7 +300,7 @@ function draw() {
   const what = "tokens of an expert, to the mean of its layer";
   if (routed.length && alone) heat(panel(details ??= section("Memory, time and experts"), "Load of the experts", what), alone);
   else if (routed.length) { const rest = section("Load of the experts"); routed.forEach(run => heat(panel(rest, run.name, what), run)); }
-  data.runs.filter(run => run.timeline && run.timeline.events).forEach(run => {
+  data.runs.filter(run => run.timeline?.events.length).forEach(run => {
     const box = panel(section("Pipeline of " + run.name), "Timeline of a step", "numbers are microbatches; of a rank's stages, the later the paler", true);
     const kinds = lanes(box, "measured", run.timeline.ranks, run.timeline.events);
     if (run.timeline.simulated) lanes(box, "simulated, with the measured times of its passes", run.timeline.ranks, run.timeline.simulated);
