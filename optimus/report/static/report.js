@@ -82,7 +82,7 @@ function marks(runs, bad) {
 /* The entries of a legend show and hide their curves: by keys, too. */
 function byKeys(chart, holder) {
   const entries = [...holder.querySelectorAll(".u-series th")].slice(1);
-  if (entries.length < 2) return;
+  if (entries.length < 2) { entries.forEach(entry => { entry.style.pointerEvents = "none"; }); return; }  // it stays
   entries.forEach((entry, number) => {
     const say = () => entry.setAttribute("aria-pressed", chart.series[number + 1].show);
     attributes(entry, { role: "button", tabindex: 0 });
