@@ -22,7 +22,7 @@ BENCHMARKS = {
     "pipeline": "Message-driven pipelines against 1F1B, and schedules against torch.distributed.pipelining.",
     "moe": "The sparse block, forward and backward, against transformers' and every kernel package that is installed.",
     "optimizer": "Optimizer step with expert parallelism: the standard sharded optimizer against EPSO.",
-    "samo": "Pruned chunks against dense ones: bytes at rest and sent, and the time of an update with packing.",
+    "samo": "Pruned chunks against dense ones: bytes at rest and sent, and the time of an update with compression.",
     "offload": "Models of 0.5 to 8 times a simulated device: our choice and Elixir's rule; bytes moved against FSDP2's.",
     "time-to-target": "Tokens and seconds until update rules have AdamW's final loss, each at its best learning rate.",
     "kernels": "Every operation of a training step: correct, how fast against plain PyTorch, and its share of the step.",

@@ -2,26 +2,25 @@
 
 Both are the state of one model on the same ranks, of which nine tenths of the matrices are pruned at random, with ZeRO-1 on
 several ranks. Gradients are made up. They take turns step by step, in the same processes. Times are medians, from a common
-start to the end on all ranks: of the reduction, which packs the gradients first, of the update, and of gathering, which
-unpacks the parameters. Bytes at rest are those allocated, of the pruned matrices alone; bytes sent, what a rank hands to
-collectives in a step for them.
+start to the end on all ranks: of the reduction, which compresses the gradients first, of the update, and of gathering, which
+expands the parameters. Bytes at rest are those allocated, of the pruned matrices alone; bytes sent, what a rank sends to
+others in a step for them.
 """
 
 import math
 import statistics
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from typer import Option
 
 from benchmarks.harness import Result, Row, take_turns
 from benchmarks.optimizer import together
 from benchmarks.training import configuration
-from optimus.comm import Group, Groups
+from optimus.comm import Groups
 from optimus.config import RunConfig
 from optimus.model.architecture import ModelConfig
 from optimus.plan.measure.ranks import run_fresh
@@ -29,6 +28,7 @@ from optimus.state.model_state import ModelState
 from optimus.state.pruning import prune, random_scores
 from optimus.state.trained import TrainedChunk
 from optimus.testing.memory import allocated
+from optimus.testing.traffic import counting
 from optimus.train.run import build_model, layouts_of, mesh_of, whole_model
 
 _WARM_UP = 2  # steps that are not counted
@@ -82,7 +82,7 @@ def _measure(config: RunConfig, steps: int) -> list[Measured]:
     groups = Groups(mesh_of(config, ranks))
     states = [build_model(config, torch.device("cpu"), groups)[1] for _ in range(2)]
     layouts = layouts_of(whole_model(config), config)
-    sizes = {name: math.prod(layouts[name].shape) for name in states[1].recipe.masks}
+    sizes = {name: math.prod(layouts[name].shape) for name in states[1].recipe.unpruned}
     for state in states:
         state.initialize(0, 0.02)
     states[1].prune(prune(states[1], 1 - _SPARSITY, sizes, random_scores(0)))
@@ -109,8 +109,7 @@ def _step(state: ModelState, chunks: Sequence[TrainedChunk]) -> tuple[float, flo
     """Seconds of reduction, update and gathering."""
     state.begin_step()
     for chunk in chunks:
-        for buffer in chunk.gradient_buffers.values():
-            with_gradient(buffer.open())
+        _fill_gradients(chunk)
     began = together()
     state.reduce_gradients()
     reduced = together()
@@ -122,33 +121,25 @@ def _step(state: ModelState, chunks: Sequence[TrainedChunk]) -> tuple[float, flo
     return reduced - began, updated - reduced, ended - updated
 
 
-def with_gradient(buffer: Tensor) -> None:
+def _fill_gradients(chunk: TrainedChunk) -> None:
     """Gradients that are not all alike."""
-    buffer.fill_(1e-3)
-    buffer.view(-1)[::7] = -2e-3
+    for buffer in chunk.gradient_buffers.values():
+        gradient = buffer.open()
+        gradient.fill_(1e-3)
+        gradient.view(-1)[::7] = -2e-3
 
 
 def _sent(state: ModelState, chunks: Sequence[TrainedChunk]) -> int:
-    """Bytes that collectives of a step are handed for these chunks."""
-    counted, rights = (
-        0,
-        {name: getattr(Group, name) for name in ("reduce_scatter_async", "all_gather_async", "all_reduce_async")},
-    )
-    groups = {id(group) for chunk in chunks for group in (*chunk.groups, chunk.replica_group)}
-
-    def noted(name: str, group: Group, tensor: Tensor, *args: Any) -> Any:
-        nonlocal counted
-        counted += tensor.nbytes * (id(group) in groups and group.size > 1)
-        return rights[name](group, tensor, *args)
-
-    for name in rights:
-        setattr(Group, name, lambda group, tensor, *args, name=name: noted(name, group, tensor, *args))
-    try:
-        _step(state, chunks)
-    finally:
-        for name, right in rights.items():
-            setattr(Group, name, right)
-    return counted
+    """Bytes that this rank sends in a step of these chunks."""
+    state.begin_step()
+    with counting() as traffic:
+        for chunk in chunks:
+            _fill_gradients(chunk)
+            chunk.reduce_gradients()
+            chunk.publish()
+            chunk.gather()
+    state.clear_gradients()
+    return sum(traffic.sent_to.values())
 
 
 def _rows(ranks: int, by_rank: list[list[Measured]]) -> list[Row]:

@@ -1,16 +1,17 @@
 """Where pruning costs nothing, and where it does: a small model of bytes at 0, 50, 80 and 90 per cent.
 
-Against the dense model at equal steps, and against a dense one with the bytes of state that 90 per cent leave. Magnitudes in
-three steps and at once, a mask at random, an early-bird ticket; and, of a dense model that is pruned when it has been
-trained, what retraining norms and head recovers, with low-rank factors under the mask or without (PERP).
+Against the dense model at equal steps, and against dense ones with the bytes of state that each sparsity leaves. In ten
+steps (cubic) over the first half of the run; at 90 per cent also in three steps, at once, a mask at random, an early-bird
+ticket. And, of a dense model that is pruned when it has been trained, what retraining norms and embedding recovers, with
+low-rank factors under the mask or without (PERP).
 
-Published (SAMO): GPT-3 XL and 2.7B at 90 per cent match their dense runs on Wikitext-103 and BookCorpus. Expected of a model
-that is small for its data (one seed of a prototype): 0.14 nats lost in three steps, 0.19 at once, 0.20 at random, 0.17 by
-a dense model of the same bytes.
+Published (SAMO): GPT-3 XL and 2.7B at 90 per cent match their dense runs on Wikitext-103 and BookCorpus. Expected by the
+scaling laws of sparse models (Frantar et al., 2023), for models that see many tokens: 50 per cent sparse is worth a dense
+model of 1.6 times what is left, 75 per cent 2.2 times, 87.5 per cent 2.6 times; in bytes all of them are then ahead.
 
-Tokens are bytes, so that nearly all parameters are in the blocks, which are pruned. Both dense models and the pruned ones
-have the best of three learning rates, of blocks and of the rest, each their own: with one for all a mask, or a narrow model,
-seems to gain or to lose what the rate does.
+Tokens are bytes and embedding and head are one, so that most parameters are in the blocks, which are pruned. Each model has
+the best of a few learning rates of its matrices: with one for all a mask, or a narrow model, seems to gain or to lose what
+the rate does. The rate stays until pruning has ended, and falls in the last two fifths.
 """
 
 import statistics
@@ -27,33 +28,43 @@ from optimus.errors import UserError
 from optimus.model.architecture import ModelConfig
 from optimus.model.count import count_parameters
 
-_STEPS, _RETRAINED = 600, 100
-_RATES = ((2e-3, 1.0), (1e-2, 0.1), (1e-2, 0.3))  # of embedding, head and norms; of the matrices, as a share of it
-_AT = (1 / 6, 2 / 6, 3 / 6)  # of the steps: when it is pruned
-_DENSE, _PRUNED = 18, 4  # bytes of state per parameter in bf16, without and with nine tenths pruned
-_BYTES, _ITERATIVE = "dense, bytes of 90 %", "90 %, in three steps"
-_GAPS = (
-    ("iterative_90_minus_dense", _ITERATIVE, "dense"),
-    ("at_once_90_minus_dense", "90 %, at once", "dense"),
-    ("dense_of_bytes_minus_dense", _BYTES, "dense"),
-    ("iterative_90_minus_dense_of_bytes", _ITERATIVE, _BYTES),
-    ("at_once_90_minus_dense_of_bytes", "90 %, at once", _BYTES),
-)
+_STEPS, _RETRAINED = 1500, 150
+_BATCH, _CONTEXT = 16, 64
+_HIDDEN, _LAYERS = 48, 2
+_RATE = 6e-3  # of embedding and norms
+_RATES = (4e-3, 1e-2)  # of matrices
+_SPARSITIES = (0.5, 0.8, 0.9)
+_FIRST, _LAST, _EVENTS = 0.05, 0.5, 10  # of the steps: when pruning begins and ends, in so many events
+_COOLDOWN = 0.4
+_DENSE = 18.0  # bytes of state per parameter in bf16
 
 
-def shape(hidden: int, at_least: float = 0) -> dict[str, Any]:
-    """A model of four layers and so many columns; its feed-forward layers are so wide that a matrix of each is 8 / 3 as
-    large, or that the state has so many bytes."""
-    config = {**MODEL, "vocab": SMALLEST_VOCABULARY, "layers": 4, "hidden": hidden}
-    sizes = (config | {"intermediate": width} for width in range(-(-hidden * 8 // 24) * 8, 16 * hidden, 8))
-    return next(each for each in sizes if state_bytes(each) >= at_least)
+def bytes_left(sparsity: float) -> float:
+    """Of state per pruned parameter, on one rank: the mask as bits."""
+    return 2 + (1 - sparsity) * 16 + 1 / 8
 
 
-def state_bytes(config: Mapping[str, Any], each: int = _DENSE) -> int:
+def shape(hidden: int, width: int | None = None) -> dict[str, Any]:
+    """A model of so many columns; by default a matrix of its feed-forward layers is 8 / 3 as large."""
+    width = width or -(-hidden * 8 // 24) * 8
+    sizes = {"hidden": hidden, "layers": _LAYERS, "heads": 2, "intermediate": width}
+    return {**MODEL, **sizes, "vocab": SMALLEST_VOCABULARY, "tie_embeddings": True}
+
+
+def state_bytes(config: Mapping[str, Any], each: float = _DENSE) -> float:
     """Of a model, `each` of them for a parameter of the blocks' matrices."""
     model = ModelConfig(**config)
     matrices = model.layers * (4 * model.hidden**2 + 3 * model.hidden * model.intermediate)
     return each * matrices + _DENSE * (count_parameters(model).total - matrices)
+
+
+def with_bytes(most: float) -> dict[str, Any]:
+    """The model of at most so many bytes of state whose feed-forward layers are most nearly 8 / 3 as wide."""
+    fitting = []
+    for hidden in range(4, _HIDDEN + 1, 4):
+        sizes = (shape(hidden, width) for width in range(8 * hidden, hidden, -1))
+        fitting += [next((each for each in sizes if state_bytes(each) <= most), None)]
+    return min(filter(None, fitting), key=lambda each: abs(each["intermediate"] / each["hidden"] - 8 / 3))
 
 
 def run(experiment: Experiment) -> Result:
@@ -61,75 +72,91 @@ def run(experiment: Experiment) -> Result:
     steps = experiment.steps(_STEPS * STEP_TOKENS)
     texts = _books(experiment)
     pieces = [text[at : at + 2000] for text in texts for at in range(0, len(text), 2000)]
-    every = 40 if experiment.quick else 10
+    every = 40 if experiment.quick else 20
     parts = [each for i, each in enumerate(pieces) if i % every], pieces[::every]
-    prepared = experiment.prepared_texts({"books": parts}, vocabulary=SMALLEST_VOCABULARY)
-    common = {"data": {"path": str(prepared["books"].train)}, "validation": experiment.validation(prepared)}
-    wide = shape(128)
-    narrow = shape(64, at_least=state_bytes(wide, _PRUNED))
+    prepared = experiment.prepared_texts({"books": parts}, vocabulary=SMALLEST_VOCABULARY, context=_CONTEXT)
+    common = {"data": {"path": str(prepared["books"].train)}, "validation": experiment.validation(prepared, 1 << 16)}
+    batch = {"global_batch": _BATCH, "micro_batch": _BATCH, "sequence_length": _CONTEXT}
+    wide = shape(_HIDDEN)
 
-    def of(model: Mapping[str, Any], rate: tuple[float, float], **sections: Any) -> dict[str, Any]:
-        peak, scale = rate
-        schedule = {"peak": peak, "minimum": peak / 10}
-        optimizer = {"groups": [{"match": "matrix", "lr_scale": scale}]}
-        return {**common, "model": model, "lr_schedule": schedule, "optimizer": optimizer, **sections}
+    def of(
+        model: Mapping[str, Any], rate: float, share: float = 1.0, length: int = steps, **sections: Any
+    ) -> dict[str, Any]:
+        peak = share * _RATE
+        cooldown = {"cooldown": "linear", "cooldown_steps": max(1, round(_COOLDOWN * length))}
+        schedule = {"name": "wsd", "peak": peak, "minimum": peak / 50, **cooldown}
+        optimizer = {"groups": [{"match": "matrix", "lr_scale": rate / _RATE}]}
+        train = batch | sections.pop("train", {})
+        return {**common, "model": model, "lr_schedule": schedule, "optimizer": optimizer, "train": train, **sections}
 
-    def pruned(sparsity: float, at: Sequence[float], rate: tuple[float, float], **how: Any) -> dict[str, Any]:
-        first = [round(share * steps) for share in at] if not experiment.quick else [*range(len(at))]
-        return of(wide, rate, pruning={"sparsity": sparsity, "at": first, **how})
+    def pruned(sparsity: float, at: Sequence[float], rate: float, **how: Any) -> dict[str, Any]:
+        first = [round(share * steps) for share in at] if not experiment.quick else [*range(min(2, len(at)))]
+        return of(wide, rate, pruning={"sparsity": sparsity, "at": first, "indices": "bits", **how})
 
-    rates, grid = dict[str, tuple[float, float]](), list[Row]()
-    contestants: Mapping[str, Callable[[tuple[float, float]], dict[str, Any]]] = {
-        "dense": partial(of, wide),
-        _BYTES: partial(of, narrow),
-        _ITERATIVE: partial(pruned, 0.9, _AT),
-    }
+    gradually = [_FIRST + (_LAST - _FIRST) * event / (_EVENTS - 1) for event in range(_EVENTS)]
+    contestants: dict[str, Callable[[float], dict[str, Any]]] = {"dense": partial(of, wide)}
+    sizes: list[Row] = [_size("dense", wide, _DENSE)]
+    for sparsity in _SPARSITIES:
+        narrow = with_bytes(state_bytes(wide, bytes_left(sparsity)))
+        contestants[_pruned(sparsity)] = partial(pruned, sparsity, gradually, schedule="cubic")
+        contestants[_equal(sparsity)] = partial(of, narrow)
+        sizes += [_size(_pruned(sparsity), wide, bytes_left(sparsity)), _size(_equal(sparsity), narrow, _DENSE)]
+
+    seed, rates, grid = experiment.seeds[0], dict[str, float](), list[Row]()
     for name, config in contestants.items():
-        tried = {rate: experiment.train(name, experiment.seeds[0], config(rate), steps) for rate in _RATES}
-        rates[name] = min(tried, key=lambda rate: tried[rate].loss("books"))
-        grid += [{"model": name, "peak": peak, "of matrices": peak * scale, "loss": each.loss("books")}
-                 for (peak, scale), each in tried.items()]  # fmt: skip
+        tries = _RATES[:1] if experiment.quick else _RATES
+        tried = {rate: experiment.train(name, seed, config(rate), steps).loss("books") for rate in tries}
+        rates[name] = min(tried, key=lambda rate: tried[rate])
+        grid.append({"model": name, **{f"{rate:g}": loss for rate, loss in tried.items()}})
+    found = experiment.train_all({name: config(rates[name]) for name, config in contestants.items()}, steps)
 
-    found = experiment.train_all(
-        {
-            **{name: config(rates[name]) for name, config in contestants.items()},
-            "90 %, at once": pruned(0.9, _AT[:1], rates[_ITERATIVE]),
-        },
-        steps,
-    )
-    early = {"method": "early-bird", "every": 1 if experiment.quick else steps // 24, "distance": 0.2}
+    rate = rates[_pruned(0.9)]
+    early = {
+        "method": "early-bird",
+        "every": 1 if experiment.quick else steps // 60,
+        "distance": 0.2,
+        "indices": "bits",
+    }
     beside = {
-        "80 %, in three steps": pruned(0.8, _AT, rates[_ITERATIVE]),
-        "50 %, in three steps": pruned(0.5, _AT, rates[_ITERATIVE]),
-        "90 %, at random": pruned(0.9, (0.0,), rates[_ITERATIVE], method="random"),
-        "90 %, early-bird": pruned(0.9, (1 / 24,), rates[_ITERATIVE], **early),
+        "90 %, in three steps": pruned(0.9, (1 / 6, 2 / 6, 3 / 6), rate),
+        "90 %, at once": pruned(0.9, (1 / 6,), rate),
+        "90 %, early-bird": pruned(0.9, (_FIRST,), rate, **early),
+        "90 %, at random": pruned(0.9, (0.0,), rate, method="random"),
     }
-    seed = experiment.seeds[0]
     found |= {name: [experiment.train(name, seed, config, steps)] for name, config in beside.items()}
-    peak, scale = rates["dense"]
-    retrained = _after_training(
-        experiment,
-        found["dense"][0],
-        min(_RETRAINED, steps),
-        lambda share, **sections: of(wide, (share * peak, scale), **sections),
-    )
+    found |= _after_training(experiment, found["dense"][0], min(_RETRAINED, steps), partial(of, wide, rates["dense"]))
+
     rows: list[Row] = []
-    for row in mean_rows(found | retrained, ["books"]):
-        runs = (found | retrained)[row["configuration"]]
-        gaps = [one.loss("books") - dense.loss("books") for one, dense in zip(runs, found["dense"])]
-        rows.append({**row, "minus dense": statistics.fmean(gaps)})
-    ratios = {
-        f"pruning.{key}": statistics.fmean(
-            one.loss("books") - two.loss("books") for one, two in zip(found[name], found[other])
-        )
-        for key, name, other in _GAPS
-    }
-    sizes: list[Row] = [
-        {"model": name, "hidden": model["hidden"], "parameters": count_parameters(ModelConfig(**model)).total,
-         "MB": state_bytes(model, each) / 1e6}
-        for name, model, each in (("dense", wide, _DENSE), ("90 %", wide, _PRUNED), (_BYTES, narrow, _DENSE))
-    ]  # fmt: skip
+    for row in mean_rows(found, ["books"]):
+        equal = str(row["configuration"]).split(",")[0]
+        row["minus dense"] = _gap(found, row["configuration"], "dense")
+        row["minus dense of its bytes"] = _gap(found, row["configuration"], f"dense, bytes of {equal}")
+        rows.append(row)
+    ratios = {}
+    for sparsity in _SPARSITIES:
+        for key, other in (("dense", "dense"), ("dense_of_its_bytes", _equal(sparsity))):
+            ratios[f"pruning.{100 * sparsity:.0f}_minus_{key}"] = _gap(found, _pruned(sparsity), other)
     return Result(rows, ratios, tables={"learning rates": grid, "bytes of state": sizes, "pruning": rows})
+
+
+def _pruned(sparsity: float) -> str:
+    return f"{100 * sparsity:.0f} %, in ten steps"
+
+
+def _equal(sparsity: float) -> str:
+    return f"dense, bytes of {100 * sparsity:.0f} %"
+
+
+def _size(name: str, model: Mapping[str, Any], each: float) -> Row:
+    parameters = count_parameters(ModelConfig(**model)).total
+    return {"model": name, "hidden": model["hidden"], "parameters": parameters, "kB": state_bytes(model, each) / 1e3}
+
+
+def _gap(found: Mapping[str, Sequence[Trained]], name: str, other: str) -> float | None:
+    """The mean over the seeds of how much more one loses than another."""
+    pairs = zip(found[name], found.get(other, ()))
+    gaps = [one.loss("books") - two.loss("books") for one, two in pairs]
+    return statistics.fmean(gaps) if gaps else None
 
 
 def _books(experiment: Experiment) -> list[str]:
@@ -141,22 +168,24 @@ def _books(experiment: Experiment) -> list[str]:
         return [path.read_text(encoding="utf-8", errors="replace") for path in sorted(library.glob("*.py"))]
 
 
-def _after_training(experiment: Experiment, dense: Trained, steps: int, of: Any) -> dict[str, list[Trained]]:
+def _after_training(
+    experiment: Experiment, dense: Trained, steps: int, of: Callable[..., dict[str, Any]]
+) -> dict[str, list[Trained]]:
     """A trained model, pruned at once: as it is then, and with a few parameters or all of them retrained."""
     seed, found = experiment.seeds[0], dict[str, list[Trained]]()
     for sparsity in (0.5, 0.8):
         name, still = f"{100 * sparsity:.0f} % after training", {"lr_schedule": {"peak": 1e-12, "minimum": 1e-12}}
         pruning = {"pruning": {"sparsity": sparsity, "at": 0}}
-        as_it_is = experiment.train(name, seed, of(1.0, checkpoint={"initial": str(dense.folder)}) | pruning | still, 1)
-        frozen = {"freeze": ["matrix", "embedding"]}
+        as_it_is = experiment.train(name, seed, of(checkpoint={"initial": str(dense.folder)}) | pruning | still, 1)
+        frozen = {"freeze": ["matrix"]}
         ways: dict[str, dict[str, Any]] = {
-            "norms and head retrained": {"train": frozen},
-            "norms, head and factors retrained": {"train": frozen | {"lora_rank": 4}},
+            "norms and embedding retrained": {"train": frozen},
+            "norms, embedding and factors retrained": {"train": frozen | {"lora_rank": 4}},
             "all retrained": {},
         }
         found[name] = [as_it_is]
         for way, sections in ways.items():
-            config = of(0.3, checkpoint={"initial": str(as_it_is.folder)}) | sections
+            config = of(0.3, steps, checkpoint={"initial": str(as_it_is.folder)}, **sections)
             found[f"{name}, {way}"] = [experiment.train(way, seed, config, steps)]
     return found
 

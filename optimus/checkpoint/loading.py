@@ -24,7 +24,7 @@ def _check_pruned(chunk: Chunk, whole: Tensor, first: int) -> None:
     """Raise `UserError` where weights, from element `first` of the chunk on, are not zero though they are pruned."""
     assert chunk.mask is not None
     extent = chunk.plan.shard if len(whole) < chunk.plan.size else slice(0, chunk.mask.plan.unpruned)
-    left = chunk.mask.take(whole, extent.start, extent.stop, first)
+    left = chunk.mask.compressed(whole, extent, first)
     if int(whole.count_nonzero()) != int(left.count_nonzero()):
         raise UserError(
             f"weights of {chunk.plan.slots[0].name} ... are not zero where the masks beside them prune them: these are of "
@@ -107,8 +107,8 @@ def _read_own(transfers: Sequence[_Transfer], read: Read) -> UserError | None:
         for each in transfers:
             with each.chunk.states(change=True) as parts:
                 part = parts[each.kind]
-                whole = each.chunk.whole_part(part)
-                each.fill(whole, read, each.chunk.whole_extent.start)
+                whole = each.chunk.dense_part(part)
+                each.fill(whole, read, each.chunk.dense_extent.start)
                 each.chunk.fill_part(part, whole)
     except UserError as error:
         return error

@@ -15,22 +15,20 @@ from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.slices import TensorSlice, whole_slices
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
-from optimus.state.masks import LocalMask, packed_bits, unpacked_bits
+from optimus.state.masks import packed_bits, unpacked_bits
 from optimus.state.model_state import ModelState
 
 PREFIX, DRAWN = "mask.", "drawn."
 _BYTE = 8
 
 
-def mask_slices(state: ModelState, masks: Mapping[str, LocalMask], prefix: str) -> Iterator[TensorSlice]:
+def mask_slices(state: ModelState, masks: Mapping[str, Tensor], prefix: str) -> Iterator[TensorSlice]:
     """Those of `masks` that this rank writes, by keys with `prefix`: it is the first of those that have the same part."""
     mesh, rank = state.groups.mesh, state.groups.rank
     for chunk in state.chunks:
         for slot in chunk.plan.slots:
             bits, layout = masks.get(slot.name), slot.layout
-            if isinstance(bits, Tensor) and rank == min(
-                mesh.group(rank, (*layout.partial_axes, *layout.replicated_axes))
-            ):
+            if bits is not None and rank == min(mesh.group(rank, (*layout.partial_axes, *layout.replicated_axes))):
                 mask = unpacked_bits(bits, slot.shape.numel()).view(slot.shape)
                 yield _slice(
                     prefix + slot.name, layout.shape, tuple(part.start for part in slot.region), mask, mesh, layout
@@ -95,28 +93,18 @@ def whole_masks(reader: Reader) -> dict[str, Tensor]:
     return masks
 
 
-def same_masks(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
-    """Whether two sets of masks of this rank's parts, in which None is no mask, are equal."""
-
-    def there(masks: Mapping[str, object]) -> dict[str, Tensor]:
-        return {name: mask for name, mask in masks.items() if isinstance(mask, Tensor)}
-
-    a, b = there(one), there(other)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def follow_masks(state: ModelState, reader: Reader) -> bool:
     """Let `state`, which has no values yet, be pruned as the checkpoint is; whether that is pruned. All ranks must call.
 
     Raises `UserError` on all of them for masks that do not fit.
     """
     there = any(key.startswith(PREFIX) for key in reader.stored)
-    if not (there or any(isinstance(mask, Tensor) for mask in state.recipe.masks.values())):
+    if not (there or any(share is not None for share in state.recipe.unpruned.values())):
         return False
     masks, failure = dict[str, Tensor](), None
     try:
         masks = _masks_of(state, reader, PREFIX)
-        if others := masks.keys() - state.recipe.masks.keys():
+        if others := masks.keys() - state.recipe.unpruned.keys():
             raise UserError(
                 f"{reader.path}: {min(others)} is pruned in it, and not in what this run began to load: resume from another "
                 "checkpoint"
@@ -125,7 +113,7 @@ def follow_masks(state: ModelState, reader: Reader) -> bool:
         failure = error
     world = state.groups.world
     world.agree(failure)
-    if world.any(not same_masks(masks, state.recipe.masks)):
+    if world.any(not _same(masks, state.masks)):
         state.prune(masks, empty=True)
     return there
 
@@ -145,6 +133,10 @@ def follow_drawn(state: ModelState, reader: Reader) -> None:
 def _masks_of(state: ModelState, reader: Reader, prefix: str) -> dict[str, Tensor]:
     layouts = {slot.name: slot.layout for chunk in state.chunks for slot in chunk.plan.slots}
     return masks_in(reader, layouts, state.groups.mesh, state.groups.rank, prefix)
+
+
+def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def shares_in(reader: Reader) -> dict[str, float]:

@@ -34,7 +34,6 @@ from optimus.comm import Handle
 from optimus.disk import sync
 from optimus.errors import UserError, naming_disk_errors
 from optimus.state.chunk import Chunk
-from optimus.state.masks import LocalMask
 from optimus.state.model_state import ModelState
 
 _CURE = "Earlier checkpoints are untouched: make room or mend the path, then run again with `resume=True`"
@@ -98,9 +97,7 @@ class Saver:
         self._buffers = state.buffers if state.buffers and state.team.rank == 0 else {}
         self._short: list[tuple[str, Tensor]] = []  # copies of the buffers
         self._state = state
-        # As they were then.
-        self._masks: Mapping[str, LocalMask] = {}
-        self._drawn: Mapping[str, LocalMask] = {}
+        self._drawn: Mapping[str, Tensor] = {}  # as they were then; what is pruned stays so while it is written
         self._staging = Staging()
         self._updates: dict[Chunk, Handle] = {}  # under way when the checkpoint was asked for
         self._written: dict[Chunk, threading.Event] = {}  # of those that are written from where they lie
@@ -122,7 +119,7 @@ class Saver:
         done = self.finish()
         with self._waiting():
             self._targets = targets
-            self._masks, self._drawn = self._state.recipe.masks, self._state.drawn or {}
+            self._drawn = self._state.drawn or {}
             self._short = [(name, buffer.clone()) for name, buffer in self._buffers.items()]
             self._updates = {chunk: chunk.updated for chunk in self._chunks}
             if self._world.rank == 0:
@@ -213,7 +210,7 @@ class Saver:
     def _write_file(self, target: Target, held: Callable[[Tensor], Tensor]) -> list[StoredSlice]:
         short = list[TensorSlice]()
         if not target.frozen:
-            short += [*whole_slices(self._short), *mask_slices(self._state, self._masks, PREFIX)]
+            short += [*whole_slices(self._short), *mask_slices(self._state, self._state.masks, PREFIX)]
             short += mask_slices(self._state, self._drawn, DRAWN) if target.description.full else ()
         chunks = [chunk for chunk in self._chunks if target.prefixes(chunk)]
         if not short and not chunks:

@@ -27,7 +27,7 @@ class TensorSlice(NamedTuple):
 
 def part_slices(chunk: Chunk, kind: str, part: Tensor) -> Iterator[TensorSlice]:
     """The slices of this rank's part of a chunk, or a copy of it; zero where it is pruned."""
-    return slices(chunk.plan, kind, chunk.whole_part(part), first=chunk.whole_extent.start)
+    return slices(chunk.plan, kind, chunk.dense_part(part), first=chunk.dense_extent.start)
 
 
 def slices(

@@ -17,7 +17,7 @@ from optimus.train.collectives import with_dispatcher
 from optimus.train.pipeline import partition_of, schedule_of
 from optimus.train.precision import DTYPES
 from optimus.train.recomputation import activation_shapes
-from optimus.train.run import masks_in_the_end, planned_chunks
+from optimus.train.run import planned_chunks, unpruned_in_the_end
 from optimus.train.teacher import teacher_bytes
 
 
@@ -32,7 +32,7 @@ def dry_run(job: Job, rank: int) -> dict[str, int]:
     if not 0 <= rank < mesh.size:
         raise UserError(f"--dry-run {rank}: the ranks are 0 to {mesh.size - 1}")
     config = with_dispatcher(job.config, mesh)
-    found = bytes_by_kind(planned_chunks(config, mesh, [rank], masks_in_the_end(config))[0])
+    found = bytes_by_kind(planned_chunks(config, mesh, [rank], unpruned_in_the_end(config))[0])
     partition = partition_of(config, mesh, rank)
     stages = {
         stage: activation_bytes(

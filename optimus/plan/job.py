@@ -242,7 +242,7 @@ def _rules(config: RunConfig, model: Transformer, factors: Factors) -> Rules:
     left = 1.0 if config.pruning is None else 1 - config.pruning.sparsity  # in the end
 
     def rule(name: str) -> tuple[Rule | None, float]:
-        return recipe.rules.get(name), left if name in recipe.masks else 1.0
+        return recipe.rules.get(name), left if name in recipe.unpruned else 1.0
 
     def of(name: str) -> Counter[tuple[Rule | None, float]]:
         part, _, rest = name.partition(".")

@@ -16,8 +16,9 @@ are sharded, and are sharded there as master weights are: each rank brings its p
 
 Frozen parameters have the first kind alone, sharded as far as it says.
 
-Of pruned parameters only the unpruned elements are kept, reduced and sent (SAMO: `masks.py`). Modules compute with whole
-parameters, and give whole gradients, which are packed when the last one of a microbatch is there; all else is packed.
+Of pruned parameters only the unpruned elements are kept, reduced and sent (SAMO: `masks.py`). Modules compute with dense
+parameters, and give dense gradients, which are compressed when the last one of a microbatch is there; all else is
+compressed.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ Lifetime = Literal["always", "step", "use", "cache"]
 BufferStatus = Literal["absent", "fetching", "coming", "here", "leaving"]
 BufferEvent = Literal["open", "fetch", "gather", "arrive", "reduce", "free"]
 # Of a pruned chunk: all elements, the unpruned ones, or the numbers that say which these are.
-Extent = Literal["whole", "packed", "mask"]
+Extent = Literal["whole", "compressed", "mask"]
 
 KINDS = ("parameters", "gradients", "master", "moments", "mask")  # of buffers, as memory reports count them
 
@@ -59,7 +60,7 @@ class Buffer(NamedTuple):
     residency: Residency = "device"
     lifetime: Lifetime = "always"
     align: int = ALIGN  # parameters, shards and tiles of it begin at multiples of so many elements
-    extent: Extent = "packed"  # of a chunk that is not pruned all elements, too
+    extent: Extent = "compressed"  # of a chunk that is not pruned all elements, too
 
     @property
     def reported(self) -> str:

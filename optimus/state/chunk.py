@@ -10,7 +10,7 @@ chunks are updated and the next forward pass begins, and the rest when they are 
 before.
 
 A chunk of frozen parameters is this and nothing more; what training adds is in `trained.py`. Of a pruned one (`masks.py`)
-parts are packed elements, and whole parameters are unpacked, in place, when they have been gathered.
+parts are compressed, and whole parameters are expanded, in place, when they have been gathered.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from optimus.model.init import initialize_parameter
 from optimus.model.parameters import Initial
 from optimus.state.buffers import ManagedBuffer, Residency
 from optimus.state.disk import DiskStates, StateFile
-from optimus.state.masks import LocalMask, Mask, unpacked_bits
+from optimus.state.masks import Mask, unpacked_bits
 from optimus.state.plan import ChunkPlan
 from optimus.state.transfers import Transfers
 
@@ -43,7 +43,8 @@ class Chunk:
     What the rule keeps and master weights that are on a disk are in memory inside `states`.
 
     `groups` are those of the steps in which the chunk is sharded; `file` is the one on the disk. Whole parameters are given
-    `block` bytes. `masks` are those of the parameters of a pruned chunk, which is packed by tiles of so many elements.
+    `block` bytes. `masks` are packed bits of those parameters that are pruned; the chunk is then compressed by tiles of so
+    many elements.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Chunk:
         transfers: Transfers,
         file: StateFile | None = None,
         block: int = 0,
-        masks: Mapping[str, LocalMask] | None = None,
+        masks: Mapping[str, Tensor] | None = None,
         tile: int | None = None,
     ) -> None:
         self.groups = [group.unwatched for group in groups]  # what is gathered here may be of others
@@ -73,7 +74,7 @@ class Chunk:
         self._updating: Handle | None = None  # an update of this rank's part that nobody has waited for yet
         self._depth = 0  # of the parameters that are here or coming
 
-    def _plan_parts(self, plan: ChunkPlan, file: StateFile | None, masks: Mapping[str, LocalMask]) -> None:
+    def _plan_parts(self, plan: ChunkPlan, file: StateFile | None, masks: Mapping[str, Tensor]) -> None:
         """Make all buffers of `plan` but those of the whole chunk."""
         self.plan = plan
         depths, on_disk = plan.depths, [each.kind for each in plan.buffers if each.residency == "disk"]
@@ -160,9 +161,9 @@ class Chunk:
         named = [slot for slot in self.plan.slots if slot.name in initial]
         if not named:
             return
-        part = self.whole_extent
+        part = self.dense_extent
         with self.states(change=True):
-            weights = self.whole_part(self.master)
+            weights = self.dense_part(self.master)
             for slot in named:
                 start, end = max(slot.start, part.start), min(slot.end, part.stop)
                 if start < end:
@@ -178,10 +179,10 @@ class Chunk:
         with self.states(change=True):
             self.plan.rule.begin(self.master, [*self.moments.values()])
 
-    # ---- The whole form of what is packed ----
+    # ---- The dense form of what is compressed ----
 
     @property
-    def whole_extent(self) -> slice:
+    def dense_extent(self) -> slice:
         """What of the whole chunk this rank's part is, pruned elements included; those of all parts are the chunk."""
         if self.mask is None:
             return self.plan.shard
@@ -189,20 +190,19 @@ class Chunk:
         first, number = self.plan.shards(self.plan.depths.optimizer)
         return slice(borders[first], borders[first + number])
 
-    def whole_part(self, part: Tensor) -> Tensor:
-        """Of one of this rank's buffers, or a copy on the host: itself, or its whole form, zero where it is pruned."""
+    def dense_part(self, part: Tensor) -> Tensor:
+        """Of one of this rank's buffers, or a copy on the host: itself, or its dense form, zero where it is pruned."""
         if self.mask is None:
             return part
-        extent = self.whole_extent
-        return self.mask.whole_part(part, self.plan.shard.start, extent.start, extent.stop)
+        return self.mask.expanded(part, self.plan.shard.start, self.dense_extent)
 
-    def fill_part(self, part: Tensor, whole: Tensor) -> None:
-        """Put into one of this rank's buffers what `whole` has: its whole form, or that of the chunk."""
+    def fill_part(self, part: Tensor, dense: Tensor) -> None:
+        """Put into one of this rank's buffers what `dense` has: its dense form, or that of the chunk."""
         if self.mask is None:
-            source = whole if len(whole) == len(part) else whole[self.plan.shard]
+            source = dense if len(dense) == len(part) else dense[self.plan.shard]
         else:
-            shard, first = self.plan.shard, 0 if len(whole) == self.plan.size else self.whole_extent.start
-            source = self.mask.take(whole, shard.start, shard.stop, first)
+            first = 0 if len(dense) == self.plan.size else self.dense_extent.start
+            source = self.mask.compressed(dense, self.plan.shard, first)
         if source is not part:
             part.copy_(source)
 
@@ -215,10 +215,10 @@ class Chunk:
             outer, inner = whole[self.plan.extent(depth)], whole[self.plan.extent(depth + 1)]
             self.groups[depth].all_gather_async(outer, inner, self.plan.lengths(depth))()
         if self.mask is not None:
-            self.mask.unpack(whole, self.plan.borders[-1], fresh=False)
+            self.mask.expand(whole, self.plan.borders[-1], fresh=False)
         return whole
 
-    def prune(self, plan: ChunkPlan, masks: Mapping[str, LocalMask], *, empty: bool = False) -> None:
+    def prune(self, plan: ChunkPlan, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
         """Go on with `plan`, of the same parameters, of which some are pruned by `masks`. Between steps; all ranks of the
         groups must call. The state of the unpruned elements stays; none is there if `empty`."""
         self.settle()
@@ -252,8 +252,8 @@ class Chunk:
         ranks; behind an update that is under way."""
         fetches = self._fetched and depth == 0 and self._full_parameters.status == "absent"
         gathers = self._depth > depth
-        unpacks = self.mask is not None and depth == 0 and self._full_parameters.status == "absent"
-        gathers = gathers or (unpacks and not fetches)
+        expands = self.mask is not None and depth == 0 and self._full_parameters.status == "absent"
+        gathers = gathers or (expands and not fetches)
         if not (fetches or gathers):
             return
         updating, turn = self._updating, self._gathering
@@ -311,7 +311,7 @@ class Chunk:
             self._full_parameters.go("arrive")
             if self.mask is not None:
                 # By way of `data`: autograd must not take this for a change of what it has saved.
-                self.mask.unpack(self.parameter.data, self.plan.borders[-1], fresh=not self.plan.keeps_whole)
+                self.mask.expand(self.parameter.data, self.plan.borders[-1], fresh=not self.plan.keeps_whole)
 
     def publish(self) -> None:
         """Make the compute copies anew after the master weights have changed; begin to gather those that are kept."""
@@ -342,12 +342,11 @@ class Chunk:
                 self.start_gather(self.plan.depths.parameters)
 
 
-def _positions(plan: ChunkPlan, masks: Mapping[str, LocalMask]) -> Tensor:
+def _positions(plan: ChunkPlan, masks: Mapping[str, Tensor]) -> Tensor:
     """Where in the whole chunk its unpruned elements are, int64."""
     found = []
     for slot in plan.slots:
-        bits, size = masks[slot.name], slot.shape.numel()
-        assert not isinstance(bits, float), "the mask itself"
+        bits, size = masks.get(slot.name), slot.shape.numel()
         left = torch.arange(size) if bits is None else unpacked_bits(bits, size).nonzero().flatten()
         found.append(left + slot.start)
     return torch.cat(found)

@@ -1,13 +1,13 @@
-"""Pruned chunks: which elements are not pruned, and the two forms of a buffer, whole and packed (SAMO, chapter 4 of the
+"""Pruned chunks: which elements are not pruned, and the two forms of a buffer, dense and compressed (SAMO, chapter 4 of the
 dissertation on AxoNN).
 
-What is kept of a pruned chunk, reduced and sent is packed: its unpruned elements end to end, in order. Modules compute with
-whole parameters, zero where they are pruned, and give whole gradients. One mask per chunk, of positions in the whole chunk,
-leads from the one form to the other. Both begin at the front of one buffer: element p of the whole has a place q <= p in the
-packed form, so that packing and unpacking need no more than a tile of memory besides.
+What is kept of a pruned chunk, reduced and sent is compressed: its unpruned elements end to end, in order. Modules compute
+with dense parameters, zero where they are pruned, and give dense gradients. One mask per chunk, of positions in the dense
+form, leads from the one form to the other. Both begin at the front of one buffer: element p of the dense form has a place
+q <= p in the compressed one, so that compression and expansion need no more than a tile of memory besides.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -17,10 +17,6 @@ from torch import Tensor
 from optimus.kernels import backend
 
 MaskForm = Literal["int32", "bits"]
-# Of this rank's part of a parameter: its packed bits, or the share that is unpruned, where only sizes are asked for; None:
-# not pruned yet.
-LocalMask = Tensor | float | None
-
 _WORD = 32  # bits
 _BLOCK = 4096  # positions, of which those that are unpruned are counted
 
@@ -44,7 +40,7 @@ class MaskPlan(NamedTuple):
 class Mask:
     """The mask of a chunk, made in the int32 tensor `memory` [plan.elements] from ascending int64 `positions` [unpruned].
 
-    Packing and unpacking go by tiles of `tile` elements; at once without.
+    Compression and expansion go by tiles of `tile` elements; at once without.
     """
 
     def __init__(self, plan: MaskPlan, positions: Tensor, memory: Tensor, tile: int | None = None) -> None:
@@ -61,7 +57,7 @@ class Mask:
         self._before.copy_(counts.cumsum(0) - counts)
 
     def positions(self, start: int, end: int) -> Tensor:
-        """Positions in the whole chunk of packed elements `start` to `end`: int32, or int64, of the chunk's device."""
+        """Positions in the dense form of compressed elements `start` to `end`: int32, or int64, of the chunk's device."""
         start, end = min(start, self.plan.unpruned), min(end, self.plan.unpruned)
         if self.plan.form == "int32":
             return self._memory[start:end]
@@ -75,57 +71,69 @@ class Mask:
         before = int(self._before[first])
         return found[start - before : end - before]
 
-    def borders(self, packed: Sequence[int]) -> list[int]:
-        """Where in the whole chunk the shards begin, and the last ends, that begin and end at `packed` elements."""
-        inner = [int(self.positions(at, at + 1)) if at < self.plan.unpruned else self.plan.size for at in packed[1:-1]]
-        return [0, *inner, self.plan.size]
-
-    def take(self, whole: Tensor, start: int, end: int, first: int = 0) -> Tensor:
-        """Packed elements `start` to `end` of `whole`, which begins at element `first`; zero behind the last."""
-        found = whole.new_zeros(end - start)
-        there = self.positions(start, end).to(whole.device) - first
-        torch.index_select(whole, 0, there, out=found[: len(there)])
+    def unpruned(self, start: int, end: int) -> Tensor:
+        """Of dense elements `start` to `end`, which are unpruned: booleans on the host."""
+        if self.plan.form == "bits":
+            words = self._words[start // _WORD : -(-end // _WORD)].cpu()
+            return unpacked_bits(words.view(torch.uint8), end - start // _WORD * _WORD)[start % _WORD :]
+        first, last = torch.searchsorted(self._memory, self._memory.new_tensor([start, end])).tolist()
+        found = torch.zeros(end - start, dtype=torch.bool)
+        found[self._memory[first:last].cpu() - start] = True
         return found
 
-    def pack(self, whole: Tensor, length: int) -> Tensor:
-        """Bring `whole` into its packed form in place: `length` elements, zero behind the last unpruned one."""
-        packed = whole[:length]
-        if self._in_one_launch(whole):
-            from optimus.kernels.triton import packing
+    def borders(self, compressed: Sequence[int]) -> list[int]:
+        """Where in the dense form the shards begin, and the last ends, that begin and end at `compressed` elements."""
+        size, unpruned = self.plan.size, self.plan.unpruned
+        inner = [int(self.positions(at, at + 1)) if at < unpruned else size for at in compressed[1:-1]]
+        return [0, *inner, size]
 
-            packed[: self.plan.unpruned] = packing.pack(whole, self._words, self._before, self.plan.unpruned, _BLOCK)
+    def compress(self, dense: Tensor, length: int) -> Tensor:
+        """Bring `dense` into its compressed form in place: `length` elements, zero behind the last unpruned one."""
+        compressed = dense[:length]
+        if self._in_one_launch(dense):
+            from optimus.kernels.triton import compression
+
+            found = compression.compress(dense, self._words, self._before, self.plan.unpruned, _BLOCK)
+            compressed[: self.plan.unpruned] = found
         else:
             for start, end in self._tiles():
-                packed[start:end] = torch.index_select(whole, 0, self.positions(start, end))
-        packed[self.plan.unpruned :].zero_()
-        return packed
+                compressed[start:end] = torch.index_select(dense, 0, self.positions(start, end))
+        compressed[self.plan.unpruned :].zero_()
+        return compressed
 
-    def unpack(self, whole: Tensor, length: int, *, fresh: bool) -> None:
-        """Bring `whole`, of which the first `length` elements are packed, into its whole form in place. What is behind them
-        must be zero where it is pruned, or `fresh`: of no known value."""
+    def expand(self, dense: Tensor, length: int, *, fresh: bool) -> None:
+        """Bring `dense`, of which the first `length` elements are compressed, into its dense form in place. What is behind
+        them must be zero where it is pruned, or `fresh`: of no known value."""
         if fresh:
-            whole[length:].zero_()
-        if self._in_one_launch(whole):
-            from optimus.kernels.triton import packing
+            dense[length:].zero_()
+        if self._in_one_launch(dense):
+            from optimus.kernels.triton import compression
 
-            packed = whole[: self.plan.unpruned].clone()
-            whole[:length].zero_()
-            packing.unpack(packed, self._words, self._before, whole, _BLOCK)
+            compressed = dense[: self.plan.unpruned].clone()
+            dense[:length].zero_()
+            compression.expand(compressed, self._words, self._before, dense, _BLOCK)
             return
-        whole[self.plan.unpruned : length].zero_()
+        dense[self.plan.unpruned : length].zero_()
         for start, end in reversed(self._tiles()):
-            packed = whole[start:end].clone()
-            whole[start:end].zero_()
-            whole.index_copy_(0, self.positions(start, end).long(), packed)
+            compressed = dense[start:end].clone()
+            dense[start:end].zero_()
+            dense.index_copy_(0, self.positions(start, end).long(), compressed)
 
-    def whole_part(self, packed: Tensor, start: int, first: int, last: int) -> Tensor:
-        """Elements `first` to `last` of the whole, of which `packed` has all unpruned ones: those from `start` on."""
-        found = packed.new_zeros(last - first)
-        there = self.positions(start, start + len(packed)).long().to(packed.device)
-        return found.index_copy_(0, there - first, packed[: len(there)])
+    def compressed(self, dense: Tensor, part: slice, first: int = 0) -> Tensor:
+        """The `part` of compressed elements of `dense`, which begins at element `first`; zero behind the last."""
+        found = dense.new_zeros(part.stop - part.start)
+        places = self.positions(part.start, part.stop).to(dense.device) - first
+        torch.index_select(dense, 0, places, out=found[: len(places)])
+        return found
 
-    def _in_one_launch(self, whole: Tensor) -> bool:
-        return self.plan.form == "bits" and backend.use_triton(whole)
+    def expanded(self, compressed: Tensor, start: int, part: slice) -> Tensor:
+        """The `part` of dense elements, whose unpruned ones are `compressed`: those from `start` on."""
+        found = compressed.new_zeros(part.stop - part.start)
+        places = self.positions(start, start + len(compressed)).long().to(compressed.device) - part.start
+        return found.index_copy_(0, places, compressed[: len(places)])
+
+    def _in_one_launch(self, dense: Tensor) -> bool:
+        return self.plan.form == "bits" and backend.use_triton(dense)
 
     def _tiles(self) -> list[tuple[int, int]]:
         size = self.plan.unpruned
@@ -143,9 +151,9 @@ def unpacked_bits(bits: Tensor, count: int) -> Tensor:
     return torch.from_numpy(np.unpackbits(bits.numpy(), axis=-1, count=count, bitorder="little")).bool()
 
 
-def unpruned_of(masks: Mapping[str, LocalMask], name: str, elements: int) -> int:
-    """How many of the elements of this rank's part of a parameter of a pruned chunk are unpruned."""
-    mask = masks[name]
-    if isinstance(mask, Tensor):
-        return int(unpacked_bits(mask, elements).sum())
-    return elements if mask is None else round(mask * elements)
+def bits_of(mask: Tensor) -> int:
+    """How many elements packed bits leave."""
+    return int(_ONES[mask.int()].sum())
+
+
+_ONES = torch.tensor([bin(byte).count("1") for byte in range(256)])

@@ -20,8 +20,9 @@ from optimus.state.buffers import RESIDENCES
 from optimus.state.chunk import Chunk
 from optimus.state.disk import StateFile
 from optimus.state.gathering import Gathering
+from optimus.state.masks import packed_bits
 from optimus.state.matrices import OverBlocks
-from optimus.state.plan import ChunkPlan, Recipe, divisions, plan_stages, sharding_of
+from optimus.state.plan import ChunkPlan, Recipe, divisions, plan_stages, sharding_of, unpruned_shares
 from optimus.state.trained import TrainedChunk, square_dtype
 from optimus.state.transfers import Transfers, transfers
 
@@ -31,10 +32,11 @@ _REDUCING = 2  # chunks whose long gradient buffers may be on their way to the o
 class ModelState:
     """Takes over the parameters of `module` (usually made on the meta device) and keeps their whole state in chunks.
 
-    `layouts` says of each parameter, by name, how it lies on the mesh of `groups`. After this, `module`'s parameters are
-    views into the chunks, of this rank's parts; their values are zero until `initialize` or `load_slices`. No chunk holds
-    parameters of two stages, `stage_of` by name, of a pipeline. `gathering` is what the parts of `module` were made with;
-    without it, parameters must not be sharded, and autograd accumulates all gradients.
+    `layouts` says of each parameter, by name, how it lies on the mesh of `groups`; `masks` are packed bits of this rank's
+    parts of those that are pruned. After this, `module`'s parameters are views into the chunks, of this rank's parts; their
+    values are zero until `initialize` or `load_slices`. No chunk holds parameters of two stages, `stage_of` by name, of a
+    pipeline. `gathering` is what the parts of `module` were made with; without it, parameters must not be sharded, and
+    autograd accumulates all gradients.
 
     Raises `UserError` where a parameter has been frozen by hand.
     """
@@ -47,6 +49,7 @@ class ModelState:
         options: StateConfig,
         *,
         recipe: Recipe,
+        masks: Mapping[str, Tensor] | None = None,
         device: torch.device,
         stage_of: Callable[[str], int] = lambda name: 0,
         gathering: Gathering | None = None,
@@ -54,15 +57,16 @@ class ModelState:
     ) -> None:
         _check_trainable((name, each.requires_grad) for name, each in module.named_parameters())
         self.groups, self.options, self.recipe, self.rules = groups, options, recipe, recipe.rules
-        self._module, self.tile = module, options.tile
+        self._frozen_masks = self._of_frozen(masks or {})
+        self._module, self.tile, self._layouts = module, options.tile, layouts
         self.steps = 0  # optimizer steps applied
-        self.drawn: Mapping[str, Tensor] | None = None  # masks by which it may be pruned next, as the recipe's
+        self.drawn: Mapping[str, Tensor] | None = None  # masks by which it may be pruned next
         self._unlike = set(recipe.rules.values())  # of all stages
         self.counters = {name: 0.0 for rule in self._unlike for name in rule.counters}
         self._reducing: deque[TrainedChunk] = deque()
         self._leaving: deque[TrainedChunk] = deque()
         self._plan = partial(plan_stages, layouts, groups.mesh, groups.rank, options, stage_of)
-        self._of_stage = self._make_chunks(moves or transfers(device))
+        self._of_stage = self._make_chunks(masks or {}, moves or transfers(device))
         self.chunks = [chunk for chunks in self._of_stage.values() for chunk in chunks]
         self.trained = _trained(self.chunks)
         self.buffers = _place_buffers(module, device)  # trained by rules of their own; whole on all ranks of `team`
@@ -71,7 +75,7 @@ class ModelState:
         self._gathering = gathering or Gathering()
         self._hold()
 
-    def _make_chunks(self, moves: Transfers) -> dict[int, list[Chunk]]:
+    def _make_chunks(self, masks: Mapping[str, Tensor], moves: Transfers) -> dict[int, list[Chunk]]:
         """The chunks of each stage, whose parameters replace those of the module."""
         options, groups, stages = self.options, self.groups, self._plan(self.recipe)
         file = StateFile(Path(options.disk or "."), moves) if "disk" in RESIDENCES[options.residency] else None
@@ -101,8 +105,8 @@ class ModelState:
                 piece=options.coarsening and options.coarsening * options.tile,
                 started=self._limit_reductions,
                 step=groups.step,
-                masks=self.recipe.masks,
-                tile=None if moves.device.type != "cpu" else options.tile,  # of packing
+                masks=masks,
+                tile=None if moves.device.type != "cpu" else options.tile,  # of compression
             )
 
         made = dict[int, list[Chunk]]()
@@ -120,16 +124,32 @@ class ModelState:
         assert self.options.cache != "auto", "chosen before"
         self._gathering.hold(self.chunks, self.options.prefetch, self.options.cache)
 
+    @property
+    def masks(self) -> dict[str, Tensor]:
+        """Packed bits of this rank's parts of the parameters that are pruned, by name."""
+        return self._frozen_masks | {
+            slot.name: packed_bits(chunk.mask.unpruned(slot.start, slot.end))
+            for chunk in self.trained
+            for slot in chunk.plan.slots
+            if chunk.mask is not None and self.recipe.unpruned[slot.name] is not None
+        }
+
+    def _of_frozen(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Frozen parameters have no buffers but themselves: their masks are kept for checkpoints alone."""
+        return {name: bits for name, bits in masks.items() if not self.rules[name].trains}
+
     def prune(self, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
         """Go on with the parameters that `masks` prune: by name, packed bits of this rank's part of those that the recipe
-        has a place for. Between steps; all ranks must call. The state of unpruned elements stays, but for one that is
-        `empty`, whose parameters will be given values."""
-        before = dict.fromkeys(self.recipe.masks) if empty else self.recipe.masks  # these stay, where no other is given
-        self.recipe = self.recipe._replace(masks={**before, **{name: masks[name] for name in before if name in masks}})
+        has a place for. Between steps; all ranks must call. The state of unpruned elements stays, and other parameters stay
+        pruned, but for a state that is `empty`, whose parameters will be given values."""
+        masks = ({} if empty else self.masks) | {name: masks[name] for name in self.recipe.unpruned if name in masks}
+        shares = unpruned_shares(masks, self._layouts, self.groups.mesh, self.groups.rank)
+        self.recipe = self.recipe._replace(unpruned=dict.fromkeys(self.recipe.unpruned) | shares)
+        self._frozen_masks = self._of_frozen(masks)
         for stage, plans in self._plan(self.recipe).items():
             for chunk, plan in zip(self._of_stage[stage], plans, strict=True):
                 if plan.mask is not None or chunk.mask is not None:
-                    chunk.prune(plan, self.recipe.masks, empty=empty)
+                    chunk.prune(plan, masks, empty=empty)
         self._hold()
 
     @property

@@ -17,7 +17,7 @@ from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.optim.rule import Rule
 from optimus.state.buffers import ALIGN, KINDS, RESIDENCES, Buffer, Depths, Lifetime, Residency, aligned, buffers
-from optimus.state.masks import LocalMask, MaskForm, MaskPlan, unpruned_of
+from optimus.state.masks import MaskForm, MaskPlan, bits_of
 from optimus.state.tiling import TILINGS, Tiling
 
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
@@ -77,7 +77,7 @@ class ShardStep(NamedTuple):
 class ChunkPlan:
     """A chunk: parameters of the same replicas and rule, sharded in steps; `replica_count` ranks keep one part of it.
 
-    Extents, lengths and borders are of its packed elements where it is pruned: then it has a `mask`.
+    Extents, lengths and borders are of its compressed elements where it is pruned: then it has a `mask`.
     """
 
     slots: tuple[Slot, ...]
@@ -131,7 +131,7 @@ class ChunkPlan:
 
     def elements(self, buffer: Buffer) -> int:
         """Of a buffer of this chunk."""
-        if self.mask is not None and buffer.extent != "packed":
+        if self.mask is not None and buffer.extent != "compressed":
             return self.mask.size if buffer.extent == "whole" else self.mask.elements
         extent = self.extent(buffer.depth)
         return extent.stop - extent.start
@@ -198,8 +198,22 @@ class Recipe(NamedTuple):
 
     compute: torch.dtype
     rules: Mapping[str, Rule]
-    masks: Mapping[str, LocalMask] = {}  # of parameters that are, or will be, pruned
+    # Of this rank's parts of parameters that are, or will be, pruned: the share that is unpruned; None: not pruned yet.
+    unpruned: Mapping[str, float | None] = {}
     mask_form: MaskForm = "int32"
+
+    def unpruned_of(self, slot: Slot) -> int:
+        """Elements of this rank's part of a parameter that are unpruned."""
+        share, elements = self.unpruned.get(slot.name), slot.shape.numel()
+        return elements if share is None else round(share * elements)
+
+
+def unpruned_shares(
+    masks: Mapping[str, Tensor], layouts: Mapping[str, Layout], mesh: Mesh, rank: int
+) -> dict[str, float]:
+    """By name, the share of the part of `rank` of a parameter that is unpruned by its mask, packed bits."""
+    sizes = {name: _shape(layouts[name].region(mesh, rank)).numel() for name in masks}
+    return {name: bits_of(bits) / max(1, sizes[name]) for name, bits in masks.items()}
 
 
 def plan_chunks(
@@ -219,7 +233,7 @@ def plan_chunks(
             replicas[layout.partial_axes] = tuple(mesh.group(rank, layout.partial_axes))
         same = tuple(axis for axis in layout.replicated_axes if mesh.axis_size(axis) > 1)
         rule = recipe.rules[name]
-        pruned = rule.trains and name in recipe.masks
+        pruned = rule.trains and name in recipe.unpruned
         groups.setdefault((replicas[layout.partial_axes], same, rule, pruned), []).append(name)
     limit = chunk_limit([[room[name] for name in names] for names in groups.values()], options.chunk)
     plans = list[ChunkPlan]()
@@ -231,14 +245,14 @@ def plan_chunks(
         for step in steps:
             shard_steps.append(ShardStep(step, place % step))
             place //= step
-        pruned = pruned and any(recipe.masks[name] is not None for name in names)  # of others everything is left
+        pruned = pruned and any(recipe.unpruned[name] is not None for name in names)  # of others everything is left
         kept = _buffers(depths, rule, options, recipe, pruned)
         copies = mesh.axis_size(*same) * len(ranks) // len(own)
         pieces = [Piece(room[name], _shape(regions[name]), layouts[name].shape) for name in names]
         for chunk, ends in divide(pieces, rule, limit, math.prod(steps), max(each.align for each in kept)):
             slots = tuple(Slot(names[i], layouts[names[i]], regions[names[i]], start, end) for i, start, end in chunk)
             plan = ChunkPlan(slots, axes, rule, ends, tuple(shard_steps), copies, depths, kept)
-            plans.append(_packed(plan, recipe) if pruned else plan)
+            plans.append(_compressed(plan, recipe) if pruned else plan)
     first = {name: i for i, name in enumerate(layouts)}
     plans.sort(key=lambda plan: first[plan.slots[0].name])
     return _with_residency(plans, options, recipe)
@@ -251,9 +265,9 @@ def _buffers(
     return buffers(depths, recipe.compute, gradient, rule, lifetime=lasts, residency=residency, pruned=pruned)
 
 
-def _packed(plan: ChunkPlan, recipe: Recipe) -> ChunkPlan:
+def _compressed(plan: ChunkPlan, recipe: Recipe) -> ChunkPlan:
     """The plan with shards, equally long, of its unpruned elements."""
-    unpruned = sum(unpruned_of(recipe.masks, slot.name, slot.shape.numel()) for slot in plan.slots)
+    unpruned = sum(recipe.unpruned_of(slot) for slot in plan.slots)
     borders = plan.tiling.borders([], aligned(unpruned, plan.align), [0] * plan.shard_count, plan.align)
     return replace(plan, borders=borders, mask=MaskPlan(plan.size, unpruned, recipe.mask_form))
 

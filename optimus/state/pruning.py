@@ -16,7 +16,7 @@ from optimus.comm import Group
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.model.init import initialize_parameter
-from optimus.state.masks import packed_bits
+from optimus.state.masks import bits_of, packed_bits
 from optimus.state.model_state import ModelState
 from optimus.state.plan import Slot
 from optimus.state.trained import TrainedChunk
@@ -79,10 +79,11 @@ def prune(
     for names in [[name] for name in sizes] if per_tensor else [[*sizes]]:
         kept = max(1, round(unpruned * sum(sizes[name] for name in names)))
         threshold = kth_largest(state.groups.world, partial(scores.of, names), kept, scores.device)
-        for _, slot, found in scores.by_slot(names):
-            bits = packed_bits(found.flatten().view(torch.int32) >= threshold)
-            before = state.recipe.masks[slot.name]
-            masks[slot.name] = bits & before if isinstance(before, Tensor) else bits
+        for chunk, slot, found in scores.by_slot(names):
+            left = (found.flatten().view(torch.int32) >= threshold).cpu()
+            if chunk.mask is not None:
+                left &= chunk.mask.unpruned(slot.start, slot.end)
+            masks[slot.name] = packed_bits(left)
     return masks
 
 
@@ -113,31 +114,24 @@ def distance(before: Mapping[str, Tensor], now: Mapping[str, Tensor], state: Mod
 
     You et al. count differing elements as a share of all of them, which is small at a high sparsity whatever the masks.
     """
-    new = _total(state, {name: bits & ~before[name] if name in before else bits for name, bits in now.items()})
-    return new / _total(state, now)
+    new = _total(state, {name: bits_of(bits & ~before[name]) for name, bits in now.items()})
+    return new / _total(state, {name: bits_of(bits) for name, bits in now.items()})
 
 
 def share_left(state: ModelState, sizes: Mapping[str, int]) -> float:
     """Of the pruned parameters, with `sizes` in the whole model, the share that is unpruned. All ranks must call."""
-    left = {name: bits for name in sizes if isinstance(bits := state.recipe.masks.get(name), Tensor)}
-    return _total(state, left) / sum(sizes.values())
+    slots = [slot for chunk in state.trained for slot in chunk.plan.slots if slot.name in sizes]
+    return _total(state, {slot.name: state.recipe.unpruned_of(slot) for slot in slots}) / sum(sizes.values())
 
 
-def _total(state: ModelState, masks: Mapping[str, Tensor]) -> float:
-    """Elements that masks of this rank's parts leave, over the whole model."""
+def _total(state: ModelState, counts: Mapping[str, int]) -> float:
+    """The sum over the whole model of counts of this rank's parts of parameters, by name."""
     holders = {slot.name: _holders(chunk) for chunk in state.trained for slot in chunk.plan.slots}
     world = state.groups.world
-    counted = sum(_count(bits) * (world.size // holders[name]) for name, bits in masks.items())
+    counted = sum(count * (world.size // holders[name]) for name, count in counts.items())
     total = torch.tensor(float(counted), dtype=torch.float64, device=state.chunks[0].parameter.device)
     world.all_reduce(total)
     return float(total) / world.size
-
-
-_ONES = torch.tensor([bin(byte).count("1") for byte in range(256)])
-
-
-def _count(bits: Tensor) -> int:
-    return int(_ONES[bits.int()].sum())
 
 
 def _holders(chunk: TrainedChunk) -> int:

@@ -3,7 +3,7 @@
 Gradients accumulate into views of the chunk's gradient buffer. They are summed over all replicas, those that keep the same
 part (its `replica_group`) last: the loss is divided by the number of data ranks before the backward pass. Where they are not
 kept whole, the buffer has memory from the first gradient of a microbatch to the last, when they begin to be reduced. Those
-of a pruned chunk are packed before, in place.
+of a pruned chunk are compressed before, in place.
 
 A chunk is reduced as soon as its last gradient of the last microbatch has arrived, while the backward pass goes on.
 
@@ -28,7 +28,6 @@ from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
 from optimus.state.buffers import ManagedBuffer, Residency, aligned
 from optimus.state.chunk import ON_DISK, Chunk
 from optimus.state.disk import StateFile
-from optimus.state.masks import LocalMask
 from optimus.state.matrices import OverBlocks
 from optimus.state.plan import ChunkPlan
 from optimus.state.transfers import Transfers, done_already
@@ -85,7 +84,7 @@ class TrainedChunk(Chunk):
         started: Callable[["TrainedChunk"], None] = lambda chunk: None,
         step: StepContext | None = None,
         update_on: Residency = "device",
-        masks: Mapping[str, LocalMask] | None = None,
+        masks: Mapping[str, Tensor] | None = None,
         tile: int | None = None,
     ) -> None:
         super().__init__(plan, groups, transfers, file, block, masks, tile)
@@ -106,7 +105,7 @@ class TrainedChunk(Chunk):
         self._reader: Handle = done_already  # waits for whoever copies this rank's part beside the training
         self._weights_read = False  # by that, what is computed with, too
 
-    def _plan_parts(self, plan: ChunkPlan, file: StateFile | None, masks: Mapping[str, LocalMask]) -> None:
+    def _plan_parts(self, plan: ChunkPlan, file: StateFile | None, masks: Mapping[str, Tensor]) -> None:
         super()._plan_parts(plan, file, masks)
         depths, resize = plan.depths, self._transfers.resize
         self.gradient = self._whole["gradients"]
@@ -120,7 +119,7 @@ class TrainedChunk(Chunk):
         self.leaves = not plan.stays("gradients.shard" if plan.adds_gradients else "gradients")
         self.waiting = self._made.get("gradients.host", self.compute_shard) if self.leaves else self.reduced
 
-    def prune(self, plan: ChunkPlan, masks: Mapping[str, LocalMask], *, empty: bool = False) -> None:
+    def prune(self, plan: ChunkPlan, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
         self.clear_gradients()
         self._finish_update()
         self._reader()
@@ -266,7 +265,7 @@ class TrainedChunk(Chunk):
             self._gradients.go("open")
         gradient = self.gradient
         if self.mask is not None:
-            gradient = self.mask.pack(gradient, self.plan.borders[-1])
+            gradient = self.mask.compress(gradient, self.plan.borders[-1])
         if self._watch is not None:
             self._watch.leaves(gradient, f"reduction of the gradients of {self.plan.slots[0].name} ...")
         self._gradients.go("reduce")

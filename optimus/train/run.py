@@ -28,9 +28,8 @@ from optimus.parallel.build import build_stage
 from optimus.parallel.layouts import parameter_layouts
 from optimus.pipeline.staged import Staged, select_stages
 from optimus.state.gathering import Gathering
-from optimus.state.masks import LocalMask
 from optimus.state.model_state import ModelState
-from optimus.state.plan import ChunkPlan, Recipe, bytes_by_kind, check_shard_ranks, plan_stages
+from optimus.state.plan import ChunkPlan, Recipe, bytes_by_kind, check_shard_ranks, plan_stages, unpruned_shares
 from optimus.state.pruning import check_blocks
 from optimus.train.collectives import measured_collectives, partial_sums, with_dispatcher
 from optimus.train.groups import run_divisions
@@ -159,30 +158,31 @@ def sharers(mesh: Mesh, device: torch.device) -> int:
     return min(mesh.size, mesh.ranks_per_node or mesh.size) if shared else 1
 
 
-def recipe_of(config: RunConfig, model: Transformer, masks: Mapping[str, LocalMask] | None = None) -> Recipe:
-    """What the run keeps of the parameters of `model`, which holds them whole, when it begins with these `masks`."""
+def recipe_of(config: RunConfig, model: Transformer, unpruned: Mapping[str, float] | None = None) -> Recipe:
+    """What the run keeps of the parameters of `model`, which holds them whole, when it begins with these shares of
+    parameters `unpruned`."""
     rules = rules_of(config.optimizer, model, config.train.freeze)
     targets = pruned_by(config.pruning, model, rules, tied=config.model.tie_embeddings)
     form = config.pruning.indices if config.pruning is not None else "int32"
-    return Recipe(DTYPES[config.train.precision], rules, dict.fromkeys(targets) | dict(masks or {}), form)
+    return Recipe(DTYPES[config.train.precision], rules, dict.fromkeys(targets) | dict(unpruned or {}), form)
 
 
-def masks_in_the_end(config: RunConfig) -> dict[str, LocalMask]:
+def unpruned_in_the_end(config: RunConfig) -> dict[str, float]:
     """Of each parameter that will be pruned the share that is left."""
     left = 1.0 if config.pruning is None else 1 - config.pruning.sparsity
-    return dict.fromkeys(recipe_of(config, whole_model(config)).masks, left)
+    return dict.fromkeys(recipe_of(config, whole_model(config)).unpruned, left)
 
 
 def planned_chunks(
-    config: RunConfig, mesh: Mesh, ranks: Sequence[int], masks: Mapping[str, LocalMask] | None = None
+    config: RunConfig, mesh: Mesh, ranks: Sequence[int], unpruned: Mapping[str, float] | None = None
 ) -> list[list[ChunkPlan]]:
     """The chunks that `build_model` makes on each of `ranks`, of its stages alone; without memory or a process group.
 
-    `masks` are the shares of pruned parameters that are unpruned. Raises `UserError` when the parameters cannot be divided
+    `unpruned` are the shares that are left of pruned parameters. Raises `UserError` when the parameters cannot be divided
     as configured.
     """
     model = whole_model(config)
-    return _planned_chunks(config, mesh, ranks, layouts_of(model, config), recipe_of(config, model, masks))
+    return _planned_chunks(config, mesh, ranks, layouts_of(model, config), recipe_of(config, model, unpruned))
 
 
 def _planned_chunks(
@@ -200,7 +200,7 @@ def _planned_chunks(
     return list(map(of, ranks))
 
 
-def unpruned(groups: Groups, layouts: Mapping[str, Layout]) -> Mapping[str, Tensor]:
+def no_masks(groups: Groups, layouts: Mapping[str, Layout]) -> Mapping[str, Tensor]:
     """No parameter is pruned."""
     return {}
 
@@ -210,7 +210,7 @@ def build_model(
     device: torch.device,
     groups: Groups,
     notes: list[str] | None = None,
-    masks_of: MasksOf = unpruned,
+    masks_of: MasksOf = no_masks,
 ) -> tuple[Staged, ModelState]:
     """The stages of the model on this rank, with this rank's parts of its parameters, and their state, without values yet.
 
@@ -226,9 +226,10 @@ def build_model(
     partition, tied = partition_of(config, groups.mesh, groups.rank), config.model.tie_embeddings
     free -= teacher_bytes(config) if partition.has_last else 0
     here = {name: each for name, each in layouts.items() if partition.keeps(name, tied)}
-    recipe = recipe_of(config, whole, masks_of(groups, here))
+    masks = masks_of(groups, here)
+    recipe = recipe_of(config, whole, unpruned_shares(masks, here, groups.mesh, groups.rank))
     if config.pruning is not None and config.pruning.scope.startswith("block"):
-        check_blocks({name: layouts[name] for name in recipe.masks}, groups.mesh)
+        check_blocks({name: layouts[name] for name in recipe.unpruned}, groups.mesh)
     config, said = with_residency(
         config, groups, device, free, lambda each: _planned_chunks(each, groups.mesh, [groups.rank], layouts, recipe)[0]
     )
@@ -257,6 +258,7 @@ def build_model(
         groups,
         config.state,
         recipe=recipe,
+        masks=masks,
         device=device,
         gathering=gathering,
         stage_of=partition.stage_here,
@@ -271,7 +273,7 @@ def _frozen_line(layouts: Mapping[str, Layout], trained: Sequence[str]) -> str:
     return f"train.freeze: {count_text(frozen)} of {count_text(total)} parameters are not trained"
 
 
-def new_run(config: RunConfig, device: torch.device, resume: bool, masks_of: MasksOf = unpruned) -> Run:
+def new_run(config: RunConfig, device: torch.device, resume: bool, masks_of: MasksOf = no_masks) -> Run:
     """A run on `device` whose state has no values yet, and whose notes say what it will do; all ranks must call.
 
     `masks_of` is as `build_model` has it.
@@ -292,7 +294,7 @@ def new_run(config: RunConfig, device: torch.device, resume: bool, masks_of: Mas
         notes.append(f"train.teacher: {', '.join(teacher.checkpoints)}")
     notes += said + groups.notes
     shapes = {name: math.prod(layout.shape) for name, layout in layouts_of(whole_model(config), config).items()}
-    targets = {name: shapes[name] for name in recipe_of(config, whole_model(config)).masks}
+    targets = {name: shapes[name] for name in recipe_of(config, whole_model(config)).unpruned}
     return Run(config, Path(config.train.output), device, groups, model, state, data, targets, notes=notes)
 
 

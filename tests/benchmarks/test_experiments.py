@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.experiments import harness, pruning
+from benchmarks.experiments import harness
 from benchmarks.experiments.harness import Experiment, mean_rows
 from optimus.errors import UserError
 
@@ -23,7 +23,7 @@ EXPERIMENTS = {
     "documents": {"documents.mask_minus_ignore"},
     "few_data": {f"few_data.{name}" for name in ("decay_gain", "ensemble_gain", "student_keeps", "mean_of_members")},
     "packing": {"packing.best_fit_minus_concatenate"},
-    "pruning": {f"pruning.{gap}" for gap, *_ in pruning._GAPS},
+    "pruning": {f"pruning.{s}_minus_{other}" for s in (50, 80, 90) for other in ("dense", "dense_of_its_bytes")},
     "replay": {f"replay.forgotten.{name}" for name in ("no replay", "25 % replay", "25 % replay, Reptile 0.5")},
 }
 

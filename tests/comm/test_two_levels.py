@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from helpers.traffic import counting
 from optimus.comm import Group, Groups
 from optimus.comm.algorithms import KINDS, OWN, PIECE, CollectiveKind, Measured, names, on_two_levels
 from optimus.comm.exchange import Rounded
 from optimus.comm.schedules import Shape
 from optimus.mesh import Mesh
 from optimus.testing import run_ranks
+from optimus.testing.traffic import counting
 
 SUMS: list[CollectiveKind] = ["all_gather", "reduce_scatter", "all_reduce"]
 SHAPES = [Shape(2, 2), Shape(2, 4), Shape(4, 2)]

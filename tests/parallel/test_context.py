@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.traffic import Traffic, counting
 from optimus.comm import Group, Groups
 from optimus.config import ModelConfig
 from optimus.errors import UserError
@@ -28,6 +27,7 @@ from optimus.parallel.context import RingSequence, UlyssesSequence, _seen
 from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.step_context import CollectiveCache
 from optimus.testing import run_ranks
+from optimus.testing.traffic import Traffic, counting
 
 Shape = tuple[int, int, int, int]  # B, L, N, D
 METHODS = {"ring": RingSequence, "ulysses": UlyssesSequence}

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.traffic import counting
 from optimus.comm import Group, Groups
 from optimus.mesh import Mesh
 from optimus.model.norms import LocalNorms, Norms
 from optimus.parallel.norms import SplitNorms
 from optimus.step_context import CollectiveCache
 from optimus.testing import run_ranks
+from optimus.testing.traffic import counting
 
 EPS = 1e-5
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

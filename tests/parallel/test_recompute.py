@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from helpers.traffic import counting
 from optimus.comm import Groups
 from optimus.config import ModelConfig
 from optimus.mesh import Mesh
@@ -17,6 +16,7 @@ from optimus.parallel.build import StageOptions, build_stage
 from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.step_context import StepContext
 from optimus.testing import run_ranks
+from optimus.testing.traffic import counting
 
 DENSE = ModelConfig(family="olmo", hidden=32, layers=2, heads=2, intermediate=64, vocab=50)
 EXPERTS = ModelConfig(

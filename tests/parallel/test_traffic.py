@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.traffic import Traffic, counting
 from optimus.comm import Group, Groups
 from optimus.comm.functional import local_rows
 from optimus.comm.group import Handle
@@ -25,6 +24,7 @@ from optimus.mesh import Mesh
 from optimus.parallel.tensor import SplitProduct
 from optimus.testing import run_ranks
 from optimus.testing.steps import random_batch
+from optimus.testing.traffic import Traffic, counting
 from optimus.train.run import build_model, mesh_of
 from optimus.train.step import objective, terms, training_step
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.traffic import counting
 from optimus.comm import Groups
 from optimus.config import load_config
 from optimus.evaluate.score import Score, Window, score
 from optimus.testing import run_ranks
+from optimus.testing.traffic import counting
 from optimus.train.run import build_model, mesh_of
 
 MODEL = {"hidden": 16, "layers": 4, "heads": 2, "vocab": 52, "intermediate": 24}

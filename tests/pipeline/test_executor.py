@@ -12,7 +12,6 @@ import torch
 
 from benchmarks.pipeline import falling_caps
 from benchmarks.pipeline_waits import Contestant, Job, run_jobs, simulated, timelines
-from helpers.traffic import counting
 from optimus.comm import Group, Groups
 from optimus.errors import UserError
 from optimus.mesh import Mesh
@@ -24,6 +23,7 @@ from optimus.pipeline.schedule import Action, Kind, Schedule
 from optimus.pipeline.schedules import make_schedule, schedules
 from optimus.pipeline.timeline import Timeline
 from optimus.testing import run_ranks
+from optimus.testing.traffic import counting
 
 BYTES = 5 * 4 + 2 * 8  # of a message
 PLACES = {  # the rank of each stage, on three ranks

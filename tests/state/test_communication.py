@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from helpers.planned import state_bytes
 from helpers.rules import recipe
-from helpers.traffic import Traffic, counting
 from helpers.whole import whole_state
 from optimus.checkpoint.loading import load_slices
 from optimus.checkpoint.slices import TensorSlice
@@ -25,6 +24,7 @@ from optimus.state.plan import bytes_by_kind, plan_chunks
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated, tracking
 from optimus.testing.steps import random_batch
+from optimus.testing.traffic import Traffic, counting
 from optimus.train.run import build_model, mesh_of
 from optimus.train.step import training_step
 

@@ -9,7 +9,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from helpers.rules import ADAMW, recipe
 from helpers.state_groups import groups_for
-from helpers.traffic import counting
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
 from optimus.errors import UserError
@@ -26,6 +25,7 @@ from optimus.state.plan import Recipe, bytes_by_kind, divisions, sharding_of
 from optimus.step_context import StepContext
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated
+from optimus.testing.traffic import counting
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CONFIG = ModelConfig(

@@ -11,18 +11,17 @@ from torch import Tensor
 
 from helpers.drawing import config_of
 from helpers.equality import Trained
-from helpers.traffic import counting
 from helpers.whole import whole_state
 from optimus.config import load_config
-from optimus.state.buffers import ManagedBuffer
 from optimus.state.masks import Mask, MaskForm, MaskPlan, packed_bits, unpacked_bits
 from optimus.state.model_state import ModelState
 from optimus.state.plan import Slot
 from optimus.state.pruning import magnitudes, prune
 from optimus.state.trained import TrainedChunk
 from optimus.testing import run_ranks
-from optimus.testing.memory import allocated
+from optimus.testing.memory import allocated, tracking
 from optimus.testing.steps import Steps, random_batch
+from optimus.testing.traffic import counting
 from optimus.train.run import layouts_of, whole_model
 from optimus.train.step import training_step
 
@@ -35,7 +34,7 @@ PRUNED = ["pruning.sparsity=0.9", "pruning.at=0", "state.chunk=500"]
 @pytest.mark.parametrize("form", ["int32", "bits"])
 @pytest.mark.parametrize("tile", [7, 1 << 12, None])
 @pytest.mark.parametrize("left", [0.0, 1.0, 0.1, "one"])
-def test_pack_and_unpack(form: MaskForm, tile: int | None, left: float | str) -> None:
+def test_compress_and_expand(form: MaskForm, tile: int | None, left: float | str) -> None:
     size = 3 * 4096 + 640  # blocks of which the last is not full
     mask = torch.rand(size, generator=torch.Generator().manual_seed(0)) < (0.0 if left == "one" else left)
     if left == "one":
@@ -47,27 +46,29 @@ def test_pack_and_unpack(form: MaskForm, tile: int | None, left: float | str) ->
     made = Mask(plan, positions, torch.zeros(plan.elements, dtype=torch.int32), tile)
     length = -(-len(positions) // 32) * 32
     values = torch.randn(size)
-    whole = values.clone()
-    packed = made.pack(whole, length)
-    assert torch.equal(packed[: len(positions)], values[mask])
-    assert not packed[len(positions) :].any()
-    assert torch.equal(made.take(values, 3, 40), torch.cat([values[mask], torch.zeros(40)])[3:40])
-    whole[length:] = torch.where(mask, 7.0, 0.0)[length:]  # what is pruned stays zero
-    made.unpack(whole, length, fresh=False)
-    assert torch.equal(whole, values * mask)
-    made.pack(whole, length)
-    whole[length:] = torch.nan
-    made.unpack(whole, length, fresh=True)
-    assert torch.equal(whole, values * mask)
+    dense = values.clone()
+    compressed = made.compress(dense, length)
+    assert torch.equal(compressed[: len(positions)], values[mask])
+    assert not compressed[len(positions) :].any()
+    assert torch.equal(made.compressed(values, slice(3, 40)), torch.cat([values[mask], torch.zeros(40)])[3:40])
+    dense[length:] = torch.where(mask, 7.0, 0.0)[length:]  # what is pruned stays zero
+    made.expand(dense, length, fresh=False)
+    assert torch.equal(dense, values * mask)
+    made.compress(dense, length)
+    dense[length:] = torch.nan
+    made.expand(dense, length, fresh=True)
+    assert torch.equal(dense, values * mask)
     for start in (0, 5, len(positions)):
         end = min(len(positions), start + 9000)
         assert torch.equal(made.positions(start, end).long(), positions[start:end])
+    for start, end in ((0, size), (37, 5003)):
+        assert torch.equal(made.unpruned(start, end), mask[start:end])
     borders = made.borders([0, length // 2, length])
     assert borders[0] == 0
     assert borders[-1] == size
     part = torch.zeros(length - length // 2)
     part[: max(0, len(positions) - length // 2)] = values[mask][length // 2 :]
-    assert torch.equal(made.whole_part(part, length // 2, borders[1], size), (values * mask)[borders[1] :])
+    assert torch.equal(made.expanded(part, length // 2, slice(borders[1], size)), (values * mask)[borders[1] :])
 
 
 def test_bits_of_rows() -> None:
@@ -93,7 +94,7 @@ def trained(config: dict[str, Any], steps: int, dense: bool, score: str) -> Trai
     made = Steps(config)
     made.train()
     layouts = layouts_of(whole_model(made.config), made.config)
-    sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.masks}
+    sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.unpruned}
     masks = prune(made.state, 0.1, sizes, magnitudes if score == "magnitude" else one_of_each_kind)
     if score == "some":  # what is below the threshold by one part alone
         masks = {
@@ -176,7 +177,7 @@ def test_the_bits_of_masks_on_dense_state(model: str, ranks: int, overrides: lis
 def pruned_steps(*overrides: str, model: str = "dense", share: float = 0.1) -> Steps:
     made = Steps(load_config(config_of(model), [*PRUNED, *overrides]).model_dump(exclude_unset=True))
     layouts = layouts_of(whole_model(made.config), made.config)
-    sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.masks}
+    sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.unpruned}
     made.state.prune(prune(made.state, share, sizes, magnitudes))
     return made
 
@@ -199,7 +200,7 @@ def test_bytes_at_rest(form: str) -> None:
 
 
 def sent(shard: str, pruned: bool) -> tuple[int, list[tuple[int, int]]]:
-    """(bytes that this rank sends in a step, (elements of the whole, packed ones) of each pruned chunk)."""
+    """(bytes that this rank sends in a step, (elements of the whole, compressed ones) of each pruned chunk)."""
     overrides = [f"state.shard={shard}", "train.micro_batch=8", *IN_BF16]
     made = pruned_steps(*overrides)
     sizes = [(chunk.plan.size, chunk.plan.borders[-1]) for chunk in made.state.trained if chunk.mask is not None]
@@ -219,24 +220,30 @@ def test_bytes_sent(shard: str, each: int) -> None:
     """Of two ranks each sends half of what is reduced and of what is gathered: of unpruned elements alone."""
     dense, _ = run_ranks(sent, 2, shard, False)[0]
     pruned, sizes = run_ranks(sent, 2, shard, True)[0]
-    assert dense - pruned == sum(whole - packed for whole, packed in sizes) * each / 2
-    assert all(packed < 0.2 * whole for whole, packed in sizes if whole > 1000)
+    assert dense - pruned == sum(whole - compressed for whole, compressed in sizes) * each / 2
+    assert all(compressed < 0.2 * whole for whole, compressed in sizes if whole > 1000)
 
 
-def test_long_gradients_of_three_chunks_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = pruned_steps("state.chunk=300")
-    right, most = ManagedBuffer.go, 0
-
-    def go(buffer: ManagedBuffer, event: Any) -> None:
-        nonlocal most
-        right(buffer, event)
-        most = max(most, sum(chunk.gradient.untyped_storage().nbytes() for chunk in pruned))
-
-    monkeypatch.setattr(ManagedBuffer, "go", go)
+def test_peak_of_a_step_above_rest() -> None:
+    """Long gradient buffers of three chunks, and what a tile takes while it is compressed, updated or expanded."""
+    tile = 64
+    steps = pruned_steps("state.chunk=300", f"state.tile={tile}")
     pruned = [chunk for chunk in steps.state.trained if chunk.mask is not None]
     assert len(pruned) > 4
     steps.train()
-    assert 0 < most <= 3 * max(4 * chunk.plan.size for chunk in pruned)
+    steps.state.begin_step()
+    steps.state.reduce_on_arrival(0)
+    with tracking() as seen:
+        for chunk in reversed(pruned):
+            for buffer in chunk.gradient_buffers.values():
+                buffer.open().fill_(1e-3)
+                buffer.close()
+        steps.state.reduce_gradients()
+        steps.state.step(1e-3, 1.0)
+        steps.state.finish()
+    *_, third, second, longest = sorted(4 * chunk.plan.size for chunk in pruned)
+    assert longest < seen.peak <= third + second + longest + 32 * tile < sum(4 * chunk.plan.size for chunk in pruned)
+    assert seen.current == 0
 
 
 def test_a_step_changes_what_is_computed_with() -> None:
@@ -247,8 +254,7 @@ def test_a_step_changes_what_is_computed_with() -> None:
     for _ in range(20):
         steps.train()
     steps.state.finish()
-    for name, mask in steps.state.recipe.masks.items():
-        assert isinstance(mask, Tensor)
+    for name, mask in steps.state.masks.items():
         now, left = steps.state._module.get_parameter(name), unpacked_bits(mask, before[name].numel())
         assert not now.flatten()[~left].any()
         moved = (now != before[name]).flatten()[left]
@@ -275,7 +281,7 @@ def test_a_skipped_step_and_an_evaluation() -> None:
 
 @pytest.mark.parametrize("residency", ["optimizer", "all", "disk"])
 def test_residencies(residency: str, tmp_path: Path) -> None:
-    """What is on the host or a disk is packed, too: the bits of the device."""
+    """What is on the host or a disk is compressed, too: the bits of the device."""
     found = []
     for overrides in ([], [f"state.residency={residency}", "state.cache=8", f"state.disk={tmp_path}"]):
         overrides = overrides if residency == "disk" else overrides[:-1]

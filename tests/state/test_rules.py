@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from helpers.drawing import MODELS, short_run
-from helpers.traffic import counting
 from helpers.whole import whole_state
 from optimus.testing import run_ranks
 from optimus.testing.steps import Steps
+from optimus.testing.traffic import counting
 
 KEPT = {"adamw": (2, 2), "lion": (1, 1), "muon": (1, 2), "schedule-free": (2, 2)}  # of matrices, and of the rest
 LEVELS = ("none", "optimizer", "gradients", "parameters")

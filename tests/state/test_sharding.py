@@ -9,7 +9,6 @@ import torch
 
 from helpers.rules import ADAMW
 from helpers.state_groups import groups_for
-from helpers.traffic import counting
 from helpers.whole import whole_state
 from optimus.config import ModelConfig
 from optimus.config.tree import StateConfig
@@ -23,6 +22,7 @@ from optimus.state.model_state import ModelState
 from optimus.state.plan import Recipe
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated
+from optimus.testing.traffic import counting
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

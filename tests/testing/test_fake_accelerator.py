@@ -406,7 +406,7 @@ def train_pruned(form: str, shard: str, ranks: int) -> Seen:
     with steps_of(full_size(DENSE, ranks), [*overrides, *small], ranks) as (machine, steps):
         slots = [slot for chunk in steps.state.trained for slot in chunk.plan.slots]
         left = {slot.name: packed_bits(torch.arange(slot.shape.numel()) % 10 == 0) for slot in slots}
-        steps.state.prune({name: left[name] for name in steps.state.recipe.masks})
+        steps.state.prune({name: left[name] for name in steps.state.recipe.unpruned})
         steps.train()
         machine.forget()
         steps.train()
@@ -418,13 +418,13 @@ def train_pruned(form: str, shard: str, ranks: int) -> Seen:
     ("form", "shard", "ranks"), [("int32", "none", 1), ("bits", "optimizer", 4), ("int32", "parameters", 4)]
 )
 def test_waits_of_pruned_chunks(form: str, shard: str, ranks: int) -> None:
-    """Packing and unpacking wait for nothing."""
+    """Compression and expansion wait for nothing."""
     seen = on_fake(train_pruned, form, shard, ranks)
     assert seen.chunks > 0
     assert [wait.place.split(":")[0] for wait in seen.waits] == ["state/model_state.py", "train/step.py"]
     if form == "bits":
-        assert seen.kernel("_pack") == seen.chunks
-        assert seen.kernel("_unpack") >= seen.chunks
+        assert seen.kernel("_compress") == seen.chunks
+        assert seen.kernel("_expand") >= seen.chunks
 
 
 EXPERTS = {

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from helpers.drawing import config_of
-from helpers.traffic import Traffic, counting
 from helpers.whole import whole_state
 from optimus.config import load_config
 from optimus.errors import UserError
@@ -20,6 +19,7 @@ from optimus.parallel.recompute import Recomputation, Recompute
 from optimus.step_context import StepContext
 from optimus.testing import run_ranks
 from optimus.testing.steps import Steps, random_batch
+from optimus.testing.traffic import Traffic, counting
 from optimus.train.step import training_step
 
 # Of 16 sequences of 24: whole ones, uneven ones that no piece of a sequence begins or ends with, some of one token.

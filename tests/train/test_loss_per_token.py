@@ -9,13 +9,13 @@ from torch import Tensor
 
 from helpers.drawing import config_of
 from helpers.equality import Trained, compare
-from helpers.traffic import Traffic, counting
 from helpers.whole import whole_state
 from optimus.config import load_config
 from optimus.model import Batch, Transformer
 from optimus.model.init import initialize
 from optimus.testing import run_ranks
 from optimus.testing.steps import Steps, random_batch
+from optimus.testing.traffic import Traffic, counting
 from optimus.train.step import StepResult, accumulate_gradients, training_step
 
 MASKS = ["random", "microbatch", "rank", "one", "none"]

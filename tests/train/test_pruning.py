@@ -201,7 +201,7 @@ def scored(overrides: list[str], kind: str, share: float) -> dict[str, Any]:
     tree = load_config(config_of("moe"), ["pruning.sparsity=0.9", "pruning.at=0", "state.chunk=500", *overrides])
     made = Steps(tree.model_dump(exclude_unset=True))
     layouts = layouts_of(whole_model(made.config), made.config)
-    sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.masks}
+    sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.unpruned}
     before = whole_state(made.state)
     score = {"random": random_scores(3), "block": block_norms}.get(kind, magnitudes)
     masks = prune(made.state, share, sizes, score, per_tensor=kind == "layer")
@@ -306,10 +306,10 @@ def test_weights_that_are_not_finite(small_run: dict[str, Any], tmp_path: Path) 
     made = Steps(
         load_config(config_of("dense"), ["pruning.sparsity=0.5", "pruning.at=0"]).model_dump(exclude_unset=True)
     )
-    chunk = next(chunk for chunk in made.state.trained if chunk.plan.slots[0].name in made.state.recipe.masks)
+    chunk = next(chunk for chunk in made.state.trained if chunk.plan.slots[0].name in made.state.recipe.unpruned)
     chunk.master[0] = torch.nan
     with pytest.raises(UserError, match=r"pruning: weights of blocks.* are not finite"):
-        prune(made.state, 0.5, dict.fromkeys(made.state.recipe.masks, 10), magnitudes)
+        prune(made.state, 0.5, dict.fromkeys(made.state.recipe.unpruned, 10), magnitudes)
 
 
 def test_masks_of_another_checkpoint(small_run: dict[str, Any], tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.traffic import Traffic, counting
 from optimus.comm import Group, Groups
 from optimus.mesh import Mesh
 from optimus.model.moe.dispatch import choices_of
@@ -20,6 +19,7 @@ from optimus.model.moe.layer import Experts
 from optimus.parallel.dispatch import AllGatherDispatch, AllToAllDispatch, TwoLevelDispatch
 from optimus.parallel.dispatch.alltoall import make_copies, needed_by
 from optimus.testing import run_ranks
+from optimus.testing.traffic import Traffic, counting
 
 T, H, I, PER_RANK = 20, 16, 8, 2
 INDEX = 4  # bytes of a choice that is sent

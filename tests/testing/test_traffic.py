@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.traffic import counting
 from optimus.testing import run_ranks
+from optimus.testing.traffic import counting
 
 N = 4  # elements per rank
 F = 4  # bytes of an element

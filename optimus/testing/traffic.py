@@ -109,7 +109,9 @@ class _Counter:
 def _receiver(given: dict[str, Any]) -> int:
     if (rank := given.get("dst")) is not None:
         return int(rank)
-    return dist.get_global_rank(given.get("group") or dist.group.WORLD, given["group_dst"])
+    group = given.get("group") or dist.group.WORLD
+    assert group is not None
+    return dist.get_global_rank(group, given["group_dst"])
 
 
 def _bytes(payload: Tensor | list[Tensor]) -> int:

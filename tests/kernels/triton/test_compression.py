@@ -1,4 +1,4 @@
-"""Packing by bits as kernels: what the masks of pruned chunks do, to the bit."""
+"""Compression and expansion by bits as kernels: what the masks of pruned chunks do, to the bit."""
 
 import pytest
 import torch
@@ -23,10 +23,10 @@ def test_equals_the_reference(
     found = []
     for kernels in (False, True):
         monkeypatch.setattr(backend, "use_triton", lambda x, kernels=kernels: kernels)
-        whole = values.clone()
-        packed = mask.pack(whole, length).clone()
-        whole[length:] = 0
-        mask.unpack(whole, length, fresh=False)
-        found.append((packed, whole))
+        dense = values.clone()
+        compressed = mask.compress(dense, length).clone()
+        dense[length:] = 0
+        mask.expand(dense, length, fresh=False)
+        found.append((compressed, dense))
     assert all(torch.equal(a, b) for a, b in zip(*found))
     assert int(found[1][1].count_nonzero()) == len(positions)

@@ -1,0 +1,50 @@
+"""Between the dense and the compressed form of a buffer by a mask of bits; see `state.masks`.
+
+A program takes a block of positions: its unpruned ones have the places from the number of those before the block on, in
+order. Nothing is added atomically, so the order is always the same.
+
+Legend: P positions of the dense form, W = P / 32 words of bits, B blocks, K unpruned positions.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_WORD = 32
+
+
+def compress(x_P: Tensor, words_W: Tensor, before_B: Tensor, unpruned: int, block: int) -> Tensor:
+    """The unpruned elements of x, `compressed_K`: those whose bit is set in `words_W` (int32, the first in the lowest bit);
+    `before_B` (int32) are the unpruned ones before each block of `block` positions, a power of two."""
+    compressed_K = x_P.new_empty(unpruned)
+    if unpruned:
+        _compress[(len(before_B),)](x_P, words_W, before_B, compressed_K, len(x_P), BLOCK=block, WORD=_WORD)
+    return compressed_K
+
+
+def expand(compressed_K: Tensor, words_W: Tensor, before_B: Tensor, x_P: Tensor, block: int) -> None:
+    """Put `compressed_K` to its places in x, which is not changed elsewhere."""
+    if len(compressed_K):
+        _expand[(len(before_B),)](compressed_K, words_W, before_B, x_P, len(x_P), BLOCK=block, WORD=_WORD)
+
+
+@triton.jit
+def _places(words_W, before_B, P, BLOCK: tl.constexpr, WORD: tl.constexpr):
+    """(positions of this program's block, which of them are unpruned, their places among all unpruned ones)."""
+    p = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(words_W + p // WORD, mask=p < P, other=0)
+    unpruned = (word >> (p % WORD).to(tl.int32)) & 1
+    place = tl.load(before_B + tl.program_id(0)) + tl.cumsum(unpruned, 0) - 1
+    return p, (unpruned == 1) & (p < P), place
+
+
+@triton.jit
+def _compress(x_P, words_W, before_B, compressed_K, P, BLOCK: tl.constexpr, WORD: tl.constexpr):
+    p, unpruned, place = _places(words_W, before_B, P, BLOCK, WORD)
+    tl.store(compressed_K + place, tl.load(x_P + p, mask=unpruned), mask=unpruned)
+
+
+@triton.jit
+def _expand(compressed_K, words_W, before_B, x_P, P, BLOCK: tl.constexpr, WORD: tl.constexpr):
+    p, unpruned, place = _places(words_W, before_B, P, BLOCK, WORD)
+    tl.store(x_P + p, tl.load(compressed_K + place, mask=unpruned), mask=unpruned)
