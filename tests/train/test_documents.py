@@ -120,7 +120,7 @@ def test_documents_are_what_they_are_alone(model: str, more: dict[str, Any], ran
     assert_as_alone(run_config(model, *overrides, **more), ranks, DOCUMENT_BS, [None, MASK_BS])
 
 
-@pytest.mark.swept("model", "ranks")
+@pytest.mark.swept("model")
 @pytest.mark.parametrize(
     ("model", "more", "ranks", "overrides"),
     [
