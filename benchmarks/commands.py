@@ -16,6 +16,7 @@ from optimus.plan.measure.commands import Report, bench
 BENCHMARKS = {
     "train": "Training speed against the Hugging Face Trainer on the same model and data.",
     "tokenise": "Tokenisation speed against `tokenizers.encode_batch` on the same cores.",
+    "data": "Padding of best-fit rows, attention within documents, and the time of a mixture's batches and places.",
     "data-parallel": "Data-parallel training against torch DDP and FSDP2, and DeepSpeed where installed, on 2 and 4 ranks.",
     "tensor-parallel": "Tensor-parallel training on 2 ranks against torch's parallelize_module (DTensor).",
     "pipeline": "Message-driven pipelines against 1F1B, and schedules against torch.distributed.pipelining.",
@@ -28,6 +29,7 @@ BENCHMARKS = {
     "collectives": "Collectives on two levels against direct ones and rings, on simulated links; the choice among them.",
     "checkpoint": "Checkpoints at once, beside the training and by DCP; loading once or on every rank; bytes per node.",
     "resilience": "What watching for faults costs, and seconds from a fault until the run goes on.",
+    "report": "Seconds and bytes of the page of a long run; the share of a step that the loads of its experts take.",
     "layouts": "The planner's ranking of layouts against the clock's, on this machine, which is measured first.",
 }
 

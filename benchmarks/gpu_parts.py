@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 import optimus
-from benchmarks.harness import Row, Stopwatch
+from benchmarks.harness import Row, Stopwatch, apart
 from benchmarks.training import tree
 from optimus.config.load import resolve_model
 from optimus.errors import UserError
@@ -147,7 +147,8 @@ def trace(sizes: Sizes) -> dict[str, Any]:
     optimus.train(sizes.run("trace", sizes.model(4), 8, 2048, observe={"trace": 3}), ["train.stop_at=3"])
     (path,) = (sizes.work / "trace").glob("**/trace-rank-0.json")
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    kind = "cpu_op" if sizes.device.type == "cpu" else "kernel"
+    of_device = any(event.get("cat") == "kernel" for event in events)  # else operators of the host
+    kind = "kernel" if of_device else "cpu_op"
     spans = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("cat") == kind)
     busy, until, totals = 0.0, 0.0, dict[str, list[float]]()
     for start, end, name in spans:
@@ -180,15 +181,10 @@ def curve(sizes: Sizes) -> dict[str, Any]:
     losses("resumed", f"train.stop_at={steps // 2}")
     resumed = losses("resumed", resume=True)
     exact = losses("exact", "train.device=cpu", "train.precision=float32")
-    off = {"from_cpu_fp32": _apart(whole, exact), "after_resume": _apart(resumed, whole)}
+    off = {"from_cpu_fp32": apart(whole, exact), "after_resume": apart(resumed, whole)}
     if off["from_cpu_fp32"] > 0.02 or off["after_resume"] > 0.005:
         raise RuntimeError(f"losses differ by {off}")
     return {"last_loss": whole[-1], **off}
-
-
-def _apart(found: list[float], expected: list[float]) -> float:
-    assert len(found) == len(expected)
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected))
 
 
 def layouts(sizes: Sizes) -> dict[str, Any]:
@@ -212,7 +208,7 @@ def layouts(sizes: Sizes) -> dict[str, Any]:
         del left[name]
         began = time.monotonic()
         try:
-            off: float | str = _apart(losses(name, ranks, overrides), expected)
+            off: float | str = apart(losses(name, ranks, overrides), expected)
         except UserError as error:
             off = str(error).splitlines()[0]
         equal = isinstance(off, float) and off <= 0.02

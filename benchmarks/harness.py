@@ -78,6 +78,11 @@ def check_agreement(found: Mapping[str, float], within: float) -> None:
             raise RuntimeError(f"{name} gives {value:g}, {first} {right:g}: they do not do the same work")
 
 
+def apart(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference between numbers, such as losses of steps."""
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
 def relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest, over pairs of tensors, in the Frobenius norm."""
     return max(

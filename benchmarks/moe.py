@@ -183,7 +183,9 @@ def _take_turns(entries: list[_Entry], inputs: Inputs, case: _Case) -> dict[str,
         f"one product {size} {kind}": partial(case.watch.time, partial(torch.mm, a, right, out=out))
         for kind, right in (("NN", b), ("NT", b.T))
     }
-    seen: dict[str, list[Any]] = take_turns({**passes, **products}, case.rounds, warm_up=1 if case.on_cpu else 25)
+    seen: dict[str, list[Any]] = take_turns(
+        {**passes, **products}, case.rounds, warm_up=1 if case.on_cpu else min(25, case.rounds)
+    )
     for entry in entries:
         if entry.block is not None:
             entry.seconds = {kind: [turn[kind] for turn in seen[entry.name]] for kind in KINDS}

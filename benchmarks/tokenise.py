@@ -23,10 +23,11 @@ from typing import Annotated, NamedTuple
 from typer import Argument, Option
 
 from benchmarks.harness import Result, Row, check_agreement, take_turns
+from optimus.cores import usable_cores
 from optimus.data import tokenizer as tokenizers
 from optimus.data.documents import read_texts
 from optimus.data.files import resolve
-from optimus.data.preparation import cores, prepare
+from optimus.data.preparation import prepare
 from optimus.disk import user_path
 
 RIVAL_BATCHES = (1000, 1_000_000)  # documents in one call
@@ -58,7 +59,7 @@ def run(
 
     `workers` is the number of our processes and of the rival's threads. The tokens of all must be as many.
     """
-    workers = workers or cores()
+    workers = workers or usable_cores()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         given: Sequence[str | Path] = inputs or [_standard_library(folder / "library.jsonl")]

@@ -100,6 +100,7 @@ def _trainer(experts: str, precision: str) -> Contestant:
     def train(config: RunConfig, output: Path, steps: int) -> tuple[list[float], float]:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+        from transformers.utils import is_torch_bf16_gpu_available
 
         times: list[float] = []
 
@@ -137,7 +138,7 @@ def _trainer(experts: str, precision: str) -> Contestant:
             logging_steps=1,
             report_to=[],
             disable_tqdm=True,
-            use_cpu=not torch.accelerator.is_available(),
+            use_cpu=not is_torch_bf16_gpu_available(),  # nor does it know every device
             seed=0,
             data_seed=0,
         )

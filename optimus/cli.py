@@ -6,7 +6,6 @@ import re
 import shlex
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +13,7 @@ import typer
 from typer import Argument, Option
 
 from optimus import __version__
+from optimus.config.completion import complete_key
 from optimus.errors import UserError
 from optimus.plan.commands import plan
 from optimus.plan.measure.commands import add_benchmarks, bench_app
@@ -38,30 +38,18 @@ app.command()(plan)
 Json = Annotated[bool, Option("--json", help="Print the result as JSON.")]
 Overrides = Annotated[
     list[str] | None,
-    Argument(metavar="[KEY.PATH=VALUE]...", autocompletion=lambda incomplete: complete_key(incomplete)),
+    Argument(metavar="[KEY.PATH=VALUE]...", autocompletion=complete_key),
 ]
 Settings = Annotated[
-    list[str] | None, Option("--set", metavar="KEY.PATH=VALUE", help="The same as KEY.PATH=VALUE; repeated.")
+    list[str] | None,
+    Option(
+        "--set", metavar="KEY.PATH=VALUE", help="The same as KEY.PATH=VALUE; repeated.", autocompletion=complete_key
+    ),
 ]
 ParseSpecial = Annotated[
     bool,
     Option("--parse-special", help="Parse special tokens in the text; by default they are plain text."),
 ]
-
-
-def complete_key(incomplete: str) -> list[str]:
-    """For shells: keys of the configuration that begin so, each with its equals sign."""
-    from optimus.config import RunConfig
-    from optimus.config.load import keys_of_section
-
-    *section, last = incomplete.split(".")
-    found = []
-    with suppress(LookupError):  # no such section
-        for key in keys_of_section(section, RunConfig) if "=" not in incomplete else ():
-            if key.startswith(last):
-                inner = list(keys_of_section([*section, key], RunConfig))
-                found.append(".".join([*section, key]) + ("." if inner else "="))
-    return found
 
 
 def _version(asked: bool) -> None:
@@ -445,7 +433,7 @@ def config_diff(
     as_json: Json = False,
 ) -> None:
     """Show the keys whose values are not the same in all of these configurations, defaults included."""
-    from optimus.config.flat import differing
+    from optimus.config.flat import differing, value_text
     from optimus.config.load import load_config
     from optimus.hub import read_model_folder
     from optimus.observe.table import print_table
@@ -457,7 +445,10 @@ def config_diff(
     if as_json or not found:
         _show(found, as_json, "no key differs")
         return
-    text = [{"key": key, **{str(path): str(value) for path, value in zip(configs, row)}} for key, row in found.items()]
+    text = [
+        {"key": key, **{str(path): value_text(value) for path, value in zip(configs, row)}}
+        for key, row in found.items()
+    ]
     print_table(text, f"{len(found)} keys differ")
 
 

@@ -10,8 +10,8 @@ from benchmarks.harness import Result, Row
 from optimus.checkpoint.store import load_model
 from optimus.data.shards import Shards
 from optimus.data.tokenizer import load
-from optimus.evaluate.ensemble import Ensemble
 from optimus.evaluate.text import bits_per_byte
+from optimus.model.ensemble import Ensemble
 
 _PIECES, _HELD_OUT = 20, 60  # of 2,000 characters, some 11 k tokens to train on
 _DECAYS, _EPOCHS, _MEMBERS = (0.1, 3.2), (16, 64), 3

@@ -1,5 +1,6 @@
 """Configurations as pairs of `key.path` and value, and where two of them differ."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,3 +20,8 @@ def differing(trees: Sequence[Mapping[str, Any]], missing: Any = "-") -> dict[st
     keys = dict.fromkeys(key for each in leaves for key in each)
     rows = {key: [each.get(key, missing) for each in leaves] for key in keys}
     return {key: values for key, values in rows.items() if any(value != values[0] for value in values[1:])}
+
+
+def value_text(value: Any) -> str:
+    """A value as a configuration has it: null, true, [1, 2]; text without quotes."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, Literal, get_args
 
 import numpy as np
 
+from optimus.cores import usable_cores
 from optimus.data import files, journal, shards
 from optimus.data import tokenizer as tokenizers
 from optimus.data.documents import DocumentBatch, Encode, Position, read_batches, read_texts
@@ -129,19 +130,8 @@ def prepare(
         index["tokens"]
     """
     output = Path(os.path.abspath(user_path(output)))
-    if (tokenizer is None) == (train_tokenizer is None):
-        raise UserError(
-            "give either a tokenizer or the vocabulary size of one to train (`tokenizer`, `train_tokenizer`)"
-        )
-    if train_tokenizer is not None and train_tokenizer < SMALLEST_VOCABULARY:
-        raise UserError(f"`train_tokenizer` {train_tokenizer} is too small: byte-level BPE needs {SMALLEST_VOCABULARY}")
-    workers = cores() if workers is None else workers
-    for name, number in (("context", context), ("workers", workers), ("shard_size", shard_size)):
-        if number < 1:
-            raise UserError(f"`{name}` must be at least 1, not {number}")
-
-    if pack not in get_args(Pack):
-        raise UserError(f"`pack` is {pack!r}: it must be one of {', '.join(get_args(Pack))}")
+    workers = usable_cores() if workers is None else workers
+    _check(tokenizer, train_tokenizer, pack, context=context, workers=workers, shard_size=shard_size)
     selection = Selection(min_characters, max_characters, min_tokens, max_tokens, dedup)
     selection.check()
     field_of(text_field)  # that it makes sense
@@ -169,9 +159,19 @@ def prepare(
             return _prepare(run, settings, info)
 
 
-def cores() -> int:
-    """The processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _check(tokenizer: str | Path | None, train_tokenizer: int | None, pack: str, **sizes: int) -> None:
+    """Raises `UserError` for what makes no sense, whatever the inputs are."""
+    if (tokenizer is None) == (train_tokenizer is None):
+        raise UserError(
+            "give either a tokenizer or the vocabulary size of one to train (`tokenizer`, `train_tokenizer`)"
+        )
+    if train_tokenizer is not None and train_tokenizer < SMALLEST_VOCABULARY:
+        raise UserError(f"`train_tokenizer` {train_tokenizer} is too small: byte-level BPE needs {SMALLEST_VOCABULARY}")
+    for name, number in sizes.items():
+        if number < 1:
+            raise UserError(f"`{name}` must be at least 1, not {number}")
+    if pack not in get_args(Pack):
+        raise UserError(f"`pack` is {pack!r}: it must be one of {', '.join(get_args(Pack))}")
 
 
 def _finished_before(run: _Run, settings: dict[str, Any]) -> dict[str, Any]:

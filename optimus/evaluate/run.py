@@ -12,11 +12,11 @@ from optimus.data.tokenizer import inspect, load
 from optimus.disk import user_path, write_json
 from optimus.errors import UserError
 from optimus.evaluate import TASKS
-from optimus.evaluate.ensemble import Ensemble
 from optimus.evaluate.generation import generate
 from optimus.evaluate.tasks import check_lm_eval, load_tasks, run_tasks
 from optimus.evaluate.text import bits_per_byte
 from optimus.model import Transformer
+from optimus.model.ensemble import Ensemble
 from optimus.observe.machine import use_device, versions
 from optimus.observe.progress import Progress
 

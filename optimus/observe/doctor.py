@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from optimus.config.sizes import size_text
+from optimus.cores import usable_cores
 from optimus.disk import file_system_time, user_path
-from optimus.observe.machine import describe_machine, free_memory, usable_cores, versions
+from optimus.observe.machine import describe_machine, free_memory, versions
 
 _TRIAL = 64 << 20  # bytes that are written and read
 _SLOW = 50e6  # bytes/s below which checkpoints are a pain

@@ -1,12 +1,11 @@
 """What the machine is: peak arithmetic where it is known, free memory, versions."""
 
 import importlib.metadata
-import os
 import platform
-from pathlib import Path
 from typing import Any
 
 from optimus import __version__
+from optimus.cores import usable_cores
 from optimus.errors import UserError
 
 # Dense bf16 TFLOP/s from the makers' data sheets; a device's name is searched for these words in order.
@@ -91,16 +90,6 @@ def whole_memory(device: Any) -> int:
     import torch
 
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
-
-
-def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Cores that this process may use: those of its affinity, and of its control group's `quota` where it has one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        allowed, period = quota.read_text(encoding="ascii").split()
-        return max(1, min(cores, round(int(allowed) / int(period))))
-    except (OSError, ValueError):  # "max" where there is no limit
-        return cores
 
 
 def describe_machine() -> dict[str, Any]:

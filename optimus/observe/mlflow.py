@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import math
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +32,42 @@ class MLflow:
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
         check_mlflow(config)
-        import os
-
         import mlflow
 
         self._mlflow, file = mlflow, folder / "mlflow-run.json"
         if not os.environ.get("MLFLOW_TRACKING_URI"):
             mlflow.set_tracking_uri((folder / "mlruns").resolve().as_uri())
-        mlflow.set_experiment(config.observe.mlflow)
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # which newer versions ask for
         known = json.loads(file.read_text(encoding="utf-8"))["id"] if file.exists() else None
-        run = mlflow.start_run(run_id=known, run_name=None if known else folder.resolve().name)
-        if known is None:
-            mlflow.log_params({key: str(value)[:_LONGEST] for key, value in flat(config.model_dump())})
+        try:
+            mlflow.set_experiment(config.observe.mlflow)
+            run = mlflow.start_run(run_id=known, run_name=None if known else folder.resolve().name)
+            if known is None:
+                mlflow.log_params({key: str(value)[:_LONGEST] for key, value in flat(config.model_dump())})
+        except mlflow.MlflowException as error:
+            raise UserError(
+                f"observe.mlflow: {error}\nSee to the server that MLFLOW_TRACKING_URI names, or set observe.mlflow to null"
+            ) from error
         write_json(file, {"id": run.info.run_id, "experiment": config.observe.mlflow})
+        self._lost = False
 
     def write(self, record: dict[str, Any]) -> None:
+        """A server that does not answer any more ends nothing: it is said once, and gets no more of this run."""
+        if self._lost:
+            return
         numbers = {
             name: float(value)
             for name, value in record.items()
             if name not in ("step", "time") and isinstance(value, int | float) and math.isfinite(value)
         }
-        self._mlflow.log_metrics(numbers, step=record["step"])
+        try:
+            self._mlflow.log_metrics(numbers, step=record["step"])
+        except self._mlflow.MlflowException as error:
+            self._lost = True
+            print(
+                f"observe.mlflow: {error}\nFrom step {record['step']} on, metrics.jsonl alone has them", file=sys.stderr
+            )
 
     def close(self) -> None:
-        self._mlflow.end_run()
+        if not self._lost:
+            self._mlflow.end_run()

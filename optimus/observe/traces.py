@@ -12,6 +12,7 @@ from optimus.errors import naming_disk_errors
 MERGED = "trace.json.gz"
 _OF_A_RANK = 1000  # processes of a rank's trace: the program, its devices
 _ROUNDING = 0.002  # microseconds: the profiler writes whole nanoseconds
+_IDS = 1 << 40  # of a rank's flows: Perfetto takes no other ids of them than integers
 _BOUND = frozenset("sftbne")  # phases of events that their ids bind together: flows and what is asynchronous
 
 
@@ -70,7 +71,7 @@ def _of_rank(events: list[dict[str, Any]], rank: int, later: float) -> Iterator[
         if "ts" in event:
             moved["ts"] = event["ts"] + later
         if event.get("ph") in _BOUND and "id" in event:
-            moved["id"] = f"{rank}.{event['id']}"
+            moved["id"] = rank * _IDS + event["id"] if isinstance(event["id"], int) else f"{rank}.{event['id']}"
         if number in crossing:
             seconds = moved.pop("dur")
             moved |= {"ph": "b", "id": f"{rank}.crossing.{number}", "cat": event.get("cat", "beside")}

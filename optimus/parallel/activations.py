@@ -57,15 +57,16 @@ def activation_bytes(
     load: float = 1.0,
     first: bool = True,
     last: bool = True,
+    teachers: tuple[ModelConfig, ...] = (),
 ) -> Activations:
     """For one microbatch of `micro_batch` sequences of `context` tokens, in a type of `itemsize` bytes.
 
     `mesh` and `options` say how the model is divided, and whether what collectives gave is kept when a module is run again.
     `layers` are the numbers of the blocks on this rank, by default all; `first` and `last` say whether it has the embedding
-    and the output layer. Its experts have `load` times the mean number of tokens.
+    and the output layer, where `teachers` are asked. Its experts have `load` times the mean number of tokens.
     """
     mesh, options = mesh or Mesh(), options or StageOptions()
-    setting = ModuleSetting.of(config, mesh, options, context, itemsize, load)
+    setting = ModuleSetting.of(config, mesh, options, context, itemsize, load, teachers)
     alike = config.alike
     numbers = [alike[layer] for layer in (range(config.layers) if layers is None else layers)]
     groups = list(_groups(numbers, chosen))

@@ -24,6 +24,7 @@ from optimus.kernels.linear_cross_entropy import block_rows
 from optimus.mesh import Mesh
 from optimus.model import Batch, Transformer
 from optimus.model.attention import AttentionPositions
+from optimus.model.ensemble import Ensemble
 from optimus.model.moe.router import RouterStats
 from optimus.model.parts import Runner
 from optimus.parallel.build import StageOptions, parts_of
@@ -48,17 +49,25 @@ class ModuleSetting(NamedTuple):
     context: int
     dtype: torch.dtype
     load: float  # tokens of this rank's experts, to the mean
+    teachers: tuple[ModelConfig, ...] = ()  # that the output layer asks, as an ensemble
 
     @classmethod
     @lru_cache(maxsize=4096)
     def of(
-        cls, config: ModelConfig, mesh: Mesh, options: StageOptions, context: int, itemsize: int, load: float
+        cls,
+        config: ModelConfig,
+        mesh: Mesh,
+        options: StageOptions,
+        context: int,
+        itemsize: int,
+        load: float,
+        teachers: tuple[ModelConfig, ...] = (),
     ) -> "ModuleSetting":
         """That of all meshes whose ranks have equally much to do."""
         experts, tensor = mesh.ep * mesh.etp, mesh.cp * mesh.tp
         mesh = replace(mesh, pp=1, dp=lcm(tensor, experts) // tensor, ranks_per_node=None, pipeline_stride=None)
         options = replace(options, recomputation=Recomputation())
-        return cls(config, mesh, options, context, _DTYPES[itemsize], load)
+        return cls(config, mesh, options, context, _DTYPES[itemsize], load, teachers)
 
     @property
     def without_experts(self) -> "ModuleSetting":
@@ -167,7 +176,10 @@ def _end_bytes(setting: ModuleSetting, what: End, sequences: int) -> dict[Place,
         elif what == "head":
             start = shapes.alive
             shapes.history.clear()
-            made = model.losses_of(x_TH * 1, None, batch, positions_S, 1.0).cross_entropy
+            soft = stage.teacher.soft_targets(batch, positions_S, 1.0) if stage.teacher is not None else None
+            losses = model.losses_of(x_TH * 1, None, batch, positions_S, 1.0, None, soft)
+            made = losses.cross_entropy if losses.divergence is None else losses.cross_entropy + losses.divergence
+            del soft, losses
         kept = shapes.alive - start - (made.nbytes if made is not x_TH else 0)
         if what != "head":  # which holds most in its forward pass, when all else is there already
             shapes.history.clear()
@@ -203,12 +215,15 @@ class _Stage:
                 parameter.set_(own)  # type: ignore[call-overload]  # torch declares storages only
                 gradient = torch.empty_like(parameter, dtype=torch.float32)
                 self._buffers[parameter] = TensorBuffer(gradient, groups.step)
+            teachers = [Transformer(each).to(setting.dtype) for each in setting.teachers]
         self.blocks = dict(zip(examples, self.model.blocks, strict=True))
+        self.teacher = Ensemble(teachers) if teachers else None
 
     def shapes(self, load: float = 1.0, busy: int = 1, repeats: int = 1) -> Shapes:
         """In which parameters and their gradients are not counted."""
         shapes = Shapes(load, busy, repeats)
         shapes.ignore(*self.model.parameters(), *self.model.buffers(), *(each.grad for each in self._buffers.values()))
+        shapes.ignore(*(() if self.teacher is None else self.teacher.parameters()))
         return shapes
 
 

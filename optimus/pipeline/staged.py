@@ -35,8 +35,7 @@ class Objective(Protocol):
 
     @property
     def add_rows(self) -> Callable[[Batch, Tensor, Tensor], None] | None:
-        """What is called with a microbatch, its targets and the cross-entropy of each, if anything; not where the vocabulary
-        is divided over the stages."""
+        """What is called with a microbatch, its targets and the cross-entropy of each, if anything."""
 
     def __call__(self, losses: Losses) -> tuple[Tensor, Tensor]:
         """What is minimised of a microbatch, and what is reported."""
@@ -327,8 +326,11 @@ class _Training(_Forward):
         given, made = self._kept.pop((stage, microbatch))
         grads: Sequence[Tensor | None] = received or (None,)
         if stage == self._last_stage and self._vocabulary is not None:  # its output and the router's losses
-            loss, x_grad_TH = self._vocabulary.output_gradient(microbatch)
-            minimised, reported = self._objective(Losses(loss.requires_grad_(), self._router.pop(microbatch)))
+            target_T, rows_T, x_grad_TH = self._vocabulary.output_gradient(microbatch)
+            if self._objective.add_rows is not None:
+                self._objective.add_rows(self._microbatches[microbatch], target_T, rows_T)
+            loss = (rows_T.sum() / self._objective.count).requires_grad_()
+            minimised, reported = self._objective(Losses(loss, self._router.pop(microbatch)))
             self.reported.append(reported)
             made, grads = (*made, minimised), (x_grad_TH, None)
         if defer:

@@ -77,7 +77,7 @@ class VocabularyPasses:
         self._input_gradients: dict[int, Tensor] = {}  # on the first stage's rank
         self._outputs: dict[int, Tensor] = {}  # on the last stage's rank
         self._logits: dict[int, _Logits] = {}
-        self._losses: dict[int, Tensor] = {}  # on the last stage's rank
+        self._losses: dict[int, tuple[Tensor, Tensor]] = {}  # on the last stage's rank
         self._under_way: dict[tuple[str, int], tuple[Tensor, Handle]] = {}  # what goes between the ranks, by its name
 
     def run(self, kind: Kind, microbatch: int) -> None:
@@ -96,12 +96,12 @@ class VocabularyPasses:
         self._outputs[microbatch] = x_TH
         self._give(x_TH, self._links.outputs, "output", microbatch)
 
-    def output_gradient(self, microbatch: int) -> tuple[Tensor, Tensor]:
-        """On the last stage's rank: (loss, gradient [T, H] of what `send_output` has sent)."""
+    def output_gradient(self, microbatch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """On the last stage's rank: (targets [T], cross-entropy of each, gradient [T, H] of what `send_output` has sent)."""
         x_grad_TH, finish = self._under_way.pop(("output gradient", microbatch))
         finish()
         self._finish("output", microbatch)  # what the others have made of it is here
-        return self._losses.pop(microbatch), x_grad_TH
+        return *self._losses.pop(microbatch), x_grad_TH
 
     def send_input_gradient(self, microbatch: int, x_grad_TH: Tensor) -> None:
         """On the first stage's rank: begin to give the gradient of its input to all."""
@@ -142,7 +142,6 @@ class VocabularyPasses:
         x_TH, edge, softmax, all_P2T, finish = self._logits.pop(microbatch)
         finish()
         lse_T, chosen_T = all_P2T[:, 0].logsumexp(0), all_P2T[:, 1].sum(0)
-        loss = ((lse_T - chosen_T) * (softmax.target_T >= 0)).sum() / self._count
         grad_TV = complete_softmax(softmax, lse_T).mul_(self._scale / self._count)
         torch.autograd.backward(edge, grad_TV.to(x_TH.dtype))
         x_grad_TH = x_TH.grad
@@ -150,7 +149,7 @@ class VocabularyPasses:
         finish = self._links.output_gradients.reduce_async(x_grad_TH, self._links.last)
         self._under_way["output gradient", microbatch] = x_grad_TH, finish
         if self._rank == self._links.last:
-            self._losses[microbatch] = loss
+            self._losses[microbatch] = softmax.target_T, (lse_T - chosen_T) * (softmax.target_T >= 0)
 
     def _embed_backward(self, microbatch: int) -> None:
         group, what = self._links.embedding_gradients, "gradient of the embeddings"

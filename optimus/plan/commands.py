@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from optimus.config.completion import complete_key, complete_preset
 from optimus.disk import check_plot
 from optimus.errors import UserError
 
@@ -14,11 +15,22 @@ _WIDTH = 100  # characters of the table
 
 
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Preset, Hugging Face folder, or YAML file of a run.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...")] = None,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Preset, Hugging Face folder, or YAML file of a run.",
+            autocompletion=complete_preset,
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY.PATH=VALUE]...", autocompletion=complete_key)
+    ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY.PATH=VALUE", help="The same as KEY.PATH=VALUE; repeated."),
+        typer.Option(
+            "--set", metavar="KEY.PATH=VALUE", help="The same as KEY.PATH=VALUE; repeated.", autocompletion=complete_key
+        ),
     ] = None,
     machine: Annotated[
         str, typer.Option(help="A machine's name, or a file as `optimus bench machine` writes it.")
@@ -102,7 +114,8 @@ def plan(
     if page is not None:
         from optimus.plan.page import write_page
 
-        write_page(plans, points if numbers else (), page)
+        best_plans = search(job, best) if numbers and not given else plans
+        write_page(best_plans, points if numbers else (), page)
     if as_json:
         result: dict[str, Any] = {"plans": [report.as_json(each) for each in plans]}
         if numbers:
@@ -115,6 +128,8 @@ def plan(
     batch = f"{job.train.global_batch:,} sequences of {job.train.sequence_length:,} tokens"
     title = f"{ranks:,} ranks of {job.machine.name}, {batch}, {job.precision}"
     print_table(rows, title, None if wide else _WIDTH)
+    if page is not None:
+        print(f"{page}: open it in a browser; it needs no network")
     if explain is not None:
         if explain > len(plans):
             raise UserError(f"--explain {explain}: there are {len(plans)} rows")

@@ -86,7 +86,8 @@ def _divisions(job: Job) -> Iterator[BlockTiming]:
     """Ways to divide a block that the model and the node allow, timed."""
     model, ranks, batch = job.model, job.mesh.size, job.train.global_batch
     node, known = min(ranks, job.machine.ranks_per_node), dict[Any, Any]()
-    within = [size for size in divisors(node) if ranks % size == 0]
+    whole = bool(job.teachers)  # the logits that a teacher's are compared with
+    within = [1] if whole else [size for size in divisors(node) if ranks % size == 0]
     for out in (n for n in within if not model.kv_heads % n and n <= model.vocab and _columns(model, n)):
         for inner in (n for n in within if not node % (out * n) and not model.hidden % n):
             for cp in divisors(ranks):

@@ -15,14 +15,16 @@ from optimus.plan.memory import memory_of_ranks
 from optimus.state.plan import bytes_by_kind
 from optimus.train.collectives import with_dispatcher
 from optimus.train.pipeline import partition_of, schedule_of
+from optimus.train.precision import DTYPES
 from optimus.train.recomputation import activation_shapes
-from optimus.train.run import DTYPES, planned_chunks, unpruned_in_the_end
+from optimus.train.run import planned_chunks, unpruned_in_the_end
+from optimus.train.teacher import teacher_bytes
 
 
 def dry_run(job: Job, rank: int) -> dict[str, int]:
-    """Bytes of a rank, by kind: parameters, gradients, master, moments, mask, activations (of all microbatches that the
-    schedule keeps) and working (what a backward pass holds besides); whole parameters in use and copies for checkpoints as
-    the planner counts them.
+    """Bytes of a rank, by kind: parameters, gradients, master, moments, mask, teacher, activations (of all microbatches that
+    the schedule keeps) and working (what a backward pass holds besides); whole parameters in use and copies for checkpoints
+    as the planner counts them.
 
     Raises `UserError` when there is no such rank, or the model cannot be divided as configured.
     """
@@ -50,6 +52,7 @@ def dry_run(job: Job, rank: int) -> dict[str, int]:
     parts = memory_of_ranks(job)[pipeline_rank].parts
     return {
         **found,
+        **({"teacher": teacher_bytes(config)} if config.train.teacher and partition.has_last else {}),
         "activations": max(accumulate(changes)),
         "working": max(each.peak - each.saved for each in stages.values()),
         **{kind: int(parts[kind]) for kind in ("gathered", "copies") if parts[kind]},

@@ -21,6 +21,7 @@ from optimus.plan.machine import Machine
 from optimus.plan.profile import Profile
 from optimus.train.precision import WORTH
 from optimus.train.run import recipe_of, whole_model
+from optimus.train.teacher import teacher_models
 
 # Of each parameter of `blocks.examples`, in their order: its update rule, and the share of the blocks alike in which it has
 # that; several, where the rules differ.
@@ -38,8 +39,8 @@ class Job:
     """`config`, which divides its work over the ranks of `mesh`, on a machine.
 
     `imbalance` is the most tokens of a rank's experts over the mean, `rules` the update rules (empty: AdamW for all),
-    `factors` the projections that have low-rank factors, and `nodes` those of the machine's links that are used, in the
-    order of the ranks.
+    `factors` the projections that have low-rank factors, `teachers` the members of its teacher, and `nodes` those of the
+    machine's links that are used, in the order of the ranks.
     """
 
     config: RunConfig
@@ -49,6 +50,7 @@ class Job:
     imbalance: float = 1.0
     rules: Rules = ()
     factors: Factors = ()
+    teachers: tuple[ModelConfig, ...] = ()
     nodes: tuple[int, ...] | None = None
 
     # ---- What the configuration says ----
@@ -203,13 +205,14 @@ def axes_of(mesh: Mesh) -> dict[str, Any]:
 def job_of(
     config: RunConfig, machine: Machine, mesh: Mesh, profile: Profile | None = None, imbalance: float = 1.0
 ) -> Job:
-    """`config` on a machine. Raises `UserError` where the ranks of `mesh` do not fill its nodes."""
+    """`config` on a machine. Raises `UserError` where the ranks of `mesh` do not fill its nodes, or no teacher is there."""
     config = _for_machine(config, machine)
     model, rank = whole_model(config), config.train.lora_rank
     names = [name for name, _ in declarations(model) if name.endswith(_FACTOR)] if rank else []
     factors = tuple((name.removesuffix(_FACTOR), rank or 0) for name in names)
     rules = _rules(config, model, factors)
-    return Job(config, mesh, machine, profile or profile_of(config), imbalance, rules, factors).checked()
+    profile = profile or profile_of(config)
+    return Job(config, mesh, machine, profile, imbalance, rules, factors, teacher_models(config)).checked()
 
 
 def _for_machine(config: RunConfig, machine: Machine) -> RunConfig:

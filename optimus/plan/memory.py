@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from optimus.model.count import count_parameters
 from optimus.parallel.activations import activation_bytes
 from optimus.parallel.recompute import Recomputation
 from optimus.pipeline.estimates import Live, live_microbatches, stages_of_ranks
@@ -110,6 +111,8 @@ def state_parts(held: Sequence[ParameterGroup], job: Job, counts: Counts) -> dic
     home, waiting, _ = RESIDENCES[job.state.residency]
     share = device_share(job)
     parts = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, "gathered": 0.0, "copies": share * copied}
+    if counts["last"] and job.teachers:
+        parts["teacher"] = job.itemsize * sum(count_parameters(teacher).total for teacher in job.teachers)
     if home != "device":
         chunk = chunk_elements(held, job)
         whole = sum(each.elements for each in held)

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from optimus.config.sizes import count_text
 from optimus.disk import user_path
 from optimus.errors import naming_disk_errors
 from optimus.mesh import Mesh
+from optimus.model.count import count_parameters
 from optimus.plan.memory import room_of
 from optimus.plan.prediction import Plan
 from optimus.plan.report import as_json, rows_of
@@ -28,8 +30,9 @@ def write_page(plans: Sequence[Plan], points: Sequence[ScalingPoint], path: Path
 def page_data(plans: Sequence[Plan], points: Sequence[ScalingPoint]) -> dict[str, Any]:
     """What the page shows, as JSON can have it."""
     job = plans[0].job
+    parameters = count_text(count_parameters(job.model).total)
     return {
-        "title": f"Plans of {job.model.family} on {job.machine.name}",
+        "title": f"Plans of {job.model.family} with {parameters} parameters on {job.machine.name}",
         "written": time.strftime("%Y-%m-%d %H:%M:%S"),
         "tokens": job.tokens,
         "room": room_of(job.machine),

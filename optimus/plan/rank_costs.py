@@ -30,11 +30,12 @@ class Terms(NamedTuple):
     tensor: float = 0.0
     context: float = 0.0
     expert: float = 0.0
+    teacher: float = 0.0
 
     @property
     def compute(self) -> float:
         """What keeps the rank itself busy."""
-        return self.matmul + self.attention + self.memory
+        return self.matmul + self.attention + self.memory + self.teacher
 
     @property
     def seconds(self) -> float:

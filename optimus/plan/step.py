@@ -7,7 +7,7 @@ do together, as far as it is not hidden behind the last backward pass, and the o
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from optimus.train import pipeline
 # Share that collectives take from the computing that hides them: 16 to 24 of a GPU's 108 to 148 cores, and memory traffic.
 _CONTENTION = 0.2
 _TOKEN = 8  # bytes of it on the way to the device
+_DIVERGENCE = 33 * 4  # bytes read and written for each logit: `kernels.linear_divergence`, of one teacher
 
 
 @dataclass(frozen=True)
@@ -217,8 +218,23 @@ def _stage(work: RankCosts, counts: Counts) -> _Stage:
         parts += [(work.embedding, 1 / parallel.stages_per_rank), (work.head, 1 / parallel.stages_per_rank)]
     else:
         parts += [(work.embedding, counts["first"]), (work.head, counts["last"]), (work.norm, counts["last"])]
+    if work.job.teachers and counts["last"]:
+        parts.append((work.known_of("teacher", lambda: _teaching(work)), 1))
     forward, backward, weights = (add(_scaled(passes[i], times) for passes, times in parts) for i in range(3))
     return _Stage(forward, backward, weights, Terms(), starting)
+
+
+def _teaching(work: RankCosts) -> Passes:
+    """On a rank of the last stage: the forward passes of the teachers over whole sequences, their logits at this rank's
+    positions, and the divergence, which finds the model's logits and their gradients once more."""
+    job, elsewhere = work.job, 1 - 1 / work.job.mesh.cp  # positions
+    traffic = _DIVERGENCE * work.T * job.model.vocab
+    seconds = work.head.forward.seconds + work.machine.memory_seconds(traffic) / work.profile.speed
+    alone = replace(job.undivided, imbalance=1.0, teachers=())
+    for teacher in job.teachers:
+        costs, (counts,) = RankCosts(alone.changed(model=teacher)), counts_of(teacher, (teacher.layers,))
+        seconds += _stage(costs, counts).forward.seconds - elsewhere * costs.head.forward.seconds
+    return Passes(*(Terms(teacher=each) for each in (seconds, work.head.backward.seconds, work.head.weights.seconds)))
 
 
 def _recomputed(work: RankCosts, counts: Counts) -> Terms:
@@ -383,6 +399,7 @@ def _sum(work: RankCosts, stages: Sequence[_Stage], passes: float, ends: Mapping
         "tensor_parallel": every.tensor,
         "context_parallel": every.context,
         "expert_parallel": every.expert,
+        "teacher": every.teacher,
         "parameter_gathering": gathers,
         "host": host,
     }

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from optimus.config.flat import differing
+from optimus.config.flat import differing, value_text
 from optimus.report.folder import RunFolder
 
 _MISSING = "-"
@@ -14,7 +14,7 @@ def differences(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
     if len(folders) < 2:
         return []
     found = differing([{**folder.config, **dict(_surroundings(folder))} for folder in folders], _MISSING)
-    return [{"key": key, "values": list(map(_text, values))} for key, values in found.items()]
+    return [{"key": key, "values": list(map(value_text, values))} for key, values in found.items()]
 
 
 def has_other_tokenizer(folders: Sequence[RunFolder]) -> bool:
@@ -33,7 +33,3 @@ def _surroundings(folder: RunFolder) -> Iterator[tuple[str, Any]]:
     git = (folder.described("git") or {}).get("optimus") or {}
     yield "git: commit", git.get("commit", _MISSING)
     yield "ranks", folder.described("ranks")
-
-
-def _text(value: Any) -> str:
-    return "null" if value is None else str(value)

@@ -39,8 +39,8 @@ _CHARTS = [
 ]  # fmt: skip
 _LAST_GROUP = "Validation and scores"
 _STACKS = {  # pictures of parts: by the beginning of the names of the metrics
-    "memory": ("Memory by kind", "bytes on rank 0"),
-    "time": ("Where a step's time goes", "s on rank 0"),
+    "memory": ("Memory by kind", "on rank 0"),
+    "time": ("Where a step's time goes", "on rank 0"),
 }
 _NO_CHART = {"step", "tokens", "time", "data_seconds", "checkpoint_seconds"}
 

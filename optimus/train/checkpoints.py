@@ -31,7 +31,6 @@ from optimus.train.checks import begins_with
 from optimus.train.hooks import Hook
 from optimus.train.run import Run, new_run, read_together
 from optimus.train.step import StepResult
-from optimus.train.teacher import add_teacher
 
 _DECIDING = ("data", "train", "optimizer", "lr_schedule", "moe", "pruning")  # sections, which numbers a run computes
 
@@ -44,7 +43,6 @@ def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
         _resume(run, points)
     else:
         _start(run, resume)
-    add_teacher(run)
     return run
 
 

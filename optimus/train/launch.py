@@ -38,10 +38,11 @@ from optimus.checkpoint.rollback import resume_points, rollback
 from optimus.comm import CollectiveError
 from optimus.comm.device_waits import GRACE, Deadline, DeviceWaits, Place, flight_record
 from optimus.config import RunConfig, dump_config, load_config
+from optimus.cores import usable_cores
 from optimus.data.training import TrainingData
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
-from optimus.observe.machine import find_device, usable_cores, use_device
+from optimus.observe.machine import find_device, use_device
 from optimus.observe.metrics import read_metrics
 from optimus.observe.terminal import let_go_if_gone
 from optimus.resilience import local

@@ -30,8 +30,8 @@ def train_loop(run: Run, hooks: Sequence[Hook]) -> None:
     with ExitStack() as stack:
         loader = stack.enter_context(run.batches())
         for hook in hooks:
-            stack.callback(hook.after_training, run)
             hook.before_training(run)
+            stack.callback(hook.after_training, run)
         while run.step < run.last_step and not run.stopped_by and not run.failure:
             with naming_collectives(f"step {run.step + 1}"):
                 _step(run, loader, hooks)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from optimus.observe.machine import usable_cores
+from optimus.cores import usable_cores
 from optimus.train.hooks import Hook
 from optimus.train.run import Run, sharers
 from optimus.train.step import StepResult

@@ -11,6 +11,7 @@ from optimus.comm import Group
 from optimus.config import ModelConfig, RunConfig
 from optimus.train.start import chosen_before
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 WORTH = 0.8  # of the time in fp32 is what bf16 may take: the rest of a step gains nothing by it
 _ROWS, _FLOPS, _SECONDS = 256, 2e8, 0.5  # of the products that are timed
 

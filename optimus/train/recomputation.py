@@ -9,6 +9,7 @@ from optimus.parallel.activations import Activations
 from optimus.parallel.build import StageOptions
 from optimus.parallel.recompute import Recomputation
 from optimus.parallel.recompute_choice import choose_recomputation
+from optimus.train.teacher import teacher_models
 
 _SHARE = 0.9  # of the free memory
 
@@ -63,6 +64,7 @@ def activation_shapes(config: RunConfig, mesh: Mesh, itemsize: int) -> dict[str,
         "itemsize": itemsize,
         "mesh": mesh,
         "options": stage_options(config),
+        "teachers": teacher_models(config),
     }
 
 

@@ -34,15 +34,15 @@ from optimus.state.pruning import check_blocks
 from optimus.train.collectives import measured_collectives, partial_sums, with_dispatcher
 from optimus.train.groups import run_divisions
 from optimus.train.pipeline import partition_of, placement_of, stages_of, tied_embeddings
-from optimus.train.precision import with_precision
+from optimus.train.precision import DTYPES, with_precision
 from optimus.train.recomputation import find_recomputation, stage_options
 from optimus.train.residency import with_residency
 from optimus.train.rules import pruned_by, rules_of, with_factors
 from optimus.train.summary import summarise, summary_lines
+from optimus.train.teacher import load_teacher, teacher_bytes
 
 T = TypeVar("T")
 MasksOf = Callable[[Groups, Mapping[str, Layout]], Mapping[str, Tensor]]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass
@@ -224,6 +224,7 @@ def build_model(
     whole = whole_model(config)
     layouts = layouts_of(whole, config)
     partition, tied = partition_of(config, groups.mesh, groups.rank), config.model.tie_embeddings
+    free -= teacher_bytes(config) if partition.has_last else 0
     here = {name: each for name, each in layouts.items() if partition.keeps(name, tied)}
     masks = masks_of(groups, here)
     recipe = recipe_of(config, whole, unpruned_shares(masks, here, groups.mesh, groups.rank))
@@ -287,6 +288,10 @@ def new_run(config: RunConfig, device: torch.device, resume: bool, masks_of: Mas
     measured, said = measured_collectives(config, per_node, resume, groups.world)
     groups.choose_by(measured)
     model, state = build_model(longest(phases_of(config)), device, groups, notes, masks_of)
+    if (teacher := config.train.teacher) is not None:
+        last = model.partition.has_last
+        model.teacher = read_together(lambda: load_teacher(config, device) if last else None, groups.world)
+        notes.append(f"train.teacher: {', '.join(teacher.checkpoints)}")
     notes += said + groups.notes
     shapes = {name: math.prod(layout.shape) for name, layout in layouts_of(whole_model(config), config).items()}
     targets = {name: shapes[name] for name in recipe_of(config, whole_model(config)).unpruned}

@@ -1,5 +1,7 @@
 """Frozen teachers of a run (`train.teacher`): what they say of the tokens that the model is trained on."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -7,52 +9,35 @@ from torch import Tensor
 
 from optimus.checkpoint.folder import Description, find_checkpoint, read_description
 from optimus.checkpoint.store import load_model
-from optimus.config import RunConfig
+from optimus.config import ModelConfig, RunConfig
 from optimus.config.phases import longest, phases_of
 from optimus.data.tokenizer import file_sha256
 from optimus.data.training import TrainingData
 from optimus.errors import UserError
-from optimus.evaluate.ensemble import Ensemble
 from optimus.kernels.linear_divergence import SoftTargets
 from optimus.model import Batch
 from optimus.model.count import count_parameters
-from optimus.train.run import DTYPES, Run, read_together
+from optimus.model.ensemble import Ensemble
+from optimus.train.precision import DTYPES
 
 
-class Teacher:
-    """Whole frozen models; of several the logits are averaged."""
-
-    def __init__(self, config: RunConfig, device: torch.device) -> None:
-        assert config.train.teacher is not None
-        dtype = DTYPES[config.train.precision]
-        self._members = [load_model(path, dtype, device) for path in config.train.teacher.checkpoints]
-        self._ensemble, self._temperature = Ensemble(self._members), config.train.teacher.temperature
-
-    @torch.no_grad()
-    def __call__(self, batch: Batch, positions_S: Tensor) -> SoftTargets:
-        """What it says of the tokens at these positions of each sequence; it reads the sequences whole."""
-        found = [member.outputs(batch)[:, positions_S].flatten(0, 1) for member in self._members]
-        hidden_TH = torch.cat(found, -1)
-        return SoftTargets(lambda rows: self._ensemble.head(hidden_TH[rows]), self._temperature)
+def load_teacher(config: RunConfig, device: torch.device) -> Callable[[Batch, Tensor], SoftTargets]:
+    """Whole frozen models, of several an ensemble; what it says of the tokens at some positions of each sequence."""
+    teacher = config.train.teacher
+    assert teacher is not None
+    members = [load_model(path, DTYPES[config.train.precision], device) for path in teacher.checkpoints]
+    return partial(Ensemble(members).soft_targets, temperature=teacher.temperature)
 
 
-def add_teacher(run: Run) -> None:
-    """Load the teacher of the run, if it has one, onto the ranks that ask it. All ranks must call; raises `UserError` on all
-    alike."""
-    teacher = run.config.train.teacher
-    if teacher is None:
-        return
-    last = run.model.partition.has_last
-    run.model.teacher = read_together(lambda: Teacher(run.config, run.device) if last else None, run.groups.world)
-    run.notes.append(f"train.teacher: {', '.join(teacher.checkpoints)}")
+def teacher_models(config: RunConfig) -> tuple[ModelConfig, ...]:
+    """The members of the teacher; none without one. Raises `UserError` where one is not there."""
+    teacher = config.train.teacher
+    return () if teacher is None else tuple(_described(path).model for path in teacher.checkpoints)
 
 
 def teacher_bytes(config: RunConfig) -> int:
     """Bytes of the teacher on a rank that has it; 0 without one."""
-    teacher = config.train.teacher
-    if teacher is None:
-        return 0
-    parameters = sum(count_parameters(_described(path).model).total for path in teacher.checkpoints)
+    parameters = sum(count_parameters(model).total for model in teacher_models(config))
     return parameters * DTYPES[config.train.precision].itemsize
 
 

@@ -14,7 +14,12 @@ from optimus.errors import UserError
 CORPORA = ("books", "wiki", "math", "speeches", "multilingual", "reviews")
 EXPERIMENTS = {
     "ablation": {f"ablation.pearson.{name}" for name in ("books", "math", "all")},
-    "annealing": {"annealing.speeches_change", "annealing.math_change"},
+    "annealing": {
+        f"annealing.{name}_change.{schedule}, {share} % of math"
+        for name in ("speeches", "math")
+        for schedule in ("cosine", "wsd")
+        for share in (30, 40)
+    },
     "documents": {"documents.mask_minus_ignore"},
     "few_data": {f"few_data.{name}" for name in ("decay_gain", "ensemble_gain", "student_keeps", "mean_of_members")},
     "packing": {"packing.best_fit_minus_concatenate"},

@@ -1,4 +1,4 @@
-"""kill -9 of a run, at chosen moments of writing and at a hundred random ones, of which a commit tries a quarter: it goes on
+"""kill -9 of a run, at chosen moments of writing and at a hundred random ones, of which a commit tries an eighth: it goes on
 from what is whole, to the same end.
 
 Processes are forked from one that has imported everything, or a hundred starts would take a quarter of an hour.
@@ -126,7 +126,7 @@ def same(a: Path, b: Path) -> bool:
 
 # ---- At random moments ----
 
-KILLS = {True: len(part_of(range(60), 4)), False: len(part_of(range(25), 4))}  # by whether it is asynchronous
+KILLS = {True: len(part_of(range(60), 8)), False: len(part_of(range(25), 5))}  # by whether it is asynchronous
 PHASES = {"training", "copying", "writing", "committing"}
 EVERY, WEIGHTS_EVERY = 3, 6
 LAYOUTS: list[dict[str, Any]] = [{"parallel": {"expert": 2}}, {"state": {"shard": "optimizer"}}]

@@ -22,6 +22,10 @@ SHAPES = [Shape(2, 2), Shape(2, 4), Shape(4, 2)]
 LENGTHS = [3, 0, 5, 1, 0, 2, 7, 4]  # elements of the parts of eight ranks
 
 
+def with_algorithms(kind: CollectiveKind) -> list[tuple[Shape, str]]:
+    return [(shape, algorithm) for shape in SHAPES for algorithm in names(kind, shape)]
+
+
 def only(algorithm: str, shape: Shape, *kinds: CollectiveKind) -> Measured:
     """A table in which nothing but this algorithm was measured."""
     curves = {str(shape): {algorithm: {"sizes": [1.0], "seconds": [1.0]}}}
@@ -79,14 +83,14 @@ def tried(shape: Shape, algorithm: str, dtype: torch.dtype) -> tuple[list[str], 
     return wrong, [here for what, here, _ in found if not what.startswith("reduce_scatter")]
 
 
+@pytest.mark.swept("algorithm", "dtype", "shape")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_algorithm_is_right(shape: Shape, dtype: torch.dtype) -> None:
-    for algorithm in names("all_gather", shape):
-        ranks = run_ranks(tried, shape.ranks, shape, algorithm, dtype)
-        for wrong, alike in ranks:
-            assert wrong == [], algorithm
-            assert all(map(torch.equal, alike, ranks[0][1])), algorithm
+@pytest.mark.parametrize(("shape", "algorithm"), with_algorithms("all_gather"), ids=str)
+def test_every_algorithm_is_right(shape: Shape, algorithm: str, dtype: torch.dtype) -> None:
+    ranks = run_ranks(tried, shape.ranks, shape, algorithm, dtype)
+    for wrong, alike in ranks:
+        assert wrong == []
+        assert all(map(torch.equal, alike, ranks[0][1]))
 
 
 def exchanged(shape: Shape, algorithm: str, dtype: torch.dtype) -> list[int]:
@@ -105,11 +109,11 @@ def exchanged(shape: Shape, algorithm: str, dtype: torch.dtype) -> list[int]:
     return wrong
 
 
+@pytest.mark.swept("algorithm", "dtype", "shape")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_all_to_all(shape: Shape, dtype: torch.dtype) -> None:
-    for algorithm in names("all_to_all", shape):
-        assert run_ranks(exchanged, shape.ranks, shape, algorithm, dtype) == [[]] * shape.ranks, algorithm
+@pytest.mark.parametrize(("shape", "algorithm"), with_algorithms("all_to_all"), ids=str)
+def test_every_all_to_all(shape: Shape, algorithm: str, dtype: torch.dtype) -> None:
+    assert run_ranks(exchanged, shape.ranks, shape, algorithm, dtype) == [[]] * shape.ranks
 
 
 def rounded(shape: Shape) -> tuple[float, float]:

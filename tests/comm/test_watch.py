@@ -203,7 +203,7 @@ def train_watched(config: dict[str, Any], on: bool) -> tuple[list[StepResult], l
     return results, [chunk.master.double().sum().item() for chunk in steps.state.chunks], len(steps.groups.watch._notes)
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[2], LAYOUTS[8], LAYOUTS[-2], LAYOUTS[-1]])
+@pytest.mark.parametrize("layout", part_of([LAYOUTS[2], LAYOUTS[8], LAYOUTS[-2], LAYOUTS[-1]], 4))
 def test_looking_changes_nothing(layout: Layout) -> None:
     tree = with_microbatches(load_config(config_of("moe"), layout.overrides), layout.ranks).model_dump(
         exclude_unset=True

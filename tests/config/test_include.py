@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from optimus.cli import app, complete_key
+from optimus.cli import app
 from optimus.config import load_config
+from optimus.config.completion import complete_key, complete_preset
 from optimus.errors import UserError
 
 TRAIN = "train: {output: x, steps: 10, global_batch: 8, micro_batch: 4, sequence_length: 32}\n"
@@ -70,3 +71,4 @@ def test_show_and_diff(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_completion(typed: str, found: list[str] | None) -> None:
     assert complete_key(typed) == found if found is not None else "train." in complete_key(typed)
+    assert complete_preset("mula-t") == ["mula-tiny", "mula-tiny-moe"]

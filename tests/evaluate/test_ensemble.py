@@ -13,9 +13,9 @@ from optimus.checkpoint.store import save_model
 from optimus.cli import app
 from optimus.config import ModelConfig
 from optimus.errors import UserError
-from optimus.evaluate.ensemble import Ensemble
 from optimus.evaluate.score import Window, score
 from optimus.model import Transformer
+from optimus.model.ensemble import Ensemble
 from optimus.model.init import initialize
 
 

@@ -26,8 +26,11 @@ TWO = {
 }
 COMMANDS = """
 import json, sys
+from helpers.launched import launched
+from optimus.train import launch
 from typer.testing import CliRunner
 from optimus.cli import app
+launch._launch = launched
 for line in sys.stdin:
     result = CliRunner().invoke(app, [*json.loads(line), "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -46,7 +49,7 @@ def package(tmp_path: Path) -> Path:
 
 def run(package: Path, commands: list[list[str]]) -> list[Any]:
     """What these commands print, with that package."""
-    environment = os.environ | {"PYTHONPATH": str(package)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(package), *sys.path])}
     given = "\n".join(map(json.dumps, commands))
     done = subprocess.run(
         [sys.executable, "-c", COMMANDS], input=given, capture_output=True, text=True, env=environment, cwd=package

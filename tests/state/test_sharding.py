@@ -190,6 +190,7 @@ def trained(
     return norms, whole_state(state)
 
 
+@pytest.mark.swept("shard", "ranks", "on_arrival")
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
 @pytest.mark.parametrize(("ranks", "limit"), [(2, 1 << 26), (4, 2000)])
 @pytest.mark.parametrize("on_arrival", [True, False])
@@ -211,6 +212,7 @@ NESTED = [
 ]
 
 
+@pytest.mark.swept("shard", "ranks", "on_arrival")
 @pytest.mark.parametrize(("shard", "ranks", "widths"), NESTED, ids=str)
 @pytest.mark.parametrize("on_arrival", [True, False])
 def test_nested_shards_equal_one_process(shard: str, ranks: int, widths: dict[str, int], on_arrival: bool) -> None:

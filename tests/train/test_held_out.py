@@ -125,6 +125,7 @@ def sets(config: dict[str, Any], prepared: Path) -> dict[str, Any]:
     [
         (2, {"state": {"shard": "parameters"}}),
         (2, {"parallel": {"pipeline": 2}}),
+        (2, {"parallel": {"pipeline": 2, "vocabulary": True}}),
         (2, {"parallel": {"tensor": 2}}),
         (2, {"parallel": {"context": 2}}),
         (2, {"parallel": {"expert": 2}}),

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import optimus
+from optimus.cores import usable_cores
 from optimus.mesh import Mesh
-from optimus.observe.machine import usable_cores
 from optimus.train import oversubscription
 from optimus.train.oversubscription import WINDOW, Oversubscription, threads_wanted
 from optimus.train.run import Run

@@ -149,12 +149,25 @@ def test_a_run_resumes_at_every_step_bit_for_bit(phased: dict[str, Any], tmp_pat
     assert records(parted) == whole
 
 
-@pytest.mark.parametrize("stop", [3, 5, 9])
-def test_a_run_resumes_on_another_layout(phased: dict[str, Any], tmp_path: Path, stop: int) -> None:
+def parts(configs: list[dict[str, Any]], resume: bool) -> None:
+    """One rank's run of each of these, or one run that goes on with them."""
+    for number, config in enumerate(configs):
+        part(config, resume and number > 0)
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"state": {"shard": "parameters"}},
+    {"parallel": {"pipeline": 2}},
+    {"parallel": {"tensor": 2}},
+    {"parallel": {"context": 2}},
+    {"parallel": {"pipeline": 2, "vocabulary": True}},
+]
+
+
+def test_a_run_resumes_at_every_step_on_another_layout(phased: dict[str, Any], tmp_path: Path) -> None:
     optimus.train(phased)
     parted = changed(phased, output=str(tmp_path / "parted"))
-    optimus.train(changed(parted, stop_at=stop))
-    run_ranks(part, 2, parted | {"state": {"shard": "parameters"}}, True)
+    run_ranks(parts, 2, [changed(parted, stop_at=stop) | LAYOUTS[stop % len(LAYOUTS)] for stop in range(1, 12)], True)
     for one, two in zip(records(phased), records(parted), strict=True):
         assert {key: one[key] for key in one if key.startswith(("tokens", "phase", "lr"))}.items() <= two.items()
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
@@ -178,12 +191,10 @@ def test_the_saved_configuration_is_the_same_run(phased: dict[str, Any], tmp_pat
     assert records(phased) == records({"train": {"output": str(again)}})
 
 
-@pytest.mark.parametrize("sections", [{"state": {"shard": "parameters"}}, {"parallel": {"pipeline": 2}}], ids=str)
-def test_the_loss_of_each_source_is_that_of_its_sequences(
-    phased: dict[str, Any], tmp_path: Path, sections: dict[str, Any]
-) -> None:
+def test_the_loss_of_each_source_is_that_of_its_sequences(phased: dict[str, Any], tmp_path: Path) -> None:
     """Of the first step, by hand; the mean over the sources is the loss; in steps that are logged, on every layout."""
     phased["observe"] |= {"log_every": 2}
+    phased["checkpoint"] = {"every": 100}
     optimus.train(phased)
     tree, data = read_run(phased)
     with TokenLoader(data.phases) as loader:
@@ -207,10 +218,11 @@ def test_the_loss_of_each_source_is_that_of_its_sequences(
     chosen = batches[1].tokens_BS[batches[1].source_B == 0]  # the second step, which is logged
     expected = float(model.losses(torch.from_numpy(chosen)).cross_entropy.detach())
     assert records(still)[1]["train_loss/model"] == pytest.approx(expected, rel=1e-5)
-    other = changed(phased, output=str(tmp_path / "other")) | sections
-    run_ranks(part, 2, other, False)
-    for one, record in zip(whole, records(other), strict=True):
-        assert {k: v for k, v in record.items() if k.startswith("train_loss/")} == pytest.approx(one, rel=1e-5)
+    others = [changed(phased, output=str(tmp_path / f"{n}")) | sections for n, sections in enumerate(LAYOUTS)]
+    run_ranks(parts, 2, others, False)
+    for other in others:
+        for one, record in zip(whole, records(other), strict=True):
+            assert {k: v for k, v in record.items() if k.startswith("train_loss/")} == pytest.approx(one, rel=1e-5)
 
 
 def test_the_order_of_a_mixture_is_in_the_fingerprint(phased: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +271,10 @@ def test_tokens_and_epochs_are_read_exactly(small_run: dict[str, Any], folders: 
         ),
         ({"data": [{"path": "model"}], "epochs": 1.0}, "each source has passes of its own"),
         ({"data": [{"path": "model"}, {"path": "other"}]}, "prepared with another tokenizer than .*model"),
+        (
+            {"data": [{"path": "model"}], "vocab": 256},
+            "the tokenizer of .*model has 300 tokens, .* vocabulary only 256",
+        ),
         ({"phases": [{"tokens": 100}]}, r"phases.0.tokens 100 ends inside of a step of 8 x 32 tokens: give 256"),
         ({"phases": [{"steps": 2, "tokens": 256}]}, r"phases.0: its length is one of steps and tokens"),
         ({"phases": [{"steps": 2}], "steps": 3}, r"train.steps: the phases are 2 steps together: remove it"),
@@ -285,6 +301,7 @@ def test_bad_input_is_refused(
     if not train.keys() & {"steps", "epochs"} and "phases" not in sections:
         train["steps"] = 2
     small_run["train"] |= train
+    small_run["model"]["vocab"] = sections.pop("vocab", 320)
     for source in sections.get("data", []):
         if source["path"] == "other":
             root = Path(__file__).resolve().parents[2] / "optimus" / "mesh"

@@ -36,8 +36,9 @@ function text(value) {
 }
 /* For an axis: few digits. */
 function short(value) {
-  const [size, unit] = [[1e12, "T"], [1e9, "G"], [1e6, "M"]].find(([size]) => Math.abs(value) >= size) ?? [1, ""];
-  return unit ? +(value / size).toPrecision(3) + unit : text(value);
+  const size = Math.abs(value), [unit, letter] = [[1e12, "T"], [1e9, "G"], [1e6, "M"]].find(([unit]) => size >= unit) ?? [1, ""];
+  if (letter) return +(value / unit).toPrecision(3) + letter;
+  return size < 1e-3 ? String(+value.toPrecision(3)) : text(value);
 }
 function duration(seconds) {
   if (seconds >= 5400) return (seconds / 3600).toFixed(1) + " h";

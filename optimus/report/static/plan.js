@@ -30,7 +30,7 @@ function scaling(box) {
   const first = data.scaling[0], ideal = data.scaling.map(point => first.tokens_per_second * point.ranks / first.ranks);
   const chart = new uPlot({ width: Math.max(260, holder.clientWidth), height: 300, cursor: { drag: { x: false } },
     scales: { x: { time: false, range: (_, min, max) => [min - 0.15, max + 0.15] }, y: { distr: 3 }, efficiency: { range: [0, 105] } },
-    axes: [{ stroke, font, grid, splits: () => x, values: (_, ticks) => ticks.map(tick => text(Math.round(2 ** tick))), label: "ranks", labelFont: font },
+    axes: [{ stroke, font, grid, splits: () => x, values: (_, ticks) => ticks.map(tick => text(Math.round(2 ** tick))), label: "ranks", labelFont: font, labelSize: 18, size: 32 },
       { stroke, font, grid, size: 64, values: (_, ticks) => ticks.map(tick => tick === null ? "" : short(tick)), label: "tokens/s", labelFont: font },
       { stroke, font, side: 1, scale: "efficiency", grid: { show: false }, values: (_, ticks) => ticks.map(tick => tick + " %"), label: "efficiency", labelFont: font }],
     series: [{ label: "ranks", value: (_, value) => value === null ? "-" : text(Math.round(2 ** value)) },
@@ -49,7 +49,7 @@ function placement(box) {
     const axis = shown.value;
     grid.replaceChildren(...nodes.map((ranks, node) => make("div", { className: "node" }, make("p", { className: "soft" }, "node " + node),
       make("div", { className: "ranks" }, ...ranks.map(each => make("span", { title: `rank ${each.rank}: ` + axes.map(name => `${name} ${each[name]}`).join(", "),
-        style: { background: `color-mix(in srgb, ${PART_COLOURS[each[axis] % PART_COLOURS.length]} 55%, white)` } }, make("b", {}, String(each[axis])), make("small", {}, "rank " + each.rank)))))));
+        style: { background: `hsl(${360 * each[axis] / sizes[axes.indexOf(axis)]} 65% 80%)` } }, make("b", {}, String(each[axis])), make("small", {}, "rank " + each.rank)))))));
   };
   shown.onchange = draw;
   box.append(make("p", {}, make("label", {}, "Coordinate along ", shown)), grid);

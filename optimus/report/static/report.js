@@ -2,7 +2,10 @@
 const RUN_COLOURS = ["#0b57a4", "#b3420c", "#1b7a3d", "#7b3fa0", "#8a6100", "#a3165c", "#00707a", "#4d5768"];
 const KIND_COLOURS = { forward: "#8fb8de", backward: "#f2b880", backward_input: "#f2d479", backward_weights: "#9fce9f",
   embed: "#c9c9c9", logits: "#c8a2c8", loss: "#a880b8", embed_backward: "#a9a9a9" };
+const BYTES = Array.from({ length: 50 }, (_, power) => 2 ** power);  // between the ticks of an axis of memory
+const HEIGHT = 240;  // pixels of a chart
 let axis = "step", smoothing = 0, drawn = [];
+const views = new Map();  // of charts by their labels: what is zoomed and hidden, for when they are drawn anew
 
 /* The axis: steps, or tokens and seconds by the run's clock, between whose points they grow evenly. */
 function along(run, step) {
@@ -35,18 +38,21 @@ function controls() {
   bar.append(make("label", {}, "Along ", select), make("label", {}, "Smoothing ", slider),
     make("button", { type: "button", onclick: () => drawn.forEach(each => each.reset()) }, "Whole curves"),
     make("span", { className: "soft" }, "Drag to zoom; or with the keys: Tab to a chart, arrows, + and −, 0 for all." +
-      (data.runs.some(run => run.events.length) ? " Upright lines: failures, exclusions and rollbacks (red), restarts and recoveries (dashed), other events. " : "") +
+      (data.runs.some(run => run.events.length) ? " Vertical lines: failures, exclusions and rollbacks (red), restarts and recoveries (dashed), other events. " : "") +
       (data.charts.length ? " Red triangles: values that are not finite." : "")));
   return bar;
 }
 
-function axes(unit, size, logarithmic) {
-  const font = "12px system-ui, sans-serif", grid = { stroke: "#e6e9ee", width: 1 };
+const alongName = () => axis === "seconds" ? "training time" : axis;
+function axes(size) {
+  const font = "12px system-ui, sans-serif", grid = { stroke: "#e6e9ee", width: 1 }, soft = { stroke: "#4d5768", font, grid };
   return [
-    { stroke: "#4d5768", font, grid, values: (_, ticks) => ticks.map(tick => axis === "seconds" ? duration(tick) : short(tick)), space: 70 },
-    { stroke: "#4d5768", font, grid, size, values: (_, ticks) => ticks.map(tick => tick === null ? "" : short(tick)) },
+    { ...soft, label: alongName(), labelFont: font, labelSize: 18, size: 32, values: (_, ticks) => ticks.map(tick => axis === "seconds" ? duration(tick) : short(tick)), space: 70 },
+    { ...soft, size, values: (_, ticks) => ticks.map(tick => tick === null ? "" : short(tick)) },
   ];
 }
+/* Of a curve that is 0 all along, or of none, the y axis goes to 1. */
+function height(_, low, high) { return !low && !high ? [0, 1] : uPlot.rangeNum(low, high, 0.1, true); }
 /* Events, and steps whose value is not finite, over a chart. */
 function marks(runs, bad) {
   return { hooks: { draw: chart => {
@@ -71,20 +77,43 @@ function marks(runs, bad) {
     ctx.restore();
   } } };
 }
+/* The entries of a legend show and hide their curves: by keys, too. */
+function byKeys(chart, holder) {
+  const entries = [...holder.querySelectorAll(".u-series th")].slice(1);
+  if (entries.length < 2) return;
+  entries.forEach((entry, number) => {
+    const say = () => entry.setAttribute("aria-pressed", chart.series[number + 1].show);
+    attributes(entry, { role: "button", tabindex: 0 });
+    entry.addEventListener("click", say);
+    entry.addEventListener("keydown", event => {
+      if (event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault(); event.stopPropagation(); entry.click();
+    });
+    say();
+  });
+}
 function plot(box, label, build) {
   const holder = attributes(make("div", { className: "chart", tabIndex: 0 }), { role: "group", "aria-label": label });
   box.append(holder);
-  let chart = null, whole = null;
+  let chart = null;
   const entry = {
-    draw() {
-      const [options, values] = build();
-      if (chart) chart.destroy();
-      chart = new uPlot({ width: Math.max(260, holder.clientWidth), height: 230, cursor: { sync: { key: "step" }, drag: { x: true, y: false } },
-        ...options }, values, holder);
-      whole = [chart.scales.x.min, chart.scales.x.max];
+    note() {
+      if (!chart) return;
+      const { min, max } = chart.scales.x, xs = chart.data[0];
+      views.set(label, { axis, zoom: min > xs[0] || max < xs.at(-1) ? { min, max } : null, hidden: chart.series.filter(each => !each.show).map(each => each.label) });
     },
-    reset() { if (chart) chart.setScale("x", { min: whole[0], max: whole[1] }); },
-    size() { if (chart) chart.setSize({ width: Math.max(260, holder.clientWidth), height: 230 }); },
+    draw() {
+      entry.note();
+      const [options, values] = build(), view = views.get(label);
+      options.series.forEach(each => { if (view?.hidden.includes(each.label)) each.show = false; });
+      chart?.destroy();
+      chart = new uPlot({ width: Math.max(260, holder.clientWidth), height: HEIGHT, cursor: { sync: { key: "step" }, drag: { x: true, y: false } },
+        ...options }, values, holder);
+      if (view?.zoom && view.axis === axis) chart.setScale("x", view.zoom);
+      byKeys(chart, holder);
+    },
+    reset() { chart?.setData(chart.data); },
+    size() { chart?.setSize({ width: Math.max(260, holder.clientWidth), height: HEIGHT }); },
   };
   holder.addEventListener("keydown", event => {
     const xs = chart.data[0];
@@ -96,7 +125,7 @@ function plot(box, label, build) {
       chart.setCursor({ left: chart.valToPos(xs[index], "x"), top: 10 });
     } else if (event.key === "+" || event.key === "=" || event.key === "-") {
       const half = (max - min) * (event.key === "-" ? 1 : 0.25), centre = xs[Math.max(0, middle)];
-      chart.setScale("x", { min: Math.max(whole[0], centre - half), max: Math.min(whole[1], centre + half) });
+      chart.setScale("x", { min: Math.max(xs[0], centre - half), max: Math.min(xs.at(-1), centre + half) });
     } else if (event.key === "0" || event.key === "Escape") entry.reset();
     else return;
     event.preventDefault();
@@ -107,7 +136,7 @@ function plot(box, label, build) {
 function curves(box, chart) {
   const several = data.runs.length > 1;
   plot(box, `${chart.title} of ${data.runs.map(run => run.name).join(", ")}`, () => {
-    const tables = [], series = [{ label: axis === "seconds" ? "time" : axis, value: (_, x) => axis === "seconds" && x !== null ? duration(x) : text(x) }], bad = [];
+    const tables = [], series = [{ label: alongName(), value: (_, x) => axis === "seconds" && x !== null ? duration(x) : text(x) }], bad = [];
     data.runs.forEach((run, number) => chart.keys.forEach((key, part) => {
       const points = run.series[key];
       if (!points) return;
@@ -124,7 +153,7 @@ function curves(box, chart) {
       series.push({ label: names.join(" "), stroke: colour, width: 1.75, dash, points: { show: few }, value: (_, value) => text(value) });
     }));
     const joined = tables.length ? uPlot.join(tables) : [[], ...tables];
-    return [{ series, scales: { x: { time: false } }, axes: axes(chart.unit, 64), plugins: [marks(data.runs.map((run, number) => [run, RUN_COLOURS[number % RUN_COLOURS.length]]), bad)] }, joined];
+    return [{ series, scales: { x: { time: false }, y: { range: height } }, axes: axes(64), plugins: [marks(data.runs.map((run, number) => [run, RUN_COLOURS[number % RUN_COLOURS.length]]), bad)] }, joined];
   });
 }
 
@@ -143,10 +172,10 @@ function stacked(box, run, kind) {
     const sums = [];
     names.forEach((name, i) => sums.push(finite(parts[name]).map((value, at) => (value ?? 0) + (i ? sums[i - 1][at] : 0))));
     const order = names.map((_, i) => i).reverse();  // the largest sum first, the smaller ones over it
-    const series = [{ label: axis === "seconds" ? "time" : axis }, ...order.map(i => ({ label: names[i], fill: PART_COLOURS[i % PART_COLOURS.length],
+    const series = [{ label: alongName() }, ...order.map(i => ({ label: names[i], fill: PART_COLOURS[i % PART_COLOURS.length],
       stroke: PART_COLOURS[i % PART_COLOURS.length], width: 1, points: { show: step.length < 3 }, value: (_, __, ___, at) => at === null ? "-" : show(finite(parts[names[i]])[at]) }))];
-    const both = axes("", 84);
-    both[1].values = (_, ticks) => ticks.map(show);
+    const both = axes(84);
+    Object.assign(both[1], { values: (_, ticks) => ticks.map(show) }, seconds ? {} : { incrs: BYTES });
     return [{ series, legend: { show: true }, scales: { x: { time: false }, y: { range: (_, __, max) => [0, (max || 1) * 1.05] } }, axes: both, plugins: [marks([[run, "#4d5768"]], [])] },
       [step.map(each => along(run, each)), ...order.map(i => sums[i])]];
   });
@@ -232,9 +261,9 @@ function overview() {
   box.firstChild.remove();
   const word = name => name.replaceAll("_", " "), names = Object.keys(data.runs[0].facts).filter(name => data.runs.some(run => run.facts[name] !== null));
   const state = run => make("span", {}, make("span", { className: "state " + run.state }, run.state), run.why ? ": " + run.why : "");
-  const rows = data.runs.map((run, number) => [make("span", {}, swatch(RUN_COLOURS[number % RUN_COLOURS.length]), run.name), state(run), ...names.map(name => text(run.facts[name]))]);
+  const rows = data.runs.map((run, number) => [make("span", { className: "name" }, swatch(RUN_COLOURS[number % RUN_COLOURS.length]), run.name), state(run), ...names.map(name => text(run.facts[name]))]);
   if (data.runs.length > 1) box.append(table(["run", "state", ...names.map(word)], rows));
-  else box.append(table(["of the run", data.runs[0].name], [["state", state(data.runs[0])], ...names.map(name => [word(name), text(data.runs[0].facts[name])])]));
+  else box.append(table(["run", data.runs[0].name], [["state", state(data.runs[0])], ...names.map(name => [word(name), text(data.runs[0].facts[name])])]));
   const again = data.runs.filter(run => run.superseded);
   again.forEach(run => box.append(make("p", { className: "soft" }, `${run.name}: ${text(run.superseded)} records are of steps that were run again later; the later ones are drawn.`)));
 }
@@ -298,6 +327,18 @@ function draw() {
   redraw();
 }
 function redraw() { drawn.forEach(each => each.draw()); }
+/* New data, on a page that stays as its reader has it: what is focused, open, chosen, zoomed and hidden. */
+function refresh(fresh) {
+  const all = selector => [...document.querySelectorAll(selector)], controls = "select, button, input, summary, [tabindex]";
+  const focus = all(controls).indexOf(document.activeElement), at = window.scrollY;
+  const open = all("details").map(each => each.open), layers = all(".panel select").map(each => each.value);
+  drawn.forEach(each => each.note());
+  data = fresh; draw();
+  all("details").forEach((each, i) => { each.open = open[i]; });
+  all(".panel select").forEach((each, i) => { each.value = layers[i] ?? each.value; each.onchange(); });
+  all(controls)[focus]?.focus({ preventScroll: true });
+  window.scrollTo(0, at);
+}
 
 draw();
 let width = window.innerWidth;
@@ -306,7 +347,6 @@ if (data.refresh) setInterval(async () => {
   try {
     const answer = await fetch("data.json");
     if (!answer.ok) return;
-    const fresh = await answer.json(), at = window.scrollY;
-    data = fresh; draw(); window.scrollTo(0, at);
+    refresh(await answer.json());
   } catch { document.getElementById("written").textContent = `Written ${data.written}; the server does not answer any more`; }
 }, 1000 * data.refresh);

@@ -43,7 +43,7 @@ def check(indices_TK: Tensor, experts: int, row_tile: int) -> None:
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # in the interpreter shrinking takes minutes
 )  # fmt: skip
 @given(

@@ -1,44 +1,66 @@
-"""A page in headless Chromium, and what it says of itself."""
+"""A page as its user has it: in headless Chromium, wide and narrow, by keyboard, and by the rules of axe-core."""
 
-import json
-import re
-import shutil
-import subprocess
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = shutil.which("chromium")
-FLAGS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--virtual-time-budget=3000", "--enable-logging=stderr", "--dump-dom",
-]  # fmt: skip
-# What the page looks like when it is there, into the title.
-LOOK = """<script>addEventListener("load", () => setTimeout(() => {
-  const inked = canvas => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.some(value => value);
-  const first = document.querySelector(".chart");
-  first.focus();
-  const press = key => first.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
-  press("ArrowRight");
-  document.title = JSON.stringify({
+import pytest
+
+from benchmarks.browser import CHROMIUM
+
+HAS_BROWSER = CHROMIUM is not None and find_spec("axe_playwright_python") is not None
+needs_browser = pytest.mark.skipif(
+    not HAS_BROWSER,
+    reason="needs chromium (Debian's package `chromium`) and axe-playwright-python (`make install-dev`)",
+)
+_RULES = {"runOnly": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}  # text contrast is among wcag2aa
+_LOOK = """async () => {
+  await new Promise(done => requestAnimationFrame(() => setTimeout(done)));  // until a new width is drawn
+  const inked = ({ width, height }, number, all) => {
+    const copy = new OffscreenCanvas(width, height).getContext("2d");
+    copy.drawImage(all[number], 0, 0);
+    return copy.getImageData(0, 0, width, height).data.some(value => value);
+  };
+  const all = document.querySelectorAll("select, button, input, summary, [tabindex]");
+  window.tabbed = [...all].filter(each => each.checkVisibility());
+  return {
     charts: document.querySelectorAll(".chart").length, canvases: [...document.querySelectorAll("canvas")].map(inked),
     lanes: document.querySelectorAll(".lanes rect").length, requests: performance.getEntriesByType("resource").length,
-    wide: document.documentElement.scrollWidth - innerWidth, focused: document.activeElement === first,
-    text: document.body.innerText, legend: first.querySelector(".u-value").textContent,
-    nameless: [...document.querySelectorAll("[tabindex], button, select, input")].filter(
-      each => !each.getAttribute("aria-label") && !each.labels?.length && !each.textContent).length });
-}, 500))</script></body>"""
+    wide: document.documentElement.scrollWidth - innerWidth, text: document.body.innerText, controls: tabbed.length };
+}"""
+_FOCUSED = """() => {
+  const here = document.activeElement, seen = getComputedStyle(here).outlineStyle !== "none";
+  return [tabbed.indexOf(here), seen];
+}"""
 
 
-def look(page: Path, width: int, tmp_path: Path) -> Any:
-    """What the page says of itself; fails where its console says anything."""
-    assert CHROMIUM is not None
-    observed = page.with_name(f"observed-{page.name}")
-    observed.write_text(page.read_text().replace("</body>", LOOK))
-    profile = tmp_path / f"profile-{page.stem}-{width}"
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={profile}", f"--window-size={width},900", observed.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+def opened(chromium: Any, page: Path, widths: Sequence[int] = (1280, 390)) -> tuple[Any, dict[str, Any]]:
+    """The page in a window of each of these widths, and what it shows in the last one.
+
+    Fails where its console says anything, it asks for anything, it is wider than its window, a chart is empty, a rule of
+    axe-core is broken, or Tab does not come to every control in the order in which they stand.
+    """
+    from axe_playwright_python.sync_playwright import Axe
+
+    said: list[str] = []
+    shown = chromium.new_page()
+    shown.on("console", lambda message: said.append(message.text))
+    shown.on("pageerror", lambda error: said.append(str(error)))
+    shown.goto(page.absolute().as_uri())
+    for width in widths:
+        shown.set_viewport_size({"width": width, "height": 900})
+        found = shown.evaluate(_LOOK)
+        assert found["requests"] == 0
+        assert found["wide"] <= 0
+        assert found["canvases"]
+        assert all(found["canvases"])
+        violations = Axe().run(shown, options=_RULES).response["violations"]
+        assert not violations, [(each["id"], [node["html"] for node in each["nodes"]]) for each in violations]
+    reached = []
+    for _ in range(found["controls"]):
+        shown.keyboard.press("Tab")
+        reached.append(shown.evaluate(_FOCUSED))
+    assert reached == [[number, True] for number in range(found["controls"])]
     assert not said, said
-    title = re.search("<title>(.*?)</title>", done.stdout)
-    assert title is not None, done.stdout[:2000]
-    return json.loads(title[1].replace("&amp;", "&"))
+    return shown, found

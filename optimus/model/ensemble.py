@@ -1,6 +1,6 @@
 """Several models as one whose logits are the mean of theirs (Pre-training under infinite compute, section 4).
 
-Legend: B rows, S positions, H hidden states of all members side by side, N tokens, V vocabulary.
+Legend: B rows, S positions, H hidden states of all members side by side, N or T tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optimus.config import ModelConfig
-from optimus.model import Transformer
+from optimus.kernels.linear_divergence import SoftTargets
+from optimus.model.architecture import ModelConfig
+from optimus.model.batch import Batch
+from optimus.model.transformer import Transformer
 
 
 class Ensemble:
-    """`members` of one vocabulary, scored together: a `Scored` model."""
+    """`members` of one vocabulary, scored together: a `Scored` model, and a teacher."""
 
     def __init__(self, members: Sequence[Transformer]) -> None:
         self._members = members
@@ -40,6 +42,12 @@ class Ensemble:
     def at_tokens(self, tokens_BS: Tensor, at_N: Tensor, find: Callable[[Tensor], Tensor]) -> Tensor:
         """What `find` makes of the members' hidden states of the tokens `at_N`."""
         return find(torch.cat([member.at_tokens(tokens_BS, at_N, lambda x_NH: x_NH) for member in self._members], -1))
+
+    @torch.no_grad()
+    def soft_targets(self, batch: Batch, positions_S: Tensor, temperature: float) -> SoftTargets:
+        """What it says of the tokens at these positions of each sequence [T]; it reads the sequences whole."""
+        hidden_TH = torch.cat([each.outputs(batch)[:, positions_S].flatten(0, 1) for each in self._members], -1)
+        return SoftTargets(lambda rows: self.head(hidden_TH[rows]), temperature)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Of all members."""

@@ -1,0 +1,56 @@
+"""`python -m benchmarks.on_fake MODULE ARGUMENTS...`: a module as a program on the fake accelerator.
+
+Where it starts ranks, this process is the first of them. As the device has no numbers, whatever is compared is the same.
+"""
+
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from benchmarks import harness, moe_measure
+from optimus.plan.measure import ranks as fresh
+from optimus.testing.fake_accelerator import fake_accelerator
+from optimus.train import launch
+
+
+def main() -> None:
+    del sys.argv[0]
+    with (
+        fake_accelerator(agrees=sys.argv[0] == "pytest"),
+        mock.patch.object(launch, "_launch", _launch),
+        mock.patch.object(fresh, "run_fresh", _run_fresh),
+        mock.patch.object(harness, "apart", return_value=0.0),
+        mock.patch.object(harness, "relative_error", return_value=0.0),
+        mock.patch.object(moe_measure, "_distance", return_value=0.0),
+    ):
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+@contextmanager
+def _first_of(ranks: int) -> Iterator[None]:
+    told = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}):
+        yield
+
+
+def _launch(config: str, resume: bool, ranks: int, holder: str) -> int:
+    with _first_of(ranks):
+        return launch._run_rank(config, resume, holder=holder)
+
+
+def _run_fresh(function: Callable[..., Any], ranks: int, *args: Any, backend: str = "") -> list[Any]:
+    with _first_of(ranks):
+        dist.init_process_group(backend)
+        found = function(*args)
+        dist.destroy_process_group()
+    return [found] * ranks
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+"""The benchmark of reports writes a page and shares of a step; what they must not exceed is in `docs/results.md`."""
+
+from benchmarks.report import run
+
+
+def test_rows_and_ratios() -> None:
+    found = run(records=50, steps=2, rounds=1)
+    (row,) = found.rows
+    assert row["page_bytes"] > 50_000
+    assert 0 < row["experts_percent_every_10"] < row["experts_percent"] < 100
+    assert found.ratios["report.seconds"] == row["seconds"] > 0
