@@ -30,5 +30,7 @@ def photograph(chromium: Any, page: Path, picture: Path, width: int, most: int) 
     height = min(most, shown.evaluate("document.documentElement.scrollHeight"))
     clip = {"x": 0, "y": 0, "width": width, "height": height}
     taken = BytesIO(shown.screenshot(full_page=True, clip=clip))
-    Image.open(taken).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(picture, optimize=True)
+    Image.open(taken).convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        picture, optimize=True
+    )
     shown.close()

@@ -18,7 +18,7 @@ def seconds_text(seconds: float) -> str:
 def time_left(seconds: float, now: float) -> str:
     """In words, and until when: about 12 min left, until 14:05."""
     form = "%H:%M" if seconds < 43200 else "%Y-%m-%d %H:%M"
-    return f"about {seconds_text(seconds)} left, until {time.strftime(form, time.localtime(now + seconds))}"
+    return f"about {seconds_text(max(1.0, seconds))} left, until {time.strftime(form, time.localtime(now + seconds))}"
 
 
 class Progress:

@@ -11,6 +11,7 @@ from optimus.disk import write_json
 from optimus.errors import UserError, how_to_install
 
 _WITHOUT_KEY = ("offline", "dryrun", "disabled")  # modes
+_WITHOUT = "WANDB_MODE=offline keeps the records in the run folder, and observe.wandb=null is without"
 
 
 def check_wandb(config: RunConfig) -> None:
@@ -38,8 +39,7 @@ def check_wandb(config: RunConfig) -> None:
         found = False
     if not found:
         raise UserError(
-            "observe.wandb is set but Weights & Biases has no key here: run `wandb login` or set WANDB_API_KEY; "
-            "WANDB_MODE=offline keeps the records in the run folder, and observe.wandb=null is without"
+            f"observe.wandb is set but Weights & Biases has no key here: run `wandb login` or set WANDB_API_KEY; {_WITHOUT}"
         )
 
 
@@ -54,18 +54,21 @@ class WeightsAndBiases:
         import wandb
 
         file, given = folder / "wandb-run.json", config.observe
-        self._run = wandb.init(
-            project=given.wandb,
-            entity=given.wandb_entity,
-            name=given.wandb_name or folder.resolve().name,
-            group=given.wandb_group,
-            tags=given.wandb_tags or None,
-            dir=str(folder),
-            config=config.model_dump(),
-            id=json.loads(file.read_text(encoding="utf-8"))["id"] if file.exists() else None,
-            resume="allow",
-            allow_val_change=True,  # of the configuration, by a resume
-        )
+        try:
+            self._run = wandb.init(
+                project=given.wandb,
+                entity=given.wandb_entity,
+                name=given.wandb_name or folder.resolve().name,
+                group=given.wandb_group,
+                tags=given.wandb_tags or None,
+                dir=str(folder),
+                config=config.model_dump(),
+                id=json.loads(file.read_text(encoding="utf-8"))["id"] if file.exists() else None,
+                resume="allow",
+                allow_val_change=True,  # of the configuration, by a resume
+            )
+        except wandb.Error as error:
+            raise UserError(f"observe.wandb: {error}\n{_WITHOUT}") from error
         # Steps are a value, not W&B's own count: it takes none that it has seen, and a rollback comes to them again.
         self._run.define_metric("*", step_metric="step")
         write_json(file, {"id": self._run.id, "project": given.wandb, "url": self._run.url})

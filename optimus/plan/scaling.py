@@ -61,7 +61,7 @@ def draw(points: Sequence[ScalingPoint], path: Path) -> None:
     )
     ranks = [point.ranks for point in points]
     rates = [point.plan.tokens_per_second for point in points]
-    axes.plot(ranks, [rates[0] / ranks[0] * number for number in ranks], "--", color="grey", label="ideal")
+    axes.plot(ranks, [rates[0] / ranks[0] * number for number in ranks], "--", color="black", zorder=3, label="ideal")
     axes.plot(ranks, rates, "o-", label="predicted")
     efficiency = axes.twinx()
     efficiency.plot(ranks, [100 * point.efficiency for point in points], "s:", color="tab:orange", label="efficiency")

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from optimus.config.flat import differing, value_text
-from optimus.report.folder import RunFolder
+from optimus.report.folder import RunFolder, mapping
 
 _MISSING = "-"
 
@@ -28,8 +28,8 @@ def has_other_tokenizer(folders: Sequence[RunFolder]) -> bool:
 
 def _surroundings(folder: RunFolder) -> Iterator[tuple[str, Any]]:
     for section in ("versions", "machine"):
-        for key, value in (folder.described(section) or {}).items():
+        for key, value in mapping(folder.described(section)).items():
             yield f"{section}: {key}", value
-    git = (folder.described("git") or {}).get("optimus") or {}
+    git = mapping(mapping(folder.described("git")).get("optimus"))
     yield "git: commit", git.get("commit", _MISSING)
     yield "ranks", folder.described("ranks")

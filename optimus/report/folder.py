@@ -129,18 +129,23 @@ def read_folder(given: str | Path) -> RunFolder:
 
     metrics, experts = lines("metrics.jsonl"), lines("experts.jsonl", _EXPERT_STEPS)
     steps = [each for each in metrics if isinstance(each.get("step"), int)]
-    if len(steps) < len(metrics):
-        skipped["metrics.jsonl"] = skipped.get("metrics.jsonl", 0) + len(metrics) - len(steps)
+    loads = [each for each in experts if isinstance(each.get("step"), int) and _is_load(each.get("load"))]
+    for name, found, good in (("metrics.jsonl", metrics, steps), ("experts.jsonl", experts, loads)):
+        if len(good) < len(found):
+            skipped[name] = skipped.get(name, 0) + len(found) - len(good)
+    timeline = _json(path / "timeline.json", skipped)
+    if timeline is not None and not _is_timeline(timeline):
+        timeline, skipped["timeline.json"] = None, 1
     newest = {each["step"]: each for each in steps}
     return RunFolder(
         path,
         [newest[step] for step in sorted(newest)],
         len(steps) - len(newest),
-        [each for each in experts if isinstance(each.get("step"), int)],
+        loads,
         lines("events.jsonl"),
         lines("environment.jsonl"),
         _config(path / "config.yaml", skipped),
-        _json(path / "timeline.json", skipped),
+        timeline,
         {file.stem: read for file in sorted((path / "evaluations").glob("*.json")) if (read := _json(file, skipped))},
         skipped,
     )
@@ -212,6 +217,35 @@ def _json(path: Path, skipped: dict[str, int]) -> dict[str, Any] | None:
     return content
 
 
+def _is_load(load: Any) -> bool:
+    """Whether it is numbers of experts by layer."""
+    return isinstance(load, dict) and all(
+        layer.isdecimal()
+        and isinstance(experts, list)
+        and set(map(type, experts)) <= {float, int}
+        and all(map(math.isfinite, experts))
+        for layer, experts in load.items()
+    )
+
+
+def _is_timeline(found: Mapping[str, Any]) -> bool:
+    """Whether all events of a pipeline, and of its simulation if there is one, are (rank, kind, stage, microbatch, start,
+    end)."""
+    ranks, timelines = found.get("ranks"), (found.get("events"), found.get("simulated", []))
+    return isinstance(ranks, int) and all(
+        isinstance(events, list)
+        and all(
+            isinstance(event, list)
+            and len(event) == 6
+            and event[0] in range(ranks)
+            and isinstance(event[1], str)
+            and all(map(is_number, event[2:]))
+            for event in events
+        )
+        for events in timelines
+    )
+
+
 def _is_held(lease: Path) -> bool:
     """Whether a living run holds the folder, as far as its lease says."""
     try:
@@ -222,6 +256,11 @@ def _is_held(lease: Path) -> bool:
     if here and not holder.get("several"):
         return psutil.pid_exists(pid)
     return age < _BEAT or (age < _SILENCE and not here) or (here and psutil.pid_exists(pid))
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """What a file should hold here; nothing where it holds something else."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def is_number(value: Any) -> TypeGuard[float]:

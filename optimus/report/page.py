@@ -16,7 +16,7 @@ from optimus.disk import user_path
 from optimus.errors import UserError, naming_disk_errors
 from optimus.report.compare import differences, has_other_tokenizer
 from optimus.report.downsample import downsample
-from optimus.report.folder import RunFolder, is_number, plain, read_folder
+from optimus.report.folder import RunFolder, is_number, mapping, plain, read_folder
 
 _POINTS = 2500  # of a curve
 _STACKED = 600  # steps of a picture of parts
@@ -139,7 +139,7 @@ def _run(name: str, folder: RunFolder, hidden: set[str]) -> dict[str, Any]:
 
 def facts(folder: RunFolder) -> dict[str, Any]:
     """What is said of a run in a line or a few: numbers and texts, None where the files say nothing."""
-    model = folder.setting("model", {})
+    model = mapping(folder.setting("model"))
     return {
         "model": " ".join(
             str(part)
@@ -234,7 +234,6 @@ def stack(folder: RunFolder, kind: str) -> dict[str, Any] | None:
 
 def expert_loads(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Tokens of each expert in per cent of its layer's mean: `load[step][layer][expert]`."""
-    records = [each for each in records if isinstance(each.get("load"), dict)]
     if not records:
         return None
     layers = sorted({int(layer) for each in records for layer in each["load"]})
@@ -253,19 +252,14 @@ def evaluations(files: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Of each file of `optimus evaluate` a row for each task, and one for its text."""
     rows = []
     for name, found in files.items():
-        tasks, checkpoint, text = (_mapping(found.get(key)) for key in ("tasks", "checkpoint", "text"))
-        scored = {task: _mapping(scores) for task, scores in tasks.items()}
+        tasks, checkpoint, text = (mapping(found.get(key)) for key in ("tasks", "checkpoint", "text"))
+        scored = {task: mapping(scores) for task, scores in tasks.items()}
         if is_number(bits := found.get("bits_per_byte")):
             scored[str(text.get("path", "text"))] = {"bits_per_byte": bits}
         for what, scores in scored.items():
             numbers = {key: plain(value) for key, value in scores.items() if is_number(value)}
             rows.append({"file": name, "step": checkpoint.get("step"), "what": what, "scores": numbers})
     return rows
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    """What a file should hold here; nothing where it holds something else."""
-    return value if isinstance(value, Mapping) else {}
 
 
 def _event(event: Mapping[str, Any]) -> dict[str, Any]:

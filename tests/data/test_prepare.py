@@ -480,6 +480,7 @@ def test_progress_names_the_stages(tmp_path: Path, lines_file: Path, stages: Any
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(1, 4)
 def test_memory_does_not_grow_with_the_input(tmp_path: Path, sources: list[str], tokenizer_file: Path) -> None:
     """A document, and JSON lines, of 24 MB each: encoded at once, either would take more than a gigabyte."""
     text = "".join(sources)

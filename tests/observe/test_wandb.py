@@ -109,6 +109,17 @@ def test_a_missing_key_is_one_message_before_the_folder_is_made(
     assert not Path(small_run["train"]["output"]).exists()
 
 
+def test_a_server_that_does_not_answer(
+    wandb: Wandb, small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**_: Any) -> Run:
+        raise wandb.Error("no answer")
+
+    monkeypatch.setattr(wandb, "init", init)
+    with pytest.raises(UserError, match=r"observe\.wandb: no answer\nWANDB_MODE=offline keeps the records"):
+        optimus.train(asking(small_run))
+
+
 def test_no_key_is_needed_offline(small_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", Wandb(key=False, mode="offline"))
     assert optimus.train(asking(small_run), check=True)["ok"]

@@ -41,8 +41,8 @@ def test_runs(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     write_report([run, *others], tmp_path / "three.html")
     with browser() as chromium:
         # Six curves; of each run time and memory, and two canvases of the load of experts.
-        for name, charts, canvases in (("one", 8, 10), ("three", 12, 18)):
-            shown, found = opened(chromium, tmp_path / f"{name}.html")
+        for name, charts, canvases, widths in (("one", 8, 10, (1280, 390)), ("three", 12, 18, (390, 1280))):
+            shown, found = opened(chromium, tmp_path / f"{name}.html", widths)
             assert (found["charts"], len(found["canvases"]), found["lanes"]) == (charts, canvases, 4)
             assert "sciq" in found["text"]
         keys_do_what_the_mouse_does(shown)

@@ -82,6 +82,25 @@ def test_damaged_and_half_written_lines(tmp_path: Path, make_run: Make) -> None:
     assert data["runs"][0]["events"][-1]["step"] is None
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "lines"),
+    [
+        ("experts.jsonl", '{"step": 1, "load": {"1": 5}}\n{"step": 1, "load": {"x": [1]}}', 2),
+        ("experts.jsonl", '{"step": 1, "load": {"1": [NaN]}}', 1),
+        ("timeline.json", '{"ranks": 2, "events": 3}', 1),
+        ("timeline.json", '{"ranks": 2, "events": [[2, "forward", 0, 0, 0.0, 1.0]]}', 1),
+        ("environment.jsonl", '{"versions": 3, "git": 4}', 0),
+        ("config.yaml", "model: x\ntrain: 3", 0),
+    ],
+)  # fmt: skip
+def test_files_that_hold_something_else(tmp_path: Path, make_run: Make, file: str, text: str, lines: int) -> None:
+    (make_run(tmp_path / "run") / file).write_text(text)
+    found = report_data([tmp_path / "run", make_run(tmp_path / "other")])["runs"][0]
+    assert found["skipped_lines"] == ({file: lines} if lines else {})
+    assert (found["experts"] is None) == (file == "experts.jsonl")
+    assert found["timeline"] is None
+
+
 def test_steps_that_were_run_again(tmp_path: Path, make_run: Make) -> None:
     run = make_run(tmp_path / "run", steps=4)
     with (run / "metrics.jsonl").open("a") as file:
@@ -118,7 +137,10 @@ def test_comparison(tmp_path: Path, make_run: Make) -> None:
 @pytest.mark.parametrize("other", [{"tokenizer": "xyz"}, {"tokenizer": None, "vocab": 300}])
 def test_losses_of_other_tokenizers_are_not_compared(tmp_path: Path, make_run: Make, other: dict[str, object]) -> None:
     data = report_data([make_run(tmp_path / "a"), make_run(tmp_path / "b", **other)])
-    assert "different tokenizers" in data["warnings"][0]
+    assert data["warnings"] == [
+        "The runs have different tokenizers, so that their losses per token cannot be compared: bits per byte of the "
+        "validation text can, and the losses are not drawn."
+    ]
     assert all("loss" not in run["series"] for run in data["runs"])
     assert [chart["keys"] for chart in data["charts"]].count(["bits_per_byte"]) == 1
 
@@ -143,12 +165,20 @@ def test_states(tmp_path: Path, make_run: Make) -> None:
 
 
 def test_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no such folder"):
-        report_data([tmp_path / "none"])
-    with pytest.raises(UserError, match=r"neither metrics\.jsonl nor config\.yaml"):
-        report_data([tmp_path])
-    with pytest.raises(UserError, match="a run folder"):
-        report_data([])
+    def message(*runs: Path) -> str:
+        with pytest.raises(UserError) as error:
+            write_report(runs, tmp_path / "no" / "page.html")
+        return str(error.value)
+
+    none = tmp_path / "none"
+    assert message(none) == (f"{none} is not a run folder: there is no such folder; name the train.output of a run")
+    assert message(tmp_path) == (
+        f"{tmp_path} is not a run folder: it has neither metrics.jsonl nor config.yaml; name the train.output of a run, "
+        "and see with `optimus runs FOLDER` which there are"
+    )
+    assert message() == "a report needs a run folder: name one, or several to compare"
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match="cannot write"):
-        write_report([tmp_path], tmp_path / "no" / "page.html")
+    assert message(tmp_path) == (
+        f"cannot write {tmp_path / 'no' / 'page.html'}: No such file or directory. Make room, or choose another place for "
+        "--output"
+    )

@@ -35,8 +35,12 @@ def test_a_run_that_is_being_written(tmp_path: Path, make_run: Callable[..., Pat
         other = urllib.request.Request(url, headers={"Host": f"elsewhere.example:{port}"})
         with pytest.raises(urllib.error.HTTPError, match="403"):
             urllib.request.urlopen(other)
-        with pytest.raises(UserError, match="choose another port"):
+        with pytest.raises(UserError) as error:
             report_server([run], "127.0.0.1", int(port))
+        assert str(error.value) == (
+            f"--serve: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another port, or end what "
+            "listens there"
+        )
         server.shutdown()
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from helpers.drawing import config_of
+from helpers.sweep import part_of
 from helpers.whole import whole_state
 from optimus.config import load_config
 from optimus.errors import UserError
@@ -86,6 +87,7 @@ def trained(
     return found
 
 
+@pytest.mark.swept("more")
 @pytest.mark.parametrize(
     ("model", "more", "ranks", "overrides"),
     [
@@ -120,17 +122,19 @@ def test_documents_are_what_they_are_alone(model: str, more: dict[str, Any], ran
     assert_as_alone(run_config(model, *overrides, **more), ranks, DOCUMENT_BS, [None, MASK_BS])
 
 
-@pytest.mark.swept("model", "ranks")
 @pytest.mark.parametrize(
     ("model", "more", "ranks", "overrides"),
-    [
-        ("dense", {}, 4, ["parallel.context=4"]),
-        ("dense", WINDOWED | {"window": 700}, 2, ["parallel.context=2", "parallel.context_method=ulysses"]),
-        ("dense", GROUPED | {"window": 700}, 2, ["parallel.tensor=2", "parallel.context=1"]),
-        ("dense", {}, 2, ["parallel.pipeline=2", "parallel.vocabulary=true", "recompute=[block]"]),
-        ("moe", LATENT, 2, ["parallel.expert=2", "state.shard=parameters"]),
-        ("moe", {}, 4, ["parallel.tensor=[1,2]", "parallel.context=2"]),
-    ],
+    part_of(
+        [
+            ("dense", {}, 4, ["parallel.context=4"]),
+            ("dense", WINDOWED | {"window": 700}, 2, ["parallel.context=2", "parallel.context_method=ulysses"]),
+            ("dense", GROUPED | {"window": 700}, 2, ["parallel.tensor=2", "parallel.context=1"]),
+            ("dense", {}, 2, ["parallel.pipeline=2", "parallel.vocabulary=true", "recompute=[block]"]),
+            ("moe", LATENT, 2, ["parallel.expert=2", "state.shard=parameters"]),
+            ("moe", {}, 4, ["parallel.tensor=[1,2]", "parallel.context=2"]),
+        ],
+        6,
+    ),
     ids=str,
 )
 def test_eight_documents_of_2048_tokens(model: str, more: dict[str, Any], ranks: int, overrides: list[str]) -> None:

@@ -140,6 +140,7 @@ def test_a_run_and_what_reads_its_checkpoints(pruned: dict[str, Any], tmp_path: 
     assert ends[0] == pytest.approx(ends[1], rel=1e-6)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_resumed(pruned: dict[str, Any], tmp_path: Path) -> None:
     """Bit for bit on the same layout, within rounding on another; without its factors it is refused."""
     optimus.train(pruned)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import optimus
+from helpers.sweep import part_of
 from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.config import load_config
 from optimus.model import vocabulary
@@ -227,6 +228,7 @@ def test_bad_data_on_one_rank_ends_all_and_saves(prepared: Path, small_run: dict
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(("shard", "collective"), [("none", "all_reduce"), ("gradients", "send")])
 def test_a_trace_shows_gradients_on_their_way_during_the_backward_pass(
     small_run: dict[str, Any], shard: str, collective: str
@@ -245,6 +247,7 @@ def test_a_trace_shows_gradients_on_their_way_during_the_backward_pass(
     assert len(during) >= 2  # operations of the backward pass begin and end while they are on their way
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(("overlap", "sequence"), [(True, True), (True, False), (False, True)])
 def test_a_trace_shows_input_gradients_on_their_way_beside_the_weights_product(
     small_run: dict[str, Any], sequence: bool, overlap: bool
@@ -272,7 +275,9 @@ def test_a_trace_shows_input_gradients_on_their_way_beside_the_weights_product(
 
 
 @pytest.mark.parametrize(
-    "pipeline", [{}, {"schedule": "interleaved-1f1b", "stages_per_rank": 2}], ids=["1f1b", "interleaved"]
+    "pipeline",
+    part_of([{}, {"schedule": "interleaved-1f1b", "stages_per_rank": 2}], 2),
+    ids=lambda fields: fields.get("schedule", "1f1b"),
 )
 def test_a_pipelined_run_equals_one_process(
     small_run: dict[str, Any], tmp_path: Path, pipeline: dict[str, Any]

@@ -44,10 +44,12 @@ function controls() {
 }
 
 const alongName = () => axis === "seconds" ? "training time" : axis;
+const alongText = (x, number) => axis === "seconds" && x !== null ? duration(x) : number(x);
+const alongSeries = () => ({ label: alongName(), value: (_, x) => alongText(x, text) });
 function axes(size) {
   const font = "12px system-ui, sans-serif", grid = { stroke: "#e6e9ee", width: 1 }, soft = { stroke: "#4d5768", font, grid };
   return [
-    { ...soft, label: alongName(), labelFont: font, labelSize: 18, size: 32, values: (_, ticks) => ticks.map(tick => axis === "seconds" ? duration(tick) : short(tick)), space: 70 },
+    { ...soft, label: alongName(), labelFont: font, labelSize: 18, size: 32, values: (_, ticks) => ticks.map(tick => alongText(tick, short)), space: 70 },
     { ...soft, size, values: (_, ticks) => ticks.map(tick => tick === null ? "" : short(tick)) },
   ];
 }
@@ -80,7 +82,7 @@ function marks(runs, bad) {
 /* The entries of a legend show and hide their curves: by keys, too. */
 function byKeys(chart, holder) {
   const entries = [...holder.querySelectorAll(".u-series th")].slice(1);
-  if (entries.length < 2) return;
+  if (entries.length < 2) { entries.forEach(entry => { entry.style.pointerEvents = "none"; }); return; }  // it stays
   entries.forEach((entry, number) => {
     const say = () => entry.setAttribute("aria-pressed", chart.series[number + 1].show);
     attributes(entry, { role: "button", tabindex: 0 });
@@ -136,7 +138,7 @@ function plot(box, label, build) {
 function curves(box, chart) {
   const several = data.runs.length > 1;
   plot(box, `${chart.title} of ${data.runs.map(run => run.name).join(", ")}`, () => {
-    const tables = [], series = [{ label: alongName(), value: (_, x) => axis === "seconds" && x !== null ? duration(x) : text(x) }], bad = [];
+    const tables = [], series = [alongSeries()], bad = [];
     data.runs.forEach((run, number) => chart.keys.forEach((key, part) => {
       const points = run.series[key];
       if (!points) return;
@@ -172,7 +174,7 @@ function stacked(box, run, kind) {
     const sums = [];
     names.forEach((name, i) => sums.push(finite(parts[name]).map((value, at) => (value ?? 0) + (i ? sums[i - 1][at] : 0))));
     const order = names.map((_, i) => i).reverse();  // the largest sum first, the smaller ones over it
-    const series = [{ label: alongName() }, ...order.map(i => ({ label: names[i], fill: PART_COLOURS[i % PART_COLOURS.length],
+    const series = [alongSeries(), ...order.map(i => ({ label: names[i], fill: PART_COLOURS[i % PART_COLOURS.length],
       stroke: PART_COLOURS[i % PART_COLOURS.length], width: 1, points: { show: step.length < 3 }, value: (_, __, ___, at) => at === null ? "-" : show(finite(parts[names[i]])[at]) }))];
     const both = axes(84);
     Object.assign(both[1], { values: (_, ticks) => ticks.map(show) }, seconds ? {} : { incrs: BYTES });
@@ -298,7 +300,7 @@ function draw() {
   const what = "tokens of an expert, to the mean of its layer";
   if (routed.length && alone) heat(panel(details ??= section("Memory, time and experts"), "Load of the experts", what), alone);
   else if (routed.length) { const rest = section("Load of the experts"); routed.forEach(run => heat(panel(rest, run.name, what), run)); }
-  data.runs.filter(run => run.timeline && run.timeline.events).forEach(run => {
+  data.runs.filter(run => run.timeline?.events.length).forEach(run => {
     const box = panel(section("Pipeline of " + run.name), "Timeline of a step", "numbers are microbatches; of a rank's stages, the later the paler", true);
     const kinds = lanes(box, "measured", run.timeline.ranks, run.timeline.events);
     if (run.timeline.simulated) lanes(box, "simulated, with the measured times of its passes", run.timeline.ranks, run.timeline.simulated);

@@ -38,8 +38,8 @@ _FOCUSED = """() => {
 def opened(chromium: Any, page: Path, widths: Sequence[int] = (1280, 390)) -> tuple[Any, dict[str, Any]]:
     """The page in a window of each of these widths, and what it shows in the last one.
 
-    Fails where its console says anything, it asks for anything, it is wider than its window, a chart is empty, a rule of
-    axe-core is broken, or Tab does not come to every control in the order in which they stand.
+    Fails where its console says anything, it asks for anything, it is wider than its window, a chart is empty, and in the
+    last width where a rule of axe-core is broken, or Tab does not come to every control in the order in which they stand.
     """
     from axe_playwright_python.sync_playwright import Axe
 
@@ -55,8 +55,8 @@ def opened(chromium: Any, page: Path, widths: Sequence[int] = (1280, 390)) -> tu
         assert found["wide"] <= 0
         assert found["canvases"]
         assert all(found["canvases"])
-        violations = Axe().run(shown, options=_RULES).response["violations"]
-        assert not violations, [(each["id"], [node["html"] for node in each["nodes"]]) for each in violations]
+    violations = Axe().run(shown, options=_RULES).response["violations"]
+    assert not violations, [(each["id"], [node["html"] for node in each["nodes"]]) for each in violations]
     reached = []
     for _ in range(found["controls"]):
         shown.keyboard.press("Tab")
