@@ -37,7 +37,7 @@ _DECIDING = ("data", "train", "optimizer", "lr_schedule", "moe", "pruning")  # s
 
 def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
     """Make model and state on `device`, initialised, or loaded from the newest checkpoint that is whole when `resume`."""
-    run = new_run(config, device, resume, partial(_masks, config, resume, device))
+    run = new_run(config, device, resume, partial(_masks, config, resume))
     points = run.groups.world.on_first(lambda: resume_points(run.folder)) if resume else []
     if points:
         _resume(run, points)
@@ -46,9 +46,7 @@ def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
     return run
 
 
-def _masks(
-    config: RunConfig, resume: bool, device: torch.device, groups: Groups, layouts: Mapping[str, Layout]
-) -> Mapping[str, Tensor]:
+def _masks(config: RunConfig, resume: bool, groups: Groups, layouts: Mapping[str, Layout]) -> Mapping[str, Tensor]:
     """Masks of what the run will begin with: so it never has state for what is pruned."""
     reader = groups.world.on_first(lambda: begins_with(config, resume))
     if reader is None:
