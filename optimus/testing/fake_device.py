@@ -342,7 +342,7 @@ class _Generator(torch.Generator):
     """Of numbers that are never drawn."""
 
     def __new__(cls, device: Any = "cpu") -> "_Generator":
-        return super().__new__(cls, "cpu" if torch.device(device).type == NAME else device)
+        return super().__new__(cls, "cpu" if torch.device(device).type == NAME else device)  # type: ignore[call-arg]
 
 
 class _Event:
