@@ -112,9 +112,11 @@ def kth_largest(world: Group, parts: Callable[[], Iterator[tuple[Tensor, int]]],
 def distance(before: Mapping[str, Tensor], now: Mapping[str, Tensor], state: ModelState) -> float:
     """What of the masks `now` was pruned by those `before`, as a share of what they leave: over the whole model.
 
-    You et al. count differing elements as a share of all of them, which is small at a high sparsity whatever the masks.
+    You et al. count differing elements as a share of all of them, which is small at a high sparsity whatever the masks. Of a
+    parameter without a mask before, as after a change of `pruning.targets`, all of what is left is new.
     """
-    new = _total(state, {name: bits_of(bits & ~before[name]) for name, bits in now.items()})
+    known = {name: before.get(name, torch.zeros_like(bits)) for name, bits in now.items()}
+    new = _total(state, {name: bits_of(bits & ~known[name]) for name, bits in now.items()})
     return new / _total(state, {name: bits_of(bits) for name, bits in now.items()})
 
 

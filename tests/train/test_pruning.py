@@ -194,6 +194,16 @@ def test_early_bird_tickets_after_a_resume(small_run: dict[str, Any], tmp_path: 
         assert [any(key.startswith(prefix) for key in reader.stored) for reader in readers] == there
 
 
+def test_early_bird_tickets_of_other_targets_after_a_resume(small_run: dict[str, Any], tmp_path: Path) -> None:
+    """Parameters that were not drawn before count as all new: the search goes on."""
+    pruning = {"method": "early-bird", "sparsity": 0.5, "at": 1, "every": 1, "distance": 0.9, "targets": ["matrix"]}
+    run = changed(small_run, tmp_path / "run", pruning=pruning)
+    optimus.train(run, ["train.stop_at=3", "checkpoint.every=1"])
+    optimus.train(run, ["pruning.targets=[matrix,expert]"], resume=True)
+    masks = whole_masks(Reader.open(tmp_path / "run" / "checkpoints" / "step-00000008"))
+    assert {"experts" in name for name in masks} == {True, False}
+
+
 # ---- Thresholds ----
 
 
