@@ -156,6 +156,7 @@ def test_plain_numpy_reads_the_shards(prepared: Path) -> None:
     assert sum(len(array) for array in arrays) == index["instances"] == index["tokens"] // 64
 
 
+@pytest.mark.in_turn(2, 4)
 def test_real_corpus_every_token_once_and_same_bytes_for_any_workers(tmp_path: Path, shared_data: Path) -> None:
     from tokenizers import Tokenizer
 
@@ -293,6 +294,7 @@ preparation.prepare([inputs], output, tokenizer=tokenizer, context=64, workers=2
 """
 
 
+@pytest.mark.in_turn(3, 4)
 def test_killed_ten_times_gives_the_same_bytes(
     tmp_path: Path, lines_file: Path, sources: list[str], tokenizer_file: Path
 ) -> None:

@@ -301,7 +301,7 @@ def test_bf16_gradients_are_as_good_on_ranks(shard: str) -> None:
     assert_same_as_one_process(config_of("moe"), [layout], 5, rtol=4e-2)
 
 
-@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+@pytest.mark.parametrize("shard", part_of(["gradients", "parameters"], 2))
 def test_fifty_steps_in_bf16(shard: str) -> None:
     """Sharded bf16 gradients lose nothing that shows: within 1 % of one process."""
     config = config_of("moe")

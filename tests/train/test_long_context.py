@@ -28,6 +28,7 @@ def config(**sections: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(0, 3)
 def test_sixteen_thousand_tokens_train_on_four_ranks_of_a_ring() -> None:
     """The loss is that of one process, which would take minutes for a step; the step lowers it."""
     tree = load_config(config())

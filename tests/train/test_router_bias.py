@@ -86,6 +86,7 @@ def test_a_step_that_is_left_out_moves_no_bias() -> None:
         torch.testing.assert_close(router.bias, other.bias)  # of the second step's choices alone
 
 
+@pytest.mark.swept("ranks")
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
