@@ -98,9 +98,11 @@ def load(built: Path) -> ModuleType:
         "set_rng_state": lambda state, device=None: generator.set_state(state),
         "manual_seed_all": generator.manual_seed,
         "_is_in_bad_fork": lambda: False,
+        "_lazy_init": lambda: None,
     }
     device.__dict__.update(given)
     torch._register_device_module("phantom", device)
+    torch.empty(0, device="phantom")  # torch 2.11 waits for no device that it has not initialised
     atexit.register(torch.accelerator.synchronize)  # its threads must not outlive what they use
     return controls
 
