@@ -80,11 +80,7 @@ def as_configured(job: Job) -> Job:
         return job
     job = job.changed(recompute=[], recompute_every=1)
     parts = memory_of(job).parts
-    free = (
-        job.machine.memory
-        - sum(parts[kind] for kind in ("parameters", "gradients", "optimizer"))
-        - parts.get("teacher", 0)
-    )
+    free = job.machine.memory - sum(parts.get(kind, 0) for kind in ("parameters", "gradients", "optimizer", "teacher"))
     config = with_dispatcher(config, job.mesh, job.machine.collectives)
     chosen, _, _ = chosen_recomputation(config, job.mesh, int(job.itemsize), int(free))
     return job.changed(recompute=[*chosen.kinds], recompute_every=chosen.every)

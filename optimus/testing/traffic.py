@@ -52,9 +52,8 @@ class Traffic:
 
     calls: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
-    sent_to: Counter[int] = field(
-        default_factory=Counter
-    )  # bytes that went from rank to rank, by the rank that got them
+    # Bytes that went from rank to rank, by the rank that got them.
+    sent_to: Counter[int] = field(default_factory=Counter)
 
 
 @contextmanager
