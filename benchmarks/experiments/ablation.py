@@ -4,11 +4,11 @@ Published: the perplexity of a model that is trained on a mixture correlates str
 trained on its parts, so that n trainings answer for 2^n mixtures (Na et al. 2024). Expected: Pearson's r of 0.9 or more.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from statistics import correlation
 
-from benchmarks.experiments.harness import Experiment, Prepared, Trained, command
+from benchmarks.experiments.harness import Experiment, Prepared, Trained, command, mean_and_deviation
 from benchmarks.harness import Result, Row
 from optimus.checkpoint.folder import find_checkpoint
 from optimus.checkpoint.merging import merge
@@ -19,12 +19,29 @@ _TRUNK, _TOKENS = 300_000, 80_000
 
 
 def run(experiment: Experiment) -> Result:
-    """Six parts and their 15 pairs, from one trunk that has seen all; all with the first seed."""
+    """Six parts and their 15 pairs, from one trunk that has seen all; once more with every seed."""
     names = _PARTS[:3] if experiment.quick else _PARTS
     prepared = experiment.prepared(names)
     sets = [name for name in _SETS if name in names]
+    rows = [row for seed in experiment.seeds for row in _of_seed(experiment, prepared, sets, seed)]
+    correlations: list[Row] = []
+    for name, chosen in {**{name: [name] for name in sets}, "all": sets}.items():
+        found = []
+        for seed in experiment.seeds:
+            of_seed = [row for row in rows if row["seed"] == seed]
+            pairs = [(row[each], row[f"{each} average"]) for row in of_seed for each in chosen]
+            found.append(correlation(*map(list, zip(*pairs))))
+        mean, deviation = mean_and_deviation(found)
+        correlations.append({"held out": name, "pearson": mean, "pearson sd": deviation})
+    ratios = {f"ablation.pearson.{row['held out']}": row["pearson"] for row in correlations}
+    return Result(rows, ratios, tables={"ablation": rows, "correlations": correlations})
+
+
+def _of_seed(experiment: Experiment, prepared: Mapping[str, Prepared], sets: Sequence[str], seed: int) -> list[Row]:
+    """A row per pair: the loss of its model, and of the average of the models of its parts."""
+    names = tuple(prepared)
     measured = experiment.validation({name: prepared[name] for name in sets}, tokens=1 << 14)
-    trunk = experiment.train("trunk", 0, {"data": _sources(prepared, names)}, experiment.steps(_TRUNK))
+    trunk = experiment.train("trunk", seed, {"data": _sources(prepared, names)}, experiment.steps(_TRUNK))
     steps = experiment.steps(_TOKENS)
 
     def branch(chosen: tuple[str, ...]) -> Trained:
@@ -34,7 +51,7 @@ def run(experiment: Experiment) -> Result:
             "checkpoint": {"every": 1_000_000, "keep": 1, "initial": str(find_checkpoint(trunk.folder))},
             "lr_schedule": {"peak": 1e-3, "minimum": 1e-4},
         }
-        return experiment.train("+".join(chosen), 0, config, steps)
+        return experiment.train("+".join(chosen), seed, config, steps)
 
     parts = {name: branch((name,)) for name in names}
     rows: list[Row] = []
@@ -50,18 +67,12 @@ def run(experiment: Experiment) -> Result:
             "checkpoint": {"every": 1_000_000, "keep": 1, "initial": str(average)},
             "lr_schedule": {"name": "constant", "peak": 1e-30, "warmup_steps": 0},  # measures, and trains nothing
         }
-        merged = experiment.train(f"average of {'+'.join(pair)}", 0, still, 1)
-        row: Row = {"pair": "+".join(pair)}
+        merged = experiment.train(f"average of {'+'.join(pair)}", seed, still, 1)
+        row: Row = {"pair": "+".join(pair), "seed": seed}
         for name in sets:
             row |= {name: trained.loss(name), f"{name} average": merged.loss(name)}
         rows.append(row)
-    ratios = {
-        f"ablation.pearson.{name}": correlation([row[name] for row in rows], [row[f"{name} average"] for row in rows])
-        for name in sets
-    }
-    every = [(row[name], row[f"{name} average"]) for row in rows for name in sets]
-    ratios["ablation.pearson.all"] = correlation(*map(list, zip(*every)))
-    return Result(rows, ratios, tables={"ablation": rows})
+    return rows
 
 
 def _sources(prepared: Mapping[str, Prepared], names: tuple[str, ...]) -> list[dict[str, object]]:

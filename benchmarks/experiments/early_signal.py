@@ -6,9 +6,9 @@ for accuracy.
 """
 
 import statistics
-from pathlib import Path
+from typing import Any
 
-from benchmarks.experiments.harness import MODEL, Experiment, command
+from benchmarks.experiments.harness import MODEL, Experiment, command, mean_and_deviation
 from benchmarks.harness import Result, Row
 from optimus.errors import UserError
 from optimus.evaluate.signals import read_curves, signals
@@ -32,12 +32,24 @@ def run(experiment: Experiment) -> Result:
         "tasks_every": every,
         "tasks_limit": 2 if experiment.quick else _LIMIT,
     }
-    runs: list[Path] = []
-    for name, (hidden, layers) in _SIZES.items():
-        model = {**MODEL, "hidden": hidden, "layers": layers, "intermediate": 3 * hidden}
-        data = [{"path": str(each.train), "name": corpus} for corpus, each in prepared.items()]
-        runs.append(experiment.train(name, 0, {"model": model, "data": data, "evaluate": evaluate}, steps).folder)
-    rows: list[Row] = signals(read_curves(runs))
+    data = [{"path": str(each.train), "name": corpus} for corpus, each in prepared.items()]
+    configs: dict[str, dict[str, Any]] = {
+        name: {
+            "model": {**MODEL, "hidden": hidden, "layers": layers, "intermediate": 3 * hidden},
+            "data": data,
+            "evaluate": evaluate,
+        }
+        for name, (hidden, layers) in _SIZES.items()
+    }
+    trained = experiment.train_all(configs, steps)
+    # Sizes are ranked within a seed.
+    of_seeds = [signals(read_curves([run.folder for run in runs])) for runs in zip(*trained.values())]
+    rows: list[Row] = []
+    for same in zip(*of_seeds):
+        row: Row = {"task": same[0]["task"], "metric": same[0]["metric"]}
+        for name in ("spearman", "noise", "kendall"):
+            row[name], row[f"{name} sd"] = mean_and_deviation([each[name] for each in same])
+        rows.append(row)
     ratios = {
         f"early_signal.spearman.{metric}": statistics.fmean(row["spearman"] for row in rows if row["metric"] == metric)
         for metric in ("acc", "acc_norm", "bits_per_byte", "margin")

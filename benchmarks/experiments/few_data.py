@@ -5,11 +5,12 @@ several models go below the best single one; a student, which reads what these w
 Expected: 0.05 nats or more from the decay, as much again from four models, of which the student keeps 60 %.
 """
 
+import statistics
 from collections.abc import Sequence
 
 import torch
 
-from benchmarks.experiments.harness import STEP_TOKENS, Experiment, Prepared, Trained, command
+from benchmarks.experiments.harness import STEP_TOKENS, Experiment, Prepared, Trained, command, mean_and_deviation
 from benchmarks.harness import Result, Row
 from optimus.checkpoint.store import load_model
 from optimus.data.shards import Shards
@@ -50,36 +51,54 @@ def run(experiment: Experiment) -> Result:
         return experiment.train(name or f"decay {decay}, {epochs} epochs", seed, config, steps)
 
     rows: list[Row] = []
-    singles = {(decay, epochs): train(decay, epochs, 0) for epochs in passes for decay in decays}
-    for (decay, epochs), each in singles.items():
-        rows.append({"configuration": f"decay {decay}", "epochs": epochs, "loss": each.loss("wiki")})
-    usual = min(each.loss("wiki") for (decay, _), each in singles.items() if decay == _DECAYS[0])
-    (decay, epochs), best = min(singles.items(), key=lambda item: item[1].loss("wiki"))
-    members = [best, *(train(decay, epochs, seed) for seed in range(1, wanted))]
-    alone = sum(each.loss("wiki") for each in members) / wanted
-    together = {count: _together(members[:count], data) for count in (1, 2, wanted)}
-    # The measures differ a little: rows of the data there, documents by themselves here.
-    for count, loss in together.items():
-        rows.append({"configuration": f"ensemble of {count}", "epochs": epochs, "loss": loss})
-    # Of the pieces alone, longer than they: teachers keep it from learning few data by heart. And of what they write, too.
-    more = {"wiki": (texts["wiki"][0] + _written(members, shards, 8 if quick else _WRITTEN), texts["wiki"][1])}
-    both = Shards(experiment.prepared_texts(more, tokenizer=shards.tokenizer_path)["wiki"].train)
-    students = {
-        "student": (passes[-1], train(decay, passes[-1], wanted, "student", members)),
-        "student of their text": (_PASSES, train(decay, _PASSES, wanted, "student of their text", members, both)),
+    singles = {
+        (decay, epochs): [train(decay, epochs, seed) for seed in experiment.seeds]
+        for epochs in passes
+        for decay in decays
     }
-    for name, (epochs, student) in students.items():
-        of_student = _together([student], data)
-        rows.append({"configuration": name, "epochs": epochs, "loss": of_student})
-    singly = sum(_together([each], data) for each in members) / wanted
-    gain = singly - together[wanted]
+    losses = {key: mean_and_deviation([run.loss("wiki") for run in runs]) for key, runs in singles.items()}
+    for (decay, epochs), found in losses.items():
+        rows.append(_row(f"decay {decay}", epochs, found))
+    usual = min(loss for (decay, _), (loss, _) in losses.items() if decay == _DECAYS[0])
+    decay, epochs = min(losses, key=lambda key: losses[key][0])
+
+    def together(first: Trained, seed: int) -> dict[str, float]:
+        """Losses of an ensemble whose first member is given, of its members and of its students.
+
+        These are measured on documents by themselves, the single models above on rows.
+        """
+        # No two models begin alike.
+        *others, of_student = range(seed + 100, seed + 100 * wanted + 1, 100)
+        members = [first, *(train(decay, epochs, other) for other in others)]
+        found = {
+            "one member": statistics.fmean(_loss([each], data) for each in members),
+            "ensemble of 2": _loss(members[:2], data),
+            f"ensemble of {_MEMBERS}": _loss(members, data),
+        }
+        # Longer than they, as teachers keep it from learning few data by heart; and once also of what these write.
+        written = _written(members, shards, 8 if quick else _WRITTEN)
+        more = {"wiki": (texts["wiki"][0] + written, texts["wiki"][1])}
+        both = Shards(experiment.prepared_texts(more, tokenizer=shards.tokenizer_path)["wiki"].train)
+        student = train(decay, passes[-1], of_student, "student", members)
+        reader = train(decay, _PASSES, of_student, "student of their text", members, both)
+        return found | {"student": _loss([student], data), "student of their text": _loss([reader], data)}
+
+    of_seeds = [together(first, seed) for first, seed in zip(singles[decay, epochs], experiment.seeds)]
+    gains = [each["one member"] - each[f"ensemble of {_MEMBERS}"] for each in of_seeds]
+    kept = [each["one member"] - each["student of their text"] for each in of_seeds]
+    lengths = {"student": passes[-1], "student of their text": _PASSES}
+    for name in of_seeds[0]:
+        rows.append(_row(name, lengths.get(name, epochs), mean_and_deviation([each[name] for each in of_seeds])))
     ratios = {
-        "few_data.decay_gain": usual - best.loss("wiki"),
-        "few_data.ensemble_gain": gain,
-        "few_data.student_keeps": (singly - of_student) / gain if gain > 0 else None,
-        "few_data.mean_of_members": alone,
+        "few_data.decay_gain": usual - losses[decay, epochs][0],
+        "few_data.ensemble_gain": statistics.fmean(gains),
+        "few_data.student_keeps": sum(kept) / sum(gains) if sum(gains) > 0 else None,
     }
     return Result(rows, ratios, tables={"few data": rows})
+
+
+def _row(configuration: str, epochs: int, found: tuple[float, float]) -> Row:
+    return {"configuration": configuration, "epochs": epochs, "loss": found[0], "sd": found[1]}
 
 
 @torch.no_grad()
@@ -97,7 +116,7 @@ def _written(members: Sequence[Trained], shards: Shards, number: int) -> list[st
     return [tokenizer.decode([token for token in row if token != shards.eos_id]) for row in rows]
 
 
-def _together(members: list[Trained], data: Prepared) -> float:
+def _loss(members: list[Trained], data: Prepared) -> float:
     """Loss of the mean logits on the text that is held out."""
     shards = Shards(data.train)
     models = [load_model(each.folder) for each in members]
