@@ -6,6 +6,8 @@ of the draws in `SWEEP` one part in `PARTS`, another with each commit; `make swe
 """
 
 import itertools
+import json
+import math
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -188,10 +190,24 @@ def asked(model: str, layout: Layout) -> set[object]:
     return {model, layout.ranks, *VALUES.intersection(layout.overrides), *together, *pairs(model, layout)}
 
 
+def cost(model: str, layout: Layout) -> float:
+    """What a case costs: so much by itself, and passes of blocks through a microbatch, on all ranks."""
+    said = dict(override.split("=", 1) for override in layout.overrides)
+    pipeline, tensor = int(said.get("parallel.pipeline", 1)), json.loads(said.get("parallel.tensor", "1"))
+    together = (
+        pipeline * int(said.get("parallel.context", 1)) * math.prod(tensor if isinstance(tensor, list) else [tensor])
+    )
+    sequences = 16 * together // layout.ranks
+    microbatches = said.get("parallel.microbatches", sequences // int(said["train.micro_batch"]))
+    layers = int(said.get("model.layers", MODELS[model]["layers"]))
+    return 32 + layout.ranks * layers / pipeline * (sequences if microbatches == "auto" else int(microbatches))
+
+
 @cache
 def cases() -> list[int]:
     """The draws of the covering array."""
-    return [POOL[index] for index in covering([asked(*drawn(number)) for number in POOL])]
+    draws = [drawn(number) for number in POOL]
+    return [POOL[index] for index in covering([asked(*draw) for draw in draws], [cost(*draw) for draw in draws])]
 
 
 FORCED = {
