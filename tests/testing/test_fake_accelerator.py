@@ -23,6 +23,7 @@ from helpers.drawing import config_of, drawn
 from optimus.comm import Group, Groups, recorder
 from optimus.config import dump_config, load_config
 from optimus.kernels import backend
+from optimus.kernels.devices import CHIPS, chip_of
 from optimus.mesh import Mesh
 from optimus.model.families import families
 from optimus.parallel.activations import activation_bytes
@@ -634,7 +635,7 @@ def train_7b_on_a100() -> None:
 
 @pytest.mark.parametrize("chip", ["A100", "H200", "MI300X", "PVC"])
 def test_chips(chip: str) -> None:
-    """A step runs on each, whose peak of arithmetic is known."""
+    """A step runs on each, whose peak of arithmetic and shared memory are known."""
     on_fake(train_on, chip)
 
 
@@ -642,6 +643,8 @@ def train_on(chip: str) -> None:
     from optimus.observe.machine import find_device, peak_flops
 
     with steps_of(full_size(DENSE), chip=chip) as (machine, steps):
-        assert peak_flops(find_device("auto", "")) is not None
+        device = find_device("auto", "")
+        assert peak_flops(device) is not None
+        assert chip_of(device).architecture in CHIPS
         steps.train()
         assert machine.memory.peak < machine.properties.total_memory

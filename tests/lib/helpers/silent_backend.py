@@ -20,9 +20,8 @@ from optimus.comm import device_waits
 
 NAME = "silent"
 LIBRARY = Path(__file__).resolve().parents[1]
-PYTHONPATH = os.pathsep.join(
-    map(str, [LIBRARY / "silent", LIBRARY])
-)  # of programs whose ranks on CPUs have this backend
+# Of programs whose ranks on CPUs have this backend.
+PYTHONPATH = os.pathsep.join(map(str, [LIBRARY / "silent", LIBRARY]))
 _POLL = 0.005  # seconds
 
 
