@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from helpers.covering import covering
-from helpers.drawing import config_of, drawn
+from helpers.drawing import config_of, drawn, passes
 from optimus.comm import Group, Groups, recorder
 from optimus.config import dump_config, load_config
 from optimus.kernels import backend
@@ -152,7 +152,8 @@ def cases() -> list[int]:
         model, layout = drawn(number)
         return {model, layout.ranks, *(each for each in layout.overrides if not each.startswith(OFTEN))}
 
-    return [POOL[index] for index in covering([asked(number) for number in POOL])]
+    costs = [32 + passes(*drawn(number)) for number in POOL]  # one rank's
+    return [POOL[index] for index in covering([asked(number) for number in POOL], costs)]
 
 
 @pytest.mark.parametrize("number", cases())

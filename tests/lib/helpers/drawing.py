@@ -102,6 +102,19 @@ def drawn(number: int) -> tuple[str, Layout]:
     return model, Layout(ranks, draw.overrides, per_node)
 
 
+def passes(model: str, layout: Layout) -> float:
+    """What a step of a draw costs a rank: its blocks, each with each microbatch."""
+    said = dict(override.split("=", 1) for override in layout.overrides)
+    pipeline = int(said.get("parallel.pipeline", 1))
+    outputs, _, inputs = said.get("parallel.tensor", "1").strip("[]").partition(",")
+    together = pipeline * int(said.get("parallel.context", 1)) * int(outputs) * int(inputs or 1)
+    sequences = 16 * together // layout.ranks  # of a data rank
+    said_number = said.get("parallel.microbatches", sequences // int(said["train.micro_batch"]))
+    microbatches = sequences if said_number == "auto" else int(said_number)
+    layers = int(said.get("model.layers", MODELS[model]["layers"]))
+    return layers / pipeline * microbatches
+
+
 def _draw_pipeline(draw: Draw, ranks: int, sequences: int, microbatches: list[int]) -> int:
     """Draws all about the pipeline, and returns the number of layers. `sequences` of a step are for these ranks."""
     draw.set("parallel.pipeline", ranks)
