@@ -8,11 +8,11 @@ import yaml
 from optimus.errors import UserError
 
 
-class Loader(yaml.SafeLoader):
+class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """YAML with numbers such as 4e-4 read as numbers (YAML 1.1 takes them for text)."""
 
 
-class Dumper(yaml.SafeDumper):
+class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
     """Puts quotes around text, such as a folder named 1e5, that `Loader` would read as a number."""
 
 

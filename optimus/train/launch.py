@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import (
@@ -38,6 +37,7 @@ from optimus.checkpoint.rollback import resume_points, rollback
 from optimus.comm import CollectiveError
 from optimus.comm.device_waits import GRACE, Deadline, DeviceWaits, Place, flight_record
 from optimus.config import RunConfig, dump_config, load_config
+from optimus.config.yaml_text import parse_yaml
 from optimus.cores import usable_cores
 from optimus.data.training import TrainingData
 from optimus.errors import UserError, naming_disk_errors
@@ -223,7 +223,7 @@ def _run_rank(
     `node` is the name of the node where a launcher watches nodes. `holder` is the token of the lease by which the run holds
     its folder. `more` hooks come before all others but that for the lease.
     """
-    began, config = time.time(), load_config(yaml.safe_load(config_text))
+    began, config = time.time(), load_config(parse_yaml(config_text, "the configuration"))
     local_rank, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = use_device(config.train.device, "train.device", local_rank)
     if device.type == "cpu":
