@@ -12,7 +12,7 @@ import pickle
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -110,59 +110,113 @@ def by_key(slices: Iterable[AnySlice]) -> dict[str, list[AnySlice]]:
     return found
 
 
+# ---- `.metadata`: a pickle of DCP's own classes ----
+#
+# To import them takes longer than to import torch. So an instance is put together from its class's name and the pickles of
+# its attributes, and read as a `_Plain` of that name.
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_CLASSES = {
+    **dict.fromkeys(("Metadata", "TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"), "metadata"),
+    **dict.fromkeys(("ChunkStorageMetadata", "MetadataIndex", "StorageMeta"), "metadata"),
+    "_StorageInfo": "filesystem",
+}
+_MEMO = {name: bytes([200 + number]) for number, name in enumerate(_CLASSES)}  # places that no attribute comes up to
+_FORMAT_VERSION = "1.0.0"
+
+
 def pack_metadata(stored: Iterable[StoredSlice]) -> bytes:
     """What `.metadata` holds."""
-    from torch.distributed.checkpoint import metadata as dcp  # a second to import, which not every process needs
-    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-
-    tensors: dict[str, Any] = {}
-    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
+    contiguous = b"h" + _MEMO["_MEM_FORMAT_ENCODING"] + b"K\x00\x85R"
+    tensors: dict[str, bytes] = {}
+    places: dict[bytes, bytes] = {}
     for key, slices in by_key(stored).items():
-        chunks = [dcp.ChunkStorageMetadata(torch.Size(slice_.offsets), torch.Size(slice_.sizes)) for slice_ in slices]
-        properties = dcp.TensorProperties(getattr(torch, slices[0].dtype))
-        tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(slices[0].shape), chunks)
-        for index, slice_ in enumerate(slices):
-            places[dcp.MetadataIndex(key, slice_.offsets, index)] = _StorageInfo(
-                slice_.file, slice_.start, slice_.length
+        dtype = _pickled(getattr(torch, slices[0].dtype))
+        properties = b"(" + dtype + _pickled(torch.strided) + b"\x89" + contiguous + b"\x89t"  # no gradient; not pinned
+        chunks = b"".join(
+            _instance("ChunkStorageMetadata", offsets=torch.Size(slice_.offsets), sizes=torch.Size(slice_.sizes))
+            for slice_ in slices
+        )
+        tensors[key] = _instance(
+            "TensorStorageMetadata",
+            properties=b"h" + _MEMO["TensorProperties"] + b")\x81" + properties + b"b",
+            size=torch.Size(slices[0].shape),
+            chunks=b"](" + chunks + b"e",
+        )
+        for number, slice_ in enumerate(slices):
+            index = _instance("MetadataIndex", fqn=key, index=number, offset=torch.Size(slice_.offsets))
+            places[index] = _instance(
+                "_StorageInfo", relative_path=slice_.file, offset=slice_.start, length=slice_.length
             )
-    data = {"planner_data": {key: (key,) for key in tensors}, "storage_data": places}
-    return pickle.dumps(dcp.Metadata(tensors, **data, storage_meta=dcp.StorageMeta(), version=CURRENT_DCP_VERSION))
+    whole = _instance(
+        "Metadata",
+        state_dict_metadata=_mapping((_pickled(key), tensor) for key, tensor in tensors.items()),
+        planner_data=_mapping((_pickled(key), _pickled((key,))) for key in tensors),
+        storage_data=_mapping(places.items()),
+        storage_meta=_instance("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]),
+        version=_FORMAT_VERSION,
+    )
+    named = (f"c{_CHECKPOINT}.{_CLASSES[name]}\n{name}\nq".encode() + at + b"0" for name, at in _MEMO.items())
+    return b"\x80\x02" + b"".join(named) + whole + b"."
+
+
+def _instance(name: str, **attributes: Any) -> bytes:
+    """The opcodes that make an instance of a class of DCP's. Attributes that are bytes are opcodes already."""
+    items = ((_pickled(key), x if isinstance(x, bytes) else _pickled(x)) for key, x in attributes.items())
+    return b"h" + _MEMO[name] + b")\x81" + _mapping(items) + b"b"
+
+
+def _mapping(items: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return b"}(" + b"".join(key + value for key, value in items) + b"u"
+
+
+def _pickled(value: Any) -> bytes:
+    """Without what begins and ends a pickle."""
+    return pickle.dumps(value, 2)[2:-1]
 
 
 def unpack_metadata(content: bytes) -> Iterator[StoredSlice]:
     """The slices that `.metadata` tells of, sums still zero. Raises `pickle.UnpicklingError` at whatever is not DCP's."""
-    from torch.distributed.checkpoint import metadata as dcp
-
     metadata = _Unpickler(io.BytesIO(content)).load()
-    if not isinstance(metadata, dcp.Metadata):
+    if not isinstance(metadata, _Plain) or metadata.name != "Metadata":
         raise pickle.UnpicklingError(f"a {type(metadata).__name__} is no metadata")
-    for key, tensor in metadata.state_dict_metadata.items():
-        if not isinstance(tensor, dcp.TensorStorageMetadata):
+    indices = ((index.state, place.state) for index, place in metadata.state["storage_data"].items())
+    places = {(index["fqn"], tuple(index["offset"])): place for index, place in indices if "offset" in index}
+    for key, tensor in metadata.state["state_dict_metadata"].items():
+        if tensor.name != "TensorStorageMetadata":
             raise pickle.UnpicklingError(f"{key} is no tensor")
-        dtype = str(tensor.properties.dtype).removeprefix("torch.")
-        for chunk in tensor.chunks:
-            place = metadata.storage_data[dcp.MetadataIndex(key, chunk.offsets)]
-            at = tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset, place.length
-            yield StoredSlice(key, dtype, tuple(tensor.size), *at, 0)
+        dtype = str(tensor.state["properties"].state[0]).removeprefix("torch.")
+        for chunk in tensor.state["chunks"]:
+            offsets, sizes = tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"])
+            place = places[key, offsets]
+            at = place["relative_path"], place["offset"], place["length"]
+            yield StoredSlice(key, dtype, tuple(tensor.state["size"]), offsets, sizes, *at, 0)
+
+
+class _Plain:
+    """An instance of a class of DCP's, by the class's name: its attributes, or what it has in their place."""
+
+    name = ""
+
+    def __init__(self, *_: object) -> None:
+        self.state: Any = {}
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
 
 
 class _Unpickler(pickle.Unpickler):
     """Admits the classes that `.metadata` is made of, none of which does anything when it is made."""
 
-    _METADATA = (
-        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )  # fmt: skip
-    _ADMITTED = frozenset((
-        *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch", "Size"),
-        ("torch.serialization", "_get_layout"),
-    ))  # fmt: skip
+    _PLAIN: ClassVar = {
+        (f"{_CHECKPOINT}.{module}", name): type(name, (_Plain,), {"name": name}) for name, module in _CLASSES.items()
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        if (module, name) not in self._ADMITTED:
+        if (module, name) in (("torch", "Size"), ("torch.serialization", "_get_layout")):
+            return super().find_class(module, name)
+        if (plain := self._PLAIN.get((module, name))) is None:
             raise pickle.UnpicklingError(f"{module}.{name} has no business in it")
-        return super().find_class(module, name)
+        return plain
