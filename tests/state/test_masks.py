@@ -140,7 +140,7 @@ def _reduce_and_mask(chunk: TrainedChunk, mask: Tensor) -> None:
     [
         ("dense", 1, [], "magnitude"),
         ("dense", 1, ["pruning.indices=bits", *IN_BF16], "some"),
-        ("moe", 1, ["train.micro_batch=16", "state.tile=32", *IN_BF16], "some"),
+        ("moe", 1, ["train.micro_batch=8", "state.tile=32", *IN_BF16], "some"),
         ("dense", 2, ["state.shard=optimizer"], "magnitude"),
         ("moe", 2, ["state.shard=gradients", "parallel.expert=2"], "some"),
         ("tied dense", 2, ["state.shard=parameters", *IN_BF16], "some"),
@@ -151,20 +151,22 @@ def _reduce_and_mask(chunk: TrainedChunk, mask: Tensor) -> None:
             ["parallel.pipeline=2", "parallel.schedule=zb-h1", "pruning.targets=[matrix,expert,embedding]"],
             "some",
         ),
-        ("moe", 2, ["parallel.tensor=2", "train.micro_batch=16"], "magnitude"),
+        ("moe", 2, ["parallel.tensor=2", "train.micro_batch=8"], "magnitude"),
         ("dense", 1, ["optimizer.name=schedule-free"], "magnitude"),
         ("moe", 4, ["state.shard=parameters", "state.shard_ranks={parameters: 2}", "parallel.expert=2"], "magnitude"),
         (
             "dense",
             4,
-            ["parallel.tensor=2", "train.micro_batch=8", "state.shard=optimizer", "state.residency=optimizer"],
+            ["parallel.tensor=2", "train.micro_batch=4", "state.shard=optimizer", "state.residency=optimizer"],
             "some",
         ),
     ],
 )
 def test_the_bits_of_masks_on_dense_state(model: str, ranks: int, overrides: list[str], score: str) -> None:
-    tree = load_config(config_of(model), [*PRUNED, "train.steps=40", *overrides]).model_dump(exclude_unset=True)
-    for a, b in zip(*(run_ranks(trained, ranks, tree, 20, dense, score) for dense in (False, True))):
+    tree = load_config(config_of(model), [*PRUNED, "train.steps=40", "train.global_batch=8", *overrides]).model_dump(
+        exclude_unset=True
+    )
+    for a, b in zip(*(run_ranks(trained, ranks, tree, 8, dense, score) for dense in (False, True))):
         for number, (x, y) in enumerate(zip(a.steps, b.steps), start=1):
             assert x == y, number
         for key, tensor in b.tensors.items():

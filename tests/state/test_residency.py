@@ -49,7 +49,7 @@ RESIDENCES = {
     ("model", "ranks", "overrides"),
     [
         ("dense", 1, []),
-        ("moe", 1, ["train.micro_batch=16", *IN_BF16]),
+        ("moe", 1, ["train.micro_batch=8", *IN_BF16]),
         ("moe", 2, ["state.shard=gradients", "parallel.expert=2"]),
         ("tied dense", 2, ["state.shard=parameters", *IN_BF16]),
         ("tied", 4, ["parallel.pipeline=2", "parallel.schedule=zb-h1", "state.shard=optimizer"]),
@@ -59,7 +59,7 @@ RESIDENCES = {
 )
 def test_the_same_bits(model: str, ranks: int, overrides: list[str], name: str, tmp_path: Path) -> None:
     def found(*more: str) -> list[Trained]:
-        tree = load_config(config_of(model), ["state.chunk=500", *overrides, *more])
+        tree = load_config(config_of(model), ["state.chunk=500", "train.global_batch=8", *overrides, *more])
         return run_ranks(train_steps, ranks, tree.model_dump(exclude_unset=True), 3)
 
     on_disk = [f"state.disk={tmp_path}"] if name == "disk" else []

@@ -45,7 +45,7 @@ def train_masked(config: dict[str, Any], kinds: list[str]) -> Trained:
 
 def run_config(model: str, *overrides: str) -> dict[str, Any]:
     moe = {} if "dense" in model else {"moe": {"balance_coefficient": 0.1, "z_coefficient": 0.01}}
-    tree = load_config(config_of(model, **moe), overrides)
+    tree = load_config(config_of(model, **moe), ["train.global_batch=8", *overrides])
     return tree.model_dump(exclude_unset=True)
 
 

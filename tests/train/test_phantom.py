@@ -58,10 +58,10 @@ def test_the_numbers_of_the_cpu(layout: str) -> None:
 
 
 SHARED = [
-    Layout(2, ["parallel.tensor=2", "parallel.sequence=true", "state.shard=parameters"]),
-    Layout(4, ["parallel.tensor=[2,2]", "parallel.expert=2"]),
+    Layout(2, ["parallel.tensor=2", "parallel.sequence=true", "state.shard=parameters", "train.micro_batch=2"]),
+    Layout(4, ["parallel.tensor=[2,2]", "parallel.expert=2", "train.micro_batch=2"]),
     Layout(4, ["parallel.context=2", "parallel.context_method=ring", "state.shard=gradients"], per_node=2),
-    Layout(2, ["parallel.context=2", "parallel.context_method=ulysses"]),
+    Layout(2, ["parallel.context=2", "parallel.context_method=ulysses", "train.micro_batch=2"]),
     Layout(4, ["parallel.expert=4", "moe.dispatch=alltoall", "state.shard=optimizer"], per_node=2),
     Layout(2, ["parallel.expert=2", "moe.dispatch=allgather", "recompute=[block]"]),
     Layout(2, ["parallel.pipeline=2", "parallel.schedule=1f1b", "parallel.vocabulary=true"]),

@@ -182,6 +182,7 @@ def test_early_bird_tickets(small_run: dict[str, Any], tmp_path: Path) -> None:
     check_pruned(run / "checkpoints" / "step-00000008", 0.5)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_early_bird_tickets_after_a_resume(small_run: dict[str, Any], tmp_path: Path) -> None:
     """Draws go on as in an unbroken run, to the bit; on another layout they find the ticket at the same step."""
     pruning = {"method": "early-bird", "sparsity": 0.5, "at": 1, "every": 1, "distance": 0.9}

@@ -36,7 +36,9 @@ RATE = MOE["bias_rate"]
 
 
 def config(**sections: dict[str, Any]) -> dict[str, Any]:
-    return config_of("dense") | {"model": MODEL, "moe": MOE} | sections
+    made = config_of("dense")
+    made["train"]["global_batch"] = 8
+    return made | {"model": MODEL, "moe": MOE} | sections
 
 
 def routers(steps: Steps) -> list[Router]:
