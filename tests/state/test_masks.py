@@ -166,7 +166,7 @@ def test_the_bits_of_masks_on_dense_state(model: str, ranks: int, overrides: lis
     tree = load_config(config_of(model), [*PRUNED, "train.steps=40", "train.global_batch=8", *overrides]).model_dump(
         exclude_unset=True
     )
-    for a, b in zip(*(run_ranks(trained, ranks, tree, 8, dense, score) for dense in (False, True))):
+    for a, b in zip(*(run_ranks(trained, ranks, tree, 20, dense, score) for dense in (False, True))):
         for number, (x, y) in enumerate(zip(a.steps, b.steps), start=1):
             assert x == y, number
         for key, tensor in b.tensors.items():
