@@ -7,13 +7,14 @@ Legend: B batch, S sequence, T = B * S tokens, H hidden, N heads, D head size, I
 token, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from optimus.errors import UserError, how_to_install
 from optimus.kernels.activation import activation, activation_reference
@@ -36,6 +37,11 @@ Function = Callable[..., tuple[Tensor, ...]]
 _RULE, _STEP, _LR = AdamW(beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1), 3, 1e-4
 _STATE_ELEMENTS = 1 << 24  # parameters updated by one timed optimizer step at most; its time is in proportion
 _WEIGHT_STD = 0.02  # of the model's initial weights
+_FUSED = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 
 
 class Case(NamedTuple):
@@ -133,16 +139,35 @@ def _heads(sizes: Sizes) -> tuple[int, int, int, int]:
 
 
 def _attention(sizes: Sizes) -> Case:
+    """As torch chooses among its fused kernels, beside each of them that the accelerator has."""
     shape = _heads(sizes)
+    inputs = [_activation(sizes, *shape) for _ in range(3)]
 
     def attention(*heads: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in heads)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
+    def by(kernel: SDPBackend) -> Function:
+        def fixed(*heads: Tensor) -> Tensor:
+            with sdpa_kernel(kernel):
+                return attention(*heads)
+
+        return _one(fixed)
+
+    plain = {} if sizes.device.type == "cpu" else {name: by(kernel) for name, kernel in _FUSED.items()}
     return Case(
-        "attention", "x".join(map(str, shape)), sizes.model.layers, [_activation(sizes, *shape) for _ in range(3)],
-        _one(attention), {}, None, flops=6.0 * sizes.tokens * sizes.context * sizes.model.hidden,
+        "attention", "x".join(map(str, shape)), sizes.model.layers, inputs, _one(attention),
+        {name: way for name, way in plain.items() if _runs(way, inputs)}, None,
+        flops=6.0 * sizes.tokens * sizes.context * sizes.model.hidden,
     )  # fmt: skip
+
+
+def _runs(way: Function, inputs: Sequence[Tensor]) -> bool:
+    try:
+        way(*inputs)
+    except RuntimeError:  # no such kernel on this device, or none for these sizes
+        return False
+    return True
 
 
 def _rotary(sizes: Sizes) -> Case:

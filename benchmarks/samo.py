@@ -25,7 +25,7 @@ from optimus.config import RunConfig
 from optimus.model.architecture import ModelConfig
 from optimus.plan.measure.ranks import run_fresh
 from optimus.state.model_state import ModelState
-from optimus.state.pruning import prune, random_scores
+from optimus.state.pruning import prune, random_scores, weights_of
 from optimus.state.trained import TrainedChunk
 from optimus.testing.memory import allocated
 from optimus.testing.traffic import counting
@@ -85,7 +85,7 @@ def _measure(config: RunConfig, steps: int) -> list[Measured]:
     sizes = {name: math.prod(layouts[name].shape) for name in states[1].recipe.unpruned}
     for state in states:
         state.initialize(0, 0.02)
-    states[1].prune(prune(states[1], 1 - _SPARSITY, sizes, random_scores(0)))
+    states[1].prune(prune(weights_of(states[1]), 1 - _SPARSITY, sizes, random_scores(0)))
     of = [[chunk for chunk in state.trained if chunk.plan.slots[0].name in sizes] for state in states]
     sent = [_sent(state, chunks) for state, chunks in zip(states, of)]
     times = take_turns(

@@ -321,6 +321,18 @@ def keys_of(section: Any, before: str = "") -> set[str]:
     return found
 
 
+def test_pages_name_tests_that_exist() -> None:
+    there = {
+        name
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
+    named = set(re.findall(r"`(test_\w+)`", pages))
+    assert len(named) > 20
+    assert named <= there
+
+
 def test_synonyms_lead_to_keys_that_exist_and_none_is_missing() -> None:
     known, sections = keys_of(RunConfig), set(RunConfig.model_fields)
     elsewhere = set()

@@ -110,69 +110,23 @@ def by_key(slices: Iterable[AnySlice]) -> dict[str, list[AnySlice]]:
     return found
 
 
-# ---- `.metadata`: a pickle of DCP's own classes ----
-#
-# To import them takes longer than to import torch. So an instance is put together from its class's name and the pickles of
-# its attributes, and read as a `_Plain` of that name.
-
-_CHECKPOINT = "torch.distributed.checkpoint"
-_CLASSES = {
-    **dict.fromkeys(("Metadata", "TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"), "metadata"),
-    **dict.fromkeys(("ChunkStorageMetadata", "MetadataIndex", "StorageMeta"), "metadata"),
-    "_StorageInfo": "filesystem",
-}
-_MEMO = {name: bytes([200 + number]) for number, name in enumerate(_CLASSES)}  # places that no attribute comes up to
-_FORMAT_VERSION = "1.0.0"
-
-
 def pack_metadata(stored: Iterable[StoredSlice]) -> bytes:
     """What `.metadata` holds."""
-    contiguous = b"h" + _MEMO["_MEM_FORMAT_ENCODING"] + b"K\x00\x85R"
-    tensors: dict[str, bytes] = {}
-    places: dict[bytes, bytes] = {}
+    from torch.distributed.checkpoint import metadata as dcp  # a second to import, which only who writes needs
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+
+    tensors: dict[str, Any] = {}
+    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
     for key, slices in by_key(stored).items():
-        dtype = _pickled(getattr(torch, slices[0].dtype))
-        properties = b"(" + dtype + _pickled(torch.strided) + b"\x89" + contiguous + b"\x89t"  # no gradient; not pinned
-        chunks = b"".join(
-            _instance("ChunkStorageMetadata", offsets=torch.Size(slice_.offsets), sizes=torch.Size(slice_.sizes))
-            for slice_ in slices
-        )
-        tensors[key] = _instance(
-            "TensorStorageMetadata",
-            properties=b"h" + _MEMO["TensorProperties"] + b")\x81" + properties + b"b",
-            size=torch.Size(slices[0].shape),
-            chunks=b"](" + chunks + b"e",
-        )
-        for number, slice_ in enumerate(slices):
-            index = _instance("MetadataIndex", fqn=key, index=number, offset=torch.Size(slice_.offsets))
-            places[index] = _instance(
-                "_StorageInfo", relative_path=slice_.file, offset=slice_.start, length=slice_.length
+        chunks = [dcp.ChunkStorageMetadata(torch.Size(slice_.offsets), torch.Size(slice_.sizes)) for slice_ in slices]
+        properties = dcp.TensorProperties(getattr(torch, slices[0].dtype))
+        tensors[key] = dcp.TensorStorageMetadata(properties, torch.Size(slices[0].shape), chunks)
+        for index, slice_ in enumerate(slices):
+            places[dcp.MetadataIndex(key, slice_.offsets, index)] = _StorageInfo(
+                slice_.file, slice_.start, slice_.length
             )
-    whole = _instance(
-        "Metadata",
-        state_dict_metadata=_mapping((_pickled(key), tensor) for key, tensor in tensors.items()),
-        planner_data=_mapping((_pickled(key), _pickled((key,))) for key in tensors),
-        storage_data=_mapping(places.items()),
-        storage_meta=_instance("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[]),
-        version=_FORMAT_VERSION,
-    )
-    named = (f"c{_CHECKPOINT}.{_CLASSES[name]}\n{name}\nq".encode() + at + b"0" for name, at in _MEMO.items())
-    return b"\x80\x02" + b"".join(named) + whole + b"."
-
-
-def _instance(name: str, **attributes: Any) -> bytes:
-    """The opcodes that make an instance of a class of DCP's. Attributes that are bytes are opcodes already."""
-    items = ((_pickled(key), x if isinstance(x, bytes) else _pickled(x)) for key, x in attributes.items())
-    return b"h" + _MEMO[name] + b")\x81" + _mapping(items) + b"b"
-
-
-def _mapping(items: Iterable[tuple[bytes, bytes]]) -> bytes:
-    return b"}(" + b"".join(key + value for key, value in items) + b"u"
-
-
-def _pickled(value: Any) -> bytes:
-    """Without what begins and ends a pickle."""
-    return pickle.dumps(value, 2)[2:-1]
+    data = {"planner_data": {key: (key,) for key in tensors}, "storage_data": places}
+    return pickle.dumps(dcp.Metadata(tensors, **data, storage_meta=dcp.StorageMeta(), version=CURRENT_DCP_VERSION))
 
 
 def unpack_metadata(content: bytes) -> Iterator[StoredSlice]:
@@ -194,7 +148,8 @@ def unpack_metadata(content: bytes) -> Iterator[StoredSlice]:
 
 
 class _Plain:
-    """An instance of a class of DCP's, by the class's name: its attributes, or what it has in their place."""
+    """An instance of a class of DCP's, by the class's name: its attributes, or what it has in their place. To import the
+    classes takes longer than to import torch."""
 
     name = ""
 
@@ -206,10 +161,16 @@ class _Plain:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Admits the classes that `.metadata` is made of, none of which does anything when it is made."""
+    """Admits the classes that `.metadata` is made of, as plain ones."""
 
+    _METADATA = (
+        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    )  # fmt: skip
     _PLAIN: ClassVar = {
-        (f"{_CHECKPOINT}.{module}", name): type(name, (_Plain,), {"name": name}) for name, module in _CLASSES.items()
+        (f"torch.distributed.checkpoint.{module}", name): type(name, (_Plain,), {"name": name})
+        for module, names in (("metadata", _METADATA), ("filesystem", ("_StorageInfo",)))
+        for name in names
     }
 
     def find_class(self, module: str, name: str) -> Any:

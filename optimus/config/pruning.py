@@ -50,6 +50,11 @@ class PruningConfig(Section):
             )
         return self
 
+    @property
+    def comes_first(self) -> bool:
+        """Whether it is done before the first step: a run that begins so never has state for what is pruned."""
+        return self.at[0] == 0 and self.method != "early-bird"
+
     def unpruned(self, event: int) -> float:
         """The share of the targets that is left after the pruning number `event`, from 0 on."""
         done = (event + 1) / len(self.at)

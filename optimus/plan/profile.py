@@ -42,6 +42,8 @@ class Profile(Section):
     """Share of the tensor-parallel collectives that is overlapped."""
     overlap_expert: float = Field(0.0, ge=0, le=1)
     """Share of the expert-parallel collectives that is overlapped."""
+    overlap_shared: float = Field(1.0, ge=0, le=1)
+    """Share of the computing of experts that all tokens meet beside which tokens go to those that they choose, and back."""
     collectives: Algorithm = "chosen"
     """chosen: as this library chooses (`choices`). Or whether groups on several nodes are one ring, hierarchical, or
     whichever is faster; or gather and scatter as the vendor's library or PCCL have been measured on this machine."""

@@ -159,13 +159,16 @@ class RankCosts:
     @cached_property
     def feed_forward(self) -> Mapping[int, Passes]:
         """Of each kind of block: what comes after the attention."""
-        return {layer: self._moe(layer) if block.expert else self._dense(layer) for layer, block in self.blocks.items()}
+        return {
+            layer: self._moe(layer) if block.expert else _together(self._dense(layer))
+            for layer, block in self.blocks.items()
+        }
 
-    def _dense(self, layer: int) -> Passes:
-        """A dense feed-forward layer, or what every token meets beside the experts that it chooses."""
-        projections = self.blocks[layer].dense
+    def _dense(self, layer: int) -> tuple[Passes, Passes]:
+        """The two halves of a dense feed-forward layer, or of what every token meets beside the experts that it chooses."""
+        *first, last = projections = self.blocks[layer].dense
         between = self._activation(projections, self.T, self.job.mesh.tp_out)
-        return _together([self._projections(projections, self.T), between])
+        return _together([self._projections(first, self.T), between]), self._projections([last], self.T)
 
     def _moe(self, layer: int) -> Passes:
         """Router, experts, the way there and back, and the expert that all tokens meet."""
@@ -181,10 +184,8 @@ class RankCosts:
         # Rows are gathered, and added up again with their weights.
         moved = self._memory(6 * rows * hidden * self.e, self._expert_passes)
         parts.append(Passes(moved, moved, Terms()))
-        way = Terms(expert=self._dispatch(own, experts))
-        parts.append(Passes(way, way, Terms()))
-        if block.dense:
-            parts.append(self._dense(layer))
+        shared = self._dense(layer) if block.dense else ()
+        parts += [*shared, self._dispatch(own, experts, shared)]
         if mesh.tp_out > 1 and not self.job.parallel.splits_sequence:  # what each rank has done for its tokens, for all
             gathered = self._tensor("all_gather", self.T * self.H * self.e)
             parts.append(Passes(gathered, gathered, Terms()))
@@ -304,20 +305,24 @@ class RankCosts:
         method, itemsize = job.config.moe.dispatch, int(job.itemsize)
         return dispatcher(method, self.model, job.mesh, tokens, itemsize, self.machine.collectives)
 
-    def _dispatch(self, own: float, experts: int) -> float:
-        """Seconds of the way of `own` tokens to their experts and back."""
+    def _dispatch(self, own: float, experts: int, shared: Sequence[Passes]) -> Passes:
+        """The way of `own` tokens to their experts and back, beside which the two halves of the expert that all tokens meet
+        are computed."""
         hidden, mesh = self.model.hidden, self.job.mesh
         place = StridedGroup(mesh.ep * mesh.etp, 1)
         if place.size == 1:
-            return 0.0
+            return Passes(Terms(), Terms())
         shown = 1 - self.profile.overlap_expert * self.machine.overlap
         if self.dispatcher == "allgather":
             whole = own * place.size * hidden * self.e
             both = [self.collective(kind, whole, place) for kind in ("all_gather", "reduce_scatter")]
-            return sum(both) * shown
+            return Passes(*2 * [Terms(expert=sum(both) * shown)])
         size = own * mesh.etp * self.job.imbalance * hidden * self.e
-        once = self._exchange(place, size, experts)
-        return 2 * once * shown
+        once = self._exchange(place, size, experts) * shown
+        share = self.profile.overlap_shared * self.machine.overlap
+        computing = zip(*((half.forward.compute, half.backward.compute + half.weights.compute) for half in shared))
+        left = [sum(max(0.0, once - share * seconds) for seconds in halves) for halves in computing] or 2 * [2 * once]
+        return Passes(*(Terms(expert=seconds) for seconds in left))
 
     def _exchange(self, place: StridedGroup, size: float, experts: int) -> float:
         """Seconds of sending `size` bytes of tokens to their experts, or back."""

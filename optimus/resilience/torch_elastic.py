@@ -15,6 +15,7 @@ torchrun of torch 2.13 falls short of spare nodes in five ways, each mended here
 import io
 import logging
 import pickle
+import signal
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -218,7 +219,8 @@ class Agent(LocalElasticAgent):
         )
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it says we say
         told_torch_elastic()
-        super().__init__(spec, DefaultLogsSpecs(str(logs)), exit_barrier_timeout=60, shutdown_timeout=SAVING)
+        super().__init__(spec, DefaultLogsSpecs(str(logs)), exit_barrier_timeout=60)
+        self._shutdown_timeout = SAVING  # what torch 2.13 calls `_shutdown` with; 2.11 gives it none
 
     def until_the_end(self) -> Do | Exit | None:
         """Run until the job is done (None), this node has left or stopped, or a signal has ended it (an `Exit`)."""
@@ -233,8 +235,12 @@ class Agent(LocalElasticAgent):
             self._say(f"ends, as it was sent {error.sigval.name}; its ranks have finished their step and saved")
             return Exit(128 + error.sigval)
 
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = SAVING) -> None:
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, timeout)
+
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """They wait in a collective for ranks that are gone, and would for the 30 s that the base class gives them."""
+        """They wait in a collective for ranks that are gone, and would for as long as those that are told to end."""
         self._shutdown(timeout=_LAST_WORDS)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:

@@ -5,14 +5,17 @@ scores is found by two histograms that are summed over the ranks: of the upper 1
 upper ones are those of the k-th. All scores that are no less are kept: equal ones may be a few more.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optimus.comm import Group
+from optimus.comm import Group, Groups
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.model.init import initialize_parameter
@@ -66,8 +69,65 @@ def check_blocks(layouts: Mapping[str, Layout], mesh: Mesh) -> None:
             )
 
 
+class LocalWeights(NamedTuple):
+    """This rank's part of a parameter."""
+
+    slot: Slot
+    weights: Tensor  # fp32, of the slot's shape
+    holders: int  # ranks that have the same
+
+
+@dataclass(frozen=True)
+class PrunableWeights:
+    """Weights that may be pruned, by which they are chosen. `parts` gives those of parameters by name that this rank has; it
+    is asked several times. `before` are packed bits of this rank's parts of those that have been pruned before."""
+
+    world: Group
+    device: torch.device
+    parts: Callable[[Collection[str]], Iterator[LocalWeights]]
+    before: Mapping[str, Tensor]
+
+
+def weights_of(state: ModelState) -> PrunableWeights:
+    """Those of a state, which are gathered once for all that is asked in a row of one chunk."""
+    held: list[tuple[TrainedChunk, Tensor]] = []
+
+    def parts(names: Collection[str]) -> Iterator[LocalWeights]:
+        for chunk in state.trained:
+            slots = [slot for slot in chunk.plan.slots if slot.name in names]
+            if slots and not (held and held[0][0] is chunk):
+                held.clear()
+                held.append((chunk, chunk.gathered_state("model")))
+            for slot in slots:
+                yield LocalWeights(slot, held[0][1][slot.start : slot.end].view(slot.shape), _holders(chunk))
+
+    return PrunableWeights(state.groups.world, state.chunks[0].parameter.device, parts, state.masks)
+
+
+def weights_to_be(
+    layouts: Mapping[str, Layout],
+    groups: Groups,
+    device: torch.device,
+    read: Callable[[Slot, Tensor], None],
+    before: Mapping[str, Tensor],
+) -> PrunableWeights:
+    """Those of a state that is not there yet, of parameters with these layouts: `read` fills the part of one."""
+    mesh, rank = groups.mesh, groups.rank
+
+    def parts(names: Collection[str]) -> Iterator[LocalWeights]:
+        for name, layout in layouts.items():
+            if name in names:
+                region = layout.region(mesh, rank)
+                slot = Slot(name, layout, region, 0, math.prod(layout.local_shape(mesh)))
+                weights = torch.zeros(slot.shape, device=device)
+                read(slot, weights)
+                yield LocalWeights(slot, weights, mesh.axis_size(*layout.partial_axes, *layout.replicated_axes))
+
+    return PrunableWeights(groups.world, device, parts, before)
+
+
 def prune(
-    state: ModelState, unpruned: float, sizes: Mapping[str, int], score: Score, *, per_tensor: bool = False
+    weights: PrunableWeights, unpruned: float, sizes: Mapping[str, int], score: Score, *, per_tensor: bool = False
 ) -> dict[str, Tensor]:
     """Masks of this rank's parts that leave the share `unpruned` of the parameters with `sizes`, those of the whole model.
 
@@ -75,15 +135,24 @@ def prune(
     Raises `UserError` on all of them where weights are not finite.
     """
     masks: dict[str, Tensor] = {}
-    scores = _Scores(state, score)
-    for names in [[name] for name in sizes] if per_tensor else [[*sizes]]:
+    failure: UserError | None = None
+
+    def scores(names: Collection[str]) -> Iterator[tuple[Tensor, int]]:
+        nonlocal failure
+        for slot, values, holders in weights.parts(names):
+            if not bool(torch.isfinite(values).all()):
+                failure = UserError(
+                    f"pruning: weights of {slot.name} are not finite: resume from an earlier checkpoint"
+                )
+            yield score(slot, values), holders
+
+    for names in [{name} for name in sizes] if per_tensor else [{*sizes}]:
         kept = max(1, round(unpruned * sum(sizes[name] for name in names)))
-        threshold = kth_largest(state.groups.world, partial(scores.of, names), kept, scores.device)
-        for chunk, slot, found in scores.by_slot(names):
-            left = (found.flatten().view(torch.int32) >= threshold).cpu()
-            if chunk.mask is not None:
-                left &= chunk.mask.unpruned(slot.start, slot.end)
-            masks[slot.name] = packed_bits(left)
+        threshold = kth_largest(weights.world, partial(scores, names), kept, weights.device)
+        weights.world.agree(failure)
+        for slot, values, _ in weights.parts(names):
+            bits = packed_bits((score(slot, values).flatten().view(torch.int32) >= threshold).cpu())
+            masks[slot.name] = bits & weights.before[slot.name] if slot.name in weights.before else bits
     return masks
 
 
@@ -139,40 +208,3 @@ def _total(state: ModelState, counts: Mapping[str, int]) -> float:
 def _holders(chunk: TrainedChunk) -> int:
     """Ranks that have this part of the parameters."""
     return chunk.plan.shard_count * chunk.plan.replica_count
-
-
-class _Scores:
-    """Scores of the parameters that a state has a place for in its masks; of one chunk at a time."""
-
-    def __init__(self, state: ModelState, score: Score) -> None:
-        self._state, self._score = state, score
-        self._held: tuple[TrainedChunk, Tensor] | None = None
-        self.device = state.chunks[0].parameter.device
-
-    def of(self, names: Sequence[str]) -> Iterator[tuple[Tensor, int]]:
-        """(scores, ranks that have the same)."""
-        for chunk, _, scores in self.by_slot(names):
-            yield scores, _holders(chunk)
-
-    def by_slot(self, names: Sequence[str]) -> Iterator[tuple[TrainedChunk, Slot, Tensor]]:
-        """(chunk, slot, scores)."""
-        wanted = {*names}
-        for chunk in self._state.trained:
-            slots = [slot for slot in chunk.plan.slots if slot.name in wanted]
-            if not slots:
-                continue
-            whole = self._weights(chunk)
-            for slot in slots:
-                yield chunk, slot, self._score(slot, whole[slot.start : slot.end].view(slot.shape))
-
-    def _weights(self, chunk: TrainedChunk) -> Tensor:
-        if self._held is None or self._held[0] is not chunk:
-            self._held = None
-            whole = chunk.gathered_state("model")
-            finite = bool(torch.isfinite(whole).all())
-            self._held = chunk, whole
-            if not finite:
-                raise UserError(
-                    f"pruning: weights of {chunk.plan.slots[0].name} ... are not finite: resume from an earlier checkpoint"
-                )
-        return self._held[1]

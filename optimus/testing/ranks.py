@@ -180,9 +180,9 @@ class _Pool:
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
         # Modules of ours that the caller has imported will be needed by its functions too, and tests import pytest. A rank
-        # that trains needs one more, when it first recomputes activations, which takes more than a second.
+        # that trains needs two more, when it first recomputes activations or saves, which takes each more than a second.
         ours = [name for name in sys.modules if name.split(".")[0] == "optimus"]
-        training = ["torch._dynamo"] if "optimus.train.step" in ours else []
+        training = ["torch._dynamo", "torch.distributed.checkpoint"] if "optimus.train.step" in ours else []
         self.context.set_forkserver_preload(["torch", "torch.distributed", "pytest", __name__, *training, *ours])
         self.folder = TemporaryDirectory(prefix="ranks-")
         self.calls = itertools.count()

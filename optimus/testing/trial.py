@@ -1,4 +1,4 @@
-"""Other tiles for a kernel than it prefers, and other chips than this machine has."""
+"""Other tiles for a kernel than it prefers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,6 @@ from unittest import mock
 
 import torch
 
-from optimus.kernels import devices
 from optimus.kernels.devices import Chip
 from optimus.kernels.triton import tuning
 from optimus.kernels.triton.tuning import Kernel, Tiles
@@ -21,11 +20,4 @@ def trial(kernel: Kernel, tiles: Tiles) -> Iterator[None]:
         return tiles if of == kernel else usual(of, dtype, chip)
 
     with mock.patch.object(tuning, "preferred", preferred):
-        yield
-
-
-@contextmanager
-def on_chip(chip: Chip) -> Iterator[None]:
-    """Within, every device is such a chip for the kernels: their tiles, ways of reading and grids are those for it."""
-    with mock.patch.object(devices, "chip_of", return_value=chip):
         yield

@@ -1,7 +1,7 @@
 """The checkpoints of a run: what a new or resumed run begins with, and the hook that writes them."""
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from optimus.checkpoint import folder
 from optimus.checkpoint.folder import DamagedError, Description, step_of
-from optimus.checkpoint.loading import load_slices
+from optimus.checkpoint.loading import Read, load_slices
 from optimus.checkpoint.masks import masks_in
+from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.rollback import ResumePoint, resume_points
 from optimus.checkpoint.saving import Saver, Target
 from optimus.checkpoint.slices import TensorSlice
@@ -26,10 +27,14 @@ from optimus.errors import naming_disk_errors
 from optimus.hub import load_weights
 from optimus.mesh import Layout
 from optimus.model import Transformer
-from optimus.model.parameters import named_tensors
-from optimus.train.checks import begins_with
+from optimus.model.init import initialize_parameter
+from optimus.model.parameters import declarations, named_tensors
+from optimus.state.plan import Slot
+from optimus.state.pruning import weights_to_be
+from optimus.train.checks import begins_anew, begins_with
 from optimus.train.hooks import Hook
-from optimus.train.run import Run, new_run, read_together
+from optimus.train.pruning import after_pruning, masks_of
+from optimus.train.run import Run, new_run, read_together, targets_of
 from optimus.train.step import StepResult
 
 _DECIDING = ("data", "train", "optimizer", "lr_schedule", "moe", "pruning")  # sections, which numbers a run computes
@@ -37,21 +42,56 @@ _DECIDING = ("data", "train", "optimizer", "lr_schedule", "moe", "pruning")  # s
 
 def build_run(config: RunConfig, device: torch.device, resume: bool) -> Run:
     """Make model and state on `device`, initialised, or loaded from the newest checkpoint that is whole when `resume`."""
-    run = new_run(config, device, resume, partial(_masks, config, resume))
+    run = new_run(config, device, resume, partial(_masks, config, device, resume))
     points = run.groups.world.on_first(lambda: resume_points(run.folder)) if resume else []
     if points:
         _resume(run, points)
     else:
         _start(run, resume)
+        if run.step == 0 and config.pruning is not None and config.pruning.comes_first:
+            after_pruning(run)
     return run
 
 
-def _masks(config: RunConfig, resume: bool, groups: Groups, layouts: Mapping[str, Layout]) -> Mapping[str, Tensor]:
+def _masks(
+    config: RunConfig,
+    device: torch.device,
+    resume: bool,
+    groups: Groups,
+    layouts: Mapping[str, Layout],
+    model: Transformer,
+) -> Mapping[str, Tensor]:
     """Masks of what the run will begin with: so it never has state for what is pruned."""
     reader = groups.world.on_first(lambda: begins_with(config, resume))
-    if reader is None:
-        return {}
-    return read_together(lambda: masks_in(reader, layouts, groups.mesh, groups.rank), groups.world)
+    masks = dict[str, Tensor]()
+    if reader is not None:
+        found = reader
+        masks = read_together(lambda: masks_in(found, layouts, groups.mesh, groups.rank), groups.world)
+    prunes = config.pruning is not None and config.pruning.comes_first
+    if not (prunes and groups.world.on_first(lambda: begins_anew(config, resume))):
+        return masks
+    weights = weights_to_be(layouts, groups, device, first_weights(config, reader, model), masks)
+    return masks | masks_of(weights, config, targets_of(config, model))
+
+
+def first_weights(config: RunConfig, reader: Reader | None, model: Transformer) -> Callable[[Slot, Tensor], None]:
+    """What fills a part of a parameter of `model` with what a new run begins with: as it is initialised, or read."""
+    declared, seed, std = dict(declarations(model)), config.train.seed, config.model.init_std
+
+    def initialised(slot: Slot, weights: Tensor) -> None:
+        kind = declared[slot.name].initial
+        initialize_parameter(slot.name, weights.view(-1), kind, seed, std, positions=slot.global_positions)
+
+    if config.checkpoint.initial is None:
+        return initialised
+    read = _folder_reading(config, Path(config.checkpoint.initial)) if reader is None else reader.fill
+
+    def loaded(slot: Slot, weights: Tensor) -> None:
+        here, offsets = weights.cpu(), tuple(part.start for part in slot.region)
+        read([TensorSlice(f"model.{slot.name}", slot.layout.shape, offsets, here)])
+        weights.copy_(here)
+
+    return loaded
 
 
 class Checkpoints(Hook):
@@ -220,31 +260,32 @@ def _start(run: Run, resume: bool) -> None:
     if initial is None:
         run.state.initialize(run.config.train.seed, run.config.model.init_std)
         return
-    send = run.config.checkpoint.broadcast
+    send, pruning = run.config.checkpoint.broadcast, run.config.pruning
     if (Path(initial) / "config.json").is_file():
-        readers = _load_folder(run, Path(initial))
+        readers = load_slices(run.state, _folder_reading(run.config, Path(initial)), full=False, send=send)
     else:
         path = run.groups.world.on_first(lambda: folder.find_checkpoint(initial))
-        description, readers = load_state(run.state, path, model=run.config.model, full=False, send=send)
+        masks = pruning is None or not pruning.comes_first  # which else has been pruned further
+        description, readers = load_state(run.state, path, model=run.config.model, full=False, send=send, masks=masks)
         run.unpruned = description.progress.get("unpruned", 1.0)
     run.state.initialize(run.config.train.seed, run.config.model.init_std, only="factor")
     run.notes.append(f"starting from the weights of {initial}{_readers(run, readers)}")
 
 
-def _load_folder(run: Run, path: Path) -> int:
-    """Read a Hugging Face folder into the fp32 master weights; returns how many ranks have read it."""
+def _folder_reading(config: RunConfig, path: Path) -> Read:
+    """What fills slices from a Hugging Face folder, which is read when it is first called."""
     weights: dict[str, Tensor] = {}
 
     def read(slices: Iterable[TensorSlice]) -> None:
         if not weights:
-            model = Transformer(run.config.model)
+            model = Transformer(config.model)
             load_weights(model, path)
             weights.update({f"model.{name}": tensor for name, tensor in named_tensors(model)})
         for slice_ in slices:
             region = tuple(slice(start, start + size) for start, size in zip(slice_.offsets, slice_.tensor.shape))
             slice_.tensor.copy_(weights[slice_.key][region])
 
-    return load_slices(run.state, read, full=False, send=run.config.checkpoint.broadcast)
+    return read
 
 
 def _readers(run: Run, readers: int) -> str:

@@ -32,7 +32,7 @@ from optimus.observe.wandb import check_wandb
 from optimus.state.buffers import Residency
 from optimus.state.plan import ChunkPlan, bytes_by_kind
 from optimus.train.pipeline import schedule_of
-from optimus.train.run import Run, mesh_of, planned_chunks, ranks_per_node, sharers
+from optimus.train.run import Run, mesh_of, planned_chunks, ranks_per_node, sharers, targets_of, whole_model
 from optimus.train.step import accumulate_gradients
 
 
@@ -154,6 +154,12 @@ def begins_with(config: RunConfig, resume: bool) -> Reader | None:
     return None
 
 
+def begins_anew(config: RunConfig, resume: bool) -> bool:
+    """Whether the run begins with its first step, whatever it has its weights from."""
+    goes_on = resume and bool(resume_points(Path(config.train.output)))
+    return not goes_on and config.lr_schedule.branch_from is None
+
+
 def check_memory(
     config: RunConfig,
     device: torch.device,
@@ -173,7 +179,10 @@ def check_memory(
     """
     mesh = mesh_of(config, ranks, per_node or ranks_per_node(ranks))
     begun = begins_with(config, resume)
-    stages = planned_chunks(config, mesh, mesh.group(0, ("pp",)), {} if begun is None else shares_in(begun))
+    shares = {} if begun is None else shares_in(begun)
+    if config.pruning is not None and config.pruning.comes_first and begins_anew(config, resume):
+        shares |= dict.fromkeys(targets_of(config, whole_model(config)), config.pruning.unpruned(0))
+    stages = planned_chunks(config, mesh, mesh.group(0, ("pp",)), shares)
     copied = Counter[int]()  # bytes that each rank copies, as each part has one writer
     for rank, plans in zip(mesh.group(0, ("pp",)), stages if config.checkpoint.asynchronous else ()):
         copied += bytes_copied(plans, mesh, rank, config.state, scattered=config.checkpoint.scattered)

@@ -299,7 +299,7 @@ def _ranks_together(backend: str, timeout: timedelta) -> Iterator[None]:
 
 def backends_of(backend: str, device: str) -> str:
     """Those of the group of all ranks: `backend`, and Gloo for what hosts tell each other, lest they wait for devices."""
-    return backend if backend == "gloo" else f"cpu:gloo,{device}:{backend}"
+    return backend if backend == "gloo" or device == "cpu" else f"cpu:gloo,{device}:{backend}"
 
 
 @contextmanager

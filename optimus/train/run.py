@@ -42,7 +42,7 @@ from optimus.train.summary import summarise, summary_lines
 from optimus.train.teacher import load_teacher, teacher_bytes
 
 T = TypeVar("T")
-MasksOf = Callable[[Groups, Mapping[str, Layout]], Mapping[str, Tensor]]
+MasksOf = Callable[[Groups, Mapping[str, Layout], Transformer], Mapping[str, Tensor]]
 
 
 @dataclass
@@ -167,6 +167,11 @@ def recipe_of(config: RunConfig, model: Transformer, unpruned: Mapping[str, floa
     return Recipe(DTYPES[config.train.precision], rules, dict.fromkeys(targets) | dict(unpruned or {}), form)
 
 
+def targets_of(config: RunConfig, model: Transformer) -> dict[str, int]:
+    """The parameters of `model`, which holds them whole, that are pruned, and their elements."""
+    return {name: model.get_parameter(name).numel() for name in recipe_of(config, model).unpruned}
+
+
 def unpruned_in_the_end(config: RunConfig) -> dict[str, float]:
     """Of each parameter that will be pruned the share that is left."""
     left = 1.0 if config.pruning is None else 1 - config.pruning.sparsity
@@ -200,7 +205,7 @@ def _planned_chunks(
     return list(map(of, ranks))
 
 
-def no_masks(groups: Groups, layouts: Mapping[str, Layout]) -> Mapping[str, Tensor]:
+def no_masks(groups: Groups, layouts: Mapping[str, Layout], model: Transformer) -> Mapping[str, Tensor]:
     """No parameter is pruned."""
     return {}
 
@@ -214,9 +219,10 @@ def build_model(
 ) -> tuple[Staged, ModelState]:
     """The stages of the model on this rank, with this rank's parts of its parameters, and their state, without values yet.
 
-    `masks_of` gives the packed bits of this rank's parts of parameters that are pruned, of those with such layouts. What has
-    been chosen for the user is added to `notes`. All ranks must call. Raises `UserError` when the parameters cannot be
-    divided as configured, or their activations do not fit the budget.
+    `masks_of` gives the packed bits of this rank's parts of parameters that are pruned, of those with such layouts and of
+    the model that holds them whole, without memory. What has been chosen for the user is added to `notes`. All ranks must
+    call. Raises `UserError` when the parameters cannot be divided as configured, or their activations do not fit the
+    budget.
     """
     free = free_memory(device) // sharers(groups.mesh, device)
     compute = DTYPES[config.train.precision]
@@ -226,7 +232,7 @@ def build_model(
     partition, tied = partition_of(config, groups.mesh, groups.rank), config.model.tie_embeddings
     free -= teacher_bytes(config) if partition.has_last else 0
     here = {name: each for name, each in layouts.items() if partition.keeps(name, tied)}
-    masks = masks_of(groups, here)
+    masks = masks_of(groups, here, whole)
     recipe = recipe_of(config, whole, unpruned_shares(masks, here, groups.mesh, groups.rank))
     if config.pruning is not None and config.pruning.scope.startswith("block"):
         check_blocks({name: layouts[name] for name in recipe.unpruned}, groups.mesh)
@@ -293,8 +299,7 @@ def new_run(config: RunConfig, device: torch.device, resume: bool, masks_of: Mas
         model.teacher = read_together(lambda: load_teacher(config, device) if last else None, groups.world)
         notes.append(f"train.teacher: {', '.join(teacher.checkpoints)}")
     notes += said + groups.notes
-    shapes = {name: math.prod(layout.shape) for name, layout in layouts_of(whole_model(config), config).items()}
-    targets = {name: shapes[name] for name in recipe_of(config, whole_model(config)).unpruned}
+    targets = targets_of(config, whole_model(config))
     return Run(config, Path(config.train.output), device, groups, model, state, data, targets, notes=notes)
 
 

@@ -137,6 +137,27 @@ def test_what_nodes_forward_is_sent_once_to_each() -> None:
     assert times["node"] < times["rank"] < times["expert"]
 
 
+def test_tokens_are_under_way_while_the_expert_that_all_meet_is_computed() -> None:
+    mesh, shared = Mesh(dp=8, ep=8), SPARSE.model_copy(update={"shared_experts": 1})
+    before, beside = FrameworkProfile(about="a test"), FrameworkProfile(about="a test", overlap_shared=1.0)
+    one, other = (work(shared, each, mesh=mesh).feed_forward[0] for each in (before, beside))
+    halves = work(shared, beside, mesh=mesh)._dense(0)
+    for at, computed in (
+        ("forward", [half.forward.compute for half in halves]),
+        ("backward", [half.backward.compute + half.weights.compute for half in halves]),
+    ):
+        way = getattr(one, at).expert / 2
+        assert 0 < max(computed) < way
+        assert getattr(other, at).expert == pytest.approx(2 * way - sum(computed))
+        assert getattr(other, at).compute == pytest.approx(getattr(one, at).compute)
+    wide = SPARSE.model_copy(update={"shared_experts": 64})
+    assert work(wide, beside, mesh=mesh).feed_forward[0].forward.expert == 0
+    alike = [
+        work(shared, each, mesh=mesh, dispatch="allgather").feed_forward[0].forward.expert for each in (before, beside)
+    ]
+    assert alike[0] == alike[1] > 0
+
+
 def test_casts_to_eight_bits_take_time() -> None:
     machine = load_machine("dgx-h100")
     free, cast = (

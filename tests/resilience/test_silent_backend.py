@@ -31,10 +31,10 @@ ABORT, KILL = -signal.SIGABRT, -signal.SIGKILL
 def joined(aborts: float) -> tuple[Group, SilentGroup]:
     handle = silent_group(range(3), aborts)
     shared = Shared()
-    shared.recorder.device = DeviceWaits(handle.mark)
+    shared.recorder.device = DeviceWaits(handle.stream.mark)
     group = Group(range(3), dist.get_rank(), handle, shared=shared)
     group.all_reduce(torch.ones(4))
-    handle.synchronize()
+    handle.stream.synchronize()
     return group, handle
 
 
@@ -56,7 +56,7 @@ def rank(number: int, folder: Path, fault: str, deadline: bool) -> None:
     group.all_reduce(torch.ones(4))  # nothing is raised
     time.sleep(0.3)
     (folder / f"state{number}").write_text(json.dumps(recorder.state()))
-    handle.synchronize()
+    handle.stream.synchronize()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,7 +108,7 @@ def waited() -> tuple[float, dict[str, float]]:
     if group.rank == 1:
         time.sleep(0.5)
     group.all_reduce(torch.ones(4))
-    handle.synchronize()
+    handle.stream.synchronize()
     time.sleep(0.1)  # its watchdog has seen it
     recorder = group._recorder
     return recorder.seconds, recorder.by_kind

@@ -51,7 +51,7 @@ CHANGED = f"torch {torch.__version__} has changed what optimus/resilience/torch_
         (C10dRendezvousBackend._decode_state, "self base64_state"),
         (RendezvousStoreInfo.build, "rank store local_addr"),
         (api.WorkerSpec, "role local_world_size rdzv_handler max_restarts monitor_interval entrypoint args local_addr"),
-        (LocalElasticAgent, "spec logs_specs exit_barrier_timeout shutdown_timeout"),
+        (LocalElasticAgent, "spec logs_specs exit_barrier_timeout"),
         (LocalElasticAgent.run, "self role"),
         (LocalElasticAgent._stop_workers, "self worker_group"),
         (LocalElasticAgent._rendezvous, "self worker_group"),
@@ -60,7 +60,7 @@ CHANGED = f"torch {torch.__version__} has changed what optimus/resilience/torch_
         (LocalElasticAgent._restart_workers, "self worker_group"),
         (LocalElasticAgent._monitor_workers, "self worker_group"),
         (LocalElasticAgent._exit_barrier, "self"),
-        (LocalElasticAgent._shutdown, "self timeout"),
+        (LocalElasticAgent._shutdown, "self death_sig"),
     ],
     ids=lambda part: part.__qualname__ if callable(part) else None,
 )
@@ -82,7 +82,7 @@ def test_what_is_overridden_is_there_to_be_overridden() -> None:
         torch_elastic._StateHolder: ("_sanitize",),
         torch_elastic._Backend: ("_decode_state",),
         Rendezvous: ("num_nodes_waiting", "next_rendezvous", "_create_tcp_store_server"),
-        Agent: ("_stop_workers", "_rendezvous", "_invoke_run"),
+        Agent: ("_shutdown", "_stop_workers", "_rendezvous", "_invoke_run"),
     }
     for kind, names in own.items():
         for name in names:

@@ -16,7 +16,7 @@ from optimus.config import load_config
 from optimus.state.masks import Mask, MaskForm, MaskPlan, packed_bits, unpacked_bits
 from optimus.state.model_state import ModelState
 from optimus.state.plan import Slot
-from optimus.state.pruning import magnitudes, prune
+from optimus.state.pruning import magnitudes, prune, weights_of
 from optimus.state.trained import TrainedChunk
 from optimus.testing import run_ranks
 from optimus.testing.memory import allocated, tracking
@@ -95,7 +95,7 @@ def trained(config: dict[str, Any], steps: int, dense: bool, score: str) -> Trai
     made.train()
     layouts = layouts_of(whole_model(made.config), made.config)
     sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.unpruned}
-    masks = prune(made.state, 0.1, sizes, magnitudes if score == "magnitude" else one_of_each_kind)
+    masks = prune(weights_of(made.state), 0.1, sizes, magnitudes if score == "magnitude" else one_of_each_kind)
     if score == "some":  # what is below the threshold by one part alone
         masks = {
             name: bits if number % 3 else torch.full_like(bits, 255 * (number % 2))
@@ -166,7 +166,7 @@ def test_the_bits_of_masks_on_dense_state(model: str, ranks: int, overrides: lis
     tree = load_config(config_of(model), [*PRUNED, "train.steps=40", "train.global_batch=8", *overrides]).model_dump(
         exclude_unset=True
     )
-    for a, b in zip(*(run_ranks(trained, ranks, tree, 8, dense, score) for dense in (False, True))):
+    for a, b in zip(*(run_ranks(trained, ranks, tree, 20, dense, score) for dense in (False, True))):
         for number, (x, y) in enumerate(zip(a.steps, b.steps), start=1):
             assert x == y, number
         for key, tensor in b.tensors.items():
@@ -180,7 +180,7 @@ def pruned_steps(*overrides: str, model: str = "dense", share: float = 0.1) -> S
     made = Steps(load_config(config_of(model), [*PRUNED, *overrides]).model_dump(exclude_unset=True))
     layouts = layouts_of(whole_model(made.config), made.config)
     sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.unpruned}
-    made.state.prune(prune(made.state, share, sizes, magnitudes))
+    made.state.prune(prune(weights_of(made.state), share, sizes, magnitudes))
     return made
 
 

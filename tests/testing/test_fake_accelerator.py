@@ -4,6 +4,7 @@ All run in one process of their own, which has the fake accelerator for good.
 """
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,9 +20,10 @@ from torch import Tensor
 
 from helpers.covering import covering
 from helpers.drawing import config_of, drawn, passes
-from optimus.comm import Group, Groups
+from optimus.comm import Group, Groups, recorder
 from optimus.config import dump_config, load_config
 from optimus.kernels import backend
+from optimus.kernels.devices import CHIPS, chip_of
 from optimus.mesh import Mesh
 from optimus.model.families import families
 from optimus.parallel.activations import activation_bytes
@@ -387,8 +389,9 @@ def test_use_of_released_memory_is_found() -> None:
 
 
 def test_a_wait_too_many_is_found() -> None:
-    with pytest.raises(AssertionError):
-        check_waits(on_fake(with_a_wait))
+    seen = on_fake(with_a_wait)
+    with pytest.raises(AssertionError, match="a number is read"):
+        check_waits(seen)
 
 
 # ---- Budgets ----
@@ -428,20 +431,24 @@ def test_waits_of_pruned_chunks(form: str, shard: str, ranks: int) -> None:
         assert seen.kernel("_expand") >= seen.chunks
 
 
-EXPERTS = {
+PYRAMID = {"family": "pr_moe"} | FAMILY["pr_moe"] | {"experts_by_layer": [4, 0, 8]}
+EXPERTS: dict[str, tuple[list[str], int | None]] = {
     "all-to-all": (["parallel.expert=4"], None),
     "all-gather": (["parallel.expert=4", "moe.dispatch=allgather"], None),
     "two levels": (["parallel.expert=4"], 2),
     "parts": (["parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2"], None),
     "recomputed": (["parallel.expert=4", "recompute=[moe]"], None),
+    "pyramid": (["parallel.expert=4"], None),
 }
 
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_waits_of_experts_on_several_ranks(name: str) -> None:
-    """One for each layer and microbatch; what is run again has cached what it was told."""
+    """One for each layer with experts and microbatch; what is run again has cached what it was told. The dense layer beside
+    each expert of PR-MoE adds none."""
     overrides, per_node = EXPERTS[name]
-    seen = on_fake(train, config_of("moe"), [*overrides, "train.micro_batch=2"], 4, 0, per_node)
+    config = config_of("moe") | ({"model": SIZES | PYRAMID} if name == "pyramid" else {})
+    seen = on_fake(train, config, [*overrides, "train.micro_batch=2"], 4, 0, per_node)
     microbatches, layers = 16 // (2 if name == "parts" else 4) // 2, 2
     assert seen.waited("parallel/dispatch") == layers * microbatches
     assert len(seen.waits) == layers * microbatches + 2
@@ -565,6 +572,59 @@ def test_process_groups_of_a_large_run(ranks: int) -> None:
     assert {size for size in made if size > 1} - {8} <= set(planned)  # those of messages along the pipeline are of 8
 
 
+def links_of_rank(rank: int) -> tuple[list[tuple[Any, int]], set[tuple[Any, int]]]:
+    """Links that a rank connects before its first step, in order, and those of messages in it: streams and peers."""
+    found: dict[str, list[tuple[Any, int]]] = {"connection": [], "other": []}
+
+    def noted(begin: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Group, tensor: Tensor, peer: int, what: str) -> Any:
+            found[what if what in found else "other"].append((self._handle.group_name, self.ranks[peer]))
+            return begin(self, tensor, peer, what)
+
+        return call
+
+    overrides = ["parallel.pipeline=4", "parallel.vocabulary=true", "model.layers=8"]
+    overrides += ["parallel.stages_per_rank=2", "parallel.schedule=interleaved-1f1b"]
+    with ExitStack() as stack:
+        for name in ("send_async", "recv_async"):
+            stack.enter_context(mock.patch.object(Group, name, noted(getattr(Group, name))))
+        _, steps = stack.enter_context(steps_of(config_of("dense"), overrides, 4, rank))
+        assert not found["other"]
+        steps.train()
+    return found["connection"], {*found["other"]}
+
+
+def test_links_are_connected_in_one_order() -> None:
+    """Each before the first step: ranks that make a communicator of two at its first message would wait for each other."""
+    connected, used = zip(*[on_fake(links_of_rank, rank) for rank in range(4)], strict=True)
+    for rank, links in enumerate(connected):
+        assert used[rank] == {*links}
+        for other in range(rank):
+            shared = [stream for stream, peer in links if peer == other]
+            assert shared == [stream for stream, peer in connected[other] if peer == rank]
+
+
+def waiting_threads() -> set[tuple[bool, bool]]:
+    """Of those that wait for collectives: whether each is the main one, and whether it is beside the training."""
+    found, beside = set(), recorder._beside
+
+    def noted() -> bool:
+        found.add((threading.current_thread() is threading.main_thread(), beside()))
+        return beside()
+
+    with (
+        steps_of(config_of("moe"), ["parallel.expert=4"], 4) as (_, steps),
+        mock.patch.object(recorder, "_beside", noted),
+    ):
+        steps.train()
+    return found
+
+
+def test_waits_of_the_backward_pass_are_of_the_training() -> None:
+    """Its thread is autograd's."""
+    assert on_fake(waiting_threads) == {(True, False), (False, False)}
+
+
 def test_too_little_memory_is_a_message() -> None:
     with pytest.raises(RankError, match=r"OutOfMemoryError: .* bytes on NVIDIA A100"):
         on_fake(train_7b_on_a100)
@@ -576,7 +636,7 @@ def train_7b_on_a100() -> None:
 
 @pytest.mark.parametrize("chip", ["A100", "H200", "MI300X", "PVC"])
 def test_chips(chip: str) -> None:
-    """A step runs on each, whose peak of arithmetic is known."""
+    """A step runs on each, whose peak of arithmetic and shared memory are known."""
     on_fake(train_on, chip)
 
 
@@ -584,6 +644,8 @@ def train_on(chip: str) -> None:
     from optimus.observe.machine import find_device, peak_flops
 
     with steps_of(full_size(DENSE), chip=chip) as (machine, steps):
-        assert peak_flops(find_device("auto", "")) is not None
+        device = find_device("auto", "")
+        assert peak_flops(device) is not None
+        assert chip_of(device).architecture in CHIPS
         steps.train()
         assert machine.memory.peak < machine.properties.total_memory

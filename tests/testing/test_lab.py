@@ -18,6 +18,7 @@ import yaml
 import optimus
 from benchmarks.browser import browser
 from helpers.browser import HAS_BROWSER, opened
+from helpers.silent_backend import PYTHONPATH
 from optimus.checkpoint.folder import list_checkpoints
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
@@ -68,6 +69,24 @@ def one_thread() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
+
+
+@pytest.fixture(scope="module")
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Gloo, whose collectives raise where a rank is lost; or what behaves as NCCL: its handles never raise, and its
+    watchdog aborts ranks that wait for a lost one."""
+    name: str = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "silent":
+            patch.setenv("PYTHONPATH", PYTHONPATH, prepend=os.pathsep)
+        yield name
+
+
+def on_backends(turn: int) -> Any:
+    """Of a test in the lab: each backend in its turn, of those of five tests."""
+    turns = {"gloo": turn, "silent": turn + 5}
+    cases = [pytest.param(name, marks=pytest.mark.in_turn(number, 10)) for name, number in turns.items()]
+    return pytest.mark.parametrize("backend", cases, indirect=True, scope="module")
 
 
 def configuration(prepared: Path, folder: Path, hang: int = 600, **checkpoint: int) -> Path:
@@ -138,7 +157,7 @@ def end_of(config: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(
-    namespaces: None, prepared: Path, tmp_path_factory: pytest.TempPathFactory
+    namespaces: None, backend: str, prepared: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], tuple[list[float], dict[str, torch.Tensor]]]:
     """A run in which nothing fails, and its end."""
     config = configuration(prepared, tmp_path_factory.mktemp("undisturbed"))
@@ -154,7 +173,7 @@ def check_same_end(config: Path, expected: tuple[list[float], dict[str, torch.Te
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(0, 5)
+@on_backends(0)
 def test_nothing_fails(undisturbed: Any) -> None:
     result, _ = undisturbed
     assert result["isolated"]
@@ -165,8 +184,10 @@ def test_nothing_fails(undisturbed: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(1, 5)
-def test_a_rank_then_a_link_then_the_first_node_are_lost(undisturbed: Any, prepared: Path, tmp_path: Path) -> None:
+@on_backends(1)
+def test_a_rank_then_a_link_then_the_first_node_are_lost(
+    backend: str, undisturbed: Any, prepared: Path, tmp_path: Path
+) -> None:
     config = configuration(prepared, tmp_path)
     result = perform(config, FaultPlan().kill(1, 4).cut(2, 8).kill_agent(0, 12))
     assert result["finished"]
@@ -185,12 +206,13 @@ def test_a_rank_then_a_link_then_the_first_node_are_lost(undisturbed: Any, prepa
     assert codes.pop(lost["node"]) == -9
     assert codes.pop(cut["node"]) != 0
     assert list(codes.values()) == [0, 0, 0]
-    assert excluded(tmp_path / "run") == []  # nobody is to blame
+    assert excluded(tmp_path / "run") == []  # nobody is to blame, not even whom the watchdog has aborted
+    assert ("Fatal Python error: Aborted" in "".join(result["log"].values())) == (backend == "silent")
     check_same_end(config, undisturbed[1])
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(2, 5)
+@on_backends(2)
 def test_a_rank_hangs_another_is_not_finite_and_a_checkpoint_is_torn(
     undisturbed: Any, prepared: Path, tmp_path: Path
 ) -> None:
@@ -216,7 +238,8 @@ def test_a_rank_hangs_another_is_not_finite_and_a_checkpoint_is_torn(
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(3, 5)
+@on_backends(3)
+@pytest.mark.usefixtures("backend")
 def test_divergence_is_nobodys_fault_and_a_spare_is_there_for_who_is_lost_later(prepared: Path, tmp_path: Path) -> None:
     """On plain processes. After restarting from weights with fresh moments, numbers are others than undisturbed."""
     config = configuration(prepared, tmp_path, weights_every=3)
@@ -247,7 +270,8 @@ def test_divergence_is_nobodys_fault_and_a_spare_is_there_for_who_is_lost_later(
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(4, 5)
+@on_backends(4)
+@pytest.mark.usefixtures("backend")
 def test_a_full_disk_and_then_more_nodes_lost_than_there_are_spares(prepared: Path, tmp_path: Path) -> None:
     """Either ends the run, with a message on every node; what is saved stays, and another launch goes on from it."""
     config = configuration(prepared, tmp_path)

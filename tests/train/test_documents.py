@@ -46,10 +46,8 @@ def run_config(model: str, *overrides: str, precision: str = "bfloat16", **more:
     """Without losses of a router, which are about the tokens of a microbatch, and without clipping."""
     config = config_of(model, optimizer={"clip_norm": None})
     config["model"] = config["model"] | more
-    config["train"] = config["train"] | {
-        "micro_batch": 4,
-        "precision": precision,
-    }  # bfloat16: for what `trained` puts in its place
+    # bfloat16: for what `trained` puts in its place
+    config["train"] = config["train"] | {"micro_batch": 4, "precision": precision}
     if "experts" in config["model"]:
         config["moe"] = {"balance_coefficient": 0.0, "z_coefficient": 0.0}
     return load_config(config, overrides).model_dump(exclude_unset=True)

@@ -1,8 +1,8 @@
 """Every layout gives the numbers of one process: combinations of all that says how work and state are divided.
 
 They are drawn at random. Of many draws, a covering array is tested: some seventy small ones that have every value of every
-option, every pair of values of the options in `factors` that any draw has, and every pair of `PAIRS`. Beside them, of
-`SWEEP` one part in `PARTS`, another with each commit; `make sweep` tests them all.
+option, every pair of values of the options in `factors` that any draw has, and every pair of `PAIRS`. Beside them, of those
+in `SWEEP` one part in `PARTS`, another with each commit; `make sweep` tests them all.
 """
 
 import itertools

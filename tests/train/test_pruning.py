@@ -19,9 +19,20 @@ from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
 from optimus.state.masks import unpacked_bits
-from optimus.state.pruning import block_norms, kth_largest, magnitudes, prune, random_scores, share_left
+from optimus.state.model_state import ModelState
+from optimus.state.pruning import (
+    block_norms,
+    kth_largest,
+    magnitudes,
+    prune,
+    random_scores,
+    share_left,
+    weights_of,
+    weights_to_be,
+)
 from optimus.testing import run_ranks
 from optimus.testing.steps import Steps
+from optimus.train.checkpoints import first_weights
 from optimus.train.run import layouts_of, whole_model
 
 ITERATIVE = {"sparsity": 0.9, "at": [2, 4]}
@@ -205,6 +216,36 @@ def test_early_bird_tickets_of_other_targets_after_a_resume(small_run: dict[str,
     assert {"experts" in name for name in masks} == {True, False}
 
 
+@pytest.mark.usefixtures("warm_ranks")
+def test_a_run_that_is_pruned_first_never_has_state_of_what_is_pruned(
+    small_run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From initial weights, a checkpoint, a pruned one and an exported folder; the same masks on other layouts."""
+    first = {"pruning": {"sparsity": 0.8, "at": 0}}
+    optimus.train(changed(small_run, tmp_path / "dense"), ["train.steps=2"])
+    optimus.export(tmp_path / "dense", tmp_path / "exported")
+    start = tensors(tmp_path / "dense" / "checkpoints" / "step-00000002")[0]
+    monkeypatch.setattr(ModelState, "prune", None)
+    optimus.train(changed(small_run, tmp_path / "half", pruning={"sparsity": 0.5, "at": 0}), ["train.steps=2"])
+    before = tensors(tmp_path / "half" / "checkpoints" / "step-00000002")[1]
+    masks = {}
+    for name, initial in (("new", None), ("goes on", "dense"), ("folder", "exported"), ("more", "half")):
+        told = {"initial": None if initial is None else str(tmp_path / initial)}
+        config = changed(small_run, tmp_path / name, checkpoint=told, **first)
+        optimus.train(config)
+        check_pruned(tmp_path / name / "checkpoints" / "step-00000008", 0.2)
+        masks[name] = tensors(tmp_path / name / "checkpoints" / "step-00000008")[1]
+        other = changed(small_run, tmp_path / f"{name}, other", checkpoint=told, **first)
+        optimus.train(other, ["parallel.tensor=2", "train.steps=1"], ranks=2)
+        _, there = tensors(tmp_path / f"{name}, other" / "checkpoints" / "step-00000001")
+        assert all(torch.equal(there[key], mask) for key, mask in masks[name].items())
+    left = torch.cat([start[key][mask].abs() for key, mask in masks["goes on"].items()])
+    gone = torch.cat([start[key][~mask].abs() for key, mask in masks["goes on"].items()])
+    assert left.min() > gone.max()
+    assert all(torch.equal(masks["folder"][key], mask) for key, mask in masks["goes on"].items())
+    assert not any((masks["more"][key] & ~mask).any() for key, mask in before.items())
+
+
 # ---- Thresholds ----
 
 
@@ -215,7 +256,7 @@ def scored(overrides: list[str], kind: str, share: float) -> dict[str, Any]:
     sizes = {name: math.prod(layouts[name].shape) for name in made.state.recipe.unpruned}
     before = whole_state(made.state)
     score = {"random": random_scores(3), "block": block_norms}.get(kind, magnitudes)
-    masks = prune(made.state, share, sizes, score, per_tensor=kind == "layer")
+    masks = prune(weights_of(made.state), share, sizes, score, per_tensor=kind == "layer")
     made.state.prune(masks)
     left = share_left(made.state, sizes)
     return {"before": before, "after": whole_state(made.state), "left": left, "targets": list(sizes)}
@@ -252,6 +293,29 @@ def test_other_scores_on_every_layout(kind: str) -> None:
             assert expected.count_nonzero() == round(0.25 * expected.numel())
         for other in results[1:]:
             assert torch.equal(other["after"][f"model.{name}"], expected), name
+
+
+def first_and_made(overrides: list[str]) -> list[tuple[str, bool, bool]]:
+    tree = load_config(config_of("moe"), ["pruning.sparsity=0.9", "pruning.at=0", *overrides])
+    made = Steps(tree.model_dump(exclude_unset=True))
+    whole, names = whole_model(made.config), {*made.state.recipe.unpruned}
+    layouts = layouts_of(whole, made.config)
+    here = {name: layouts[name] for chunk in made.state.chunks for name in [slot.name for slot in chunk.plan.slots]}
+    read = first_weights(made.config, None, whole)
+    to_be = weights_to_be(here, made.groups, torch.device("cpu"), read, {})
+    first, second = ({part.slot.name: part for part in each.parts(names)} for each in (to_be, weights_of(made.state)))
+    assert first.keys() == second.keys()
+    return [
+        (name, torch.equal(part.weights, second[name].weights), part.holders == second[name].holders)
+        for name, part in first.items()
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "overrides"), LAYOUTS)
+def test_what_is_pruned_first_are_the_weights_that_a_run_begins_with(ranks: int, overrides: list[str]) -> None:
+    found = [each for rank in run_ranks(first_and_made, ranks, overrides) for each in rank]
+    assert found
+    assert all(same and held for _, same, held in found), found
 
 
 def test_a_block_is_pruned_as_a_whole() -> None:
@@ -320,7 +384,7 @@ def test_weights_that_are_not_finite(small_run: dict[str, Any], tmp_path: Path) 
     chunk = next(chunk for chunk in made.state.trained if chunk.plan.slots[0].name in made.state.recipe.unpruned)
     chunk.master[0] = torch.nan
     with pytest.raises(UserError, match=r"pruning: weights of blocks.* are not finite"):
-        prune(made.state, 0.5, dict.fromkeys(made.state.recipe.unpruned, 10), magnitudes)
+        prune(weights_of(made.state), 0.5, dict.fromkeys(made.state.recipe.unpruned, 10), magnitudes)
 
 
 def test_masks_of_another_checkpoint(small_run: dict[str, Any], tmp_path: Path) -> None:

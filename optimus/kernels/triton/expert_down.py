@@ -116,7 +116,8 @@ def _through_swiglu(
 
     Columns go through here a few at a time, as a whole tile's values do not fit the registers.
     """
-    if COLUMNS > _AT_ONCE:
+    at_once: tl.constexpr = _AT_ONCE // 2 if CLAMPED else _AT_ONCE
+    if at_once < COLUMNS:
         left, right = halves(h_grad, ROW_TILE, COLUMNS // 2)
         parts = _through_swiglu(
             left, weight, z, z_grad, weighted_h, row, real, column, I, CLAMPED, ROW_TILE, COLUMNS // 2

@@ -17,6 +17,7 @@ from optimus.kernels.triton.swiglu import swiglu_tile
 from optimus.kernels.triton.token_index import TokenIndex, rows_of_tile
 from optimus.kernels.triton.tuning import by_descriptors, precision, programs, tiles
 
+_AT_ONCE = tl.constexpr(64)  # columns that the epilogue of a clamped activation holds
 _BIAS_ROWS, _BIAS_COLUMNS = 32, 128  # that one program adds up at a time
 
 
@@ -112,11 +113,27 @@ def _expert_up(
         if BIASED:
             sums += tl.load(bias_EJ + expert.to(tl.int64) * 2 * I + j).to(tl.float32)[None, :]
         gate, up = halves(sums.to(z_PJ.dtype.element_ty), ROW_TILE, COLUMNS)
+        z, h, real = z_PJ + first.to(tl.int64) * 2 * I, h_PI + first.to(tl.int64) * I, row == readable
+        _activated(gate, up, z, h, row, real, column, I, CLAMPED, ROW_TILE, COLUMNS)
+
+
+@triton.jit
+def _activated(
+    gate, up, z, h, row, real, column, I: tl.constexpr, CLAMPED: tl.constexpr, ROW_TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Store gate, up and the activation in columns from `column` on; a few at a time where that takes many registers."""
+    if CLAMPED and COLUMNS > _AT_ONCE:
+        gate_left, gate_right = halves(gate, ROW_TILE, COLUMNS // 2)
+        up_left, up_right = halves(up, ROW_TILE, COLUMNS // 2)
+        _activated(gate_left, up_left, z, h, row, real, column, I, CLAMPED, ROW_TILE, COLUMNS // 2)
+        column += COLUMNS // 2
+        _activated(gate_right, up_right, z, h, row, real, column, I, CLAMPED, ROW_TILE, COLUMNS // 2)
+    else:
         i = column + tl.arange(0, COLUMNS)
-        inside = (row == readable)[:, None] & (i < I)[None, :]
-        z_at = z_PJ + first.to(tl.int64) * 2 * I + (row[:, None] * 2 * I + i[None, :])
-        tl.store(z_at, gate, mask=inside)
-        tl.store(z_at + I, up, mask=inside)
-        h = swiglu_tile(gate.to(tl.float32), up.to(tl.float32), CLAMPED)
-        h_at = h_PI + first.to(tl.int64) * I + (row[:, None] * I + i[None, :])
-        tl.store(h_at, h.to(h_PI.dtype.element_ty), mask=inside)
+        inside = real[:, None] & (i < I)[None, :]
+        z_at = row[:, None] * 2 * I + i[None, :]
+        tl.store(z + z_at, gate, mask=inside)
+        tl.store(z + I + z_at, up, mask=inside)
+        activated = swiglu_tile(gate.to(tl.float32), up.to(tl.float32), CLAMPED)
+        tl.store(h + (row[:, None] * I + i[None, :]), activated.to(h.dtype.element_ty), mask=inside)

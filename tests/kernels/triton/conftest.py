@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from optimus.kernels import backend
+from optimus.kernels import backend, devices
 from optimus.kernels.devices import CHIPS
 
 NATIVE = torch.accelerator.is_available()
@@ -53,9 +54,8 @@ def mended_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 def by_descriptors() -> Callable[[], AbstractContextManager[None]]:
     """Within, tiles are read by descriptors where widths allow it, and three programs go through all of them. An accelerator
     reads as it does."""
-    from optimus.testing.trial import on_chip
-
-    return nullcontext if NATIVE else partial(on_chip, CHIPS["sm_90"]._replace(processors=3))
+    chip = CHIPS["sm_90"]._replace(processors=3)
+    return nullcontext if NATIVE else partial(mock.patch.object, devices, "chip_of", return_value=chip)
 
 
 @pytest.fixture(params=["pointers", "descriptors"])

@@ -7,38 +7,48 @@ there only when `synchronize` returns, which it never does where a peer is lost.
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
+from optimus.comm import device_waits
+
 NAME = "silent"
+LIBRARY = Path(__file__).resolve().parents[1]
+# Of programs whose ranks on CPUs have this backend.
+PYTHONPATH = os.pathsep.join(map(str, [LIBRARY / "silent", LIBRARY]))
 _POLL = 0.005  # seconds
 
 
 class _Work:
     """A collective that has been begun."""
 
-    def __init__(self, inner: Any, stream: "list[_Work]") -> None:
+    def __init__(self, inner: Any, stream: "Stream") -> None:
         self._inner, self._stream = inner, stream
-        self._failed = False
+        self.failed = False  # a peer is lost
         self.began = time.monotonic()
 
     def wait(self, *_: Any) -> bool:
         """The device's stream waits."""
-        self._stream.append(self)
+        self._stream.enqueue(self)
+        if self._stream.blocking:
+            self._stream.synchronize()
         return True
 
     def is_completed(self) -> bool:
         """Never, where it has failed."""
-        if self._failed or not self._inner.is_completed():
+        if self.failed or not self._inner.is_completed():
             return False
         try:
             self._inner.wait()
         except RuntimeError:
-            self._failed = True
-        return not self._failed
+            self.failed = True
+        return not self.failed
 
 
 class _Point:
@@ -54,69 +64,122 @@ class _Point:
         return self.seen is not None
 
     def elapsed_time(self, end: "_Point") -> float:
-        assert self.seen is not None
-        assert end.seen is not None
-        return 1000 * (end.seen - self.seen)
+        assert self.query()
+        assert end.query()
+        return 1000 * max(0.0, end.seen - self.seen)  # type: ignore[operator]
+
+
+class Stream:
+    """That of a process. Its watchdog aborts it where a collective is not over after `aborts` seconds, or `lost` where a
+    peer is lost, by default as many; where it is `blocking`, the host waits with it."""
+
+    def __init__(self, aborts: float, lost: float | None = None, *, blocking: bool = False) -> None:
+        self.blocking = blocking
+        self._aborts, self._lost = aborts, aborts if lost is None else lost
+        self._watchdog: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._begun: list[_Work] = []
+        self._told: list[_Work] = []  # to wait for
+        self._points: list[_Point] = []
+
+    def begin(self, inner: Any) -> _Work:
+        """A collective beside it."""
+        work = _Work(inner, self)
+        with self._lock:
+            self._begun.append(work)
+            if self._watchdog is None:
+                self._watchdog = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+                self._watchdog.start()
+        return work
+
+    def enqueue(self, work: _Work) -> None:
+        """What comes is after this one."""
+        with self._lock:
+            self._told.append(work)
+
+    def mark(self) -> _Point:
+        """A point on it."""
+        with self._lock:
+            self._told = [work for work in self._told if not work.is_completed()]
+            self._points.append(_Point(list(self._told)))
+            return self._points[-1]
+
+    def synchronize(self) -> None:
+        """The host waits for the device; for ever, where a peer is lost."""
+        point = self.mark()
+        while not point.query():
+            time.sleep(_POLL)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(4 * _POLL)
+            with self._lock:
+                self._points = [point for point in self._points if not point.query()]
+                self._begun = [work for work in self._begun if not work.is_completed()]
+                now = time.monotonic()
+                if any(now - work.began > (self._lost if work.failed else self._aborts) for work in self._begun):
+                    os.abort()
+
+
+def _begins(name: str) -> Any:
+    """As torch begins one."""
+
+    def begin(self: "SilentGroup", *given: Any, **named: Any) -> _Work:
+        return self.stream.begin(getattr(self.gloo, name)(*given, **named))
+
+    return begin
 
 
 class SilentGroup(dist.ProcessGroup):
-    """`aborts`: seconds after which the watchdog aborts a rank whose collective is not over."""
+    """A process group of this backend."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, aborts: float) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, stream: Stream) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._aborts = aborts
-        self._works: list[_Work] = []
-        self._stream: list[_Work] = []  # what it has been told to wait for
-        self._points: list[_Point] = []
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        self.gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self.stream = stream
 
     def getBackendName(self) -> str:
         """As torch asks for it."""
         return NAME
 
-    def allreduce(self, *given: Any) -> _Work:  # type: ignore[override]
-        """As torch begins one."""
-        return self._begin(self._gloo.allreduce, *given)
+    allreduce = _begins("allreduce")
+    allgather = _begins("allgather")
+    barrier = _begins("barrier")
+    broadcast = _begins("broadcast")
+    gather = _begins("gather")
+    send = _begins("send")
+    recv = _begins("recv")
 
-    def send(self, *given: Any) -> _Work:  # type: ignore[override]
-        """As torch begins one."""
-        return self._begin(self._gloo.send, *given)
 
-    def recv(self, *given: Any) -> _Work:  # type: ignore[override]
-        """As torch begins one."""
-        return self._begin(self._gloo.recv, *given)
+def _register(stream: Stream) -> None:
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> SilentGroup:
+        return SilentGroup(store, rank, size, timeout, stream)
 
-    def mark(self) -> _Point:
-        """A point on the stream, of which this process has one."""
-        self._points.append(_Point(list(self._stream)))
-        return self._points[-1]
-
-    def synchronize(self) -> None:
-        """The host waits for the device; for ever, where a peer is lost."""
-        while not all(work.is_completed() for work in list(self._stream)):
-            time.sleep(_POLL)
-
-    def _begin(self, call: Callable[..., Any], *given: Any) -> _Work:
-        self._works.append(_Work(call(*given), self._stream))
-        return self._works[-1]
-
-    def _watch(self) -> None:
-        while True:
-            time.sleep(_POLL)
-            for point in list(self._points):
-                point.query()
-            now = time.monotonic()
-            if any(now - work.began > self._aborts and not work.is_completed() for work in list(self._works)):
-                os.abort()
+    dist.Backend.register_backend(NAME, make, devices=["cpu"])
 
 
 def silent_group(ranks: Sequence[int], aborts: float) -> SilentGroup:
     """A process group of this backend; all of `ranks` call."""
-
-    def make(store: Any, rank: int, size: int, timeout: timedelta) -> SilentGroup:
-        return SilentGroup(store, rank, size, timeout, aborts)
-
-    dist.Backend.register_backend(NAME, make, devices=["cpu"])
+    _register(Stream(aborts))
     made: SilentGroup = dist.new_group(list(ranks), backend=NAME)
     return made
+
+
+class _HostWaits(device_waits.DeviceWaits):
+    """The host waits with the device, as where it reads a number."""
+
+    def __init__(self, stream: Stream) -> None:
+        super().__init__(stream.mark)
+        self._stream = stream
+
+    def wait(self, place: device_waits.Place, works: Sequence[Any]) -> None:
+        super().wait(place, [SimpleNamespace(wait=partial(self._stream.enqueue, work)) for work in works])
+        self._stream.synchronize()
+
+
+def be_that_of_cpus() -> None:
+    """Of this process, whose watchdog is as quick as NCCL's where a peer is lost."""
+    stream = Stream(60.0, lost=0.1, blocking=True)
+    _register(stream)
+    dist.Backend.default_device_backend_map["cpu"] = NAME
+    device_waits.DeviceWaits = partial(_HostWaits, stream)  # type: ignore[assignment, misc]
