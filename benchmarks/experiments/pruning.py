@@ -16,6 +16,7 @@ the rate does. The rate stays until pruning has ended, and falls in the last two
 
 import statistics
 import sysconfig
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -60,11 +61,16 @@ def state_bytes(config: Mapping[str, Any], each: float = _DENSE) -> float:
 
 def with_bytes(most: float) -> dict[str, Any]:
     """The model of at most so many bytes of state whose feed-forward layers are most nearly 8 / 3 as wide."""
+
+    def fits(hidden: int, width: int) -> bool:
+        return state_bytes(shape(hidden, width)) <= most
+
     fitting = []
     for hidden in range(4, _HIDDEN + 1, 4):
-        sizes = (shape(hidden, width) for width in range(8 * hidden, hidden, -1))
-        fitting += [next((each for each in sizes if state_bytes(each) <= most), None)]
-    return min(filter(None, fitting), key=lambda each: abs(each["intermediate"] / each["hidden"] - 8 / 3))
+        widths = range(8 * hidden, hidden, -1)
+        widest = bisect_left(widths, True, key=partial(fits, hidden))
+        fitting += [shape(hidden, width) for width in widths[widest : widest + 1]]
+    return min(fitting, key=lambda each: abs(each["intermediate"] / each["hidden"] - 8 / 3))
 
 
 def run(experiment: Experiment) -> Result:

@@ -174,8 +174,7 @@ class ModelConfig(Section):
         if not sparse and (self.experts is not None or self.experts_per_token is not None or self.renormalise):
             raise ValueError(f"family {self.family} is dense: remove experts, experts_per_token and renormalise")
         for name, value in self:
-            usual = family.defaults.get(name, self._default(name))
-            if name not in family.varies and value != usual:
+            if name not in family.varies and value != (usual := family.defaults.get(name, self._default(name))):
                 raise ValueError(f"{name} is {value!r}, but {usual!r} in all models of family {self.family}: remove it")
         if self.experts is not None and self.experts_per_token is not None:
             self._check_experts(self.experts, self.experts_per_token)
@@ -234,7 +233,7 @@ class ModelConfig(Section):
         return frozenset(name for name, value in self if fields[name].default_factory and value == self._default(name))
 
     def _default(self, name: str) -> Any:
-        return type(self).model_fields[name].get_default(call_default_factory=True, validated_data=dict(self))
+        return type(self).model_fields[name].get_default(call_default_factory=True, validated_data=self.__dict__)
 
     def experts_of(self, layer: int) -> int:
         """Experts of layer `layer`, counted from 0; none where it is dense."""
