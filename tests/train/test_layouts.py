@@ -22,7 +22,6 @@ POOL = range(2500)  # draws that the covering array is chosen from
 SWEEP = range(160)
 PARTS = 10
 STEPS = 3
-COVERED = 2  # steps: the second has weights, moments and caches that the first has left
 PAIRS = [
     ("parallel.tensor=", "parallel.context=2"),
     ("parallel.tensor=[", "parallel.context_method=ulysses"),
@@ -229,7 +228,7 @@ def test_forced_routing(axis: str) -> None:
 @pytest.mark.parametrize("number", cases())
 def test_covering_layouts(number: int) -> None:
     model, layout = drawn(number)
-    assert_same_as_one_process(config_of(model), [layout], COVERED, rtol=2e-5)
+    assert_same_as_one_process(config_of(model), [layout], STEPS, rtol=2e-5)
 
 
 @pytest.mark.parametrize("number", part_of(SWEEP, PARTS))
