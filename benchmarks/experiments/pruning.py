@@ -10,9 +10,9 @@ scaling laws of sparse models (Frantar et al., 2023), for models that see many t
 model of 1.6 times what is left, 75 per cent 2.2 times, 87.5 per cent 2.6 times; in bytes all of them are then ahead.
 
 Tokens are bytes and embedding and head are one, so that most parameters are in the blocks, which are pruned; a parameter
-has less than a token of text, which is read four times. Each model has the best of a few learning rates of its matrices: with
-one for all a mask, or a narrow model, seems to gain or to lose what the rate does. The rate stays until pruning has ended, and
-falls in the last two fifths.
+has less than a token of text, which is read four times. Each model has the best of a few learning rates of its matrices:
+with one for all a mask, or a narrow model, seems to gain or to lose what the rate does. The rate stays until pruning has
+ended, and falls in the last two fifths.
 """
 
 import random
