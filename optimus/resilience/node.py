@@ -185,9 +185,12 @@ class _Member:
         here = [json.loads(store.get(f"member/{rank}")) for rank in range(nodes)]
         before = self._told("world")
         self._tell("world", here)
+        if before is not None:
+            self._note_silent(before)
+        for _, member in here:  # which may have been slow only, before they came
+            self._store.delete_key(self._key(f"died/{member}"))
         if before is None:
             return
-        self._note_silent(before)
         causes = [event["detail"] for event in self._events.unrecovered()]
         there = f"on nodes {', '.join(name for name, _ in here)}"
         self._events.write("restart", node=self._launch.node, detail=there)
@@ -203,7 +206,6 @@ class _Member:
             if (noticed := self._told(f"died/{member}")) is not None:
                 detail = f"node {name} has been silent for {silent} s"
                 self._events.write("failure", node=name, seconds=silent + time.time() - noticed, detail=detail)
-                self._store.delete_key(self._key(f"died/{member}"))  # it may only have been slow, and come back
 
     def _failed(self, failures: dict[int, ProcessFailure]) -> Do | Exit:
         crashes = int(self._store.add(self._key(f"crashes/{self._launch.node}"), 0))

@@ -190,6 +190,21 @@ def test_a_crash_is_restarted_from_on_all_nodes(cluster: Cluster) -> None:
     assert cluster.announced == [("restarted", f"{restart[2]}; {failure[2]}")]
 
 
+def test_who_was_slow_before_it_came_is_not_to_blame_later(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = module._Member._joined
+
+    def slow_before(self: module._Member, number: int, *place: Any) -> None:
+        if self._told("world") is None:
+            self._died(self._rendezvous.member)
+        joined(self, number, *place)
+
+    monkeypatch.setattr(module._Member, "_joined", slow_before)
+    cluster.start(nodes=1, n0="3 0")
+    assert cluster.end() == {"n0": None}
+    assert [kind for kind, _, _ in cluster.events()] == ["failure", "restart"]
+    assert "crashed" in cluster.events()[0][2]
+
+
 def test_what_ranks_that_hung_have_said_is_removed(cluster: Cluster, one: Launch) -> None:
     (one.run / ".hang" / "an earlier one").mkdir(parents=True)
     (one.run / ".hang" / "an earlier one" / "0.json").write_text("{}")
