@@ -1,9 +1,9 @@
 """Where pruning costs nothing, and where it does: a model that is large for its data, at 0, 50, 80 and 90 per cent.
 
-Against the dense model at equal steps, and against dense ones with the bytes of state that each sparsity leaves. In ten
-steps (cubic) over the first half of the run; at 90 per cent also in three steps, at once, a mask at random, an early-bird
-ticket. And, of a dense model that is pruned when it has been trained, what retraining norms and embedding recovers, with
-low-rank factors under the mask or without (PERP).
+Against the dense model at equal steps, and against dense ones with the bytes of state that each sparsity leaves. By
+magnitude in ten steps (cubic) over the first half of the run, or at random before the first; at 90 per cent also in three
+steps, at once, an early-bird ticket. And, of a dense model that is pruned when it has been trained, what retraining norms
+and embedding recovers, with low-rank factors under the mask or without (PERP).
 
 Published (SAMO): GPT-3 XL and 2.7B at 90 per cent match their dense runs on Wikitext-103 and BookCorpus. Expected by the
 scaling laws of sparse models (Frantar et al., 2023), for models that see many tokens: 50 per cent sparse is worth a dense
@@ -107,6 +107,7 @@ def run(experiment: Experiment) -> Result:
     for sparsity in _SPARSITIES:
         narrow = with_bytes(state_bytes(wide, bytes_left(sparsity)))
         contestants[_pruned(sparsity)] = partial(pruned, sparsity, gradually, schedule="cubic")
+        contestants[_random(sparsity)] = partial(pruned, sparsity, (0.0,), method="random")
         contestants[_equal(sparsity)] = partial(of, narrow)
         sizes += [_size(_pruned(sparsity), wide, bytes_left(sparsity)), _size(_equal(sparsity), narrow, _DENSE)]
 
@@ -129,7 +130,6 @@ def run(experiment: Experiment) -> Result:
         "90 %, in three steps": pruned(0.9, (1 / 6, 2 / 6, 3 / 6), rate),
         "90 %, at once": pruned(0.9, (1 / 6,), rate),
         "90 %, early-bird": pruned(0.9, (_FIRST,), rate, **early),
-        "90 %, at random": pruned(0.9, (0.0,), rate, method="random"),
     }
     found |= {name: [experiment.train(name, seed, config, steps)] for name, config in beside.items()}
     found |= _after_training(experiment, found["dense"][0], min(_RETRAINED, steps), partial(of, wide, rates["dense"]))
@@ -142,13 +142,18 @@ def run(experiment: Experiment) -> Result:
         rows.append(row)
     ratios = {}
     for sparsity in _SPARSITIES:
-        for key, other in (("dense", "dense"), ("dense_of_its_bytes", _equal(sparsity))):
-            ratios[f"pruning.{100 * sparsity:.0f}_minus_{key}"] = _gap(found, _pruned(sparsity), other)
+        for how, name in (("", _pruned(sparsity)), ("_at_random", _random(sparsity))):
+            for key, other in (("dense", "dense"), ("dense_of_its_bytes", _equal(sparsity))):
+                ratios[f"pruning.{100 * sparsity:.0f}{how}_minus_{key}"] = _gap(found, name, other)
     return Result(rows, ratios, tables={"learning rates": grid, "bytes of state": sizes, "pruning": rows})
 
 
 def _pruned(sparsity: float) -> str:
     return f"{100 * sparsity:.0f} %, in ten steps"
+
+
+def _random(sparsity: float) -> str:
+    return f"{100 * sparsity:.0f} %, at random"
 
 
 def _equal(sparsity: float) -> str:

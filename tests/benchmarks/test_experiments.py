@@ -23,7 +23,12 @@ EXPERIMENTS = {
     "documents": {"documents.mask_minus_ignore"},
     "few_data": {f"few_data.{name}" for name in ("decay_gain", "ensemble_gain", "student_keeps")},
     "packing": {"packing.best_fit_minus_concatenate"},
-    "pruning": {f"pruning.{s}_minus_{other}" for s in (50, 80, 90) for other in ("dense", "dense_of_its_bytes")},
+    "pruning": {
+        f"pruning.{sparsity}{how}_minus_{other}"
+        for sparsity in (50, 80, 90)
+        for how in ("", "_at_random")
+        for other in ("dense", "dense_of_its_bytes")
+    },
     "replay": {f"replay.forgotten.{name}" for name in ("no replay", "25 % replay", "25 % replay, Reptile 0.5")},
 }
 
