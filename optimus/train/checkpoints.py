@@ -33,7 +33,7 @@ from optimus.state.plan import Slot
 from optimus.state.pruning import weights_to_be
 from optimus.train.checks import begins_anew, begins_with
 from optimus.train.hooks import Hook
-from optimus.train.pruning import after_pruning, masks_of
+from optimus.train.pruning import after_pruning, choose_masks
 from optimus.train.run import Run, new_run, read_together, targets_of
 from optimus.train.step import StepResult
 
@@ -71,7 +71,7 @@ def _masks(
     if not (prunes and groups.world.on_first(lambda: begins_anew(config, resume))):
         return masks
     weights = weights_to_be(layouts, groups, device, first_weights(config, reader, model), masks)
-    return masks | masks_of(weights, config, targets_of(config, model))
+    return masks | choose_masks(weights, config, targets_of(config, model))
 
 
 def first_weights(config: RunConfig, reader: Reader | None, model: Transformer) -> Callable[[Slot, Tensor], None]:

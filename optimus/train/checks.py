@@ -245,7 +245,11 @@ def held_by_shards(plans: Sequence[ChunkPlan], residencies: Sequence[Residency] 
         )
         borders = torch.tensor(plan.borders)
         for buffer in plan.buffers:
-            if buffer.residency in residencies and buffer.lifetime == "always":
+            if buffer.residency not in residencies or buffer.lifetime != "always":
+                continue
+            if plan.mask is not None and buffer.extent != "compressed":  # the same on all of them
+                of_shards += plan.elements(buffer) * buffer.dtype.itemsize
+            else:
                 shards = plan.shard_count // math.prod(
                     share.ranks for share in plan.shard_steps[: buffer.depth]
                 )  # in its extent

@@ -26,7 +26,7 @@ from optimus.train.step import StepResult
 _DRAWS = 5  # distances between masks in a row that must be small (You et al., section 4)
 
 
-def masks_of(
+def choose_masks(
     weights: PrunableWeights, config: RunConfig, targets: Mapping[str, int], unpruned: float | None = None
 ) -> dict[str, Tensor]:
     """Masks that leave a share of the `targets`, by default what the first event does, chosen as configured."""
@@ -72,10 +72,10 @@ class Pruning(Hook):
                 self._draw(run, pruning)
         elif run.step in pruning.at:
             unpruned = pruning.unpruned(pruning.at.index(run.step))
-            self._apply(run, masks_of(weights_of(run.state), run.config, run.targets, unpruned))
+            self._apply(run, choose_masks(weights_of(run.state), run.config, run.targets, unpruned))
 
     def _draw(self, run: Run, pruning: PruningConfig) -> None:
-        masks = masks_of(weights_of(run.state), run.config, run.targets)
+        masks = choose_masks(weights_of(run.state), run.config, run.targets)
         if run.state.drawn is not None:
             run.mask_distances = [*run.mask_distances, distance(run.state.drawn, masks, run.state)][-_DRAWS:]
             run.notes.append(f"step {run.step}: mask distance {run.mask_distances[-1]:.3f} of what is left")

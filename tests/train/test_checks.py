@@ -494,6 +494,18 @@ def test_a_node_needs_room_for_its_own_ranks_and_their_copies(
     assert least_free(monkeypatch, plain, cpu, 8) == 4 * one
 
 
+def test_a_run_that_is_pruned_first_needs_room_for_what_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first, later = (
+        least_free(monkeypatch, staged_config(tmp_path, pruning={"sparsity": 0.9, "at": at}), ACCELERATOR, 1)
+        for at in (0, 1)
+    )
+    assert later == least_free(monkeypatch, staged_config(tmp_path), ACCELERATOR, 1)
+    # 18 bytes of each element, or 2, and 20 with its position of each that is left.
+    assert later - first == pytest.approx((18 - 2 - 0.1 * 20) * MATRICES, rel=0.01)
+
+
 def test_device_and_host_need_room_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Of each parameter: 2 bytes on the device and 12 on the host, where only the optimizer's are there; 14 on the host with
     all; 2 and none where they are on a disk. A processor needs both together. Copies are of what the device has."""

@@ -387,6 +387,23 @@ def test_weights_that_are_not_finite(small_run: dict[str, Any], tmp_path: Path) 
         prune(weights_of(made.state), 0.5, dict.fromkeys(made.state.recipe.unpruned, 10), magnitudes)
 
 
+def not_finite_on_the_last() -> str:
+    overrides = ["pruning.sparsity=0.5", "pruning.at=0", "parallel.pipeline=2", "parallel.schedule=1f1b"]
+    made = Steps(load_config(config_of("dense"), overrides).model_dump(exclude_unset=True))
+    if made.groups.rank == 1:
+        chunk = next(chunk for chunk in made.state.trained if chunk.plan.slots[0].name in made.state.recipe.unpruned)
+        chunk.master[0] = torch.nan
+    with pytest.raises(UserError) as caught:
+        prune(weights_of(made.state), 0.5, dict.fromkeys(made.state.recipe.unpruned, 10), magnitudes)
+    return str(caught.value)
+
+
+def test_all_ranks_end_where_one_has_weights_that_are_not_finite() -> None:
+    first, second = run_ranks(not_finite_on_the_last, 2)
+    assert first == second
+    assert "are not finite" in first
+
+
 def test_masks_of_another_checkpoint(small_run: dict[str, Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     optimus.train(changed(small_run, run, pruning={"sparsity": 0.5, "at": 0}))
