@@ -31,7 +31,7 @@ PACKAGES = {
     "typing_inspection": "typing-inspection", "typer": "typer", "yaml": "pyyaml", "rich": "rich", "psutil": "psutil",
     "numpy": "numpy", "tokenizers": "tokenizers", "safetensors": "safetensors",
 }  # fmt: skip
-FAKE = "fakegpu"  # the device of optimus/testing/fake_device.py
+FAKE = "fakegpu"  # the device of tests/lib/helpers/fake_device.py
 
 
 class Part(NamedTuple):
@@ -60,7 +60,7 @@ def main() -> int:
     out = arguments.output.resolve()
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as site, tempfile.TemporaryDirectory() as work:
-        paths = [site, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [site, str(ROOT), str(ROOT / "tests" / "lib"), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = dict(os.environ, PYTHONUNBUFFERED="1", PYTHONPATH=os.pathsep.join(paths))
         environment.pop("TRITON_INTERPRET", None)
         if arguments.wheels is not None:
@@ -94,7 +94,7 @@ def main() -> int:
 
 def parts(chip: str | None, out: Path, work: Path, rehearse: bool) -> list[Part]:
     """In the order of their value; the seconds of all are ten minutes."""
-    program = ["-m", "benchmarks.on_fake"] if chip == FAKE else ["-m"]
+    program = ["-m", "helpers.on_fake"] if chip == FAKE else ["-m"]
 
     def own(name: str, seconds: int, needs: tuple[str, ...] = ()) -> Part:
         folders = ["--output", str(out), "--work", str(work), "--seconds", str(seconds - 20)]

@@ -68,16 +68,15 @@ def file_of(rank: int) -> str:
 def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> list[StoredSlice]:
     """Append `slices` to a new file of that name, and bring them onto the disk; returns where each one lies.
 
-    While a slice is copied and summed, those before it are already on their way to the disk.
+    While a slice is summed, those before it are already on their way to the disk.
     """
     stored, start = [], 0
     with ThreadPoolExecutor(1) as pool:
         flushing: Future[None] | None = None
         for slice_ in slices:
             summing = _Summing(file)
-            own = slice_.tensor.detach().to("cpu", copy=True)  # a view would be saved with all that it is a view of
             try:
-                torch.save(own, summing)  # type: ignore[arg-type]
+                torch.save(_alone(slice_.tensor), summing)  # type: ignore[arg-type]
             except RuntimeError as error:  # its archive cannot be ended, it says, and not that the disk is full
                 raise summing.failure or error from None
             dtype = str(slice_.tensor.dtype).removeprefix("torch.")
@@ -92,6 +91,14 @@ def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> li
         if flushing is not None:
             flushing.result()
     return stored
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The tensor on the host, without what it is a view of, which would be saved with it: of the same memory, as a copy of
+    each slice would take longer than anything else that is done for it."""
+    here = tensor.detach().cpu().contiguous()
+    start = here.storage_offset() * here.itemsize
+    return here.new_empty(0).set_(here.untyped_storage()[start : start + here.nbytes], 0, here.shape)  # type: ignore[arg-type]
 
 
 def read_slice(content: bytes) -> Tensor:

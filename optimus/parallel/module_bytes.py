@@ -75,6 +75,13 @@ class ModuleSetting(NamedTuple):
         options = replace(self.options, duplicates=False, dispatch="alltoall")
         return self._replace(mesh=replace(self.mesh, dp=1, ep=1, etp=1), options=options, load=1.0)
 
+    @property
+    def of_experts(self) -> "ModuleSetting":
+        """The same for experts, which do not see what sequences are: ranks of a ring have shorter ones."""
+        mesh = self.mesh
+        alone = replace(mesh, cp=1, dp=lcm(mesh.tp, mesh.ep * mesh.etp) // mesh.tp)
+        return self._replace(mesh=alone, context=self.context // mesh.cp)
+
     def stream(self, sequences: int) -> Tensor:
         """The residual stream of so many sequences."""
         rows = sequences * self.context // self.mesh.cp // (self.mesh.tp_out if self.options.sequence else 1)
@@ -112,7 +119,8 @@ def block_bytes(
     if not experts:  # what does not depend on how they are divided is measured once
         setting = setting.without_experts
     elif number := config.experts_of(layer):
-        rows = setting.context * mesh.ep * (config.experts_per_token or 1) / (mesh.cp * mesh.tp)
+        setting = setting.of_experts
+        rows = setting.context * mesh.ep * (config.experts_per_token or 1) / mesh.tp
         least = ceil(_ROWS * number / rows)
     else:
         return {}

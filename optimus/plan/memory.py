@@ -93,6 +93,11 @@ def state_of(ranks: Sequence[Counts], job: Job) -> list[tuple[dict[str, float], 
     return [found[tuple(counts.values())] for counts in ranks]
 
 
+def state_size(job: Job) -> float:
+    """Bytes of what the fullest rank holds on its device of parameters, gradients and the optimizer's state."""
+    return max(sum(parts.values()) for parts, _ in state_of([rank.counts for rank in ranks_of(job)], job))
+
+
 def activations_of(ranks: Sequence[Rank], kept: ActivationSizes) -> list[dict[str, float]]:
     """Of each rank: what its activations take, and what a backward pass holds besides."""
     parts = []

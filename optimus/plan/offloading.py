@@ -18,7 +18,7 @@ from optimus.state.offload_times import (
     pass_seconds,
     step_seconds,
 )
-from optimus.state.plan import chunk_limit, placed
+from optimus.state.plan import largest_chunk, placed
 
 # Bytes of an element that an update of AdamW reads and writes: state, and gradient and parameter in 16 bits.
 _UPDATE = 28
@@ -58,7 +58,7 @@ def device_share(job: Job) -> float:
 def chunk_elements(held: Sequence[ParameterGroup], job: Job) -> float:
     """Of a chunk of what a rank has."""
     total = sum(each.elements for each in held)
-    return min(total, chunk_limit([[round(total)]], job.state.chunk) if job.state.chunk is None else job.state.chunk)
+    return min(total, job.state.chunk or largest_chunk(round(total)))
 
 
 def cache_blocks(job: Job, chunks: int) -> int:

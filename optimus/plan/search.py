@@ -12,18 +12,19 @@ Where nodes are not equally near, bounds are those of nodes that all are as near
 of neighbours, and for the layouts found pairs of them change places while that helps.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 from optimus.errors import UserError
 from optimus.pipeline.schedules import DEFAULT
-from optimus.plan.divisions import Candidate, candidates
+from optimus.plan.divisions import candidates
 from optimus.plan.fitting import Fitting, residencies, with_device_states
 from optimus.plan.job import Job
 from optimus.plan.links import even, exchanged
 from optimus.plan.machine import load_machine, machine_names
-from optimus.plan.memory import memory_of, room_of
+from optimus.plan.memory import memory_of, room_of, state_size
 from optimus.plan.offloading import host_room
 from optimus.plan.prediction import Plan, predict
 from optimus.plan.step import step_time
@@ -36,22 +37,15 @@ def search(job: Job, best: int = 10) -> list[Plan]:
 
     Raises `UserError` when nothing divides the batch, or fits: it then says what the smallest machine would be.
     """
-    failure = None
-    for each in residencies(job.checked().undivided):
-        try:
-            return search_residency(each, best)
-        except NothingFitsError as error:
-            failure = failure or error
-    assert failure is not None
-    raise failure
-
-
-class NothingFitsError(UserError):
-    """With the state where it is asked for."""
+    asked = job.checked().undivided
+    for each in residencies(asked):
+        if plans := search_residency(each, best):
+            return plans
+    raise _too_large(asked)
 
 
 def search_residency(job: Job, best: int) -> list[Plan]:
-    """As `search`, with the state where the job has it. Raises `NothingFitsError`."""
+    """As `search`, with the state where the job has it; nothing where nothing fits."""
     plans = map(with_device_states, _search(job, best))
     return sorted(plans, key=lambda plan: plan.step.seconds)
 
@@ -68,7 +62,7 @@ def _search(job: Job, best: int) -> list[Plan]:
     job = job.with_neighbours()
     found: dict[tuple[int, ...], Plan] = {}
     fitting = Fitting(job)
-    limit = float("inf")  # what a plan must be faster than to be among the best
+    limit = math.inf  # what a plan must be faster than to be among the best
     queue = [(candidate.bound, number, False) for number, candidate in enumerate(ways)]
     heapify(queue)
     while queue:
@@ -86,8 +80,6 @@ def _search(job: Job, best: int) -> list[Plan]:
             found[key] = plan
             times = sorted(plan.step.seconds for plan in found.values())
             limit = times[best - 1] if len(times) >= best else limit
-    if not found:
-        raise _too_large(job, ways)
     plans = sorted(found.values(), key=lambda plan: plan.step.seconds)[:best]
     return sorted(map(_rearranged, plans), key=lambda plan: plan.step.seconds) if links else plans
 
@@ -106,29 +98,34 @@ def _rearranged(plan: Plan) -> Plan:
 
 def fits(job: Job) -> bool:
     """Whether the tightest of its layouts do."""
-    jobs = _tightest(list(candidates(job)))
-    return any(
-        memory.total <= room_of(each.machine) and memory.elsewhere.host <= host_room(each)
-        for each in jobs
-        for memory in [memory_of(each)]
-    )
+    room, beside = room_of(job.machine), host_room(job)
+    memories = (memory_of(each) for size, each in _tightest(job) if size <= room)
+    return any(memory.total <= room and memory.elsewhere.host <= beside for memory in memories)
 
 
-def _tightest(ways: Sequence[Candidate]) -> Iterator[Job]:
-    """Of each division the layout that takes least."""
+def _tightest(job: Job) -> list[tuple[float, Job]]:
+    """Of each division the layout that takes least, and the bytes of its state on the fullest rank; the smallest first."""
+    ways = list(candidates(job))
     smallest = min((candidate.division.micro_batch for candidate in ways), default=0)
-    for candidate in ways:  # no order keeps less than the usual one
-        if candidate.division.micro_batch == smallest and candidate.schedule == DEFAULT:
-            yield candidate.job.changed(state={"shard": "parameters"}, recompute=["block"])
+    found = [
+        candidate.job.changed(state={"shard": "parameters"}, recompute=["block"])
+        for candidate in ways  # no order keeps less than the usual one
+        if candidate.division.micro_batch == smallest and candidate.schedule == DEFAULT
+    ]
+    return sorted(((state_size(each), each) for each in found), key=lambda sized: sized[0])
 
 
-def _too_large(job: Job, ways: Sequence[Candidate]) -> UserError:
+def _too_large(job: Job) -> UserError:
     """Where nothing fits: names the least memory, and the smallest machine of those that are known."""
-    least = min(map(memory_of, _tightest(ways)), key=lambda memory: memory.total)
+    least = math.inf
+    for size, each in _tightest(job):
+        if size >= least:  # whatever its activations take
+            break
+        least = min(least, memory_of(each).total)
     rooms = sorted({(load_machine(name).memory, name) for name in machine_names()})
-    enough = [f"{name} ({size / 1e9:.0f} GB)" for size, name in rooms if least.total <= size * 0.92]
+    enough = [f"{name} ({size / 1e9:.0f} GB)" for size, name in rooms if least <= size * 0.92]
     cure = f"the smallest machine that has it is {enough[0]}" if enough else "no known machine has it"
-    return NothingFitsError(
+    return UserError(
         f"nothing fits: a rank of {job.machine.name} has {job.machine.memory / 1e9:.1f} GB, and the least that "
-        f"any layout of {job.mesh.size} ranks takes is {least.total / 1e9:.1f} GB: {cure}; or take more ranks"
+        f"any layout of {job.mesh.size} ranks takes is {least / 1e9:.1f} GB: {cure}; or take more ranks"
     )

@@ -154,7 +154,7 @@ def _ends(work: RankCosts, passes: _Passes, seconds: float) -> dict[str, float]:
     moved = work.remembered(("state", *counts.values()), lambda: _state_seconds(work, counts))
     beside = OffloadSeconds(moved.update, 0.0)
     if job.state.residency != "device":
-        held = parameter_groups(job, passes.counts)
+        held = work.remembered(("held", *counts.values()), lambda: parameter_groups(job, counts))
         forward, backward = (sum(times) for times in zip(*((t.forward, t.backward + t.weights) for t in passes.own)))
         beside = offload_seconds(job, held, forward, backward)
     ends = {

@@ -365,8 +365,12 @@ def divide(
 
 def chunk_limit(groups: Sequence[Sequence[int]], chosen: int | None) -> int:
     """Elements of a chunk at most, where it is not `chosen`; `groups` are as `search_limit` has them."""
-    largest = max(_SMALLEST, min(_LARGEST, sum(map(sum, groups)) // _CHUNKS))
-    return chosen or search_limit(groups, _SMALLEST, largest)
+    return chosen or search_limit(groups, _SMALLEST, largest_chunk(sum(map(sum, groups))))
+
+
+def largest_chunk(elements: int) -> int:
+    """Elements of a chunk of so many parameters at most, where what chunks leave empty does not matter."""
+    return max(_SMALLEST, min(_LARGEST, elements // _CHUNKS))
 
 
 def search_limit(groups: Sequence[Sequence[int]], smallest: int, largest: int) -> int:

@@ -15,8 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from benchmarks import gpu_check
+from helpers.fake_device import NAME
 from helpers.sweep import part_of
-from optimus.testing.fake_device import NAME
 
 SCRIPT = Path(gpu_check.__file__)
 HERE = ("torch", "triton", "transformers", "numpy")  # what a machine with a GPU has, with what these need

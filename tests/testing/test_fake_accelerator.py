@@ -105,8 +105,8 @@ def steps_of(
     chip: str = "H200",
 ) -> Iterator[tuple[Any, Any]]:  # fmt: skip
     """The machine, and steps of a rank on it, of which none has been."""
-    from optimus.testing.fake_accelerator import fake_accelerator
-    from optimus.testing.fake_device import NAME
+    from helpers.fake_accelerator import fake_accelerator
+    from helpers.fake_device import NAME
     from optimus.testing.steps import Steps
 
     tree = load_config(config, overrides)
@@ -263,8 +263,8 @@ def test_tokens_between_nodes_are_under_way_beside_shared_experts() -> None:
 def run(config: dict[str, Any], device: str) -> tuple[Counter[str], int, set[int]]:
     """A run with its hooks, then what is done with its checkpoint on another device: (places of waits of the run, waits
     outside of this process' device, devices touched by the latter)."""
+    from helpers.fake_accelerator import fake_accelerator
     from optimus.evaluate.run import evaluate, generate_text
-    from optimus.testing.fake_accelerator import fake_accelerator
     from optimus.train.start import read_run
 
     tree, data = read_run(config)
@@ -313,7 +313,7 @@ def test_checkpoints_are_staged_beside_the_training() -> None:
 
 def setup_of_rank(config: dict[str, Any]) -> list[set[int]]:
     """Devices that are touched by a launcher's checks, and by all that a rank does before its first step."""
-    from optimus.testing.fake_accelerator import fake_accelerator
+    from helpers.fake_accelerator import fake_accelerator
     from optimus.train.start import read_run
 
     tree, data = read_run(config)
@@ -342,8 +342,8 @@ def test_kernels_are_launched_where_their_tensors_are() -> None:
 
 
 def train_elsewhere() -> None:
-    from optimus.testing.fake_accelerator import fake_accelerator
-    from optimus.testing.fake_device import NAME
+    from helpers.fake_accelerator import fake_accelerator
+    from helpers.fake_device import NAME
     from optimus.testing.steps import Steps
 
     with fake_accelerator(devices=2):
@@ -471,7 +471,7 @@ def test_weight_gradients_are_not_rounded() -> None:
 
 def saved(config: dict[str, Any], overrides: Sequence[str], ranks: int) -> int:
     """Bytes that a forward pass keeps for its backward pass."""
-    from optimus.testing.fake_device import NAME
+    from helpers.fake_device import NAME
 
     with steps_of(config, overrides, ranks) as (_, steps):
         steps.state.begin_step()
@@ -550,7 +550,7 @@ def test_peak_while_the_state_is_made(shard: str) -> None:
 
 def groups_of_rank(ranks: int) -> tuple[list[int], list[int]]:
     """Sizes of the process groups that a rank of a large run makes, and of the communicators that it is to have."""
-    from optimus.testing.fake_accelerator import fake_accelerator
+    from helpers.fake_accelerator import fake_accelerator
     from optimus.train.groups import run_divisions
     from optimus.train.run import mesh_of
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.on_fake MODULE ARGUMENTS...`: a module as a program on the fake accelerator.
+"""`python -m helpers.on_fake MODULE ARGUMENTS...`: a module as a program on the fake accelerator.
 
 Where it starts ranks, this process is the first of them. As the device has no numbers, whatever is compared is the same.
 """
@@ -14,8 +14,8 @@ from unittest import mock
 import torch.distributed as dist
 
 from benchmarks import harness, moe_measure
+from helpers.fake_accelerator import fake_accelerator
 from optimus.plan.measure import ranks as fresh
-from optimus.testing.fake_accelerator import fake_accelerator
 from optimus.train import launch
 
 

@@ -26,6 +26,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed import fake_pg
 
+from helpers.fake_device import (
+    NAME,
+    PROPERTIES,
+    FakeAccelerator,
+    entered,
+    install_device,
+    is_here,
+    machine,
+    put,
+)
 from optimus.autograd import once_differentiable
 from optimus.comm import Group
 from optimus.kernels import adamw, attention
@@ -36,16 +46,6 @@ from optimus.parallel.dispatch.choice import copies
 from optimus.pipeline.executor import Message
 from optimus.pipeline.message_driven import MessageDrivenExecutor
 from optimus.pipeline.schedule import Action, Kind
-from optimus.testing.fake_device import (
-    NAME,
-    PROPERTIES,
-    FakeAccelerator,
-    entered,
-    install_device,
-    is_here,
-    machine,
-    put,
-)
 from optimus.testing.memory import resizes
 
 _NO_FLASH = {"PVC"}  # torch has no flash attention that gives log-sum-exps there
