@@ -98,7 +98,8 @@ def _alone(tensor: Tensor) -> Tensor:
     each slice would take longer than anything else that is done for it."""
     here = tensor.detach().cpu().contiguous()
     start = here.storage_offset() * here.itemsize
-    return here.new_empty(0).set_(here.untyped_storage()[start : start + here.nbytes], 0, here.shape)  # type: ignore[arg-type]
+    own = here.untyped_storage()[start : start + here.nbytes]
+    return here.new_empty(0).set_(own, 0, here.shape, here.stride())
 
 
 def read_slice(content: bytes) -> Tensor:
