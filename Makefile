@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt
 
-.PHONY: install install-dev demo test sweep kernels-aot lint docs gpu-check clean
+.PHONY: install install-dev demo test sweep-part sweep kernels-aot lint docs gpu-check clean
 
 install: .venv/installed        ## a virtual environment with Optimus in it
 install-dev: .venv/installed-dev
@@ -33,11 +33,14 @@ demo: install                   ## text to evaluated model in minutes, with what
 # Compiled modules are kept, whatever the shell says: tests start hundreds of programs.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal --durations 25 --durations-min 5
 
-test: install-dev lint          ## lint and the tests; of those that commits share a part, another with each commit
+test: install-dev lint          ## lint and the tests, but for those that have turns
 	@$(PYTEST)
 
-sweep: install-dev              ## all cases of which `make test` takes a part, another with each commit; hours
-	@SWEEP=all $(PYTEST) $$(grep -lE 'part_of|mark\.(swept|in_turn)' -r tests --include='test_*.py')
+sweep-part: install-dev         ## of the tests that have turns those of this commit: a tenth
+	@SWEEP=turn $(PYTEST)
+
+sweep: install-dev              ## all tests of the files in which some have turns; hours
+	@SWEEP=all $(PYTEST) $$(grep -lE 'in_turns|mark\.(swept|in_turn)' -r tests --include='test_*.py')
 
 kernels-aot: install-dev        ## every kernel compiled for every chip of the table: shared memory, registers, spills; TRITON=folder of another
 	@OMP_NUM_THREADS=1 SWEEP=all OPTIMUS_TRITON=$(TRITON) $(BIN)/python -m pytest tests/kernels/triton/test_compile.py

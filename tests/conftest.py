@@ -22,15 +22,15 @@ if not torch.accelerator.is_available():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests that commits share, those of this one, or those that were named.
+    """Of tests that have turns those that SWEEP asks for, or those that were named.
 
     Tests that have ranks of their own come first: where tests run in two processes, one begins at either end, so that it
     is mostly one of them that has ranks and neither waits for the other's."""
     shared = any(item.get_closest_marker(name) for item in items for name in ("swept", "in_turn"))
     if shared and not any("::" in word for word in config.args):
-        from helpers.sweep import without_other_parts
+        from helpers.sweep import chosen
 
-        here = without_other_parts(items)
+        here = chosen(items, os.environ.get("SWEEP") or None)
         config.hook.pytest_deselected(items=[*{*items} - {*here}])
         items[:] = here
     with_ranks = cache(lambda path: bool(_RANKS.search(path.read_text(encoding="utf-8"))))

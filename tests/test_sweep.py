@@ -1,8 +1,13 @@
-"""Of cases that are swept each commit tests enough, and all commits together test all."""
+"""Of cases that are swept every run tests enough, and the turns of all commits together test all."""
 
 import itertools
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
-from helpers.sweep import PARTS, swept
+import pytest
+
+from helpers.sweep import PARTS, chosen, covered, in_turns
 
 CASES = [
     {"ranks": ranks, "shard": shard, "overlap": overlap}
@@ -10,23 +15,67 @@ CASES = [
 ]
 
 
-def test_every_value_every_time() -> None:
-    for commit in range(PARTS):
-        found = [CASES[number] for number in swept(CASES, commit=commit)]
-        assert len(found) <= 4 + 2
-        for name in CASES[0]:
-            assert {case[name] for case in found} == {case[name] for case in CASES}
+def test_every_value() -> None:
+    found = [CASES[number] for number in covered(CASES)]
+    assert len(found) <= 4
+    for name in CASES[0]:
+        assert {case[name] for case in found} == {case[name] for case in CASES}
 
 
-def test_every_pair_every_time() -> None:
-    found = [CASES[number] for number in swept(CASES, together=2, commit=3)]
+def test_every_pair() -> None:
+    found = [CASES[number] for number in covered(CASES, together=2)]
     assert {(case["ranks"], case["shard"]) for case in found} == {(case["ranks"], case["shard"]) for case in CASES}
-    assert len(found) <= 14 + 1
+    assert len(found) <= 14
 
 
 def test_only_what_is_named_is_covered() -> None:
-    assert len(swept(CASES, "overlap", commit=0)) <= 2 + 3
+    assert len(covered(CASES, "overlap")) <= 2
 
 
-def test_every_case_has_its_turn() -> None:
-    assert set().union(*(swept(CASES, commit=commit) for commit in range(PARTS))) == {*range(len(CASES))}
+@dataclass(eq=False)
+class Item:
+    """As pytest has a collected test."""
+
+    originalname: str
+    number: int
+    marks: tuple[tuple[str, Any], ...] = ()
+    path: str = "test_file.py"
+
+    @property
+    def callspec(self) -> Any:
+        return SimpleNamespace(params=CASES[self.number])
+
+    def get_closest_marker(self, name: str) -> Any:
+        return dict(self.marks).get(name)
+
+
+SWEPT = SimpleNamespace(args=(), kwargs={})
+ITEMS = [
+    Item("plain", 0),
+    *(Item("swept", number, (("swept", SWEPT),)) for number in range(len(CASES))),
+    *(Item("turns", i, (("in_turn", row.marks[0]),)) for i, row in enumerate(in_turns([*range(6)], 3))),
+]
+
+
+def test_what_has_no_turn_is_run_without_a_sweep_and_the_rest_in_turn() -> None:
+    always = chosen(ITEMS, None)
+    assert {item.originalname for item in always} == {"plain", "swept"}
+    assert {item.number for item in always if item.originalname == "swept"} == covered(CASES)
+    turns = [chosen(ITEMS, "turn", commit) for commit in range(3 * PARTS)]
+    assert all(not {*turn} & {*always} for turn in turns)
+    assert {*always}.union(*turns) == {*ITEMS} == {*chosen(ITEMS, "all")}
+    for turn in turns:
+        assert len([item for item in turn if item.originalname == "turns"]) == 2
+        assert len([item for item in turn if item.originalname == "swept"]) in (2, 3)
+
+
+def test_rows_and_values_in_turns() -> None:
+    rows = in_turns([(1, "a"), (2, "b")], 2)
+    assert [row.values for row in rows] == [(1, "a"), (2, "b")]
+    assert [row.values for row in in_turns(["ab", [1]])] == [("ab",), ([1],)]
+    assert [row.marks[0].args for row in rows] == [(0, 2), (1, 2)]
+
+
+def test_another_sweep_is_refused() -> None:
+    with pytest.raises(pytest.UsageError, match=r"SWEEP=most: say turn, .* or all"):
+        chosen(ITEMS, "most")

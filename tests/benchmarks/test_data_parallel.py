@@ -36,6 +36,7 @@ def test_rows_and_ratios() -> None:
     assert spared == pytest.approx(6 * PARAMETERS / 2**20, rel=0.4)
 
 
+@pytest.mark.in_turn(4, 5)
 def test_ddp_with_bf16_weights_trains_alike() -> None:
     losses = []
     for who in data_parallel.contestants("bfloat16"):

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.experiments import harness
 from benchmarks.experiments.harness import Experiment, mean_rows
+from helpers.sweep import in_turns
 from optimus.errors import UserError
 
 CORPORA = ("books", "wiki", "math", "speeches", "multilingual", "reviews")
@@ -45,7 +46,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", in_turns([*EXPERIMENTS], 4))
 def test_an_experiment(
     corpus: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,6 +61,7 @@ def test_an_experiment(
     assert run(experiment) == found
 
 
+@pytest.mark.in_turn(3, 4)
 def test_early_signal(shared_data: Path, tmp_path: Path) -> None:
     found = import_module("benchmarks.experiments.early_signal").run(
         Experiment(shared_data / "corpus", tmp_path, range(1), quick=True)

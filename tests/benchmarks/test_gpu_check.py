@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 from benchmarks import gpu_check
 from helpers.fake_device import NAME
-from helpers.sweep import part_of
+from helpers.sweep import in_turns, part_of
 
 SCRIPT = Path(gpu_check.__file__)
 HERE = ("torch", "triton", "transformers", "numpy")  # what a machine with a GPU has, with what these need
@@ -82,7 +82,7 @@ def test_what_is_missing_is_named(python: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", part_of(["cpu", "fake"], 2))
+@pytest.mark.parametrize("device", in_turns(["cpu", "fake"], 2))
 def test_every_part_ends_or_says_why_not(device: str, python: Path, tmp_path: Path, wheels: Path) -> None:
     parts = ["machine", "step", *part_of(PARTS, len(PARTS) // 2)]
     named = (word for part in parts for word in ("--part", part))

@@ -37,6 +37,7 @@ def test_every_division_is_planned(plans: list[Plan]) -> None:
     }
 
 
+@pytest.mark.in_turn(0, 5)
 @pytest.mark.slow
 def test_layouts_are_trained(plans: list[Plan]) -> None:
     found = time_layouts(plans[:2], steps=1, rounds=1)

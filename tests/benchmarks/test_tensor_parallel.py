@@ -19,6 +19,7 @@ def test_rows_and_ratios() -> None:
     assert ratios["tp2.overlap"] == pytest.approx(speeds[1] / speeds[2])
 
 
+@pytest.mark.in_turn(2, 5)
 def test_bf16_trains_alike() -> None:
     losses = []
     for who in tensor_parallel.contestants()[1:5:3]:

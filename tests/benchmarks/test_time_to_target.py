@@ -29,6 +29,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.in_turn(1, 5)
 def test_rows_ratios_and_profiles(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is kept in a file is not trained again, and gives the same."""
     kept = tmp_path / "runs.jsonl"

@@ -244,6 +244,7 @@ class Watch:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(0, 1)
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["asynchronous", "synchronous"])
 def test_killed_at_random_moments(small_run: dict[str, Any], tmp_path: Path, asynchronous: bool) -> None:
     """Runs are killed and resumed until they end, each then compared with one that nobody has disturbed."""

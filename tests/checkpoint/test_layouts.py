@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from helpers.drawing import MODELS, config_of, drawn
 from helpers.equality import Layout, Trained, compare, train_steps
-from helpers.sweep import part_of
+from helpers.sweep import in_turns
 from helpers.whole import whole_state
 from optimus.checkpoint.folder import DESCRIPTION, MANIFEST, METADATA, Description, step_folder, weights_folder
 from optimus.checkpoint.loading import Send
@@ -277,12 +277,12 @@ def assert_same(found: dict[str, Tensor], right: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, right[key]), key
 
 
-@pytest.mark.parametrize("number", part_of(CHAINS, len(CHAINS)))
+@pytest.mark.parametrize("number", in_turns(CHAINS, len(CHAINS)))
 def test_random_layouts(number: int, tmp_path: Path) -> None:
     travel(chain(number), tmp_path)
 
 
-@pytest.mark.parametrize("model", part_of([*WORLDS], 2))
+@pytest.mark.parametrize("model", in_turns([*WORLDS], 2))
 def test_other_sizes_of_the_world(model: str, tmp_path: Path) -> None:
     travel(world_chain(model), tmp_path)
 

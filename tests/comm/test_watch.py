@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from helpers.drawing import config_of, drawn
 from helpers.equality import Layout
-from helpers.sweep import part_of
+from helpers.sweep import in_turns
 from optimus.comm.watch import Watch
 from optimus.config import load_config
 from optimus.testing import run_ranks
@@ -152,14 +152,14 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", part_of(LAYOUTS), ids=lambda layout: f"{layout.ranks} {' '.join(layout.overrides)}")
+@pytest.mark.parametrize("layout", in_turns(LAYOUTS), ids=lambda layout: f"{layout.ranks} {' '.join(layout.overrides)}")
 def test_a_rank_is_the_culprit_of_what_it_began(layout: Layout) -> None:
     draw = random.Random(str(layout))
     plan = [([draw.randrange(layout.ranks)], where, draw.randrange(4)) for where in WHERE]
     check_culprits(config_of("moe"), layout, [HEALTHY, *plan, HEALTHY])
 
 
-@pytest.mark.parametrize("number", part_of(range(12)))
+@pytest.mark.parametrize("number", in_turns(range(12)))
 def test_random_layouts(number: int) -> None:
     model, layout = drawn(number)
     # `poison` works on what needs a gradient.
@@ -203,7 +203,7 @@ def train_watched(config: dict[str, Any], on: bool) -> tuple[list[StepResult], l
     return results, [chunk.master.double().sum().item() for chunk in steps.state.chunks], len(steps.groups.watch._notes)
 
 
-@pytest.mark.parametrize("layout", part_of([LAYOUTS[2], LAYOUTS[8], LAYOUTS[-2], LAYOUTS[-1]], 4))
+@pytest.mark.parametrize("layout", in_turns([LAYOUTS[2], LAYOUTS[8], LAYOUTS[-2], LAYOUTS[-1]], 4))
 def test_looking_changes_nothing(layout: Layout) -> None:
     tree = with_microbatches(load_config(config_of("moe"), layout.overrides), layout.ranks).model_dump(
         exclude_unset=True

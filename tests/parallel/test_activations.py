@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.sweep import part_of
+from helpers.sweep import in_turns
 from optimus.comm import Groups
 from optimus.config import ModelConfig, load_config
 from optimus.errors import UserError
@@ -92,7 +92,7 @@ def measured_all(sources: list[dict[str, Any]], ranks: int) -> list[tuple[int, A
 IN_ONE_PROCESS = [*product(((DENSE, "mlp"), (EXPERTS, "moe")), SETS, ("float32", "bfloat16"))]
 
 
-@pytest.mark.parametrize(("made_of", "kinds", "precision"), part_of(IN_ONE_PROCESS), ids=str)
+@pytest.mark.parametrize(("made_of", "kinds", "precision"), in_turns(IN_ONE_PROCESS), ids=str)
 def test_computed_is_measured(made_of: tuple[dict[str, Any], str], kinds: list[str], precision: str) -> None:
     model, feed_forward = made_of
     named = [feed_forward if kind == "FF" else kind for kind in kinds]
@@ -201,7 +201,7 @@ ON_RANKS: list[tuple[dict[str, Any], int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "ranks", "sections"), part_of(ON_RANKS), ids=str)
+@pytest.mark.parametrize(("model", "ranks", "sections"), in_turns(ON_RANKS), ids=str)
 def test_computed_is_measured_on_ranks(model: dict[str, Any], ranks: int, sections: dict[str, Any]) -> None:
     """What is kept of collectives is part of it. Their own buffers, which last a moment or two, are not: see the peak."""
     modules = ["norm", "attention", "moe" if "experts" in model else "mlp"]

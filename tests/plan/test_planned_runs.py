@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from helpers.sweep import part_of
+from helpers.sweep import in_turns
 from optimus.config import RunConfig
 from optimus.errors import UserError
 from optimus.model.count import count_parameters
@@ -67,7 +67,7 @@ def drawn(seed: int) -> tuple[RunConfig, Job] | None:
         raise
 
 
-@pytest.mark.parametrize("seed", part_of(range(24)))
+@pytest.mark.parametrize("seed", in_turns(range(24)))
 def test_what_is_planned_passes_the_checks_of_a_run(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     found = drawn(seed)
     if found is not None:

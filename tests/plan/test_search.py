@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.published.jobs import changed, job
-from helpers.sweep import part_of
+from helpers.sweep import in_turns
 from optimus.config import ModelConfig, load_config
 from optimus.config.load import model_config_from, resolve_model
 from optimus.errors import UserError
@@ -71,7 +71,7 @@ def division(plan: Plan) -> tuple[int, ...]:
 
 @pytest.mark.parametrize(
     "asked",
-    part_of(
+    in_turns(
         [
             question(DENSE, 4, 8),
             question(DENSE, 8, 8, memory=4.2e8),  # so small that state is shared out and activations recomputed

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from helpers.drawing import config_of
-from helpers.sweep import part_of
+from helpers.sweep import in_turns
 from optimus.comm.recorder import Recorder
 from optimus.config import load_config
 from optimus.resilience import hangs
@@ -211,7 +211,7 @@ def train_stopping(config: dict[str, Any], plan: Sequence[tuple[int, str, int]],
     return found
 
 
-@pytest.mark.parametrize("layout", part_of([*LAYOUTS], 2))
+@pytest.mark.parametrize("layout", in_turns([*LAYOUTS], 2))
 def test_the_rank_that_stops_is_named(layout: str, tmp_path: Path) -> None:
     draw = random.Random(layout)
     config = config_of("moe", **LAYOUTS[layout])

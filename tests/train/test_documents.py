@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from helpers.drawing import config_of
-from helpers.sweep import part_of
+from helpers.sweep import in_turns
 from helpers.whole import whole_state
 from optimus.config import load_config
 from optimus.errors import UserError
@@ -125,7 +125,7 @@ def test_documents_are_what_they_are_alone(model: str, more: dict[str, Any], ran
 
 @pytest.mark.parametrize(
     ("model", "more", "ranks", "overrides"),
-    part_of(
+    in_turns(
         [
             ("dense", {}, 4, ["parallel.context=4"]),
             ("dense", WINDOWED | {"window": 700}, 2, ["parallel.context=2", "parallel.context_method=ulysses"]),

@@ -1,8 +1,8 @@
 """Every layout gives the numbers of one process: combinations of all that says how work and state are divided.
 
 They are drawn at random. Of many draws, a covering array is tested: some seventy small ones that have every value of every
-option, every pair of values of the options in `factors` that any draw has, and every pair of `PAIRS`. Beside them, of those
-in `SWEEP` one part in `PARTS`, another with each commit; `make sweep` tests them all.
+option, every pair of values of the options in `factors` that any draw has, and every pair of `PAIRS`. Beside them, those of
+`SWEEP` have turns.
 """
 
 import itertools
@@ -15,12 +15,11 @@ import pytest
 from helpers.covering import covering
 from helpers.drawing import MODELS, config_of, drawn, passes
 from helpers.equality import Layout, assert_same_as_one_process, train_steps
-from helpers.sweep import part, part_of
+from helpers.sweep import in_turns
 from optimus.testing import run_ranks
 
 POOL = range(2500)  # draws that the covering array is chosen from
 SWEEP = range(160)
-PARTS = 10
 STEPS = 3
 PAIRS = [
     ("parallel.tensor=", "parallel.context=2"),
@@ -231,7 +230,7 @@ def test_covering_layouts(number: int) -> None:
     assert_same_as_one_process(config_of(model), [layout], STEPS, rtol=2e-5)
 
 
-@pytest.mark.parametrize("number", part_of(SWEEP, PARTS))
+@pytest.mark.parametrize("number", in_turns(SWEEP))
 def test_random_layouts(number: int) -> None:
     model, layout = drawn(number)
     assert_same_as_one_process(config_of(model), [layout], STEPS, rtol=2e-5)
@@ -297,10 +296,6 @@ def test_the_cases_have_every_pair() -> None:
     assert len(found(range(POOL.stop, POOL.stop + 500)) - met) <= 5
 
 
-def test_every_draw_of_the_sweep_has_its_turn() -> None:
-    assert sorted(number for commit in range(PARTS) for number in part(SWEEP, PARTS, commit)) == [*SWEEP]
-
-
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
 def test_bf16_gradients_are_as_good_on_ranks(shard: str) -> None:
     """bf16 gradients with fp32 computation: sums in another order, whose rounding Adam makes as large as any gradient."""
@@ -308,7 +303,7 @@ def test_bf16_gradients_are_as_good_on_ranks(shard: str) -> None:
     assert_same_as_one_process(config_of("moe"), [layout], 5, rtol=4e-2)
 
 
-@pytest.mark.parametrize("shard", part_of(["gradients", "parameters"], 2))
+@pytest.mark.parametrize("shard", in_turns(["gradients", "parameters"], 2))
 def test_fifty_steps_in_bf16(shard: str) -> None:
     """Sharded bf16 gradients lose nothing that shows: within 1 % of one process."""
     config = config_of("moe")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import optimus
-from helpers.sweep import part_of
+from helpers.sweep import in_turns
 from optimus.checkpoint.folder import list_checkpoints, read_description
 from optimus.config import load_config
 from optimus.model import vocabulary
@@ -276,7 +276,7 @@ def test_a_trace_shows_input_gradients_on_their_way_beside_the_weights_product(
 
 @pytest.mark.parametrize(
     "pipeline",
-    part_of([{}, {"schedule": "interleaved-1f1b", "stages_per_rank": 2}], 2),
+    in_turns([{}, {"schedule": "interleaved-1f1b", "stages_per_rank": 2}], 2),
     ids=lambda fields: fields.get("schedule", "1f1b"),
 )
 def test_a_pipelined_run_equals_one_process(

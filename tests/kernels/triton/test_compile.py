@@ -9,7 +9,7 @@ import os
 import pytest
 
 from helpers.compiled import TARGETS, compiled
-from helpers.sweep import part_of
+from helpers.sweep import in_turns
 from optimus.kernels.devices import CHIPS
 
 PRODUCTS = {"_expert_up", "_expert_down_backward", "_grouped_product", "_weight_gradient"}
@@ -37,14 +37,14 @@ def check(target: str, triton: str | None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", part_of(TARGETS, len(TARGETS)))
+@pytest.mark.parametrize("target", in_turns(TARGETS, len(TARGETS)))
 def test_kernels_compile(target: str) -> None:
     pytest.importorskip("triton.backends.amd" if target.startswith("gfx") else "triton.backends.nvidia")
     check(target, None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", part_of(TARGETS, len(TARGETS)))
+@pytest.mark.parametrize("target", in_turns(TARGETS, len(TARGETS)))
 def test_kernels_compile_with_another_triton(target: str) -> None:
     folder = os.environ.get("OPTIMUS_TRITON")
     if not folder:

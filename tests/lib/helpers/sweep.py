@@ -1,8 +1,9 @@
-"""Cases of which each commit tests a part: too many for every run of the tests, and alike.
+"""Cases of which each commit tests a part: too many for every run of the tests, and alike, or long.
 
-Of a list of cases, `part_of` gives a part. Of cases that pytest makes of several parameters, the marker `swept` keeps a
-covering array, which has each value of each parameter, and of the others a part. Long tests that are alike are marked
-`in_turn`. SWEEP in the environment, as `make sweep` has it, keeps all.
+Of cases that pytest makes of several parameters, the marker `swept` keeps a covering array, which has each value of each
+parameter. The others, those of `in_turns`, and tests that are marked `in_turn` have turns: each commit tests one in so many.
+SWEEP in the environment says what is run: without it, as `make test` does, whatever has no turn; `turn` (`make sweep-part`)
+what has this commit's; `all` (`make sweep`) everything.
 """
 
 import itertools
@@ -13,15 +14,23 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
+
 from helpers.covering import covering
 
 T = TypeVar("T")
 PARTS = 10  # of what no covering array has
 
 
+def in_turns(cases: Sequence[Any], commits: int = PARTS) -> list[Any]:
+    """For `parametrize`: the cases, of which a commit tests one in so many."""
+    rows = [case if type(case) is tuple else (case,) for case in cases]
+    return [pytest.param(*row, marks=pytest.mark.in_turn(number % commits, commits)) for number, row in enumerate(rows)]
+
+
 def part_of(cases: Sequence[T], parts: int = PARTS) -> Sequence[T]:
-    """One in `parts` of the cases, others with each commit; all with SWEEP in the environment."""
-    return cases if os.environ.get("SWEEP") else part(cases, parts, _commit())
+    """Of what one test goes through, this commit's part: one in so many, others with each commit; all in a sweep of all."""
+    return cases if os.environ.get("SWEEP") == "all" else part(cases, parts, _commit())
 
 
 def part(cases: Sequence[T], parts: int, commit: int) -> Sequence[T]:
@@ -29,33 +38,36 @@ def part(cases: Sequence[T], parts: int, commit: int) -> Sequence[T]:
     return cases[commit % parts :: parts]
 
 
-def without_other_parts(items: list[Any]) -> list[Any]:
-    """Of the collected tests, those of this commit: see the markers `swept` and `in_turn` in pyproject.toml."""
-    if os.environ.get("SWEEP"):
-        return items
+def chosen(items: Sequence[Any], sweep: str | None, commit: int | None = None) -> list[Any]:
+    """Of the collected tests those that this value of SWEEP asks for: see `swept` and `in_turn` in pyproject.toml."""
+    if sweep not in (None, "turn", "all"):
+        raise pytest.UsageError(f"SWEEP={sweep}: say turn, for what this commit has in turn, or all")
+    if sweep == "all":
+        return [*items]
+    commit = _commit() if commit is None else commit
     by_function: dict[Any, list[Any]] = {}
-    left_out: set[Any] = set()
+    having, here = set[Any](), set[Any]()  # a turn; and this commit's
     for item in items:
-        if item.get_closest_marker("swept") is not None:
+        if (turn := item.get_closest_marker("in_turn")) is not None:
+            having.add(item)
+            here |= {item} if commit % turn.args[1] == turn.args[0] else set()
+        elif item.get_closest_marker("swept") is not None:
             by_function.setdefault((item.path, item.originalname), []).append(item)
-        turn = item.get_closest_marker("in_turn")
-        if turn is not None and _commit() % turn.args[1] != turn.args[0]:
-            left_out.add(item)
     for cases in by_function.values():
         mark = cases[0].get_closest_marker("swept")
         values = [{name: repr(value) for name, value in case.callspec.params.items()} for case in cases]
-        left_out |= {*cases} - {cases[number] for number in swept(values, *mark.args, **mark.kwargs, commit=_commit())}
-    return [item for item in items if item not in left_out]
+        always = covered(values, *mark.args, **mark.kwargs)
+        others = [case for number, case in enumerate(cases) if number not in always]
+        having |= {*others}
+        here |= {*part(others, PARTS, commit)}
+    return [item for item in items if (item in here if sweep else item not in having)]
 
 
-def swept(cases: Sequence[Mapping[str, Any]], *names: str, together: int = 1, commit: int) -> set[int]:
-    """Numbers of the cases that a commit tests: a covering array, and one in `PARTS` of the others.
-
-    The array has every value of the parameters `names`, by default of all; of so many `together`, where some case has them.
-    """
+def covered(cases: Sequence[Mapping[str, Any]], *names: str, together: int = 1) -> set[int]:
+    """Numbers of the cases of a covering array: it has every value of the parameters `names`, by default of all; of so many
+    `together`, where some case has them."""
     asked = [[(name, case[name]) for name in names or sorted(case)] for case in cases]
-    chosen = {*covering([[*itertools.combinations(values, min(together, len(values)))] for values in asked])}
-    return chosen | {*part([number for number in range(len(cases)) if number not in chosen], PARTS, commit)}
+    return {*covering([[*itertools.combinations(values, min(together, len(values)))] for values in asked])}
 
 
 @cache
