@@ -36,4 +36,4 @@ def _deepest(job: Job) -> Iterator[Plan]:
             most = layers
         layers = 2 * least if most is None else (least + most) // 2
     if least:
-        yield search_residency(job.changed(model={"layers": least}), best=1)[0]
+        yield from search_residency(job.changed(model={"layers": least}), best=1)
