@@ -74,6 +74,8 @@ def test_rows_and_values_in_turns() -> None:
     assert [row.values for row in rows] == [(1, "a"), (2, "b")]
     assert [row.values for row in in_turns(["ab", [1]])] == [("ab",), ([1],)]
     assert [row.marks[0].args for row in rows] == [(0, 2), (1, 2)]
+    some = in_turns([*range(5)], 3, always=2)
+    assert [[mark.args for mark in row.marks] for row in some] == [[], [], [(0, 3)], [(1, 3)], [(2, 3)]]
 
 
 def test_another_sweep_is_refused() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.collectives import ADAPTER_EACH, BOTH, ONE_ADAPTER, Case, contestants, selections, timed
 from benchmarks.collectives_ranks import Job, run_jobs
+from helpers.sweep import in_turns
 from optimus.comm.algorithms import KINDS, MEGABYTE, OWN, Measured, choose, names
 from optimus.comm.costs import seconds
 from optimus.comm.links import Link, Links
@@ -20,7 +21,7 @@ from optimus.plan.measure.timing import Extent
 from optimus.testing import run_ranks
 
 
-@pytest.mark.parametrize("shape", [Shape(2, 2), Shape(4, 1)], ids=str)
+@pytest.mark.parametrize("shape", in_turns([Shape(2, 2), Shape(4, 1)], 2), ids=str)
 def test_times_on_ranks_are_those_of_the_model(shape: Shape) -> None:
     """To the last digits, and with what is chosen by default among them."""
     cases = [

@@ -10,6 +10,7 @@ from optimus.data.preparation import prepare
 from optimus.data.shards import Shards
 
 
+@pytest.mark.in_turn(3, 5)
 def test_rows_and_ratios(tmp_path: Path, prepared: Path) -> None:
     files = [tmp_path / "short.jsonl", tmp_path / "long.jsonl"]
     for file, words in zip(files, (30, 500)):

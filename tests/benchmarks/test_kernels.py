@@ -23,6 +23,7 @@ def sizes(preset: str, tokens: int, dtype: torch.dtype) -> Sizes:
     return Sizes(model_config_from(resolve_model(preset)["model"], preset), tokens, tokens, dtype, CPU, {})
 
 
+@pytest.mark.swept
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", kernels.TOLERANCE, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model", ["mula-7b-a1b", "mula-tiny"])
@@ -47,6 +48,7 @@ def test_every_contestant_does_the_same(model: str) -> None:
             assert all(kernels.error(way, case) <= 1e-5 for way in case.plain.values()), case.kernel
 
 
+@pytest.mark.in_turn(3, 5)
 def test_what_is_wrong_is_seen_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def half_wrong(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tuple(1.01 * y for y in case.ours(*tensors))
@@ -60,6 +62,7 @@ def test_what_is_wrong_is_seen_and_not_timed(monkeypatch: pytest.MonkeyPatch) ->
     assert "cpu.swiglu.vs_plain" not in found.ratios
 
 
+@pytest.mark.in_turn(2, 5)
 def test_rows_and_ratios() -> None:
     found = kernels.run(model="mula-tiny-moe", tokens=64, context=32, microbatches=3, device="cpu", rounds=1)
     rows, ratios = found.rows, found.ratios

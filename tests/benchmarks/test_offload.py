@@ -7,6 +7,7 @@ from benchmarks.offload import Choice, Machine
 from optimus.errors import UserError
 
 
+@pytest.mark.in_turn(4, 5)
 def test_rows_and_ratios() -> None:
     found = offload.run(layers=8)
     assert [(row["size"], row["contestant"]) for row in found.rows] == [

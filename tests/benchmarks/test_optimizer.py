@@ -16,6 +16,7 @@ NON_EXPERT = 2 * 1024 * 64 + 2 * (4 * 64 * 64 + 4 * 64) + NORMS
 STATE = 12 / 2**20  # MiB of master weight and moments of a parameter
 
 
+@pytest.mark.in_turn(0, 5)
 @pytest.mark.slow
 def test_rows_and_ratios() -> None:
     found = optimizer.run(ranks=4, steps=1, model=MODEL)

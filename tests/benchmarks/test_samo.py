@@ -6,6 +6,7 @@ from benchmarks import samo
 from optimus.config.tree import ModelConfig
 
 
+@pytest.mark.in_turn(1, 5)
 def test_rows_and_ratios() -> None:
     model = ModelConfig(family="olmo", hidden=64, layers=2, heads=2, intermediate=128, vocab=256)
     found = samo.run(ranks=2, steps=1, model=model)

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from helpers.sweep import in_turns
 from optimus.config.sizes import parse_size
 from optimus.data import preparation
 from optimus.data.permutation import Permutation
@@ -351,7 +352,7 @@ cli.main()
 
 @pytest.mark.parametrize(
     ("stage", "number"),
-    [("train tokenizer", signal.SIGINT), ("tokenise", signal.SIGTERM), ("shard", signal.SIGINT)],
+    in_turns([("tokenise", signal.SIGTERM), ("train tokenizer", signal.SIGINT), ("shard", signal.SIGINT)], 2, always=1),
 )
 @pytest.mark.usefixtures("default_signals")
 def test_signals_end_it_in_order(tmp_path: Path, lines_file: Path, stage: str, number: signal.Signals) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.sweep import in_turns
 from optimus.data import cutting, documents
 from optimus.data.permutation import Permutation
 from optimus.data.preparation import prepare
@@ -109,7 +110,7 @@ def test_documents_in_pieces_are_compared_whole(
     assert index["too_long"] == sum(len(text) > len(sources[0]) for text in [sources[1]] * 2) + 1
 
 
-@pytest.mark.parametrize("dedup", ["exact", "minhash"])
+@pytest.mark.parametrize("dedup", in_turns(["exact", "minhash"], 1, always=1))
 def test_the_same_bytes_for_any_workers_and_after_kills(
     tmp_path: Path, paragraphs: list[str], tokenizer_file: Path, dedup: str
 ) -> None:

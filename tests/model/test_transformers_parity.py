@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.sweep import in_turns
 from optimus.config import ModelConfig
 from optimus.hub.keys import fused, published
 from optimus.model import KVCache, Transformer
@@ -364,7 +365,7 @@ def greedy(model: Transformer, prompt_S: Tensor, new: int, cached: bool) -> list
     return tokens
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", in_turns([*CONFIGS], 4, always=3))
 def test_greedy_text_equals_generate(name: str) -> None:
     model = random_model(CONFIGS[name], seed=5)
     prompt_S = torch.randint(model.config.vocab, (7,), generator=torch.Generator().manual_seed(3))

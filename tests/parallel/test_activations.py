@@ -143,7 +143,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("model", in_turns([*OTHERS.values()], 4, always=3), ids=OTHERS)
 def test_whatever_the_architecture(model: dict[str, Any]) -> None:
     feed_forward = "moe" if any(name.startswith("experts") for name in model) else "mlp"
     for kinds in ([], ["norm", feed_forward], ["attention"]):

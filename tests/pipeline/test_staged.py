@@ -7,6 +7,7 @@ import torch
 
 from helpers.drawing import short_run
 from helpers.equality import Layout, assert_same_as_one_process
+from helpers.sweep import in_turns
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.mesh import Mesh
@@ -28,15 +29,19 @@ def config_of(model: str, layers: int = 4, **sections: dict[str, Any]) -> dict[s
 
 @pytest.mark.parametrize(
     ("model", "ranks", "overrides"),
-    [
-        ("dense", 2, ["schedule=gpipe"]),
-        ("tied", 2, []),
-        ("moe", 2, ["schedule=interleaved-1f1b", "stages_per_rank=2"]),
-        ("tied", 2, ["schedule=interleaved-1f1b", "stages_per_rank=2"]),
-        ("moe", 4, ["warm_up=2", "blocks=[1,3]"]),
-        ("tied", 4, ["tensor=2"]),
-        ("moe", 4, ["expert=2", "context=1"]),
-    ],
+    in_turns(
+        [
+            ("dense", 2, ["schedule=gpipe"]),
+            ("tied", 2, []),
+            ("moe", 2, ["schedule=interleaved-1f1b", "stages_per_rank=2"]),
+            ("tied", 2, ["schedule=interleaved-1f1b", "stages_per_rank=2"]),
+            ("moe", 4, ["warm_up=2", "blocks=[1,3]"]),
+            ("tied", 4, ["tensor=2"]),
+            ("moe", 4, ["expert=2", "context=1"]),
+        ],
+        2,
+        always=3,
+    ),
 )
 def test_stages_train_as_one_process(model: str, ranks: int, overrides: list[str]) -> None:
     layout = Layout(ranks, ["parallel.pipeline=2", *(f"parallel.{override}" for override in overrides)])

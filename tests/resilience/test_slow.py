@@ -149,6 +149,7 @@ def test_a_slow_node_is_left_out_where_it_is_asked_for(small_run: dict[str, Any]
     assert [code for _, code in told] == [Exit.LOST, Exit.LOST, Exit.BAD_NODE, Exit.LOST]
 
 
+@pytest.mark.in_turn(0, 1)
 def test_nobody_is_named_where_all_are_as_fast(small_run: dict[str, Any]) -> None:
     config = config_of_a_run(small_run, "tensor", 16)
     told = run_ranks(train_with_a_slow_rank, 4, config, FaultPlan())

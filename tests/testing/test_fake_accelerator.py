@@ -20,6 +20,7 @@ from torch import Tensor
 
 from helpers.covering import covering
 from helpers.drawing import config_of, drawn, passes
+from helpers.sweep import in_turns
 from optimus.comm import Group, Groups, recorder
 from optimus.config import dump_config, load_config
 from optimus.kernels import backend
@@ -202,7 +203,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(families())), ids=sorted(families()))
+@pytest.mark.parametrize("number", in_turns(range(len(families())), 3, always=3), ids=sorted(families()))
 def test_families(number: int) -> None:
     """Each in one of the layouts, and with experts on two ranks."""
     name = sorted(families())[number]
@@ -419,7 +420,8 @@ def train_pruned(form: str, shard: str, ranks: int) -> Seen:
 
 
 @pytest.mark.parametrize(
-    ("form", "shard", "ranks"), [("int32", "none", 1), ("bits", "optimizer", 4), ("int32", "parameters", 4)]
+    ("form", "shard", "ranks"),
+    in_turns([("bits", "optimizer", 4), ("int32", "none", 1), ("int32", "parameters", 4)], 2, always=1),
 )
 def test_waits_of_pruned_chunks(form: str, shard: str, ranks: int) -> None:
     """Compression and expansion wait for nothing."""
@@ -442,7 +444,7 @@ EXPERTS: dict[str, tuple[list[str], int | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", in_turns([*EXPERTS], 3, always=2))
 def test_waits_of_experts_on_several_ranks(name: str) -> None:
     """One for each layer with experts and microbatch; what is run again has cached what it was told. The dense layer beside
     each expert of PR-MoE adds none."""
@@ -508,7 +510,7 @@ WHOLE_PEAKS = {
 }  # of fewer layers, what one needs for a moment is a larger part
 
 
-@pytest.mark.parametrize("name", PEAKS)
+@pytest.mark.parametrize("name", in_turns([*PEAKS], 3, always=2))
 def test_peak_of_memory(name: str) -> None:
     """Most bytes of a step against the plan, state at rest and the peak of activations: within a tenth. Where the loss alone
     decides, activations are fewer than planned, as of its logits fewer are there at a time than on a CPU."""

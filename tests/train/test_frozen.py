@@ -7,6 +7,7 @@ import torch
 
 from helpers.drawing import config_of
 from helpers.equality import compare, train_steps
+from helpers.sweep import in_turns
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.model import Transformer
@@ -31,25 +32,29 @@ def of(model: str, freeze: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("model", "freeze", "ranks", "overrides"),
-    [
-        ("moe", FIRST, 4, ["parallel.expert=2", "state.shard=optimizer"]),
-        ("moe", ["expert", "vector"], 4, ["parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2"]),
-        ("dense", LAST, 4, ["parallel.tensor=[2,2]"]),
-        ("tied dense", FIRST, 4, ["parallel.tensor=2", "parallel.sequence=true", *SHARDED]),
-        ("moe", LAST, 4, ["parallel.tensor=2", "recompute=[block]", "recompute_every=2", *SHARDED]),
-        ("moe", FIRST, 2, ["recompute=[norm,attention,moe]", "state.prefetch=3", *SHARDED]),
-        ("dense", LAST, 2, ["state.reshard_after_forward=false", *SHARDED]),
-        ("dense", FIRST, 4, ["state.shard_ranks={parameters: 2, gradients: 2, optimizer: 4}", *SHARDED]),
-        ("moe", FIRST, 2, [PIPELINE, "parallel.schedule=1f1b"]),
-        ("moe", LAST, 4, [PIPELINE, "parallel.schedule=zb-h1", "state.shard=gradients"]),
-        ("dense", FIRST, 2, [PIPELINE, "parallel.schedule=zb-h1"]),
-        ("dense", ["embedding", "blocks.*"], 2, [PIPELINE, "parallel.schedule=zb-h1"]),
-        ("moe", FIRST, 4, [PIPELINE, "parallel.executor=message-driven", "recompute=[block]", *SHARDED]),
-        ("tied", FIRST, 2, [PIPELINE, "parallel.schedule=1f1b"]),
-        ("dense", FIRST, 2, [PIPELINE, "parallel.vocabulary=true", "parallel.schedule=1f1b"]),
-        ("dense", ["blocks.*", "embedding"], 2, [PIPELINE, "parallel.vocabulary=true", "parallel.schedule=zb-h1"]),
-        ("dense", ["blocks.*", "head"], 2, [PIPELINE, "parallel.vocabulary=true", "parallel.schedule=zb-h1"]),
-    ],
+    in_turns(
+        [
+            ("moe", FIRST, 4, ["parallel.expert=2", "state.shard=optimizer"]),
+            ("moe", ["expert", "vector"], 4, ["parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2"]),
+            ("dense", LAST, 4, ["parallel.tensor=[2,2]"]),
+            ("tied dense", FIRST, 4, ["parallel.tensor=2", "parallel.sequence=true", *SHARDED]),
+            ("moe", LAST, 4, ["parallel.tensor=2", "recompute=[block]", "recompute_every=2", *SHARDED]),
+            ("moe", FIRST, 2, ["recompute=[norm,attention,moe]", "state.prefetch=3", *SHARDED]),
+            ("dense", LAST, 2, ["state.reshard_after_forward=false", *SHARDED]),
+            ("dense", FIRST, 4, ["state.shard_ranks={parameters: 2, gradients: 2, optimizer: 4}", *SHARDED]),
+            ("moe", FIRST, 2, [PIPELINE, "parallel.schedule=1f1b"]),
+            ("moe", LAST, 4, [PIPELINE, "parallel.schedule=zb-h1", "state.shard=gradients"]),
+            ("dense", FIRST, 2, [PIPELINE, "parallel.schedule=zb-h1"]),
+            ("dense", ["embedding", "blocks.*"], 2, [PIPELINE, "parallel.schedule=zb-h1"]),
+            ("moe", FIRST, 4, [PIPELINE, "parallel.executor=message-driven", "recompute=[block]", *SHARDED]),
+            ("tied", FIRST, 2, [PIPELINE, "parallel.schedule=1f1b"]),
+            ("dense", FIRST, 2, [PIPELINE, "parallel.vocabulary=true", "parallel.schedule=1f1b"]),
+            ("dense", ["blocks.*", "embedding"], 2, [PIPELINE, "parallel.vocabulary=true", "parallel.schedule=zb-h1"]),
+            ("dense", ["blocks.*", "head"], 2, [PIPELINE, "parallel.vocabulary=true", "parallel.schedule=zb-h1"]),
+        ],
+        3,
+        always=5,
+    ),
     ids=str,
 )
 def test_layouts_equal_one_process(model: str, freeze: list[str], ranks: int, overrides: list[str]) -> None:

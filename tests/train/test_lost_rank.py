@@ -139,6 +139,7 @@ def test_a_killed_rank_ends_the_others(three_ranks: dict[str, Any], tmp_path: Pa
     check_resumes(three_ranks, int(parts[1]))
 
 
+@pytest.mark.in_turn(0, 1)
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_others_by_the_timeout(three_ranks: dict[str, Any], tmp_path: Path) -> None:
     """They end then; the launcher kills the hanging one 30 s later."""
@@ -159,6 +160,7 @@ def test_a_rank_that_hangs_ends_the_others_by_the_timeout(three_ranks: dict[str,
     check_resumes(three_ranks, int(parts[1]))
 
 
+@pytest.mark.in_turn(0, 1)
 @pytest.mark.slow
 def test_under_torchrun_each_rank_says_why_it_ends(three_ranks: dict[str, Any], tmp_path: Path) -> None:
     torchrun = "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "optimus.cli"

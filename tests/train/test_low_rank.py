@@ -10,6 +10,7 @@ import torch
 import optimus
 from helpers.drawing import config_of
 from helpers.equality import compare, train_steps
+from helpers.sweep import in_turns
 from optimus.checkpoint.inspect import convert
 from optimus.checkpoint.masks import whole_masks
 from optimus.checkpoint.reader import Reader
@@ -59,14 +60,23 @@ def test_gradients_are_those_of_the_definition() -> None:
 
 @pytest.mark.parametrize(
     ("model", "freeze", "ranks", "overrides"),
-    [
-        ("dense", ["matrix"], 4, ["parallel.tensor=[2,2]"]),
-        ("tied dense", ["matrix", "embedding"], 4, ["parallel.tensor=2", "parallel.sequence=true", *SHARDED]),
-        ("moe", ["matrix", "expert"], 4, ["parallel.tensor=2", "parallel.expert=2", "state.shard=optimizer"]),
-        ("dense", ["blocks.0.*", "head"], 2, ["recompute=[block]", *SHARDED]),
-        ("dense", ["embedding", "blocks.*", "head"], 2, ["parallel.pipeline=2", "parallel.schedule=zb-h1", *SHARDED]),
-        ("moe", ["blocks.1.*"], 2, ["parallel.pipeline=2", "parallel.schedule=1f1b", "state.shard=gradients"]),
-    ],
+    in_turns(
+        [
+            ("dense", ["matrix"], 4, ["parallel.tensor=[2,2]"]),
+            ("tied dense", ["matrix", "embedding"], 4, ["parallel.tensor=2", "parallel.sequence=true", *SHARDED]),
+            ("moe", ["matrix", "expert"], 4, ["parallel.tensor=2", "parallel.expert=2", "state.shard=optimizer"]),
+            ("dense", ["blocks.0.*", "head"], 2, ["recompute=[block]", *SHARDED]),
+            (
+                "dense",
+                ["embedding", "blocks.*", "head"],
+                2,
+                ["parallel.pipeline=2", "parallel.schedule=zb-h1", *SHARDED],
+            ),
+            ("moe", ["blocks.1.*"], 2, ["parallel.pipeline=2", "parallel.schedule=1f1b", "state.shard=gradients"]),
+        ],
+        2,
+        always=2,
+    ),
     ids=str,
 )
 def test_layouts_equal_one_process(model: str, freeze: list[str], ranks: int, overrides: list[str]) -> None:

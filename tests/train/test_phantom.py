@@ -9,6 +9,7 @@ from torch import Tensor
 
 from helpers.equality import Layout, assert_same_as_one_process, train_steps
 from helpers.phantom import on_phantom
+from helpers.sweep import in_turns
 from optimus.state.transfers import StreamTransfers
 from optimus.testing.ranks import RankError
 
@@ -71,7 +72,7 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize("layout", SHARED, ids=lambda layout: ",".join(layout.overrides))
+@pytest.mark.parametrize("layout", in_turns(SHARED, 3, always=2), ids=lambda layout: ",".join(layout.overrides))
 def test_ranks_that_share_a_device(layout: Layout) -> None:
     config = configured("experts")
     config["train"]["micro_batch"] = 1

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import optimus
+from helpers.sweep import in_turns
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.store import load_model
 from optimus.errors import UserError
@@ -27,7 +28,7 @@ def changed(config: dict[str, Any], output: Path, **sections: dict[str, Any]) ->
 
 
 @pytest.mark.usefixtures("warm_ranks")
-@pytest.mark.parametrize("rule", ["muon", "lion", "schedule-free"])
+@pytest.mark.parametrize("rule", in_turns(["muon", "lion", "schedule-free"], 2, always=1))
 def test_resumed_on_another_layout(small_run: dict[str, Any], tmp_path: Path, rule: str) -> None:
     """As if nothing had been: bit by bit on one rank, within rounding from four sharded ranks on two others."""
     by_rule = {"name": rule}

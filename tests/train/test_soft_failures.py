@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.sweep import in_turns
 from optimus.config import load_config
 from optimus.errors import UserError
 from optimus.observe.metrics import read_metrics
@@ -87,7 +88,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", in_turns(LAYOUTS, 3, always=2), ids=str)
 def test_the_node_of_one_rank_is_at_fault(small_run: dict[str, Any], layout: dict[str, Any]) -> None:
     layout = layout | {"train": small_run["train"] | layout.get("train", {})}
     trial = Trial(small_run, **layout)

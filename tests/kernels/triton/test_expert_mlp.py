@@ -92,6 +92,7 @@ def test_equals_the_definition(
     same_function(ours, reference, inputs)
 
 
+@pytest.mark.swept
 @pytest.mark.parametrize("name", ["plain", "sizes that no tile divides, K = 3", "the middle of three ranks"])
 def test_biases_and_clamps(
     name: str, dtype: torch.dtype, tile_sizes: None, random: Random, same_function: Callable[..., None]

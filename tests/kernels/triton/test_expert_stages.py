@@ -125,6 +125,7 @@ def test_expert_up_backward(
     close(expert_up_backward(padded(z_grad), w, rows.routes), expected)
 
 
+@pytest.mark.swept
 @pytest.mark.parametrize("accumulate", [True, False])
 @pytest.mark.parametrize("projection", ["up", "down"])
 def test_weight_gradients(

@@ -22,10 +22,11 @@ T = TypeVar("T")
 PARTS = 10  # of what no covering array has
 
 
-def in_turns(cases: Sequence[Any], commits: int = PARTS) -> list[Any]:
-    """For `parametrize`: the cases, of which a commit tests one in so many."""
+def in_turns(cases: Sequence[Any], commits: int = PARTS, always: int = 0) -> list[Any]:
+    """For `parametrize`: the cases, of which a commit tests one in so many; the first `always` have no turn."""
     rows = [case if type(case) is tuple else (case,) for case in cases]
-    return [pytest.param(*row, marks=pytest.mark.in_turn(number % commits, commits)) for number, row in enumerate(rows)]
+    turns = [pytest.mark.in_turn(number % commits, commits) for number in range(len(rows) - always)]
+    return [pytest.param(*row, marks=marks) for row, marks in zip(rows, [*[()] * always, *turns])]
 
 
 def part_of(cases: Sequence[T], parts: int = PARTS) -> Sequence[T]:

@@ -236,6 +236,7 @@ def model_on_a_rank(mesh: Mesh, kind: Kind, recomputed: list[str]) -> tuple[floa
     return loss, gradients
 
 
+@pytest.mark.swept
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("mesh", "recomputed"),
