@@ -24,8 +24,8 @@ if not torch.accelerator.is_available():
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of tests that have turns those that SWEEP asks for, or those that were named.
 
-    Tests that have ranks of their own come first: where tests run in several processes, each begins in another place, so that
-    it is mostly one of them that has ranks and none waits for another's."""
+    Tests that have ranks of their own come first: where tests run in several processes, each begins in another place, so
+    that it is mostly one of them that has ranks and none waits for another's."""
     shared = any(item.get_closest_marker(name) for item in items for name in ("swept", "in_turn"))
     if shared and not any("::" in word for word in config.args):
         from helpers.sweep import chosen
