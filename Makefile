@@ -30,7 +30,7 @@ install-evaluate install-wandb install-mlflow install-dedup install-remote insta
 demo: install                   ## text to evaluated model in minutes, with what every machine has
 	@$(BIN)/python examples/demo.py
 
-# Compiled modules are kept, whatever the shell says: tests start hundreds of programs. Of three at once one may wait.
+# Compiled modules are kept, whatever the shell says: tests start hundreds of programs. Three, as one of them often waits.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal --durations 25 --durations-min 5
 
 test: install-dev lint          ## lint and the tests, but for those that have turns

@@ -76,7 +76,7 @@ def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> li
         for slice_ in slices:
             summing = _Summing(file)
             try:
-                torch.save(_alone(slice_.tensor), summing)  # type: ignore[arg-type]
+                torch.save(_with_own_storage(slice_.tensor), summing)  # type: ignore[arg-type]
             except RuntimeError as error:  # its archive cannot be ended, it says, and not that the disk is full
                 raise summing.failure or error from None
             dtype = str(slice_.tensor.dtype).removeprefix("torch.")
@@ -93,9 +93,9 @@ def write_slices(file: BinaryIO, name: str, slices: Iterable[TensorSlice]) -> li
     return stored
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """The tensor on the host, without what it is a view of, which would be saved with it: of the same memory, as a copy of
-    each slice would take longer than anything else that is done for it."""
+def _with_own_storage(tensor: Tensor) -> Tensor:
+    """The tensor on the host, with a storage of its bytes alone: of a view, `torch.save` writes the whole storage. Memory
+    is shared: a copy of each slice takes longer than its two sums."""
     here = tensor.detach().cpu().contiguous()
     start = here.storage_offset() * here.itemsize
     own = here.untyped_storage()[start : start + here.nbytes]

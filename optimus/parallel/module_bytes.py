@@ -77,7 +77,7 @@ class ModuleSetting(NamedTuple):
 
     @property
     def of_experts(self) -> "ModuleSetting":
-        """The same for experts, which do not see what sequences are: ranks of a ring have shorter ones."""
+        """The same for experts, to which a context-parallel rank is one with shorter sequences."""
         mesh = self.mesh
         alone = replace(mesh, cp=1, dp=lcm(mesh.tp, mesh.ep * mesh.etp) // mesh.tp)
         return self._replace(mesh=alone, context=self.context // mesh.cp)

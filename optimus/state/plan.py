@@ -369,7 +369,7 @@ def chunk_limit(groups: Sequence[Sequence[int]], chosen: int | None) -> int:
 
 
 def largest_chunk(elements: int) -> int:
-    """Elements of a chunk of so many parameters at most, where what chunks leave empty does not matter."""
+    """The largest chunk, in elements, of a model with so many: what the search begins with."""
     return max(_SMALLEST, min(_LARGEST, elements // _CHUNKS))
 
 
