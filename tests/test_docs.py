@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -25,9 +26,11 @@ from pydantic import BaseModel
 
 import optimus
 from helpers.pages import Step, masked, missing, steps
+from helpers.sweep import in_turns
 from optimus import cli
 from optimus.config import RunConfig
 from optimus.config.load import other_names
+from optimus.observe import progress
 from optimus.observe.metrics import MetricsWriter
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -214,9 +217,25 @@ def planned(folder: Path) -> None:
     shutil.copy(ROOT / "optimus" / "plan" / "machines" / "laptop.yaml", folder / "node.yaml")
 
 
+class Hurried:
+    """The module `time` for who reports progress: each second takes this many."""
+
+    def __init__(self, times: float) -> None:
+        self._times = times
+
+    def monotonic(self) -> float:
+        return self._times * time.monotonic()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
 @pytest.mark.slow
-def test_tutorial(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("times", in_turns([1, 1000], always=1), ids=["as fast as this machine", "slow"])
+def test_tutorial(reader: Reader, monkeypatch: pytest.MonkeyPatch, times: float) -> None:
+    """What the page shows does not depend on speed: a slow machine prints more lines, and says in them when it will end."""
     pytest.importorskip("lm_eval", reason="needs the extra `evaluate`")
+    monkeypatch.setattr(progress, "time", Hurried(times))
     write, pressed = MetricsWriter.write, []
 
     def write_and_press(writer: MetricsWriter, record: dict[str, Any], *more: Any) -> None:
@@ -362,6 +381,10 @@ def test_everything_that_is_excepted_is_there() -> None:
 def test_numbers_may_differ_and_words_may_not() -> None:
     assert masked("step 148: loss 5.4795, 7,136 tokens/s 63.4 MiB") == masked("step 6: loss 8, 71 tokens/s 3 KiB")
     assert masked("Model [773, 221, 1e-05]") == masked("Model [1]")
+    fast, slow = "training: 5/9 loss 2 63 MB", "training: 6/9 loss 1 71 MB  about 21 s left, until 02:24"
+    assert masked(fast) == masked(slow) == masked(slow.replace("21 s", "3 d").replace("02", "2026-11-28 02"))
+    assert masked("9 tokens in all, 3 s this time") == masked("9 tokens in all, 12 min this time")
+    assert masked("about 21 s left, until 02:24, at 1 s a step") != masked("")
     assert missing(["a 1", "...", "c"], "a 2\nb\nc") is None
     assert missing(["c", "a"], "a\nb\nc") == "a"
     assert missing(["loss 1"], "Loss 1") == "loss 1"
