@@ -28,7 +28,7 @@ def mask_slices(state: ModelState, masks: Mapping[str, Tensor], prefix: str) -> 
     for chunk in state.chunks:
         for slot in chunk.plan.slots:
             bits, layout = masks.get(slot.name), slot.layout
-            if bits is not None and rank == min(mesh.group(rank, (*layout.partial_axes, *layout.replicated_axes))):
+            if bits is not None and layout.first_holds(mesh, rank):
                 mask = unpacked_bits(bits, slot.shape.numel()).view(slot.shape)
                 yield _slice(
                     prefix + slot.name, layout.shape, tuple(part.start for part in slot.region), mask, mesh, layout

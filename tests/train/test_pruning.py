@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import optimus
-from helpers.drawing import config_of
+from helpers.drawing import MODELS, config_of
 from helpers.whole import whole_state
 from optimus.checkpoint.masks import whole_masks
 from optimus.checkpoint.reader import Reader
@@ -33,7 +33,7 @@ from optimus.state.pruning import (
 from optimus.testing import run_ranks
 from optimus.testing.steps import Steps
 from optimus.train.checkpoints import first_weights
-from optimus.train.run import layouts_of, whole_model
+from optimus.train.run import layouts_of, targets_of, whole_model
 
 ITERATIVE = {"sparsity": 0.9, "at": [2, 4]}
 
@@ -283,6 +283,26 @@ def test_the_threshold_is_exact(ranks: int, overrides: list[str]) -> None:
         assert found["left"] == pytest.approx(kept / len(weights))
 
 
+def tied(ranks: int) -> tuple[float, int]:
+    config = config_of("tied dense") | {"model": MODELS["tied dense"] | {"layers": ranks}}
+    pruning = ["pruning.sparsity=0.8", "pruning.at=0", "pruning.targets=[embedding,matrix]"]
+    tree = load_config(config, [*pruning, f"parallel.pipeline={ranks}", "train.micro_batch=1"])
+    made = Steps(tree.model_dump(exclude_unset=True))
+    sizes = targets_of(made.config, whole_model(made.config))
+    made.state.prune(prune(weights_of(made.state), 0.2, sizes, magnitudes))
+    whole, left = whole_state(made.state), share_left(made.state, sizes)
+    unpruned = sum(int(whole[f"model.{name}"].count_nonzero()) for name in sizes)
+    return left, unpruned - round(0.2 * sum(sizes.values()))
+
+
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_a_tied_embedding_counts_once(ranks: int) -> None:
+    """The first and the last of several stages hold it; their number does not divide that of the ranks."""
+    for left, too_many in run_ranks(tied, ranks, ranks):
+        assert too_many == 0
+        assert left == pytest.approx(0.2, abs=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["layer", "random", "block"])
 def test_other_scores_on_every_layout(kind: str) -> None:
     layouts = LAYOUTS if kind != "block" else LAYOUTS[:2]
@@ -306,7 +326,7 @@ def first_and_made(overrides: list[str]) -> list[tuple[str, bool, bool]]:
     first, second = ({part.slot.name: part for part in each.parts(names)} for each in (to_be, weights_of(made.state)))
     assert first.keys() == second.keys()
     return [
-        (name, torch.equal(part.weights, second[name].weights), part.holders == second[name].holders)
+        (name, torch.equal(part.weights, second[name].weights), part.counts == second[name].counts)
         for name, part in first.items()
     ]
 
@@ -333,7 +353,7 @@ def test_ties_and_signed_zeros() -> None:
     made = Steps(load_config(config_of("dense")).model_dump(exclude_unset=True))
     scores = torch.tensor([3.0, 2.0, 2.0, 2.0, 0.0]).abs()
     for k, expected in ((1, 3.0), (2, 2.0), (4, 2.0), (5, 0.0)):
-        bits = kth_largest(made.groups.world, lambda: iter([(scores, 1)]), k, torch.device("cpu"))
+        bits = kth_largest(made.groups.world, lambda: iter([(scores, True)]), k, torch.device("cpu"))
         assert torch.tensor([bits], dtype=torch.int32).view(torch.float32).item() == expected
     assert magnitudes(None, torch.tensor([-0.0])).view(torch.int32).item() == 0  # type: ignore[arg-type]
 
