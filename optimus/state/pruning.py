@@ -19,7 +19,7 @@ from optimus.comm import Group, Groups
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.model.init import initialize_parameter
-from optimus.state.masks import bits_of, packed_bits
+from optimus.state.masks import bits_of, packed_bits, unpacked_bits
 from optimus.state.model_state import ModelState
 from optimus.state.plan import Slot
 from optimus.state.trained import TrainedChunk
@@ -138,6 +138,14 @@ def prune(
     masks: dict[str, Tensor] = {}
     failure: UserError | None = None
 
+    def scored(slot: Slot, values: Tensor) -> Tensor:
+        """Scores of which none is less than that of what has been pruned before."""
+        before = weights.before.get(slot.name)
+        found = score(slot, values)
+        return (
+            found if before is None else found * unpacked_bits(before, found.numel()).to(found.device).view(found.shape)
+        )
+
     def scores(names: Collection[str]) -> Iterator[tuple[Tensor, bool]]:
         nonlocal failure
         for slot, values, counts in weights.parts(names):
@@ -145,14 +153,14 @@ def prune(
                 failure = UserError(
                     f"pruning: weights of {slot.name} are not finite: resume from an earlier checkpoint"
                 )
-            yield score(slot, values), counts
+            yield scored(slot, values), counts
 
     for names in [{name} for name in sizes] if per_tensor else [{*sizes}]:
         kept = max(1, round(unpruned * sum(sizes[name] for name in names)))
         threshold = kth_largest(weights.world, partial(scores, names), kept, weights.device)
         weights.world.agree(failure)
         for slot, values, _ in weights.parts(names):
-            bits = packed_bits((score(slot, values).flatten().view(torch.int32) >= threshold).cpu())
+            bits = packed_bits((scored(slot, values).flatten().view(torch.int32) >= threshold).cpu())
             masks[slot.name] = bits & weights.before[slot.name] if slot.name in weights.before else bits
     return masks
 
@@ -199,7 +207,9 @@ def share_left(state: ModelState, sizes: Mapping[str, int]) -> float:
 def _total(state: ModelState, counts: Mapping[str, int]) -> float:
     """The sum over the whole model of counts of this rank's parts of parameters, by name."""
     mesh, world = state.groups.mesh, state.groups.world
-    here = {slot.name for chunk in state.trained for slot in chunk.plan.slots if slot.layout.first_holds(mesh, world.rank)}
+    here = {
+        slot.name for chunk in state.trained for slot in chunk.plan.slots if slot.layout.first_holds(mesh, world.rank)
+    }
     counted = sum(count for name, count in counts.items() if name in here)
     total = torch.tensor(float(counted), dtype=torch.float64, device=state.chunks[0].parameter.device)
     world.all_reduce(total)
