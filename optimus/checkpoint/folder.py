@@ -55,6 +55,16 @@ class Description:
     written: dict[str, Any] = field(default_factory=dict)  # by how many ranks, and how many of them were on a node
     frozen: str | None = None  # the folder beside this one that has the parameters that are not here
 
+    @property
+    def unpruned(self) -> float:
+        """The share that is left of what is pruned."""
+        return float(self.progress.get("unpruned", 1.0))
+
+    @property
+    def prunings(self) -> int:
+        """How often its run has pruned."""
+        return int(self.progress.get("prunings", self.unpruned < 1))
+
     def weights_only(self, precision: str) -> "Description":
         """That of a checkpoint of the same weights in `precision`, and of nothing else."""
         return replace(self, full=False, precision=precision, random={}, written={}, frozen=None)

@@ -7,11 +7,12 @@ has drawn last, while it looks for an early-bird ticket.
 """
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from optimus.checkpoint.reader import Reader
+from optimus.checkpoint.reader import Reader, Source
 from optimus.checkpoint.slices import TensorSlice, whole_slices
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
@@ -28,7 +29,7 @@ def mask_slices(state: ModelState, masks: Mapping[str, Tensor], prefix: str) -> 
     for chunk in state.chunks:
         for slot in chunk.plan.slots:
             bits, layout = masks.get(slot.name), slot.layout
-            if bits is not None and rank == min(mesh.group(rank, (*layout.partial_axes, *layout.replicated_axes))):
+            if bits is not None and layout.first_holds(mesh, rank):
                 mask = unpacked_bits(bits, slot.shape.numel()).view(slot.shape)
                 yield _slice(
                     prefix + slot.name, layout.shape, tuple(part.start for part in slot.region), mask, mesh, layout
@@ -45,41 +46,60 @@ def _slice(
 
 
 def masks_in(
-    reader: Reader, layouts: Mapping[str, Layout], mesh: Mesh, rank: int, prefix: str = PREFIX
+    source: Source, layouts: Mapping[str, Layout], mesh: Mesh, rank: int, prefix: str = PREFIX
 ) -> dict[str, Tensor]:
     """Packed bits of the parts of `rank` of the masks of a checkpoint, in row-major order, by the parameter's name: of those
     with `layouts`, the parameters that it has of the model's.
 
     Raises `UserError` for a mask that is of no parameter, or of one of another shape.
     """
-    found: dict[str, Tensor] = {}
-    for key in reader.stored:
+    found, shapes = dict[str, Tensor](), source.shapes
+    for key, shape in shapes.items():
         if not key.startswith(prefix):
             continue
         name = key.removeprefix(prefix)
-        if name not in layouts and f"model.{name}" in reader.stored:
+        if name not in layouts and f"model.{name}" in shapes:
             continue  # on other ranks
-        shape = tuple(reader.stored[key][0].shape)
-        whole = tuple(layouts[name].shape) if name in layouts else ()
-        packed = (*whole[:-1], -(-whole[-1] // _BYTE)) if whole else ()
-        if shape not in (whole, packed) or not whole:
-            raise UserError(
-                f"{reader.path}: {key} has the shape {shape}, and does not fit a parameter of this model"
-                f"{f' of shape {whole}' if whole else ''}: use a checkpoint as it was written"
-            )
+        whole = tuple(layouts[name].shape) if name in layouts else None
+        check_fits(source.path, key, shape, whole)
+        assert whole is not None
         region = layouts[name].region(mesh, rank)
         columns = region[-1]
-        by_byte = slice(columns.start // _BYTE, -(-columns.stop // _BYTE)) if shape == packed != whole else columns
+        by_byte = slice(columns.start // _BYTE, -(-columns.stop // _BYTE)) if shape != whole else columns
         parts = (*region[:-1], by_byte)
         sizes = [part.stop - part.start for part in parts]
         tensor = torch.zeros(sizes, dtype=torch.uint8)
-        reader.fill([TensorSlice(key, shape, tuple(part.start for part in parts), tensor)])
+        source.fill([TensorSlice(key, shape, tuple(part.start for part in parts), tensor)])
         if by_byte is not columns:
             first = columns.start - by_byte.start * _BYTE
             count = first + columns.stop - columns.start
             tensor = unpacked_bits(tensor, count)[..., first:]
         found[name] = packed_bits(tensor.bool().flatten())
     return found
+
+
+def check_fits(where: Path, key: str, shape: tuple[int, ...], whole: tuple[int, ...] | None) -> None:
+    """Raise `UserError` where a mask of this shape is not one of a parameter, of shape `whole`; None where there is none."""
+    packed = None if whole is None else (*whole[:-1], -(-whole[-1] // _BYTE))
+    if whole is None or shape not in (whole, packed):
+        raise UserError(
+            f"{where}: {key} has the shape {shape}, and does not fit a parameter of this model"
+            f"{f' of shape {whole}' if whole is not None else ''}: use masks as they were written"
+        )
+
+
+def booleans(mask: Tensor, whole: tuple[int, ...]) -> Tensor:
+    """A mask as a checkpoint has it of a parameter of shape `whole`: where it is unpruned."""
+    return mask.bool() if tuple(mask.shape) == whole else unpacked_bits(mask, whole[-1])
+
+
+def share_of(masks: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """The share that masks, by key, leave of their parameters, whose `shapes` are by name; 1 without masks."""
+    left = elements = 0
+    for key, mask in masks.items():
+        unpruned = booleans(mask, shapes[key.removeprefix(PREFIX)])
+        left, elements = left + int(unpruned.sum()), elements + unpruned.numel()
+    return left / elements if elements else 1.0
 
 
 def whole_masks(reader: Reader) -> dict[str, Tensor]:
@@ -93,20 +113,20 @@ def whole_masks(reader: Reader) -> dict[str, Tensor]:
     return masks
 
 
-def follow_masks(state: ModelState, reader: Reader) -> bool:
+def follow_masks(state: ModelState, source: Source) -> bool:
     """Let `state`, which has no values yet, be pruned as the checkpoint is; whether that is pruned. All ranks must call.
 
     Raises `UserError` on all of them for masks that do not fit.
     """
-    there = any(key.startswith(PREFIX) for key in reader.stored)
+    there = any(key.startswith(PREFIX) for key in source.shapes)
     if not (there or any(share is not None for share in state.recipe.unpruned.values())):
         return False
     masks, failure = dict[str, Tensor](), None
     try:
-        masks = _masks_of(state, reader, PREFIX)
+        masks = _masks_of(state, source, PREFIX)
         if others := masks.keys() - state.recipe.unpruned.keys():
             raise UserError(
-                f"{reader.path}: {min(others)} is pruned in it, and not in what this run began to load: resume from another "
+                f"{source.path}: {min(others)} is pruned in it, and not in what this run began to load: resume from another "
                 "checkpoint"
             )
     except UserError as error:
@@ -130,16 +150,15 @@ def follow_drawn(state: ModelState, reader: Reader) -> None:
     state.groups.world.agree(failure)
 
 
-def _masks_of(state: ModelState, reader: Reader, prefix: str) -> dict[str, Tensor]:
+def _masks_of(state: ModelState, source: Source, prefix: str) -> dict[str, Tensor]:
     layouts = {slot.name: slot.layout for chunk in state.chunks for slot in chunk.plan.slots}
-    return masks_in(reader, layouts, state.groups.mesh, state.groups.rank, prefix)
+    return masks_in(source, layouts, state.groups.mesh, state.groups.rank, prefix)
 
 
 def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def shares_in(reader: Reader) -> dict[str, float]:
+def shares_in(source: Source) -> dict[str, float]:
     """About the share of each pruned parameter of a checkpoint that is unpruned."""
-    share = reader.description.progress.get("unpruned", 1.0)
-    return {key.removeprefix(PREFIX): share for key in reader.stored if key.startswith(PREFIX)}
+    return {key.removeprefix(PREFIX): source.unpruned for key in source.shapes if key.startswith(PREFIX)}

@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,24 @@ from optimus.checkpoint.manifest import SLICES, read_checked, read_checked_descr
 from optimus.checkpoint.slices import TensorSlice
 from optimus.errors import UserError
 from optimus.model.low_rank import merged
+
+
+class Source(Protocol):
+    """What weights, and masks beside them, are read from."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Those of its tensors, by key."""
+
+    @property
+    def unpruned(self) -> float:
+        """The share that is left of what is pruned in it."""
+
+    def fill(self, slices: Iterable[TensorSlice]) -> None:
+        """Fill the tensors of `slices` in place. Raises `UserError`."""
 
 
 @dataclass
@@ -36,6 +55,16 @@ class Reader:
             for key, slices in frozen.items():
                 stored[key] = [slice_._replace(file=str(beside / slice_.file)) for slice_ in slices]
         return cls(path, description, stored)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of its tensors, by key."""
+        return {key: tuple(slices[0].shape) for key, slices in self.stored.items()}
+
+    @property
+    def unpruned(self) -> float:
+        """The share that is left of what is pruned in it."""
+        return self.description.unpruned
 
     def fill(self, slices: Iterable[TensorSlice], *, apart: bool = False) -> None:
         """Fill the tensors of `slices` in place, whatever their type and device. A weight that has low-rank factors is their

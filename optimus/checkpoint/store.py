@@ -11,7 +11,7 @@ from torch import Tensor
 from optimus.checkpoint.factors import is_factor
 from optimus.checkpoint.folder import Description, differences, find_checkpoint
 from optimus.checkpoint.loading import Send, load_slices
-from optimus.checkpoint.masks import follow_drawn, follow_masks
+from optimus.checkpoint.masks import follow_drawn, follow_masks, share_of
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.saving import write_alone
 from optimus.checkpoint.slices import whole_slices
@@ -34,7 +34,9 @@ def save_model(
 ) -> None:
     """Write a checkpoint of weights, and `masks` by key. Raises `UserError` when `folder` exists or the disk refuses."""
     precision = str(next(model.parameters()).dtype).removeprefix("torch.")
-    description = Description(model.config, context, 0, False, precision, eos_id, tokenizer)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
+    progress = {"unpruned": share_of(masks, shapes)} if masks else {}
+    description = Description(model.config, context, 0, False, precision, eos_id, tokenizer, progress=progress)
     write_model(model, folder, description, masks)
 
 

@@ -54,6 +54,12 @@ def phases_of(config: "RunConfig") -> list[Phase]:
     return found
 
 
+def as_of_run(config: "RunConfig", run: "RunConfig") -> "RunConfig":
+    """`config`, that of a phase of `run`, with what phases change as the run has it."""
+    train = {name: getattr(run.train, name) for name in ("sequence_length", "global_batch", "steps", "stop_at")}
+    return config.changed(train=train).model_copy(update={"data": run.data, "lr_schedule": run.lr_schedule})
+
+
 def phase_at(phases: list[Phase], step: int) -> Phase:
     """The phase of `step`, which counts from 1; beyond the last one, the last one."""
     return next((phase for phase in phases if step <= phase.last), phases[-1])

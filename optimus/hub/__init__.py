@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from optimus.hub.config_json import read_model_folder
     from optimus.hub.drop_in import FastSparseMoEBlock, register_experts
     from optimus.hub.exporting import export_checkpoint, export_model
-    from optimus.hub.importing import import_folder, load_weights
+    from optimus.hub.importing import FolderReader, import_folder, load_weights
 
 __all__ = [
     "FastSparseMoEBlock",
+    "FolderReader",
     "export_checkpoint",
     "export_model",
     "import_folder",
@@ -30,6 +31,7 @@ __getattr__, __dir__ = lazy_exports(
     __name__,
     {
         "FastSparseMoEBlock": _DROP_IN,
+        "FolderReader": _IMPORTING,
         "export_checkpoint": _EXPORTING,
         "export_model": _EXPORTING,
         "import_folder": _IMPORTING,

@@ -1,13 +1,19 @@
 """From a Hugging Face folder to a model or a checkpoint. Nothing is rounded and nothing is left out silently."""
 
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
+from optimus.checkpoint.masks import PREFIX, booleans, check_fits, share_of
+from optimus.checkpoint.slices import TensorSlice
 from optimus.checkpoint.store import check_same_model, save_model
+from optimus.config import ModelConfig
 from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub.config_json import FILE, read_config, read_model, whole_number
@@ -41,7 +47,14 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
     context = model_config.learned_positions or whole_number(raw, "max_position_embeddings", path / FILE)
     eos_id = _eos_id(raw, model_config.vocab)
     tokenizer = file if (file := path / "tokenizer.json").is_file() else None
-    masks = load_file(path / MASKS) if (path / MASKS).is_file() else None
+    masks = read_masks(path, _shapes(model))
+    for key, mask in masks.items():
+        weights = model.get_parameter(key.removeprefix(PREFIX))
+        if bool(weights[~booleans(mask, tuple(weights.shape))].any()):
+            raise UserError(
+                f"{path / MASKS}: {key} prunes weights that are not zero: it is of another model, take it away or get the "
+                "folder again"
+            )
     save_model(model, output, context=context, tokenizer=tokenizer, eos_id=eos_id, masks=masks)
     return {
         "checkpoint": str(output),
@@ -52,6 +65,57 @@ def import_folder(hf_dir: str | Path, output: str | Path) -> dict[str, Any]:
         "eos_id": eos_id,
         "tokenizer": tokenizer is not None,
     }
+
+
+class FolderReader:
+    """Fills slices of the weights of a Hugging Face folder, and of the masks beside them, all of which it reads when it is
+    first asked. Raises `UserError` for masks that do not fit `model`."""
+
+    def __init__(self, path: Path, model: ModelConfig) -> None:
+        self.path, self._model = path, model
+        with torch.device("meta"):
+            made = Transformer(model)
+        parameters = _shapes(made)
+        masks = read_masks(path, parameters)
+        self.shapes = {f"model.{name}": tuple(tensor.shape) for name, tensor in named_tensors(made)}
+        self.shapes |= {key: tuple(mask.shape) for key, mask in masks.items()}
+        self.unpruned = share_of(masks, parameters)
+        self._tensors: dict[str, Tensor] = {}
+
+    def fill(self, slices: Iterable[TensorSlice]) -> None:
+        """Fill the tensors of `slices` in place. Raises `UserError` as `load_weights`."""
+        if not self._tensors:
+            model = Transformer(self._model)
+            load_weights(model, self.path)
+            self._tensors = {f"model.{name}": tensor for name, tensor in named_tensors(model)}
+            self._tensors |= read_masks(self.path, _shapes(model))
+        for slice_ in slices:
+            region = tuple(slice(start, start + size) for start, size in zip(slice_.offsets, slice_.tensor.shape))
+            slice_.tensor.copy_(self._tensors[slice_.key][region])
+
+
+def read_masks(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Masks beside the weights of a Hugging Face folder, by key; none where nothing is pruned. `shapes` are those of the
+    model's parameters. Raises `UserError` for a file that is damaged or no export's, and for masks of other parameters."""
+    file = path / MASKS
+    if not file.is_file():
+        return {}
+    try:
+        masks = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is damaged ({error}): get the file again") from error
+    for key, mask in masks.items():
+        if mask.dtype != torch.uint8 or not key.startswith(PREFIX):
+            raise UserError(
+                f"{file}: {key} of type {str(mask.dtype).removeprefix('torch.')} is no mask as `optimus export` writes them "
+                f"({PREFIX}NAME, uint8): take the file away, or name it otherwise"
+            )
+        check_fits(file, key, tuple(mask.shape), shapes.get(key.removeprefix(PREFIX)))
+    return masks
+
+
+def _shapes(model: Transformer) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def load_weights(model: Transformer, path: Path) -> None:

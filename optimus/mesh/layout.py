@@ -39,3 +39,7 @@ class Layout:
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape of the largest part that a rank holds."""
         return tuple(part.stop - part.start for part in self.region(mesh, 0))
+
+    def first_holds(self, mesh: Mesh, rank: int) -> bool:
+        """Whether `rank`, which holds a part, is the first of all that hold the same."""
+        return rank == min(mesh.group(rank, (*self.partial_axes, *self.replicated_axes)))

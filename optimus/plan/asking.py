@@ -8,7 +8,6 @@ from typing import Any
 
 from optimus.config import RunConfig, load_config, resolve_model
 from optimus.config.load import validated
-from optimus.config.phases import longest, phases_of
 from optimus.disk import user_path
 from optimus.errors import UserError
 from optimus.hub import read_model_folder
@@ -33,7 +32,7 @@ def configured(model: str, overrides: Iterable[str], ranks: int) -> RunConfig:
         raise UserError(f"--ranks {ranks or 'is missing'}: say how many ranks the job has, at least 1")
     if Path(model).suffix in (".yaml", ".yml"):
         config = load_config(model, overrides, read_model_folder)
-        return with_microbatches(longest(phases_of(config)) if config.phases else config, ranks)
+        return with_microbatches(config, ranks)
     batch = _SEQUENCES if ranks <= _SEQUENCES // _PER_RANK else _PER_RANK * ranks
     learned = resolve_model(model, read_model_folder)["model"].get("learned_positions")
     raw: dict[str, Any] = {

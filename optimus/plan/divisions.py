@@ -73,18 +73,19 @@ def candidates(job: Job) -> Iterator[Candidate]:
             data, left = divmod(ranks, mesh.tp * mesh.cp)
             if left or not data or ranks % (mesh.ep * mesh.etp):
                 continue
-            microbatches, left = divmod(job.train.global_batch, data * division.micro_batch)
-            if left or not microbatches:
+            together = data * division.micro_batch
+            if job.common_batch % together:
                 continue
+            microbatches = job.train.global_batch // together
             for order in orders:
-                if not order.row.in_rounds or microbatches % pp == 0:
+                if not order.row.in_rounds or job.common_batch // together % pp == 0:
                     bound = order.bound(division, microbatches)
                     yield Candidate(bound, division, pp, data, microbatches, order.row.name, order.stages_per_rank)
 
 
 def _divisions(job: Job) -> Iterator[BlockTiming]:
     """Ways to divide a block that the model and the node allow, timed."""
-    model, ranks, batch = job.model, job.mesh.size, job.train.global_batch
+    model, ranks = job.model, job.mesh.size
     node, known = min(ranks, job.machine.ranks_per_node), dict[Any, Any]()
     whole = bool(job.teachers)  # the logits that a teacher's are compared with
     within = [1] if whole else [size for size in divisors(node) if ranks % size == 0]
@@ -93,17 +94,17 @@ def _divisions(job: Job) -> Iterator[BlockTiming]:
             for cp in divisors(ranks):
                 if not _parts(job, out, cp):
                     continue
-                for micro_batch in (size for size in _MICROBATCHES if batch % size == 0):
-                    if micro_batch * job.train.sequence_length // cp % (out * inner) == 0:
+                for micro_batch in (size for size in _MICROBATCHES if job.common_batch % size == 0):
+                    if micro_batch * job.common_length // cp % (out * inner) == 0:
                         yield from _timed(job, out, inner, cp, micro_batch, known)
 
 
 def _parts(job: Job, out: int, cp: int) -> bool:
     """Whether sequences can be cut into `cp` parts: two pieces each in a ring, while Ulysses also divides the heads."""
-    length, ulysses = job.train.sequence_length, job.parallel.context_method == "ulysses"
+    length, ulysses = job.common_length, job.parallel.context_method == "ulysses"
     pieces = cp if ulysses or cp == 1 else 2 * cp
     heads = job.model.kv_heads // out % cp == 0 or not ulysses
-    return heads and length % pieces == 0 and (cp == 1 or length // cp >= _SMALLEST_PART)
+    return heads and length % pieces == 0 and (cp == 1 or job.train.sequence_length // cp >= _SMALLEST_PART)
 
 
 def _columns(model: ModelConfig, parts: int) -> bool:

@@ -1,5 +1,6 @@
 """A run on a machine: what the planner predicts, and what its search varies."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -7,6 +8,7 @@ from typing import Any
 
 from optimus.config import ModelConfig, RunConfig
 from optimus.config.parallel import ParallelConfig
+from optimus.config.phases import longest, phases_of
 from optimus.config.tree import StateConfig, TrainConfig
 from optimus.errors import UserError
 from optimus.mesh import Mesh
@@ -39,8 +41,8 @@ class Job:
     """`config`, which divides its work over the ranks of `mesh`, on a machine.
 
     `imbalance` is the most tokens of a rank's experts over the mean, `rules` the update rules (empty: AdamW for all),
-    `factors` the projections that have low-rank factors, `teachers` the members of its teacher, and `nodes` those of the
-    machine's links that are used, in the order of the ranks.
+    `factors` the projections that have low-rank factors, `teachers` the members of its teacher, `nodes` those of the
+    machine's links that are used, in the order of the ranks, and `run` the whole of which `config` may be a phase.
     """
 
     config: RunConfig
@@ -52,6 +54,7 @@ class Job:
     factors: Factors = ()
     teachers: tuple[ModelConfig, ...] = ()
     nodes: tuple[int, ...] | None = None
+    run: RunConfig | None = None
 
     # ---- What the configuration says ----
 
@@ -101,6 +104,16 @@ class Job:
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.train.micro_batch * self.microbatches * self.mesh.dp * self.train.sequence_length
+
+    @property
+    def common_batch(self) -> int:
+        """The most sequences of a step that divide those of all phases: a layout must divide them."""
+        return math.gcd(self.train.global_batch, *(phase.global_batch or 0 for phase in self.config.phases))
+
+    @property
+    def common_length(self) -> int:
+        """The most tokens of a sequence that divide those of all phases."""
+        return math.gcd(self.train.sequence_length, *(phase.sequence_length or 0 for phase in self.config.phases))
 
     @property
     def rows(self) -> int:
@@ -205,14 +218,16 @@ def axes_of(mesh: Mesh) -> dict[str, Any]:
 def job_of(
     config: RunConfig, machine: Machine, mesh: Mesh, profile: Profile | None = None, imbalance: float = 1.0
 ) -> Job:
-    """`config` on a machine. Raises `UserError` where the ranks of `mesh` do not fill its nodes, or no teacher is there."""
-    config = _for_machine(config, machine)
+    """`config`, of phases the longest one, on a machine. Raises `UserError` where the ranks of `mesh` do not fill its nodes,
+    or no teacher is there."""
+    run = _for_machine(config, machine)
+    config = longest(phases_of(run)) if run.phases else run
     model, rank = whole_model(config), config.train.lora_rank
     names = [name for name, _ in declarations(model) if name.endswith(_FACTOR)] if rank else []
     factors = tuple((name.removesuffix(_FACTOR), rank or 0) for name in names)
     rules = _rules(config, model, factors)
     profile = profile or profile_of(config)
-    return Job(config, mesh, machine, profile, imbalance, rules, factors, teacher_models(config)).checked()
+    return Job(config, mesh, machine, profile, imbalance, rules, factors, teacher_models(config), run=run).checked()
 
 
 def _for_machine(config: RunConfig, machine: Machine) -> RunConfig:

@@ -8,6 +8,7 @@ from typing import Any
 from optimus.comm.algorithms import OWN
 from optimus.config import RunConfig, load_config
 from optimus.config.load import dump_config
+from optimus.config.phases import as_of_run
 from optimus.disk import user_path
 from optimus.errors import UserError, naming_disk_errors
 from optimus.mesh.placement import describe
@@ -237,8 +238,10 @@ def write_config(plan: Plan, path: Path) -> None:
 
 def planned(plan: Plan) -> RunConfig:
     """The plan's configuration. Raises `UserError` where its layout does not go with something else that was asked for."""
-    raw, layout = plan.job.config.model_dump(exclude_unset=True), layout_of(plan.job)
-    raw["parallel"] = {"overlap": plan.job.parallel.overlap} | layout["parallel"]
+    job, layout = plan.job, layout_of(plan.job)
+    config = as_of_run(job.config, job.run) if job.run is not None and job.config.phases else job.config
+    raw = config.model_dump(exclude_unset=True)
+    raw["parallel"] = {"overlap": job.parallel.overlap} | layout["parallel"]
     raw["state"] = {name: raw["state"][name] for name in raw.get("state", {}) if name not in _SHARDING} | layout[
         "state"
     ]

@@ -27,6 +27,7 @@ def scale(job: Job, ranks: Sequence[int], given: Plan | None = None) -> list[Sca
     """
     fewest = min(ranks)
     batch = max(1, job.train.global_batch * fewest // job.mesh.size)
+    job = job.changed(phases=[])  # it is a step that is studied
     least = job.undivided.changed(replace(job.undivided.mesh, dp=fewest), train={"global_batch": batch})
     first = (given or search(least, best=1)[0]).job
     mesh, sequences = first.mesh, first.train.micro_batch * first.microbatches * first.mesh.dp
@@ -38,7 +39,7 @@ def scale(job: Job, ranks: Sequence[int], given: Plan | None = None) -> list[Sca
                 f"--scale: {number} ranks are no multiple of {mesh.size}, those of the layout: take "
                 f"{max(1, times) * mesh.size}"
             )
-        larger = first.changed(replace(mesh, dp=mesh.dp * times), train={"global_batch": sequences * times})
+        larger = first.changed(replace(mesh, dp=mesh.dp * times), train={"global_batch": sequences * times}, phases=[])
         plan = predict(larger.checked().with_neighbours())
         each = plan.tokens_per_second / number
         base = points[0].plan.tokens_per_second / points[0].ranks if points else each

@@ -55,8 +55,11 @@ def _search(job: Job, best: int) -> list[Plan]:
     ideal = replace(job, machine=even(job.machine)) if links else job
     ways = list(candidates(ideal))
     if not ways:
+        batch = f"a global batch of {job.train.global_batch} sequences"
+        if job.config.phases:
+            batch = f"the global batches of all phases, multiples of {job.common_batch} sequences,"
         raise UserError(
-            f"no layout divides a global batch of {job.train.global_batch} sequences over {job.mesh.size} ranks: with a "
+            f"no layout divides {batch} over {job.mesh.size} ranks: with a "
             f"batch that is a multiple of {job.mesh.size}, all do"
         )
     job = job.with_neighbours()

@@ -171,6 +171,12 @@ class ModelState:
         for buffer in self.buffers.values() if only is None else ():
             buffer.zero_()
 
+    def begin(self) -> None:
+        """Make what the update rules keep as it is before the first update."""
+        for chunk in self.trained:
+            chunk.begin()
+            chunk.publish()
+
     def begin_step(self) -> None:
         """Clear the gradients; must precede the first microbatch of a step. Raises `UserError` as the class does."""
         _check_trainable(

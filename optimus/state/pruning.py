@@ -19,7 +19,7 @@ from optimus.comm import Group, Groups
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.model.init import initialize_parameter
-from optimus.state.masks import bits_of, packed_bits
+from optimus.state.masks import bits_of, packed_bits, unpacked_bits
 from optimus.state.model_state import ModelState
 from optimus.state.plan import Slot
 from optimus.state.trained import TrainedChunk
@@ -74,7 +74,7 @@ class LocalWeights(NamedTuple):
 
     slot: Slot
     weights: Tensor  # fp32, of the slot's shape
-    holders: int  # ranks that have the same
+    counts: bool  # in sums over the ranks: of those that have the same one does
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ def weights_of(state: ModelState) -> PrunableWeights:
                 held.clear()
                 held.append((chunk, chunk.gathered_state("model")))
             for slot in slots:
-                yield LocalWeights(slot, held[0][1][slot.start : slot.end].view(slot.shape), _holders(chunk))
+                counts = slot.layout.first_holds(state.groups.mesh, state.groups.rank)
+                yield LocalWeights(slot, held[0][1][slot.start : slot.end].view(slot.shape), counts)
 
     return PrunableWeights(state.groups.world, state.chunks[0].parameter.device, parts, state.masks)
 
@@ -121,7 +122,7 @@ def weights_to_be(
                 slot = Slot(name, layout, region, 0, math.prod(layout.local_shape(mesh)))
                 weights = torch.zeros(slot.shape, device=device)
                 read(slot, weights)
-                yield LocalWeights(slot, weights, mesh.axis_size(*layout.partial_axes, *layout.replicated_axes))
+                yield LocalWeights(slot, weights, layout.first_holds(mesh, rank))
 
     return PrunableWeights(groups.world, device, parts, before)
 
@@ -137,37 +138,45 @@ def prune(
     masks: dict[str, Tensor] = {}
     failure: UserError | None = None
 
-    def scores(names: Collection[str]) -> Iterator[tuple[Tensor, int]]:
+    def scored(slot: Slot, values: Tensor) -> Tensor:
+        """Scores of which none is less than that of what has been pruned before."""
+        before = weights.before.get(slot.name)
+        found = score(slot, values)
+        return (
+            found if before is None else found * unpacked_bits(before, found.numel()).to(found.device).view(found.shape)
+        )
+
+    def scores(names: Collection[str]) -> Iterator[tuple[Tensor, bool]]:
         nonlocal failure
-        for slot, values, holders in weights.parts(names):
+        for slot, values, counts in weights.parts(names):
             if not bool(torch.isfinite(values).all()):
                 failure = UserError(
                     f"pruning: weights of {slot.name} are not finite: resume from an earlier checkpoint"
                 )
-            yield score(slot, values), holders
+            yield scored(slot, values), counts
 
     for names in [{name} for name in sizes] if per_tensor else [{*sizes}]:
         kept = max(1, round(unpruned * sum(sizes[name] for name in names)))
         threshold = kth_largest(weights.world, partial(scores, names), kept, weights.device)
         weights.world.agree(failure)
         for slot, values, _ in weights.parts(names):
-            bits = packed_bits((score(slot, values).flatten().view(torch.int32) >= threshold).cpu())
+            bits = packed_bits((scored(slot, values).flatten().view(torch.int32) >= threshold).cpu())
             masks[slot.name] = bits & weights.before[slot.name] if slot.name in weights.before else bits
     return masks
 
 
-def kth_largest(world: Group, parts: Callable[[], Iterator[tuple[Tensor, int]]], k: int, device: torch.device) -> int:
-    """The bits of the k-th largest of all ranks' scores, exact. `parts` gives this rank's scores, and how many ranks have
-    the same; it is asked twice."""
+def kth_largest(world: Group, parts: Callable[[], Iterator[tuple[Tensor, bool]]], k: int, device: torch.device) -> int:
+    """The bits of the k-th largest of all ranks' scores, exact. `parts` gives this rank's scores, and whether they count,
+    as they do on one of the ranks that have the same; it is asked twice."""
 
     def counts(of: Callable[[Tensor], Tensor]) -> Tensor:
         # In float64, which is exact here and which every backend sums; largest first.
         found = torch.zeros(_HALF, dtype=torch.float64, device=device)
-        for scores, holders in parts():
-            bits = of(scores.flatten().view(torch.int32))
-            found += torch.bincount(bits, minlength=_HALF) * (world.size // holders)
+        for scores, counted in parts():
+            if counted:
+                found += torch.bincount(of(scores.flatten().view(torch.int32)), minlength=_HALF)
         world.all_reduce(found)
-        return (found / world.size).flip(0).cumsum(0)
+        return found.flip(0).cumsum(0)
 
     def first(totals: Tensor, wanted: float) -> tuple[int, float]:
         place = int((totals >= wanted).nonzero()[0])
@@ -197,14 +206,11 @@ def share_left(state: ModelState, sizes: Mapping[str, int]) -> float:
 
 def _total(state: ModelState, counts: Mapping[str, int]) -> float:
     """The sum over the whole model of counts of this rank's parts of parameters, by name."""
-    holders = {slot.name: _holders(chunk) for chunk in state.trained for slot in chunk.plan.slots}
-    world = state.groups.world
-    counted = sum(count * (world.size // holders[name]) for name, count in counts.items())
+    mesh, world = state.groups.mesh, state.groups.world
+    here = {
+        slot.name for chunk in state.trained for slot in chunk.plan.slots if slot.layout.first_holds(mesh, world.rank)
+    }
+    counted = sum(count for name, count in counts.items() if name in here)
     total = torch.tensor(float(counted), dtype=torch.float64, device=state.chunks[0].parameter.device)
     world.all_reduce(total)
-    return float(total) / world.size
-
-
-def _holders(chunk: TrainedChunk) -> int:
-    """Ranks that have this part of the parameters."""
-    return chunk.plan.shard_count * chunk.plan.replica_count
+    return float(total)

@@ -1,7 +1,7 @@
 """The checkpoints of a run: what a new or resumed run begins with, and the hook that writes them."""
 
 import base64
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,9 @@ from torch import Tensor
 
 from optimus.checkpoint import folder
 from optimus.checkpoint.folder import DamagedError, Description, step_of
-from optimus.checkpoint.loading import Read, load_slices
 from optimus.checkpoint.masks import masks_in
-from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.rollback import ResumePoint, resume_points
 from optimus.checkpoint.saving import Saver, Target
-from optimus.checkpoint.slices import TensorSlice
 from optimus.checkpoint.slots import place_of_frozen, set_newer_aside
 from optimus.checkpoint.store import load_state
 from optimus.comm import Groups
@@ -24,14 +21,10 @@ from optimus.config import RunConfig
 from optimus.config.phases import sequences_after
 from optimus.config.renamed import with_new_names
 from optimus.errors import naming_disk_errors
-from optimus.hub import load_weights
 from optimus.mesh import Layout
 from optimus.model import Transformer
-from optimus.model.init import initialize_parameter
-from optimus.model.parameters import declarations, named_tensors
-from optimus.state.plan import Slot
 from optimus.state.pruning import weights_to_be
-from optimus.train.checks import begins_anew, begins_with
+from optimus.train.beginning import begin, begins_anew, begins_with, first_weights
 from optimus.train.hooks import Hook
 from optimus.train.pruning import after_pruning, choose_masks
 from optimus.train.run import Run, new_run, read_together, targets_of
@@ -62,36 +55,16 @@ def _masks(
     model: Transformer,
 ) -> Mapping[str, Tensor]:
     """Masks of what the run will begin with: so it never has state for what is pruned."""
-    reader = groups.world.on_first(lambda: begins_with(config, resume))
+    source = groups.world.on_first(lambda: begins_with(config, resume))
     masks = dict[str, Tensor]()
-    if reader is not None:
-        found = reader
+    if source is not None:
+        found = source
         masks = read_together(lambda: masks_in(found, layouts, groups.mesh, groups.rank), groups.world)
     prunes = config.pruning is not None and config.pruning.comes_first
     if not (prunes and groups.world.on_first(lambda: begins_anew(config, resume))):
         return masks
-    weights = weights_to_be(layouts, groups, device, first_weights(config, reader, model), masks)
+    weights = weights_to_be(layouts, groups, device, first_weights(config, source, model), masks)
     return masks | choose_masks(weights, config, targets_of(config, model))
-
-
-def first_weights(config: RunConfig, reader: Reader | None, model: Transformer) -> Callable[[Slot, Tensor], None]:
-    """What fills a part of a parameter of `model` with what a new run begins with: as it is initialised, or read."""
-    declared, seed, std = dict(declarations(model)), config.train.seed, config.model.init_std
-
-    def initialised(slot: Slot, weights: Tensor) -> None:
-        kind = declared[slot.name].initial
-        initialize_parameter(slot.name, weights.view(-1), kind, seed, std, positions=slot.global_positions)
-
-    if config.checkpoint.initial is None:
-        return initialised
-    read = _folder_reading(config, Path(config.checkpoint.initial)) if reader is None else reader.fill
-
-    def loaded(slot: Slot, weights: Tensor) -> None:
-        here, offsets = weights.cpu(), tuple(part.start for part in slot.region)
-        read([TensorSlice(f"model.{slot.name}", slot.layout.shape, offsets, here)])
-        weights.copy_(here)
-
-    return loaded
 
 
 class Checkpoints(Hook):
@@ -166,6 +139,8 @@ def describe(run: Run, *, full: bool) -> Description:
             "skipped": run.skipped,
             "sequences": sequences_after(run.phases, run.step),  # read of the data, the next one's number
             **({"phase": phase.name} if phase.name else {}),
+            **({"began_with": run.began_with} if run.began_with else {}),
+            **({"prunings": run.prunings} if run.config.pruning else {}),
             **({"unpruned": run.unpruned} if run.unpruned < 1 else {}),
             **({"mask_distances": run.mask_distances} if run.mask_distances else {}),
         },
@@ -214,7 +189,8 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> int:
     run.step, progress = description.step, description.progress
     run.state.steps = progress["updates"] if full else 0
     run.state.counters = {name: progress.get(name, 0.0) if full else 0.0 for name in run.state.counters}
-    run.skipped, run.unpruned = progress["skipped"], progress.get("unpruned", 1.0)
+    run.skipped, run.unpruned, run.prunings = progress["skipped"], description.unpruned, description.prunings
+    run.began_with = progress.get("began_with", run.config.checkpoint.initial)
     run.mask_distances = progress.get("mask_distances", []) if full else []
     if (
         path.parent == run.folder / "checkpoints"
@@ -257,35 +233,11 @@ def _start(run: Run, resume: bool) -> None:
         readers = _go_on(run, path, step, full=True)
         run.notes.append(f"branching from {path} (step {run.step}){_readers(run, readers)}")
         return
-    if initial is None:
-        run.state.initialize(run.config.train.seed, run.config.model.init_std)
-        return
-    send, pruning = run.config.checkpoint.broadcast, run.config.pruning
-    if (Path(initial) / "config.json").is_file():
-        readers = load_slices(run.state, _folder_reading(run.config, Path(initial)), full=False, send=send)
-    else:
-        path = run.groups.world.on_first(lambda: folder.find_checkpoint(initial))
-        masks = pruning is None or not pruning.comes_first  # which else has been pruned further
-        description, readers = load_state(run.state, path, model=run.config.model, full=False, send=send, masks=masks)
-        run.unpruned = description.progress.get("unpruned", 1.0)
-    run.state.initialize(run.config.train.seed, run.config.model.init_std, only="factor")
-    run.notes.append(f"starting from the weights of {initial}{_readers(run, readers)}")
-
-
-def _folder_reading(config: RunConfig, path: Path) -> Read:
-    """What fills slices from a Hugging Face folder, which is read when it is first called."""
-    weights: dict[str, Tensor] = {}
-
-    def read(slices: Iterable[TensorSlice]) -> None:
-        if not weights:
-            model = Transformer(config.model)
-            load_weights(model, path)
-            weights.update({f"model.{name}": tensor for name, tensor in named_tensors(model)})
-        for slice_ in slices:
-            region = tuple(slice(start, start + size) for start, size in zip(slice_.offsets, slice_.tensor.shape))
-            slice_.tensor.copy_(weights[slice_.key][region])
-
-    return read
+    run.began_with = initial
+    pruned_further = run.config.pruning is not None and run.config.pruning.comes_first
+    readers = begin(run, masks=not pruned_further)
+    if initial is not None:
+        run.notes.append(f"starting from the weights of {initial}{_readers(run, readers)}")
 
 
 def _readers(run: Run, readers: int) -> str:

@@ -4,16 +4,23 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from optimus.checkpoint.folder import DamagedError, find_checkpoint, list_checkpoints, read_description, step_of
+from optimus.checkpoint.folder import (
+    MANIFEST,
+    DamagedError,
+    Description,
+    find_checkpoint,
+    list_checkpoints,
+    read_description,
+    step_of,
+    weights_folder,
+)
 from optimus.checkpoint.lease import LEASE
 from optimus.checkpoint.manifest import read_checked_description
 from optimus.checkpoint.masks import shares_in
-from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.rollback import resume_points
 from optimus.checkpoint.store import check_same_model, check_same_run
 from optimus.checkpoint.writers import bytes_copied
@@ -31,6 +38,7 @@ from optimus.observe.mlflow import check_mlflow
 from optimus.observe.wandb import check_wandb
 from optimus.state.buffers import Residency
 from optimus.state.plan import ChunkPlan, bytes_by_kind
+from optimus.train.beginning import begins_anew, begins_with, is_model_folder
 from optimus.train.pipeline import schedule_of
 from optimus.train.run import Run, mesh_of, planned_chunks, ranks_per_node, sharers, targets_of, whole_model
 from optimus.train.step import accumulate_gradients
@@ -65,9 +73,10 @@ def check_references(config: RunConfig, resume: bool) -> None:
                 f"lr_schedule.branch_from: {path} is at step {trunk.step}, and the run ends at {config.train.total_steps}: "
                 "raise train.steps, which counts the trunk's too"
             )
+        check_prunings(config, trunk, path)
     initial = config.checkpoint.initial
     if initial is not None and not resume:
-        if (Path(initial) / "config.json").is_file():
+        if is_model_folder(initial):
             model = ModelConfig.model_validate(read_model_folder(Path(initial))["model"])
             check_same_model(model, config.model, Path(initial))
         else:
@@ -125,6 +134,7 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
             continue
         check_same_model(description.model, config.model, point.path)
         check_same_run(description, data.fingerprint(description.step, config.train.seed), point.path)
+        check_prunings(config, description, point.path)
         return
     if broken:
         raise DamagedError("; ".join(broken))
@@ -142,22 +152,24 @@ def _check_resumable(config: RunConfig, folder: Path, data: TrainingData) -> Non
         raise UserError(f"train.output: {folder} is the folder of a run of another model: choose another train.output")
 
 
-def begins_with(config: RunConfig, resume: bool) -> Reader | None:
-    """The checkpoint that a run begins with, if it does: the first whose description is whole."""
-    paths = [point.path for point in resume_points(Path(config.train.output))] if resume else []
-    initial = config.lr_schedule.branch_from or config.checkpoint.initial
-    if not paths and initial is not None and not (Path(initial) / "config.json").is_file():
-        paths = [find_checkpoint(initial)]
-    for path in paths:
-        with suppress(DamagedError):  # said when it is loaded
-            return Reader.open(path)
-    return None
-
-
-def begins_anew(config: RunConfig, resume: bool) -> bool:
-    """Whether the run begins with its first step, whatever it has its weights from."""
-    goes_on = resume and bool(resume_points(Path(config.train.output)))
-    return not goes_on and config.lr_schedule.branch_from is None
+def check_prunings(config: RunConfig, description: Description, path: Path) -> None:
+    """Raise `UserError` when a run that goes on from the checkpoint `path` is too late for what it is to prune, or has not
+    the weights that it is to go back to."""
+    pruning, step = config.pruning, description.step
+    if pruning is None:
+        return
+    late = [at for at in pruning.at if at <= step and pruning.method != "early-bird"]
+    if late and not description.prunings:
+        raise UserError(
+            f"pruning.at {late[-1]}: {path}, from which the run goes on, is at step {step} and not pruned: give later steps"
+        )
+    ends = description.prunings > 0 if pruning.method == "early-bird" else pruning.at[-1] <= step
+    back, folder = pruning.rewind, Path(config.train.output)
+    if back and back <= step and not ends and not (weights_folder(folder, back) / MANIFEST).is_file():
+        raise UserError(
+            f"pruning.rewind {back}: {path}, from which the run goes on, is at step {step}, and {folder} has no weights of "
+            "the one before: give a later step whose weights are kept (checkpoint.weights_every), or 0"
+        )
 
 
 def check_memory(

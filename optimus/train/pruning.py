@@ -19,6 +19,7 @@ from optimus.state.pruning import (
     share_left,
     weights_of,
 )
+from optimus.train.beginning import begin
 from optimus.train.hooks import Hook
 from optimus.train.run import Run
 from optimus.train.step import StepResult
@@ -40,14 +41,16 @@ def choose_masks(
 
 def after_pruning(run: Run) -> None:
     """Say what is left, and give it the weights of an earlier step if so configured."""
-    run.unpruned = share_left(run.state, run.targets)
+    run.unpruned, run.prunings = share_left(run.state, run.targets), run.prunings + 1
     run.notes.append(f"step {run.step}: pruned: {run.unpruned:.2%} of the targets are left")
     assert run.config.pruning is not None
     step = run.config.pruning.rewind
     if step is None:
         return
-    if step == 0:
-        run.state.initialize(run.config.train.seed, run.config.model.init_std)
+    if step == run.step:
+        run.state.begin()  # the weights are those of this step
+    elif step == 0:
+        begin(run, masks=False)
     else:
         load_state(run.state, weights_folder(run.folder, step), model=run.config.model, full=False, masks=False)
     run.state.steps, run.state.counters = 0, dict.fromkeys(run.state.counters, 0.0)
@@ -68,7 +71,8 @@ class Pruning(Hook):
 
     def _at_step(self, run: Run, pruning: PruningConfig) -> None:
         if pruning.method == "early-bird":
-            if run.unpruned == 1 and run.step >= pruning.at[0] and (run.step - pruning.at[0]) % pruning.every == 0:
+            since = run.step - pruning.at[0]
+            if not run.prunings and since >= 0 and since % pruning.every == 0:
                 self._draw(run, pruning)
         elif run.step in pruning.at:
             unpruned = pruning.unpruned(pruning.at.index(run.step))

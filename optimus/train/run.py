@@ -59,6 +59,8 @@ class Run:
     targets: Mapping[str, int] = field(default_factory=dict)  # elements of the parameters of the model that are pruned
     step: int = 0  # steps completed
     skipped: int = 0  # of them, without an update
+    began_with: str | None = None  # the checkpoint or folder whose weights it had before its first step, if any
+    prunings: int = 0  # how often it has pruned
     unpruned: float = 1.0  # share of the pruned parameters that is left
     # Of the last masks that were drawn, for an early-bird ticket.
     mask_distances: list[float] = field(default_factory=list)

@@ -1,13 +1,16 @@
 """What `optimus plan` writes can be started: it passes the checks before a run on the machine that was planned for."""
 
+import json
 import random
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from helpers.sweep import in_turns
-from optimus.config import RunConfig
+from optimus.config import RunConfig, load_config
 from optimus.errors import UserError
 from optimus.model.count import count_parameters
 from optimus.plan.asking import as_configured, asked, configured
@@ -72,6 +75,49 @@ def test_what_is_planned_passes_the_checks_of_a_run(monkeypatch: pytest.MonkeyPa
     found = drawn(seed)
     if found is not None:
         check(monkeypatch, *found)
+
+
+PHASED: dict[str, Any] = {
+    "model": {"family": "olmo", "hidden": 64, "layers": 2, "heads": 2, "intermediate": 128, "vocab": 320},
+    "data": {"path": "data"},
+    "train": {"output": "run", "global_batch": 24, "micro_batch": 1, "sequence_length": 1024, "stop_at": 40},
+    "lr_schedule": {"peak": 1e-3, "warmup_steps": 2},
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_phases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int) -> None:
+    """The longest has learning rates and data of its own; the batches of the others are divided as well, and the plan's run
+    is in all but its layout the one that was asked for."""
+    phases: list[dict[str, Any]] = [
+        {"steps": 30, "global_batch": 4 * ranks, "sequence_length": 768},
+        {
+            "steps": 20,
+            "global_batch": 32,
+            "sequence_length": 2048,
+            "data": {"path": "other"},
+            "lr_schedule": {"peak": 2e-4},
+        },
+        {"steps": 10},
+    ]
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(PHASED | {"phases": phases}))
+    run = load_config(path)
+    for best in search(asked(configured(str(path), [], ranks), "laptop", ranks, []), best=3):
+        found = planned(best)
+        check(monkeypatch, found, best.job)
+        assert best.job.tokens == 32 * 2048
+        for section in ("data", "lr_schedule", "phases", "optimizer", "checkpoint"):
+            assert getattr(found, section) == getattr(run, section)
+        assert found.train.model_copy(update={"micro_batch": 1, "precision": "auto"}) == run.train
+
+
+def test_phases_that_no_layout_divides(tmp_path: Path) -> None:
+    phases = [{"steps": 5, "global_batch": 24}, {"steps": 5, "global_batch": 9, "sequence_length": 512}]
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(PHASED | {"phases": phases, "train": PHASED["train"] | {"stop_at": None}}))
+    with pytest.raises(UserError, match="global batches of all phases, multiples of 3 sequences, over 5 ranks"):
+        search(asked(configured(str(path), [], 5), "dgx-h100", 5, []), best=1)
 
 
 def test_a_model_of_which_a_rank_holds_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 import optimus
-from helpers.drawing import config_of
+from helpers.drawing import MODELS, config_of
 from helpers.whole import whole_state
 from optimus.checkpoint.masks import whole_masks
 from optimus.checkpoint.reader import Reader
 from optimus.checkpoint.store import load_model
 from optimus.config import load_config
 from optimus.errors import UserError
+from optimus.model.init import initialize
 from optimus.observe.metrics import read_metrics
 from optimus.state.masks import unpacked_bits
 from optimus.state.model_state import ModelState
@@ -32,8 +33,8 @@ from optimus.state.pruning import (
 )
 from optimus.testing import run_ranks
 from optimus.testing.steps import Steps
-from optimus.train.checkpoints import first_weights
-from optimus.train.run import layouts_of, whole_model
+from optimus.train.beginning import first_weights
+from optimus.train.run import layouts_of, targets_of, whole_model
 
 ITERATIVE = {"sparsity": 0.9, "at": [2, 4]}
 
@@ -121,10 +122,14 @@ def test_masks_survive_export_import_and_conversion(small_run: dict[str, Any], t
     found, kept = tensors(last)
     assert all(torch.equal(kept[name], mask) for name, mask in masks.items())
     assert not torch.equal(found["final_norm.weight"], weights["final_norm.weight"])
-    # Nothing is frozen: what is pruned stays so all the same.
-    tuned = changed(small_run, tmp_path / "tuned", checkpoint={"initial": str(tmp_path / "imported")})
-    optimus.train(tuned, ["state.shard=optimizer", "parallel.pipeline=2"], ranks=2)
-    check_pruned(tmp_path / "tuned" / "checkpoints" / "step-00000008", 0.2)
+    # Nothing is frozen: what is pruned stays so all the same. Masks beside the weights of a folder count as well.
+    for initial in ("imported", "exported"):
+        tuned = changed(small_run, tmp_path / f"tuned {initial}", checkpoint={"initial": str(tmp_path / initial)})
+        optimus.train(tuned, ["state.shard=optimizer", "parallel.pipeline=2"], ranks=2)
+        last = tmp_path / f"tuned {initial}" / "checkpoints" / "step-00000008"
+        check_pruned(last, 0.2)
+        assert all(torch.equal(tensors(last)[1][name], mask) for name, mask in masks.items())
+        assert Reader.open(last).unpruned == pytest.approx(0.2, abs=1e-4)
 
 
 @pytest.mark.usefixtures("warm_ranks")
@@ -148,7 +153,7 @@ def test_pruning_goes_on_from_a_pruned_checkpoint(small_run: dict[str, Any], tmp
         assert float(torch.cat([mask.flatten() for mask in added]).float().mean()) == pytest.approx(0.2, abs=1e-3)
 
 
-@pytest.mark.parametrize("rewind", [0, 2])
+@pytest.mark.parametrize("rewind", [0, 2, 5])
 def test_rewinding(small_run: dict[str, Any], tmp_path: Path, rewind: int) -> None:
     """What is left has the weights of that step, and fresh moments."""
     run = tmp_path / "run"
@@ -156,21 +161,97 @@ def test_rewinding(small_run: dict[str, Any], tmp_path: Path, rewind: int) -> No
         small_run,
         run,
         pruning={"sparsity": 0.5, "at": 5, "rewind": rewind},
-        checkpoint={"weights_every": 2, "every": 5},
+        checkpoint={"weights_every": rewind or 2, "every": 5},
     )
     optimus.train(config)
     weights, masks = tensors(run / "checkpoints" / "step-00000005")
-    if rewind:
+    if rewind == 5:  # its own step: the weights stay as they are
+        whole = changed(small_run, tmp_path / "whole", checkpoint={"every": 5})
+        optimus.train(whole, ["train.stop_at=5"])
+        early = dict(load_model(tmp_path / "whole").named_parameters())
+    elif rewind:
         early = dict(load_model(run / "checkpoints" / "weights-00000002").named_parameters())
     else:
         fresh = whole_model(load_config(config)).to_empty(device="cpu")
-        from optimus.model.init import initialize
-
         initialize(fresh, 0, load_config(config).model.init_std)
         early = dict(fresh.named_parameters())
     for name, weight in weights.items():
         assert torch.equal(weight, early[name] * masks.get(name, torch.ones(()))), name
     assert Reader.open(run / "checkpoints" / "step-00000005").description.progress["updates"] == 0
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "folder"])
+def test_rewinding_to_what_a_run_began_with(small_run: dict[str, Any], tmp_path: Path, kind: str) -> None:
+    """Frozen parameters stay as they were; what has become of the other run in the meantime does not matter."""
+    first = changed(small_run, tmp_path / "first", checkpoint={"every": 2})
+    optimus.train(first, ["train.stop_at=2"])
+    early = dict(load_model(tmp_path / "first").named_parameters())
+    initial = tmp_path / "first"
+    if kind == "folder":
+        initial = tmp_path / "exported"
+        optimus.export(tmp_path / "first", initial)
+    run = changed(
+        small_run,
+        tmp_path / "run",
+        train={"freeze": ["head", "blocks.0.*"]},
+        pruning={"sparsity": 0.5, "at": 5, "rewind": 0, "targets": ["blocks.1.*.weight"]},
+        checkpoint={"initial": str(initial), "every": 5},
+    )
+    optimus.train(run, ["train.stop_at=3"])
+    optimus.train(first, ["train.stop_at=4"], resume=True)
+    optimus.train(run, ["train.stop_at=5"], resume=True)
+    weights, masks = tensors(tmp_path / "run" / "checkpoints" / "step-00000005")
+    assert masks
+    for name, weight in weights.items():
+        assert torch.equal(weight, early[name] * masks.get(name, torch.ones(()))), name
+
+
+def test_pruning_of_a_branch(small_run: dict[str, Any], tmp_path: Path) -> None:
+    """A branch goes back to its trunk's beginning. It has no weights of the trunk's steps, nor does it prune at these."""
+    constant = {"lr_schedule": {"name": "constant"}}
+    optimus.train(changed(small_run, tmp_path / "trunk", **constant, checkpoint={"every": 4}), ["train.stop_at=4"])
+    told = {"lr_schedule": {"name": "constant", "branch_from": str(tmp_path / "trunk")}, "checkpoint": {"every": 6}}
+    back = changed(small_run, tmp_path / "back", pruning={"sparsity": 0.5, "at": 6, "rewind": 0}, **told)
+    optimus.train(back, ["train.stop_at=6"])
+    weights, masks = tensors(tmp_path / "back" / "checkpoints" / "step-00000006")
+    fresh = whole_model(load_config(back)).to_empty(device="cpu")
+    initialize(fresh, 0, load_config(back).model.init_std)
+    for name, weight in fresh.named_parameters():
+        assert torch.equal(weights[name], weight * masks.get(name, torch.ones(()))), name
+    for number, (pruning, message) in enumerate(
+        [
+            (
+                {"at": 6, "rewind": 2},
+                r"pruning.rewind 2: .*step-00000004, from which the run goes on, is at step 4, and",
+            ),
+            ({"at": 6, "rewind": 4}, r"pruning.rewind 4: .*give a later step whose weights are kept"),
+            ({"at": [2, 6]}, r"pruning.at 2: .*step-00000004, .* is at step 4 and not pruned: give later steps"),
+        ]
+    ):
+        checkpoint = told["checkpoint"] | {"weights_every": 2}
+        told["checkpoint"] = checkpoint
+        refused = changed(small_run, tmp_path / f"{number}", pruning={"sparsity": 0.5} | pruning, **told)
+        with pytest.raises(UserError, match=message):
+            optimus.train(refused, check=True)
+    late = changed(small_run, tmp_path / "trunk", **constant, pruning={"sparsity": 0.5, "at": [3, 6]})
+    with pytest.raises(UserError, match=r"pruning.at 3: .*is at step 4 and not pruned"):
+        optimus.train(late, resume=True, check=True)
+    # One that was pruned in time goes on.
+    pruned = changed(small_run, tmp_path / "pruned", **constant, pruning={"sparsity": 0.5, "at": [2, 6]})
+    optimus.train(pruned, ["train.stop_at=4"])
+    told["lr_schedule"]["branch_from"] = str(tmp_path / "pruned")
+    optimus.train(changed(small_run, tmp_path / "once more", pruning={"sparsity": 0.5, "at": [2, 6]}, **told))
+    check_pruned(tmp_path / "once more" / "checkpoints" / "step-00000008", 0.5)
+
+
+def test_early_bird_tickets_of_what_is_pruned_already(small_run: dict[str, Any], tmp_path: Path) -> None:
+    half = changed(small_run, tmp_path / "half", pruning={"sparsity": 0.5, "at": 0})
+    optimus.train(half, ["train.steps=2"])
+    pruning = {"method": "early-bird", "sparsity": 0.8, "at": 1, "every": 1, "distance": 0.9}
+    more = changed(small_run, tmp_path / "more", pruning=pruning, checkpoint={"initial": str(tmp_path / "half")})
+    optimus.train(more, ["train.stop_at=3"])
+    optimus.train(more, resume=True)
+    check_pruned(tmp_path / "more" / "checkpoints" / "step-00000008", 0.2)
 
 
 def test_early_bird_tickets(small_run: dict[str, Any], tmp_path: Path) -> None:
@@ -283,6 +364,26 @@ def test_the_threshold_is_exact(ranks: int, overrides: list[str]) -> None:
         assert found["left"] == pytest.approx(kept / len(weights))
 
 
+def tied(ranks: int) -> tuple[float, int]:
+    config = config_of("tied dense") | {"model": MODELS["tied dense"] | {"layers": ranks}}
+    pruning = ["pruning.sparsity=0.8", "pruning.at=0", "pruning.targets=[embedding,matrix]"]
+    tree = load_config(config, [*pruning, f"parallel.pipeline={ranks}", "train.micro_batch=1"])
+    made = Steps(tree.model_dump(exclude_unset=True))
+    sizes = targets_of(made.config, whole_model(made.config))
+    made.state.prune(prune(weights_of(made.state), 0.2, sizes, magnitudes))
+    whole, left = whole_state(made.state), share_left(made.state, sizes)
+    unpruned = sum(int(whole[f"model.{name}"].count_nonzero()) for name in sizes)
+    return left, unpruned - round(0.2 * sum(sizes.values()))
+
+
+@pytest.mark.parametrize("ranks", [3, 5])
+def test_a_tied_embedding_counts_once(ranks: int) -> None:
+    """The first and the last of several stages hold it; their number does not divide that of the ranks."""
+    for left, too_many in run_ranks(tied, ranks, ranks):
+        assert too_many == 0
+        assert left == pytest.approx(0.2, abs=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["layer", "random", "block"])
 def test_other_scores_on_every_layout(kind: str) -> None:
     layouts = LAYOUTS if kind != "block" else LAYOUTS[:2]
@@ -293,6 +394,21 @@ def test_other_scores_on_every_layout(kind: str) -> None:
             assert expected.count_nonzero() == round(0.25 * expected.numel())
         for other in results[1:]:
             assert torch.equal(other["after"][f"model.{name}"], expected), name
+
+
+@pytest.mark.parametrize("kind", ["random", "block", "layer"])
+def test_what_is_pruned_already_counts_as_pruned(kind: str) -> None:
+    """Half of the weights, then three fifths of those that are left."""
+    tree = load_config(config_of("moe"), ["pruning.sparsity=0.9", "pruning.at=0"])
+    made = Steps(tree.model_dump(exclude_unset=True))
+    sizes = targets_of(made.config, whole_model(made.config))
+    made.state.prune(prune(weights_of(made.state), 0.5, sizes, random_scores(1)))
+    before = made.state.masks
+    score = {"random": random_scores(2), "block": block_norms, "layer": magnitudes}[kind]
+    made.state.prune(prune(weights_of(made.state), 0.2, sizes, score, per_tensor=kind == "layer"))
+    largest = 0 if kind != "block" else 256 / sum(sizes.values())  # of a block all are left
+    assert 0.2 <= share_left(made.state, sizes) + 1e-4 <= 0.2 + largest + 2e-4
+    assert all(torch.equal(bits & before[name], bits) for name, bits in made.state.masks.items())
 
 
 def first_and_made(overrides: list[str]) -> list[tuple[str, bool, bool]]:
@@ -306,7 +422,7 @@ def first_and_made(overrides: list[str]) -> list[tuple[str, bool, bool]]:
     first, second = ({part.slot.name: part for part in each.parts(names)} for each in (to_be, weights_of(made.state)))
     assert first.keys() == second.keys()
     return [
-        (name, torch.equal(part.weights, second[name].weights), part.holders == second[name].holders)
+        (name, torch.equal(part.weights, second[name].weights), part.counts == second[name].counts)
         for name, part in first.items()
     ]
 
@@ -333,7 +449,7 @@ def test_ties_and_signed_zeros() -> None:
     made = Steps(load_config(config_of("dense")).model_dump(exclude_unset=True))
     scores = torch.tensor([3.0, 2.0, 2.0, 2.0, 0.0]).abs()
     for k, expected in ((1, 3.0), (2, 2.0), (4, 2.0), (5, 0.0)):
-        bits = kth_largest(made.groups.world, lambda: iter([(scores, 1)]), k, torch.device("cpu"))
+        bits = kth_largest(made.groups.world, lambda: iter([(scores, True)]), k, torch.device("cpu"))
         assert torch.tensor([bits], dtype=torch.int32).view(torch.float32).item() == expected
     assert magnitudes(None, torch.tensor([-0.0])).view(torch.int32).item() == 0  # type: ignore[arg-type]
 
