@@ -20,7 +20,7 @@ from typing import Any
 
 from optimus.config import ModelConfig
 from optimus.config.load import model_config_from
-from optimus.disk import user_path
+from optimus.disk import plain_name, user_path
 from optimus.errors import UserError
 
 FORMAT, VERSION = "optimus-checkpoint", 2
@@ -180,6 +180,8 @@ def read_description(path: Path) -> Description:
             raise UserError(f"{file} has version {raw['version']}, which had no sums and is not read any more")
         del raw["format"], raw["version"]
         tokenizer = path / "tokenizer.json" if raw.pop("tokenizer") else None
+        if raw.get("frozen") is not None:
+            plain_name(raw["frozen"])
         model = model_config_from(raw.pop("model"), f"{file}: model")
         return Description(model=model, tokenizer=tokenizer, **raw)
     except (OSError, ValueError, KeyError, TypeError) as error:
