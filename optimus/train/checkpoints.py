@@ -21,10 +21,10 @@ from optimus.checkpoint.slots import place_of_frozen, set_newer_aside
 from optimus.checkpoint.store import load_state
 from optimus.comm import Groups
 from optimus.config import RunConfig
-from optimus.config.phases import sequences_after
+from optimus.config.phases import longest, sequences_after
 from optimus.config.renamed import with_new_names
 from optimus.errors import naming_disk_errors
-from optimus.hub import load_weights
+from optimus.hub import context_of, left_out, load_weights, read_published
 from optimus.mesh import Layout
 from optimus.model import Transformer
 from optimus.model.init import initialize_parameter
@@ -153,7 +153,7 @@ def describe(run: Run, *, full: bool) -> Description:
     mesh, config, phase = run.groups.mesh, run.config, run.phase
     return Description(
         model=config.model,
-        context=phase.config.train.sequence_length,
+        context=max(run.context, longest(run.phases[: phase.number + 1]).train.sequence_length),
         step=run.step,
         full=full,
         precision=config.train.precision,
@@ -176,6 +176,7 @@ def describe(run: Run, *, full: bool) -> Description:
             "ranks_per_node": mesh.ranks_per_node or mesh.size,
             "scattered": config.checkpoint.scattered,
         },
+        published=run.published,
         frozen=run.frozen if full else None,
     )
 
@@ -212,6 +213,7 @@ def _go_on(run: Run, path: Path, step: int, *, full: bool) -> int:
         send=run.config.checkpoint.broadcast,
     )
     run.step, progress = description.step, description.progress
+    run.context, run.published = description.context, description.published
     run.state.steps = progress["updates"] if full else 0
     run.state.counters = {name: progress.get(name, 0.0) if full else 0.0 for name in run.state.counters}
     run.skipped, run.unpruned = progress["skipped"], progress.get("unpruned", 1.0)
@@ -262,12 +264,16 @@ def _start(run: Run, resume: bool) -> None:
         return
     send, pruning = run.config.checkpoint.broadcast, run.config.pruning
     if (Path(initial) / "config.json").is_file():
-        readers = load_slices(run.state, _folder_reading(run.config, Path(initial)), full=False, send=send)
+        read, on_first = _folder_reading(run.config, Path(initial)), run.groups.world.on_first
+        readers = load_slices(run.state, read, full=False, send=send)
+        run.context, run.published = on_first(lambda: (context_of(Path(initial)), read_published(Path(initial))))
+        run.notes += filter(None, [on_first(lambda: left_out(Path(initial)))])
     else:
         path = run.groups.world.on_first(lambda: folder.find_checkpoint(initial))
         masks = pruning is None or not pruning.comes_first  # which else has been pruned further
         description, readers = load_state(run.state, path, model=run.config.model, full=False, send=send, masks=masks)
         run.unpruned = description.progress.get("unpruned", 1.0)
+        run.context, run.published = description.context, description.published
     run.state.initialize(run.config.train.seed, run.config.model.init_std, only="factor")
     run.notes.append(f"starting from the weights of {initial}{_readers(run, readers)}")
 
