@@ -44,6 +44,17 @@ NOT_RUN = {
     "optimus lab": "takes a minute",
     "optimus bench machine": "measures for minutes",
 }
+OF_OTHER_PROGRAMS = {
+    "--account": "sbatch",
+    "--corpus": "benchmarks.experiments",
+    "--dependency": "sbatch",
+    "--gpus-per-node": "sbatch",
+    "--hostfile": "mpiexec",
+    "--logdir": "tensorboard",
+    "--nproc-per-node": "torchrun",
+    "--ppn": "mpiexec",
+    "--rehearse": "benchmarks.gpu_check",
+}
 ANY_TEXT = {"optimus generate": "what a model writes is not the same with other sizes"}
 
 TINY = {"family": "olmoe", "hidden": 16, "layers": 8, "heads": 2, "intermediate": 8, "vocab": 4096, "experts": 8}
@@ -338,6 +349,52 @@ def keys_of(section: Any, before: str = "") -> set[str]:
             if isinstance(each, type) and issubclass(each, BaseModel):
                 found |= keys_of(each, f"{before}{name}.")
     return found
+
+
+def options(group: Any = None, name: str = "optimus") -> dict[str, set[str]]:
+    """Of every command by its name the options that its parser knows."""
+    found = {}
+    group = group or typer.main.get_command(cli.app)
+    for own, each in group.commands.items():
+        if hasattr(each, "commands"):
+            found |= options(each, f"{name} {own}")
+        else:
+            words = {word for param in each.params for word in (*param.opts, *param.secondary_opts)}
+            found[f"{name} {own}"] = {word for word in words if word.startswith("--")} - {"--help"}
+    return found
+
+
+def test_the_reference_of_commands_has_the_options_of_the_parser() -> None:
+    text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    known = options()
+    said = {}
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        name = section.partition("\n")[0].strip("`")
+        said[name] = set(re.findall(r"--[\w-]+", " ".join(re.findall(r"^\| `(--[^`]*)`", section, re.MULTILINE))))
+    benchmarks = {name for name in known if name.startswith("optimus bench ")} - said.keys()
+    assert set(re.findall(r"`(optimus bench [\w-]+)`", text)) - said.keys() == benchmarks
+    assert said.pop("optimus bench NAME") == set()
+    assert said == {name: words - {"--json"} for name, words in known.items() if name not in benchmarks}
+    assert all("--json" in words for words in known.values())  # as the page says
+
+
+def test_options_on_the_pages_exist() -> None:
+    """All that look like one; and where the command is named with them, of that command."""
+    known = options()
+    everywhere = set().union(*known.values(), {"--help", "--version"})
+    pages = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *(ROOT / "docs").rglob("*.md")]
+    found = set()
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        found |= (here := set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)))
+        assert here <= everywhere | OF_OTHER_PROGRAMS.keys(), page
+        for span in re.findall(r"`(optimus [^`]+)`", text):
+            words = re.split(r"[\s=]+", span)
+            name = next((" ".join(words[:n]) for n in (3, 2) if " ".join(words[:n]) in known), None)
+            if name is not None:
+                said = {word for word in words if word.startswith("--")}
+                assert said <= known[name] | {"--help"}, (page, span)
+    assert found >= OF_OTHER_PROGRAMS.keys()
 
 
 def test_pages_name_tests_that_exist() -> None:

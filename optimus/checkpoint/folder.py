@@ -42,7 +42,7 @@ class Description:
     """What a checkpoint says of itself. `full` ones can be resumed; the others hold weights only."""
 
     model: ModelConfig
-    context: int
+    context: int  # the longest sequences that it has been trained on, here or before
     step: int
     full: bool
     precision: str = "float32"
@@ -53,6 +53,7 @@ class Description:
     config: dict[str, Any] = field(default_factory=dict)  # the whole configuration of the run, as it was
     random: dict[str, str] = field(default_factory=dict)  # states of torch's generators, by device type, in base 64
     written: dict[str, Any] = field(default_factory=dict)  # by how many ranks, and how many of them were on a node
+    published: dict[str, Any] = field(default_factory=dict)  # what the folder says that it began with; hub/published.py
     frozen: str | None = None  # the folder beside this one that has the parameters that are not here
 
     @property

@@ -63,6 +63,7 @@ def merge(
         full=False,
         eos_id=first.eos_id,
         tokenizer=first.tokenizer,
+        published=first.published,
         written={"merged": {str(path): weight / total for path, weight in weights.items()}},
     )
     stored = write_alone(output, averaged, description, "Make room or choose another `output`")
