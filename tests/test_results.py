@@ -19,7 +19,9 @@ from optimus.config.models import models
 from optimus.plan.measure.commands import bench_app
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("results", "features")}
+PAGES = {
+    name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("results", "features", "architecture")
+}
 
 
 class Fixed(NamedTuple):
@@ -295,7 +297,7 @@ def test_files_that_the_pages_name_exist(page: str) -> None:
     }
     links = set(re.findall(r"\]\((?!https?:|#)([^)#]+)", PAGES[page]))
     assert len(paths) > 15
-    places = {path: [ROOT, ROOT / "optimus", *([] if "/" in path else (ROOT / "optimus").glob("*"))] for path in paths}
+    places = {path: [ROOT, ROOT / "optimus", *([] if "/" in path[:-1] else (ROOT / "optimus").glob("*"))] for path in paths}
     assert not [path for path in paths if not any((place / path).exists() for place in places[path])]
     assert not [link for link in links if not (ROOT / "docs" / link).exists()]
     modules = {span.split()[2] for span in spans(page) if span.startswith("python -m ")}
