@@ -297,7 +297,9 @@ def test_files_that_the_pages_name_exist(page: str) -> None:
     }
     links = set(re.findall(r"\]\((?!https?:|#)([^)#]+)", PAGES[page]))
     assert len(paths) > 15
-    places = {path: [ROOT, ROOT / "optimus", *([] if "/" in path[:-1] else (ROOT / "optimus").glob("*"))] for path in paths}
+    places = {
+        path: [ROOT, ROOT / "optimus", *([] if "/" in path[:-1] else (ROOT / "optimus").glob("*"))] for path in paths
+    }
     assert not [path for path in paths if not any((place / path).exists() for place in places[path])]
     assert not [link for link in links if not (ROOT / "docs" / link).exists()]
     modules = {span.split()[2] for span in spans(page) if span.startswith("python -m ")}
