@@ -63,7 +63,8 @@ class StateConfig(Section):
     gradient_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of gradient accumulation over microbatches and of gradient reduction over ranks."""
     tile: int = Field(1 << 20, gt=0)
-    """Elements that the optimizer updates at a time. Temporary fp32 copies exist for one tile only."""
+    """Elements that the optimizer updates at a time; temporary fp32 copies exist for one tile only. On accelerators all of a
+    chunk whose state is on the device is updated at once, so that these copies are of a chunk."""
     overlap: bool = True
     """Overlap gradient reduction with the backward pass (AxoNN's ORS). Overlapping the gathers (OAG) is prefetch."""
     coarsening: int | None = Field(None, gt=0)

@@ -31,7 +31,7 @@ def read_published(path: Path) -> dict[str, Any]:
     return found | {"sha256": _sha256(tokenizer) if tokenizer.is_file() else None}
 
 
-class Published(NamedTuple):
+class Remarks(NamedTuple):
     """What an export of a model says beside its architecture and weights; see `published_again`."""
 
     config: dict[str, Any]  # fields of config.json
@@ -41,7 +41,7 @@ class Published(NamedTuple):
 
 def published_again(
     said: Mapping[str, Any], *, vocab: int, tokenizer: Path | None, eos_id: int | None, pad_id: int | None, context: int
-) -> Published:
+) -> Remarks:
     """What was `said` of the model that training began with, as it is true of a checkpoint with these tokens.
 
     `eos_id` ends documents in training: where it is not among the published tokens that end a text, it is put before them.
@@ -66,7 +66,7 @@ def published_again(
         own = {name: value for name, value in files[TOKENIZER].items() if name not in _OF_A_FOLDER}
         longest = {"model_max_length": max(own["model_max_length"], context)} if "model_max_length" in own else {}
         files[TOKENIZER] = own | longest
-    return Published(config, generation, files)
+    return Remarks(config, generation, files)
 
 
 def _read(file: Path) -> Any:
