@@ -1,7 +1,7 @@
 """How far an unfinished `prepare` has come: a small file, replaced atomically, in the folder `<output>.partial`.
 
 What the journal says is on disk is on disk: the token stream is synchronised before the journal that counts it. So
-after a kill at any moment the stream is cut to the journal's length and reading goes on from the journal's position.
+after a kill at any moment the stream goes on from the journal's length and reading from the journal's position.
 """
 
 import errno
