@@ -39,6 +39,7 @@ class RunFolder:
     timeline: dict[str, Any] | None
     evaluations: dict[str, dict[str, Any]]  # what `optimus evaluate` has written into `evaluations/`, by file
     skipped_lines: dict[str, int] = field(default_factory=dict)  # of each file: those that cannot be read
+    ended: bool = False  # whatever its lease says: see `read_folder`
     _columns: dict[str, list[float | None]] = field(default_factory=dict)
 
     @property
@@ -88,7 +89,7 @@ class RunFolder:
     def state(self) -> tuple[str, str]:
         """(running, finished, stopped or failed; why)."""
         steps = self.setting("train.steps")
-        if _is_held(self.path / "lease.json"):
+        if not self.ended and _is_held(self.path / "lease.json"):
             return "running", ""
         if isinstance(steps, int) and self.step >= steps:
             return "finished", ""
@@ -109,8 +110,11 @@ class RunFolder:
         return int(self.records[index - 1]["step"]) if index else 0
 
 
-def read_folder(given: str | Path) -> RunFolder:
-    """Read a run folder. Raises `UserError` where none is; what is damaged in one is skipped and counted."""
+def read_folder(given: str | Path, *, ended: bool = False) -> RunFolder:
+    """Read a run folder. Raises `UserError` where none is; what is damaged in one is skipped and counted.
+
+    `ended`: the run has, says its own process, which holds the folder until it has written all.
+    """
     path = user_path(given)
     if not path.is_dir():
         raise UserError(f"{path} is not a run folder: there is no such folder; name the train.output of a run")
@@ -148,6 +152,7 @@ def read_folder(given: str | Path) -> RunFolder:
         timeline,
         {file.stem: read for file in sorted((path / "evaluations").glob("*.json")) if (read := _json(file, skipped))},
         skipped,
+        ended,
     )
 
 

@@ -54,18 +54,25 @@ def write_report(runs: Sequence[str | Path], output: str | Path) -> dict[str, An
     Example:
         optimus.report(["demo/run"], "report.html")
     """
-    path, data = user_path(output), report_data(runs)
+    return write_page(report_data(runs), user_path(output))
+
+
+def write_page(data: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Write what `report_data` gives; see `write_report`."""
     text = render(data)
     with naming_disk_errors(path, "Make room, or choose another place for --output"):
         path.write_text(text, encoding="utf-8")
     return {"output": str(path), "bytes": len(text.encode()), "warnings": data["warnings"]}
 
 
-def report_data(runs: Sequence[str | Path]) -> dict[str, Any]:
-    """What the page of these runs shows, as JSON can have it: curves by their points, NaN and infinity as text."""
+def report_data(runs: Sequence[str | Path], *, ended: bool = False) -> dict[str, Any]:
+    """What the page of these runs shows, as JSON can have it: curves by their points, NaN and infinity as text.
+
+    `ended`: they have, whoever holds their folders.
+    """
     if not runs:
         raise UserError("a report needs a run folder: name one, or several to compare")
-    folders = [read_folder(run) for run in runs]
+    folders = [read_folder(run, ended=ended) for run in runs]
     names = _distinct_names(folders)
     hidden = {"loss"} if has_other_tokenizer(folders) else set()
     warnings = [
