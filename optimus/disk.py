@@ -39,6 +39,15 @@ def plain_name(name: object) -> str:
     return name
 
 
+def parse_json(text: str | bytes, **more: Any) -> Any:
+    """What JSON says that somebody else may have written. Raises ValueError for all that is none, also where it is nested
+    deeper than can be read. `more` is for `json.loads`."""
+    try:
+        return json.loads(text, **more)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
 def write_json(path: Path, content: Any) -> None:
     """Replace the file at once, and return when it is on the disk."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -51,13 +60,13 @@ def write_json(path: Path, content: Any) -> None:
     sync(path.parent)
 
 
-def read_json_lines(path: Path) -> list[Any]:
-    """What a file holds that is written line by line; lines that are not complete are left out."""
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """The records that a file holds, each a line; lines that are not complete are left out."""
     found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
-    return found
+    for line in path.read_bytes().split(b"\n"):
+        with suppress(ValueError):
+            found.append(parse_json(line))
+    return [record for record in found if isinstance(record, dict)]
 
 
 def sync(path: Path) -> None:
