@@ -10,6 +10,7 @@ from typing import Any
 
 from optimus.errors import UserError
 
+_LONGEST_NAME = 200  # bytes, of the 255 that file systems take: what is not complete has a longer one
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)
 
 
@@ -34,7 +35,8 @@ def plain_name(name: object) -> str:
     """`name`, by which a file that somebody else may have written names one beside it. Raises ValueError for all but the
     name of a file in that folder: a path leads out of it, and is read, written and deleted there.
     """
-    if not isinstance(name, str) or not name.isprintable() or {"/", "\\"} & set(name) or name in ("", ".", ".."):
+    good = isinstance(name, str) and name.isprintable() and len(name.encode()) <= _LONGEST_NAME
+    if not isinstance(name, str) or not good or {"/", "\\"} & set(name) or name in ("", ".", ".."):
         raise ValueError(f"{name!r} is no plain file name")
     return name
 

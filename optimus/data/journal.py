@@ -6,7 +6,6 @@ after a kill at any moment the stream goes on from the journal's length and read
 
 import errno
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from optimus.data.documents import Position
 from optimus.data.files import Sources
 from optimus.data.selection import Document
 from optimus.data.shards import EARLIER
-from optimus.disk import write_json
+from optimus.disk import parse_json, write_json
 from optimus.errors import UserError
 
 FILE = "journal.json"
@@ -90,7 +89,7 @@ def read(folder: Path) -> Journal | None:
     if not path.exists():
         return None
     try:
-        stored = json.loads(path.read_bytes())
+        stored = parse_json(path.read_bytes())
         for name in ("mark", "file_mark"):
             mark = stored[name]
             counts = [Counts(**count) for count in mark["counts"]]
