@@ -1,6 +1,5 @@
 """The forms of the model's matrix products, timed in the first step and remembered per chip (AxoNN, section 5.1.3)."""
 
-import json
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -8,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from optimus.disk import write_json
+from optimus.disk import parse_json, write_json
 from optimus.kernels.matmul import Form, MatmulForms, MatmulShape, fastest
 from optimus.observe.machine import device_name
 from optimus.train.hooks import Hook
@@ -69,7 +68,7 @@ def cache_file(folder: Path, device: torch.device) -> Path:
 def read_seconds(path: Path) -> tuple[Seconds, str | None]:
     """(what is known, a note where the file is of no use)."""
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = parse_json(path.read_text(encoding="utf-8"))
         return {
             MatmulShape(*(entry[field] for field in MatmulShape._fields)): {
                 form: float(t) for form, t in entry["seconds"].items()
