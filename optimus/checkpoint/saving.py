@@ -71,11 +71,11 @@ class Target(NamedTuple):
         elsewhere = self.frozen if chunk.plan.rule.trains else self.description.frozen is not None
         if elsewhere:
             return ()
-        return ("model", *chunk.moments) if self.description.full else ("model",)
+        return ("model", *chunk.plan.rule.kinds) if self.description.full else ("model",)
 
     def buffer(self, chunk: Chunk, prefix: str, states: Mapping[str, Tensor]) -> Tensor:
         """What it takes of a chunk with such a prefix; the `states` of the chunk are in memory."""
-        return states[prefix] if self.description.full else chunk.weights
+        return states[prefix] if self.description.full else chunk.weights(states)
 
     def copied(self, chunk: Chunk, prefix: str) -> bool:
         """Whether that is written from a copy beside the training: the host's memory has no room for a second one."""
@@ -263,8 +263,9 @@ class Saver:
             taken = [(target, prefix) for target in self._targets for prefix in target.prefixes(chunk)]
             if not all(target.copied(chunk, prefix) for target, prefix in taken):
                 self._written[chunk] = threading.Event()
-            states = {"model": chunk.master, **chunk.moments}
-            of_all = [target.buffer(chunk, prefix, states) for target, prefix in taken if target.copied(chunk, prefix)]
+            of_all = [
+                target.buffer(chunk, prefix, chunk.resident) for target, prefix in taken if target.copied(chunk, prefix)
+            ]
             buffers[chunk] = list({id(buffer): buffer for buffer in of_all}.values())
 
         def waiting(wait: Callable[[], object]) -> None:
