@@ -375,6 +375,8 @@ class TrainedChunk(Chunk):
             if following is not None and following._disk is not None:
                 following._disk.read_ahead()
             self._update_tiles(now, tile, self._by_prefix(on_disk))
+            if on_disk:
+                self._transfers.finish_tiles()  # before the host writes them
 
     def _update_tiles(self, now: OptimizerStep, tile: int, states: Mapping[str, Tensor]) -> None:
         """The update of tiles, each where it is computed; what is elsewhere is brought there and back."""
