@@ -97,7 +97,7 @@ class Saver:
         self._buffers = state.buffers if state.buffers and state.team.rank == 0 else {}
         self._short: list[tuple[str, Tensor]] = []  # copies of the buffers
         self._state = state
-        self._drawn: Mapping[str, Tensor] = {}  # as they were then; what is pruned stays so while it is written
+        self._drawn: Mapping[str, Tensor] = {}  # as they were then; masks stay, as pruning waits for `finish`
         self._staging = Staging()
         self._updates: dict[Chunk, Handle] = {}  # under way when the checkpoint was asked for
         self._written: dict[Chunk, threading.Event] = {}  # of those that are written from where they lie
@@ -107,7 +107,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._failure: UserError | None = None
         self._abandoned = threading.Event()
-        self.seconds = 0.0  # for which the training has waited, in all
+        self.seconds = 0.0  # for which the training, or the worker that updates, has waited, in all
+        self._counting = threading.Lock()  # both of them
         self.write: Write = lambda *file: write_slices(*file)  # a rehearsal of a full disk has another
 
     def save(self, *targets: Target) -> list[Path]:
@@ -303,7 +304,8 @@ class Saver:
         try:
             yield
         finally:
-            self.seconds += time.perf_counter() - began
+            with self._counting:
+                self.seconds += time.perf_counter() - began
 
 
 def complete(partial: Path, folder: Path, stored: Sequence[StoredSlice], description: Description) -> None:

@@ -111,7 +111,7 @@ class Chunk:
     @contextmanager
     def states(self, change: bool = False, *, after: Handle | None = None) -> Iterator[Mapping[str, Tensor]]:
         """Inside, what a checkpoint holds of this chunk is in memory, by the prefix of its keys: this rank's part, behind
-        the update that is under way. With `change` it may be written to, and `publish` must follow.
+        the update that is under way. With `change` it may be written to, behind whoever copies it; `publish` must follow.
 
         Only the thread that trains knows what is under way: another waits for the `updated` that it was given, `after`.
         """
@@ -119,6 +119,7 @@ class Chunk:
             after()
         elif change:
             self.settle()
+            self._finish_reading()
         else:
             self._finish_update()
         self._transfers.synchronize()
@@ -290,6 +291,9 @@ class Chunk:
     def _finish_update(self) -> None:
         """Wait for an update that is under way."""
 
+    def _finish_reading(self) -> None:
+        """Wait for whoever copies or writes this rank's part beside the training."""
+
     def _fetch(self) -> Handle:
         own = self.parameter.data[self.plan.extent(self.plan.depths.parameters)]
         return self._transfers.up(own, self._parameter_shard)
@@ -342,7 +346,10 @@ class Chunk:
                 self.plan.rule.computed(weights, kept, self.compute_shard)
 
     def show(self) -> None:
-        """Compute with the weights themselves, as an evaluation does, where training does not; `publish` goes back."""
+        """Compute with the weights themselves, as an evaluation does, where training does not; `publish` goes back.
+
+        No checkpoint that is being written has what such a rule computes with.
+        """
         if self.plan.rule.averages:
             self.settle()
             with self.states() as states:

@@ -122,8 +122,7 @@ class TrainedChunk(Chunk):
     def prune(self, plan: ChunkPlan, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
         self.clear_gradients()
         self._finish_update()
-        self._reader()
-        self._reader = done_already
+        self._finish_reading()
         self._gradients.go("open")
         super().prune(plan, masks, empty=empty)
         self._free_gradients()
@@ -360,6 +359,10 @@ class TrainedChunk(Chunk):
             self._transfers.synchronize()
 
         return wait
+
+    def _finish_reading(self) -> None:
+        self._reader()
+        self._reader, self._weights_read = done_already, False
 
     def _finish_update(self) -> None:
         if self._updating is not None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from helpers.drawing import config_of
 from helpers.late import LateTransfers
+from helpers.masked import random_masks
 from helpers.whole import whole_state
 from optimus.checkpoint.folder import Description, step_folder, weights_folder
 from optimus.checkpoint.reader import Reader
@@ -20,8 +21,6 @@ from optimus.checkpoint.store import load_state
 from optimus.config import load_config
 from optimus.state import model_state
 from optimus.state.chunk import Chunk
-from optimus.state.masks import packed_bits
-from optimus.state.model_state import ModelState
 from optimus.state.pruning import magnitudes, prune, weights_of
 from optimus.testing.steps import Steps, random_batch
 from optimus.train.run import layouts_of, whole_model
@@ -64,16 +63,6 @@ def steps_of(rule: str, residency: str | None, disk: Path, done: int = 2) -> Ste
     return steps
 
 
-def half(state: ModelState) -> dict[str, Tensor]:
-    """Masks that no weights have been looked at for."""
-    generator = torch.Generator().manual_seed(3)
-    slots = {slot.name: slot for chunk in state.chunks for slot in chunk.plan.slots}
-    return {
-        name: packed_bits(torch.rand(slots[name].shape.numel(), generator=generator) < 0.5)
-        for name in state.recipe.unpruned
-    }
-
-
 # ---- Who reads ----
 
 
@@ -102,7 +91,7 @@ def in_memory(steps: Steps, folder: Path) -> dict[str, Tensor]:
 
 
 def pruned(steps: Steps, folder: Path) -> dict[str, Tensor]:
-    steps.state.prune(half(steps.state))
+    steps.state.prune(random_masks(steps.state, 0.5))
     steps.train()
     return whole_state(steps.state)
 
@@ -221,7 +210,7 @@ def test_what_is_on_a_disk_is_read_by_two_threads(
         there.clear()
         go.clear()
         steps = steps_of(rule, residency, tmp_path)
-        steps.state.prune(half(steps.state))
+        steps.state.prune(random_masks(steps.state, 0.5))
         folder = tmp_path / str(residency)
         target = Target(weights_folder(folder, 2), Description(steps.config.model, 24, 2, False))
         saver = Saver(steps.state, beside=True)
@@ -239,3 +228,22 @@ def test_what_is_on_a_disk_is_read_by_two_threads(
     assert found[0].keys() == found[1].keys()
     for key, right in found[1].items():
         assert torch.equal(found[0][key], right), key
+
+
+@pytest.mark.parametrize("residency", ["optimizer", "disk", None])
+def test_what_is_copied_does_not_change(residency: str | None, tmp_path: Path) -> None:
+    """Neither by an update, nor by what is loaded or begun anew; each waits once."""
+    steps, waits = steps_of("fp32", residency, tmp_path, done=1), list[str]()
+    first, *_ = steps.state.trained
+    first.hold(lambda: waits.append("read"))
+    with first.states():
+        assert not waits
+    with first.states(change=True):
+        assert waits == ["read"]
+    steps.train()
+    steps.state.finish()
+    assert waits == ["read"]
+    first.hold(lambda: waits.append("again"))
+    steps.train()
+    steps.state.finish()
+    assert waits == ["read", "again"]
