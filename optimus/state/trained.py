@@ -26,7 +26,7 @@ from optimus.comm import Group, Handle, InTurn
 from optimus.kernels.gradient_buffer import GradientBuffer
 from optimus.optim.rule import OptimizerStep, Tile, UpdateRule
 from optimus.state.buffers import ManagedBuffer, Residency, aligned
-from optimus.state.chunk import ON_DISK, Chunk
+from optimus.state.chunk import Chunk
 from optimus.state.disk import StateFile
 from optimus.state.matrices import OverBlocks
 from optimus.state.plan import ChunkPlan
@@ -122,8 +122,7 @@ class TrainedChunk(Chunk):
     def prune(self, plan: ChunkPlan, masks: Mapping[str, Tensor], *, empty: bool = False) -> None:
         self.clear_gradients()
         self._finish_update()
-        self._reader()
-        self._reader = done_already
+        self._finish_reading()
         self._gradients.go("open")
         super().prune(plan, masks, empty=empty)
         self._free_gradients()
@@ -361,6 +360,10 @@ class TrainedChunk(Chunk):
 
         return wait
 
+    def _finish_reading(self) -> None:
+        self._reader()
+        self._reader, self._weights_read = done_already, False
+
     def _finish_update(self) -> None:
         if self._updating is not None:
             self._updating()
@@ -371,30 +374,28 @@ class TrainedChunk(Chunk):
 
     def _update(self, now: OptimizerStep, tile: int, following: "TrainedChunk | None", reader: Handle) -> None:
         reader()
-        with nullcontext() if self._disk is None else self._disk.updating() as states:
-            if states is not None:
-                self._bind(states)
+        with nullcontext({}) if self._disk is None else self._disk.updating() as on_disk:
             if following is not None and following._disk is not None:
                 following._disk.read_ahead()
-            self._update_tiles(now, tile)
-            if states is not None:
-                self._bind(dict.fromkeys(states, ON_DISK))
+            self._update_tiles(now, tile, self._by_prefix(on_disk))
+            if on_disk:
+                self._transfers.finish_tiles()  # before the host writes them
 
-    def _update_tiles(self, now: OptimizerStep, tile: int) -> None:
+    def _update_tiles(self, now: OptimizerStep, tile: int, states: Mapping[str, Tensor]) -> None:
         """The update of tiles, each where it is computed; what is elsewhere is brought there and back."""
         plan, on, transfers = self.plan, self._update_on if self.plan.offloaded else "device", self._transfers
         if self.parameter.device.type != "cpu" and not plan.offloaded:
             tile = max(
                 tile, plan.updated
             )  # a launch costs more there than memory for a chunk, which activations have freed
-        copied = self.master is not self.compute_shard
+        copied, master, kept = plan.has_master, states["model"], [(kind, states[kind]) for kind in plan.rule.kinds]
         home = plan.residency("parameters.shard")
         rows = [
-            (self.master, plan.residency("master") if copied else home),
+            (master, plan.residency("master") if copied else home),
             (self.waiting, "host" if self.leaves else "device"),
         ]
         rows += [(self.compute_shard, home)] if copied else []
-        rows += [(moment, plan.residency(kind)) for kind, moment in self.moments.items()]
+        rows += [(moment, plan.residency(kind)) for kind, moment in kept]
         apart = [(residency == "device") != (on == "device") for _, residency in rows]
         buffers = [buffer for buffer, _ in rows]
         for number, (whole, parts) in enumerate(plan.tiling.tiles(plan, self._blocks, buffers, tile)):

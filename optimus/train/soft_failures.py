@@ -56,8 +56,8 @@ def _origin(run: Run) -> tuple[str | None, bool]:
     """Where what is not finite left this rank, if it began here; and whether that is its own part of the parameters."""
     origin = run.groups.origin()
     for chunk in run.state.chunks:
-        with chunk.states():
-            for part in (chunk.master, chunk.compute_shard):
+        with chunk.states() as states:
+            for part in (states["model"], chunk.compute_shard):
                 if not torch.isfinite(part.sum(dtype=torch.float32)):
                     return "parameters of its own", True
     return origin, False

@@ -27,6 +27,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Muon": (DENSE, MUON),
     "Muon on the host": (DENSE, MUON | {"state": {"residency": "all", "update_on": "device", "cache": 2}}),
     "on disk": (DENSE, {"state": {"residency": "disk", "update_on": "host", "cache": 2, "disk": "."}}),
+    "from disk to device": (DENSE, {"state": {"residency": "disk", "update_on": "device", "cache": 2, "disk": "."}}),
     "optimizer on the host": (DENSE, {"state": {"residency": "optimizer", "update_on": "host"}}),
     "all on the host": (EXPERTS, {"state": {"residency": "all", "update_on": "device", "cache": 2}}),
 }
@@ -86,7 +87,7 @@ def planted(layout: str, name: str) -> None:
 
 
 def staged_without_waiting(self: StreamTransfers, name: object, part: Tensor, on: str, *, filled: bool) -> Tensor:
-    scratch = self._held((name, self._number), part, on)
+    scratch = self._held((name, self._tile.number), part, on)
     return scratch.copy_(part, non_blocking=True) if filled else scratch
 
 

@@ -37,7 +37,7 @@ class Damage(Hook):
         if run.step + 1 == self._step and run.groups.rank == self._rank:
             for chunk in run.state.chunks:
                 chunk.settle()
-                {"own": chunk.compute_shard, **chunk.moments}[self._buffer].fill_(torch.nan)
+                {"own": chunk.compute_shard, **chunk.resident}[self._buffer].fill_(torch.nan)
 
 
 def train_rank(config: dict[str, Any], plan: FaultPlan, others: Sequence[Hook]) -> Ended:
