@@ -16,12 +16,14 @@ from torch import Tensor
 from typer import Option
 
 from optimus.config import RunConfig, load_config
+from optimus.observe.machine import find_device
 from optimus.train.freed_memory import keep_freed_memory
 from optimus.train.precision import with_precision
 
 Step = Callable[[Tensor], float]  # tokens [B, S] of this rank to the loss
 Make = Callable[[RunConfig], Step]  # makes the model and what trains it, on one rank
 Type = Literal["float32", "bfloat16"]
+SHORT: dict[Type, Literal["fp32", "bf16"]] = {"float32": "fp32", "bfloat16": "bf16"}  # names of `harness.DTYPES`
 Precision = Annotated[
     Literal["auto", "float32", "bfloat16"],
     Option(help="Type of the computation of all contestants; auto: that of a run on this machine."),
@@ -64,8 +66,8 @@ def configuration(model: Any, batch: int, context: int, overrides: Sequence[str]
 
 
 def decided(precision: str, device: str = "cpu") -> Type:
-    """The type in which all contestants compute: decided once, so that none of them computes in another."""
-    config, _ = with_precision(configuration("mula-tiny", 1, 16, precision=precision), torch.device(device))
+    """The type in which all contestants compute on a device: decided once, so that none of them computes in another."""
+    config, _ = with_precision(configuration("mula-tiny", 1, 16, precision=precision), find_device(device, "--device"))
     return config.train.precision  # type: ignore[return-value]
 
 
