@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,12 +17,13 @@ from optimus.comm import Group, Groups
 from optimus.config import RunConfig
 from optimus.config.phases import Phase, longest, phase_at, phases_of, tokens_after
 from optimus.config.sizes import count_text
-from optimus.data.loader import TokenLoader
+from optimus.data.loader import TokenBatch, TokenLoader
 from optimus.data.training import TrainingData
 from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.mesh.placement import describe
-from optimus.model import Transformer
+from optimus.model import Batch, Transformer
+from optimus.model.batch import pinned
 from optimus.observe.machine import free_memory
 from optimus.parallel.build import build_stage
 from optimus.parallel.layouts import parameter_layouts
@@ -106,8 +107,8 @@ class Run:
         mesh = self.groups.mesh
         return self.state.gathers_on_use or mesh.pp * mesh.ep * mesh.tp * mesh.cp > 1
 
-    def batches(self) -> TokenLoader:
-        """This rank's part of every global batch from the next step on."""
+    def batches(self) -> TokenLoader[Batch]:
+        """This rank's part of every global batch from the next step on, on the host."""
         data = self.groups.along("dp")
         return TokenLoader(
             self.data.phases,
@@ -115,7 +116,19 @@ class Run:
             ranks=data.size,
             start_step=self.step,
             seed=self.config.train.seed,
+            prepare=partial(_host_batch, on_device=self.device.type != "cpu"),
         )
+
+
+def _host_batch(batch: TokenBatch, on_device: bool) -> Batch:
+    """As tensors, in memory that a device reads without anybody waiting; borders of documents are read on the host."""
+    tokens_BS, mask_BS, document_BS, source_B = (None if each is None else torch.from_numpy(each) for each in batch)
+    if on_device:
+        tokens_BS, mask_BS, source_B = (
+            None if each is None else pinned(each) for each in (tokens_BS, mask_BS, source_B)
+        )
+    assert tokens_BS is not None
+    return Batch(tokens_BS, mask_BS, document_BS, source_B)
 
 
 def ranks_per_node(ranks: int) -> int:
