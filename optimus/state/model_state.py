@@ -194,6 +194,14 @@ class ModelState:
         for chunk in self.trained:
             chunk.clear_gradients()
 
+    @contextmanager
+    def backward(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Inside is the backward pass of a microbatch through a stage, or a part of it."""
+        with self.groups.step.in_backward(stage, microbatch):
+            yield
+            for chunk in _trained(self._of_stage.get(stage, [])):
+                chunk.end_backward()
+
     def reduce_on_arrival(self, stage: int) -> None:
         """The coming backward pass is the last of a stage: each chunk is reduced when its last gradient is there."""
         for chunk in _trained(self._of_stage.get(stage, [])):

@@ -5,7 +5,9 @@ part (its `replica_group`) last: the loss is divided by the number of data ranks
 kept whole, the buffer has memory from the first gradient of a microbatch to the last, when they begin to be reduced. Those
 of a pruned chunk are compressed before, in place.
 
-A chunk is reduced as soon as its last gradient of the last microbatch has arrived, while the backward pass goes on.
+A chunk is reduced as soon as its last gradient of the last microbatch has arrived, while the backward pass goes on. Those
+of each backward pass are counted apart: where weight gradients are deferred, other passes come in between. For the same
+reason a pass is through with the parameters when it has *found* all gradients, though it may not have added them yet.
 
 On a CPU the optimizer goes over the chunk tile by tile: gradients become fp32, and are scaled, for one tile only (TED,
 section 7.2), and the working set of a tile stays in cache. An accelerator updates a chunk at once. Where state is not on the
@@ -15,6 +17,7 @@ device when they have been summed.
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
@@ -47,7 +50,7 @@ class ChunkGradient(GradientBuffer):
         self.used = False  # in this step
 
     def open(self) -> Tensor:
-        self.expect()
+        self.used = True
         self._chunk._before_gradient()
         assert self._parameter.grad is not None
         return self._parameter.grad
@@ -55,8 +58,9 @@ class ChunkGradient(GradientBuffer):
     def close(self) -> None:
         self._chunk._after_gradient()
 
-    def expect(self) -> None:
+    def found(self) -> None:
         self.used = True
+        self._chunk._gradient_found()
 
 
 class TrainedChunk(Chunk):
@@ -92,10 +96,12 @@ class TrainedChunk(Chunk):
         self._rule = plan.rule
         self._watch, self.replica_group = copies.watch, copies.unwatched  # only what enters the sums is watched
         self._blocks = blocks or {}
-        self._piece, self._started, self._step = piece, started, step
+        self._piece, self._started, self._step = piece, started, step or StepContext()
         self._update_on = update_on
         self.gradient_buffers: dict[nn.Parameter, ChunkGradient] = {}
-        self._arrived = 0  # gradients of this microbatch
+        # Gradients of this chunk by backward pass, while they are some and not all: those that it needs no parameter for any
+        # more, and those that have been added.
+        self._found, self._added = Counter[tuple[int, int] | None](), Counter[tuple[int, int] | None]()
         self._last = False  # this microbatch is the step's last
         self._summed = False  # `reduced` is, or is being, summed over all ranks
         self._reduction = InTurn()
@@ -153,7 +159,9 @@ class TrainedChunk(Chunk):
         done behind it, before the parameters are used."""
         self.finish_reduction()  # of a step that was not finished
         self.leave()
-        self._arrived, self._last, self._summed, self._square = 0, False, False, None
+        self._found.clear()
+        self._added.clear()
+        self._last, self._summed, self._square = False, False, None
         for buffer in self.gradient_buffers.values():
             buffer.used = False
         if self._updating is None:
@@ -171,7 +179,6 @@ class TrainedChunk(Chunk):
     def reduce_on_arrival(self) -> None:
         """The coming backward pass is the last of the step: reduce when its last gradient is there."""
         self._last = True
-        self._arrived = 0  # whatever earlier microbatches left out, this one is counted from its beginning
 
     def start_reduction(self) -> None:
         """No gradient of this step will come any more: begin to reduce them, where that has not begun on arrival."""
@@ -249,14 +256,32 @@ class TrainedChunk(Chunk):
 
     def _after_gradient(self) -> None:
         """A gradient of this chunk has been added."""
-        self._arrived += 1
-        if self._arrived < len(self.plan.slots):
-            return
-        self._arrived = 0
-        if self.plan.lifetime == "use":
-            self.reshard()  # the backward pass is through with them
-        if self._last or self.plan.adds_gradients:
+        if self._complete(self._added) and (self._last or self.plan.adds_gradients):
             self._start_reduction()
+
+    def _gradient_found(self) -> None:
+        """The backward pass needs a parameter of this chunk no more."""
+        if self._complete(self._found):
+            self._reshard_unneeded()
+
+    def _complete(self, counts: Counter[tuple[int, int] | None]) -> bool:
+        """Count one of the present backward pass; whether it is the last."""
+        present = self._step.backward
+        counts[present] += 1
+        if counts[present] < len(self.plan.slots):
+            return False
+        del counts[present]
+        return True
+
+    def end_backward(self) -> None:
+        """The present backward pass ends, or a part of it, whether it has found all gradients or not."""
+        if self._found.pop(self._step.backward, 0):
+            self._reshard_unneeded()
+
+    def _reshard_unneeded(self) -> None:
+        """A backward pass is through with the parameters: reshard unless another that has begun is not."""
+        if self.plan.lifetime == "use" and not self._found:
+            self.reshard()
 
     def _start_reduction(self) -> None:
         """Sum each rank's part over the groups, as far as parts of gradients are kept; further, if no more will come."""
@@ -427,6 +452,7 @@ def _after_accumulation(
     """Autograd is through with a parameter of a chunk."""
     chunk, to = own(), buffer()
     if chunk is not None and to is not None and not to.used:
+        chunk._gradient_found()
         chunk._after_gradient()
 
 
