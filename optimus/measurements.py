@@ -22,7 +22,7 @@ from optimus.disk import write_json
 GAIN = 0.9  # what is chosen in place of the default takes less than this share of its time: chance must not choose
 _ROUNDS, _MOST_ROUNDS = 5, 15
 _ALIKE = 1.05  # the third best time of a thing, to its best, where the machine is quiet
-_STEPS = 32  # that a whole memory has: free memory is a number of these
+_BITS = 5  # of free memory that count: steps of a sixteenth to a thirty-second
 Name = TypeVar("Name", bound=str)
 
 
@@ -65,16 +65,19 @@ def clear_choice(default: Name, timings: Mapping[Name, Timing]) -> Name:
     return best if timings[best].usual < GAIN * timings[default].best else default
 
 
-def coarse(free: int, whole: int, before: int | None = None) -> int:
-    """The bytes to count on where so many of a `whole` memory are free now: a number of steps.
+def coarse(free: int, before: int = 0) -> int:
+    """The bytes to count on where so many are free now: rounded down to a step.
 
     What was counted on `before` stays while it is there, and no more than two steps beside it, so that no reading is at a
     border.
     """
-    step = max(1, whole // _STEPS)
-    if before is not None and before % step == 0 and before <= free < before + 2 * step:
+    if 0 < before <= free < before + 2 * _step(before):
         return before
-    return free // step * step
+    return free // _step(free) * _step(free)
+
+
+def _step(size: int) -> int:
+    return 1 << max(0, size.bit_length() - _BITS)
 
 
 class Measurements:
@@ -101,11 +104,11 @@ class Measurements:
                 self._write(known | new, free)
         return {name: (known | new)[name] for name in found}
 
-    def free_memory(self, device: str, free: int, whole: int) -> int:
+    def free_memory(self, device: str, free: int) -> int:
         """`coarse`, after what was counted on before on this device."""
         with self._locked():
             timings, known = self._read()
-            counted = coarse(free, whole, known.get(device))
+            counted = coarse(free, known.get(device, 0))
             if counted != known.get(device):
                 self._write(timings, known | {device: counted})
         return counted

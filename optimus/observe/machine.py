@@ -156,13 +156,9 @@ def free_memory(device: Any) -> int:
 
 
 def whole_memory(device: Any) -> int:
-    """Bytes that a device has; nothing of an accelerator's is taken to find out."""
+    """Bytes that an accelerator has; nothing of it is taken to find out."""
     import torch
 
-    if device.type == "cpu":
-        import psutil
-
-        return int(psutil.virtual_memory().total)
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 

@@ -23,7 +23,7 @@ from optimus.errors import UserError
 from optimus.mesh import Layout, Mesh
 from optimus.mesh.placement import describe
 from optimus.model import Transformer
-from optimus.observe.machine import free_memory, measurements_of, whole_memory
+from optimus.observe.machine import free_memory, measurements_of
 from optimus.parallel.build import build_stage
 from optimus.parallel.layouts import parameter_layouts
 from optimus.pipeline.staged import Staged, select_stages
@@ -281,10 +281,9 @@ def _memory_to_count_on(config: RunConfig, groups: Groups, device: torch.device)
     fits = config.recompute == ["auto"] and config.recompute_budget is None
     if not fits and config.state.residency == "device" and config.state.cache != "auto":
         return 0, []
-    found = groups.world.all_gather_object((free_memory(device), whole_memory(device)))
-    free, whole = map(min, zip(*found))
+    free = min(groups.world.all_gather_object(free_memory(device)))
     known = measurements_of(device, config.tuning.cache)
-    counted = groups.world.on_first(lambda: known.free_memory(str(device), free, whole))
+    counted = groups.world.on_first(lambda: known.free_memory(str(device), free))
     said = f"memory: {counted / 2**30:.2f} GiB are counted on, of {free / 2**30:.2f} GiB free"
     return counted // sharers(groups.mesh, device), [said, *known.notes]
 

@@ -12,10 +12,10 @@ import torch
 
 from optimus.comm import Groups
 from optimus.config import RunConfig, load_config
-from optimus.measurements import Measurements, Timing
+from optimus.measurements import Measurements, Timing, coarse
 from optimus.state.transfers import transfers
 from optimus.testing import run_ranks
-from optimus.train import residency
+from optimus.train import residency, run
 from optimus.train.run import _planned_chunks, layouts_of, mesh_of, recipe_of, whole_model
 
 MIB = 2**20
@@ -152,3 +152,25 @@ def test_measurements_of_other_things_are_of_no_use(tmp_path: Path) -> None:
     del each["product"]
     (tmp_path / "chip").write_text(json.dumps(kept))
     assert decided(raw, 6 * MIB, SLOW) == first
+
+
+def _counted(raw: dict[str, Any], free: list[int]) -> tuple[int, list[str]]:
+    """What a rank counts on, whose device has other memory free than those of the others."""
+    config = load_config(raw)
+    groups = Groups(mesh_of(config, len(free)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "free_memory", lambda device: free[groups.rank])
+        return run._memory_to_count_on(config, groups, torch.device("cpu"))
+
+
+def test_ranks_count_on_the_same_memory_and_so_does_the_next_run(tmp_path: Path) -> None:
+    """That of the fullest node, as it was when it was a little fuller; an even part of it on a processor."""
+    raw = config_of(residency="optimizer", device_states="auto")
+    raw["tuning"] = {"cache": str(tmp_path)}
+    (first, said), *others = run_ranks(_counted, 3, raw, [2_000, 1_000, 3_000])
+    assert first == coarse(1_000) // 3
+    assert [each for each, _ in others] == [first] * 2
+    assert said[0].startswith("memory: ")
+    assert coarse(1_000) < coarse(1_050)
+    assert run_ranks(_counted, 3, raw, [1_050, 1_100, 3_000])[2][0] == first
+    assert _counted(config_of(), [1_000]) == (0, [])  # nothing depends on it
