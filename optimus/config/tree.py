@@ -442,7 +442,8 @@ class ResilienceConfig(Section):
     """What to do about non-finite numbers, loss spikes, and hanging or slow ranks."""
 
     max_skipped: int = Field(3, ge=0)
-    """Consecutive steps with a non-finite gradient norm that are skipped before the run ends."""
+    """Consecutive steps with a gradient norm that is not finite, or whose square does not fit fp32, that are skipped before
+    the run ends."""
     on_spike: Literal["nothing", "skip", "rollback"] = "nothing"
     """When a loss is above the spike threshold: nothing, skip its update, or roll back to kept weights
     (checkpoint.weights_every)."""
