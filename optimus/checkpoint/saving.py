@@ -30,7 +30,7 @@ from optimus.checkpoint.slices import TensorSlice, part_slices, whole_slices
 from optimus.checkpoint.slots import clear_leftovers, remove, retire, retire_frozen, retire_weights
 from optimus.checkpoint.staging import Staging
 from optimus.checkpoint.writers import written_here
-from optimus.comm import Handle
+from optimus.comm import CollectiveError, Handle
 from optimus.disk import sync
 from optimus.errors import UserError, naming_disk_errors
 from optimus.state.chunk import Chunk
@@ -151,6 +151,17 @@ class Saver:
                     self._thread.join()
                 done += self._next()
         return done
+
+    def complete(self) -> str:
+        """`finish`, where the run ends for another reason with all ranks alive: what is under way would be lost, and with it
+        the steps since the checkpoint before. Returns what there is to add to that reason where a disk refuses."""
+        try:
+            self.finish()
+        except CollectiveError:
+            raise
+        except UserError as error:
+            return f"; {error}"
+        return ""
 
     def abandon(self) -> None:
         """Let nothing be written any more but what rank 0 is completing: this rank alone may have failed."""

@@ -11,6 +11,7 @@ from types import NoneType
 from typing import Any, NamedTuple, get_args
 
 from optimus.config.load import model_config_from
+from optimus.disk import parse_json
 from optimus.errors import UserError
 from optimus.model.architecture import ModelConfig
 from optimus.model.families import Choice, Family, Field, Multiple, Same, families
@@ -66,7 +67,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """config.json as it is. Raises `UserError` when it is not there or not an object."""
     file = path / FILE
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = parse_json(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         lack = "it is a file" if path.is_file() else f"it has no {FILE}"
         raise UserError(f"{path} is not a Hugging Face folder: {lack}") from None

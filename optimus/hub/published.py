@@ -6,11 +6,11 @@ tokens, if the checkpoint has another tokenizer.
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from optimus.disk import parse_json
 from optimus.errors import UserError
 from optimus.hub.config_json import FILE, further_fields, read_config
 
@@ -72,7 +72,7 @@ def published_again(
 def _read(file: Path) -> Any:
     try:
         text = file.read_text(encoding="utf-8")
-        raw = json.loads(text) if file.suffix == ".json" else text
+        raw = parse_json(text) if file.suffix == ".json" else text
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
     if file.suffix == ".json" and not isinstance(raw, dict):

@@ -24,7 +24,7 @@ from optimus.mesh import Layout, Mesh
 from optimus.mesh.placement import describe
 from optimus.model import Batch, Transformer
 from optimus.model.batch import pinned
-from optimus.observe.machine import free_memory
+from optimus.observe.machine import free_memory, measurements_of
 from optimus.parallel.build import build_stage
 from optimus.parallel.layouts import parameter_layouts
 from optimus.pipeline.staged import Staged, select_stages
@@ -241,7 +241,7 @@ def build_model(
     call. Raises `UserError` when the parameters cannot be divided as configured, or their activations do not fit the
     budget.
     """
-    free = free_memory(device) // sharers(groups.mesh, device)
+    free, counted = _memory_to_count_on(config, groups, device)
     compute = DTYPES[config.train.precision]
     left_open, config = config.moe.dispatch == "auto", with_dispatcher(config, groups.mesh, groups.measured)
     whole = whole_model(config)
@@ -269,7 +269,7 @@ def build_model(
     partition = partition_of(config, groups.mesh, groups.rank)
     trained = [name for name in layouts if recipe.rules[name].trains]
     if notes is not None:
-        notes += [each for each in (note, said) if each]
+        notes += [*counted, *(each for each in (note, said) if each)]
         notes += [f"moe.dispatch: {config.moe.dispatch} (auto: its collectives take less time)"] if left_open else []
         notes += [_frozen_line(layouts, trained)] if len(trained) < len(layouts) else []
     partition = partition._replace(trained_from=partition.first_of(trained))
@@ -287,6 +287,22 @@ def build_model(
         stage_of=partition.stage_here,
     )
     return stages_of(model, partition, config, groups, compute, device), state
+
+
+def _memory_to_count_on(config: RunConfig, groups: Groups, device: torch.device) -> tuple[int, list[str]]:
+    """(bytes of the device that this rank may fill with what is left open, what the user should know about it).
+
+    The least that is free on the device of any rank, and no number of the moment: in coarse steps, as it was counted
+    before. All ranks must call, and find the same. 0 where nothing depends on it.
+    """
+    fits = config.recompute == ["auto"] and config.recompute_budget is None
+    if not fits and config.state.residency == "device" and config.state.cache != "auto":
+        return 0, []
+    free = min(groups.world.all_gather_object(free_memory(device)))
+    known = measurements_of(device, config.tuning.cache)
+    counted = groups.world.on_first(lambda: known.free_memory(str(device), free))
+    said = f"memory: {counted / 2**30:.2f} GiB are counted on, of {free / 2**30:.2f} GiB free"
+    return counted // sharers(groups.mesh, device), [said, *known.notes]
 
 
 def _frozen_line(layouts: Mapping[str, Layout], trained: Sequence[str]) -> str:
